@@ -1,0 +1,41 @@
+# make demo   set up, then show every method on the packaged model (under five minutes, two cores)
+# make test   set up, then run the tests
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+BIN := $(VENV)/bin
+# The models in the tests are tiny: one thread each and two workers beat two threads.
+TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 -q
+
+.PHONY: setup demo test test-slow test-oldest lint docs clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/kvsketch demo
+
+test: setup
+	$(TEST)
+
+test-slow: setup
+	$(TEST) -m slow
+
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: setup
+	$(BIN)/python -m benchmarks.longeval_table
+
+clean:
+	rm -rf .venv .venv-oldest build dist

@@ -1,0 +1,39 @@
+"""The methods, by name. To add one: write its file, add its class to ``_CLASSES``."""
+
+from __future__ import annotations
+
+from ..errors import unknown_name
+from .base import Compressor, keep_top
+from .h2o import H2O
+from .kcenter import KCenter
+from .streaming_llm import StreamingLLM
+from .uniform import Uniform
+from .windowed import Windowed
+
+_CLASSES: tuple[type[Compressor], ...] = (Uniform, StreamingLLM, H2O, KCenter)
+
+METHODS: dict[str, type[Compressor]] = {cls.name: cls for cls in _CLASSES}
+
+
+def make(method: str, seed: int = 0) -> Compressor:
+    """A fresh compressor by name.
+
+    Raises:
+        InputError: the name is unknown; the message suggests the nearest one.
+    """
+    if method not in METHODS:
+        raise unknown_name("method", method, METHODS)
+    return METHODS[method](seed=seed)
+
+
+__all__ = [
+    "H2O",
+    "METHODS",
+    "Compressor",
+    "KCenter",
+    "StreamingLLM",
+    "Uniform",
+    "Windowed",
+    "keep_top",
+    "make",
+]

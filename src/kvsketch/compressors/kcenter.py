@@ -1,0 +1,99 @@
+"""Greedy k-center on the keys: what SubGen and ClusterGen ran in their experiments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..slots import Slots
+from .base import Compressor, keep_top
+
+
+class KCenter(Compressor):
+    """Farthest-first traversal of the keys (Dyer and Frieze 1985; SubGen section 3.2): keep k
+    centers as exact tokens (u = v, m = 1) and drop the rest.
+
+    ``score`` holds each center's insertion distance, its distance to the nearest center chosen
+    before it. Distances fall along a greedy traversal, so dropping the smallest ones gives exactly
+    the shorter traversal. A periodic recompression therefore needs no new one: the few fresh
+    tokens (score 0) get their distance to everything older and the smallest distances go. That is
+    SubGen's online rule (a new center only if farther than delta from all) with delta set so that
+    the budget is met. When over a quarter of the slots is fresh, the traversal is done anew.
+    """
+
+    name = "kcenter"
+    paper = "Zandieh et al., SubGen section 3.2 (2402.06082)"
+
+    def compress(self, slots: Slots, budget: int) -> Slots:
+        if budget == 0:
+            return slots.narrow(0, 0)
+        keys = slots.keys.float()
+        live = slots.live()
+        fresh_count = slots.count if slots.score is None else _trailing_fresh(slots.score)
+        if 4 * fresh_count > slots.count or slots.score is None:
+            distance = farthest_first(keys, live, budget)
+        else:
+            fresh = _distance_to_older(keys, live, fresh_count)
+            distance = torch.cat([slots.score[..., :-fresh_count], fresh], dim=-1)
+        slots = replace(slots, score=distance)
+        return keep_top(slots, distance, budget)
+
+
+def farthest_first(keys: Tensor, live: Tensor | None, budget: int) -> Tensor:
+    """Insertion distances of a greedy traversal of ``budget`` steps that starts at the first live
+    key (which gets a distance above all others); 0 for keys never chosen.
+
+    Args:
+        keys: float ``[batch, heads, n, head_dim]``.
+        live: bool ``[batch, heads, n]`` or None.
+    """
+    batch, heads, n, dim = keys.shape
+    flat = keys.reshape(batch * heads, n, dim)
+    norms = flat.square().sum(-1)
+    alive = None if live is None else live.reshape(batch * heads, n)
+    nearest = torch.full_like(norms, torch.inf)
+    if alive is not None:
+        nearest = nearest.masked_fill(~alive, -torch.inf)
+    inserted = torch.zeros_like(norms)
+    rows = torch.arange(batch * heads, device=keys.device)
+    for _ in range(min(budget, n)):
+        chosen = nearest.argmax(-1)
+        # maximum: a row without live keys left chooses an old one again, at -inf
+        inserted[rows, chosen] = torch.maximum(inserted[rows, chosen], nearest[rows, chosen])
+        center = flat[rows, chosen].unsqueeze(-1)
+        squared = torch.baddbmm(norms.unsqueeze(-1), flat, center, alpha=-2).squeeze(-1)
+        squared = squared + norms[rows, chosen].unsqueeze(-1)
+        torch.minimum(nearest, squared.clamp_(min=0), out=nearest)
+        nearest[rows, chosen] = -torch.inf
+    # The first center has no center before it; any finite number above all distances will do.
+    finite = torch.where(torch.isinf(inserted), 0.0, inserted)
+    inserted = torch.where(torch.isinf(inserted), 4 * finite.amax(-1, True) + 1, inserted)
+    # Chosen duplicates have distance 0: a tiny score keeps them ahead of what was not chosen.
+    chosen_mask = nearest == -torch.inf
+    if alive is not None:
+        chosen_mask = chosen_mask & alive
+    inserted = torch.where(chosen_mask, inserted.sqrt().clamp(min=1e-20), 0.0)
+    return inserted.reshape(batch, heads, n)
+
+
+def _trailing_fresh(score: Tensor) -> int:
+    """How many slots at the end carry no score yet, in the head that has most of them."""
+    scored = (score > 0).any(0).any(0)
+    return int(scored.flip(0).to(torch.uint8).argmax()) if bool(scored.any()) else score.shape[-1]
+
+
+def _distance_to_older(keys: Tensor, live: Tensor | None, fresh_count: int) -> Tensor:
+    """Distance of each of the last ``fresh_count`` keys to the nearest key before it."""
+    n = keys.shape[2]
+    distance = torch.cdist(keys[:, :, n - fresh_count :], keys)
+    older = torch.arange(n, device=keys.device) < torch.arange(
+        n - fresh_count, n, device=keys.device
+    ).unsqueeze(-1)
+    distance = distance.masked_fill(~older, torch.inf)
+    if live is not None:
+        distance = distance.masked_fill(~live.unsqueeze(2), torch.inf)
+    nearest = distance.amin(-1)
+    # No older live key: far from everything; scores must stay finite.
+    return torch.where(torch.isinf(nearest), 1e20, nearest.clamp(min=1e-20))

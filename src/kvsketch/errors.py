@@ -1,0 +1,26 @@
+"""Every error kvsketch raises on purpose derives from KVSketchError."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class KVSketchError(Exception):
+    """Base class: catch this to catch everything kvsketch raises on purpose."""
+
+
+class InputError(KVSketchError, ValueError):
+    """An argument is wrong. The message names the argument, its value and what is allowed."""
+
+
+class UnsupportedError(KVSketchError, NotImplementedError):
+    """The request makes sense in general but not for this model or in this state of the cache."""
+
+
+def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> InputError:
+    """The error for a name that is not in a registry; it suggests the nearest one."""
+    names = sorted(allowed)
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return InputError(f"{kind}={name!r} is unknown{hint} Allowed: {', '.join(names)}.")

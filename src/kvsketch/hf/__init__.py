@@ -1,0 +1,5 @@
+"""The transformers integration."""
+
+from .cache import SketchCache
+
+__all__ = ["SketchCache"]

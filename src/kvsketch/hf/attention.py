@@ -1,0 +1,125 @@
+"""The attention function registered with transformers, under a name of ours.
+
+``kvsketch_<kernel>`` (``kvsketch_sdpa``, ``kvsketch_eager``, ...) runs the model's usual kernel
+while a layer is uncompressed, attends to slots afterwards, and then lets the layer compress.
+Keys that do not come from a SketchCache go straight to the usual kernel.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..errors import UnsupportedError
+from ..slots import Observed, attend, causal
+
+if TYPE_CHECKING:
+    from .layer import SketchLayer
+
+PREFIX = "kvsketch_"
+_TAG = "_kvsketch_layer"
+
+Kernel = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def register(kernel: str) -> str:
+    """Register our attention function around ``kernel`` and return its name."""
+    if kernel.startswith(PREFIX):
+        return kernel
+    name = PREFIX + kernel
+    if name not in ALL_ATTENTION_FUNCTIONS:
+
+        def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+            return _attention(_usual_kernel(module, kernel), module, *args, **kwargs)
+
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kernel])
+    return name
+
+
+def tag(keys: Tensor, layer: SketchLayer) -> Tensor:
+    """A view of ``keys`` that tells the attention function which layer they come from."""
+    view = keys.view_as(keys)
+    setattr(view, _TAG, layer)
+    return view
+
+
+def layer_of(keys: Tensor) -> SketchLayer | None:
+    """The layer that returned ``keys``, or None."""
+    layer: SketchLayer | None = getattr(keys, _TAG, None)
+    return layer
+
+
+def live_tail(mask: Tensor | None, num_queries: int) -> Tensor | None:
+    """Which of the newest tokens are real, bool ``[batch, q]``, read off the causal mask: its last
+    row sees every real token. None when there is no padding to know of."""
+    if mask is None or num_queries == 1:
+        return None
+    last = mask[:, 0, -1, -num_queries:]
+    live = last if last.dtype == torch.bool else last == 0
+    return None if bool(live.all()) else live
+
+
+def _usual_kernel(module: nn.Module, kernel: str) -> Kernel:
+    if kernel != "eager":
+        found: Kernel = ALL_ATTENTION_FUNCTIONS[kernel]
+        return found
+    home = sys.modules[type(module).__module__]
+    eager: Kernel = home.eager_attention_forward  # every model file has its own
+    return eager
+
+
+def _attention(
+    kernel: Kernel,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    layer = layer_of(key)
+    if softcap is not None:
+        kwargs["softcap"] = softcap
+    if layer is None:
+        return kernel(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError("output_attentions=True is not available through SketchCache")
+    live = live_tail(attention_mask, query.shape[2])
+    if live is not None:
+        layer.sketch.mark_padding(live)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    weights = None
+    if not layer.sketch.compressed:
+        out, weights = kernel(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    elif query.shape[2] == 1 and layer.sketch.slots.mass is None:
+        # Exact tokens only, all visible: the usual kernel does it, without a mask.
+        keys, values = layer.sketch.slots.keys, layer.sketch.slots.values
+        out, weights = kernel(module, query, keys, values, None, scaling=scaling, **kwargs)
+    else:
+        out = attend_chunk(query, layer, scale, softcap).transpose(1, 2).contiguous()
+    layer.after_attention(Observed(query, scale, softcap, live=live))
+    return out, weights
+
+
+def attend_chunk(
+    query: Tensor,
+    layer: SketchLayer,
+    scaling: float,
+    softcap: float | None = None,
+    slopes: Tensor | None = None,
+) -> Tensor:
+    """The newest tokens' attention over slots and, causally, over their own chunk."""
+    slots = layer.sketch.slots
+    q = query.shape[2]
+    mask = causal(q, slots.count, query.device) if q > 1 else None
+    return attend(query, slots, scaling=scaling, softcap=softcap, mask=mask, slopes=slopes)

@@ -1,0 +1,228 @@
+"""SketchCache: a transformers cache whose memory stays at a budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from ..budget import Budget
+from ..compressors import Windowed, make
+from ..errors import InputError, UnsupportedError
+from ..streaming import Periodic
+from . import mpt
+from .attention import PREFIX, register
+from .layer import SketchLayer
+
+PREFILL_MODES = ("exact", "streaming")
+
+
+class SketchCache(Cache):  # type: ignore[misc]
+    """Pass it to ``model.generate(..., past_key_values=cache)``.
+
+    Full-attention layers keep at most ``budget`` slots per KV head; sliding-window and other
+    layers stay as transformers has them. The constructor switches ``config`` to an attention
+    function of ours that behaves like the one before for every other cache.
+
+    Args:
+        config: the model's own ``model.config`` (not a copy: the model reads it).
+        method: a name in ``kvsketch.compressors.METHODS``.
+        budget: slots kept per KV head (int) or kept fraction of the tokens seen (float in (0, 1]),
+            sinks and recent tokens included.
+        sink: first tokens kept as they are.
+        recent: last tokens kept as they are.
+        buffer: tokens decoded between two compressions; default about 3% of the budget.
+        prefill: "exact": the prompt attends to all of itself and each layer is compressed as soon
+            as its attention is done, so one layer's full cache is alive at a time. "streaming":
+            with ``generate(prefill_chunk_size=...)`` every chunk attends to slots and itself, and
+            the cache never holds more than budget + chunk.
+        prompt_length: "exact" with ``prefill_chunk_size``: tokens of the first prompt, so that
+            compression waits for its last chunk (a cache cannot see how many are to come).
+            Without it, chunks after the first attend to compressed ones, as in "streaming".
+        one_shot: compress prompts only and keep decoded tokens exactly.
+        seed: of every random choice.
+
+    Raises:
+        InputError: any argument out of range; nothing is changed.
+        UnsupportedError: the model's attention cannot be replaced, or it has no layer to compress.
+
+    Example:
+        >>> cache = SketchCache(model.config, "kcenter", budget=0.25)      # doctest: +SKIP
+        >>> ids = model.generate(**inputs, past_key_values=cache)          # doctest: +SKIP
+        >>> cache.summary()["kv_bytes"]                                    # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        method: str = "kcenter",
+        *,
+        budget: int | float = 0.5,
+        sink: int = 4,
+        recent: int = 32,
+        buffer: int | None = None,
+        prefill: str = "exact",
+        prompt_length: int | None = None,
+        one_shot: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(config, PretrainedConfig):
+            raise InputError(f"config must be the model's config, got {type(config).__name__}")
+        if prefill not in PREFILL_MODES:
+            raise InputError(f"prefill={prefill!r} must be one of {', '.join(PREFILL_MODES)}")
+        if prompt_length is not None and prompt_length < 1:
+            raise InputError(f"prompt_length={prompt_length!r} must be an int >= 1")
+        self.method = method
+        self.budget = Budget(budget)
+        if isinstance(self.budget.value, int) and self.budget.value < sink + recent:
+            raise InputError(
+                f"budget={budget} is smaller than sink={sink} + recent={recent}: raise the budget "
+                "or lower sink and recent"
+            )
+        text_config = config.get_text_config(decoder=True)
+        self.max_positions = _max_positions(text_config)
+        self.peak_nbytes = 0
+        uses_alibi = isinstance(text_config, mpt.MptConfig)
+        layers = list(DynamicCache(config=config).layers)
+        for index, layer in enumerate(layers):
+            if type(layer) is DynamicLayer:
+                windowed = Windowed(make(method, seed + index), sink, recent)
+                layers[index] = SketchLayer(
+                    Periodic(windowed, self.budget, buffer, one_shot),
+                    prefill == "exact",
+                    prompt_length,
+                    uses_alibi,
+                    self._note_bytes,
+                )
+        if not any(isinstance(layer, SketchLayer) for layer in layers):
+            raise UnsupportedError(
+                f"{type(config).__name__} has no full-attention layer to compress: all its layers "
+                "have a sliding window or no KV cache"
+            )
+        _check_replaceable(text_config)
+        super().__init__(layers=layers)
+        self._bytes = [0] * len(layers)
+        if uses_alibi:
+            mpt.install()
+        else:
+            for part in {id(c): c for c in (config, text_config)}.values():
+                kernel = part._attn_implementation or "eager"
+                part._attn_implementation = register(kernel)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As ``Cache.update``.
+
+        Raises:
+            InputError: a prompt that runs beyond the model's positions, or bad keys or values.
+        """
+        q = key_states.shape[2] if key_states.dim() == 4 else 0
+        total = self.layers[layer_idx].get_seq_length() + q
+        if q > 1 and self.max_positions is not None and total > self.max_positions:
+            raise InputError(
+                f"the prompt ends at token {total}, beyond the model's {self.max_positions} "
+                "positions (max_position_embeddings)"
+            )
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As ``Cache.crop``; refused before any layer changes once something was compressed."""
+        for layer in self._sketches():
+            if layer.sketch.compressed and tokens_to_remove:
+                layer.crop(tokens_to_remove)  # raises
+        super().crop(tokens_to_remove)
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors the cache holds now: keys, values, masses, scores, waiting queries,
+        and room not filled yet."""
+        return sum(_layer_nbytes(layer) for layer in self.layers)
+
+    def exact_nbytes(self) -> int:
+        """Bytes an uncompressed cache of the same tokens would hold."""
+        return sum(_exact_nbytes(layer) for layer in self.layers)
+
+    def summary(self) -> dict[str, Any]:
+        """What is kept and what it costs, overall and per layer. ``slots`` is per KV head, the
+        mean over compressible layers; bytes are measured from live tensors."""
+        layers = [
+            {
+                "layer": index,
+                "compressed": isinstance(layer, SketchLayer) and layer.sketch.compressed,
+                "tokens": layer.get_seq_length(),
+                "slots": _held(layer),
+                "kv_bytes": _layer_nbytes(layer),
+                "exact_kv_bytes": _exact_nbytes(layer),
+            }
+            for index, layer in enumerate(self.layers)
+        ]
+        held = [_held(layer) for layer in self._sketches()]
+        return {
+            "method": self.method,
+            "budget": self.budget.value,
+            "tokens": self.get_seq_length(),
+            "slots": sum(held) / len(held),
+            "kv_bytes": self.nbytes(),
+            "exact_kv_bytes": self.exact_nbytes(),
+            "peak_kv_bytes": max(self.peak_nbytes, self.nbytes()),
+            "layers": layers,
+        }
+
+    def _sketches(self) -> list[SketchLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SketchLayer)]
+
+    def _note_bytes(self) -> None:
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes())
+
+
+def _check_replaceable(config: PretrainedConfig) -> None:
+    if isinstance(config, mpt.MptConfig):
+        return  # has no attention interface, but an adapter of ours
+    kernel = config._attn_implementation or "eager"
+    if kernel.removeprefix(PREFIX) not in ("eager", "sdpa"):
+        raise UnsupportedError(
+            f"attn_implementation={kernel!r} cannot be wrapped yet; load the model with "
+            "attn_implementation='sdpa' or 'eager'"
+        )
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model = model[0] if isinstance(model, (list, tuple)) else model
+    if model is not None and not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedError(
+            f"{model.__name__} does not use transformers' attention interface, so its attention "
+            "cannot be replaced; use DynamicCache for it"
+        )
+
+
+def _max_positions(config: PretrainedConfig) -> int | None:
+    for name in ("max_position_embeddings", "max_seq_len"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def _held(layer: Any) -> int:
+    keys = layer.keys
+    return 0 if keys is None or keys.dim() < 4 else int(keys.shape[2])
+
+
+def _layer_nbytes(layer: Any) -> int:
+    if isinstance(layer, SketchLayer):
+        tensors = layer.sketch.tensors()
+    else:
+        tensors = [t for t in (layer.keys, layer.values) if t is not None]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _exact_nbytes(layer: Any) -> int:
+    keys, values = layer.keys, layer.values
+    if not isinstance(layer, SketchLayer) or keys is None:
+        return _layer_nbytes(layer)
+    batch, heads = keys.shape[:2]
+    width = keys.shape[3] + values.shape[3]
+    return int(batch * heads * layer.sketch.seen * width * keys.element_size())

@@ -1,0 +1,181 @@
+"""One attention layer of a SketchCache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from ..errors import InputError, UnsupportedError
+from ..slots import Observed, Slots
+from ..streaming import Periodic
+from .attention import tag
+
+
+class SketchLayer(DynamicLayer):  # type: ignore[misc]
+    """Glue between transformers' layer protocol and the ``Periodic`` driver, which does the work.
+
+    ``update`` appends and returns the keys and values to attend to; the registered attention
+    function then calls ``after_attention``, where compression happens.
+
+    Args:
+        sketch: the driver.
+        exact_prefill: do not compress before ``prompt_length`` tokens were seen.
+        prompt_length: tokens of the first prompt if it arrives in several chunks.
+        track_positions: store each slot's position (ALiBi models).
+        on_change: called after every change of the tensors held.
+    """
+
+    is_sliding = False
+
+    def __init__(
+        self,
+        sketch: Periodic,
+        exact_prefill: bool,
+        prompt_length: int | None,
+        track_positions: bool,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.sketch = sketch
+        self.exact_prefill = exact_prefill
+        self.prompt_length = prompt_length
+        self.track_positions = track_positions
+        self.on_change = on_change
+        self._pending = 0  # tokens appended whose attention has not run yet
+        super().__init__()
+
+    # keys and values are what the sketch holds; transformers' base class only ever clears them
+    @property
+    def keys(self) -> Tensor | None:
+        return self.sketch.slots.keys if self.sketch.seen else None
+
+    @keys.setter
+    def keys(self, value: None) -> None:
+        assert value is None
+
+    @property
+    def values(self) -> Tensor | None:
+        return self.sketch.slots.values if self.sketch.seen else None
+
+    @values.setter
+    def values(self, value: None) -> None:
+        assert value is None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append ``[batch, num_key_value_heads, q, head_dim]`` keys and values.
+
+        Raises:
+            InputError: shapes, dtype or device do not fit what is held, or a prompt chunk is not
+                finite. The cache is unchanged then.
+            UnsupportedError: the previous tokens never went through our attention function.
+        """
+        self._check(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        q = key_states.shape[2]
+        new = Slots(key_states, value_states, positions=self._positions(key_states))
+        self.sketch.extend(new)
+        self._pending = q
+        if q > 1:
+            self.on_change()
+        slots = self.sketch.slots
+        return tag(slots.keys, self), slots.values
+
+    def after_attention(self, observed: Observed) -> None:
+        """The attention of the tokens just appended is done: compress if due."""
+        prefill = observed.queries.shape[2] > 1
+        hold = (
+            self.exact_prefill
+            and self.prompt_length is not None
+            and self.sketch.seen < self.prompt_length
+        )
+        self._pending = 0
+        self.sketch.settle(observed, prefill=prefill, hold=hold)
+        self.on_change()
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, however few slots they became: positions stay right."""
+        return self.sketch.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Masks are made over all tokens seen, as for an uncompressed cache; the attention
+        function reads padding and causality off the newest columns."""
+        return self.sketch.seen + query_length, 0
+
+    @property
+    def is_croppable(self) -> bool:
+        return not self.sketch.compressed
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last tokens (a negative number, as in transformers)."""
+        if tokens_to_remove > 0:
+            raise InputError(f"crop({tokens_to_remove}): pass minus the number of tokens to remove")
+        self.sketch.crop(-tokens_to_remove)
+        self.on_change()
+
+    def reset(self) -> None:
+        self.sketch.reset()
+        self._pending = 0
+        self.is_initialized = False
+        self.on_change()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search: row i continues from row ``beam_idx[i]``."""
+        self.sketch.map_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.sketch.map_batch(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.sketch.map_batch(lambda t: t[indices])
+
+    def offload(self) -> None:
+        raise UnsupportedError("SketchCache does not offload; it is small enough to stay")
+
+    def prefetch(self) -> None:
+        raise UnsupportedError("SketchCache does not offload; it is small enough to stay")
+
+    def _positions(self, keys: Tensor) -> Tensor | None:
+        if not self.track_positions:
+            return None
+        start = self.sketch.seen
+        index = torch.arange(start, start + keys.shape[2], device=keys.device).float()
+        return index.expand(*keys.shape[:3])
+
+    def _check(self, keys: Tensor, values: Tensor) -> None:
+        if self._pending:
+            raise UnsupportedError(
+                f"the last {self._pending} tokens of this layer never went through kvsketch's "
+                "attention function: the model's attention was replaced after the SketchCache "
+                "was made, or it does not use transformers' attention interface"
+            )
+        if keys.dim() != 4 or keys.shape[:3] != values.shape[:3]:
+            raise InputError(
+                "keys and values must be [batch, num_key_value_heads, q, head_dim], got "
+                f"{tuple(keys.shape)} and {tuple(values.shape)}"
+            )
+        if self.sketch.seen:
+            held = self.sketch.slots.keys
+            if keys.shape[:2] != held.shape[:2] or keys.shape[3] != held.shape[3]:
+                raise InputError(
+                    f"keys {tuple(keys.shape)} do not fit the cache, which holds "
+                    f"{tuple(held.shape)}: batch, heads and head_dim must be equal"
+                )
+            if keys.dtype != held.dtype or keys.device != held.device:
+                raise InputError(
+                    f"keys are {keys.dtype} on {keys.device}, the cache holds {held.dtype} on "
+                    f"{held.device}"
+                )
+        if keys.shape[2] > 1:  # decoded tokens are checked when they are compressed
+            for name, tensor in (("keys", keys), ("values", values)):
+                if not bool(torch.isfinite(tensor).all()):
+                    raise InputError(f"{name} are not finite (NaN or infinity); cache unchanged")

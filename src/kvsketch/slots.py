@@ -1,0 +1,330 @@
+"""Slots and attend(): the one estimator every method in this package maintains.
+
+A slot is a key k, a value-sum u and a mass m. Attention over slots is
+
+    z(q) = sum_s exp(<q, k_s>) u_s / sum_s exp(<q, k_s>) m_s        (scaling folded into q)
+
+An exact token is (k, v, 1); a sample, a cluster or a coreset point is the same thing with other
+u and m. This file is plain torch and is the reference every kernel is tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+
+# Scores of the m = 0 slots are not part of the softmax shift (an empty slot must not decide it),
+# so their exponent is bounded instead: exp(80) is still finite in float32.
+_MAX_EXPONENT = 80.0
+# attend() and attention_received() go over queries in blocks of at most this many scores.
+_BLOCK_SCORES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Slots:
+    """A weighted set of keys and value-sums for every batch row and KV head.
+
+    Attributes:
+        keys: ``[batch, num_key_value_heads, slots, head_dim]``.
+        values: value-sums u, ``[batch, num_key_value_heads, slots, value_dim]``.
+        mass: m, float32 (or float64) ``[batch, num_key_value_heads, slots]``. ``None`` says that
+            every slot is one exact token (u = v, m = 1) and costs no memory.
+        positions: float32, same shape as mass: where the slot sits in the sequence. Only models
+            whose attention adds a distance bias (ALiBi) need it.
+        score: float32, same shape as mass: what a method remembers about each slot between
+            compressions (accumulated attention for H2O, insertion distance for k-center).
+
+    A slot with m = 0 and u = 0 is *dead*: padding that makes heads or rows of different length
+    one tensor. It never changes an attention output.
+
+    Raises:
+        InputError: shapes, devices or dtypes do not fit together.
+    """
+
+    keys: Tensor
+    values: Tensor
+    mass: Tensor | None = None
+    positions: Tensor | None = None
+    score: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.keys.dim() != 4 or self.values.dim() != 4:
+            raise InputError(
+                "keys and values must be [batch, num_key_value_heads, slots, dim], got "
+                f"{tuple(self.keys.shape)} and {tuple(self.values.shape)}"
+            )
+        if self.keys.shape[:3] != self.values.shape[:3]:
+            raise InputError(
+                f"keys {tuple(self.keys.shape)} and values {tuple(self.values.shape)} differ in "
+                "batch, heads or slots"
+            )
+        for name in ("mass", "positions", "score"):
+            column = getattr(self, name)
+            if column is not None and column.shape != self.keys.shape[:3]:
+                raise InputError(
+                    f"{name} must have shape {tuple(self.keys.shape[:3])}, got "
+                    f"{tuple(column.shape)}"
+                )
+
+    @property
+    def count(self) -> int:
+        """Slots per KV head, dead ones included."""
+        return self.keys.shape[2]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that are present, by name."""
+        fields = {name: getattr(self, name) for name in FIELDS}
+        return {name: tensor for name, tensor in fields.items() if tensor is not None}
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Slots:
+        """Apply ``fn`` to every field that is present (batch, head and slot are axes 0, 1, 2)."""
+        return Slots(**{name: fn(tensor) for name, tensor in self.tensors().items()})
+
+    def masses(self) -> Tensor:
+        """m as a tensor, float32 (float64 for float64 values), ones where ``mass`` is None."""
+        if self.mass is not None:
+            return self.mass
+        return torch.ones_like(self.keys[..., 0], dtype=compute_dtype(self.values.dtype))
+
+    def live(self) -> Tensor | None:
+        """bool ``[batch, heads, slots]``, False for dead slots; None when all are live."""
+        if self.mass is None:
+            return None
+        return (self.mass != 0) | (self.values != 0).any(-1)
+
+    def narrow(self, start: int, length: int) -> Slots:
+        """``length`` slots from ``start`` on, as views."""
+        return self.map(lambda t: t.narrow(2, start, length))
+
+    def take(self, index: Tensor) -> Slots:
+        """Select slots per head. ``index``: int64 ``[batch, heads, kept]``."""
+        return self.map(lambda t: _gather(t, index))
+
+    def scaled(self, weight: Tensor) -> Slots:
+        """Multiply u and m by ``weight`` ``[batch, heads, slots]``; weight 0 makes a slot dead."""
+        mass = self.masses()
+        return replace(
+            self,
+            values=self.values * weight.unsqueeze(-1).to(self.values.dtype),
+            mass=mass * weight.to(mass.dtype),
+        )
+
+    def only(self, live: Tensor) -> Slots:
+        """Kill the slots where ``live`` (bool, broadcastable to mass) is False."""
+        live = live.expand(self.keys.shape[:3])
+        return replace(
+            self,
+            values=self.values * live.unsqueeze(-1).to(self.values.dtype),
+            mass=self.masses() * live,
+        )
+
+    @staticmethod
+    def cat(parts: Sequence[Slots]) -> Slots:
+        """Concatenate along the slot axis: attention over the result is attention over all.
+
+        A field that only some parts have is filled with its neutral value (mass 1, others 0).
+        """
+        parts = [p for p in parts if p.count] or list(parts[:1])
+        if len(parts) == 1:
+            return parts[0]
+        present = {name for part in parts for name in part.tensors()}
+        return Slots(
+            **{
+                name: torch.cat([_field(part, name) for part in parts], dim=2)
+                for name in FIELDS
+                if name in present
+            }
+        )
+
+
+FIELDS = ("keys", "values", "mass", "positions", "score")
+
+
+def _field(slots: Slots, name: str) -> Tensor:
+    tensor: Tensor | None = getattr(slots, name)
+    if tensor is not None:
+        return tensor
+    return slots.masses() if name == "mass" else torch.zeros_like(slots.masses())
+
+
+def _gather(tensor: Tensor, index: Tensor) -> Tensor:
+    if tensor.dim() == 4:
+        index = index.unsqueeze(-1).expand(*index.shape, tensor.shape[-1])
+    return tensor.gather(2, index)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision attention is computed in: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Queries the attention function saw, with all that turns them into scores.
+
+    They belong to the newest tokens: query i of q sees the slots up to and including number
+    ``count - q + i`` (causal).
+
+    Attributes:
+        queries: ``[batch, num_attention_heads, q, head_dim]``.
+        scaling: multiplies ``<q, k>``.
+        softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
+        slopes: ``[num_attention_heads]``; adds ``slope * position`` to the scores (ALiBi).
+        live: bool ``[batch, q]``, False for padding.
+    """
+
+    queries: Tensor
+    scaling: float
+    softcap: float | None = None
+    slopes: Tensor | None = None
+    live: Tensor | None = None
+
+
+def causal(num_queries: int, num_slots: int, device: torch.device) -> Tensor:
+    """bool ``[1, 1, q, slots]``: the queries belong to the last q slots."""
+    last = torch.arange(num_slots - num_queries, num_slots, device=device)
+    return (torch.arange(num_slots, device=device) <= last[:, None])[None, None]
+
+
+def attend(
+    queries: Tensor,
+    slots: Slots,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    slopes: Tensor | None = None,
+) -> Tensor:
+    """Attention of queries over slots: ``[softmax(qK) U] / [softmax(qK) m]``.
+
+    Args:
+        queries: ``[batch, num_attention_heads, q, head_dim]``; query head h uses KV head
+            ``h // (num_attention_heads / num_key_value_heads)``.
+        slots: what to attend to.
+        scaling: multiplies the scores; default ``head_dim ** -0.5``.
+        softcap: logit soft-capping, applied after scaling.
+        mask: bool, True where a query may look, broadcastable to
+            ``[batch, num_attention_heads, q, slots]``.
+        slopes: ``[num_attention_heads]``, ALiBi slopes; needs ``slots.positions``.
+
+    Returns:
+        ``[batch, num_attention_heads, q, value_dim]`` in the dtype of the queries. Computed in at
+        least float32. A query that sees no mass gets zeros.
+
+    Raises:
+        InputError: heads that do not divide, a wrong head_dim, slopes without positions.
+    """
+    _check_queries(queries, slots, slopes)
+    blocks = []
+    for rows in _blocks(queries.shape, slots.count):
+        block_mask = mask[:, :, rows] if mask is not None and mask.shape[2] > 1 else mask
+        weights, mass = _weights(queries[:, :, rows], slots, scaling, softcap, block_mask, slopes)
+        total = (
+            (weights * mass).sum(-1, keepdim=True) if mass is not None else weights.sum(-1, True)
+        )
+        values = slots.values.to(weights.dtype).unsqueeze(2)
+        shape = weights.shape
+        flat = weights.reshape(*shape[:2], 1, shape[2] * shape[3], shape[4])
+        summed = (flat @ values).reshape(*shape[:4], -1)
+        out = torch.where(total != 0, summed / torch.where(total != 0, total, 1.0), 0.0)
+        blocks.append(out.flatten(1, 2).to(queries.dtype))
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+
+def attention_received(slots: Slots, observed: Observed) -> Tensor:
+    """Attention each slot received from the observed queries, summed over queries and the query
+    heads of its group: float32 ``[batch, num_key_value_heads, slots]``. Never forms the whole
+    queries x slots matrix."""
+    queries = observed.queries
+    _check_queries(queries, slots, observed.slopes)
+    received = torch.zeros_like(slots.masses())
+    visible = None
+    for rows in _blocks(queries.shape, slots.count):
+        visible = causal(queries.shape[2], slots.count, queries.device)[:, :, rows]
+        if observed.live is not None:
+            visible = visible & observed.live[:, None, rows, None]
+        weights, mass = _weights(
+            queries[:, :, rows], slots, observed.scaling, observed.softcap, visible, observed.slopes
+        )
+        if mass is not None:
+            weights = weights * mass
+        total = weights.sum(-1, keepdim=True)
+        received += (weights / torch.where(total != 0, total, 1.0)).sum((2, 3))
+    return received
+
+
+def _weights(
+    queries: Tensor,
+    slots: Slots,
+    scaling: float | None,
+    softcap: float | None,
+    mask: Tensor | None,
+    slopes: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """exp(scores), shifted, ``[batch, kv_heads, group, q, slots]``, and m broadcastable to it."""
+    batch, heads, num_queries, head_dim = queries.shape
+    kv_heads = slots.keys.shape[1]
+    group = heads // kv_heads
+    dtype = compute_dtype(queries.dtype)
+    scale = head_dim**-0.5 if scaling is None else scaling
+    scores = torch.matmul(
+        (queries.to(dtype) * scale).reshape(batch, kv_heads, group * num_queries, head_dim),
+        slots.keys.to(dtype).transpose(-1, -2),
+    ).view(batch, kv_heads, group, num_queries, slots.count)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        assert slots.positions is not None
+        # Softmax ignores a constant: measure positions from the newest to keep numbers small.
+        distance = slots.positions - slots.positions.amax(-1, keepdim=True)
+        bias = slopes.to(dtype).view(1, kv_heads, group, 1, 1) * distance[:, :, None, None, :]
+        scores = scores + bias
+    hidden = None
+    if mask is not None:
+        mask = mask.expand(batch, heads, num_queries, slots.count)
+        hidden = ~mask.reshape(scores.shape)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    mass = None
+    shiftable = scores
+    if slots.mass is not None:
+        mass = slots.mass.to(dtype)[:, :, None, None, :]
+        shiftable = scores.masked_fill(mass == 0, -torch.inf)
+    shift = shiftable.amax(-1, keepdim=True)
+    shift = torch.where(torch.isfinite(shift), shift, 0.0)
+    exponent = scores - shift
+    if mass is not None:
+        exponent = exponent.clamp(max=_MAX_EXPONENT)
+    return exponent.exp(), mass
+
+
+def _blocks(shape: torch.Size, num_slots: int) -> list[slice]:
+    batch, heads, num_queries, _ = shape
+    rows = max(1, _BLOCK_SCORES // max(1, batch * heads * num_slots))
+    return [slice(i, min(i + rows, num_queries)) for i in range(0, num_queries, rows)]
+
+
+def _check_queries(queries: Tensor, slots: Slots, slopes: Tensor | None) -> None:
+    if queries.dim() != 4:
+        raise InputError(
+            f"queries must be [batch, num_attention_heads, q, head_dim], got {tuple(queries.shape)}"
+        )
+    batch, heads, _, head_dim = queries.shape
+    if batch != slots.keys.shape[0] or head_dim != slots.keys.shape[3]:
+        raise InputError(
+            f"queries {tuple(queries.shape)} do not fit keys {tuple(slots.keys.shape)}: batch and "
+            "head_dim must be equal"
+        )
+    if heads % slots.keys.shape[1]:
+        raise InputError(
+            f"num_attention_heads={heads} must be a multiple of num_key_value_heads="
+            f"{slots.keys.shape[1]}"
+        )
+    if slopes is not None and slots.positions is None:
+        raise InputError("slopes (ALiBi) need slots.positions")
+    if slopes is not None and slopes.shape != (heads,):
+        raise InputError(f"slopes must have shape ({heads},), got {tuple(slopes.shape)}")

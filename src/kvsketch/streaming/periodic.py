@@ -1,0 +1,221 @@
+"""The drivers: one-shot after prefill, and periodic (budget + buffer, recompress when full)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..budget import Budget
+from ..compressors import Windowed
+from ..errors import InputError, UnsupportedError
+from ..slots import Observed, Slots
+from .page import Page
+
+# Decoded queries wait in groups of this many before they are turned into scores: fewer groups cost
+# less time, smaller ones less memory.
+_FOLD_EVERY = 8
+
+
+class Periodic:
+    """Slots of one attention layer as a stream.
+
+    Three verbs, in this order for every chunk of tokens: ``extend`` with the new tokens, let the
+    model attend to ``slots``, ``settle`` (observe the queries and compress if due). Nothing is
+    compressed while all tokens fit the budget. Once something was, the slots live on a page of
+    ``budget + buffer`` that decoding never outgrows.
+
+    Args:
+        compressor: the method with its sink and recent window.
+        budget: how many slots may be kept.
+        buffer: decoded tokens taken in between two compressions, >= 1; default budget / 40
+            (at least 1, at most 64), so that the page, scores included, stays within 5% of the
+            budget.
+        one_shot: compress after prefill only; decoded tokens are then kept exactly (as in SubGen
+            section 3.2) and memory grows with them.
+
+    Raises:
+        InputError: buffer < 1.
+    """
+
+    def __init__(
+        self,
+        compressor: Windowed,
+        budget: Budget,
+        buffer: int | None = None,
+        one_shot: bool = False,
+    ) -> None:
+        if buffer is not None and (isinstance(buffer, bool) or buffer < 1):
+            raise InputError(f"buffer={buffer!r} must be an int >= 1 (tokens per recompression)")
+        self.compressor = compressor
+        self.budget = budget
+        self.one_shot = one_shot
+        self._buffer = buffer
+        self._observed: list[Observed] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.seen = 0
+        self._dense: Slots | None = None
+        self._live: Tensor | None = None
+        self._page: Page | None = None
+        self._observed = []
+
+    @property
+    def compressed(self) -> bool:
+        """Whether anything was ever compressed; until then ``slots`` are all tokens, in order."""
+        return self._page is not None
+
+    @property
+    def slots(self) -> Slots:
+        """What the next attention sees."""
+        if self._page is not None:
+            return self._page.slots
+        if self._dense is None:
+            raise InputError("the sketch is empty: extend() it first")
+        return self._dense
+
+    def buffer_for(self, budget: int) -> int:
+        return self._buffer or max(1, min(64, budget // 40))
+
+    def extend(self, new: Slots) -> None:
+        """Append tokens, ``[batch, num_key_value_heads, q, ...]``."""
+        self.seen += new.count
+        if self._page is None:
+            if self._dense is None:
+                self._dense = new
+            else:
+                self._dense = Slots.cat([self._dense, new])
+            if self._live is not None:
+                tail = self._live.new_ones(self._live.shape[0], new.count)
+                self._live = torch.cat([self._live, tail], dim=1)
+            return
+        if self._page.room < new.count:
+            capacity = self._page.count + new.count
+            if new.count == 1:  # decoding: take a whole buffer at once
+                budget = self.budget.slots(self.seen)
+                capacity = max(capacity, budget + self.buffer_for(budget))
+                if self.one_shot:  # grows for good, by a few per cent at a time
+                    capacity = self._page.count + self.buffer_for(self._page.count)
+            self._page = Page(self._page.slots, capacity)
+        self._page.append(new)
+
+    def mark_padding(self, live: Tensor) -> None:
+        """Say which of the tokens just appended are real. ``live``: bool ``[batch, q]``."""
+        q = live.shape[1]
+        if self._page is not None:
+            slots = self._page.slots
+            last = slots.narrow(slots.count - q, q).only(live[:, None, :])
+            self._page.rewrite_last(last)
+            return
+        assert self._dense is not None
+        if self._live is None:
+            self._live = live.new_ones(live.shape[0], self._dense.count)
+        self._live[:, self._dense.count - q :] = live
+
+    def settle(self, observed: Observed | None, prefill: bool, hold: bool = False) -> None:
+        """Take note of the queries of the newest tokens and compress if due.
+
+        Args:
+            observed: their queries; ignored by methods that need none.
+            prefill: compress down to the budget now (else only when the buffer is full).
+            hold: do not compress yet (more of the prompt is to come).
+        """
+        if observed is not None and self.compressor.needs_queries:
+            self._observed.append(observed)
+        if hold or not self._due(prefill):
+            # Fold a prompt's queries now (they are many), a decoded token's only now and then.
+            if prefill or sum(o.queries.shape[2] for o in self._observed) >= _FOLD_EVERY:
+                self._store(self._scored())
+            return
+        budget = self.budget.slots(self.seen)
+        kept = self.compressor(self._masked(self._scored()), budget)
+        capacity = kept.count if prefill else kept.count + self.buffer_for(budget)
+        self._page = Page(kept, capacity)
+        self._dense = self._live = None
+        self._observed = []
+
+    def _due(self, prefill: bool) -> bool:
+        budget = self.budget.slots(self.seen)
+        if prefill:
+            return self.slots.count > budget
+        if self.one_shot:
+            return False
+        return self.slots.count >= budget + self.buffer_for(budget)
+
+    def _masked(self, slots: Slots) -> Slots:
+        """Padding of the uncompressed phase as dead slots."""
+        return slots if self._live is None else slots.only(self._live[:, None, :])
+
+    def _scored(self) -> Slots:
+        """The slots with the waiting queries folded in. The slots these saw are still all here,
+        so this equals observing every query at its own time."""
+        if not self._observed:
+            return self.slots
+        queries = torch.cat([o.queries for o in self._observed], dim=2)
+        live = None
+        if any(o.live is not None for o in self._observed):
+            live = torch.cat([_live_queries(o) for o in self._observed], dim=1)
+        observed = replace(self._observed[0], queries=queries, live=live)
+        score = self.compressor.observe(self._masked(self.slots), observed).score
+        return replace(self.slots, score=score)
+
+    def _store(self, slots: Slots) -> None:
+        if not self._observed:
+            return
+        self._observed = []
+        if self._page is None:
+            self._dense = slots
+        elif slots.score is not None:
+            self._page.set_score(slots.score)
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``fn`` (which acts on axis 0, the batch) to everything held: beam search,
+        repeating or selecting rows."""
+        if self._page is not None:
+            self._page = Page(self._page.slots.map(fn), self._page.capacity)
+        if self._dense is not None:
+            self._dense = self._dense.map(fn)
+        if self._live is not None:
+            self._live = fn(self._live)
+        self._observed = [
+            replace(o, queries=fn(o.queries), live=None if o.live is None else fn(o.live))
+            for o in self._observed
+        ]
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last ``tokens`` tokens; only possible while nothing was compressed.
+
+        Raises:
+            UnsupportedError: something was compressed already.
+        """
+        if self.compressed:
+            raise UnsupportedError(
+                f"crop({-tokens}) needs the last {tokens} tokens one by one, but this cache is "
+                "already compressed; use a budget >= the number of tokens, or DynamicCache"
+            )
+        if self._dense is None or tokens == 0:
+            return
+        self._store(self._scored())
+        kept = max(0, self._dense.count - tokens)
+        self._dense = self._dense.narrow(0, kept)
+        if self._live is not None:
+            self._live = self._live[:, :kept]
+        self.seen = kept
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held, for byte counting."""
+        held = list(self._dense.tensors().values()) if self._dense is not None else []
+        held += self._page.tensors() if self._page is not None else []
+        held += [] if self._live is None else [self._live]
+        return held + [o.queries for o in self._observed]
+
+
+def _live_queries(observed: Observed) -> Tensor:
+    queries = observed.queries
+    if observed.live is not None:
+        return observed.live
+    return torch.ones(queries.shape[0], queries.shape[2], dtype=torch.bool, device=queries.device)

@@ -1,0 +1,474 @@
+"""SketchCache beyond the families: what compression does, bytes, chats, beams, bad input."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from families import VOCABULARY, build
+from transformers import BloomConfig, DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig
+
+from kvsketch import METHODS, InputError, KVSketchError, SketchCache, UnsupportedError
+
+WINDOW = {"sink": 2, "recent": 6}
+HIDDEN = -1e30
+
+
+def ids_of(batch, tokens, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (batch, tokens), generator=generator)
+
+
+def greedy(model, ids, cache, new=10, **kwargs):
+    return model.generate(
+        ids,
+        attention_mask=kwargs.pop("attention_mask", torch.ones_like(ids)),
+        past_key_values=cache,
+        max_new_tokens=new,
+        do_sample=kwargs.pop("do_sample", False),
+        **kwargs,
+    )
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return build("llama")
+
+
+@pytest.fixture(scope="module")
+def wide_llama():
+    """The packaged model's shape: 4 heads, 2 KV heads of 32."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+# --- what compression does -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "mpt"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_decoding_attends_to_exactly_what_was_kept(family, batch):
+    """After a compressed prefill the next token's logits equal those of the full cache with the
+    dropped tokens masked out (float64 weights; transformers' eager softmax is float32)."""
+    model = build(family, attention="eager").double()
+    ids, budget = ids_of(batch, 31), 12
+    cache = SketchCache(model.config, "streaming_llm", budget=budget, **WINDOW)
+    full = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for held in (cache, full):
+            model(ids[:, :30], past_key_values=held, use_cache=True)
+        actual = model(ids[:, 30:], past_key_values=cache, use_cache=True).logits
+        visible = torch.zeros(batch, 31, dtype=torch.long)
+        visible[:, :2] = visible[:, -(budget - 2) - 1 :] = 1
+        if family in ("opt", "mpt"):  # positions are counted off a 2-D mask: hide by hand
+            expected = _hidden_logits(model, family, ids, visible)
+        else:
+            additive = torch.zeros(batch, 31).double().masked_fill(~visible.bool(), HIDDEN)
+            mask = additive[:, None, None, :]
+            if family == "gemma2":  # one mask per kind of layer; the window is left alone
+                window = torch.zeros(8).double()  # all of the window is visible
+                mask = {
+                    "full_attention": mask,
+                    "sliding_attention": window.expand(batch, 1, 1, 8),
+                }
+            expected = model(
+                ids[:, 30:],
+                past_key_values=full,
+                use_cache=True,
+                attention_mask=mask,
+                position_ids=torch.full((batch, 1), 30),
+            ).logits
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+
+
+def _hidden_logits(model, family, ids, visible):
+    """One forward in which only the last query is kept from seeing the dropped tokens."""
+    import sys
+
+    module = type(model.model.decoder.layers[0].self_attn) if family == "opt" else None
+    batch, n = visible.shape
+    hide = torch.zeros(batch, 1, n, n, dtype=torch.float64)
+    hide[:, :, -1].masked_fill_(~visible.bool()[:, None], HIDDEN)
+    if family == "opt":
+        home = sys.modules[module.__module__]
+        original = home.eager_attention_forward
+
+        def hidden(mod, q, k, v, mask, **kwargs):
+            return original(mod, q, k, v, mask + hide, **kwargs)
+
+        home.eager_attention_forward = hidden
+        kernel = model.config._attn_implementation
+        model.config._attn_implementation = "eager"
+        try:
+            return model(ids, use_cache=False).logits[:, -1:]
+        finally:
+            home.eager_attention_forward = original
+            model.config._attn_implementation = kernel
+    build_bias = type(model.transformer).build_mpt_alibi_tensor
+
+    def biased(self, heads, length, *args, **kwargs):
+        bias = build_bias(self, heads, length, *args, **kwargs)
+        bias = bias.double().expand(heads, length, length).clone()
+        bias[:, -n:, -n:] += hide[0]
+        return bias
+
+    type(model.transformer).build_mpt_alibi_tensor = biased
+    try:
+        return model(ids, use_cache=False).logits[:, -1:]
+    finally:
+        type(model.transformer).build_mpt_alibi_tensor = build_bias
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "opt"])
+def test_h2o_scores_are_the_accumulated_attention(family):
+    """Over prompt and decoded tokens, against the attention matrices transformers returns."""
+    model = build(family, attention="eager").double()
+    ids = ids_of(2, 24)
+    cache = SketchCache(model.config, "h2o", budget=1000)
+    with torch.no_grad():
+        model(ids[:, :16], past_key_values=cache, use_cache=True)
+        for i in range(16, 24):
+            model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
+        model.config._attn_implementation = "eager"
+        matrices = model(ids, output_attentions=True, use_cache=False).attentions
+    for layer, matrix in zip(cache.layers, matrices, strict=True):
+        if not hasattr(layer, "sketch"):
+            continue
+        score = layer.sketch._scored().score
+        expected = matrix.sum(2).unflatten(1, (score.shape[1], -1)).sum(2)
+        torch.testing.assert_close(score.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_streaming_chunks_attend_to_slots_and_themselves(llama, method):
+    """Chunked streaming prefill equals feeding the same chunks by hand."""
+    ids = ids_of(2, 48)
+    settings = {"budget": 20, "prefill": "streaming", **WINDOW}
+    whole = SketchCache(llama.config, method, **settings)
+    answer = greedy(llama, ids, whole, prefill_chunk_size=16)
+    by_hand = SketchCache(llama.config, method, **settings)
+    with torch.no_grad():
+        for start in (0, 16, 32):
+            out = llama(ids[:, start : start + 16], past_key_values=by_hand, use_cache=True)
+    assert torch.equal(out.logits[:, -1].argmax(-1), answer[:, 48])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_exact_prefill_in_chunks_waits_for_prompt_length(llama, method):
+    ids = ids_of(2, 48)
+    settings = {"budget": 20, **WINDOW}
+    whole = greedy(llama, ids, SketchCache(llama.config, method, **settings))
+    chunked = SketchCache(llama.config, method, prompt_length=48, **settings)
+    assert torch.equal(greedy(llama, ids, chunked, prefill_chunk_size=16), whole)
+
+
+def test_one_shot_keeps_decoded_tokens(llama):
+    cache = SketchCache(llama.config, "kcenter", budget=20, one_shot=True, **WINDOW)
+    greedy(llama, ids_of(1, 40), cache, new=31)
+    assert cache.summary()["slots"] == 20 + 30
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+
+
+def live_kv_bytes(kv_heads=2, head_dim=32):
+    """Bytes of all live tensors shaped like keys or values of the cache, found by the garbage
+    collector: what the cache's own count is checked against."""
+    held = {}
+    for thing in gc.get_objects():
+        if (
+            type(thing) is torch.Tensor
+            and thing.dim() == 4
+            and thing.shape[1] == kv_heads
+            and thing.shape[3] == head_dim
+        ):
+            storage = thing.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("budget", [0.65, 0.25, 512])
+def test_bytes_stay_within_five_percent_of_the_budget(wide_llama, method, budget):
+    """After the prefill and after 200 decoded tokens; prompt of 1,600 tokens."""
+    ids = ids_of(1, 1600)
+    cache = SketchCache(wide_llama.config, method, budget=budget)
+    with torch.no_grad():
+        out = wide_llama(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for step in range(201):
+            if step in (0, 200):
+                tokens = cache.get_seq_length()
+                asked = budget if isinstance(budget, float) else budget / tokens
+                ratio = cache.nbytes() / cache.exact_nbytes()
+                assert ratio == pytest.approx(asked, rel=0.05), (step, ratio)
+            token = out.logits[:, -1:].argmax(-1)
+            out = wide_llama(token, past_key_values=cache, use_cache=True)
+    assert cache.exact_nbytes() == 2 * 2 * 2 * 32 * 4 * cache.get_seq_length()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_streaming_prefill_of_16000_tokens_stays_under_budget_plus_chunk(wide_llama, method):
+    """During a chunk by the cache's own count; between chunks from the tensors that are really
+    alive, whoever holds them."""
+    budget, chunk, tokens = 1024, 512, 16_000
+    # k-center costs about (n / chunk) * budget steps: a shorter stream shows the same thing
+    tokens = 4_096 if method == "kcenter" else tokens
+    cache = SketchCache(wide_llama.config, method, budget=budget, prefill="streaming")
+    per_slot = 2 * 2 * 2 * 32 * 4  # layers x (keys, values) x KV heads x head_dim x float32
+    peak = 0
+    ids = ids_of(1, tokens)
+    gc.collect()
+    others = live_kv_bytes()
+    with torch.no_grad():
+        for start in range(0, tokens, chunk):
+            wide_llama(
+                ids[:, start : start + chunk],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            peak = max(peak, live_kv_bytes() - others)
+    assert peak <= budget * per_slot * 1.001, "between chunks nothing but the budget is alive"
+    assert cache.peak_nbytes < (budget + chunk) * per_slot
+    assert cache.get_seq_length() == tokens
+
+
+def test_exact_prefill_holds_one_full_layer_at_a_time():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    cache = SketchCache(model.config, "streaming_llm", budget=50)
+    with torch.no_grad():
+        model(ids_of(1, 1000), past_key_values=cache, use_cache=True)
+    layer = 2 * 64 * 4  # bytes per token and layer
+    assert cache.peak_nbytes <= layer * (1000 + 5 * 50)
+    assert cache.nbytes() == 6 * layer * 50
+
+
+def test_summary_counts_sliding_layers_as_they_are():
+    model = build("gemma3")
+    cache = SketchCache(model.config, "kcenter", budget=0.5, **WINDOW)
+    greedy(model, ids_of(1, 40), cache)
+    summary = cache.summary()
+    assert [x["compressed"] for x in summary["layers"]] == [False, True, True]
+    assert summary["layers"][0]["slots"] == 7  # sliding_window - 1, as transformers keeps it
+    assert summary["kv_bytes"] == sum(x["kv_bytes"] for x in summary["layers"])
+
+
+# --- the ways people generate --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "opt", "mpt"])
+def test_chat_over_several_generate_calls(family):
+    """Full history or only the new ids; with room enough equal to DynamicCache, compressed it
+    keeps counting the true length."""
+    model = build(family)
+    turns = [ids_of(1, n, seed=n) for n in (20, 9, 14)]
+
+    def chat(cache):
+        history = turns[0][:, :0]
+        for turn in turns:
+            history = greedy(model, torch.cat([history, turn], dim=1), cache)
+        return history
+
+    expected = chat(DynamicCache(config=model.config))
+    for method in METHODS:
+        assert torch.equal(chat(SketchCache(model.config, method, budget=1000)), expected)
+        cache = SketchCache(model.config, method, budget=18, **WINDOW)
+        assert chat(cache).shape == expected.shape
+        assert cache.get_seq_length() == expected.shape[1] - 1
+        assert cache.summary()["slots"] <= 20
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sampling_equals_dynamic_cache(llama, method):
+    ids = ids_of(3, 30)
+    answers = []
+    for cache in (
+        DynamicCache(config=llama.config),
+        SketchCache(llama.config, method, budget=1.0),
+    ):
+        torch.manual_seed(5)
+        answers.append(greedy(llama, ids, cache, do_sample=True, temperature=0.8, top_k=20))
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_beam_search(llama, method):
+    """Equal to DynamicCache with room enough; compressed it runs and keeps every row's beams."""
+    ids = ids_of(2, 30)
+    expected = greedy(llama, ids, DynamicCache(config=llama.config), num_beams=3)
+    roomy = SketchCache(llama.config, method, budget=1.0)
+    assert torch.equal(greedy(llama, ids, roomy, num_beams=3), expected)
+    tight = SketchCache(llama.config, method, budget=15, **WINDOW)
+    assert greedy(llama, ids, tight, num_beams=3).shape == expected.shape
+
+
+def test_beams_reorder_every_tensor(llama):
+    cache = SketchCache(llama.config, "uniform", budget=15, **WINDOW)
+    greedy(llama, ids_of(3, 30), cache)
+    before = [t.clone() for t in cache.layers[0].sketch.slots.tensors().values()]
+    order = torch.tensor([2, 0, 0])
+    cache.reorder_cache(order)
+    after = cache.layers[0].sketch.slots.tensors().values()
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old[order], new)
+
+
+def test_a_deep_copy_goes_its_own_way(llama):
+    ids = ids_of(1, 30)
+    cache = SketchCache(llama.config, "uniform", budget=15, **WINDOW)
+    with torch.no_grad():
+        llama(ids, past_key_values=cache, use_cache=True)
+    twin = copy.deepcopy(cache)
+    more = torch.cat([ids, ids_of(1, 4, seed=9)], dim=1)
+    answers = [greedy(llama, more, c, new=20) for c in (cache, twin)]
+    assert torch.equal(*answers)
+    assert twin.get_seq_length() == cache.get_seq_length() == 53
+
+
+def test_other_caches_and_no_cache_see_the_usual_kernel(llama):
+    ids = ids_of(2, 20)
+    fresh = build("llama")
+    SketchCache(llama.config, "uniform")
+    with torch.no_grad():
+        assert torch.equal(llama(ids).logits, fresh(ids).logits)
+    expected = greedy(fresh, ids, DynamicCache(config=fresh.config))
+    assert torch.equal(greedy(llama, ids, DynamicCache(config=llama.config)), expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_same_seed_same_answer(llama, method):
+    caches = [SketchCache(llama.config, method, budget=0.4, seed=3, **WINDOW) for _ in range(2)]
+    answers = [greedy(llama, ids_of(2, 60), cache, new=20) for cache in caches]
+    assert torch.equal(*answers)
+
+
+def test_reset_starts_over(llama):
+    cache = SketchCache(llama.config, "kcenter", budget=15, **WINDOW)
+    first = greedy(llama, ids_of(1, 30), cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert cache.nbytes() == 0
+    assert torch.equal(greedy(llama, ids_of(1, 30), cache), first)
+
+
+# --- bad input: one clear error, nothing changed --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"budget": 0}, "budget=0"),
+        ({"budget": -0.5}, "budget=-0.5"),
+        ({"budget": 1.5}, "kept fraction"),
+        ({"budget": float("nan")}, "budget=nan"),
+        ({"budget": True}, "budget=True"),
+        ({"budget": "0.5"}, "budget='0.5'"),
+        ({"budget": 20, "sink": 4, "recent": 32}, "smaller than sink"),
+        ({"method": "kcentre"}, "did you mean 'kcenter'"),
+        ({"sink": -1}, "sink=-1"),
+        ({"recent": 1.5}, "recent=1.5"),
+        ({"buffer": 0}, "buffer=0"),
+        ({"prefill": "lazy"}, "prefill='lazy'"),
+        ({"prompt_length": 0}, "prompt_length=0"),
+    ],
+)
+def test_bad_arguments_are_named_and_the_config_is_untouched(change, word):
+    config = LlamaConfig(num_hidden_layers=1)
+    config._attn_implementation = "sdpa"
+    with pytest.raises(InputError, match=word):
+        SketchCache(config, **change)
+    assert config._attn_implementation == "sdpa"
+
+
+def test_models_whose_attention_cannot_be_replaced_are_refused():
+    with pytest.raises(UnsupportedError, match="BloomForCausalLM"):
+        SketchCache(BloomConfig(n_layer=1, hidden_size=32, n_head=2))
+    with pytest.raises(UnsupportedError, match="no full-attention layer"):
+        SketchCache(MistralConfig(num_hidden_layers=1, sliding_window=64))
+    config = LlamaConfig(num_hidden_layers=1)
+    config._attn_implementation = "flex_attention"
+    with pytest.raises(UnsupportedError, match="flex_attention"):
+        SketchCache(config)
+    with pytest.raises(InputError, match="config"):
+        SketchCache(None)
+
+
+def test_attention_replaced_behind_our_back_is_noticed(llama):
+    cache = SketchCache(llama.config, "kcenter", budget=15, **WINDOW)
+    kernel = llama.config._attn_implementation
+    llama.config._attn_implementation = "sdpa"
+    try:
+        with pytest.raises(UnsupportedError, match="never went through"):
+            greedy(llama, ids_of(1, 30), cache)
+    finally:
+        llama.config._attn_implementation = kernel
+
+
+def test_prompt_beyond_the_positions_is_refused(llama):
+    cache = SketchCache(llama.config, "kcenter", budget=100)
+    with pytest.raises(InputError, match=r"600.*512"):
+        greedy(llama, ids_of(1, 600), cache)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("bad", ["keys", "values", "shape", "dtype"])
+def test_bad_tensors_leave_the_cache_untouched(llama, compressed, bad):
+    cache = SketchCache(llama.config, "kcenter", budget=15 if compressed else 1000, **WINDOW)
+    greedy(llama, ids_of(1, 30), cache)
+    before = (cache.nbytes(), cache.get_seq_length(), cache.layers[0].keys.clone())
+    keys, values = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16)
+    if bad == "shape":
+        keys, values = torch.randn(1, 3, 5, 16), torch.randn(1, 3, 5, 16)
+    elif bad == "dtype":
+        keys, values = keys.half(), values.half()
+    else:
+        {"keys": keys, "values": values}[bad][0, 1, 2, 3] = float("inf")
+    with pytest.raises(InputError):
+        cache.update(keys, values, 0)
+    assert (cache.nbytes(), cache.get_seq_length()) == before[:2]
+    assert torch.equal(cache.layers[0].keys, before[2])
+
+
+def test_crop_is_refused_by_name_once_compressed(llama):
+    cache = SketchCache(llama.config, "kcenter", budget=15, **WINDOW)
+    greedy(llama, ids_of(1, 30), cache)
+    before = cache.nbytes()
+    with pytest.raises(KVSketchError, match="crop"):
+        cache.crop(-2)
+    assert cache.nbytes() == before
+    assert cache.get_seq_length() == 39
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_crop_before_compression_forgets_the_last_tokens(llama, method):
+    ids = ids_of(1, 30)
+    cache = SketchCache(llama.config, method, budget=1000)
+    with torch.no_grad():
+        llama(ids, past_key_values=cache, use_cache=True)
+        cache.crop(-10)
+    assert cache.get_seq_length() == 20
+    expected = greedy(llama, ids, DynamicCache(config=llama.config))
+    assert torch.equal(greedy(llama, ids, cache), expected)

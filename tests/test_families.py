@@ -1,0 +1,87 @@
+"""Every model family, end to end through generate: the promise of SketchCache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import CONFIGS, VOCABULARY, build
+from transformers import DynamicCache
+
+from kvsketch import METHODS, SketchCache
+
+TOKENS = 40
+NEW = 12
+BATCHES = {"one": [0], "equal": [0, 0], "padded": [9, 0, 3]}
+
+
+def prompt(padding: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and attention mask, row i left-padded by ``padding[i]``."""
+    generator = torch.Generator().manual_seed(len(padding))
+    ids = torch.randint(3, VOCABULARY, (len(padding), TOKENS), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, width in enumerate(padding):
+        ids[row, :width] = 0
+        mask[row, :width] = 0
+    return ids, mask
+
+
+def generate(model, cache, padding, **kwargs):
+    ids, mask = prompt(padding)
+    return model.generate(
+        ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        max_new_tokens=NEW,
+        do_sample=False,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_budget_above_tokens_equals_dynamic_cache(family):
+    """Every method, prefill mode, chunking and batch shape: exactly the same ids in float32."""
+    model = build(family)
+    for padding in BATCHES.values():
+        for extra in ({}, {"prefill_chunk_size": 16}):
+            expected = generate(model, DynamicCache(config=model.config), padding, **extra)
+            for method in METHODS:
+                for prefill in ("exact", "streaming"):
+                    for budget in (1.0, 1000):
+                        cache = SketchCache(model.config, method, budget=budget, prefill=prefill)
+                        actual = generate(model, cache, padding, **extra)
+                        assert torch.equal(actual, expected), (padding, extra, method, prefill)
+                        assert cache.get_seq_length() == TOKENS + NEW - 1
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("method", METHODS)
+def test_compressed_generation_stays_in_budget(family, method):
+    """Compressed runs finish, keep the true length, and no row depends on another's padding."""
+    model = build(family)
+    for padding in BATCHES.values():
+        cache = SketchCache(model.config, method, budget=0.5, sink=2, recent=6)
+        ids = generate(model, cache, padding)
+        assert ids.shape == (len(padding), TOKENS + NEW)
+        assert cache.get_seq_length() == TOKENS + NEW - 1
+        for layer in cache.summary()["layers"]:
+            if layer["compressed"]:
+                assert layer["slots"] <= 0.5 * (TOKENS + NEW) + 2
+        assert any(layer["compressed"] for layer in cache.summary()["layers"])
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("method", ["streaming_llm", "h2o", "kcenter"])
+def test_padding_never_enters_a_sketch(family, method):
+    """A left-padded row gets the answer it gets alone (methods without randomness)."""
+    model = build(family)
+    settings = {"budget": 24, "sink": 2, "recent": 6}
+    padded = generate(model, SketchCache(model.config, method, **settings), [9, 0])
+    ids, _ = prompt([9, 0])
+    alone = model.generate(
+        ids[:1, 9:],
+        past_key_values=SketchCache(model.config, method, **settings),
+        attention_mask=torch.ones_like(ids[:1, 9:]),
+        max_new_tokens=NEW,
+        do_sample=False,
+    )
+    assert torch.equal(padded[0, TOKENS:], alone[0, TOKENS - 9 :])
