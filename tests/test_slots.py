@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsketch import InputError, Observed, Slots, attend
+from kvsketch.kernels import attend_sdpa
 from kvsketch.slots import attention_received, causal
 
 KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 8, 6
@@ -159,6 +160,26 @@ def test_softcap(seed, n, softcap):
     expected = torch.softmax(softcap * torch.tanh(scores / softcap), -1) @ values
     actual = attend(queries, Slots(keys, values), scaling=2.0, softcap=softcap)
     torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds, n=sizes, group=groups, masked=st.booleans(), weighted=st.booleans())
+def test_sdpa_kernel_equals_the_reference(dtype, seed, n, group, masked, weighted):
+    """On slots with u = m v, dead ones among them."""
+    q = min(n, 3)
+    queries, keys, values, mass = tensors(seed, n, group, q=q)
+    slots = Slots(keys, values)
+    if weighted:
+        dead = torch.rand(mass.shape, generator=torch.Generator().manual_seed(seed)) < 0.3
+        dead[:, :, 0] = False
+        mass[dead] = 0
+        slots = slots.scaled(mass)
+    mask = causal(q, n, queries.device) if masked else None
+    expected = attend(queries, slots, scaling=0.6, mask=mask)
+    lower = slots.map(lambda t: t.to(dtype))
+    actual = attend_sdpa(queries.to(dtype), lower, scaling=0.6, mask=mask)
+    torch.testing.assert_close(actual.double(), expected, atol=TOLERANCE[dtype], rtol=0)
 
 
 def test_alibi_slopes_follow_positions():

@@ -22,7 +22,7 @@ from .errors import InputError
 # so their exponent is bounded instead: exp(80) is still finite in float32.
 _MAX_EXPONENT = 80.0
 # attend() and attention_received() go over queries in blocks of at most this many scores.
-_BLOCK_SCORES = 1 << 24
+_BLOCK_SCORES = 1 << 21  # 8 MB in float32: stays near the cache
 
 
 @dataclass(frozen=True)
@@ -242,19 +242,26 @@ def attention_received(slots: Slots, observed: Observed) -> Tensor:
     queries x slots matrix."""
     queries = observed.queries
     _check_queries(queries, slots, observed.slopes)
+    first = slots.count - queries.shape[2]
     received = torch.zeros_like(slots.masses())
-    visible = None
     for rows in _blocks(queries.shape, slots.count):
-        visible = causal(queries.shape[2], slots.count, queries.device)[:, :, rows]
+        seen = slots.narrow(0, first + rows.stop)  # nobody in this block looks further
+        visible = causal(rows.stop - rows.start, seen.count, queries.device)
         if observed.live is not None:
             visible = visible & observed.live[:, None, rows, None]
         weights, mass = _weights(
-            queries[:, :, rows], slots, observed.scaling, observed.softcap, visible, observed.slopes
+            queries[:, :, rows], seen, observed.scaling, observed.softcap, visible, observed.slopes
         )
         if mass is not None:
             weights = weights * mass
         total = weights.sum(-1, keepdim=True)
-        received += (weights / torch.where(total != 0, total, 1.0)).sum((2, 3))
+        share = torch.where(total != 0, 1 / torch.where(total != 0, total, 1.0), 0.0)
+        # sum over queries and group as one product, so that the scores are not written again
+        batch, kv_heads, group, q, n = weights.shape
+        summed = share.reshape(batch, kv_heads, 1, group * q) @ weights.reshape(
+            batch, kv_heads, group * q, n
+        )
+        received[..., : seen.count] += summed.squeeze(2)
     return received
 
 
@@ -277,18 +284,19 @@ def _weights(
         slots.keys.to(dtype).transpose(-1, -2),
     ).view(batch, kv_heads, group, num_queries, slots.count)
     if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
     if slopes is not None:
         assert slots.positions is not None
         # Softmax ignores a constant: measure positions from the newest to keep numbers small.
         distance = slots.positions - slots.positions.amax(-1, keepdim=True)
         bias = slopes.to(dtype).view(1, kv_heads, group, 1, 1) * distance[:, :, None, None, :]
-        scores = scores + bias
-    hidden = None
+        scores += bias
     if mask is not None:
-        mask = mask.expand(batch, heads, num_queries, slots.count)
-        hidden = ~mask.reshape(scores.shape)
-        scores = scores.masked_fill(hidden, -torch.inf)
+        if mask.shape[1] == 1:  # the same for every head
+            hidden = ~mask.unsqueeze(2)
+        else:
+            hidden = ~mask.expand(batch, heads, num_queries, slots.count).reshape(scores.shape)
+        scores.masked_fill_(hidden, -torch.inf)
     mass = None
     shiftable = scores
     if slots.mass is not None:
@@ -296,10 +304,10 @@ def _weights(
         shiftable = scores.masked_fill(mass == 0, -torch.inf)
     shift = shiftable.amax(-1, keepdim=True)
     shift = torch.where(torch.isfinite(shift), shift, 0.0)
-    exponent = scores - shift
+    exponent = scores.sub_(shift)
     if mass is not None:
-        exponent = exponent.clamp(max=_MAX_EXPONENT)
-    return exponent.exp(), mass
+        exponent.clamp_(max=_MAX_EXPONENT)
+    return exponent.exp_(), mass
 
 
 def _blocks(shape: torch.Size, num_slots: int) -> list[slice]:

@@ -26,6 +26,8 @@ class Compressor(ABC):
     name: ClassVar[str]
     paper: ClassVar[str]
     needs_queries: ClassVar[bool] = False
+    #: Numerator and denominator come from different slots (m = 0 with u != 0 and the reverse).
+    separate: ClassVar[bool] = False
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed

@@ -51,30 +51,28 @@ def farthest_first(keys: Tensor, live: Tensor | None, budget: int) -> Tensor:
     """
     batch, heads, n, dim = keys.shape
     flat = keys.reshape(batch * heads, n, dim)
-    norms = flat.square().sum(-1)
-    alive = None if live is None else live.reshape(batch * heads, n)
-    nearest = torch.full_like(norms, torch.inf)
-    if alive is not None:
-        nearest = nearest.masked_fill(~alive, -torch.inf)
-    inserted = torch.zeros_like(norms)
+    norms = flat.square().sum(-1, keepdim=True)
+    ones = torch.ones_like(norms)
+    # |x - c|^2 as one product: (-2x, |x|^2, 1) . (c, 1, |c|^2)
+    points = torch.cat([-2 * flat, norms, ones], dim=-1).transpose(1, 2).contiguous()
+    centers = torch.cat([flat, ones, norms], dim=-1)
+    nearest = torch.full_like(norms.squeeze(-1), torch.inf)
+    if live is not None:
+        nearest.masked_fill_(~live.reshape(batch * heads, n), -torch.inf)
+    inserted = torch.full_like(nearest, -torch.inf)
     rows = torch.arange(batch * heads, device=keys.device)
     for _ in range(min(budget, n)):
-        chosen = nearest.argmax(-1)
+        distance, chosen = nearest.max(-1)
         # maximum: a row without live keys left chooses an old one again, at -inf
-        inserted[rows, chosen] = torch.maximum(inserted[rows, chosen], nearest[rows, chosen])
-        center = flat[rows, chosen].unsqueeze(-1)
-        squared = torch.baddbmm(norms.unsqueeze(-1), flat, center, alpha=-2).squeeze(-1)
-        squared = squared + norms[rows, chosen].unsqueeze(-1)
-        torch.minimum(nearest, squared.clamp_(min=0), out=nearest)
+        inserted[rows, chosen] = torch.maximum(inserted[rows, chosen], distance)
+        squared = torch.bmm(centers[rows, chosen].unsqueeze(1), points).squeeze(1)
+        torch.minimum(nearest, squared, out=nearest)
         nearest[rows, chosen] = -torch.inf
     # The first center has no center before it; any finite number above all distances will do.
-    finite = torch.where(torch.isinf(inserted), 0.0, inserted)
-    inserted = torch.where(torch.isinf(inserted), 4 * finite.amax(-1, True) + 1, inserted)
-    # Chosen duplicates have distance 0: a tiny score keeps them ahead of what was not chosen.
-    chosen_mask = nearest == -torch.inf
-    if alive is not None:
-        chosen_mask = chosen_mask & alive
-    inserted = torch.where(chosen_mask, inserted.sqrt().clamp(min=1e-20), 0.0)
+    largest = inserted.masked_fill(torch.isinf(inserted), 0.0).amax(-1, keepdim=True)
+    inserted = torch.where(inserted == torch.inf, 4 * largest + 1, inserted)
+    # A chosen duplicate has distance 0 (or, rounded, less): keep it ahead of what was not chosen.
+    inserted = torch.where(torch.isinf(inserted), 0.0, inserted.clamp(min=1e-36).sqrt())
     return inserted.reshape(batch, heads, n)
 
 

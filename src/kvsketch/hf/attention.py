@@ -18,6 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedError
+from ..kernels import attend_sdpa
 from ..slots import Observed, attend, causal
 
 if TYPE_CHECKING:
@@ -122,4 +123,8 @@ def attend_chunk(
     slots = layer.sketch.slots
     q = query.shape[2]
     mask = causal(q, slots.count, query.device) if q > 1 else None
+    plain = softcap is None and slopes is None and query.dtype in (torch.float32, torch.float64)
+    # A padded query may see nothing at all, which only attend() defines.
+    if plain and q == 1 and not layer.sketch.compressor.separate:
+        return attend_sdpa(query, slots, scaling=scaling)
     return attend(query, slots, scaling=scaling, softcap=softcap, mask=mask, slopes=slopes)

@@ -99,8 +99,8 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             and self.sketch.seen < self.prompt_length
         )
         self._pending = 0
-        self.sketch.settle(observed, prefill=prefill, hold=hold)
-        self.on_change()
+        if self.sketch.settle(observed, prefill=prefill, hold=hold) or prefill:
+            self.on_change()
 
     def get_seq_length(self) -> int:
         """Tokens seen, however few slots they became: positions stay right."""

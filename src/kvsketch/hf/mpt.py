@@ -8,10 +8,8 @@ its cache is a compressed SketchCache and is the original one otherwise.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import MptConfig
 from transformers.models.mpt.modeling_mpt import MptAttention, build_mpt_alibi_tensor

@@ -116,13 +116,16 @@ class Periodic:
             self._live = live.new_ones(live.shape[0], self._dense.count)
         self._live[:, self._dense.count - q :] = live
 
-    def settle(self, observed: Observed | None, prefill: bool, hold: bool = False) -> None:
+    def settle(self, observed: Observed | None, prefill: bool, hold: bool = False) -> bool:
         """Take note of the queries of the newest tokens and compress if due.
 
         Args:
             observed: their queries; ignored by methods that need none.
             prefill: compress down to the budget now (else only when the buffer is full).
             hold: do not compress yet (more of the prompt is to come).
+
+        Returns:
+            Whether it compressed.
         """
         if observed is not None and self.compressor.needs_queries:
             self._observed.append(observed)
@@ -130,13 +133,14 @@ class Periodic:
             # Fold a prompt's queries now (they are many), a decoded token's only now and then.
             if prefill or sum(o.queries.shape[2] for o in self._observed) >= _FOLD_EVERY:
                 self._store(self._scored())
-            return
+            return False
         budget = self.budget.slots(self.seen)
         kept = self.compressor(self._masked(self._scored()), budget)
         capacity = kept.count if prefill else kept.count + self.buffer_for(budget)
         self._page = Page(kept, capacity)
         self._dense = self._live = None
         self._observed = []
+        return True
 
     def _due(self, prefill: bool) -> bool:
         budget = self.budget.slots(self.seen)

@@ -1,0 +1,91 @@
+"""Decoding with SketchCache against DynamicCache at the same number of slots, in one run.
+
+    python -m benchmarks.decode_speed --json
+
+Both caches start a decode with the same number of slots: SketchCache from a longer prompt it
+compressed to its budget, DynamicCache from a prompt of exactly that many tokens. Runs alternate,
+so that whatever else the machine does hits both; the figure is the median of the paired ratios of
+tokens per second, with every pair listed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from kvsketch import METHODS, SketchCache
+from kvsketch.evaluation.loading import PACKAGED, resolve_model
+from kvsketch.evaluation.report import dumps, environment
+
+
+def decode_rate(model: Any, cache: Any, first: torch.Tensor, tokens: int) -> float:
+    """Greedy tokens per second from a prefilled cache."""
+    token = first
+    start = time.perf_counter()
+    for _ in range(tokens):
+        logits = model(token, past_key_values=cache, use_cache=True).logits
+        token = logits[:, -1:].argmax(-1)
+    return tokens / (time.perf_counter() - start)
+
+
+def measure(model: Any, method: str, slots: int, tokens: int, seed: int) -> tuple[float, float]:
+    """Tokens per second of (SketchCache, DynamicCache), each with ``slots`` slots at the start."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, model.config.vocab_size, (1, 2 * slots), generator=generator)
+    sketch = SketchCache(model.config, method, budget=slots, seed=seed)
+    exact = DynamicCache(config=model.config)
+    rates = []
+    for cache, prompt in ((sketch, ids), (exact, ids[:, :slots])):
+        model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        decode_rate(model, cache, ids[:, -1:], 8)  # allocations and caches of the first steps
+        rates.append(decode_rate(model, cache, ids[:, -1:], tokens))
+    return rates[0], rates[1]
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Model folder or hub id.")] = PACKAGED,
+    methods: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(METHODS),
+    slots: Annotated[int, typer.Option(help="Slots at the start of the decode.")] = 1024,
+    tokens: Annotated[int, typer.Option(help="Tokens decoded per run.")] = 200,
+    repeats: Annotated[int, typer.Option(help="Paired runs per method.")] = 7,
+    seed: int = 0,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+) -> None:
+    """Example: python -m benchmarks.decode_speed --slots 1024 --repeats 7 --json"""
+    loaded = AutoModelForCausalLM.from_pretrained(resolve_model(model)).eval()
+    names = methods.split(",")
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    console = Console(stderr=True)
+    with torch.inference_mode():
+        for repeat in track(range(repeats), "paired runs", console=console):
+            for name in names:
+                pairs[name].append(measure(loaded, name, slots, tokens, seed + repeat))
+    results = []
+    for name, rates in pairs.items():
+        ratios = [ours / theirs for ours, theirs in rates]
+        results.append(
+            {
+                "method": name,
+                "slots": slots,
+                "tokens": tokens,
+                "ratio": round(statistics.median(ratios), 4),
+                "ratios": [round(r, 4) for r in ratios],
+                "sketch_tokens_per_s": round(statistics.median(r[0] for r in rates), 2),
+                "dynamic_tokens_per_s": round(statistics.median(r[1] for r in rates), 2),
+            }
+        )
+        console.print(f"{name:14s} {results[-1]['ratio']:.3f} of DynamicCache's tokens per second")
+    if json:
+        settings = {"model": model, "repeats": repeats, "seed": seed}
+        print(dumps({"command": "decode_speed", "results": results, **settings, **environment()}))
+
+
+if __name__ == "__main__":
+    typer.run(main)
