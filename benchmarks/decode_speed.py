@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from benchmarks.page import save
 from kvsketch import METHODS, SketchCache
 from kvsketch.evaluation.loading import PACKAGED, resolve_model
 from kvsketch.evaluation.report import dumps, environment
@@ -56,6 +58,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Tokens decoded per run.")] = 200,
     repeats: Annotated[int, typer.Option(help="Paired runs per method.")] = 7,
     seed: int = 0,
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
     """Example: python -m benchmarks.decode_speed --slots 1024 --repeats 7 --json"""
@@ -82,9 +85,11 @@ def main(
             }
         )
         console.print(f"{name:14s} {results[-1]['ratio']:.3f} of DynamicCache's tokens per second")
+    settings = {"model": model, "repeats": repeats, "seed": seed}
+    result = {"command": "decode_speed", "results": results, **settings, **environment()}
+    save(result, out)
     if json:
-        settings = {"model": model, "repeats": repeats, "seed": seed}
-        print(dumps({"command": "decode_speed", "results": results, **settings, **environment()}))
+        print(dumps(result))
 
 
 if __name__ == "__main__":

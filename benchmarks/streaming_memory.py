@@ -10,6 +10,7 @@ every layer. The time of both prefills is there for the ratio only.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from benchmarks.page import save
 from kvsketch import METHODS, SketchCache
 from kvsketch.evaluation.loading import PACKAGED, resolve_model
 from kvsketch.evaluation.report import dumps, environment
@@ -38,6 +40,7 @@ def main(
     budget: Annotated[int, typer.Option(help="Slots per KV head.")] = 1024,
     chunk: Annotated[int, typer.Option(help="Tokens per chunk.")] = 512,
     seed: int = 0,
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
     """Example: python -m benchmarks.streaming_memory --tokens 16000 --budget 1024 --json"""
@@ -69,11 +72,11 @@ def main(
                 }
             )
             console.print(results[-1])
+    settings = {"model": model, "seed": seed}
+    result = {"command": "streaming_memory", "results": results, **settings, **environment()}
+    save(result, out)
     if json:
-        settings = {"model": model, "seed": seed}
-        print(
-            dumps({"command": "streaming_memory", "results": results, **settings, **environment()})
-        )
+        print(dumps(result))
 
 
 if __name__ == "__main__":

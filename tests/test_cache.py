@@ -7,9 +7,9 @@ import gc
 
 import pytest
 import torch
-from families import VOCABULARY, build
 from transformers import BloomConfig, DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig
 
+from families import VOCABULARY, build
 from kvsketch import METHODS, InputError, KVSketchError, SketchCache, UnsupportedError
 
 WINDOW = {"sink": 2, "recent": 6}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import CONFIGS, VOCABULARY, build
 from transformers import DynamicCache
 
+from families import CONFIGS, VOCABULARY, build
 from kvsketch import METHODS, SketchCache
 
 TOKENS = 40

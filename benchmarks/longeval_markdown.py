@@ -1,0 +1,217 @@
+"""The LongEval results as Markdown, with the numbers of SubGen's Table 1 beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+BEGIN, END = "<!-- longeval:begin -->", "<!-- longeval:end -->"
+NAMES = {
+    "exact": "exact",
+    "streaming_llm": "streaming_llm (Sink)",
+    "h2o": "h2o (H2O)",
+    "kcenter": "kcenter (SubGen)",
+    "uniform": "uniform",
+}
+PAPER: dict[str, Any] = {
+    "source": "Zandieh, Han, Mirrokni, Karbasi: SubGen, arXiv:2402.06082, Table 1",
+    "model": "longchat-7b-v1.5-32k",
+    "cases": 50,
+    # lines -> method -> (cache in GB, accuracy)
+    "results": {
+        "200": {
+            "exact": [2.351, 0.98],
+            "streaming_llm": [1.511, 0.56],
+            "h2o": [1.511, 0.66],
+            "kcenter": [1.512, 0.86],
+        },
+        "300": {
+            "exact": [3.488, 1.0],
+            "streaming_llm": [2.012, 0.56],
+            "h2o": [2.012, 0.58],
+            "kcenter": [2.012, 0.66],
+        },
+        "400": {
+            "exact": [4.613, 0.68],
+            "streaming_llm": [2.262, 0.38],
+            "h2o": [2.262, 0.38],
+            "kcenter": [2.262, 0.44],
+        },
+    },
+}
+QUESTIONS = {
+    "seen": (
+        "Question seen",
+        "The paper's protocol: the whole prompt, question included, is read exactly and then "
+        "compressed once, so methods that look at attention know what is asked for.",
+    ),
+    "unseen": (
+        "Question unseen",
+        "The record is read and compressed before the question comes, as for a cache that is "
+        "kept for questions to follow.",
+    ),
+}
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """docs/longeval.md."""
+    rows = results["results"]
+    parts = ["# LongEval line retrieval", _intro(results)]
+    for question in dict.fromkeys(row["question"] for row in rows):
+        title, text = QUESTIONS[question]
+        mine = [row for row in rows if row["question"] == question]
+        parts += [f"## {title}", text]
+        shares = _shares(mine)
+        parts.append(f"Kept as in the paper's Table 1: {_kept(shares[0])}.")
+        parts.append(_table(mine, shares[0], with_paper=question == "seen"))
+        for share in shares[1:]:
+            parts += [f"Kept {next(iter(share.values()))}:", _table(mine, share, with_paper=False)]
+        parts += ["Speed and peak memory:", _costs(mine)]
+    return "\n\n".join(parts) + "\n"
+
+
+def readme_block(results: Mapping[str, Any]) -> str:
+    """The short table of README.md: accuracy only, question seen, the paper's in brackets."""
+    rows = [row for row in results["results"] if row["question"] == "seen"] or results["results"]
+    methods = _methods(rows)
+    table = []
+    for index, share in enumerate(_shares(rows)):
+        for lines, kept in share.items():
+            cells = [str(lines), f"{kept:.2f}"]
+            for method in methods:
+                row = _find(rows, method, share, lines)
+                theirs = PAPER["results"].get(str(lines), {}).get(method)
+                # The paper kept one share at each length: our largest.
+                beside = f" ({theirs[1]:.2f})" if theirs and index == 0 else ""
+                cells.append(f"{row['accuracy']:.2f}{beside}" if row else "")
+            table.append(cells)
+    cases = max(row["cases"] for row in rows)
+    note = (
+        f"Accuracy of the packaged model, {cases} official LongEval cases per length, question "
+        f"seen; in brackets the {PAPER['model']} numbers of {PAPER['source']}. "
+        "More, with intervals, bytes and speed: [docs/longeval.md](docs/longeval.md)."
+    )
+    header = ["lines", "kept", *(NAMES[method] for method in methods)]
+    return f"{_markdown(header, table)}\n\n{note}"
+
+
+def replace_block(text: str, block: str) -> str | None:
+    """`text` with what is between the marks replaced; None if the marks are not there."""
+    start, end = text.find(BEGIN), text.find(END)
+    if start < 0 or end < start:
+        return None
+    return f"{text[: start + len(BEGIN)]}\n{block}\n{text[end:]}"
+
+
+def _intro(results: Mapping[str, Any]) -> str:
+    settings, versions, hardware = (results[k] for k in ("settings", "versions", "hardware"))
+    rows = results["results"]
+    tokens = ", ".join(
+        f"{next(r['prompt_tokens'] for r in rows if r['lines'] == lines):,.0f} at {lines} lines"
+        for lines in sorted({row["lines"] for row in rows})
+    )
+    return (
+        "Written by `python -m benchmarks.longeval_table`; do not edit.\n\n"
+        f"Model: the packaged Llama (weights {settings['model_fingerprint']}), greedy, "
+        f"{settings['dtype']} on {settings['device']}. Cases: "
+        f"{max(row['cases'] for row in rows)} official ones of each length. Mean prompt in "
+        f"tokens: {tokens} (one token per word; the paper's 7B model needs 5k, 7k and 9k). "
+        f"Always kept: the first {settings['sink']} and last {settings['recent']} tokens. "
+        "An answer is right if its last integer is the number asked for, LongEval's own rule. "
+        "Brackets hold 95% Wilson intervals. KV MB are bytes of live tensors per case after the "
+        "prompt, 1 MB = 1,000,000 bytes.\n\n"
+        f"The paper's numbers are from {PAPER['source']}, model {PAPER['model']}, "
+        f"{PAPER['cases']} cases per length. Models differ, so compare how methods rank and how "
+        "much each loses, not the numbers themselves.\n\n"
+        f"kvsketch {versions['kvsketch']}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']}, Python {versions['python']}, {hardware['processor']}, "
+        f"{hardware['torch_threads']} threads."
+    )
+
+
+def _table(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float], with_paper: bool) -> str:
+    header = ["method"]
+    for lines in share:
+        header += [f"{lines} lines: KV MB", "accuracy"] + (["paper: GB, accuracy"] * with_paper)
+    table = []
+    for method in _methods(rows):
+        cells = [NAMES[method]]
+        for lines in share:
+            row = _find(rows, method, share, lines)
+            cells += [_bytes(row), _accuracy(row)] if row else ["", ""]
+            if with_paper:
+                theirs = PAPER["results"].get(str(lines), {}).get(method)
+                cells.append(f"{theirs[0]:.3f}, {theirs[1]:.2f}" if theirs else "")
+        table.append(cells)
+    return _markdown(header, table)
+
+
+def _costs(rows: Sequence[Mapping[str, Any]]) -> str:
+    header = ["lines", "method", "kept", "slots", "KV MB", "peak KV MB"]
+    header += ["prefill tokens/s", "decode tokens/s"]
+    return _markdown(
+        header,
+        [
+            [
+                str(row["lines"]),
+                row["method"],
+                str(row["budget"]),
+                f"{row['slots']:,.0f}",
+                f"{row['kv_bytes'] / 1e6:.2f}",
+                f"{row['peak_kv_bytes'] / 1e6:.2f}",
+                _rate(row["prefill_tokens_per_s"]),
+                _rate(row["decode_tokens_per_s"]),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _shares(rows: Sequence[Mapping[str, Any]]) -> list[dict[int, float]]:
+    """The budgets, largest first: each maps lines to the share kept there."""
+    by_lines: dict[int, list[float]] = {}
+    for row in rows:
+        shares = by_lines.setdefault(row["lines"], [])
+        if row["method"] != "exact" and row["budget"] not in shares:
+            shares.append(row["budget"])
+    ranked = {lines: sorted(shares, reverse=True) for lines, shares in sorted(by_lines.items())}
+    depth = min(len(shares) for shares in ranked.values())
+    return [{lines: shares[i] for lines, shares in ranked.items()} for i in range(depth)]
+
+
+def _kept(share: Mapping[int, float]) -> str:
+    return ", ".join(f"{value:.2f} at {lines} lines" for lines, value in share.items())
+
+
+def _methods(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    present = {row["method"] for row in rows}
+    return [method for method in NAMES if method in present]
+
+
+def _find(
+    rows: Sequence[Mapping[str, Any]], method: str, share: Mapping[int, float], lines: int
+) -> Mapping[str, Any] | None:
+    budget = 1.0 if method == "exact" else share[lines]
+    for row in rows:
+        if (row["method"], row["lines"], row["budget"]) == (method, lines, budget):
+            return row
+    return None
+
+
+def _bytes(row: Mapping[str, Any]) -> str:
+    saved = 1 - row["kv_bytes"] / row["exact_kv_bytes"]
+    return f"{row['kv_bytes'] / 1e6:.2f}" + (f" ({saved:.0%} less)" if saved > 0 else "")
+
+
+def _accuracy(row: Mapping[str, Any]) -> str:
+    low, high = row["ci95"]
+    return f"{row['accuracy']:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    rule = ["---" if name == "method" else "---:" for name in header]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *rows])

@@ -1,0 +1,117 @@
+"""Table 1 of SubGen (arXiv:2402.06082) on the packaged model.
+
+    python -m benchmarks.longeval_table
+
+answers the official 200, 300 and 400 line cases with every method at the shares the paper kept,
+and at 0.25 and 0.10, with the question seen (the paper's protocol) and unseen when the record is
+compressed. It writes docs/results/longeval.json, docs/longeval.md and the block between the
+`longeval` marks of README.md. Finished answers are kept in build/longeval/, so an interrupted run
+goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks import longeval_markdown as markdown
+from kvsketch.errors import KVSketchError
+from kvsketch.evaluation.longeval import Setup, load_case_files, make_setups
+from kvsketch.evaluation.progress import run_with_progress
+from kvsketch.evaluation.report import report
+from kvsketch.evaluation.session import Session
+from kvsketch.evaluation.settings import Settings
+
+ROOT = Path(__file__).resolve().parent.parent
+METHODS = ["exact", "streaming_llm", "h2o", "kcenter", "uniform"]
+PAPER_SHARES = {200: 0.65, 300: 0.58, 400: 0.50}
+SMALL_SHARES = [0.25, 0.10]
+
+
+def setups_by_lines() -> dict[int, Sequence[Setup]]:
+    """The shares the paper kept at each length, and two smaller ones."""
+    return {
+        lines: make_setups(METHODS, [share, *SMALL_SHARES]) for lines, share in PAPER_SHARES.items()
+    }
+
+
+def case_files(data: Path) -> list[Path]:
+    return [data / f"{lines}_lines.jsonl" for lines in PAPER_SHARES]
+
+
+def default_data() -> Path:
+    shared = Path(os.environ.get("KVSKETCH_DATA", ROOT.parent / "shared" / "data"))
+    return shared / "longeval"
+
+
+def measure(data: Path, question: str, store: Path, limit: int | None) -> Session:
+    """Answers what `store` does not hold yet of one protocol. Raises `KVSketchError`."""
+    # One shot, as in section 3.2: the prompt is compressed once, the answer is kept exactly.
+    settings = Settings(question=question, one_shot=True)
+    cases = load_case_files(case_files(data), limit)
+    out = store / f"{question}.jsonl"
+    session = Session.open("packaged", cases, setups_by_lines(), settings, out)
+    with session.store:
+        run_with_progress(session)
+    return session
+
+
+def write(results: Mapping[str, Any], docs: Path, readme: Path) -> list[Path]:
+    """Writes JSON, page and README block; returns what was written."""
+    (docs / "results").mkdir(parents=True, exist_ok=True)
+    data, page = docs / "results" / "longeval.json", docs / "longeval.md"
+    data.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    page.write_text(markdown.page(results), encoding="utf-8")
+    written = [data, page]
+    if readme.is_file():
+        before = readme.read_text(encoding="utf-8")
+        after = markdown.replace_block(before, markdown.readme_block(results))
+        if after is not None:
+            readme.write_text(after, encoding="utf-8")
+            written.append(readme)
+    return written
+
+
+def main(
+    data: Annotated[Path | None, typer.Option(help="Folder of the official case files.")] = None,
+    limit: Annotated[int | None, typer.Option(help="First N cases of each length.")] = None,
+    questions: Annotated[str, typer.Option(help="Protocols to run.")] = "seen,unseen",
+    store: Annotated[Path, typer.Option(help="Where answers are kept.")] = ROOT / "build/longeval",
+    docs: Annotated[Path, typer.Option(help="Where the page goes.")] = ROOT / "docs",
+    readme: Annotated[Path, typer.Option(help="File with the marks.")] = ROOT / "README.md",
+) -> None:
+    """Run Table 1 (resumable) and write it into the documentation."""
+    data = data or default_data()
+    missing = [str(path) for path in case_files(data) if not path.is_file()]
+    if missing:
+        print(f"skipped: the official LongEval cases are not here ({', '.join(missing)})")
+        return
+    try:
+        sessions = {q: measure(data, q, store, limit) for q in questions.split(",")}
+    except KVSketchError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    first = next(iter(sessions.values()))
+    results = report(
+        "benchmarks.longeval_table",
+        [{"question": q, **row} for q, session in sessions.items() for row in session.rows()],
+        paper=markdown.PAPER,
+        settings={
+            **dict(first.header),
+            "question": list(sessions),
+            "methods": METHODS,
+            "cases": [path.name for path in case_files(data)],
+        },
+        seed=first.settings.seed,
+    )
+    for path in write(results, docs, readme):
+        print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

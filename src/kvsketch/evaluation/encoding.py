@@ -1,0 +1,78 @@
+"""Prompts as token ids, cut where the question starts and checked against the model's positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvsketch.errors import InputError
+from kvsketch.evaluation.settings import Settings
+
+QUESTION_MARK = "\nNow the record is over."  # where the question starts in every official prompt
+
+
+@dataclass(frozen=True)
+class EncodedCase:
+    """Token ids of a prompt. The first `record` of them are compressed before the question is
+    seen; with the question seen, that is all of them."""
+
+    ids: list[int]
+    record: int
+
+
+class Encoder:
+    """Encodes prompts for one model; needs its tokenizer and config, not its weights."""
+
+    def __init__(self, tokenizer: Any, config: Any, settings: Settings) -> None:
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self._limit = max_positions(config)
+
+    def encode(self, prompt: str, where: str) -> EncodedCase:
+        """Token ids of `prompt`, in the tokenizer's chat template if it has one.
+
+        Raises `InputError` if prompt and answer need more positions than the model has, or
+        (question unseen) if the prompt has no official question.
+        """
+        special = True
+        if getattr(self.tokenizer, "chat_template", None):
+            prompt = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+            )
+            special = False  # the template writes them
+        if self.settings.question == "unseen":
+            cut = prompt.rfind(QUESTION_MARK)
+            if cut < 0:
+                raise InputError(
+                    f"{where}: --question unseen needs a prompt with {QUESTION_MARK.strip()!r} "
+                    "before the question"
+                )
+            record = self._ids(prompt[:cut], special)
+            ids = record + self._ids(prompt[cut:], False)
+            case = EncodedCase(ids, len(record))
+        else:
+            ids = self._ids(prompt, special)
+            case = EncodedCase(ids, len(ids))
+        need = len(ids) + self.settings.max_new_tokens
+        if self._limit is not None and need > self._limit:
+            raise InputError(
+                f"{where}: a prompt of {len(ids)} tokens plus --max-new-tokens "
+                f"{self.settings.max_new_tokens} is beyond the model's {self._limit} positions"
+            )
+        return case
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)[
+            "input_ids"
+        ]
+        return ids
+
+
+def max_positions(config: Any) -> int | None:
+    """Positions the model has, or None where its positions have no end (ALiBi)."""
+    text = config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        limit = getattr(text, name, None)
+        if isinstance(limit, int) and limit > 0:
+            return limit
+    return None

@@ -1,0 +1,112 @@
+"""Finds and loads the model and tokenizer of an evaluation, with errors a user can act on."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from kvsketch.errors import InputError, KVSketchError
+
+PACKAGED = "packaged"
+_CONFIGURATION = {
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+_WHOLE_FILE = 64 * 2**20  # bytes; larger weights are told apart by size and first megabyte
+
+
+def packaged_model() -> Path:
+    """Folder of the line-retrieval model that ships with the package."""
+    return Path(__file__).resolve().parent.parent / "models" / "longeval"
+
+
+def resolve_model(name: str) -> str:
+    """Turns `--model` into a folder or a Hugging Face Hub id, without loading anything.
+
+    Raises `InputError` if it looks like a path and is not a model folder.
+    """
+    path = packaged_model() if name == PACKAGED else Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"--model {path} has no config.json, so it is not a model folder")
+        return str(path)
+    if name == PACKAGED:
+        raise InputError(
+            f"the packaged model is missing ({path}); reinstall kvsketch, "
+            "or give a model folder or Hugging Face id with --model"
+        )
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
+        raise InputError(f"--model {name!r} is not a folder; give one, or a Hugging Face id")
+    return name
+
+
+def load_config(model: str) -> Any:
+    """Configuration of the model. Raises `KVSketchError` if it cannot be had."""
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unavailable(model, error) from error
+
+
+def load_tokenizer(model: str) -> Any:
+    """Tokenizer of the model. Raises `KVSketchError` if it cannot be had."""
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unavailable(model, error) from error
+
+
+def load_model(model: str, device: str, dtype: str) -> Any:
+    """The model in evaluation mode. Raises `KVSketchError` if it cannot be had."""
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    except (OSError, ValueError, KeyError) as error:
+        raise _unavailable(model, error) from error
+    return loaded.to(device).eval()
+
+
+def check_device(device: str) -> None:
+    """Raises `InputError` unless torch can put tensors on `device`."""
+    try:
+        torch.empty(0, device=torch.device(device))
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(
+            f"--device {device!r} cannot be used here: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def fingerprint(model: str) -> str:
+    """Short hash of a model folder's weights and config; the id itself for a Hub model.
+
+    Results of a model that was trained further must not be mixed with older ones.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return model
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        weights = file.suffix in {".safetensors", ".bin"}
+        if not (weights or file.name in _CONFIGURATION) or not file.is_file():
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}:".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(size if size <= _WHOLE_FILE else 2**20))
+    return digest.hexdigest()[:16]
+
+
+def _unavailable(model: str, error: Exception) -> KVSketchError:
+    # transformers explains over many lines; the first says what is wrong.
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    kind = (
+        "cannot be loaded"
+        if Path(model).is_dir()
+        else ("is no folder here and could not be fetched from the Hugging Face Hub")
+    )
+    return InputError(f"--model {model!r} {kind}: {reason}")

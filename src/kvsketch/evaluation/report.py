@@ -1,0 +1,101 @@
+"""How a run is shown: a table for people, one JSON object for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+
+def results_table(rows: Sequence[Mapping[str, Any]], wide: bool = False) -> Table:
+    """A table of `results.aggregate` rows of one record length. kB are 1,000 bytes per case.
+
+    Fits 80 columns; `wide` adds peak memory and prefill speed (100 columns).
+    """
+    first = rows[0]
+    table = Table(
+        title=f"{first['lines']} lines, {first['prompt_tokens']:,.0f} tokens",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for name in ("method", "budget", "cases", "accuracy", "95% CI", "slots", "KV kB", "kept"):
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    for name in (["peak kB", "prefill/s"] if wide else []) + ["tok/s"]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        low, high = row["ci95"]
+        speeds = [_rate(row["decode_tokens_per_s"])]
+        if wide:
+            peak = f"{row['peak_kv_bytes'] / 1000:,.0f}"
+            speeds = [peak, _rate(row["prefill_tokens_per_s"]), *speeds]
+        table.add_row(
+            row["method"],
+            str(row["budget"]),
+            str(row["cases"]),
+            f"{row['accuracy']:.2f}",
+            f"{low:.2f}-{high:.2f}",
+            f"{row['slots']:,.0f}",
+            f"{row['kv_bytes'] / 1000:,.0f}",
+            f"{row['kv_bytes'] / row['exact_kv_bytes']:.1%}",
+            *speeds,
+        )
+    return table
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def report(command: str, rows: Sequence[Mapping[str, Any]], **rest: Any) -> dict[str, Any]:
+    """The object that `--json` prints."""
+    return {"command": command, "results": list(rows), **rest, **environment()}
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware that the numbers were measured with."""
+    import torch
+    import transformers
+
+    from kvsketch import __version__
+
+    hardware: dict[str, Any] = {
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cpus": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        hardware["gpu"] = torch.cuda.get_device_name()
+    return {
+        "versions": {
+            "kvsketch": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "hardware": hardware,
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [
+                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
+            ]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def dumps(value: Mapping[str, Any]) -> str:
+    """JSON on one line; a NaN would not be JSON, so it is an error here rather than downstream."""
+    return json.dumps(value, allow_nan=False)

@@ -1,0 +1,251 @@
+"""The command line as a user types it, on a tiny model; the packaged one where it is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvsketch import __version__
+from kvsketch.cli import app
+from kvsketch.evaluation import loading
+from kvsketch.evaluation.results import ResultStore
+from test_longeval import write
+from tiny_model import save_tiny_model, tiny_case
+
+RESULT_FIELDS = {
+    "method",
+    "budget",
+    "lines",
+    "accuracy",
+    "ci95",
+    "cases",
+    "slots",
+    "kv_bytes",
+    "exact_kv_bytes",
+    "peak_kv_bytes",
+    "prefill_tokens_per_s",
+    "decode_tokens_per_s",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("cases") / "cases.jsonl"
+    records = [
+        {"prompt": case.prompt, "expected_number": case.expected, "num_lines": case.lines}
+        for case in (tiny_case(20, i) for i in range(3))
+    ]
+    return str(write(path, *records))
+
+
+def kvsketch(*words: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def refused(*words: str) -> str:
+    """The one line of an error."""
+    result = kvsketch(*words, code=2)
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    return str(line)
+
+
+def longeval(model: str, cases: str, *words: str) -> list[str]:
+    return [
+        *("eval", "longeval", "--model", model, "--cases", cases, "--recent", "8"),
+        *("--max-new-tokens", "4", *words),
+    ]
+
+
+def test_version_and_help() -> None:
+    assert kvsketch("--version").stdout == f"kvsketch {__version__}\n"
+    for words in (("--help",), ("eval", "longeval", "--help"), ("demo", "--help")):
+        assert "Example: kvsketch" in kvsketch(*words).stdout
+
+
+def test_methods_lists_every_method_with_its_paper() -> None:
+    shown = json.loads(kvsketch("methods", "--json").stdout)
+    assert shown["command"] == "methods"
+    names = [method["name"] for method in shown["methods"]]
+    assert {"uniform", "streaming_llm", "h2o", "kcenter"} <= set(names)
+    assert all(method["summary"] and method["paper"] for method in shown["methods"])
+    table = kvsketch("methods").stdout
+    assert all(name in table for name in names)
+
+
+def test_longeval_json_is_the_last_line_and_complete(model: str, cases: str) -> None:
+    words = longeval(model, cases, "--methods", "exact,streaming_llm,h2o,kcenter,uniform")
+    result = kvsketch(*words, "--budgets", "0.5,64", "--json")
+    (line,) = result.stdout.splitlines()  # the table is on standard error
+    shown = json.loads(line)
+    assert shown["command"] == "eval longeval"
+    assert {"settings", "versions", "hardware", "seed"} <= set(shown)
+    assert set(shown["versions"]) == {"kvsketch", "torch", "transformers", "python"}
+    rows = shown["results"]
+    assert [(row["method"], row["budget"]) for row in rows] == [
+        ("exact", 1.0),
+        *((m, b) for b in (0.5, 64) for m in ("streaming_llm", "h2o", "kcenter", "uniform")),
+    ]
+    for row in rows:
+        assert set(row) >= RESULT_FIELDS
+        assert row["cases"] == 3
+        assert 0 <= row["ci95"][0] <= row["accuracy"] <= row["ci95"][1] <= 1
+        assert row["exact_kv_bytes"] == rows[0]["kv_bytes"]
+    assert "kcenter" in result.stderr
+
+
+def test_longeval_shows_a_table_that_fits_80_columns(model: str, cases: str) -> None:
+    result = kvsketch(*longeval(model, cases, "--limit", "1", "--budgets", "0.5"))
+    assert "20 lines" in result.stdout
+    assert "streaming_llm" in result.stdout
+    assert "…" not in result.stdout
+    assert max(len(line) for line in result.stdout.splitlines()) <= 80
+
+
+def test_several_case_files_follow_one_option(model: str, cases: str, tmp_path: Path) -> None:
+    case = tiny_case(12)
+    more = write(
+        tmp_path / "more.jsonl",
+        {"prompt": case.prompt, "expected_number": case.expected, "num_lines": 12},
+    )
+    words = longeval(model, cases, str(more), "--methods", "exact", "--json")
+    rows = json.loads(kvsketch(*words).stdout)["results"]
+    assert [(row["lines"], row["cases"]) for row in rows] == [(12, 1), (20, 3)]
+
+
+def test_generated_cases(model: str) -> None:
+    pytest.importorskip("wonderwords")
+    words = ["eval", "longeval", "--model", model, "--lines", "5,9", "--num-cases", "2"]
+    words += ["--methods", "exact", "--max-new-tokens", "2", "--json"]
+    rows = json.loads(kvsketch(*words).stdout)["results"]
+    assert [(row["lines"], row["cases"]) for row in rows] == [(5, 2), (9, 2)]
+
+
+def test_resume_needs_no_model_for_what_is_done(
+    model: str, cases: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run.jsonl"
+    words = longeval(model, cases, "--budgets", "0.5", "--out", str(out), "--json")
+    first = json.loads(kvsketch(*words).stdout)["results"]
+    written = out.read_bytes()
+
+    def never(*_: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(loading, "load_model", never)
+    assert json.loads(kvsketch(*words).stdout)["results"] == first
+    assert out.read_bytes() == written
+    assert "max_new_tokens = 4" in refused(*words, "--max-new-tokens", "5")
+    assert "seed = 0" in refused(*words, "--seed", "1")
+
+
+def test_interrupt_keeps_what_is_done_and_resumes(
+    model: str, cases: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run.jsonl"
+    words = longeval(model, cases, "--budgets", "0.5", "--out", str(out))
+    add = ResultStore.add
+
+    def add_then_stop(store: ResultStore, outcome: Any) -> None:
+        add(store, outcome)
+        if len(store.outcomes) == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResultStore, "add", add_then_stop)
+        result = kvsketch(*words, code=130)
+    assert "4 of 15 answers are done" in result.stderr
+    assert "streaming_llm" in result.stdout
+    assert len(out.read_text().splitlines()) == 1 + 4
+    rows = json.loads(kvsketch(*words, "--json").stdout)["results"]
+    assert [row["cases"] for row in rows] == [3] * 5
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--methods", "kcentre"], "'kcentre' is unknown; did you mean 'kcenter'"),
+        (["--methods", ","], "--methods is empty"),
+        (["--budgets", "0"], "budget=0"),
+        (["--budgets", "1.5"], "budget=1.5"),
+        (["--budgets", "lots"], "budget='lots' is not a number"),
+        (["--budgets", "8", "--recent", "32"], "budget=8"),
+        (["--limit", "0"], "--limit 0 must be at least 1"),
+        (["--sink", "-1"], "--sink -1"),
+        (["--question", "later"], "--question 'later'"),
+        (["--device", "warp"], "--device 'warp'"),
+        (["--lines", "5"], "--cases reads files and --lines"),
+        (["--model", "/no/such/folder"], "--model '/no/such/folder' is not a folder"),
+        (["--model", "."], "has no config.json"),
+        (["--out", "/proc/nowhere/run.jsonl"], "--out /proc/nowhere/run.jsonl cannot be written"),
+        (["--max-new-tokens", "1024"], "1024 positions"),
+    ],
+)
+def test_errors_come_before_the_model(
+    model: str,
+    cases: str,
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(loading, "load_model", never)
+    monkeypatch.chdir(tmp_path)  # "." is a folder without a model
+    assert message in refused(*longeval(model, cases, *words))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cases", "no.jsonl"], "no.jsonl cannot be read: No such file"),
+        (["--lines", "many"], "--lines 'many' must be an int >= 1"),
+        (["--lines", "0"], "--lines '0' must be an int >= 1"),
+        (["--num-cases", "0"], "--num-cases 0 must be at least 1"),
+    ],
+)
+def test_errors_about_cases(model: str, words: list[str], message: str) -> None:
+    assert message in refused("eval", "longeval", "--model", model, *words)
+
+
+def test_model_that_is_not_on_the_hub(monkeypatch: pytest.MonkeyPatch, cases: str) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # as if the network were gone
+    line = refused(*longeval("nobody/no-such-model", cases))
+    assert "'nobody/no-such-model' is no folder here and could not be fetched" in line
+
+
+def test_broken_model_folder(tmp_path: Path, model: str, cases: str) -> None:
+    for file in Path(model).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text("{")
+    assert "cannot be loaded" in refused(*longeval(str(tmp_path), cases))
+    (tmp_path / "config.json").write_bytes((Path(model) / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").unlink()
+    assert "cannot be loaded" in kvsketch(*longeval(str(tmp_path), cases), code=2).stderr
+
+
+@pytest.mark.skipif(
+    not (loading.packaged_model() / "config.json").is_file(),
+    reason="the packaged model is not there yet",
+)
+def test_packaged_model_answers_a_short_record() -> None:
+    pytest.importorskip("wonderwords")
+    words = ["eval", "longeval", "--lines", "20", "--num-cases", "4", "--methods", "exact"]
+    (row,) = json.loads(kvsketch(*words, "--json").stdout)["results"]
+    assert row["accuracy"] >= 0.75

@@ -1,0 +1,93 @@
+"""The model in the package: loads as any other, reads any text, answers LongEval."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
+
+from kvsketch.evaluation.loading import packaged_model
+from kvsketch.evaluation.longeval import load_case_files, read_answer
+from kvsketch.evaluation.longeval_cases import generate_cases
+
+ROOT = Path(__file__).resolve().parent.parent
+OFFICIAL = Path(os.environ.get("KVSKETCH_DATA", ROOT.parent / "shared" / "data")) / "longeval"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(packaged_model()).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(packaged_model())
+
+
+def accuracy(model, tokenizer, prompts, expected):
+    right = 0
+    with torch.inference_mode():
+        for prompt, number in zip(prompts, expected, strict=True):
+            inputs = tokenizer(prompt, return_tensors="pt")
+            cache = DynamicCache(config=model.config)
+            ids = model.generate(
+                **inputs, past_key_values=cache, max_new_tokens=32, do_sample=False
+            )
+            answer = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :])
+            right += read_answer(answer) == number
+    return right / len(prompts)
+
+
+def test_is_small_and_loads_as_any_other(model):
+    assert isinstance(model, LlamaForCausalLM)
+    assert model.dtype == torch.float32
+    assert model.config.max_position_embeddings >= 16_384
+    assert (packaged_model() / "model.safetensors").stat().st_size <= 8e6
+    assert not [f for f in packaged_model().iterdir() if f.suffix in {".bin", ".pt", ".pkl"}]
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
+def test_tokenizer_is_lossless_on_any_text(tokenizer, text):
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_tokens_of_a_record(tokenizer):
+    """About ten tokens a line, one per digit, and no digit is the end of the sequence."""
+    prompt = generate_cases(200, 1, seed=5)[0]["prompt"]
+    assert 9 <= len(tokenizer(prompt).input_ids) / 200 <= 12
+    digits = [tokenizer(d, add_special_tokens=False).input_ids for d in "0123456789"]
+    assert all(len(d) == 1 for d in digits)
+    assert tokenizer.eos_token_id not in {d[0] for d in digits}
+    assert len({d[0] for d in digits}) == 10
+
+
+def test_answers_generated_cases(model, tokenizer):
+    cases = generate_cases(200, 6, seed=123)
+    prompts = [case["prompt"] for case in cases]
+    assert accuracy(model, tokenizer, prompts, [c["expected_number"] for c in cases]) == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lines", "least"), [(200, 0.98), (300, 0.98), (400, 0.95)])
+def test_answers_the_official_cases(model, tokenizer, lines, least):
+    path = OFFICIAL / f"{lines}_lines.jsonl"
+    if not path.is_file():
+        pytest.skip(f"{path} is not here")
+    cases = load_case_files([path], None)
+    assert len(cases) == 50
+    prompts = [case.prompt for case in cases]
+    assert accuracy(model, tokenizer, prompts, [c.expected for c in cases]) >= least
+
+
+@pytest.mark.slow
+def test_answers_680_lines(model, tokenizer):
+    cases = generate_cases(680, 20, seed=7)
+    prompts = [case["prompt"] for case in cases]
+    assert accuracy(model, tokenizer, prompts, [c["expected_number"] for c in cases]) >= 0.9
