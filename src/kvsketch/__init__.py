@@ -1,10 +1,17 @@
 """kvsketch keeps the KV cache of long-context language models small while it streams."""
 
-from .budget import Budget
-from .compressors import METHODS
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .errors import InputError, KVSketchError, UnsupportedError
-from .hf import SketchCache
-from .slots import Observed, Slots, attend
+
+if TYPE_CHECKING:
+    from .budget import Budget
+    from .compressors import METHODS
+    from .hf import SketchCache
+    from .slots import Observed, Slots, attend
 
 __version__ = "0.1.0"
 
@@ -20,3 +27,19 @@ __all__ = [
     "__version__",
     "attend",
 ]
+
+# Imported when first asked for: torch and transformers take seconds, `kvsketch --help` must not.
+_LAZY = {
+    "METHODS": "compressors",
+    "Budget": "budget",
+    "Observed": "slots",
+    "SketchCache": "hf",
+    "Slots": "slots",
+    "attend": "slots",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_LAZY[name]}", __name__), name)

@@ -10,9 +10,12 @@ from .base import Compressor, keep_top
 
 
 class H2O(Compressor):
-    """Keep the tokens that received most attention so far (Algorithm 1, "local H2 eviction"),
-    summed over all queries seen and the query heads of each KV head; scores accumulate across
-    compressions. The recent tokens the paper keeps beside them are the wrapper's ``recent``.
+    """Keep the tokens that received most attention so far.
+
+    Attention is summed over all queries seen and the query heads of each KV head, and scores
+    accumulate across compressions (Algorithm 1, local statistics). The recent tokens the paper
+    keeps beside the heavy ones are the wrapper's ``recent``. The paper evicts after every token;
+    the driver evicts once per buffer, from the same sums.
 
     Needs the queries: all of the prompt's, then each decoded token's.
     """

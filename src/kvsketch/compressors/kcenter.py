@@ -12,8 +12,10 @@ from .base import Compressor, keep_top
 
 
 class KCenter(Compressor):
-    """Farthest-first traversal of the keys (Dyer and Frieze 1985; SubGen section 3.2): keep k
-    centers as exact tokens (u = v, m = 1) and drop the rest.
+    """Keep the centers of a greedy k-center clustering of the keys.
+
+    A farthest-first traversal (Dyer and Frieze 1985; SubGen section 3.2): k centers stay as exact
+    tokens (u = v, m = 1), the rest is dropped.
 
     ``score`` holds each center's insertion distance, its distance to the nearest center chosen
     before it. Distances fall along a greedy traversal, so dropping the smallest ones gives exactly

@@ -7,8 +7,10 @@ from .base import Compressor
 
 
 class StreamingLLM(Compressor):
-    """Drop the oldest. Behind the sink + recent wrapper this keeps ``sink`` first tokens and
-    ``budget - sink`` most recent ones ("Sink" in SubGen's Table 1).
+    """Keep the first and the most recent tokens.
+
+    Behind the sink + recent wrapper that is ``sink`` first and ``budget - sink`` last ones ("Sink"
+    in SubGen's Table 1).
 
     Keys keep the positions they were computed at; the paper (section 3.2) re-numbers positions
     inside the cache, which changes nothing for the distances among the recent tokens.

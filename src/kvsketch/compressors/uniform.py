@@ -10,12 +10,14 @@ from .base import Compressor
 
 
 class Uniform(Compressor):
-    """Keep a uniform sample of the tokens, without replacement; u and m are divided by the
-    inclusion probability, so numerator and denominator stay unbiased (Horvitz-Thompson).
+    """Keep a uniform sample of the tokens with unbiased weights.
+
+    Without replacement; u and m are divided by the inclusion probability, so numerator and
+    denominator stay unbiased (Horvitz-Thompson).
 
     On weighted input the inclusion probability is proportional to the mass (capped at 1), so that
     compressing again is still a uniform sample of the *tokens* and weights do not pile up.
-    Baseline of BalanceKV (section 4, "uniform sampling").
+    Baseline of BalanceKV (section 4.1).
     """
 
     name = "uniform"
