@@ -47,13 +47,13 @@ class Sequences:
         # Words as they appear inside a line, where the pieces depend on their neighbours.
         self.adjectives = [encode("line " + word)[1:] for word in adjectives]
         self.nouns = [encode("-" + word) for word in nouns]
-        spell = {token: index for token, index in tokenizer.get_vocab().items()}
-        byte_ids = {
-            i: [spell[c] for c in token]
-            for token, i in spell.items()
-            if len(token) > 1 and i > 2 and all(c in spell for c in token)
+        vocabulary = tokenizer.get_vocab()
+        # Any token of several characters, spelled with the byte tokens of its characters.
+        self.spelled = {
+            index: [vocabulary[character] for character in token]
+            for token, index in vocabulary.items()
+            if index not in tokenizer.all_special_ids and len(token) > 1
         }
-        self.spelled = byte_ids
         self.digits = [encode(str(d))[0] for d in range(10)]
         self.header = encode(HEADER)
         self.line = encode("line ")
@@ -72,7 +72,7 @@ class Sequences:
         return ids
 
     def _record(self, count: int, mix: Mixture, rng: np.random.Generator) -> list[list[int]]:
-        """Unique keys. Half the records draw from few words, so that both halves of a key matter."""
+        """Unique keys; half the records draw from few words, so both halves of a key matter."""
         adjectives = np.arange(len(self.adjectives))
         nouns = np.arange(len(self.nouns))
         if rng.random() < 0.5:
@@ -95,7 +95,10 @@ class Sequences:
             for a, n in keys
         ]
 
-    def _row(self, mix: Mixture, rng: np.random.Generator):
+    def _row(
+        self, mix: Mixture, rng: np.random.Generator
+    ) -> tuple[list[int], np.ndarray, list[bool], list[int]]:
+        """Ids, positions, loss flags and answer numbers of one sequence."""
         header = self.header if mix.length >= 512 and rng.random() < mix.header else []
         verbatim = rng.random() < mix.verbatim
         official = not verbatim and rng.random() < mix.official
@@ -128,7 +131,7 @@ class Sequences:
                     spaced = rng.random() < 0.1
                     given = self.ask + key + (self.asked[:-1] if spaced else self.asked)
                     told = (self.say_spaced if spaced else self.say) + key + self.said
-                    tail = self.end + [self.eos]
+                    tail = [*self.end, self.eos]
                     free = [False] * len(given) + [True] * (len(told) + len(number) + len(tail))
                     ids += given + told + number + tail
                     before, after = len(given) + len(told), len(tail) - 1

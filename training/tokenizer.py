@@ -1,4 +1,4 @@
-"""Builds the tokenizer of the LongEval model: one token per word, digits single, bytes for the rest.
+"""The tokenizer of the LongEval model: one token per word or digit, bytes for the rest.
 
 BPE without merges: `ignore_merges` turns a known piece into one token, and anything else
 falls apart into byte tokens, so every text encodes and decodes without loss.

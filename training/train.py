@@ -67,7 +67,9 @@ def build_optimizers(model: LlamaForCausalLM, muon: bool) -> list[torch.optim.Op
     return optimizers
 
 
-def hidden_states(model: LlamaForCausalLM, ids: torch.Tensor, positions: torch.Tensor):
+def hidden_states(
+    model: LlamaForCausalLM, ids: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
     """Plain causal attention at any positions.
 
     `LlamaModel.forward` would read a jump in the positions as the start of another document.
@@ -104,7 +106,7 @@ def loss_and_accuracy(
 def export(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, summary: dict, folder: Path
 ) -> None:
-    """Writes the folder beside its place, then swaps file by file: readers never see half a file."""
+    """Writes beside `folder`, then swaps file by file: readers never see half a file."""
     draft = folder.with_name(folder.name + ".draft")
     shutil.rmtree(draft, ignore_errors=True)
     model.save_pretrained(draft)
@@ -143,7 +145,7 @@ class Run:
         }
         self.state = {
             "step": 0, "stage": 0, "stage_step": 0, "tokens": 0, "seconds": 0.0,
-            "recent": [], "best": 0.0, "curriculum": [],
+            "recent": [], "best": 0.0, "curriculum": [], "losses": [],
         }  # fmt: skip
 
     def save(self) -> None:
@@ -166,7 +168,6 @@ class Run:
             optimizer.load_state_dict(state)
         torch.set_rng_state(saved["torch_rng"])
         self.state = saved["state"]
-        self.state.setdefault("curriculum", [])
 
     def log(self, **fields: object) -> None:
         line = json.dumps(
@@ -235,12 +236,11 @@ class Run:
     def train(self) -> None:
         state = self.state
         saved_at = time.monotonic()
-        losses: list[float] = []
         while state["stage"] < len(STAGES):
             stage = STAGES[state["stage"]]
             began = time.monotonic()
             loss, accuracy, length = self.step(stage)
-            losses.append(loss)
+            state["losses"].append(loss)
             state["step"] += 1
             state["stage_step"] += 1
             state["recent"] = [*state["recent"][-19:], accuracy]
@@ -249,10 +249,10 @@ class Run:
             if state["step"] % 25 == 0:
                 self.log(
                     stage=stage.name, step=state["step"], tokens=state["tokens"],
-                    seconds=state["seconds"], length=length,
-                    loss=sum(losses) / len(losses), accuracy=mean, rate=self.rate(stage),
+                    seconds=state["seconds"], length=length, accuracy=mean,
+                    loss=sum(state["losses"]) / len(state["losses"]), rate=self.rate(stage),
                 )  # fmt: skip
-                losses = []
+                state["losses"] = []
             settled = state["stage_step"] >= stage.least and mean >= stage.goal
             ended = settled or state["stage_step"] >= stage.most
             if stage.evaluate and (ended or state["stage_step"] % stage.evaluate == 0):

@@ -1,0 +1,58 @@
+"""The training script: a killed run continues as if nothing had happened."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+import torch
+
+from training import train
+from training.data import Mixture
+from training.schedule import Stage
+
+pytestmark = pytest.mark.slow
+
+
+def arguments(out):
+    return argparse.Namespace(
+        out=out, export=[], seed=0, resume=True, optimizer="muon", float32=True
+    )
+
+
+def weights_after(out, monkeypatch, steps_before_kill):
+    run = train.Run(arguments(out))
+    if steps_before_kill:
+        real, count = run.step, 0
+
+        def step(stage):
+            nonlocal count
+            count += 1
+            if count > steps_before_kill:
+                raise KeyboardInterrupt
+            return real(stage)
+
+        monkeypatch.setattr(run, "step", step)
+        with pytest.raises(KeyboardInterrupt):
+            run.train()
+        run = train.Run(arguments(out))
+        run.load()
+    run.train()
+    return run.model.state_dict()
+
+
+def test_resuming_changes_nothing(tmp_path, monkeypatch):
+    stages = tuple(
+        Stage(name, ((1.0, Mixture(64, 2, verbatim=1.0)),), 3, 3, goal=2.0) for name in "ab"
+    )
+    monkeypatch.setattr(train, "STAGES", stages)
+    monkeypatch.setattr(train, "HELD_OUT_CASES", {3: 1})
+    monkeypatch.setattr(train, "CHECKPOINT_SECONDS", 0)
+    whole = weights_after(tmp_path / "whole", monkeypatch, 0)
+    killed = weights_after(tmp_path / "killed", monkeypatch, 4)
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, killed[name]), name
+    exported = tmp_path / "whole" / "model"
+    assert (exported / "model.safetensors").is_file()
+    assert json.loads((exported / "training_log.json").read_text())["step"] == 6
