@@ -7,7 +7,14 @@ import gc
 
 import pytest
 import torch
-from transformers import BloomConfig, DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers import (
+    BloomConfig,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    T5Config,
+)
 
 from families import VOCABULARY, build
 from kvsketch import METHODS, InputError, KVSketchError, SketchCache, UnsupportedError
@@ -405,6 +412,8 @@ def test_bad_arguments_are_named_and_the_config_is_untouched(change, word):
 def test_models_whose_attention_cannot_be_replaced_are_refused():
     with pytest.raises(UnsupportedError, match="BloomForCausalLM"):
         SketchCache(BloomConfig(n_layer=1, hidden_size=32, n_head=2))
+    with pytest.raises(UnsupportedError, match="encoder-decoder"):
+        SketchCache(T5Config(num_layers=1))
     with pytest.raises(UnsupportedError, match="no full-attention layer"):
         SketchCache(MistralConfig(num_hidden_layers=1, sliding_window=64))
     config = LlamaConfig(num_hidden_layers=1)

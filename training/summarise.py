@@ -1,6 +1,6 @@
 """Rewrites the `curriculum` of a training_log.json from the run's own log.
 
-    python -m training.summarise training/run_log.jsonl src/kvsketch/models/longeval/training_log.json
+    python -m training.summarise DIR/log.jsonl FOLDER/training_log.json
 
 The log has a line every 25 steps; the last one of each stage is what is kept of it.
 """

@@ -31,7 +31,8 @@ class SketchCache(Cache):  # type: ignore[misc]
         config: the model's own ``model.config`` (not a copy: the model reads it).
         method: a name in ``kvsketch.compressors.METHODS``.
         budget: slots kept per KV head (int) or kept fraction of the tokens seen (float in (0, 1]),
-            sinks and recent tokens included.
+            sinks and recent tokens included. Where a fraction leaves no room for them (a short
+            prompt), the recent window shrinks first.
         sink: first tokens kept as they are.
         recent: last tokens kept as they are.
         buffer: tokens decoded between two compressions; default about 3% of the budget.
@@ -81,6 +82,11 @@ class SketchCache(Cache):  # type: ignore[misc]
             raise InputError(
                 f"budget={budget} is smaller than sink={sink} + recent={recent}: raise the budget "
                 "or lower sink and recent"
+            )
+        if config.is_encoder_decoder:
+            raise UnsupportedError(
+                f"{type(config).__name__} is an encoder-decoder; SketchCache is for decoder-only "
+                "models"
             )
         text_config = config.get_text_config(decoder=True)
         self.max_positions = _max_positions(text_config)
