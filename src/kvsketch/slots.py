@@ -95,7 +95,10 @@ class Slots:
         """bool ``[batch, heads, slots]``, False for dead slots; None when all are live."""
         if self.mass is None:
             return None
-        return (self.mass != 0) | (self.values != 0).any(-1)
+        live = self.mass != 0
+        if bool(live.all()):
+            return None
+        return live | (self.values != 0).any(-1)
 
     def narrow(self, start: int, length: int) -> Slots:
         """``length`` slots from ``start`` on, as views."""
@@ -103,7 +106,17 @@ class Slots:
 
     def take(self, index: Tensor) -> Slots:
         """Select slots per head. ``index``: int64 ``[batch, heads, kept]``."""
-        return self.map(lambda t: _gather(t, index))
+        batch, heads, n = self.keys.shape[:3]
+        start = torch.arange(0, batch * heads * n, n, device=index.device).view(batch, heads, 1)
+        flat = (index + start).flatten()
+        # Rows of a flat tensor: several times faster than gather with an expanded index.
+        return self.map(
+            lambda t: (
+                t.reshape(batch * heads * n, *t.shape[3:])
+                .index_select(0, flat)
+                .view(*index.shape, *t.shape[3:])
+            )
+        )
 
     def scaled(self, weight: Tensor) -> Slots:
         """Multiply u and m by ``weight`` ``[batch, heads, slots]``; weight 0 makes a slot dead."""
@@ -150,12 +163,6 @@ def _field(slots: Slots, name: str) -> Tensor:
     if tensor is not None:
         return tensor
     return slots.masses() if name == "mass" else torch.zeros_like(slots.masses())
-
-
-def _gather(tensor: Tensor, index: Tensor) -> Tensor:
-    if tensor.dim() == 4:
-        index = index.unsqueeze(-1).expand(*index.shape, tensor.shape[-1])
-    return tensor.gather(2, index)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -223,7 +230,8 @@ def attend(
     blocks = []
     for rows in _blocks(queries.shape, slots.count):
         block_mask = mask[:, :, rows] if mask is not None and mask.shape[2] > 1 else mask
-        weights, mass = _weights(queries[:, :, rows], slots, scaling, softcap, block_mask, slopes)
+        scores = _scores(queries[:, :, rows], slots, scaling, softcap, block_mask, slopes)
+        weights, mass = _weights(scores, slots.mass)
         total = (
             (weights * mass).sum(-1, keepdim=True) if mass is not None else weights.sum(-1, True)
         )
@@ -249,31 +257,28 @@ def attention_received(slots: Slots, observed: Observed) -> Tensor:
         visible = causal(rows.stop - rows.start, seen.count, queries.device)
         if observed.live is not None:
             visible = visible & observed.live[:, None, rows, None]
-        weights, mass = _weights(
+        scores = _scores(
             queries[:, :, rows], seen, observed.scaling, observed.softcap, visible, observed.slopes
         )
-        if mass is not None:
-            weights = weights * mass
-        total = weights.sum(-1, keepdim=True)
-        share = torch.where(total != 0, 1 / torch.where(total != 0, total, 1.0), 0.0)
-        # sum over queries and group as one product, so that the scores are not written again
-        batch, kv_heads, group, q, n = weights.shape
-        summed = share.reshape(batch, kv_heads, 1, group * q) @ weights.reshape(
-            batch, kv_heads, group * q, n
-        )
-        received[..., : seen.count] += summed.squeeze(2)
+        if slots.mass is not None:
+            # what a slot of mass m receives is m exp(score) / total; log 0 hides a dead one
+            scores += slots.mass.narrow(2, 0, seen.count).to(scores.dtype).log()[:, :, None, None]
+        share = scores.softmax(-1)
+        if observed.live is not None or slots.mass is not None:
+            share = share.nan_to_num_(0.0)  # a padded query sees nothing
+        received[..., : seen.count] += share.sum((2, 3))
     return received
 
 
-def _weights(
+def _scores(
     queries: Tensor,
     slots: Slots,
     scaling: float | None,
     softcap: float | None,
     mask: Tensor | None,
     slopes: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """exp(scores), shifted, ``[batch, kv_heads, group, q, slots]``, and m broadcastable to it."""
+) -> Tensor:
+    """Scores ``[batch, kv_heads, group, q, slots]``, -inf where the mask hides."""
     batch, heads, num_queries, head_dim = queries.shape
     kv_heads = slots.keys.shape[1]
     group = heads // kv_heads
@@ -289,22 +294,24 @@ def _weights(
         assert slots.positions is not None
         # Softmax ignores a constant: measure positions from the newest to keep numbers small.
         distance = slots.positions - slots.positions.amax(-1, keepdim=True)
-        bias = slopes.to(dtype).view(1, kv_heads, group, 1, 1) * distance[:, :, None, None, :]
-        scores += bias
+        scores += slopes.to(dtype).view(1, kv_heads, group, 1, 1) * distance[:, :, None, None, :]
     if mask is not None:
         if mask.shape[1] == 1:  # the same for every head
             hidden = ~mask.unsqueeze(2)
         else:
             hidden = ~mask.expand(batch, heads, num_queries, slots.count).reshape(scores.shape)
         scores.masked_fill_(hidden, -torch.inf)
-    mass = None
+    return scores
+
+
+def _weights(scores: Tensor, mass: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """exp(scores), shifted so that nothing overflows, and m broadcastable to it."""
     shiftable = scores
-    if slots.mass is not None:
-        mass = slots.mass.to(dtype)[:, :, None, None, :]
+    if mass is not None:
+        mass = mass.to(scores.dtype)[:, :, None, None, :]
         shiftable = scores.masked_fill(mass == 0, -torch.inf)
     shift = shiftable.amax(-1, keepdim=True)
-    shift = torch.where(torch.isfinite(shift), shift, 0.0)
-    exponent = scores.sub_(shift)
+    exponent = scores.sub_(torch.where(torch.isfinite(shift), shift, 0.0))
     if mass is not None:
         exponent.clamp_(max=_MAX_EXPONENT)
     return exponent.exp_(), mass

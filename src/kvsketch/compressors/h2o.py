@@ -23,6 +23,7 @@ class H2O(Compressor):
     name = "h2o"
     paper = "Zhang et al., H2O: Heavy-Hitter Oracle (2306.14048)"
     needs_queries = True
+    accumulates = True
 
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
         if observed is None:

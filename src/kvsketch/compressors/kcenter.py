@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..slots import Slots
+from ..slots import Slots, causal
 from .base import Compressor, keep_top
 
 
@@ -87,13 +87,15 @@ def _trailing_fresh(score: Tensor) -> int:
 def _distance_to_older(keys: Tensor, live: Tensor | None, fresh_count: int) -> Tensor:
     """Distance of each of the last ``fresh_count`` keys to the nearest key before it."""
     n = keys.shape[2]
-    distance = torch.cdist(keys[:, :, n - fresh_count :], keys)
-    older = torch.arange(n, device=keys.device) < torch.arange(
-        n - fresh_count, n, device=keys.device
-    ).unsqueeze(-1)
-    distance = distance.masked_fill(~older, torch.inf)
+    fresh = keys[:, :, n - fresh_count :]
+    norms = keys.square().sum(-1)
+    # |x - y|^2 by one product: several times faster than cdist for few x
+    squared = norms.unsqueeze(2) - 2 * torch.matmul(fresh, keys.transpose(-1, -2))
+    squared += norms[:, :, n - fresh_count :].unsqueeze(-1)
+    hidden = ~causal(fresh_count, n, keys.device)
+    hidden[..., n - fresh_count :].diagonal(dim1=-2, dim2=-1).fill_(True)  # older, not itself
     if live is not None:
-        distance = distance.masked_fill(~live.unsqueeze(2), torch.inf)
-    nearest = distance.amin(-1)
+        hidden = hidden | ~live.unsqueeze(2)
+    nearest = squared.masked_fill_(hidden, torch.inf).amin(-1).clamp(min=1e-36)
     # No older live key: far from everything; scores must stay finite.
-    return torch.where(torch.isinf(nearest), 1e20, nearest.clamp(min=1e-20))
+    return torch.where(torch.isinf(nearest), 1e20, nearest.sqrt())

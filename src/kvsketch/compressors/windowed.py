@@ -38,10 +38,6 @@ class Windowed:
     def needs_queries(self) -> bool:
         return self.compressor.needs_queries
 
-    @property
-    def separate(self) -> bool:
-        return self.compressor.separate
-
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
         return self.compressor.observe(slots, observed)
 

@@ -18,14 +18,15 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedError
-from ..kernels import attend_sdpa
-from ..slots import Observed, attend, causal
+from ..kernels import attend_one
+from ..slots import Observed, Slots, attend, causal
 
 if TYPE_CHECKING:
     from .layer import SketchLayer
 
 PREFIX = "kvsketch_"
 _TAG = "_kvsketch_layer"
+_FULL_PRECISION = (torch.float32, torch.float64)
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -95,36 +96,39 @@ def _attention(
         return kernel(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if kwargs.get("output_attentions"):
         raise UnsupportedError("output_attentions=True is not available through SketchCache")
-    live = live_tail(attention_mask, query.shape[2])
+    sketch = layer.sketch
+    q = query.shape[2]
+    live = live_tail(attention_mask, q)
     if live is not None:
-        layer.sketch.mark_padding(live)
+        sketch.mark_padding(live)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    method = sketch.compressor.compressor
+    observed = Observed(query, scale, softcap, live=live) if method.needs_queries else None
     weights = None
-    if not layer.sketch.compressed:
+    if not sketch.compressed:
         out, weights = kernel(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    elif query.shape[2] == 1 and layer.sketch.slots.mass is None:
-        # Exact tokens only, all visible: the usual kernel does it, without a mask.
-        keys, values = layer.sketch.slots.keys, layer.sketch.slots.values
-        out, weights = kernel(module, query, keys, values, None, scaling=scaling, **kwargs)
+    elif q > 1 or softcap is not None or sketch.padded or query.dtype not in _FULL_PRECISION:
+        out = attend_chunk(query, sketch.slots, scale, softcap).transpose(1, 2).contiguous()
+    elif sketch.slots.mass is None and not method.accumulates:
+        # One query over exact tokens, all visible: the usual kernel does it, without a mask.
+        out, weights = kernel(module, query, key, value, None, scaling=scaling, **kwargs)
     else:
-        out = attend_chunk(query, layer, scale, softcap).transpose(1, 2).contiguous()
-    layer.after_attention(Observed(query, scale, softcap, live=live))
+        slots = sketch.slots
+        score = slots.score if method.accumulates else None
+        out = attend_one(query, slots, scaling=scale, score=score).transpose(1, 2).contiguous()
+        observed = None if score is not None else observed
+    layer.after_attention(observed)
     return out, weights
 
 
 def attend_chunk(
     query: Tensor,
-    layer: SketchLayer,
+    slots: Slots,
     scaling: float,
     softcap: float | None = None,
     slopes: Tensor | None = None,
 ) -> Tensor:
     """The newest tokens' attention over slots and, causally, over their own chunk."""
-    slots = layer.sketch.slots
     q = query.shape[2]
     mask = causal(q, slots.count, query.device) if q > 1 else None
-    plain = softcap is None and slopes is None and query.dtype in (torch.float32, torch.float64)
-    # A padded query may see nothing at all, which only attend() defines.
-    if plain and q == 1 and not layer.sketch.compressor.separate:
-        return attend_sdpa(query, slots, scaling=scaling)
     return attend(query, slots, scaling=scaling, softcap=softcap, mask=mask, slopes=slopes)

@@ -35,7 +35,8 @@ class SketchCache(Cache):  # type: ignore[misc]
             prompt), the recent window shrinks first.
         sink: first tokens kept as they are.
         recent: last tokens kept as they are.
-        buffer: tokens decoded between two compressions; default about 3% of the budget.
+        buffer: slots decoding may run above the budget before it is compressed to as many below;
+            default 2.5% of the budget.
         prefill: "exact": the prompt attends to all of itself and each layer is compressed as soon
             as its attention is done, so one layer's full cache is alive at a time. "streaming":
             with ``generate(prefill_chunk_size=...)`` every chunk attends to slots and itself, and
@@ -126,14 +127,16 @@ class SketchCache(Cache):  # type: ignore[misc]
         Raises:
             InputError: a prompt that runs beyond the model's positions, or bad keys or values.
         """
+        layer = self.layers[layer_idx]
         q = key_states.shape[2] if key_states.dim() == 4 else 0
-        total = self.layers[layer_idx].get_seq_length() + q
-        if q > 1 and self.max_positions is not None and total > self.max_positions:
-            raise InputError(
-                f"the prompt ends at token {total}, beyond the model's {self.max_positions} "
-                "positions (max_position_embeddings)"
-            )
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if q > 1 and self.max_positions is not None:
+            total = layer.get_seq_length() + q
+            if total > self.max_positions:
+                raise InputError(
+                    f"the prompt ends at token {total}, beyond the model's {self.max_positions} "
+                    "positions (max_position_embeddings)"
+                )
+        keys, values = layer.update(key_states, value_states, *args, **kwargs)
         return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:

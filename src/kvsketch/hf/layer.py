@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from ..compressors.base import all_finite
 from ..errors import InputError, UnsupportedError
 from ..slots import Observed, Slots
 from ..streaming import Periodic
@@ -45,6 +46,8 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         self.track_positions = track_positions
         self.on_change = on_change
         self._pending = 0  # tokens appended whose attention has not run yet
+        self._token_shape: tuple[int, ...] = ()
+        self.dtype: torch.dtype | None = None
         super().__init__()
 
     # keys and values are what the sketch holds; transformers' base class only ever clears them
@@ -66,6 +69,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
+        self._token_shape = (*key_states.shape[:2], 1, key_states.shape[3])
         self.is_initialized = True
 
     def update(
@@ -78,21 +82,26 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
                 finite. The cache is unchanged then.
             UnsupportedError: the previous tokens never went through our attention function.
         """
-        self._check(key_states, value_states)
-        if not self.is_initialized:
+        # A token like the one before needs no second look: this runs once per layer and token.
+        if key_states.shape != self._token_shape or key_states.dtype != self.dtype or self._pending:
+            self._check(key_states, value_states)
             self.lazy_initialization(key_states, value_states)
         q = key_states.shape[2]
-        new = Slots(key_states, value_states, positions=self._positions(key_states))
-        self.sketch.extend(new)
+        positions = self._positions(key_states) if self.track_positions else None
+        self.sketch.extend(Slots(key_states, value_states, positions=positions))
         self._pending = q
         if q > 1:
             self.on_change()
         slots = self.sketch.slots
         return tag(slots.keys, self), slots.values
 
-    def after_attention(self, observed: Observed) -> None:
-        """The attention of the tokens just appended is done: compress if due."""
-        prefill = observed.queries.shape[2] > 1
+    def after_attention(self, observed: Observed | None) -> None:
+        """The attention of the tokens just appended is done: compress if due.
+
+        Args:
+            observed: their queries; may be None if the method needs none.
+        """
+        prefill = self._pending > 1
         hold = (
             self.exact_prefill
             and self.prompt_length is not None
@@ -125,18 +134,23 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
     def reset(self) -> None:
         self.sketch.reset()
         self._pending = 0
+        self._token_shape = ()
         self.is_initialized = False
         self.on_change()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: row i continues from row ``beam_idx[i]``."""
-        self.sketch.map_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
+        self._map_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.sketch.map_batch(lambda t: t.repeat_interleave(repeats, dim=0))
+        self._map_batch(lambda t: t.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.sketch.map_batch(lambda t: t[indices])
+        self._map_batch(lambda t: t[indices])
+
+    def _map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        self.sketch.map_batch(fn)
+        self._token_shape = ()  # the batch may have another size now
 
     def offload(self) -> None:
         raise UnsupportedError("SketchCache does not offload; it is small enough to stay")
@@ -144,9 +158,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
     def prefetch(self) -> None:
         raise UnsupportedError("SketchCache does not offload; it is small enough to stay")
 
-    def _positions(self, keys: Tensor) -> Tensor | None:
-        if not self.track_positions:
-            return None
+    def _positions(self, keys: Tensor) -> Tensor:
         start = self.sketch.seen
         index = torch.arange(start, start + keys.shape[2], device=keys.device).float()
         return index.expand(*keys.shape[:3])
@@ -177,5 +189,5 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
                 )
         if keys.shape[2] > 1:  # decoded tokens are checked when they are compressed
             for name, tensor in (("keys", keys), ("values", values)):
-                if not bool(torch.isfinite(tensor).all()):
+                if not all_finite(tensor):
                     raise InputError(f"{name} are not finite (NaN or infinity); cache unchanged")

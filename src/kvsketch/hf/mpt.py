@@ -94,5 +94,5 @@ def _attend(
     cache.update(keys, values, module.layer_idx)
     if live is not None:
         layer.sketch.mark_padding(live)
-    out = attend_chunk(query, layer, float(module.softmax_scale), slopes=slopes)
+    out = attend_chunk(query, layer.sketch.slots, float(module.softmax_scale), slopes=slopes)
     return out.transpose(1, 2).flatten(2)

@@ -1,5 +1,5 @@
 """Fast forms of ``attend``, each tested against it."""
 
-from .sdpa import attend_sdpa
+from .decode import attend_one
 
-__all__ = ["attend_sdpa"]
+__all__ = ["attend_one"]

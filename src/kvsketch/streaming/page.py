@@ -43,7 +43,7 @@ class Page:
 
     def append(self, new: Slots) -> None:
         """Write ``new`` behind the slots in use; it must fit into ``room``."""
-        start, end = self.count, self.count + new.count
+        start, length = self.count, new.count
         incoming = new.tensors()
         if "mass" in incoming and "mass" not in self._buffers:
             ones = torch.ones_like(self._buffers["keys"][..., 0], dtype=incoming["mass"].dtype)
@@ -51,11 +51,12 @@ class Page:
         for name in FIELDS:
             if name in self._buffers:
                 tensor = incoming.get(name)
+                target = self._buffers[name].narrow(2, start, length)
                 if tensor is None:  # mass of exact tokens is 1, a new token has no score yet
-                    self._buffers[name][:, :, start:end].fill_(1.0 if name == "mass" else 0.0)
+                    target.fill_(1.0 if name == "mass" else 0.0)
                 else:
-                    self._buffers[name][:, :, start:end] = tensor
-        self.count = end
+                    target.copy_(tensor)
+        self.count = start + length
         self._view = None
 
     def rewrite_last(self, new: Slots) -> None:

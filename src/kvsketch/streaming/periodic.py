@@ -25,14 +25,15 @@ class Periodic:
     Three verbs, in this order for every chunk of tokens: ``extend`` with the new tokens, let the
     model attend to ``slots``, ``settle`` (observe the queries and compress if due). Nothing is
     compressed while all tokens fit the budget. Once something was, the slots live on a page of
-    ``budget + buffer`` that decoding never outgrows.
+    ``budget + buffer`` that decoding never outgrows: when it is full, it is compressed to
+    ``budget - buffer``.
 
     Args:
         compressor: the method with its sink and recent window.
         budget: how many slots may be kept.
-        buffer: decoded tokens taken in between two compressions, >= 1; default budget / 40
-            (at least 1, at most 64), so that the page, scores included, stays within 5% of the
-            budget.
+        buffer: how far decoding may run above (and compresses below) the budget, in slots, >= 1;
+            a compression every ``2 * buffer`` tokens. Default budget / 40, at least 1, at most 64,
+            so that the page, scores included, stays within 5% of the budget.
         one_shot: compress after prefill only; decoded tokens are then kept exactly (as in SubGen
             section 3.2) and memory grows with them.
 
@@ -59,6 +60,7 @@ class Periodic:
     def reset(self) -> None:
         """Forget everything."""
         self.seen = 0
+        self.padded = False  # whether any token was padding, so that slots may be dead
         self._dense: Slots | None = None
         self._live: Tensor | None = None
         self._page: Page | None = None
@@ -106,6 +108,7 @@ class Periodic:
     def mark_padding(self, live: Tensor) -> None:
         """Say which of the tokens just appended are real. ``live``: bool ``[batch, q]``."""
         q = live.shape[1]
+        self.padded = True
         if self._page is not None:
             slots = self._page.slots
             last = slots.narrow(slots.count - q, q).only(live[:, None, :])
@@ -131,13 +134,18 @@ class Periodic:
             self._observed.append(observed)
         if hold or not self._due(prefill):
             # Fold a prompt's queries now (they are many), a decoded token's only now and then.
-            if prefill or sum(o.queries.shape[2] for o in self._observed) >= _FOLD_EVERY:
+            if self._observed and (prefill or len(self._observed) >= _FOLD_EVERY):
                 self._store(self._scored())
             return False
-        budget = self.budget.slots(self.seen)
+        budget, room = self.budget.slots(self.seen), 0
+        if not prefill:
+            # Half a buffer's room below the budget, half above: the budget is what is held on
+            # average, and compressing costs half as often.
+            room = self.buffer_for(budget)
+            floor = min(budget, self.compressor.sink + self.compressor.recent)
+            budget = max(budget - room, floor, 1)
         kept = self.compressor(self._masked(self._scored()), budget)
-        capacity = kept.count if prefill else kept.count + self.buffer_for(budget)
-        self._page = Page(kept, capacity)
+        self._page = Page(kept, self.budget.slots(self.seen) + room)
         self._dense = self._live = None
         self._observed = []
         return True
@@ -168,8 +176,6 @@ class Periodic:
         return replace(self.slots, score=score)
 
     def _store(self, slots: Slots) -> None:
-        if not self._observed:
-            return
         self._observed = []
         if self._page is None:
             self._dense = slots
@@ -203,7 +209,8 @@ class Periodic:
             )
         if self._dense is None or tokens == 0:
             return
-        self._store(self._scored())
+        if self._observed:
+            self._store(self._scored())
         kept = max(0, self._dense.count - tokens)
         self._dense = self._dense.narrow(0, kept)
         if self._live is not None:
