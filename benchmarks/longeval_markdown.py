@@ -62,6 +62,8 @@ def page(results: Mapping[str, Any]) -> str:
         mine = [row for row in rows if row["question"] == question]
         parts += [f"## {title}", text]
         shares = _shares(mine)
+        if question == "seen":
+            parts.append(_ranking(mine, shares[0]))
         parts.append(f"Kept as in the paper's Table 1: {_kept(shares[0])}.")
         parts.append(_table(mine, shares[0], with_paper=question == "seen"))
         for share in shares[1:]:
@@ -89,6 +91,7 @@ def readme_block(results: Mapping[str, Any]) -> str:
     note = (
         f"Accuracy of the packaged model, {cases} official LongEval cases per length, question "
         f"seen; in brackets the {PAPER['model']} numbers of {PAPER['source']}. "
+        f"{_ranking(rows, _shares(rows)[0])} "
         "More, with intervals, bytes and speed: [docs/longeval.md](docs/longeval.md)."
     )
     header = ["lines", "kept", *(NAMES[method] for method in methods)]
@@ -116,7 +119,9 @@ def _intro(results: Mapping[str, Any]) -> str:
         f"{settings['dtype']} on {settings['device']}. Cases: "
         f"{max(row['cases'] for row in rows)} official ones of each length. Mean prompt in "
         f"tokens: {tokens} (one token per word; the paper's 7B model needs 5k, 7k and 9k). "
-        f"Always kept: the first {settings['sink']} and last {settings['recent']} tokens. "
+        f"Always kept, whatever the method: the first {settings['sink']} and last "
+        f"{settings['recent']} tokens (the papers' own windows differ: H2O gives half its budget "
+        "to recent tokens, SubGen does not say how many it kept). "
         "An answer is right if its last integer is the number asked for, LongEval's own rule. "
         "Brackets hold 95% Wilson intervals. KV MB are bytes of live tensors per case after the "
         "prompt, 1 MB = 1,000,000 bytes.\n\n"
@@ -125,14 +130,17 @@ def _intro(results: Mapping[str, Any]) -> str:
         "much each loses, not the numbers themselves.\n\n"
         f"kvsketch {versions['kvsketch']}, torch {versions['torch']}, transformers "
         f"{versions['transformers']}, Python {versions['python']}, {hardware['processor']}, "
-        f"{hardware['torch_threads']} threads."
+        f"{hardware['torch_threads']} threads per process. Speeds are shown relative to the exact "
+        "cache in the same run."
     )
 
 
 def _table(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float], with_paper: bool) -> str:
     header = ["method"]
     for lines in share:
-        header += [f"{lines} lines: KV MB", "accuracy"] + (["paper: GB, accuracy"] * with_paper)
+        header += [f"{lines} lines: KV MB", "accuracy"] + (
+            ["paper: GB, accuracy"] * int(with_paper)
+        )
     table = []
     for method in _methods(rows):
         cells = [NAMES[method]]
@@ -148,7 +156,8 @@ def _table(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float], with_p
 
 def _costs(rows: Sequence[Mapping[str, Any]]) -> str:
     header = ["lines", "method", "kept", "slots", "KV MB", "peak KV MB"]
-    header += ["prefill tokens/s", "decode tokens/s"]
+    header += ["prefill speed / exact", "decode speed / exact"]
+    exact = {row["lines"]: row for row in rows if row["method"] == "exact"}
     return _markdown(
         header,
         [
@@ -159,8 +168,8 @@ def _costs(rows: Sequence[Mapping[str, Any]]) -> str:
                 f"{row['slots']:,.0f}",
                 f"{row['kv_bytes'] / 1e6:.2f}",
                 f"{row['peak_kv_bytes'] / 1e6:.2f}",
-                _rate(row["prefill_tokens_per_s"]),
-                _rate(row["decode_tokens_per_s"]),
+                _ratio(row, exact.get(row["lines"]), "prefill_tokens_per_s"),
+                _ratio(row, exact.get(row["lines"]), "decode_tokens_per_s"),
             ]
             for row in rows
         ],
@@ -208,8 +217,29 @@ def _accuracy(row: Mapping[str, Any]) -> str:
     return f"{row['accuracy']:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"
+def _ratio(row: Mapping[str, Any], exact: Mapping[str, Any] | None, key: str) -> str:
+    """A speed relative to the exact cache on the same cases in the same run."""
+    return f"{row[key] / exact[key]:.2f}" if exact and row[key] and exact[key] else "-"
+
+
+def _ranking(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float]) -> str:
+    """Who is first at each length, here and in the paper."""
+    parts = []
+    for lines in share:
+        ours = {m: r["accuracy"] for m in _methods(rows) if (r := _find(rows, m, share, lines))}
+        theirs = {m: v[1] for m, v in PAPER["results"].get(str(lines), {}).items()}
+        order = [_order(scores) for scores in (ours, theirs) if scores]
+        parts.append(f"{lines} lines: {order[0]} (paper: {order[-1]})")
+    return "Ranking by accuracy, exact aside. " + "; ".join(parts) + "."
+
+
+def _order(scores: Mapping[str, float]) -> str:
+    """Methods from best to worst, equal ones joined by "="."""
+    compressed = {method: score for method, score in scores.items() if method != "exact"}
+    return " > ".join(
+        " = ".join(method for method in compressed if compressed[method] == score)
+        for score in sorted(set(compressed.values()), reverse=True)
+    )
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
