@@ -47,6 +47,10 @@ class Uniform(Compressor):
 def inclusion_probabilities(size: Tensor, budget: int) -> Tensor:
     """min(1, size / tau) with tau such that they sum to ``budget`` (or all ones when fewer slots
     have a positive size). ``size``: float64 ``[batch, heads, n]``, >= 0."""
+    total = size.sum(-1, keepdim=True)
+    plain = size * (budget / total.clamp(min=1e-300))
+    if bool((plain <= 1).all()) and bool((total > 0).all()):
+        return plain  # nothing to cap
     ordered = size.sort(dim=-1, descending=True).values
     rest = ordered.flip(-1).cumsum(-1).flip(-1)  # sum of this size and all smaller ones
     capped = torch.arange(size.shape[-1], device=size.device)

@@ -31,10 +31,10 @@ def attend_one(
     weights = torch.matmul(packed, slots.keys.transpose(-1, -2)).softmax(-1)
     out = torch.matmul(weights, slots.values)
     if slots.mass is not None:
-        mass = slots.mass.to(weights.dtype)
-        total = torch.matmul(weights, mass.unsqueeze(-1))
+        weights = weights * slots.mass.unsqueeze(2)
+        total = weights.sum(-1, keepdim=True)
         out = out / total
-        weights = weights * mass.unsqueeze(2) / total if score is not None else weights
+        weights = weights / total if score is not None else weights
     if score is not None:
         score += weights.sum(2)
     return out.reshape(batch, heads, 1, slots.values.shape[-1])
