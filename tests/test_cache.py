@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     BloomConfig,
     DynamicCache,
     LlamaConfig,
@@ -16,7 +17,7 @@ from transformers import (
     T5Config,
 )
 
-from families import VOCABULARY, build
+from families import CONFIGS, VOCABULARY, build
 from kvsketch import METHODS, InputError, KVSketchError, SketchCache, UnsupportedError
 
 WINDOW = {"sink": 2, "recent": 6}
@@ -329,6 +330,26 @@ def test_beam_search(llama, method):
     assert torch.equal(greedy(llama, ids, roomy, num_beams=3), expected)
     tight = SketchCache(llama.config, method, budget=15, **WINDOW)
     assert greedy(llama, ids, tight, num_beams=3).shape == expected.shape
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mpt"])
+def test_bfloat16(family, method):
+    """Slots stay in the model's dtype and logits near those of float32 weights (both compressed;
+    the tolerance is bfloat16's 8 bits over the few layers)."""
+    logits = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(CONFIGS[family]()).eval().to(dtype)
+        cache = SketchCache(model.config, method, budget=30, sink=4, recent=20)
+        ids = ids_of(2, 40)
+        with torch.no_grad():
+            model(ids[:, :39], past_key_values=cache, use_cache=True)
+            logits[dtype] = model(ids[:, 39:], past_key_values=cache, use_cache=True).logits
+        assert cache.layers[-1].keys.dtype == dtype
+        assert cache.layers[-1].sketch.compressed
+    near = torch.nn.functional.cosine_similarity(*(x.float().flatten() for x in logits.values()), 0)
+    assert near > 0.98
 
 
 def test_beams_reorder_every_tensor(llama):

@@ -17,7 +17,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..errors import UnsupportedError
 from ..kernels import attend_one
 from ..slots import Observed, Slots, attend, causal
 
@@ -94,8 +93,6 @@ def _attention(
         kwargs["softcap"] = softcap
     if layer is None:
         return kernel(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    if kwargs.get("output_attentions"):
-        raise UnsupportedError("output_attentions=True is not available through SketchCache")
     sketch = layer.sketch
     q = query.shape[2]
     live = live_tail(attention_mask, q)
@@ -104,19 +101,19 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     method = sketch.compressor.compressor
     observed = Observed(query, scale, softcap, live=live) if method.needs_queries else None
-    weights = None
+    slots, weights = sketch.slots, None
+    score = slots.score if method.accumulates else None
+    lean = q == 1 and softcap is None and not sketch.padded and query.dtype in _FULL_PRECISION
     if not sketch.compressed:
         out, weights = kernel(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    elif q > 1 or softcap is not None or sketch.padded or query.dtype not in _FULL_PRECISION:
-        out = attend_chunk(query, sketch.slots, scale, softcap).transpose(1, 2).contiguous()
-    elif sketch.slots.mass is None and not method.accumulates:
+    elif lean and (slots.mass is not None or score is not None):
+        out = attend_one(query, slots, scaling=scale, score=score).transpose(1, 2).contiguous()
+        observed = None if score is not None else observed
+    elif q == 1 and slots.mass is None:
         # One query over exact tokens, all visible: the usual kernel does it, without a mask.
         out, weights = kernel(module, query, key, value, None, scaling=scaling, **kwargs)
     else:
-        slots = sketch.slots
-        score = slots.score if method.accumulates else None
-        out = attend_one(query, slots, scaling=scale, score=score).transpose(1, 2).contiguous()
-        observed = None if score is not None else observed
+        out = attend_chunk(query, slots, scale, softcap).transpose(1, 2).contiguous()
     layer.after_attention(observed)
     return out, weights
 
