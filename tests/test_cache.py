@@ -482,6 +482,25 @@ def test_bad_tensors_leave_the_cache_untouched(llama, compressed, bad):
     assert torch.equal(cache.layers[0].keys, before[2])
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_prompt_that_fails_in_a_later_layer_leaves_nothing_behind(family):
+    model = build(family)
+    projection = model.model.layers[-1].self_attn.k_proj.weight
+    ids = ids_of(1, 30)
+    cache = SketchCache(model.config, "kcenter", budget=15, **WINDOW)
+    expected = greedy(model, ids, cache)
+    cache.reset()
+    good = projection.detach().clone()
+    with torch.no_grad():
+        projection[0, 0] = float("nan")
+        with pytest.raises(InputError, match="not finite"):
+            greedy(model, ids, cache)
+        assert {layer.get_seq_length() for layer in cache.layers} == {0}
+        assert cache.nbytes() == 0
+        projection.copy_(good)
+    assert torch.equal(greedy(model, ids, cache), expected)
+
+
 def test_crop_is_refused_by_name_once_compressed(llama):
     cache = SketchCache(llama.config, "kcenter", budget=15, **WINDOW)
     greedy(llama, ids_of(1, 30), cache)

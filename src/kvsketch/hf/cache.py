@@ -77,6 +77,7 @@ class SketchCache(Cache):  # type: ignore[misc]
             raise InputError(f"prefill={prefill!r} must be one of {', '.join(PREFILL_MODES)}")
         if prompt_length is not None and prompt_length < 1:
             raise InputError(f"prompt_length={prompt_length!r} must be an int >= 1")
+        self._config = config
         self.method = method
         self.budget = Budget(budget)
         if isinstance(self.budget.value, int) and self.budget.value < sink + recent:
@@ -136,7 +137,11 @@ class SketchCache(Cache):  # type: ignore[misc]
                     f"the prompt ends at token {total}, beyond the model's {self.max_positions} "
                     "positions (max_position_embeddings)"
                 )
-        keys, values = layer.update(key_states, value_states, *args, **kwargs)
+        try:
+            keys, values = layer.update(key_states, value_states, *args, **kwargs)
+        except InputError:
+            self._undo_forward(layer_idx)
+            raise
         return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -180,6 +185,29 @@ class SketchCache(Cache):  # type: ignore[misc]
             "peak_kv_bytes": max(self.peak_nbytes, self.nbytes()),
             "layers": layers,
         }
+
+    def reset(self) -> None:
+        """Forget everything; settings stay."""
+        for index in range(len(self.layers)):
+            self._reset_layer(index)
+
+    def _reset_layer(self, index: int) -> None:
+        layer = self.layers[index]
+        if isinstance(layer, SketchLayer):
+            layer.reset()
+        else:  # transformers 5.16 zeroes such a layer in place and keeps its length
+            self.layers[index] = DynamicCache(config=self._config).layers[index]
+
+    def _undo_forward(self, failed: int) -> None:
+        """Take a forward that failed in layer ``failed`` back out of the layers before it. What was
+        compressed cannot be undone; such a cache needs ``reset()``."""
+        before = self.layers[failed].get_seq_length()
+        for index, layer in enumerate(self.layers[:failed]):
+            extra = layer.get_seq_length() - before
+            if extra > 0 and before == 0:
+                self._reset_layer(index)
+            elif extra > 0 and isinstance(layer, SketchLayer) and not layer.sketch.compressed:
+                layer.crop(-extra)
 
     def _sketches(self) -> list[SketchLayer]:
         return [layer for layer in self.layers if isinstance(layer, SketchLayer)]
