@@ -92,10 +92,13 @@ def _distance_to_older(keys: Tensor, live: Tensor | None, fresh_count: int) -> T
     # |x - y|^2 by one product: several times faster than cdist for few x
     squared = norms.unsqueeze(2) - 2 * torch.matmul(fresh, keys.transpose(-1, -2))
     squared += norms[:, :, n - fresh_count :].unsqueeze(-1)
-    hidden = ~causal(fresh_count, n, keys.device)
-    hidden[..., n - fresh_count :].diagonal(dim1=-2, dim2=-1).fill_(True)  # older, not itself
     if live is not None:
-        hidden = hidden | ~live.unsqueeze(2)
-    nearest = squared.masked_fill_(hidden, torch.inf).amin(-1).clamp(min=1e-36)
+        squared.masked_fill_(~live.unsqueeze(2), torch.inf)
+    # Among the fresh keys themselves only the earlier ones are older.
+    among = squared[..., n - fresh_count :]
+    later = ~causal(fresh_count, fresh_count, keys.device)
+    later.diagonal(dim1=-2, dim2=-1).fill_(True)
+    among.masked_fill_(later, torch.inf)
+    nearest = squared.amin(-1).clamp(min=1e-36)
     # No older live key: far from everything; scores must stay finite.
     return torch.where(torch.isinf(nearest), 1e20, nearest.sqrt())
