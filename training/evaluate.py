@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from kvsketch.evaluation.longeval_cases import ANSWER, generate_cases, last_integer
+from kvsketch.evaluation.longeval import read_answer
+from kvsketch.evaluation.longeval_cases import ANSWER, generate_cases
 
 GENERATED_SEED = 987_654_321
 
@@ -40,7 +41,7 @@ def greedy(model, tokenizer: PreTrainedTokenizerBase, cases: list[dict]) -> floa
         inputs = tokenizer(case["prompt"], return_tensors="pt")
         output = model.generate(**inputs, max_new_tokens=48, do_sample=False)
         text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        right += last_integer(text) == case["expected_number"]
+        right += read_answer(text) == case["expected_number"]
     return right / len(cases)
 
 

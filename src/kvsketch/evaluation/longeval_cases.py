@@ -7,7 +7,6 @@ length with the same words (`wonderwords`), instruction and question.
 from __future__ import annotations
 
 import random
-import re
 from functools import lru_cache
 from typing import Any
 
@@ -93,9 +92,3 @@ def generate_cases(num_lines: int, num_cases: int, seed: int) -> list[dict[str, 
             }
         )
     return cases
-
-
-def last_integer(text: str) -> int | None:
-    """The answer rule: the last integer in the model's output, or None."""
-    found = re.findall(r"\d+", text)
-    return int(found[-1]) if found else None

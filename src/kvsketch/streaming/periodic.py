@@ -139,8 +139,8 @@ class Periodic:
             return False
         budget, room = self.budget.slots(self.seen), 0
         if not prefill:
-            # Half a buffer's room below the budget, half above: the budget is what is held on
-            # average, and compressing costs half as often.
+            # A buffer below the budget, and room for one above: the budget is what is held on
+            # average, and compressing comes half as often.
             room = self.buffer_for(budget)
             floor = min(budget, self.compressor.sink + self.compressor.recent)
             budget = max(budget - room, floor, 1)
