@@ -1,0 +1,276 @@
+"""What a streaming sketch is: extend, slots, merge, save and load."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..compressors.base import all_finite
+from ..errors import InputError
+from ..slots import FIELDS, Slots
+from .storage import read_sketch, write_sketch
+
+S = TypeVar("S", bound="Sketch")
+
+
+class Sketch(ABC):
+    """Base class of the natively streaming sketches: one object holds every batch row and KV head.
+
+    Four verbs: ``extend`` with tokens, read ``slots`` (which ``kvsketch.attend`` turns into
+    attention), ``merge`` a sketch of another stream into this one, ``save`` and ``load``.
+
+    A subclass keeps all its tensors in ``state``, each with axes ``[batch, heads, ...]``, and all
+    else it must remember in ``meta`` (what JSON can hold); copying, saving, batch selection and
+    byte counting then need no code of its own. Heads may hold different amounts (ragged): dead
+    slots fill them up. Until nothing can fail any more, ``_extend`` and ``_merge`` replace entries
+    of ``state`` instead of writing into tensors that are in use, so that an error leaves the
+    sketch as it was.
+
+    Args:
+        seed: seeds the object's own ``torch.Generator``; the same seed gives the same bytes.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    #: constructor arguments, read back from attributes of the same name by ``save``
+    parameters: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, seed: int = 0) -> None:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise InputError(f"seed={seed!r} must be an int")
+        self.seed = seed
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything; parameters stay and the random stream starts again."""
+        # On the CPU whatever the device of the keys, so that a seed means the same everywhere.
+        self.generator = torch.Generator().manual_seed(self.seed)
+        self.seen = 0
+        self.state: dict[str, Tensor] = {}
+        self.meta: dict[str, Any] = {}
+
+    @classmethod
+    @abstractmethod
+    def for_budget(cls: type[S], slots: int, seed: int = 0, **options: Any) -> S:
+        """A sketch that keeps about ``slots`` slots per KV head; ``options`` go to the
+        constructor. What "about" means is stated by each sketch."""
+
+    @property
+    @abstractmethod
+    def slots(self) -> Slots:
+        """What attention sees: ``[batch, num_key_value_heads, slots, ...]``.
+
+        Raises:
+            InputError: nothing was seen yet.
+        """
+
+    @abstractmethod
+    def _extend(self, new: Slots, live: Tensor | None) -> None:
+        """Take in checked tokens; those where ``live`` is False do not exist."""
+
+    @abstractmethod
+    def _merge(self: S, other: S) -> None:
+        """Take in a checked sketch; ``other`` must not be changed."""
+
+    def extend(self, new: Slots) -> None:
+        """Append exact tokens.
+
+        Args:
+            new: ``[batch, num_key_value_heads, q, ...]``, floating point; dead ones (m = 0, u = 0:
+                padding) are ignored. Any number of tokens at a time: chunks give the same
+                distribution as single tokens.
+
+        Raises:
+            InputError: not floating point or not finite, weighted (m not 0 or 1), or another
+                shape, dtype or device than before. The sketch is unchanged then.
+        """
+        live = self._check_tokens(new)
+        if new.count == 0:
+            return
+        before = self._snapshot()
+        try:
+            if not self.state:
+                self.meta["token"] = _token_layout(new)
+            self._extend(new, live)
+        except Exception:
+            self._restore(before)
+            raise
+        self.seen += new.count
+
+    def merge(self: S, other: S) -> None:
+        """Make this the sketch of its own stream followed by that of ``other`` (unchanged).
+
+        Raises:
+            InputError: another kind of sketch, other parameters, shapes, dtypes or devices. The
+                sketch is unchanged then.
+        """
+        if type(other) is not type(self):
+            raise InputError(
+                f"merge: {type(other).__name__} cannot be merged into {type(self).__name__}"
+            )
+        if other is self:
+            raise InputError("merge: a sketch cannot be merged into itself")
+        for name in self.parameters:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise InputError(f"merge: {name} differs, {mine!r} here and {theirs!r} there")
+        if not other.seen:
+            return
+        if self.seen and self.meta["token"] != other.meta["token"]:
+            raise InputError(
+                f"merge: this sketch holds tokens {self.meta['token']}, the other "
+                f"{other.meta['token']}"
+            )
+        before = self._snapshot()
+        try:
+            if self.state:
+                self._merge(other)
+            else:
+                self.state = {name: tensor.clone() for name, tensor in other.state.items()}
+                self.meta = dict(other.meta)
+        except Exception:
+            self._restore(before)
+            raise
+        self.seen += other.seen
+
+    def save(self, path: str | Path) -> None:
+        """Write everything, the state of the random stream included, to one safetensors file with
+        a JSON header. The file appears whole or not at all.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
+        header = {
+            "sketch": self.name,
+            "parameters": {name: getattr(self, name) for name in self.parameters},
+            "seed": self.seed,
+            "seen": self.seen,
+            "meta": self.meta,
+        }
+        write_sketch(Path(path), header, self.state, self.generator.get_state())
+
+    @classmethod
+    def load(cls: type[S], path: str | Path, device: str | torch.device = "cpu") -> S:
+        """Read back what ``save`` wrote; the loaded sketch continues as the saved one would have.
+
+        Raises:
+            InputError: missing, truncated or foreign file, another kind of sketch, or a version
+                this one cannot read.
+        """
+        header, state, generator = read_sketch(Path(path), cls.name, device)
+        sketch = cls(**header["parameters"], seed=header["seed"])
+        sketch.state, sketch.meta, sketch.seen = state, header["meta"], header["seen"]
+        if "token" in sketch.meta:
+            sketch.meta["token"] = {**sketch.meta["token"], "device": str(torch.device(device))}
+        sketch.generator.set_state(generator)
+        return sketch
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``fn`` (which acts on axis 0, the batch) to everything held: beam search,
+        repeating or selecting rows."""
+        self.state = {name: fn(tensor).contiguous() for name, tensor in self.state.items()}
+        if self.state:
+            batch = next(iter(self.state.values())).shape[0]
+            self.meta["token"] = {**self.meta["token"], "batch": batch}
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held, for byte counting."""
+        return list(self.state.values())
+
+    def nbytes(self) -> int:
+        """Bytes of every tensor held, room not filled yet included."""
+        return sum(t.untyped_storage().nbytes() for t in self.tensors())
+
+    def random(self, *shape: int) -> Tensor:
+        """Uniform float64 numbers in [0, 1) from the object's generator, on the keys' device."""
+        numbers = torch.rand(shape, generator=self.generator, dtype=torch.float64)
+        return numbers.to(self.meta["token"]["device"])
+
+    def put(self, prefix: str, slots: Slots) -> None:
+        """Store slots in ``state`` as ``prefix.keys``, ``prefix.values`` and so on."""
+        for name in FIELDS:
+            self.state.pop(f"{prefix}.{name}", None)
+        self.state.update({f"{prefix}.{name}": t for name, t in slots.tensors().items()})
+
+    def get(self, prefix: str) -> Slots:
+        """The slots stored by ``put``."""
+        return Slots(
+            **{
+                name: self.state[f"{prefix}.{name}"]
+                for name in FIELDS
+                if f"{prefix}.{name}" in self.state
+            }
+        )
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Sketch:
+        """Copies continue the random stream from the same state."""
+        twin = self.__class__.__new__(self.__class__)
+        twin.__dict__.update(self.__dict__)
+        twin.generator = self.generator.clone_state()
+        twin.state = {name: tensor.clone() for name, tensor in self.state.items()}
+        twin.meta = dict(self.meta)
+        return twin
+
+    def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any], Tensor]:
+        return dict(self.state), dict(self.meta), self.generator.get_state()
+
+    def _restore(self, snapshot: tuple[dict[str, Tensor], dict[str, Any], Tensor]) -> None:
+        self.state, self.meta = snapshot[0], snapshot[1]
+        self.generator.set_state(snapshot[2])
+
+    def _require_tokens(self) -> None:
+        if not self.state:
+            raise InputError("the sketch is empty: extend() it first")
+
+    def _check_tokens(self, new: Slots) -> Tensor | None:
+        """Raise unless ``new`` may be appended; return which tokens are live (None: all)."""
+        for name, tensor in (("keys", new.keys), ("values", new.values)):
+            if not tensor.is_floating_point():
+                raise InputError(f"{name} must be floating point, got {tensor.dtype}")
+            if not all_finite(tensor):
+                raise InputError(f"{name} are not finite (NaN or infinity); sketch unchanged")
+        layout = _token_layout(new)
+        if self.state and layout != self.meta["token"]:
+            raise InputError(
+                f"tokens {layout} do not fit this sketch, which holds {self.meta['token']}"
+            )
+        if new.mass is None:
+            return None
+        if not bool(((new.mass == 0) | (new.mass == 1)).all()):
+            raise InputError("a sketch takes exact tokens: mass must be 1 (or 0 for padding)")
+        return new.live()
+
+
+def _token_layout(new: Slots) -> dict[str, Any]:
+    """What every chunk must agree on."""
+    return {
+        "batch": new.keys.shape[0],
+        "heads": new.keys.shape[1],
+        "head_dim": new.keys.shape[3],
+        "value_dim": new.values.shape[3],
+        "keys": str(new.keys.dtype),
+        "values": str(new.values.dtype),
+        "device": str(new.keys.device),
+        "positions": new.positions is not None,
+    }
+
+
+def at_least(name: str, value: object, least: int) -> int:
+    """``value`` if it is an int >= ``least``.
+
+    Raises:
+        InputError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name}={value!r} must be an int >= {least}")
+    return value
+
+
+def merged_options(options: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+    """``defaults`` overridden by what the user gave."""
+    return {**defaults, **options}
