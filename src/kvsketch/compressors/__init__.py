@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from ..errors import unknown_name
+from .balancekv import BalanceKV, SoftmaxBalance
 from .base import Compressor, keep_top
 from .h2o import H2O
+from .halving import Halving
 from .kcenter import KCenter
+from .kernel_halving import GreedyHalving, KernelHalving
 from .streaming_llm import StreamingLLM
 from .uniform import Uniform
 from .windowed import Windowed
 
-_CLASSES: tuple[type[Compressor], ...] = (Uniform, StreamingLLM, H2O, KCenter)
+_CLASSES: tuple[type[Compressor], ...] = (
+    Uniform,
+    StreamingLLM,
+    H2O,
+    KCenter,
+    BalanceKV,
+    KernelHalving,
+    GreedyHalving,
+)
 
 METHODS: dict[str, type[Compressor]] = {cls.name: cls for cls in _CLASSES}
+
+#: What ``streaming.MergeReduce`` can drive. SoftmaxBalance keeps half or fewer, so it is no method
+#: for an exact budget.
+HALVINGS: dict[str, type[Halving]] = {
+    cls.name: cls for cls in (SoftmaxBalance, BalanceKV, KernelHalving, GreedyHalving)
+}
 
 
 def make(method: str, seed: int = 0) -> Compressor:
@@ -28,9 +45,15 @@ def make(method: str, seed: int = 0) -> Compressor:
 
 __all__ = [
     "H2O",
+    "HALVINGS",
     "METHODS",
+    "BalanceKV",
     "Compressor",
+    "GreedyHalving",
+    "Halving",
     "KCenter",
+    "KernelHalving",
+    "SoftmaxBalance",
     "StreamingLLM",
     "Uniform",
     "Windowed",

@@ -271,6 +271,12 @@ def at_least(name: str, value: object, least: int) -> int:
     return value
 
 
+def lengthened(tensor: Tensor, extra: int) -> Tensor:
+    """Zeros for ``extra`` more slots behind ``[batch, heads, slots, ...]``."""
+    shape = (*tensor.shape[:2], extra, *tensor.shape[3:])
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim=2)
+
+
 def merged_options(options: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
     """``defaults`` overridden by what the user gave."""
     return {**defaults, **options}

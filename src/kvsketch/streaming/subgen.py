@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
 from ..slots import Slots, compute_dtype
-from .base import Sketch, at_least, merged_options
+from .base import Sketch, at_least, lengthened, merged_options
 from .online_clusters import assign, within_cluster
 
 OVERFLOW = ("widen", "nearest", "error")
@@ -28,8 +28,8 @@ class _Clusters(Sketch):
     their representative (within delta without); representatives stay more than delta apart.
     """
 
-    parameters: tuple[str, ...] = ("delta", "t", "max_clusters", "overflow")
-    keeps_values = False  # whether the cluster samples carry values
+    parameters: ClassVar[tuple[str, ...]] = ("delta", "t", "max_clusters", "overflow")
+    keeps_values: ClassVar[bool] = False  # whether the cluster samples carry values
 
     def __init__(
         self,
@@ -231,9 +231,9 @@ class _Clusters(Sketch):
         extra = max(clusters, have + have // 8) - have
         if self.max_clusters is not None:
             extra = min(extra, self.max_clusters - have)
-        self.state["count"] = _lengthened(self.state["count"], extra)
-        self.state["center"] = _lengthened(self.state["center"], extra)
-        self.put("cluster", self.get("cluster").map(lambda x: _lengthened(x, extra * self.t)))
+        self.state["count"] = lengthened(self.state["count"], extra)
+        self.state["center"] = lengthened(self.state["center"], extra)
+        self.put("cluster", self.get("cluster").map(lambda x: lengthened(x, extra * self.t)))
 
     def _write(self, prefix: str, target: Tensor, new: Slots, source: Tensor) -> None:
         """Copy rows ``source`` of ``new`` to rows ``target`` of stored slots; both count over
@@ -416,9 +416,3 @@ def _least_distance(keys: Tensor, live: Tensor) -> Tensor:
     least = distance.masked_fill(~paired, torch.inf).amin((-2, -1))
     norm = keys.double().norm(dim=-1).amax(-1)
     return torch.where(torch.isinf(least), 1e-6 * norm + 1e-12, least)
-
-
-def _lengthened(tensor: Tensor, extra: int) -> Tensor:
-    """Zeros for ``extra`` more slots."""
-    shape = (*tensor.shape[:2], extra, *tensor.shape[3:])
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim=2)

@@ -1,0 +1,166 @@
+"""BalanceKV: SoftmaxBalance (Algorithm 2) and the block-parallel form of its experiments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..slots import Slots
+from .balance import Lifted, walk, walk_threshold
+from .halving import Half, Halving, flat
+
+ON_FAIL = ("record", "raise")
+
+
+class SoftmaxBalance(Halving):
+    """SoftmaxBalance, Algorithm 2 of BalanceKV as written: the self-balancing walk on
+    phi(k) (x) u; the smaller of the two sides is kept.
+
+    Runs on u alone, or on m where all u are 0 (the denominator: values of 1), as the paper's
+    separate instances do. Theorem 3.2 holds for the value dimension s when ``delta`` is delta/s
+    (its proof says so, the algorithm's text does not). Keeping the smaller side makes the kept
+    mass, 2|C'|, a little too small on average: at most the theorem's error.
+
+    Args:
+        seed: of the walk.
+        scaling: of the scores, default 1/sqrt(head_dim).
+        r_key: bound on ``|k|``; None: the largest norm in the call.
+        r_value: bound on ``|u|``; None: the largest norm in the call.
+        delta: failure probability of a call, in (0, 1).
+        constant: c = constant log(n/delta); the paper's 30 makes the signs almost fair coins.
+        on_fail: what happens when ``|y^T eta| > c R^2`` (line 7), or when a norm exceeds r_key or
+            r_value. "record": the walk goes on with probabilities cut to [0, 1] and the call is
+            counted as failed; "raise": InputError.
+
+    Raises:
+        InputError: an argument out of range.
+    """
+
+    name = "softmax_balance"
+    paper = "Han et al., BalanceKV Algorithm 2 (2502.07861)"
+
+    def __init__(
+        self,
+        seed: int = 0,
+        scaling: float | None = None,
+        r_key: float | None = None,
+        r_value: float | None = None,
+        delta: float = 0.01,
+        constant: float = 30.0,
+        on_fail: str = "record",
+    ) -> None:
+        super().__init__(seed, scaling)
+        walk_threshold(1, delta, constant)  # checks both
+        for name, radius in (("r_key", r_key), ("r_value", r_value)):
+            if radius is not None and not 0 < radius < float("inf"):
+                raise InputError(f"{name}={radius!r} must be a finite number > 0, or None")
+        if on_fail not in ON_FAIL:
+            raise InputError(f"on_fail={on_fail!r} must be one of {', '.join(ON_FAIL)}")
+        self.r_key, self.r_value = r_key, r_value
+        self.delta, self.constant, self.on_fail = delta, constant, on_fail
+
+    def half(self, slots: Slots) -> Half:
+        signs, failed = self.signs(slots)
+        n = slots.count
+        up = signs > 0
+        live = slots.live()
+        there = torch.ones_like(up) if live is None else live
+        smaller = (up & there).sum(-1, keepdim=True) <= (~up & there).sum(-1, keepdim=True)
+        kept = torch.where(smaller, up, ~up) & there
+        # Kept ones first, in their old order; at most n // 2 of them by construction.
+        index = kept.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., : n // 2]
+        return Half(index, kept.gather(-1, index), failed)
+
+    def signs(self, slots: Slots) -> tuple[Tensor, Tensor]:
+        """The walk's signs ``[batch, heads, n]`` and whether it failed, bool ``[batch, heads]``."""
+        batch, heads, n = slots.keys.shape[:3]
+        keys, values, mass = flat(slots)
+        vectors = torch.cat([values, mass * (values == 0).all()], dim=-1)
+        key_norm = keys.norm(dim=-1).amax(-1)
+        value_norm = vectors.norm(dim=-1).amax(-1)
+        r_key = key_norm if self.r_key is None else torch.full_like(key_norm, self.r_key)
+        r_value = value_norm if self.r_value is None else torch.full_like(value_norm, self.r_value)
+        beyond = (key_norm > r_key * (1 + 1e-6)) | (value_norm > r_value * (1 + 1e-6))
+        if self.on_fail == "raise" and bool(beyond.any()):
+            raise InputError(
+                f"norms exceed the stated radius: |k| up to {float(key_norm.max()):.6g} with "
+                f"r_key={self.r_key}, |u| up to {float(value_norm.max()):.6g} with "
+                f"r_value={self.r_value}"
+            )
+        scaling = self.scale(slots)
+        shift = scaling * r_key.square()  # R^2 = exp(shift) r_value^2; the exponential is left out
+        uniform = self.random((batch * heads, n), keys.device)
+        signs, failed = walk(
+            Lifted(keys, vectors, scaling, shift),
+            walk_threshold(n, self.delta, self.constant),
+            r_value.square(),
+            uniform,
+        )
+        if self.on_fail == "raise" and bool(failed.any()):
+            raise InputError(
+                f"the walk failed: |y^T eta| exceeded c R^2 (Algorithm 2, line 7); delta="
+                f"{self.delta} and constant={self.constant} allow this, on_fail='record' goes on"
+            )
+        return signs.view(batch, heads, n), (failed | beyond).view(batch, heads)
+
+
+class BalanceKV(SoftmaxBalance):
+    """BalanceKV as its experiments run it (section 4): blocks of ``block`` tokens balanced in
+    parallel, exactly half kept per round.
+
+    Block c holds every (n/block)-th token from the c-th on (the paper reshapes n x d into
+    block x n/block x d; n that does not divide is filled up with zeros). After the signs, exactly
+    n/2 tokens are kept: those of sign +1, and as many as it takes chosen at random. The kept ones
+    serve numerator and denominator, u and m doubled.
+
+    Args:
+        block: tokens per block, >= 2; others as for ``SoftmaxBalance``.
+    """
+
+    name = "balancekv"
+    paper = "Han et al., BalanceKV section 4 (2502.07861)"
+
+    def __init__(
+        self,
+        seed: int = 0,
+        scaling: float | None = None,
+        block: int = 256,
+        delta: float = 0.01,
+        constant: float = 30.0,
+    ) -> None:
+        super().__init__(seed, scaling, delta=delta, constant=constant)
+        if isinstance(block, bool) or not isinstance(block, int) or block < 2:
+            raise InputError(f"block={block!r} must be an int >= 2 (tokens)")
+        self.block = block
+
+    def half(self, slots: Slots) -> Half:
+        batch, heads, n = slots.keys.shape[:3]
+        blocks = -(-n // self.block)
+        fill = blocks * self.block - n
+        index = torch.arange(n + fill, device=slots.keys.device)
+        padded = slots
+        if fill:
+            where = index.clamp(max=n - 1).expand(batch, heads, -1)
+            padded = slots.take(where).only((index < n).expand(batch, heads, -1))
+        # [n] -> [block, blocks]: heads x blocks become the heads of the walk.
+        split = padded.map(
+            lambda t: (
+                t.reshape(batch, heads, self.block, blocks, *t.shape[3:])
+                .transpose(2, 3)
+                .reshape(batch, heads * blocks, self.block, *t.shape[3:])
+            )
+        )
+        signs, failed = self.signs(split)
+        signs = signs.view(batch, heads, blocks, self.block).transpose(2, 3).flatten(2)[..., :n]
+        live = slots.live()
+        if live is not None:  # dead slots go first
+            signs = signs.masked_fill(~live, -2.0)
+        tie = self.random((batch, heads, n), signs.device)
+        kept = (signs + 0.5 * tie).topk(n // 2, dim=-1).indices
+        real = torch.ones_like(kept, dtype=torch.bool)
+        if live is not None:  # half of what a head really has
+            column = torch.arange(n // 2, device=kept.device)
+            real = column < (live.sum(-1, keepdim=True) + 1) // 2
+        kept, order = kept.sort(dim=-1)
+        return Half(kept, real.gather(-1, order), failed.view(batch, heads, blocks).any(-1))

@@ -1,0 +1,121 @@
+"""What a halving is: a choice of half the slots that stands for all of them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..slots import Slots, compute_dtype
+from .base import Compressor
+
+
+@dataclass(frozen=True)
+class Half:
+    """The outcome of one halving of n slots per head.
+
+    Attributes:
+        index: int64 ``[batch, heads, n // 2]``: the slots kept.
+        real: bool, same shape; False fills up where fewer than n // 2 were kept.
+        failed: bool ``[batch, heads]``: the method's own failure event.
+    """
+
+    index: Tensor
+    real: Tensor
+    failed: Tensor
+
+    def of(self, slots: Slots) -> Slots:
+        """The kept slots, weights unchanged."""
+        kept = slots.take(self.index)
+        return kept if bool(self.real.all()) else kept.only(self.real)
+
+
+class Halving(Compressor):
+    """Base class of the halvings. A subclass chooses half of an even number of slots (``half``);
+    what it keeps counts double.
+
+    As a compressor: halve until at most twice the budget is left, then halve only the lightest
+    slots, as many as it takes (of equally light ones the oldest), so that exactly ``budget``
+    remain.
+
+    Args:
+        seed: see Compressor.
+        scaling: multiplies <k, k'>; default 1/sqrt(head_dim).
+    """
+
+    def __init__(self, seed: int = 0, scaling: float | None = None) -> None:
+        super().__init__(seed)
+        self.scaling = scaling
+
+    @abstractmethod
+    def half(self, slots: Slots) -> Half:
+        """Choose half of an even number of slots; dead ones take part as zero vectors."""
+
+    def scale(self, slots: Slots) -> float:
+        return slots.keys.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+
+    def compress(self, slots: Slots, budget: int) -> Slots:
+        if budget == 0:
+            return slots.narrow(0, 0)
+        while slots.count > budget:
+            slots = self._reduce(slots, max(budget, (slots.count + 1) // 2))
+        return slots
+
+    def _reduce(self, slots: Slots, target: int) -> Slots:
+        """To ``target`` slots, at least half of what there is."""
+        n = slots.count
+        live = slots.live()
+        mass = slots.masses().double()
+        if live is None:
+            live = torch.ones_like(mass, dtype=torch.bool)
+        # The lightest live slots first; a slot without mass counts as one token.
+        weight = torch.where(mass > 0, mass, 1.0).masked_fill(~live, torch.inf)
+        order = weight.argsort(dim=-1, stable=True)
+        total = live.sum(-1, keepdim=True)
+        excess = (total - target).clamp(min=0)
+        width = 2 * int(excess.max())
+        column = torch.arange(n, device=mass.device)
+        untouched = (column >= 2 * excess) & (column < total)
+        index, real, doubled = order, untouched, torch.ones_like(mass)
+        if width:
+            # In the order of the tokens: neighbours are what a pair should be made of.
+            chosen = order[..., :width]
+            within = column[:width] < 2 * excess
+            chosen = torch.where(within, chosen, n).sort(dim=-1).values
+            part = slots.take(chosen.clamp(max=n - 1)).only(within)
+            half = self.half(part)
+            kept = chosen.gather(-1, half.index).clamp(max=n - 1)
+            index = torch.cat([kept, index], dim=-1)
+            real = torch.cat([half.real & within.gather(-1, half.index), real], dim=-1)
+            doubled = torch.cat([torch.full_like(kept, 2.0, dtype=mass.dtype), doubled], dim=-1)
+        best = torch.where(real, index, n).sort(dim=-1, stable=True)
+        picked = best.indices[..., :target]
+        weights = doubled.gather(-1, picked) * (best.values[..., :target] < n)
+        return slots.take(best.values[..., :target].clamp(max=n - 1)).scaled(
+            weights.to(slots.masses().dtype)
+        )
+
+
+def flat(slots: Slots) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and masses in the precision to compute in: ``[R, n, ...]``, R = batch x heads.
+
+    Masses have a last axis of 1. Keys of dead slots are 0: whatever they were, they set no radius.
+    """
+    dtype = compute_dtype(slots.keys.dtype)
+    keys, values = (t.to(dtype).flatten(0, 1) for t in (slots.keys, slots.values))
+    live = slots.live()
+    if live is not None:
+        keys = keys * live.flatten(0, 1).unsqueeze(-1)
+    return keys, values, slots.masses().to(dtype).flatten(0, 1).unsqueeze(-1)
+
+
+def with_mass(values: Tensor, mass: Tensor) -> Tensor:
+    """u with m beside it, weighted so that both count alike: balancing then serves numerator and
+    denominator. ``[R, n, value_dim + 1]``."""
+    size = values.square().sum((1, 2), keepdim=True) / mass.square().sum((1, 2), True).clamp(
+        min=1e-30
+    )
+    size = torch.where(size > 0, size, 1.0)
+    return torch.cat([values, mass * size.sqrt()], dim=-1)

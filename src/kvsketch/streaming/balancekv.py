@@ -1,0 +1,252 @@
+"""BalanceKV Algorithm 1: value-norm buckets, numerator and denominator in separate instances."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compressors import SoftmaxBalance
+from ..errors import InputError
+from ..slots import Slots
+from .base import Sketch, at_least, merged_options
+from .levels import Levels
+from .merge_reduce import batch_for, even
+
+
+class BalanceKVStreaming(Sketch):
+    """BalanceKV, Algorithm 1 as written.
+
+    Tokens are bucketed by value norm, bucket i holding 2^(i-1) <= |v| < 2^i (line 4 has the two
+    sides exchanged); each bucket is a MergeAndReduce instance over SoftmaxBalance on (k, v), whose
+    tokens become slots (k, 2^l v, 0). One more instance, on (k, 1), gives the slots (k, 0, 2^l).
+    Buckets with 2^i <= eps/(2n) e^(-r^2/sqrt(d)) v_max are erased (line 9 prints 2^n; the proof of
+    Theorem 3.1 needs 2n). Values of norm 0 enter no bucket, only the denominator.
+
+    Bound (Theorem 3.1), with ``kvsketch.theory.balancekv`` for the batch size: error at most
+    eps |softmax(Kq)|_2 |V|_F, in O*(d t log(n/t)) memory per bucket.
+
+    Args:
+        r: bound on the norms of keys and queries; None: the largest key norm seen so far, which is
+            what real models need (their norms have no useful a-priori bound).
+        batch_size: t, an even number >= 2.
+        levels: T; None: log2(n/t), as many as it takes.
+        eps: precision, in (0, 1]; only decides what is erased.
+        max_tokens: n, the stream's length at most; decides what is erased and the walk's delta.
+        delta: failure probability of one SoftmaxBalance; None: 1/n^2, a 1/poly(n).
+        constant: of the walk, c = constant log(t/delta); 30 in the paper.
+        on_fail: "record": norms beyond r and failed walks are counted in ``failures``; "raise":
+            InputError, and the sketch is unchanged.
+        seed: of every random choice.
+
+    Raises:
+        InputError: an argument out of range.
+    """
+
+    name = "balancekv_streaming"
+    paper = "Han et al., BalanceKV Algorithm 1 (2502.07861)"
+    parameters = (
+        "r",
+        "batch_size",
+        "levels",
+        "eps",
+        "max_tokens",
+        "delta",
+        "constant",
+        "on_fail",
+        "scaling",
+    )
+
+    def __init__(
+        self,
+        r: float | None = None,
+        batch_size: int = 256,
+        levels: int | None = None,
+        eps: float = 0.1,
+        max_tokens: int = 1 << 20,
+        delta: float | None = None,
+        constant: float = 30.0,
+        on_fail: str = "record",
+        scaling: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not 0 < eps <= 1:
+            raise InputError(f"eps={eps!r} must lie in (0, 1]")
+        self.r, self.eps = r, eps
+        self.batch_size = even("batch_size", batch_size)
+        self.levels = levels if levels is None else at_least("levels", levels, 1)
+        self.max_tokens = at_least("max_tokens", max_tokens, 1)
+        self.delta = delta
+        self.constant, self.on_fail, self.scaling = constant, on_fail, scaling
+        self._balance = SoftmaxBalance(
+            scaling=scaling,
+            r_key=r,
+            delta=1 / max(2, self.max_tokens) ** 2 if delta is None else delta,
+            constant=constant,
+            on_fail=on_fail,
+        )
+        super().__init__(seed)
+
+    @classmethod
+    def for_budget(cls, slots: int, seed: int = 0, **options: Any) -> BalanceKVStreaming:
+        """A batch size for about ``slots`` slots over 2^20 tokens, if the values fall into three
+        buckets; more buckets take more."""
+        size = options.pop("batch_size", None) or batch_for(slots, instances=4)
+        return cls(**merged_options(options, batch_size=size), seed=seed)
+
+    @property
+    def failures(self) -> Tensor:
+        """Failed SoftmaxBalance calls, all instances together, int64 ``[batch, heads]``."""
+        self._require_tokens()
+        total = self._denominator().failed
+        if self.buckets:
+            total = total + self._split(self._numerator().failed).sum(-1)
+        return total + self.state["beyond"]
+
+    @property
+    def buckets(self) -> int:
+        """Numerator instances per head."""
+        return int(self.meta.get("buckets", 0))
+
+    def _levels(self, prefix: str) -> Levels:
+        careful = self.on_fail == "raise"
+        return Levels(self, prefix, self._balance, self.batch_size, self.levels, careful)
+
+    def _numerator(self) -> Levels:
+        return self._levels("numerator")
+
+    def _denominator(self) -> Levels:
+        return self._levels("denominator")
+
+    def _split(self, tensor: Tensor) -> Tensor:
+        """``[batch, heads * buckets, ...]`` to ``[batch, heads, buckets, ...]``."""
+        batch, streams, *rest = tensor.shape
+        return tensor.reshape(batch, streams // self.buckets, self.buckets, *rest)
+
+    def _spread(self, new: Slots) -> Slots:
+        """The same tokens for every bucket, ``[batch, heads * buckets, ...]``."""
+        return new.map(lambda t: t.repeat_interleave(self.buckets, dim=1))
+
+    def _extend(self, new: Slots, live: Tensor | None) -> None:
+        there = torch.ones_like(new.keys[..., 0]).bool() if live is None else live
+        norm = new.values.double().norm(dim=-1) * there
+        key_norm = new.keys.double().norm(dim=-1) * there
+        beyond = key_norm > (math.inf if self.r is None else self.r * (1 + 1e-6))
+        if self.on_fail == "raise" and bool(beyond.any()):
+            raise InputError(
+                f"a key has norm {float(key_norm.max()):.6g}, beyond r={self.r}; sketch unchanged"
+            )
+        denominator = self._denominator()
+        if not denominator.depth:
+            self.state["v_max"] = norm.new_zeros(norm.shape[:2])
+            self.state["k_max"] = norm.new_zeros(norm.shape[:2])
+            self.state["beyond"] = torch.zeros_like(there[..., 0], dtype=torch.int64)
+            denominator.start(_ones(new))
+        self.state["beyond"] = self.state["beyond"] + beyond.sum(-1)
+        self.state["v_max"] = torch.maximum(self.state["v_max"], norm.amax(-1))
+        self.state["k_max"] = torch.maximum(self.state["k_max"], key_norm.amax(-1))
+        number = torch.frexp(norm).exponent  # 2^(i-1) <= norm < 2^i
+        bucketed = norm > self._erased_below().unsqueeze(-1)
+        if bool(bucketed.any()):
+            lowest, highest = int(number[bucketed].min()), int(number[bucketed].max())
+            if self.buckets:
+                self._cover(lowest, highest)
+            else:
+                self.meta["lowest"], self.meta["buckets"] = lowest, highest - lowest + 1
+                self._numerator().start(self._spread(new.narrow(0, 1)))
+            index = torch.arange(self.buckets, device=norm.device) + self.meta["lowest"]
+            mine = (number.unsqueeze(2) == index.view(1, 1, -1, 1)) & bucketed.unsqueeze(2)
+            self._numerator().push(0, self._spread(new), mine.flatten(1, 2))
+        self._erase()
+        denominator.push(0, _ones(new), there)
+
+    def _erased_below(self) -> Tensor:
+        """eps/(2n) e^(-r^2/sqrt(d)) v_max, ``[batch, heads]``."""
+        scaling = self.meta["token"]["head_dim"] ** -0.5 if self.scaling is None else self.scaling
+        r = self.state["k_max"] if self.r is None else torch.full_like(self.state["k_max"], self.r)
+        factor = self.eps / (2 * self.max_tokens)
+        return factor * torch.exp(-scaling * r.square()) * self.state["v_max"]
+
+    def _erase(self) -> None:
+        """Line 9; what no head needs any more is given back."""
+        if not self.buckets:
+            return
+        upper = 2.0 ** (
+            torch.arange(self.buckets, device=self.state["v_max"].device) + self.meta["lowest"]
+        )
+        gone = upper <= self._erased_below().unsqueeze(-1)
+        if not bool(gone.any()):
+            return
+        levels = self._numerator()
+        levels.erase(gone.flatten(1, 2))
+        unneeded = int(gone.all(0).all(0).long().cumprod(0).sum())
+        if 0 < unneeded < self.buckets:
+            levels.map_streams(lambda t: self._split(t)[:, :, unneeded:].flatten(1, 2))
+            self.meta["buckets"] = self.buckets - unneeded
+            self.meta["lowest"] = self.meta["lowest"] + unneeded
+
+    def _cover(self, lowest: int, highest: int) -> None:
+        """Make room for the buckets from ``lowest`` to ``highest`` beside those there are."""
+        below = max(0, self.meta["lowest"] - lowest)
+        above = max(0, highest - (self.meta["lowest"] + self.buckets - 1))
+
+        def widened(tensor: Tensor) -> Tensor:
+            split = self._split(tensor)
+            left = split.new_zeros(*split.shape[:2], below, *split.shape[3:])
+            right = split.new_zeros(*split.shape[:2], above, *split.shape[3:])
+            return torch.cat([left, split, right], dim=2).flatten(1, 2)
+
+        if below or above:
+            self._numerator().map_streams(widened)
+            self.meta["buckets"] = self.buckets + below + above
+            self.meta["lowest"] = self.meta["lowest"] - below
+
+    def _merge(self, other: BalanceKVStreaming) -> None:
+        for name in ("v_max", "k_max"):
+            self.state[name] = torch.maximum(self.state[name], other.state[name])
+        self.state["beyond"] = self.state["beyond"] + other.state["beyond"]
+        if other.buckets and not self.buckets:
+            for name, tensor in other.state.items():
+                if name.startswith("numerator"):
+                    self.state[name] = tensor.clone()
+            for name in ("lowest", "buckets", "numerator.depth"):
+                self.meta[name] = other.meta[name]
+        elif other.buckets:
+            other = copy.deepcopy(other)
+            self._cover(other.meta["lowest"], other.meta["lowest"] + other.buckets - 1)
+            other._cover(self.meta["lowest"], self.meta["lowest"] + self.buckets - 1)
+            self._numerator().absorb(other._numerator())
+        self._denominator().absorb(other._denominator())
+        self._erase()
+
+    @property
+    def slots(self) -> Slots:
+        self._require_tokens()
+        below = self._denominator().slots()
+        width = self.meta["token"]["value_dim"]
+        ones = below.values.new_zeros(*below.values.shape[:3], width)
+        denominator = Slots(below.keys, ones, below.mass, below.positions)
+        if not self.buckets:
+            return denominator
+        above = self._numerator().slots().map(lambda t: self._split(t).flatten(2, 3))
+        numerator = Slots(
+            above.keys, above.values, torch.zeros_like(above.masses()), above.positions
+        )
+        return Slots.cat([_packed(numerator), denominator])
+
+
+def _packed(slots: Slots) -> Slots:
+    """Live slots first, cut to what the fullest head has: buckets are of different size."""
+    live = slots.live()
+    if live is None:
+        live = (slots.values != 0).any(-1)
+    order = live.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+    return slots.take(order[..., : int(live.sum(-1).max())])
+
+
+def _ones(new: Slots) -> Slots:
+    """(k, 1): a value of width 0, so that SoftmaxBalance balances the mass."""
+    return Slots(new.keys, new.values[..., :0], positions=new.positions)
