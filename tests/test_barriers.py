@@ -367,9 +367,8 @@ def test_extremes_are_true_and_the_reservoir_is_of_the_rest(seed, parts, k, rese
             ends = slots.keys[b, h, alive, 0][is_end].sort().values
             full = keys[b, h, own, 0].sort().values
             rest = max(0, len(full) - 2 * k)
-            assert torch.equal(
-                ends, torch.cat([full[: len(ends) - k], full[-k:]])[-len(full) :]
-            ) or (rest == 0 and torch.equal(ends, full))
+            assert torch.equal(ends, torch.cat([full[:k], full[-k:]]) if rest else full)
+            assert bool((mass[alive][is_end] == 1).all())
             assert int((~is_end).sum()) == min(rest, reservoir)
             exact.append(rest <= reservoir)
     if all(exact):
@@ -422,19 +421,43 @@ def test_lazy_gumbel_in_groups_given_the_reservoir():
     assert sketch.shortfalls == 0
 
 
-def test_a_reservoir_of_sqrt_n_falls_short_as_often_as_computed():
-    """Equal scores: Pr[m > R] is the product of (N - i) / (N - i + 2k), i = 0..R, within the
-    docstring's bound; and the law stays uniform, since every reservoir token stands for as many."""
-    rows, n, k = 12000, 400, 20
-    sketch = feed(OneDimensional(n), numbered(torch.zeros(n), rows // 4), [n])
-    drawn = sketch.sample(torch.ones(rows // 4, 1, 4, 1, dtype=torch.float64))
-    rest = n - 2 * k
-    chance = math.prod((rest - i) / (rest - i + 2 * k) for i in range(k + 1))
-    assert stats.binomtest(sketch.shortfalls, rows, chance).pvalue > ALPHA
-    assert chance < (rest / (rest + k)) ** (k + 1)
-    # Four draws share a reservoir: test draws of one query each, in classes of ten tokens.
-    for query in range(4):
-        check_counts(drawn[:, :, :, query] // 10, torch.full((40,), 1 / 40))
+def test_lazy_gumbel_law_with_padding():
+    """Ragged rows in one sketch: all tokens; a rest smaller than the reservoir; fewer tokens than
+    the two buffers hold. Padding, which token 0 is in two of them, is never drawn."""
+    rows, n = 4000, 20
+    keys = 0.7 * normal(8, n)
+    live = torch.ones(3, n, dtype=torch.bool)
+    live[1, [0, 2, 5, 6, 11, 19]] = False
+    live[2, :] = normal(9, n) > 0.4
+    live[2, 0] = False
+    assert 3 < int(live[2].sum()) < 8
+    tokens = numbered(keys, 3 * rows).only(live.repeat_interleave(rows, 0).unsqueeze(1))
+    sketch = feed(OneDimensional(buffer=4, reservoir=11), tokens, [11, 9])
+    drawn = sketch.sample(torch.ones(3 * rows, 1, 1, 1, dtype=torch.float64))
+    assert sketch.shortfalls == 0
+    for kind, part in enumerate(drawn.view(3, rows)):
+        check_counts(part, keys.masked_fill(~live[kind], -torch.inf).softmax(0))
+
+
+@pytest.mark.parametrize(("spread", "reservoir"), [(0.0, 20), (1.0, 20), (1.0, 3)])
+def test_draws_fall_short_as_often_as_computed(spread, reservoir):
+    """k keys at +-spread, the others 0. Pr[m > R] is the product of (N - i) / (N - i + a) over
+    i = 0..R, a = sum of exp(score - S_min) over the extremes: within the docstring's bound, and a
+    tenth for R = sqrt n. As all scores of the rest are equal, the law stays softmax even then:
+    each reservoir token stands for equally many."""
+    rows, n, k = 2500, 400, 20
+    keys = torch.cat([torch.full((k,), spread), torch.zeros(n - 2 * k), torch.full((k,), -spread)])
+    sketch = feed(OneDimensional(n, reservoir=reservoir), numbered(keys, rows), [150, 250])
+    drawn = sketch.sample(torch.ones(rows, 1, 4, 1, dtype=torch.float64))
+    rest, held = n - 2 * k, k * (1 + math.exp(-2 * spread))
+    chance = math.prod((rest - i) / (rest - i + held) for i in range(reservoir + 1))
+    assert chance < (rest / (rest + k)) ** (reservoir + 1)
+    assert chance > 0.1
+    law = keys.double().softmax(0).view(40, 10).sum(-1)
+    for query in range(4):  # the four share a reservoir: one test each
+        check_counts(drawn[:, :, :, query] // 10, law)
+    # whether a draw falls short does not depend on what is in the reservoir
+    assert stats.binomtest(sketch.shortfalls, 4 * rows, chance).pvalue > ALPHA
 
 
 def test_a_reservoir_with_the_logarithm_does_not():

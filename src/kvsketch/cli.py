@@ -88,12 +88,12 @@ def list_methods(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, on one line.")] = False,
 ) -> None:
     """List the compression methods and the papers they come from."""
-    from kvsketch.compressors import METHODS
     from kvsketch.evaluation.report import dumps
+    from kvsketch.streaming import ALL_METHODS
 
     rows = [
         {"name": name, "summary": _first_sentence(cls.__doc__), "paper": cls.paper}
-        for name, cls in METHODS.items()
+        for name, cls in ALL_METHODS.items()
     ]
     if as_json:
         print(dumps({"command": "methods", "methods": rows}))

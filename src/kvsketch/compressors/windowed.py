@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from ..errors import InputError
 from ..slots import Observed, Slots
@@ -27,16 +30,31 @@ class Windowed:
     """
 
     def __init__(self, compressor: Compressor, sink: int = 4, recent: int = 32) -> None:
-        for name, value in (("sink", sink), ("recent", recent)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise InputError(f"{name}={value!r} must be an int >= 0 (tokens kept as they are)")
+        check_window(sink, recent)
         self.compressor = compressor
         self.sink = sink
         self.recent = recent
 
+    #: a slot has both u and m, or neither
+    split_sums = False
+
     @property
     def needs_queries(self) -> bool:
         return self.compressor.needs_queries
+
+    @property
+    def accumulates(self) -> bool:
+        return self.compressor.accumulates
+
+    def reset(self) -> None:
+        """Nothing is held between calls."""
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Nothing is held between calls."""
+
+    def tensors(self) -> list[Tensor]:
+        """Nothing is held between calls."""
+        return []
 
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
         return self.compressor.observe(slots, observed)
@@ -56,6 +74,13 @@ class Windowed:
         if middle.count > kept:
             middle = self.compressor.compress(middle, kept)
         return Slots.cat([first, middle, last])
+
+
+def check_window(sink: object, recent: object) -> None:
+    """Raise InputError unless both are ints >= 0."""
+    for name, value in (("sink", sink), ("recent", recent)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise InputError(f"{name}={value!r} must be an int >= 0 (tokens kept as they are)")
 
 
 def split(slots: Slots, sink: int, recent: int) -> tuple[Slots, Slots, Slots]:

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.budget import Budget
-from kvsketch.compressors import METHODS
 from kvsketch.errors import InputError, unknown_name
 from kvsketch.evaluation.answering import Answerer
 from kvsketch.evaluation.encoding import EncodedCase, Encoder
 from kvsketch.evaluation.results import Outcome, ResultStore, outcome_key
 from kvsketch.evaluation.settings import Settings
+from kvsketch.streaming import ALL_METHODS
 
 EXACT = "exact"
 
@@ -136,10 +136,10 @@ def make_setups(methods: Sequence[str], budgets: Sequence[int | float]) -> list[
     Raises `InputError` for an unknown method (naming the nearest) or an impossible budget.
     """
     if not methods:
-        raise InputError(f"--methods is empty; allowed: {', '.join([EXACT, *METHODS])}")
+        raise InputError(f"--methods is empty; allowed: {', '.join([EXACT, *ALL_METHODS])}")
     for method in methods:
-        if method != EXACT and method not in METHODS:
-            raise unknown_name("method", method, [EXACT, *METHODS])
+        if method != EXACT and method not in ALL_METHODS:
+            raise unknown_name("method", method, [EXACT, *ALL_METHODS])
     for budget in budgets:
         Budget(budget)  # raises
     compressed = [method for method in methods if method != EXACT]

@@ -99,11 +99,12 @@ def _attention(
     if live is not None:
         sketch.mark_padding(live)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    method = sketch.compressor.compressor
+    method = sketch.compressor
     observed = Observed(query, scale, softcap, live=live) if method.needs_queries else None
     slots, weights = sketch.slots, None
     score = slots.score if method.accumulates else None
-    lean = q == 1 and softcap is None and not sketch.padded and query.dtype in _FULL_PRECISION
+    lean = q == 1 and softcap is None and query.dtype in _FULL_PRECISION
+    lean = lean and not (sketch.padded or method.split_sums)
     if not sketch.compressed:
         out, weights = kernel(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     elif lean and (slots.mass is not None or score is not None):

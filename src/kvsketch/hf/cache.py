@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,9 +11,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..budget import Budget
-from ..compressors import Windowed, make
 from ..errors import InputError, UnsupportedError
-from ..streaming import Periodic
+from ..streaming import Periodic, windowed
 from . import mpt
 from .attention import PREFIX, register
 from .layer import SketchLayer
@@ -29,7 +29,9 @@ class SketchCache(Cache):  # type: ignore[misc]
 
     Args:
         config: the model's own ``model.config`` (not a copy: the model reads it).
-        method: a name in ``kvsketch.compressors.METHODS``.
+        method: a name in ``kvsketch.streaming.ALL_METHODS``: a compressor, or a natively streaming
+            sketch, which gets the budget left by sinks and recent tokens at its first compression
+            (each says in ``for_budget`` how close to it it stays).
         budget: slots kept per KV head (int) or kept fraction of the tokens seen (float in (0, 1]),
             sinks and recent tokens included. Where a fraction leaves no room for them (a short
             prompt), the recent window shrinks first.
@@ -45,6 +47,7 @@ class SketchCache(Cache):  # type: ignore[misc]
             compression waits for its last chunk (a cache cannot see how many are to come).
             Without it, chunks after the first attend to compressed ones, as in "streaming".
         one_shot: compress prompts only and keep decoded tokens exactly.
+        options: further arguments of the method, such as ``{"delta": 2.0, "t": 4}`` for subgen.
         seed: of every random choice.
 
     Raises:
@@ -69,6 +72,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         prefill: str = "exact",
         prompt_length: int | None = None,
         one_shot: bool = False,
+        options: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
         if not isinstance(config, PretrainedConfig):
@@ -97,9 +101,9 @@ class SketchCache(Cache):  # type: ignore[misc]
         layers = list(DynamicCache(config=config).layers)
         for index, layer in enumerate(layers):
             if type(layer) is DynamicLayer:
-                windowed = Windowed(make(method, seed + index), sink, recent)
+                reducer = windowed(method, sink, recent, seed + index, options)
                 layers[index] = SketchLayer(
-                    Periodic(windowed, self.budget, buffer, one_shot),
+                    Periodic(reducer, self.budget, buffer, one_shot),
                     prefill == "exact",
                     prompt_length,
                     uses_alibi,

@@ -3,16 +3,14 @@
 from .balancekv import BalanceKVStreaming
 from .base import Sketch
 from .merge_reduce import MergeReduce
+from .methods import ALL_METHODS, SKETCHES, windowed
 from .page import Page
 from .periodic import Periodic
 from .subgen import SubGen, SubGenCoupled
-
-#: The natively streaming sketches, by name. To add one: write its file, add its class here.
-SKETCHES: dict[str, type[Sketch]] = {
-    cls.name: cls for cls in (SubGen, SubGenCoupled, MergeReduce, BalanceKVStreaming)
-}
+from .windowed_sketch import WindowedSketch
 
 __all__ = [
+    "ALL_METHODS",
     "SKETCHES",
     "BalanceKVStreaming",
     "MergeReduce",
@@ -21,4 +19,6 @@ __all__ = [
     "Sketch",
     "SubGen",
     "SubGenCoupled",
+    "WindowedSketch",
+    "windowed",
 ]

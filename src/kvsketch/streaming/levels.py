@@ -142,9 +142,7 @@ class Levels:
         half = self.batch_size // 2
         places = -(-places // half) * half if level else min(self.batch_size, 2 * places)
         extra = places - held.count
-        grown = held.map(
-            lambda t: torch.cat([t, t.new_zeros(*t.shape[:2], extra, *t.shape[3:])], 2)
-        )
+        grown = held.map(lambda t: lengthened(t, extra))
         self.sketch.put(f"{self.prefix}{level}", grown)
 
     def _write(

@@ -13,6 +13,7 @@ from ..compressors import Windowed
 from ..errors import InputError, UnsupportedError
 from ..slots import Observed, Slots
 from .page import Page
+from .windowed_sketch import WindowedSketch
 
 # Decoded queries wait in groups of this many before they are turned into scores: fewer groups cost
 # less time, smaller ones less memory.
@@ -43,7 +44,7 @@ class Periodic:
 
     def __init__(
         self,
-        compressor: Windowed,
+        compressor: Windowed | WindowedSketch,
         budget: Budget,
         buffer: int | None = None,
         one_shot: bool = False,
@@ -65,6 +66,7 @@ class Periodic:
         self._live: Tensor | None = None
         self._page: Page | None = None
         self._observed = []
+        self.compressor.reset()
 
     @property
     def compressed(self) -> bool:
@@ -145,7 +147,8 @@ class Periodic:
             floor = min(budget, self.compressor.sink + self.compressor.recent)
             budget = max(budget - room, floor, 1)
         kept = self.compressor(self._masked(self._scored()), budget)
-        self._page = Page(kept, self.budget.slots(self.seen) + room)
+        # A sketch may hold more or less than the budget: room for what comes next, in any case.
+        self._page = Page(kept, max(self.budget.slots(self.seen) + room, kept.count + 2 * room))
         self._dense = self._live = None
         self._observed = []
         return True
@@ -156,6 +159,8 @@ class Periodic:
             return self.slots.count > budget
         if self.one_shot:
             return False
+        if self._page is not None:
+            return self._page.room == 0
         return self.slots.count >= budget + self.buffer_for(budget)
 
     def _masked(self, slots: Slots) -> Slots:
@@ -185,6 +190,7 @@ class Periodic:
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``fn`` (which acts on axis 0, the batch) to everything held: beam search,
         repeating or selecting rows."""
+        self.compressor.map_batch(fn)
         if self._page is not None:
             self._page = Page(self._page.slots.map(fn), self._page.capacity)
         if self._dense is not None:
@@ -222,6 +228,7 @@ class Periodic:
         held = list(self._dense.tensors().values()) if self._dense is not None else []
         held += self._page.tensors() if self._page is not None else []
         held += [] if self._live is None else [self._live]
+        held += self.compressor.tensors()
         return held + [o.queries for o in self._observed]
 
 

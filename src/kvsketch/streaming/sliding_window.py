@@ -173,9 +173,8 @@ class SlidingWindowSampled(SlidingWindow):
         exact = attend(queries, self.slots, scaling=scaling)
         window, outside = self.get("window"), self._outside()
         scores = _scores(queries, window, scaling, None, None, None).flatten(2, 3).double()
-        scores = scores.masked_fill(~self._alive().unsqueeze(2), -torch.inf)
         rest = outside.double().log()[..., None, None].expand(*scores.shape[:3], 1)
-        chances = torch.cat([scores, rest], dim=-1).softmax(-1).nan_to_num_(0.0)  # NaN: no token
+        chances = torch.cat([scores, rest], dim=-1).softmax(-1)
         drawn = self.random(*scores.shape[:3], draws)
         index = torch.searchsorted(chances.cumsum(-1), drawn, right=True).clamp_(max=window.count)
         reservoir = torch.arange(draws, device=index.device) % self.samples

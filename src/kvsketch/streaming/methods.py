@@ -1,0 +1,54 @@
+"""Every method by name: compressors and natively streaming sketches under one roof."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..compressors import METHODS, Compressor, Windowed
+from ..errors import InputError, unknown_name
+from .balancekv import BalanceKVStreaming
+from .base import Sketch
+from .merge_reduce import MergeReduce
+from .subgen import SubGen, SubGenCoupled
+from .windowed_sketch import WindowedSketch
+
+#: The natively streaming sketches, by name. To add one: write its file, add its class here.
+SKETCHES: dict[str, type[Sketch]] = {
+    cls.name: cls for cls in (SubGen, SubGenCoupled, MergeReduce, BalanceKVStreaming)
+}
+
+#: Everything ``SketchCache`` takes as a method.
+ALL_METHODS: dict[str, type[Compressor] | type[Sketch]] = {**METHODS, **SKETCHES}
+
+
+def windowed(
+    method: str,
+    sink: int = 4,
+    recent: int = 32,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+) -> Windowed | WindowedSketch:
+    """A fresh method inside its sink and recent window.
+
+    Args:
+        method: a name in ``ALL_METHODS``.
+        options: further arguments of the method's constructor.
+
+    Raises:
+        InputError: unknown method, or an argument the method does not take or allow.
+    """
+    options = dict(options or {})
+    if method not in ALL_METHODS:
+        raise unknown_name("method", method, ALL_METHODS)
+    try:
+        if method in METHODS:
+            return Windowed(METHODS[method](seed=seed, **options), sink, recent)
+
+        def build(slots: int) -> Sketch:
+            return SKETCHES[method].for_budget(slots, seed=seed, **options)
+
+        build(64)  # wrong options should fail now, not at the first compression
+        return WindowedSketch(build, sink, recent)
+    except TypeError as error:
+        raise InputError(f"options={options!r} do not fit method={method!r}: {error}") from None

@@ -1,0 +1,80 @@
+"""Sink + recent window around a natively streaming sketch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..compressors.base import check_input
+from ..compressors.windowed import check_window, split
+from ..slots import Observed, Slots
+from .base import Sketch
+
+
+class WindowedSketch:
+    """For ``Periodic`` what ``Windowed`` is to a compressor: the first ``sink`` and last ``recent``
+    live tokens stay as they are, everything between goes into a sketch, once and for all.
+
+    Between calls it remembers the sketch, so the slots handed back must come in again, with the
+    new tokens behind them. The sketch's own state and its slots are both held (and counted).
+
+    Args:
+        build: makes the sketch for a number of slots, at the first compression.
+        sink: tokens kept from the start, >= 0.
+        recent: tokens kept from the end, >= 0.
+
+    Raises:
+        InputError: sink or recent negative or not an int.
+    """
+
+    needs_queries = False
+    accumulates = False
+    #: its slots may have u without m and m without u
+    split_sums = True
+
+    def __init__(self, build: Callable[[int], Sketch], sink: int = 4, recent: int = 32) -> None:
+        check_window(sink, recent)
+        self.build, self.sink, self.recent = build, sink, recent
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the sketch."""
+        self.sketch: Sketch | None = None
+        self._before = 0  # slots in front of the recent window: sinks and sketch
+
+    def observe(self, slots: Slots, observed: Observed | None) -> Slots:
+        return slots
+
+    def __call__(self, slots: Slots, budget: int, observed: Observed | None = None) -> Slots:
+        """As ``Windowed.__call__``, but the first call's budget decides the sketch's size for
+        good, and how close to it a sketch stays is the sketch's own promise."""
+        check_input(slots, budget)
+        if self.sketch is None:
+            if slots.count <= budget:
+                return slots
+            sink = min(self.sink, budget - 1)
+            recent = min(self.recent, budget - 1 - sink)
+            first, middle, last = split(slots, sink, recent)
+            self.sketch = self.build(budget - sink - recent)
+            self.recent = recent
+        else:
+            first = slots.narrow(0, self.sink)
+            rest = slots.narrow(self._before, slots.count - self._before)
+            if rest.count <= self.recent:
+                return slots
+            _, middle, last = split(rest, 0, self.recent)
+        self.sink = first.count
+        self.sketch.extend(middle)
+        middle = self.sketch.slots
+        self._before = first.count + middle.count
+        return Slots.cat([first, middle, last])
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``fn`` to the batch axis of what the sketch holds."""
+        if self.sketch is not None:
+            self.sketch.map_batch(fn)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor the sketch holds."""
+        return [] if self.sketch is None else self.sketch.tensors()
