@@ -585,6 +585,19 @@ def test_sketch_owns_its_tensors(kind):
     assert torch.equal(sketch.slots.values, expected)
 
 
+def test_positions_come_along():
+    """ALiBi: held tokens keep their positions, the outside has 0."""
+    tokens = random_tokens(0, 12, dim=1)
+    position = torch.arange(12.0).expand(BATCH, HEADS, 12)
+    tokens = Slots(tokens.keys, tokens.values, positions=position)
+    window = feed(SlidingWindow(5), tokens, [7, 5]).slots.positions
+    assert window[0, 0].tolist() == [7, 8, 9, 10, 11, 0]
+    queries, slopes = normal(1, BATCH, HEADS, 2, 1), torch.tensor([0.5, 0.25])
+    held = feed(OneDimensional(buffer=2, reservoir=8), tokens, [7, 5]).slots
+    expected = attend(queries, tokens, slopes=slopes)
+    torch.testing.assert_close(attend(queries, held, slopes=slopes), expected)
+
+
 def test_budgets():
     tokens = random_tokens(0, 100, dim=1)
     for cls in (SlidingWindow, SlidingWindowSampled, OneDimensional):

@@ -26,13 +26,14 @@ class OneDimensional(Sketch):
     with k below sqrt(n). Memory is taken as tokens arrive.
 
     ``sample`` is Algorithm 2. A uniform m-subset of the reservoir is one of the rest, so each draw
-    has exactly the softmax law, over sketch and draw together, as long as m <= ``reservoir``. The
-    paper counts m in expectation only: with N tokens outside, Pr[m > R] <= (N / (N + k))^(R + 1),
-    about e^(-R / sqrt n) at k = sqrt n, and nearly that where scores are equal. So R = sqrt n
-    falls short in up to a third of the draws; R = sqrt(n) ln(1/delta) in delta of them. A draw
-    that falls short lets each reservoir token stand for m / R tokens (approximate) and is
-    counted in ``shortfalls``. Draws from one sketch share its reservoir: "boosted to arbitrary
-    precision" (E.2) needs independent sketches.
+    has exactly the softmax law, over sketch and draw together, as long as m <= R = ``reservoir``.
+    The paper bounds m in expectation only. With N tokens in the rest,
+    Pr[m > R] <= (N / (N + k))^(R + 1), about e^(-R / sqrt n) at k = sqrt n: R = sqrt n falls
+    short in up to a third of the draws (a tenth at equal scores), R = sqrt(n) ln(1/delta) in delta
+    of them. A draw that falls short is counted in ``shortfalls``, and each reservoir token stands
+    for m / R tokens in it (approximate). Draws from one sketch share its reservoir: the paper's
+    "boosted to arbitrary precision" needs independent sketches, and so does ``merge``: give
+    them different seeds.
 
     Args:
         max_tokens: the length n the stream is sized for, >= 1.

@@ -120,7 +120,8 @@ class SlidingWindowSampled(SlidingWindow):
 
     Unbiased for :class:`SlidingWindow`'s exact output (Theorem 24). The reservoirs share the
     window, so the memory is O(d W + d samples); Theorem 25 boosts the estimate with one reservoir
-    per draw, samples = T Q, and multiplies the two instead.
+    per draw, samples = T Q, and multiplies the two instead. Sketches to be merged need different
+    seeds: equal ones make the same choices.
 
     Theorem 25 needs three repairs: its E[O^2] <= ||V||_inf E[O] holds for values >= 0 only
     (signed ones need T = 3 ||V||_inf^2 / (eps E[O])^2); the Chernoff bound
