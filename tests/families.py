@@ -20,7 +20,11 @@ from transformers import (
     Qwen3Config,
 )
 
+from kvsketch.streaming import ALL_METHODS
+
 VOCABULARY = 101
+#: what any model can be run with; one_dimensional needs head_dim 1
+EVERY_METHOD = [name for name in ALL_METHODS if name != "one_dimensional"]
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,

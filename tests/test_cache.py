@@ -17,7 +17,7 @@ from transformers import (
     T5Config,
 )
 
-from families import CONFIGS, VOCABULARY, build
+from families import CONFIGS, EVERY_METHOD, VOCABULARY, build
 from kvsketch import METHODS, InputError, KVSketchError, SketchCache, UnsupportedError
 
 WINDOW = {"sink": 2, "recent": 6}
@@ -160,7 +160,7 @@ def test_h2o_scores_are_the_accumulated_attention(family):
         torch.testing.assert_close(score.double(), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY_METHOD)
 def test_streaming_chunks_attend_to_slots_and_themselves(llama, method):
     """Chunked streaming prefill equals feeding the same chunks by hand."""
     ids = ids_of(2, 48)
@@ -174,7 +174,7 @@ def test_streaming_chunks_attend_to_slots_and_themselves(llama, method):
     assert torch.equal(out.logits[:, -1].argmax(-1), answer[:, 48])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY_METHOD)
 def test_exact_prefill_in_chunks_waits_for_prompt_length(llama, method):
     ids = ids_of(2, 48)
     settings = {"budget": 20, **WINDOW}
@@ -308,7 +308,7 @@ def test_chat_over_several_generate_calls(family):
         assert cache.summary()["slots"] <= 20
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY_METHOD)
 def test_sampling_equals_dynamic_cache(llama, method):
     ids = ids_of(3, 30)
     answers = []
@@ -321,7 +321,7 @@ def test_sampling_equals_dynamic_cache(llama, method):
     assert torch.equal(*answers)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY_METHOD)
 def test_beam_search(llama, method):
     """Equal to DynamicCache with room enough; compressed it runs and keeps every row's beams."""
     ids = ids_of(2, 30)
@@ -385,7 +385,7 @@ def test_other_caches_and_no_cache_see_the_usual_kernel(llama):
     assert torch.equal(greedy(llama, ids, DynamicCache(config=llama.config)), expected)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY_METHOD)
 def test_same_seed_same_answer(llama, method):
     caches = [SketchCache(llama.config, method, budget=0.4, seed=3, **WINDOW) for _ in range(2)]
     answers = [greedy(llama, ids_of(2, 60), cache, new=20) for cache in caches]
@@ -511,7 +511,7 @@ def test_crop_is_refused_by_name_once_compressed(llama):
     assert cache.get_seq_length() == 39
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY_METHOD)
 def test_crop_before_compression_forgets_the_last_tokens(llama, method):
     ids = ids_of(1, 30)
     cache = SketchCache(llama.config, method, budget=1000)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from families import CONFIGS, VOCABULARY, build
+from families import CONFIGS, EVERY_METHOD, VOCABULARY, build
 from kvsketch import METHODS, SketchCache
 
 TOKENS = 40
@@ -44,7 +44,7 @@ def test_budget_above_tokens_equals_dynamic_cache(family):
     for padding in BATCHES.values():
         for extra in ({}, {"prefill_chunk_size": 16}):
             expected = generate(model, DynamicCache(config=model.config), padding, **extra)
-            for method in METHODS:
+            for method in EVERY_METHOD:
                 for prefill in ("exact", "streaming"):
                     for budget in (1.0, 1000):
                         cache = SketchCache(model.config, method, budget=budget, prefill=prefill)
@@ -67,6 +67,29 @@ def test_compressed_generation_stays_in_budget(family, method):
             if layer["compressed"]:
                 assert layer["slots"] <= 0.5 * (TOKENS + NEW) + 2
         assert any(layer["compressed"] for layer in cache.summary()["layers"])
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("method", [name for name in EVERY_METHOD if name not in METHODS])
+def test_sketches_generate(family, method):
+    """Compressed by a natively streaming sketch: runs, keeps the true length, and the masses of
+    what is held add up to the tokens (the smaller side of a walk is a little less)."""
+    model = build(family)
+    for padding in BATCHES.values():
+        cache = SketchCache(model.config, method, budget=24, sink=2, recent=6)
+        ids = generate(model, cache, padding)
+        assert ids.shape == (len(padding), TOKENS + NEW)
+        assert cache.get_seq_length() == TOKENS + NEW - 1
+        for layer in cache.layers:
+            if getattr(layer, "sketch", None) is None:
+                continue
+            assert layer.sketch.compressed
+            live = torch.tensor([float(TOKENS + NEW - 1 - width) for width in padding])
+            mass = layer.sketch.slots.masses().sum(-1)
+            if method == "balancekv_streaming":
+                assert bool((mass <= live.unsqueeze(1)).all())
+            else:
+                torch.testing.assert_close(mass, live.unsqueeze(1).expand_as(mass))
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -29,7 +29,7 @@ class OneDimensional(Sketch):
     has exactly the softmax law, over sketch and draw together, as long as m <= R = ``reservoir``.
     The paper bounds m in expectation only. With N tokens in the rest,
     Pr[m > R] <= (N / (N + k))^(R + 1), about e^(-R / sqrt n) at k = sqrt n: R = sqrt n falls
-    short in up to a third of the draws (a tenth at equal scores), R = sqrt(n) ln(1/delta) in delta
+    short in up to e^-1 of the draws (e^-2 at equal scores), R = sqrt(n) ln(1/delta) in up to delta
     of them. A draw that falls short is counted in ``shortfalls``, and each reservoir token stands
     for m / R tokens in it (approximate). Draws from one sketch share its reservoir: the paper's
     "boosted to arbitrary precision" needs independent sketches, and so does ``merge``: give

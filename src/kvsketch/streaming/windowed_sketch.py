@@ -41,6 +41,7 @@ class WindowedSketch:
     def reset(self) -> None:
         """Forget the sketch."""
         self.sketch: Sketch | None = None
+        self._sinks = self._window = 0  # sink and recent as far as the first budget had room
         self._before = 0  # slots in front of the recent window: sinks and sketch
 
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
@@ -53,18 +54,16 @@ class WindowedSketch:
         if self.sketch is None:
             if slots.count <= budget:
                 return slots
-            sink = min(self.sink, budget - 1)
-            recent = min(self.recent, budget - 1 - sink)
-            first, middle, last = split(slots, sink, recent)
-            self.sketch = self.build(budget - sink - recent)
-            self.recent = recent
+            self._sinks = min(self.sink, budget - 1)
+            self._window = min(self.recent, budget - 1 - self._sinks)
+            first, middle, last = split(slots, self._sinks, self._window)
+            self.sketch = self.build(budget - self._sinks - self._window)
         else:
-            first = slots.narrow(0, self.sink)
+            first = slots.narrow(0, self._sinks)
             rest = slots.narrow(self._before, slots.count - self._before)
-            if rest.count <= self.recent:
+            if rest.count <= self._window:
                 return slots
-            _, middle, last = split(rest, 0, self.recent)
-        self.sink = first.count
+            _, middle, last = split(rest, 0, self._window)
         self.sketch.extend(middle)
         middle = self.sketch.slots
         self._before = first.count + middle.count
