@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -110,13 +111,10 @@ def exponents(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
             key: round(slope([(math.log(r["n"]), math.log(r[key])) for r in rows])[0], 3)
             for key in ("bytes", "update_us_per_token", "query_us")
         }
-        per_doubling, at_one, fit = slope([(math.log2(r["n"]), r["bytes"]) for r in rows])
+        per_doubling, _, fit = slope([(math.log2(r["n"]), r["bytes"]) for r in rows])
         found[name]["bytes_per_doubling"] = round(per_doubling)
         found[name]["log2_fit_r2"] = round(fit, 4)
-        steps = [
-            (b["bytes"] - a["bytes"]) / math.log2(b["n"] / a["n"])
-            for a, b in zip(rows, rows[1:], strict=False)
-        ]
+        steps = [(b["bytes"] - a["bytes"]) / math.log2(b["n"] / a["n"]) for a, b in pairwise(rows)]
         found[name]["largest_step_per_doubling"] = round(max(steps, default=0.0))
     return found
 

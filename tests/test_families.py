@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, OPTConfig
 
 from families import CONFIGS, EVERY_METHOD, VOCABULARY, build
-from kvsketch import METHODS, SketchCache
+from kvsketch import METHODS, InputError, SketchCache
 
 TOKENS = 40
 NEW = 12
@@ -108,3 +108,21 @@ def test_padding_never_enters_a_sketch(family, method):
         do_sample=False,
     )
     assert torch.equal(padded[0, TOKENS:], alone[0, TOKENS - 9 :])
+
+
+def test_one_dimensional_generates_where_heads_are_scalars():
+    """Appendix E inside generate: a model with head_dim 1, and a clear refusal of any other."""
+    torch.manual_seed(0)
+    config = OPTConfig(**{**CONFIGS["opt"]().to_dict(), "hidden_size": 4, "word_embed_proj_dim": 4})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    settings = {"sink": 2, "recent": 6}
+    expected = generate(model, DynamicCache(config=config), BATCHES["padded"])
+    roomy = SketchCache(model.config, "one_dimensional", budget=1000, **settings)
+    assert torch.equal(generate(model, roomy, BATCHES["padded"]), expected)
+    tight = SketchCache(model.config, "one_dimensional", budget=24, **settings)
+    assert generate(model, tight, BATCHES["padded"]).shape == expected.shape
+    assert tight.summary()["slots"] < 30
+    wide = build("llama")
+    with pytest.raises(InputError, match="head_dim"):
+        generate(wide, SketchCache(wide.config, "one_dimensional", budget=24, **settings), [0])

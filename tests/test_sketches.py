@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from scipy import stats
 
 from kvsketch import InputError, Slots, attend
 from kvsketch.streaming import SKETCHES
@@ -216,3 +217,36 @@ def test_half_precision_streams(name):
     assert slots.keys.dtype == torch.bfloat16
     queries = torch.randn(BATCH, HEADS, 2, width(name)).bfloat16()
     assert bool(torch.isfinite(attend(queries, slots)).all())
+
+
+@pytest.mark.parametrize("name", SKETCHES)
+def test_equal_seeds_are_not_merged(name):
+    """Their random choices are the same ones: measured, one of 8 tokens was drawn twice as often
+    as it should be."""
+    sketch = filled(name, seed=0)
+    if not sketch.randomised:
+        sketch.merge(filled(name, seed=0))
+        return
+    before = copy.deepcopy(sketch)
+    with pytest.raises(InputError, match="seed=0"):
+        sketch.merge(filled(name, seed=0))
+    assert same(sketch, before)
+
+
+def test_merge_uses_numbers_neither_sketch_used():
+    """4 + 4 tokens outside the window, one reservoir: every token is drawn equally often, also when
+    the merged-in sketch's seed is that of an empty one (chi-square at 1e-3 over 4,000 heads)."""
+    heads = 4000
+    value = torch.arange(10.0).view(1, 1, 10, 1).expand(1, heads, 10, 1).contiguous()
+    slots = Slots(torch.zeros_like(value), value)
+    cls = SKETCHES["sliding_window_sampled"]
+    whole = cls(window=1, samples=1, seed=0)
+    for seed, start in ((0, 0), (1, 5)):
+        part = cls(window=1, samples=1, seed=seed)
+        for i in range(start, start + 5):
+            part.extend(slots.narrow(i, 1))
+        whole.merge(part)
+    held = whole.slots
+    drawn = (held.values / held.mass.unsqueeze(-1))[..., 0][held.mass > 1].round().long()
+    assert drawn.numel() == heads
+    assert stats.chisquare(torch.bincount(drawn, minlength=9)).pvalue > 1e-3

@@ -12,11 +12,14 @@ if TYPE_CHECKING:
     from .compressors import METHODS
     from .hf import SketchCache
     from .slots import Observed, Slots, attend
+    from .streaming import ALL_METHODS, SKETCHES
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ALL_METHODS",
     "METHODS",
+    "SKETCHES",
     "Budget",
     "InputError",
     "KVSketchError",
@@ -30,7 +33,9 @@ __all__ = [
 
 # Imported when first asked for: torch and transformers take seconds, `kvsketch --help` must not.
 _LAZY = {
+    "ALL_METHODS": "streaming",
     "METHODS": "compressors",
+    "SKETCHES": "streaming",
     "Budget": "budget",
     "Observed": "slots",
     "SketchCache": "hf",

@@ -4,8 +4,10 @@ from .balancekv import BalanceKVStreaming
 from .base import Sketch
 from .merge_reduce import MergeReduce
 from .methods import ALL_METHODS, SKETCHES, windowed
+from .one_dimensional import OneDimensional
 from .page import Page
 from .periodic import Periodic
+from .sliding_window import SlidingWindow, SlidingWindowSampled
 from .subgen import SubGen, SubGenCoupled
 from .windowed_sketch import WindowedSketch
 
@@ -14,9 +16,12 @@ __all__ = [
     "SKETCHES",
     "BalanceKVStreaming",
     "MergeReduce",
+    "OneDimensional",
     "Page",
     "Periodic",
     "Sketch",
+    "SlidingWindow",
+    "SlidingWindowSampled",
     "SubGen",
     "SubGenCoupled",
     "WindowedSketch",

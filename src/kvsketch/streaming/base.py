@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -39,6 +40,10 @@ class Sketch(ABC):
     paper: ClassVar[str]
     #: constructor arguments, read back from attributes of the same name by ``save``
     parameters: ClassVar[tuple[str, ...]] = ()
+    #: whether anything it does depends on the random stream
+    randomised: ClassVar[bool] = True
+    #: what ``for_budget`` takes at least
+    least_slots: ClassVar[int] = 1
 
     def __init__(self, seed: int = 0) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int):
@@ -105,9 +110,12 @@ class Sketch(ABC):
     def merge(self: S, other: S) -> None:
         """Make this the sketch of its own stream followed by that of ``other`` (unchanged).
 
+        Sketches of the same seed make the same choices, so their merge would not have the law of
+        one sketch: build them with different seeds.
+
         Raises:
-            InputError: another kind of sketch, other parameters, shapes, dtypes or devices. The
-                sketch is unchanged then.
+            InputError: another kind of sketch, other parameters, shapes, dtypes or devices, or the
+                same seed. The sketch is unchanged then.
         """
         if type(other) is not type(self):
             raise InputError(
@@ -126,8 +134,15 @@ class Sketch(ABC):
                 f"merge: this sketch holds tokens {self.meta['token']}, the other "
                 f"{other.meta['token']}"
             )
+        if self.seen and self.randomised and self.seed == other.seed:
+            raise InputError(
+                f"merge: both sketches have seed={self.seed}, so their random choices are the same "
+                "ones; give each its own seed"
+            )
         before = self._snapshot()
         try:
+            # Neither's next numbers: the other one may have used, or will use, those.
+            self.generator.manual_seed(_mixed(self.generator, other.generator))
             if self.state:
                 self._merge(other)
             else:
@@ -163,7 +178,10 @@ class Sketch(ABC):
                 this one cannot read.
         """
         header, state, generator = read_sketch(Path(path), cls.name, device)
-        sketch = cls(**header["parameters"], seed=header["seed"])
+        try:
+            sketch = cls(**header["parameters"], seed=header["seed"])
+        except TypeError as error:
+            raise InputError(f"{str(path)!r} has parameters {cls.name} lacks: {error}") from error
         sketch.state, sketch.meta, sketch.seen = state, header["meta"], header["seen"]
         if "token" in sketch.meta:
             sketch.meta["token"] = {**sketch.meta["token"], "device": str(torch.device(device))}
@@ -184,7 +202,8 @@ class Sketch(ABC):
 
     def nbytes(self) -> int:
         """Bytes of every tensor held, room not filled yet included."""
-        return sum(t.untyped_storage().nbytes() for t in self.tensors())
+        storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in self.tensors())}
+        return sum(storages.values())
 
     def random(self, *shape: int) -> Tensor:
         """Uniform float64 numbers in [0, 1) from the object's generator, on the keys' device."""
@@ -243,6 +262,8 @@ class Sketch(ABC):
             return None
         if not bool(((new.mass == 0) | (new.mass == 1)).all()):
             raise InputError("a sketch takes exact tokens: mass must be 1 (or 0 for padding)")
+        if bool((new.values[new.mass == 0] != 0).any()):
+            raise InputError("a sketch takes exact tokens: a slot of mass 0 must have value 0")
         return new.live()
 
 
@@ -258,6 +279,14 @@ def _token_layout(new: Slots) -> dict[str, Any]:
         "device": str(new.keys.device),
         "positions": new.positions is not None,
     }
+
+
+def _mixed(*generators: torch.Generator) -> int:
+    """A seed that depends on all of their states."""
+    digest = blake2b(digest_size=7)
+    for generator in generators:
+        digest.update(generator.get_state().numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little")
 
 
 def at_least(name: str, value: object, least: int) -> int:

@@ -10,12 +10,23 @@ from ..errors import InputError, unknown_name
 from .balancekv import BalanceKVStreaming
 from .base import Sketch
 from .merge_reduce import MergeReduce
+from .one_dimensional import OneDimensional
+from .sliding_window import SlidingWindow, SlidingWindowSampled
 from .subgen import SubGen, SubGenCoupled
 from .windowed_sketch import WindowedSketch
 
 #: The natively streaming sketches, by name. To add one: write its file, add its class here.
 SKETCHES: dict[str, type[Sketch]] = {
-    cls.name: cls for cls in (SubGen, SubGenCoupled, MergeReduce, BalanceKVStreaming)
+    cls.name: cls
+    for cls in (
+        SubGen,
+        SubGenCoupled,
+        MergeReduce,
+        BalanceKVStreaming,
+        SlidingWindow,
+        SlidingWindowSampled,
+        OneDimensional,
+    )
 }
 
 #: Everything ``SketchCache`` takes as a method.
@@ -49,6 +60,6 @@ def windowed(
             return SKETCHES[method].for_budget(slots, seed=seed, **options)
 
         build(64)  # wrong options should fail now, not at the first compression
-        return WindowedSketch(build, sink, recent)
+        return WindowedSketch(build, sink, recent, SKETCHES[method].least_slots)
     except TypeError as error:
         raise InputError(f"options={options!r} do not fit method={method!r}: {error}") from None

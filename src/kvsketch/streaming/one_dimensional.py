@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..slots import Slots, _check_queries, _scores, compute_dtype
+from ..slots import Slots, attention_scores, check_queries, compute_dtype
 from .base import Sketch, at_least, merged_options
 
 
@@ -46,6 +46,7 @@ class OneDimensional(Sketch):
 
     name = "one_dimensional"
     paper = "Haris and Onak, Compression Barriers, Appendix E"
+    least_slots = 3
     parameters = ("max_tokens", "buffer", "reservoir")
 
     def __init__(
@@ -105,8 +106,8 @@ class OneDimensional(Sketch):
         self._require_tokens()
         ends, rest = self.get("ends"), self.get("rest")
         both = Slots.cat([replace(rest, score=None), ends])  # rest first: its width may be 0
-        _check_queries(queries, both, None)
-        scores = _scores(queries, both, scaling, None, None, None).flatten(2, 3).double()
+        check_queries(queries, both, None)
+        scores = attention_scores(queries, both, scaling, None, None, None).flatten(2, 3).double()
         scores, lazy = scores[..., rest.count :], scores[..., : rest.count]
         noise = self.random(draws, *scores.shape).log_().neg_().log_().neg_()  # Gumbel(0, 1)
         noisy = (scores + noise).masked_fill(~self._alive("ends").unsqueeze(2), -torch.inf)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..slots import Slots, _scores, attend, compute_dtype
+from ..slots import Slots, attend, attention_scores, compute_dtype
 from .base import Sketch, at_least, merged_options
 
 
@@ -33,6 +33,8 @@ class SlidingWindow(Sketch):
 
     name = "sliding_window"
     paper = "Haris and Onak, Compression Barriers, equation 20"
+    randomised = False
+    least_slots = 2
     parameters: ClassVar[tuple[str, ...]] = ("window",)
 
     def __init__(self, window: int, seed: int = 0) -> None:
@@ -139,6 +141,7 @@ class SlidingWindowSampled(SlidingWindow):
 
     name = "sliding_window_sampled"
     paper = "Haris and Onak, Compression Barriers, Algorithm 1"
+    randomised = True
     parameters = ("window", "samples")
 
     def __init__(self, window: int, samples: int = 1, seed: int = 0) -> None:
@@ -173,7 +176,7 @@ class SlidingWindowSampled(SlidingWindow):
         at_least("draws", draws, 1)
         exact = attend(queries, self.slots, scaling=scaling)
         window, outside = self.get("window"), self._outside()
-        scores = _scores(queries, window, scaling, None, None, None).flatten(2, 3).double()
+        scores = attention_scores(queries, window, scaling, None, None, None).flatten(2, 3).double()
         rest = outside.double().log()[..., None, None].expand(*scores.shape[:3], 1)
         chances = torch.cat([scores, rest], dim=-1).softmax(-1)
         drawn = self.random(*scores.shape[:3], draws)

@@ -279,6 +279,7 @@ class SubGen(_Clusters):
     """
 
     name = "subgen"
+    least_slots = 2
     paper = "Zandieh et al., SubGen Algorithm 1 (2402.06082); ClusterGen"
     parameters = ("delta", "s", "t", "max_clusters", "overflow")
 

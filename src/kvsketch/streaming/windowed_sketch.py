@@ -23,6 +23,7 @@ class WindowedSketch:
         build: makes the sketch for a number of slots, at the first compression.
         sink: tokens kept from the start, >= 0.
         recent: tokens kept from the end, >= 0.
+        least: slots the sketch needs at least; a budget below that compresses nothing.
 
     Raises:
         InputError: sink or recent negative or not an int.
@@ -33,9 +34,11 @@ class WindowedSketch:
     #: its slots may have u without m and m without u
     split_sums = True
 
-    def __init__(self, build: Callable[[int], Sketch], sink: int = 4, recent: int = 32) -> None:
+    def __init__(
+        self, build: Callable[[int], Sketch], sink: int = 4, recent: int = 32, least: int = 1
+    ) -> None:
         check_window(sink, recent)
-        self.build, self.sink, self.recent = build, sink, recent
+        self.build, self.sink, self.recent, self.least = build, sink, recent, least
         self.reset()
 
     def reset(self) -> None:
@@ -52,10 +55,10 @@ class WindowedSketch:
         good, and how close to it a sketch stays is the sketch's own promise."""
         check_input(slots, budget)
         if self.sketch is None:
-            if slots.count <= budget:
+            if slots.count <= budget or budget < self.least:
                 return slots
-            self._sinks = min(self.sink, budget - 1)
-            self._window = min(self.recent, budget - 1 - self._sinks)
+            self._sinks = min(self.sink, budget - self.least)
+            self._window = min(self.recent, budget - self.least - self._sinks)
             first, middle, last = split(slots, self._sinks, self._window)
             self.sketch = self.build(budget - self._sinks - self._window)
         else:
