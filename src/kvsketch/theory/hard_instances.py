@@ -200,7 +200,9 @@ def non_adaptive_pair(n: int, d: int, i: int) -> NonAdaptivePair:
     serves both streams (92 has another for sigma, where all keys are 0 and it does not matter).
 
     Args:
-        n: tokens, >= 4. d: head_dim and value_dim. i: in 0 .. n - 1.
+        n: tokens, >= 4.
+        d: head_dim and value_dim.
+        i: in 0 .. n - 1.
 
     Raises:
         InputError: an argument out of range.
@@ -237,7 +239,10 @@ def detection_rate(
     Args:
         read: gives the positions it will read, int64, before it sees any data; draws what it needs
             from the generator.
+        n: tokens.
+        d: head_dim and value_dim.
         trials: >= 1, each with a fresh i and a fresh reading.
+        seed: of i and of the generator.
 
     Raises:
         InputError: an argument out of range.

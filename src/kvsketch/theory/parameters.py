@@ -82,7 +82,7 @@ def subgen(
     at most B = e^(2 delta r) in it. The mean of t samples is within 1 +- e, e = eps/3, in all
     clusters by a union bound over m (n where m is None); see ``samples_within`` for t.
 
-    Together: 2e/(1 - e) <= eps for eps <= 1.
+    Together, as |Attn|_2 <= |softmax|_2 |V|_op: (e + e)/(1 - e) <= eps for eps <= 1.
 
     Args:
         eps: in (0, 1].
@@ -90,7 +90,8 @@ def subgen(
             widened, keys lie within 2 delta: pass that.
         r: bound on |q|, >= 0. The paper has no 1/sqrt(d) in the scores; for real models q
             includes the scaling: r = scaling times the query norm.
-        n: tokens. d: value_dim.
+        n: tokens.
+        d: value_dim.
         failure: in (0, 1).
         m: clusters at most; see ``clusters_for_diameter`` and ``clusterability``.
 
@@ -192,7 +193,8 @@ def balancekv(
     Args:
         eps: in (0, 1].
         r: bound on the norms of queries and keys, >= 0; scores are <q, k>/sqrt(d).
-        n: tokens at most. d: head_dim.
+        n: tokens at most.
+        d: head_dim.
         failure: in (0, 1).
         value_dim: s, default d.
         constant: of c, >= 1; the paper has 30.
@@ -277,7 +279,8 @@ def sliding_window(
         failure: in (0, 1).
         v_max: largest value, > 0.
         mean: smallest attention output, in (0, v_max].
-        n: steps. d: value_dim.
+        n: steps.
+        d: value_dim.
 
     Raises:
         InputError: an argument out of range.

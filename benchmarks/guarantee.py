@@ -1,0 +1,307 @@
+"""How often the theorems' bounds fail at the parameters the theorems ask for, and where they ask
+for more than there is.
+
+    python -m benchmarks.guarantee --json
+
+- ``results``: streams inside the theorem's regime (small clusters, short queries). Every trial is
+  an independent sketch of the same stream and one fixed query per trial; a failure is an error
+  above eps |softmax(Kq)|_2 |V|_op (SubGen) or |V|_F (BalanceKV). Intervals are exact binomial
+  (Clopper-Pearson), 95%.
+- ``real``: the parameters at the norms of a real model, in words.
+- ``index``: the barrier. Bits of the INDEX instance (Theorem 6) that Bob recovers from a cache of
+  n/4 slots, and from the exact one. ``advantage`` is 2 x (fraction right) - 1: guessing scores 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from scipy.stats import binomtest
+from torch import Tensor
+
+from benchmarks.page import save
+from kvsketch import METHODS, SKETCHES, InputError, Slots, attend, theory
+from kvsketch.compressors import make
+from kvsketch.evaluation.activations import capture
+from kvsketch.evaluation.loading import PACKAGED, load_model, load_tokenizer, resolve_model
+from kvsketch.evaluation.longeval_cases import generate_cases
+from kvsketch.evaluation.report import dumps, environment
+from kvsketch.streaming import BalanceKVStreaming, Sketch, SubGen
+
+STORIES = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "stories260K"
+CHUNK = 4096
+#: trials that run side by side, as KV heads
+SIDE_BY_SIDE = {"subgen": 50, "balancekv_streaming": 10}
+
+SUBGEN = [
+    {"eps": 0.9, "delta": 0.1, "r": 1.0, "n": 65536, "d": 8, "clusters": 32},
+    {"eps": 0.9, "delta": 0.5, "r": 1.0, "n": 65536, "d": 8, "clusters": 32},
+    {"eps": 0.9, "delta": 0.1, "r": 3.0, "n": 65536, "d": 4, "clusters": 256},
+]
+BALANCEKV = [
+    {"eps": 1.0, "r": 0.5, "n": 32768, "d": 4},
+    {"eps": 1.0, "r": 0.25, "n": 32768, "d": 2},
+]
+
+
+def in_ball(shape: tuple[int, ...], radius: float, generator: torch.Generator) -> Tensor:
+    """Points of norm at most ``radius``, uniform directions."""
+    points = torch.randn(shape, generator=generator)
+    length = torch.rand((*shape[:-1], 1), generator=generator)
+    return points * (radius * length / points.norm(dim=-1, keepdim=True))
+
+
+def run_trials(
+    sketch_of: Callable[[int], Sketch],
+    tokens: Slots,
+    queries: Tensor,
+    side: int,
+    scaling: float | None,
+    advance: Callable[[], None],
+) -> Tensor:
+    """Errors of independent sketches of one stream, trial i asked query i: float64 ``[trials]``."""
+    exact = attend(
+        queries[None, None].double(), tokens.map(Tensor.double), scaling=scaling
+    ).squeeze(0)
+    errors = []
+    for first in range(0, queries.shape[0], side):
+        mine = queries[first : first + side]
+        sketch = sketch_of(first)
+        for start in range(0, tokens.count, CHUNK):
+            part = tokens.narrow(start, min(CHUNK, tokens.count - start))
+            index = torch.zeros(len(mine), dtype=torch.int64)
+            sketch.extend(part.map(partial(torch.index_select, dim=1, index=index)))
+        asked = mine[None, :, None].double()
+        answers = attend(asked, sketch.slots.map(Tensor.double), scaling=scaling)[0, :, 0]
+        errors.append((answers - exact[0, first : first + side]).norm(dim=-1))
+        for _ in mine:
+            advance()
+    return torch.cat(errors)
+
+
+def summary(eps: float, ratio: Tensor) -> dict[str, Any]:
+    """Failure rate of error <= eps bound, with its interval; ``ratio`` is error / bound."""
+    failures = int((ratio > eps).sum())
+    interval = binomtest(failures, ratio.numel()).proportion_ci(0.95)
+    return {
+        "trials": ratio.numel(),
+        "failures": failures,
+        "failure_rate": failures / ratio.numel(),
+        "ci95": [round(interval.low, 5), round(interval.high, 5)],
+        "median_eps": round(float(ratio.median()), 5),
+        "largest_eps": round(float(ratio.max()), 5),
+    }
+
+
+def subgen_case(case: dict[str, Any], trials: int, seed: int, tick: Any) -> dict[str, Any]:
+    eps, delta, r = case["eps"], case["delta"], case["r"]
+    n, d, m = case["n"], case["d"], case["clusters"]
+    generator = torch.Generator().manual_seed(seed)
+    centers = 4 * torch.randn(m, d, generator=generator)
+    keys = centers[torch.randint(0, m, (n,), generator=generator)]
+    keys = keys + in_ball((n, d), delta / 2, generator)
+    tokens = Slots(keys[None, None], torch.randn(1, 1, n, d, generator=generator))
+    queries = torch.nn.functional.normalize(torch.randn(trials, d, generator=generator), dim=-1) * r
+    size = theory.subgen(eps, delta, r, n, d, m=m)
+    errors = run_trials(
+        lambda first: SubGen(delta, s=size.s, t=size.t, seed=seed + 1 + first),
+        tokens,
+        queries,
+        SIDE_BY_SIDE["subgen"],
+        1.0,
+        tick,
+    )
+    bound = theory.error_bounds(queries[None, None], tokens.keys, tokens.values, scaling=1.0)
+    found = summary(eps, errors / bound.operator.flatten())
+    parameters = {"s": size.s, "t": size.t, "tail": size.tail}
+    return {"sketch": "subgen", "norm": "operator", **case, **parameters, **found} | {
+        "slots_needed": size.slots,
+        "verdict": size.verdict(n),
+    }
+
+
+def balancekv_case(case: dict[str, Any], trials: int, seed: int, tick: Any) -> dict[str, Any]:
+    eps, r, n, d = case["eps"], case["r"], case["n"], case["d"]
+    generator = torch.Generator().manual_seed(seed)
+    keys = in_ball((1, 1, n, d), r, generator)
+    tokens = Slots(keys, torch.randn(1, 1, n, d, generator=generator))
+    queries = torch.nn.functional.normalize(torch.randn(trials, d, generator=generator), dim=-1) * r
+    size = theory.balancekv(eps, r, n, d)
+    errors = run_trials(
+        lambda first: BalanceKVStreaming(
+            r=r, batch_size=size.t, eps=eps, max_tokens=n, delta=size.delta, seed=seed + 1 + first
+        ),
+        tokens,
+        queries,
+        SIDE_BY_SIDE["balancekv_streaming"],
+        None,
+        tick,
+    )
+    bound = theory.error_bounds(queries[None, None], tokens.keys, tokens.values)
+    found = summary(eps, errors / bound.frobenius.flatten())
+    parameters = {"batch_size": size.t, "levels": size.levels}
+    return {"sketch": "balancekv_streaming", "norm": "frobenius", **case, **parameters, **found} | {
+        "slots_needed": size.slots,
+        "verdict": size.verdict(n),
+    }
+
+
+def real_norms(model: str, seed: int, eps: float = 0.5) -> list[dict[str, Any]]:
+    """What the theorems ask for at a model's own norms, per layer, in words."""
+    loaded = load_model(resolve_model(model), "cpu", "float32")
+    tokenizer = load_tokenizer(resolve_model(model))
+    limit = loaded.config.max_position_embeddings
+    prompt = generate_cases(100, 1, seed)[0]["prompt"]
+    ids = tokenizer(prompt, return_tensors="pt").input_ids[:, :limit]
+    rows = []
+    for caught in capture(loaded, ids):
+        n, d = caught.keys.shape[2], caught.keys.shape[3]
+        curve = theory.clusterability(caught.keys, max_clusters=max(1, n // 8))
+        # SubGen's delta is a radius: n/8 balls of it cover every head's keys.
+        delta = float(curve.lower[..., -1].max())
+        query = float(caught.queries.norm(dim=-1).max())
+        key = float(caught.keys.norm(dim=-1).max())
+        rows.append(
+            {
+                "model": model,
+                "layer": caught.layer,
+                "n": n,
+                "head_dim": d,
+                "query_norm": round(query, 3),
+                "key_norm": round(key, 3),
+                "delta": round(delta, 3),
+                "subgen": _words(
+                    partial(theory.subgen, eps, delta, query * caught.scaling, n, d, m=n // 8), n
+                ),
+                "balancekv": _words(partial(theory.balancekv, eps, max(query, key), n, d), n),
+            }
+        )
+    return rows
+
+
+def _words(size: Callable[[], Any], n: int) -> str:
+    try:
+        return size().verdict(n)
+    except InputError as error:  # the exponent is beyond what can be computed
+        return str(error)
+
+
+def index_rows(rows: int, seed: int) -> list[dict[str, Any]]:
+    """Bits recovered from n/4 slots, by every method."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.rand(rows, 64, generator=generator) < 0.5
+    game = theory.index_game(bits, d=512, eps=0.25, seed=seed)
+    budget = rows // 4
+    found = [("exact", game.slots)]
+    for name in METHODS:
+        if not METHODS[name].needs_queries:  # nobody asks before Bob does
+            found.append((name, make(name, seed)(game.slots, budget)))
+    for name, cls in SKETCHES.items():
+        if name == "one_dimensional":
+            continue
+        sketch = cls.for_budget(budget, seed=seed)
+        sketch.extend(game.slots)
+        found.append((name, sketch.slots))
+    return [
+        {
+            "method": name,
+            "rows": rows,
+            "head_dim": 512,
+            "slots": slots.count,
+            "fraction": round(game.play(slots).fraction, 4),
+            "advantage": round(game.play(slots).advantage, 4),
+        }
+        for name, slots in found
+    ]
+
+
+def figure(result: dict[str, Any], path: Path) -> None:
+    """Left: errors against the bound. Right: bits Bob recovers."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "kvsketch"  # the same bytes every time
+    import matplotlib.pyplot as plt
+
+    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    names = [f"{r['sketch']}\nd={r['d']}, r={r['r']}" for r in result["results"]]
+    place = range(len(names))
+    left.bar(
+        place, [r["largest_eps"] for r in result["results"]], color="tab:blue", label="largest"
+    )
+    left.plot(place, [r["median_eps"] for r in result["results"]], "ko", label="median")
+    left.plot(
+        place, [r["eps"] for r in result["results"]], "r_", ms=24, mew=2, label="allowed: eps"
+    )
+    left.set_xticks(place, names, rotation=20, fontsize=7)
+    left.set(title="error / bound, over the trials", ylabel="eps", yscale="log")
+    left.legend()
+    bars = sorted(result["index"], key=lambda r: r["advantage"])
+    right.barh([r["method"] for r in bars], [r["advantage"] for r in bars], color="tab:orange")
+    right.set(title="INDEX: bits recovered beyond guessing, n/4 slots", xlim=(-0.05, 1.02))
+    right.tick_params(axis="y", labelsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(fig)
+
+
+def main(
+    trials: Annotated[int, typer.Option(help="Sketches per SubGen case.")] = 400,
+    balance_trials: Annotated[int, typer.Option(help="Sketches per BalanceKV case.")] = 200,
+    models: Annotated[
+        str, typer.Option(help="Comma-separated: whose norms to look at; folders or hub ids.")
+    ] = "",
+    rows: Annotated[int, typer.Option(help="Rows of the INDEX instance.")] = 512,
+    seed: int = 0,
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the figure (.svg or .png).")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+) -> None:
+    """Example: python -m benchmarks.guarantee --trials 100 --balance-trials 20 --json"""
+    console = Console(stderr=True)
+    for name, value in (("--trials", trials), ("--balance-trials", balance_trials)):
+        if value < 1:
+            raise typer.BadParameter(f"{name} {value} must be at least 1")
+    if rows < 8:
+        raise typer.BadParameter(f"--rows {rows} must be at least 8")
+    chosen = models.split(",") if models else [PACKAGED]
+    if not models and STORIES.is_dir():
+        chosen.append(str(STORIES))
+    results = []
+    with Progress(console=console) as progress:
+        total = trials * len(SUBGEN) + balance_trials * len(BALANCEKV)
+        task = progress.add_task("trials", total=total)
+
+        def tick() -> None:
+            progress.advance(task)
+
+        for case in SUBGEN:
+            results.append(subgen_case(case, trials, seed, tick))
+            console.print(results[-1])
+        for case in BALANCEKV:
+            results.append(balancekv_case(case, balance_trials, seed, tick))
+            console.print(results[-1])
+    real = [row for model in chosen for row in real_norms(model, seed)]
+    for row in real:
+        row["model"] = Path(row["model"]).name
+    index = index_rows(rows, seed)
+    for row in [*real, *index]:
+        console.print(row)
+    result = {"command": "guarantee", "results": results, "real": real, "index": index}
+    result |= {"seed": seed, "threads": torch.get_num_threads(), **environment()}
+    save(result, out)
+    if plot is not None:
+        figure(result, plot)
+    if json:
+        print(dumps(result))
+
+
+if __name__ == "__main__":
+    typer.run(main)

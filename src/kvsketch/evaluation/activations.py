@@ -1,0 +1,92 @@
+"""Real queries, keys and values of a model, caught at its attention function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvsketch.errors import InputError, UnsupportedError
+
+_NAME = "kvsketch_capture"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What one attention layer saw of one prompt, after rotary embedding.
+
+    Attributes:
+        layer: its index.
+        queries: ``[batch, num_attention_heads, n, head_dim]``.
+        keys: ``[batch, num_key_value_heads, n, head_dim]``; values likewise with value_dim.
+        scaling: multiplies <q, k>.
+    """
+
+    layer: int
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    scaling: float
+
+
+def capture(
+    model: Any, input_ids: Tensor, layers: Sequence[int] | None = None
+) -> list[Activations]:
+    """Run a prompt once and return what its attention layers saw, in float32.
+
+    Args:
+        model: a transformers causal language model.
+        input_ids: ``[batch, n]``, no padding.
+        layers: which layers; None: all.
+
+    Raises:
+        InputError: a layer the model does not have.
+        UnsupportedError: its attention is not transformers' attention interface.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for layer in layers or ():
+        if not 0 <= layer < count:
+            raise InputError(f"layers: {layer} must be in 0 .. {count - 1}")
+    caught: list[Activations] = []
+    with _catching(model, caught, layers), torch.no_grad():
+        model(input_ids.to(model.device), use_cache=False, logits_to_keep=1)
+    if not caught:
+        raise UnsupportedError(
+            f"{type(model).__name__} does not use transformers' attention interface, so its "
+            "activations cannot be caught"
+        )
+    return caught
+
+
+@contextmanager
+def _catching(
+    model: Any, caught: list[Activations], layers: Sequence[int] | None
+) -> Iterator[None]:
+    config = model.config.get_text_config(decoder=True)
+    before = config._attn_implementation
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        layer = int(getattr(module, "layer_idx", len(caught)))
+        if layers is None or layer in layers:
+            scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+            tensors = (t.detach().float().clone() for t in (query, key, value))
+            caught.append(Activations(layer, *tensors, scaling=float(scaling)))
+        return usual(module, query, key, value, *args, **kwargs)
+
+    AttentionInterface.register(_NAME, attention)
+    AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    config._attn_implementation = _NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
