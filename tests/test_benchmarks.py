@@ -1,4 +1,4 @@
-"""The benchmarks run as a user runs them, at small sizes; their claims at full size are in docs/."""
+"""The benchmarks run as a user runs them, at small sizes; full-size results are in docs/."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ def _catching(
         layer = int(getattr(module, "layer_idx", len(caught)))
         if layers is None or layer in layers:
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-            tensors = (t.detach().float().clone() for t in (query, key, value))
-            caught.append(Activations(layer, *tensors, scaling=float(scaling)))
+            q, k, v = (t.detach().float().clone() for t in (query, key, value))
+            caught.append(Activations(layer, q, k, v, float(scaling)))
         return usual(module, query, key, value, *args, **kwargs)
 
     AttentionInterface.register(_NAME, attention)
