@@ -521,3 +521,76 @@ def test_crop_before_compression_forgets_the_last_tokens(llama, method):
     assert cache.get_seq_length() == 20
     expected = greedy(llama, ids, DynamicCache(config=llama.config))
     assert torch.equal(greedy(llama, ids, cache), expected)
+
+
+# --- budgets per layer and head ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mpt"])
+@pytest.mark.parametrize("method", ["streaming_llm", "h2o", "kcenter", "subgen"])
+def test_every_head_keeps_its_share(family, method):
+    """Per layer and per head: the slots held are the shares of the budget, and so are the bytes."""
+    model = build(family)
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.n_heads
+    shares = [[0.5, *[1.0] * (heads - 2), 1.5], [1.0] * heads]
+    settings = {"budget": 20, "schedule": shares, "sink": 2, "recent": 6}
+    cache = SketchCache(model.config, method, **settings)
+    ids = ids_of(2, 48)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+    first, second = (layer.sketch for layer in cache.layers if hasattr(layer, "sketch"))
+    if method != "subgen":
+        assert sorted(d.held for d in first.drivers) == sorted({10, 30, *([20] * (heads > 2))})
+        assert second.held == 20
+        bytes_of = [sum(t.nbytes for t in s.tensors()) for s in (first, second)]
+        assert bytes_of[0] == pytest.approx(bytes_of[1], rel=0.02)
+    answer = greedy(model, ids, SketchCache(model.config, method, **settings), attention_mask=mask)
+    assert answer.shape == (2, 58)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "mpt"])
+def test_groups_of_heads_change_nothing_but_the_budget(family):
+    """Shares that differ by nothing that rounds: the same ids as without a schedule; and with room
+    for everything the ids are DynamicCache's, through prefill, beams and decoding."""
+    model = build(family)
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "n_heads", None) or 4
+    even = [[1 + 1e-6, *[1.0] * (heads - 2), 1 - 1e-6]] * 2
+    ids = ids_of(3, 40)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    for budget, beams in ((20, 1), (20, 2), (1000, 1), (1000, 2)):
+        answers = [
+            greedy(
+                model,
+                ids,
+                SketchCache(model.config, "h2o", budget=budget, schedule=schedule, **WINDOW),
+                attention_mask=mask,
+                num_beams=beams,
+            )
+            for schedule in (None, even)
+        ]
+        assert torch.equal(*answers)
+        if budget == 1000:
+            exact = greedy(
+                model, ids, DynamicCache(config=model.config), attention_mask=mask, num_beams=beams
+            )
+            assert torch.equal(answers[1], exact)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "says"),
+    [
+        ([1.0], "1 layers, must have 2"),
+        ([1.0, 1.2], "mean of 1.1"),
+        ([[1.0], [1.0, 1.0]], r"schedule\[0\] has 1 heads, must have 2"),
+        ([2.5, -0.5], r"schedule\[1\]=-0.5"),
+        ([[1.0, float("nan")], 1.0], r"schedule\[0\]"),
+    ],
+)
+def test_wrong_schedules_are_named(llama, schedule, says):
+    with pytest.raises(InputError, match=says):
+        SketchCache(llama.config, "h2o", budget=20, schedule=schedule, **WINDOW)

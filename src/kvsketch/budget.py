@@ -1,11 +1,15 @@
-"""How many slots a method may keep."""
+"""How many slots a method may keep, in every layer and KV head."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .errors import InputError
+
+#: Shares of the budget per layer, or per layer and KV head.
+Schedule = Sequence[float] | Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -14,11 +18,17 @@ class Budget:
 
     Sinks, recent tokens and the compressed middle all count against it.
 
+    Args:
+        value: the budget on average over layers and heads.
+        share: what these heads get of it: 1 is the average (see ``scheduled``). More than all
+            tokens is all tokens.
+
     Raises:
         InputError: not a number, <= 0, not finite, or a float above 1.
     """
 
     value: int | float
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         value = self.value
@@ -40,5 +50,43 @@ class Budget:
     def slots(self, tokens: int) -> int:
         """Slots per KV head that may be kept once ``tokens`` tokens were seen; at least 1."""
         if isinstance(self.value, int):
-            return self.value
-        return max(1, math.ceil(self.value * tokens - 1e-9))
+            return self.value if self.share == 1 else max(1, round(self.value * self.share))
+        return max(1, math.ceil(self.value * self.share * tokens - 1e-9))
+
+
+def scheduled(
+    budget: Budget, schedule: Schedule | None, layers: int, heads: Sequence[int]
+) -> list[list[Budget]]:
+    """The budget of every KV head of every layer.
+
+    Args:
+        budget: the average.
+        schedule: shares, one per layer or one per layer and KV head, >= 0 with mean 1 over all
+            heads, so that the total stays what ``budget`` says; None: the same everywhere.
+        layers: how many layers are compressed.
+        heads: KV heads of each of them.
+
+    Raises:
+        InputError: a wrong number of layers or heads, a share that is negative or not a number,
+            or a mean that is not 1.
+    """
+    if schedule is None:
+        return [[budget] * count for count in heads]
+    if len(schedule) != layers:
+        raise InputError(f"schedule has {len(schedule)} layers, must have {layers}")
+    shares = []
+    for layer, (share, count) in enumerate(zip(schedule, heads, strict=True)):
+        row = list(share) if isinstance(share, Sequence) else [share] * count
+        if len(row) != count:
+            raise InputError(f"schedule[{layer}] has {len(row)} heads, must have {count}")
+        if not all(isinstance(x, (int, float)) and math.isfinite(x) and x >= 0 for x in row):
+            raise InputError(f"schedule[{layer}]={share!r} must be finite numbers >= 0")
+        shares.append([x + 0.0 for x in row])
+    total = sum(map(sum, shares))
+    mean = total / sum(heads)
+    if not math.isclose(mean, 1.0, rel_tol=1e-3):
+        raise InputError(
+            f"schedule sums to {total:.6g} over {sum(heads)} KV heads, a mean of {mean:.6g}; the "
+            "mean must be 1, so that the total is what budget says"
+        )
+    return [[Budget(budget.value, x) for x in row] for row in shares]

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kernels import attend_one
 from ..slots import Observed, Slots, attend, causal
+from ..streaming.head_groups import HeadGroups
 
 if TYPE_CHECKING:
     from .layer import SketchLayer
@@ -101,10 +102,14 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     method = sketch.compressor
     observed = Observed(query, scale, softcap, live=live) if method.needs_queries else None
-    slots, weights = sketch.slots, None
-    score = slots.score if method.accumulates else None
     lean = q == 1 and softcap is None and query.dtype in _FULL_PRECISION
     lean = lean and not (sketch.padded or method.split_sums)
+    if isinstance(sketch, HeadGroups) and sketch.compressed:
+        out = attend_groups(query, sketch, scale, softcap, lean)
+        layer.after_attention(observed)
+        return out.transpose(1, 2).contiguous(), None
+    slots, weights = sketch.slots, None
+    score = slots.score if method.accumulates else None
     if not sketch.compressed:
         out, weights = kernel(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     elif lean and (slots.mass is not None or score is not None):
@@ -117,6 +122,30 @@ def _attention(
         out = attend_chunk(query, slots, scale, softcap).transpose(1, 2).contiguous()
     layer.after_attention(observed)
     return out, weights
+
+
+def attend_groups(
+    query: Tensor,
+    sketch: HeadGroups,
+    scaling: float,
+    softcap: float | None = None,
+    lean: bool = False,
+    slopes: Tensor | None = None,
+) -> Tensor:
+    """Attention of the newest tokens where groups of heads hold different numbers of slots.
+
+    Args:
+        lean: one query, no padding, full precision: the short kernel will do.
+    """
+    outputs = []
+    for i, driver in enumerate(sketch.drivers):
+        mine = sketch.queries_of(i, query)
+        if lean:
+            outputs.append(attend_one(mine, driver.slots, scaling=scaling))
+            continue
+        bias = None if slopes is None else sketch.queries_of(i, slopes[None])[0]
+        outputs.append(attend_chunk(mine, driver.visible, scaling, softcap, bias))
+    return sketch.assemble(outputs)
 
 
 def attend_chunk(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,9 +10,9 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from ..budget import Budget
+from ..budget import Budget, Schedule, scheduled
 from ..errors import InputError, UnsupportedError
-from ..streaming import Periodic, windowed
+from ..streaming import HeadGroups, Periodic, default_schedule, windowed
 from . import mpt
 from .attention import PREFIX, register
 from .layer import SketchLayer
@@ -47,6 +47,9 @@ class SketchCache(Cache):  # type: ignore[misc]
             compression waits for its last chunk (a cache cannot see how many are to come).
             Without it, chunks after the first attend to compressed ones, as in "streaming".
         one_shot: compress prompts only and keep decoded tokens exactly.
+        schedule: shares of the budget, one per compressed layer or one per layer and KV head,
+            with mean 1. Default: the method's own (pyramidkv), else the same everywhere. Heads of
+            equal share are kept together; memory falls as the shares say.
         options: further arguments of the method, such as ``{"delta": 2.0, "t": 4}`` for subgen.
         seed: of every random choice.
 
@@ -72,6 +75,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         prefill: str = "exact",
         prompt_length: int | None = None,
         one_shot: bool = False,
+        schedule: Schedule | None = None,
         options: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
@@ -99,16 +103,27 @@ class SketchCache(Cache):  # type: ignore[misc]
         self.peak_nbytes = 0
         uses_alibi = isinstance(text_config, mpt.MptConfig)
         layers = list(DynamicCache(config=config).layers)
-        for index, layer in enumerate(layers):
-            if type(layer) is DynamicLayer:
-                reducer = windowed(method, sink, recent, seed + index, options)
-                layers[index] = SketchLayer(
-                    Periodic(reducer, self.budget, buffer, one_shot),
-                    prefill == "exact",
-                    prompt_length,
-                    uses_alibi,
-                    self._note_bytes,
+        chosen = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        heads = _kv_heads(text_config)
+        if schedule is None:
+            schedule = default_schedule(method, len(chosen), self.budget, recent)
+        budgets = scheduled(self.budget, schedule, len(chosen), [heads] * len(chosen))
+        for index, budget_of_heads in zip(chosen, budgets, strict=True):
+
+            def driver(share: Budget, number: int, index: int = index) -> Periodic:
+                # groups of one layer differ in seed, like layers do
+                reducer = windowed(
+                    method, sink, recent, seed + index + number * len(layers), options
                 )
+                return Periodic(reducer, share, buffer, one_shot)
+
+            layers[index] = SketchLayer(
+                grouped(budget_of_heads, driver),
+                prefill == "exact",
+                prompt_length,
+                uses_alibi,
+                self._note_bytes,
+            )
         if not any(isinstance(layer, SketchLayer) for layer in layers):
             raise UnsupportedError(
                 f"{type(config).__name__} has no full-attention layer to compress: all its layers "
@@ -246,7 +261,29 @@ def _max_positions(config: PretrainedConfig) -> int | None:
     return None
 
 
-def _held(layer: Any) -> int:
+def grouped(
+    budgets: Sequence[Budget], driver: Callable[[Budget, int], Periodic]
+) -> Periodic | HeadGroups:
+    """One driver for a layer, or one per group of KV heads with the same budget."""
+    distinct = list(dict.fromkeys(budgets))
+    if len(distinct) == 1:
+        return driver(distinct[0], 0)
+    members = [[h for h, b in enumerate(budgets) if b == budget] for budget in distinct]
+    drivers = [driver(budget, number) for number, budget in enumerate(distinct)]
+    return HeadGroups(list(zip(members, drivers, strict=True)))
+
+
+def _kv_heads(config: PretrainedConfig) -> int:
+    for name in ("num_key_value_heads", "num_attention_heads", "n_heads"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise UnsupportedError(f"{type(config).__name__} does not say how many KV heads it has")
+
+
+def _held(layer: Any) -> float:
+    if isinstance(layer, SketchLayer):
+        return layer.sketch.held if layer.sketch.seen else 0
     keys = layer.keys
     return 0 if keys is None or keys.dim() < 4 else int(keys.shape[2])
 
@@ -261,9 +298,6 @@ def _layer_nbytes(layer: Any) -> int:
 
 
 def _exact_nbytes(layer: Any) -> int:
-    keys, values = layer.keys, layer.values
-    if not isinstance(layer, SketchLayer) or keys is None:
+    if not isinstance(layer, SketchLayer):
         return _layer_nbytes(layer)
-    batch, heads = keys.shape[:2]
-    width = keys.shape[3] + values.shape[3]
-    return int(batch * heads * layer.sketch.seen * width * keys.element_size())
+    return layer.sketch.seen * layer.token_bytes

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from ..compressors.base import all_finite
 from ..errors import InputError, UnsupportedError
 from ..slots import Observed, Slots
-from ..streaming import Periodic
+from ..streaming import HeadGroups, Periodic
 from .attention import tag
 
 
@@ -23,7 +23,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
     function then calls ``after_attention``, where compression happens.
 
     Args:
-        sketch: the driver.
+        sketch: the driver, or one per group of heads.
         exact_prefill: do not compress before ``prompt_length`` tokens were seen.
         prompt_length: tokens of the first prompt if it arrives in several chunks.
         track_positions: store each slot's position (ALiBi models).
@@ -34,7 +34,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
 
     def __init__(
         self,
-        sketch: Periodic,
+        sketch: Periodic | HeadGroups,
         exact_prefill: bool,
         prompt_length: int | None,
         track_positions: bool,
@@ -48,6 +48,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         self._pending = 0  # tokens appended whose attention has not run yet
         self._token_shape: tuple[int, ...] = ()
         self.dtype: torch.dtype | None = None
+        self.token_bytes = 0  # keys and values of one token, all rows and heads, uncompressed
         super().__init__()
 
     # keys and values are what the sketch holds; transformers' base class only ever clears them
@@ -70,6 +71,11 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self._token_shape = (*key_states.shape[:2], 1, key_states.shape[3])
+        self.token_bytes = (
+            (key_states.shape[-1] + value_states.shape[-1])
+            * (key_states.shape[0] * key_states.shape[1])
+            * key_states.element_size()
+        )
         self.is_initialized = True
 
     def update(
@@ -135,6 +141,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         self.sketch.reset()
         self._pending = 0
         self._token_shape = ()
+        self.token_bytes = 0
         self.is_initialized = False
         self.on_change()
 
@@ -150,7 +157,10 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
 
     def _map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         self.sketch.map_batch(fn)
-        self._token_shape = ()  # the batch may have another size now
+        if self._token_shape:  # the batch may have another size now
+            batch = fn(torch.arange(self._token_shape[0])).shape[0]
+            self.token_bytes = self.token_bytes // self._token_shape[0] * batch
+            self._token_shape = (batch, *self._token_shape[1:])
 
     def offload(self) -> None:
         raise UnsupportedError("SketchCache does not offload; it is small enough to stay")
@@ -176,16 +186,16 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
                 f"{tuple(keys.shape)} and {tuple(values.shape)}"
             )
         if self.sketch.seen:
-            held = self.sketch.slots.keys
-            if keys.shape[:2] != held.shape[:2] or keys.shape[3] != held.shape[3]:
+            held = self._token_shape
+            if keys.shape[:2] != held[:2] or keys.shape[3] != held[3]:
                 raise InputError(
-                    f"keys {tuple(keys.shape)} do not fit the cache, which holds "
-                    f"{tuple(held.shape)}: batch, heads and head_dim must be equal"
+                    f"keys {tuple(keys.shape)} do not fit the cache, which holds {held} per "
+                    "token: batch, heads and head_dim must be equal"
                 )
-            if keys.dtype != held.dtype or keys.device != held.device:
+            if keys.dtype != self.dtype or keys.device != self.device:
                 raise InputError(
-                    f"keys are {keys.dtype} on {keys.device}, the cache holds {held.dtype} on "
-                    f"{held.device}"
+                    f"keys are {keys.dtype} on {keys.device}, the cache holds {self.dtype} on "
+                    f"{self.device}"
                 )
         if keys.shape[2] > 1:  # decoded tokens are checked when they are compressed
             for name, tensor in (("keys", keys), ("values", values)):

@@ -15,7 +15,8 @@ from transformers import MptConfig
 from transformers.models.mpt.modeling_mpt import MptAttention, build_mpt_alibi_tensor
 
 from ..slots import Observed
-from .attention import attend_chunk, live_tail
+from ..streaming.head_groups import HeadGroups
+from .attention import attend_chunk, attend_groups, live_tail
 from .layer import SketchLayer
 
 __all__ = ["MptConfig", "install", "slopes_of"]
@@ -94,5 +95,9 @@ def _attend(
     cache.update(keys, values, module.layer_idx)
     if live is not None:
         layer.sketch.mark_padding(live)
-    out = attend_chunk(query, layer.sketch.slots, float(module.softmax_scale), slopes=slopes)
+    sketch, scaling = layer.sketch, float(module.softmax_scale)
+    if isinstance(sketch, HeadGroups):
+        out = attend_groups(query, sketch, scaling, slopes=slopes)
+    else:
+        out = attend_chunk(query, sketch.slots, scaling, slopes=slopes)
     return out.transpose(1, 2).flatten(2)

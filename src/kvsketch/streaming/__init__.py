@@ -2,8 +2,9 @@
 
 from .balancekv import BalanceKVStreaming
 from .base import Sketch
+from .head_groups import HeadGroups
 from .merge_reduce import MergeReduce
-from .methods import ALL_METHODS, SKETCHES, windowed
+from .methods import ALL_METHODS, SKETCHES, default_schedule, windowed
 from .one_dimensional import OneDimensional
 from .page import Page
 from .periodic import Periodic
@@ -15,6 +16,7 @@ __all__ = [
     "ALL_METHODS",
     "SKETCHES",
     "BalanceKVStreaming",
+    "HeadGroups",
     "MergeReduce",
     "OneDimensional",
     "Page",
@@ -25,5 +27,6 @@ __all__ = [
     "SubGen",
     "SubGenCoupled",
     "WindowedSketch",
+    "default_schedule",
     "windowed",
 ]

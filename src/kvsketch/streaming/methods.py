@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..budget import Budget
 from ..compressors import METHODS, Compressor, Windowed
 from ..errors import InputError, unknown_name
 from .balancekv import BalanceKVStreaming
@@ -31,6 +32,13 @@ SKETCHES: dict[str, type[Sketch]] = {
 
 #: Everything ``SketchCache`` takes as a method.
 ALL_METHODS: dict[str, type[Compressor] | type[Sketch]] = {**METHODS, **SKETCHES}
+
+
+def default_schedule(method: str, layers: int, budget: Budget, recent: int) -> list[float] | None:
+    """A method's own shares of the budget per layer, or None: the same everywhere."""
+    cls = ALL_METHODS.get(method)
+    shares = getattr(cls, "shares", None)
+    return None if shares is None else shares(layers, budget, recent)
 
 
 def windowed(

@@ -82,6 +82,16 @@ class Periodic:
             raise InputError("the sketch is empty: extend() it first")
         return self._dense
 
+    @property
+    def held(self) -> float:
+        """Slots per KV head."""
+        return self.slots.count
+
+    @property
+    def visible(self) -> Slots:
+        """The slots with padding dead, whether or not anything was compressed."""
+        return self._masked(self.slots)
+
     def buffer_for(self, budget: int) -> int:
         return self._buffer or max(1, min(64, budget // 40))
 

@@ -1,0 +1,29 @@
+"""KeyDiff: keep the keys least like the average key."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from ..slots import Slots, compute_dtype
+from .base import Compressor, keep_top
+
+
+class KeyDiff(Compressor):
+    """Keep the keys with the smallest cosine similarity to the mean of the normalised keys.
+
+    Algorithm 1 of the paper with the anchor of section 3 (and kvpress's KeyDiffPress: the same
+    tokens are kept when it sees the same keys). The anchor is the mean over the slots that compete
+    for the budget: sinks and recent tokens, which are kept anyway, have no part in it. A slot of
+    mass m counts m times. Computed in at least float32.
+    """
+
+    name = "keydiff"
+    paper = "Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction (2504.15364)"
+
+    def compress(self, slots: Slots, budget: int) -> Slots:
+        direction = F.normalize(slots.keys.to(compute_dtype(slots.keys.dtype)), dim=-1)
+        # Its length plays no part in a cosine: a sum serves as well as a mean. Dead slots add 0.
+        weight = slots.masses().to(direction.dtype).unsqueeze(-1)
+        anchor = F.normalize((direction * weight).sum(2, keepdim=True), dim=-1)
+        return keep_top(slots, -torch.sum(direction * anchor, dim=-1), budget)

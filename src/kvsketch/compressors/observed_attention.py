@@ -1,0 +1,47 @@
+"""Observed attention: accumulated attention per query that could have given it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..slots import Observed, Slots, attention_received
+from .base import Compressor, keep_top
+from .snapkv import scored_before
+
+
+class ObservedAttention(Compressor):
+    """Keep the tokens that received most attention on average over the queries that saw them.
+
+    H2O's sum divided by the number of its terms, which takes away the head start of old tokens:
+    what kvpress runs under H2O's name (ObservedAttentionPress; the kept tokens are the same). It
+    is not H2O's Algorithm 1, which does not divide: that is ``h2o``.
+
+    Scores live on as running means. A slot's number of queries is the number of live slots from it
+    on: exact while nothing was evicted, smaller afterwards, so that new attention then weighs more
+    (a memory of about as many queries as slots are held).
+    """
+
+    name = "observed_attention"
+    paper = "H2O (2306.14048) as averaged by kvpress's ObservedAttentionPress"
+    needs_queries = True
+
+    def observe(self, slots: Slots, observed: Observed | None) -> Slots:
+        if observed is None:
+            return scored_before(slots, self.name)
+        queries = observed.queries
+        group = queries.shape[1] // slots.keys.shape[1]
+        total = attention_received(slots, observed).float() / group
+        live = slots.live()
+        ones = torch.ones_like(total) if live is None else live.float()
+        seen_by = ones.flip(-1).cumsum(-1).flip(-1)
+        if slots.score is not None:
+            now = queries.shape[2] if observed.live is None else observed.live.sum(-1)[:, None, None]
+            total += slots.score * (seen_by - now).clamp(min=0)
+        return replace(slots, score=total / seen_by.clamp(min=1))
+
+    def compress(self, slots: Slots, budget: int) -> Slots:
+        score = scored_before(slots, self.name).score
+        assert score is not None
+        return keep_top(slots, score, budget)

@@ -1,0 +1,137 @@
+"""KV heads with different budgets: one driver per group of heads with the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..slots import Observed, Slots
+from .periodic import Periodic
+
+
+class HeadGroups:
+    """A layer's KV heads split into groups, each with its own ``Periodic``: no head is padded to
+    the size of another, so bytes fall as the budgets say. The loop is over groups, of which there
+    are as many as there are different budgets.
+
+    Same verbs as ``Periodic``.
+
+    Args:
+        groups: KV heads of each group and its driver; together all heads, each once.
+
+    Raises:
+        InputError: a head twice, or one missing.
+    """
+
+    def __init__(self, groups: Sequence[tuple[Sequence[int], Periodic]]) -> None:
+        heads = [head for members, _ in groups for head in members]
+        if sorted(heads) != list(range(len(heads))):
+            raise InputError(f"groups must hold every KV head once, got {heads}")
+        self.drivers = [driver for _, driver in groups]
+        self.members = [torch.tensor(list(members)) for members, _ in groups]
+        self.order = torch.tensor(heads).argsort()  # from grouped to the model's order
+        self.compressor = self.drivers[0].compressor
+
+    @property
+    def seen(self) -> int:
+        return self.drivers[0].seen
+
+    @property
+    def padded(self) -> bool:
+        return any(driver.padded for driver in self.drivers)
+
+    @property
+    def compressed(self) -> bool:
+        """Whether any group was compressed."""
+        return any(driver.compressed for driver in self.drivers)
+
+    @property
+    def slots(self) -> Slots:
+        """All heads while none is compressed; then the first group's, for shape and dtype only."""
+        if self.compressed:
+            return self.drivers[0].slots
+        grouped = [driver.slots for driver in self.drivers]
+        fields = grouped[0].tensors()
+        return Slots(
+            **{
+                name: torch.cat([g.tensors()[name] for g in grouped], dim=1).index_select(
+                    1, self.order.to(fields[name].device)
+                )
+                for name in fields
+            }
+        )
+
+    @property
+    def held(self) -> float:
+        """Slots per KV head, the mean over heads."""
+        counts = [len(m) * d.held for m, d in zip(self.members, self.drivers, strict=True)]
+        return sum(counts) / sum(len(m) for m in self.members)
+
+    def queries_of(self, group: int, queries: Tensor) -> Tensor:
+        """The query heads of a group: ``[batch, num_attention_heads, ...]`` to those of its KV
+        heads."""
+        share = queries.shape[1] // len(self.order)
+        heads = self.members[group].to(queries.device)
+        index = (heads.unsqueeze(1) * share + torch.arange(share, device=queries.device)).flatten()
+        return queries.index_select(1, index)
+
+    def assemble(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Attention outputs of the groups, ``[batch, group's query heads, ...]``, in the model's
+        order of heads."""
+        whole = torch.cat(list(outputs), dim=1)
+        share = whole.shape[1] // len(self.order)
+        order = self.order.to(whole.device)
+        index = (order.unsqueeze(1) * share + torch.arange(share, device=whole.device)).flatten()
+        return whole.index_select(1, index)
+
+    def observed_by(self, group: int, observed: Observed | None) -> Observed | None:
+        """A group's part of what was observed."""
+        if observed is None:
+            return None
+        slopes = observed.slopes
+        if slopes is not None:
+            slopes = self.queries_of(group, slopes[None])[0]
+        return replace(observed, queries=self.queries_of(group, observed.queries), slopes=slopes)
+
+    def reset(self) -> None:
+        for driver in self.drivers:
+            driver.reset()
+
+    def extend(self, new: Slots) -> None:
+        for members, driver in zip(self.members, self.drivers, strict=True):
+            driver.extend(new.map(partial(_select, members)))
+
+    def mark_padding(self, live: Tensor) -> None:
+        for driver in self.drivers:
+            driver.mark_padding(live)
+
+    def settle(self, observed: Observed | None, prefill: bool, hold: bool = False) -> bool:
+        """As ``Periodic.settle``, for every group."""
+        done = [
+            driver.settle(self.observed_by(i, observed), prefill, hold)
+            for i, driver in enumerate(self.drivers)
+        ]
+        return any(done)
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        for driver in self.drivers:
+            driver.map_batch(fn)
+
+    def crop(self, tokens: int) -> None:
+        for driver in self.drivers:
+            if driver.compressed and tokens:
+                driver.crop(tokens)  # raises before any group changes
+        for driver in self.drivers:
+            driver.crop(tokens)
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for driver in self.drivers for tensor in driver.tensors()]
+
+
+def _select(heads: Tensor, tensor: Tensor) -> Tensor:
+    return tensor.index_select(1, heads.to(tensor.device))
