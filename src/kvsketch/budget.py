@@ -74,14 +74,15 @@ def scheduled(
         return [[budget] * count for count in heads]
     if len(schedule) != layers:
         raise InputError(f"schedule has {len(schedule)} layers, must have {layers}")
-    shares = []
-    for layer, (share, count) in enumerate(zip(schedule, heads, strict=True)):
+    shares: list[list[float]] = []
+    given: list[float | Sequence[float]] = list(schedule)
+    for layer, (share, count) in enumerate(zip(given, heads, strict=True)):
         row = list(share) if isinstance(share, Sequence) else [share] * count
         if len(row) != count:
             raise InputError(f"schedule[{layer}] has {len(row)} heads, must have {count}")
         if not all(isinstance(x, (int, float)) and math.isfinite(x) and x >= 0 for x in row):
             raise InputError(f"schedule[{layer}]={share!r} must be finite numbers >= 0")
-        shares.append([x + 0.0 for x in row])
+        shares.append(row)
     total = sum(map(sum, shares))
     mean = total / sum(heads)
     if not math.isclose(mean, 1.0, rel_tol=1e-3):

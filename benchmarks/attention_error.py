@@ -1,0 +1,212 @@
+"""Relative error of single layers' attention outputs, on real activations.
+
+    python -m benchmarks.attention_error --json
+    python -m benchmarks.attention_error --preset balancekv   # the protocol of its figure 2
+
+A prompt's last ``follow`` tokens are held back: the cache is compressed after the tokens before
+them, query-aware methods having seen those tokens' queries only, and the held-back queries then
+attend to the slots and, causally, to each other. Error: |z - exact|_F / |exact|_F over those
+queries and all heads of a layer; mean over layers and prompts; ``std`` over seeds. ``kept`` is the
+share of the middle (what is neither sink nor recent) that is kept.
+
+``bytes_per_token`` counts keys and values at 2 bytes a number (bfloat16), masses at 4 where a
+method has them, quantised parts as they are stored; all tokens before the held-back ones, one KV
+head. Rows of quantised caches have ``kept`` 1 and stand at their own bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.page import save
+from benchmarks.prompts import default_models, load, prompts_for
+from kvsketch import ALL_METHODS, InputError, Observed, Slots, attend
+from kvsketch.evaluation.activations import Activations, capture
+from kvsketch.evaluation.loading import PACKAGED
+from kvsketch.evaluation.report import dumps, environment
+from kvsketch.streaming import windowed
+
+#: sink, recent, held-back queries, kept shares
+PRESETS: dict[str, tuple[int, int, int, list[float]]] = {
+    "default": (16, 64, 64, [1 / 2, 1 / 4, 1 / 8, 1 / 16]),
+    "balancekv": (256, 0, 256, [1 / 2, 1 / 4, 1 / 8, 1 / 16]),
+}
+#: one_dimensional needs head_dim 1; sampling numerator and denominator apart is off by any factor
+LEFT_OUT = ("one_dimensional",)
+
+Compress = Callable[[Slots, Observed, int], tuple[Slots, float]]
+
+
+def held_bytes(slots: Slots) -> float:
+    """Bytes per KV head, by the rule of the module's docstring."""
+    live = slots.live()
+    count = slots.count if live is None else float(live.sum(-1).double().mean())
+    width = slots.keys.shape[-1] + slots.values.shape[-1]
+    return count * (2 * width + (4 if slots.mass is not None else 0))
+
+
+def split(caught: Activations, follow: int) -> tuple[Slots, Observed, Slots, Tensor]:
+    """The prompt's tokens and queries, the held-back tokens and their queries."""
+    n = caught.keys.shape[2] - follow
+    whole = Slots(caught.keys, caught.values)
+    observed = Observed(caught.queries[:, :, :n], caught.scaling)
+    return whole.narrow(0, n), observed, whole.narrow(n, follow), caught.queries[:, :, n:]
+
+
+def relative_error(
+    slots: Slots, held_back: Slots, queries: Tensor, exact: Tensor, scaling: float
+) -> float:
+    answer = follow_up(slots, held_back, queries, scaling)
+    return float((answer - exact).norm() / exact.norm())
+
+
+def follow_up(slots: Slots, held_back: Slots, queries: Tensor, scaling: float) -> Tensor:
+    """Attention of the held-back queries over slots and, causally, over their own tokens."""
+    together = Slots.cat([replace(slots, score=None, positions=None), held_back])
+    q = queries.shape[2]
+    seen = torch.ones(q, together.count, dtype=torch.bool)
+    seen[:, together.count - q :] = torch.ones(q, q, dtype=torch.bool).tril()
+    return attend(queries, together, scaling=scaling, mask=seen[None, None])
+
+
+def ours(name: str, seed: int, sink: int, recent: int) -> Compress:
+    def compress(slots: Slots, observed: Observed, budget: int) -> tuple[Slots, float]:
+        kept = windowed(name, sink, recent, seed)(slots, budget, observed)
+        return kept, held_bytes(kept)
+
+    return compress
+
+
+def measure(
+    layers: list[list[Activations]],
+    make: Callable[[int], Compress],
+    kept: float,
+    preset: tuple[int, int, int, list[float]],
+    seeds: int,
+) -> dict[str, Any]:
+    """Mean error over prompts and layers, per seed. Stops at the second seed if it changes
+    nothing: the method has no randomness."""
+    sink, recent, follow, _ = preset
+    errors: list[float] = []
+    size = 0.0
+    for seed in range(seeds):
+        total, parts, size = 0.0, 0, 0.0
+        for caught_layers in layers:
+            for caught in caught_layers:
+                slots, observed, held_back, queries = split(caught, follow)
+                middle = slots.count - sink - recent
+                budget = sink + recent + max(1, round(kept * middle))
+                compressed, held = make(seed)(slots, observed, budget)
+                exact = follow_up(slots, held_back, queries, caught.scaling)
+                total += relative_error(compressed, held_back, queries, exact, caught.scaling)
+                size += held / slots.count
+                parts += 1
+        errors.append(total / parts)
+        if seed == 1 and errors[0] == errors[1]:
+            errors = errors[:1]
+            break
+    tensor = torch.tensor(errors, dtype=torch.float64)
+    return {
+        "relative_error": round(float(tensor.mean()), 5),
+        "std": round(float(tensor.std()), 5) if len(errors) > 1 else 0.0,
+        "seeds": len(errors),
+        "bytes_per_token": round(size / parts, 3),
+    }
+
+
+def main(
+    models: Annotated[str, typer.Option(help="Comma-separated folders or hub ids.")] = "",
+    methods: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(
+        name for name in ALL_METHODS if name not in LEFT_OUT
+    ),
+    preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "default",
+    layers: Annotated[str, typer.Option(help="Comma-separated layer numbers; all if empty.")] = "",
+    prompts: Annotated[int, typer.Option(help="Prompts per model.")] = 2,
+    files: Annotated[str, typer.Option(help="Comma-separated text files as prompts.")] = "",
+    seeds: Annotated[int, typer.Option(help="Seeds of randomised methods.")] = 10,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+) -> None:
+    """Example: python -m benchmarks.attention_error --methods uniform,kcenter --seeds 3 --json"""
+    console = Console(stderr=True)
+    if preset not in PRESETS:
+        raise typer.BadParameter(f"--preset {preset!r} must be one of {', '.join(PRESETS)}")
+    chosen = methods.split(",")
+    for name in chosen:
+        if name not in ALL_METHODS or name in LEFT_OUT:
+            raise typer.BadParameter(f"--methods: {name!r} is not one of {', '.join(ALL_METHODS)}")
+    if min(prompts, seeds) < 1:
+        raise typer.BadParameter("--prompts and --seeds must be at least 1")
+    paths = [Path(file) for file in files.split(",") if file]
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing:
+        raise typer.BadParameter(f"--files: {', '.join(missing)} not there")
+    numbers = [int(x) for x in layers.split(",")] if layers else None
+    sink, recent, follow, shares = PRESETS[preset]
+    results = []
+    for model_name in models.split(",") if models else default_models():
+        model, tokenizer = load(model_name)
+        source, texts = prompts_for(model_name, model, tokenizer, prompts, seed, paths)
+        shortest = min(text.shape[1] for text in texts)
+        if shortest < sink + recent + follow + 16:
+            message = f"{model_name}: a prompt of {shortest} tokens is too short for --preset"
+            if not models and model_name != PACKAGED:
+                console.print(f"skipped: {message} {preset}")
+                continue
+            raise typer.BadParameter(f"{message} {preset} (sink {sink}, queries {follow})")
+        label = f"{Path(model_name).name}:{source}"
+        try:
+            caught = [capture(model, text, numbers) for text in texts]
+        except InputError as error:
+            raise typer.BadParameter(str(error)) from error
+        with Progress(console=console) as progress:
+            task = progress.add_task(label, total=len(chosen) * len(shares))
+            for name in chosen:
+                for kept in shares:
+                    start = time.perf_counter()
+
+                    def make(s: int, name: str = name) -> Compress:
+                        return ours(name, s, sink, recent)
+
+                    row = measure(caught, make, kept, PRESETS[preset], seeds)
+                    seconds = round(time.perf_counter() - start, 2)
+                    results.append(
+                        {"method": name, "source": label, "kept": kept, **row, "seconds": seconds}
+                    )
+                    progress.advance(task)
+        console.print(table(results, label))
+    result = {"command": "attention_error", "preset": preset, "results": results, "seed": seed}
+    result |= {"sink": sink, "recent": recent, "follow": follow, "prompts": prompts}
+    result |= environment()
+    save(result, out)
+    if json:
+        print(dumps(result))
+
+
+def table(results: list[dict[str, Any]], source: str) -> Table:
+    """Methods by kept share, one source."""
+    rows = [r for r in results if r["source"] == source]
+    shares = sorted({r["kept"] for r in rows}, reverse=True)
+    shown = Table(title=source)
+    for column in ("method", *(f"1/{round(1 / share)}" for share in shares)):
+        shown.add_column(column)
+    for name in dict.fromkeys(r["method"] for r in rows):
+        by_share = {r["kept"]: r["relative_error"] for r in rows if r["method"] == name}
+        shown.add_row(name, *(f"{by_share[s]:.3f}" if s in by_share else "" for s in shares))
+    return shown
+
+
+if __name__ == "__main__":
+    typer.run(main)
