@@ -245,7 +245,7 @@ def figure(result: dict[str, Any], path: Path) -> None:
     left.legend()
     bars = sorted(result["index"], key=lambda r: r["advantage"])
     right.barh([r["method"] for r in bars], [r["advantage"] for r in bars], color="tab:orange")
-    right.set(title="INDEX: bits recovered beyond guessing, n/4 slots", xlim=(-0.05, 1.02))
+    right.set(title="INDEX: bits beyond guessing, n/4 slots", xlim=(-0.05, 1.02))
     right.tick_params(axis="y", labelsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
