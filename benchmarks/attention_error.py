@@ -11,7 +11,9 @@ share of the middle (what is neither sink nor recent) that is kept.
 
 ``bytes_per_token`` counts keys and values at 2 bytes a number (bfloat16), masses at 4 where a
 method has them, quantised parts as they are stored; all tokens before the held-back ones, one KV
-head. Rows of quantised caches have ``kept`` 1 and stand at their own bytes.
+head. Rows of quantised caches have ``kept`` 1 and stand at their own bytes. ``method@measured``
+spends the same total over heads and layers by errors measured on other prompts
+(``measure_schedule``).
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ from torch import Tensor
 
 from benchmarks.page import save
 from benchmarks.prompts import default_models, load, prompts_for
-from kvsketch import ALL_METHODS, InputError, Observed, Slots, attend
+from kvsketch import ALL_METHODS, InputError, Observed, Slots
 from kvsketch.evaluation.activations import Activations, capture
+from kvsketch.evaluation.allocation import Curves, answer_later, measure_curves
 from kvsketch.evaluation.loading import PACKAGED
 from kvsketch.evaluation.report import dumps, environment
 from kvsketch.streaming import windowed
+from kvsketch.streaming.base import lengthened
 
 #: sink, recent, held-back queries, kept shares
 PRESETS: dict[str, tuple[int, int, int, list[float]]] = {
@@ -45,7 +49,10 @@ PRESETS: dict[str, tuple[int, int, int, list[float]]] = {
 #: one_dimensional needs head_dim 1; sampling numerator and denominator apart is off by any factor
 LEFT_OUT = ("one_dimensional",)
 
-Compress = Callable[[Slots, Observed, int], tuple[Slots, float]]
+#: a method whose budget is spent over heads and layers by measured errors
+MEASURED = "@measured"
+
+Compress = Callable[[Slots, Observed, int, int], tuple[Slots, float]]
 
 
 def held_bytes(slots: Slots) -> float:
@@ -67,23 +74,38 @@ def split(caught: Activations, follow: int) -> tuple[Slots, Observed, Slots, Ten
 def relative_error(
     slots: Slots, held_back: Slots, queries: Tensor, exact: Tensor, scaling: float
 ) -> float:
-    answer = follow_up(slots, held_back, queries, scaling)
+    answer = answer_later(slots, held_back, queries, scaling)
     return float((answer - exact).norm() / exact.norm())
 
 
-def follow_up(slots: Slots, held_back: Slots, queries: Tensor, scaling: float) -> Tensor:
-    """Attention of the held-back queries over slots and, causally, over their own tokens."""
-    together = Slots.cat([replace(slots, score=None, positions=None), held_back])
-    q = queries.shape[2]
-    seen = torch.ones(q, together.count, dtype=torch.bool)
-    seen[:, together.count - q :] = torch.ones(q, q, dtype=torch.bool).tril()
-    return attend(queries, together, scaling=scaling, mask=seen[None, None])
-
-
 def ours(name: str, seed: int, sink: int, recent: int) -> Compress:
-    def compress(slots: Slots, observed: Observed, budget: int) -> tuple[Slots, float]:
+    def compress(slots: Slots, observed: Observed, budget: int, layer: int) -> tuple[Slots, float]:
         kept = windowed(name, sink, recent, seed)(slots, budget, observed)
         return kept, held_bytes(kept)
+
+    return compress
+
+
+def allocated(name: str, seed: int, sink: int, recent: int, curves: Curves) -> Compress:
+    """``name`` with the same total, spent by ``curves`` (measured on another prompt)."""
+
+    def compress(slots: Slots, observed: Observed, budget: int, layer: int) -> tuple[Slots, float]:
+        n, heads = slots.count, slots.keys.shape[1]
+        shares = curves.allocate(budget / n)[layer]
+        group = observed.queries.shape[1] // heads
+        parts: list[Slots] = []
+        for head, share in enumerate(shares):
+            mine = slots.map(lambda t, h=head: t[:, h : h + 1])
+            queries = observed.queries[:, head * group : (head + 1) * group]
+            size = min(n, max(sink + recent + 1, round(share * budget)))
+            seen = replace(observed, queries=queries)
+            kept = windowed(name, sink, recent, seed + head)(mine, size, seen)
+            parts.append(replace(kept, mass=kept.masses(), score=None, positions=None))
+        size = sum(held_bytes(part) for part in parts) / heads
+        longest = max(part.count for part in parts)
+        padded = [part.map(lambda t: lengthened(t, longest - t.shape[2])) for part in parts]
+        names = padded[0].tensors()
+        return Slots(**{k: torch.cat([p.tensors()[k] for p in padded], 1) for k in names}), size
 
     return compress
 
@@ -107,8 +129,8 @@ def measure(
                 slots, observed, held_back, queries = split(caught, follow)
                 middle = slots.count - sink - recent
                 budget = sink + recent + max(1, round(kept * middle))
-                compressed, held = make(seed)(slots, observed, budget)
-                exact = follow_up(slots, held_back, queries, caught.scaling)
+                compressed, held = make(seed)(slots, observed, budget, caught.layer)
+                exact = answer_later(slots, held_back, queries, caught.scaling)
                 total += relative_error(compressed, held_back, queries, exact, caught.scaling)
                 size += held / slots.count
                 parts += 1
@@ -128,7 +150,7 @@ def measure(
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated folders or hub ids.")] = "",
     methods: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(
-        name for name in ALL_METHODS if name not in LEFT_OUT
+        [*(name for name in ALL_METHODS if name not in LEFT_OUT), "heavy_merge" + MEASURED]
     ),
     preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "default",
     layers: Annotated[str, typer.Option(help="Comma-separated layer numbers; all if empty.")] = "",
@@ -145,7 +167,7 @@ def main(
         raise typer.BadParameter(f"--preset {preset!r} must be one of {', '.join(PRESETS)}")
     chosen = methods.split(",")
     for name in chosen:
-        if name not in ALL_METHODS or name in LEFT_OUT:
+        if name.removesuffix(MEASURED) not in ALL_METHODS or name in LEFT_OUT:
             raise typer.BadParameter(f"--methods: {name!r} is not one of {', '.join(ALL_METHODS)}")
     if min(prompts, seeds) < 1:
         raise typer.BadParameter("--prompts and --seeds must be at least 1")
@@ -169,21 +191,35 @@ def main(
         label = f"{Path(model_name).name}:{source}"
         try:
             caught = [capture(model, text, numbers) for text in texts]
+            _, other = prompts_for(model_name, model, tokenizer, 2, seed + 1000, paths)
         except InputError as error:
             raise typer.BadParameter(str(error)) from error
         with Progress(console=console) as progress:
             task = progress.add_task(label, total=len(chosen) * len(shares))
-            for name in chosen:
+            for label_name in chosen:
+                name = label_name.removesuffix(MEASURED)
+                curves = None
+                if name != label_name:
+                    window = {"sink": sink, "recent": recent, "follow": follow}
+                    curves = measure_curves(model, other, name, **window)
                 for kept in shares:
                     start = time.perf_counter()
 
-                    def make(s: int, name: str = name) -> Compress:
+                    def make(s: int, name: str = name, curves: Any = curves) -> Compress:
+                        if curves is not None:
+                            return allocated(name, s, sink, recent, curves)
                         return ours(name, s, sink, recent)
 
                     row = measure(caught, make, kept, PRESETS[preset], seeds)
                     seconds = round(time.perf_counter() - start, 2)
                     results.append(
-                        {"method": name, "source": label, "kept": kept, **row, "seconds": seconds}
+                        {
+                            "method": label_name,
+                            "source": label,
+                            "kept": kept,
+                            **row,
+                            "seconds": seconds,
+                        }
                     )
                     progress.advance(task)
         console.print(table(results, label))

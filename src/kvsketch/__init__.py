@@ -10,6 +10,7 @@ from .errors import InputError, KVSketchError, UnsupportedError
 if TYPE_CHECKING:
     from .budget import Budget
     from .compressors import METHODS
+    from .evaluation.allocation import measure_schedule
     from .hf import SketchCache
     from .slots import Observed, Slots, attend
     from .streaming import ALL_METHODS, SKETCHES
@@ -29,12 +30,14 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "attend",
+    "measure_schedule",
 ]
 
 # Imported when first asked for: torch and transformers take seconds, `kvsketch --help` must not.
 _LAZY = {
     "ALL_METHODS": "streaming",
     "METHODS": "compressors",
+    "measure_schedule": "evaluation.allocation",
     "SKETCHES": "streaming",
     "Budget": "budget",
     "Observed": "slots",

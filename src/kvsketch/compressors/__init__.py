@@ -5,11 +5,20 @@ from __future__ import annotations
 from ..errors import unknown_name
 from .balancekv import BalanceKV, SoftmaxBalance
 from .base import Compressor, keep_top
+from .cluster_merge import ClusterMerge
+from .expected_attention import ExpectedAttention
 from .h2o import H2O
 from .halving import Halving
+from .heavy_merge import HeavyMerge
 from .kcenter import KCenter
 from .kernel_halving import GreedyHalving, KernelHalving
+from .keydiff import KeyDiff
+from .knorm import KNorm
+from .observed_attention import ObservedAttention
+from .pyramidkv import PyramidKV, pyramid_shares
+from .snapkv import SnapKV
 from .streaming_llm import StreamingLLM
+from .tova import TOVA
 from .uniform import Uniform
 from .windowed import Windowed
 
@@ -17,10 +26,19 @@ _CLASSES: tuple[type[Compressor], ...] = (
     Uniform,
     StreamingLLM,
     H2O,
+    ObservedAttention,
+    SnapKV,
+    PyramidKV,
+    TOVA,
+    ExpectedAttention,
+    KNorm,
+    KeyDiff,
     KCenter,
     BalanceKV,
     KernelHalving,
     GreedyHalving,
+    ClusterMerge,
+    HeavyMerge,
 )
 
 METHODS: dict[str, type[Compressor]] = {cls.name: cls for cls in _CLASSES}
@@ -47,16 +65,24 @@ __all__ = [
     "H2O",
     "HALVINGS",
     "METHODS",
+    "TOVA",
     "BalanceKV",
     "Compressor",
+    "ExpectedAttention",
     "GreedyHalving",
     "Halving",
     "KCenter",
+    "KNorm",
     "KernelHalving",
+    "KeyDiff",
+    "ObservedAttention",
+    "PyramidKV",
+    "SnapKV",
     "SoftmaxBalance",
     "StreamingLLM",
     "Uniform",
     "Windowed",
     "keep_top",
     "make",
+    "pyramid_shares",
 ]

@@ -44,6 +44,7 @@ class ExpectedAttention(Compressor):
     name = "expected_attention"
     paper = "Devoto et al., Expected Attention (2510.00636)"
     needs_queries = True
+    window: int
 
     def __init__(self, window: int = 512, seed: int = 0) -> None:
         super().__init__(seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ..slots import Observed, Slots, attention_received
 from .base import Compressor, keep_top
@@ -30,18 +31,24 @@ class ObservedAttention(Compressor):
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
         if observed is None:
             return scored_before(slots, self.name)
-        queries = observed.queries
-        group = queries.shape[1] // slots.keys.shape[1]
+        group = observed.queries.shape[1] // slots.keys.shape[1]
         total = attention_received(slots, observed).float() / group
         live = slots.live()
         ones = torch.ones_like(total) if live is None else live.float()
         seen_by = ones.flip(-1).cumsum(-1).flip(-1)
         if slots.score is not None:
-            now = queries.shape[2] if observed.live is None else observed.live.sum(-1)[:, None, None]
-            total += slots.score * (seen_by - now).clamp(min=0)
+            before = seen_by - _live_queries(observed)
+            total += slots.score * before.clamp(min=0)
         return replace(slots, score=total / seen_by.clamp(min=1))
 
     def compress(self, slots: Slots, budget: int) -> Slots:
         score = scored_before(slots, self.name).score
         assert score is not None
         return keep_top(slots, score, budget)
+
+
+def _live_queries(observed: Observed) -> Tensor | int:
+    """Live queries of each row, broadcastable to a score."""
+    if observed.live is None:
+        return observed.queries.shape[2]
+    return observed.live.sum(-1)[:, None, None]

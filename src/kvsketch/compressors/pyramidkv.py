@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from ..budget import Budget
 from ..errors import InputError
 from .snapkv import SnapKV, check_count
+
+_LONG = 1 << 40  # tokens; windows and roundings vanish beside it
 
 
 class PyramidKV(SnapKV):
@@ -15,6 +18,14 @@ class PyramidKV(SnapKV):
 
     name = "pyramidkv"
     paper = "Cai et al., PyramidKV: Dynamic KV Cache Compression (2406.02069)"
+
+    @staticmethod
+    def shares(layers: int, budget: Budget, recent: int) -> list[float]:
+        """``pyramid_shares`` for a prompt of unknown length, taken to be long."""
+        value, window = budget.value, max(1, recent)
+        if isinstance(value, int):
+            return pyramid_shares(layers, budget=value, window=window)
+        return pyramid_shares(layers, budget=value * _LONG, tokens=_LONG, window=window)
 
 
 def pyramid_shares(
@@ -32,36 +43,41 @@ def pyramid_shares(
     2 * budget - budget / beta. Two cases depend on the prompt: the first layer gets at most
     ``tokens - window`` (the last then gets more, the mean stays), and where a layer would get less
     than ``window`` the schedule is given up and every share is 1. ``round(share * budget)`` is
-    kvpress's number of slots in that layer, its window included.
+    kvpress's number of slots in that layer, its window included (save for a model of one layer, to
+    which kvpress gives what it gives a first one).
 
     Args:
         num_layers: layers that are compressed, >= 1.
         beta: steepness, >= 1; 1 means the same everywhere.
-        budget: average slots per layer, the recent window included. None: a prompt long enough
-            that no case above applies.
-        tokens: tokens of the prompt; given if and only if ``budget`` is.
+        budget: average slots per layer, the recent window included. None: large enough that
+            neither case applies.
+        tokens: tokens of the prompt, at least ``budget``. None: so many that the first layer may
+            have all it asks for.
         window: the recent window, which every layer must have room for, >= 1.
 
     Returns:
         ``num_layers`` floats >= 0 with mean 1, largest first.
 
     Raises:
-        InputError: an argument out of range, or only one of ``budget`` and ``tokens``.
+        InputError: an argument out of range, or ``tokens`` without ``budget``.
     """
     check_count("num_layers", num_layers)
     check_count("window", window)
     if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not beta >= 1:
         raise InputError(f"beta={beta!r} must be a number >= 1")
-    if (budget is None) != (tokens is None):
-        raise InputError(f"budget={budget!r} and tokens={tokens!r}: give both or neither")
-    low = 1 / beta
-    high = 2 - low
-    if budget is not None and tokens is not None:
-        if isinstance(budget, bool) or not 0 < budget <= tokens:
-            raise InputError(f"budget={budget!r} must be above 0 and at most tokens={tokens!r}")
-        least, most = budget / beta, budget * 2 - budget / beta
-        if most >= tokens - window:
-            most = tokens - window
+    if budget is None:
+        if tokens is not None:
+            raise InputError(f"tokens={tokens!r} says nothing without budget")
+        high, low = 2 - 1 / beta, 1 / beta
+    else:
+        if isinstance(budget, bool) or not budget > 0:
+            raise InputError(f"budget={budget!r} must be a number above 0 (slots per layer)")
+        if tokens is not None and tokens < budget:
+            raise InputError(f"tokens={tokens!r} must be at least budget={budget!r}")
+        least = budget / beta
+        most = budget * 2 - least
+        if tokens is not None and most >= tokens - window:
+            most = float(tokens - window)
             least = budget * 2 - most
         if not most >= least >= window:
             return [1.0] * num_layers

@@ -40,6 +40,7 @@ class SnapKV(Compressor):
     name = "snapkv"
     paper = "Li et al., SnapKV: LLM Knows What You are Looking for Before Generation (2404.14469)"
     needs_queries = True
+    window: int
 
     def __init__(self, window: int = 32, kernel_size: int = 5, seed: int = 0) -> None:
         super().__init__(seed)
@@ -54,7 +55,7 @@ class SnapKV(Compressor):
         received, fade = recent_attention(slots, observed, self.window)
         # Pooled apart, as in the paper: the window's own large scores must not spill over.
         before = max(0, slots.count - self.window)
-        parts = received.split([before, slots.count - before], dim=-1)
+        parts = (received[..., :before], received[..., before:])
         score = torch.cat([self._pooled(part) for part in parts], dim=-1)
         if slots.score is not None:
             score += slots.score * fade

@@ -1,11 +1,17 @@
-"""A fixed-capacity page of slots: appended to in place, read as views."""
+"""A page of slots: appended to in place, read as views; its middle may be quantised."""
 
 from __future__ import annotations
+
+import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from ..quantized import Quantized, quantize
 from ..slots import FIELDS, Slots
+
+_PACKED = ("keys", "values")
 
 
 class Page:
@@ -46,12 +52,12 @@ class Page:
         start, length = self.count, new.count
         incoming = new.tensors()
         if "mass" in incoming and "mass" not in self._buffers:
-            ones = torch.ones_like(self._buffers["keys"][..., 0], dtype=incoming["mass"].dtype)
-            self._buffers["mass"] = ones
+            mass = incoming["mass"]
+            self._buffers["mass"] = mass.new_ones(*mass.shape[:2], self.capacity)
         for name in FIELDS:
             if name in self._buffers:
                 tensor = incoming.get(name)
-                target = self._buffers[name].narrow(2, start, length)
+                target = self._buffers[name].narrow(2, self._place(name, start), length)
                 if tensor is None:  # mass of exact tokens is 1, a new token has no score yet
                     target.fill_(1.0 if name == "mass" else 0.0)
                 else:
@@ -71,8 +77,149 @@ class Page:
         self._buffers["score"][:, :, : self.count] = score
         self._view = None
 
+    def grown(self, capacity: int) -> Page:
+        """The same slots with room for more."""
+        return Page(self.slots, capacity)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Page:
+        """The page with ``fn`` (which acts on axis 0, the batch) applied to everything held."""
+        return Page(self.slots.map(fn), self.capacity)
+
     def tensors(self) -> list[Tensor]:
+        """Every tensor held, for byte counting."""
         return list(self._buffers.values())
+
+    def _place(self, name: str, slot: int) -> int:
+        """Where slot number ``slot`` lies in the buffer of a field."""
+        return slot
+
+
+class QuantizedPage(Page):
+    """A page that holds its first ``sink`` and last slots, and what is appended, as given, and the
+    keys and values between them in 8 or 4 bits. Masses, positions and scores stay as they are.
+
+    ``slots`` are a dequantised copy. Between ``append`` and ``release`` (while one layer's
+    attention runs) it is kept, and counted by ``tensors``; at any other time it is made for the
+    caller alone. Writing into ``slots.score`` writes into the page.
+
+    Args:
+        slots: the first content. Dead slots have no influence on the others' precision.
+        capacity: slots per KV head.
+        bits: 8 or 4.
+        sink: slots at the start that stay as given.
+        recent: slots at the end that do.
+        previous: the page these slots come from: decides the dtype of what stays as given, and
+            keeps slots that are still the same at the same bits.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        capacity: int,
+        bits: int,
+        sink: int,
+        recent: int,
+        previous: QuantizedPage | None = None,
+    ) -> None:
+        self.count = slots.count
+        self.capacity = capacity
+        self._bits = bits
+        self._first = min(sink, slots.count)
+        self._hidden = max(0, slots.count - sink - recent)  # slots that are quantised
+        middle = slots.narrow(self._first, self._hidden)
+        live = middle.live()
+        self._packed: dict[str, Quantized] = {}
+        self._buffers = {}
+        for name, tensor in slots.tensors().items():
+            if name in _PACKED and self._hidden:
+                self._packed[name] = quantize(
+                    getattr(middle, name),
+                    bits,
+                    per_channel=name == "keys",
+                    live=live,
+                    previous=None if previous is None else previous._packed.get(name),
+                )
+                last = tensor[:, :, self._first + self._hidden :]
+                tensor = torch.cat([tensor[:, :, : self._first], last], dim=2)
+            if name in _PACKED and previous is not None:
+                tensor = tensor.to(previous._buffers[name].dtype)
+            self._buffers[name] = _padded(tensor, self._place(name, capacity))
+        self._view = None
+        self._open = False  # between append and release
+
+    @property
+    def slots(self) -> Slots:
+        """The slots in use, keys and values dequantised to the dtype they came in."""
+        slots = self._view
+        if slots is None:
+            slots = self.read()
+            self._view = slots if self._open else None
+        return slots
+
+    def read(self, dtype: torch.dtype | None = None) -> Slots:
+        """As ``slots``, in another dtype: float32 gives back exactly what is stored."""
+        fields = {}
+        for name, buffer in self._buffers.items():
+            used = buffer.narrow(2, 0, self._place(name, self.count))
+            if name in _PACKED:
+                fields[name] = self._dequantized(name, used, dtype or buffer.dtype)
+            else:
+                fields[name] = used
+        return Slots(**fields)
+
+    def _dequantized(self, name: str, used: Tensor, dtype: torch.dtype) -> Tensor:
+        if not self._hidden:
+            return used.to(dtype)
+        end = self._first + self._hidden
+        batch, heads, _, dim = used.shape
+        out = used.new_empty((batch, heads, self.count, dim), dtype=dtype)
+        out[:, :, : self._first] = used[:, :, : self._first]
+        self._packed[name].read(out[:, :, self._first : end])
+        out[:, :, end:] = used[:, :, self._first :]
+        return out
+
+    def append(self, new: Slots) -> None:
+        """Write ``new`` behind the slots in use, as given; it must fit into ``room``."""
+        super().append(new)
+        self._open = True
+
+    def release(self) -> None:
+        """The attention over ``slots`` is done: let the dequantised copy go."""
+        self._view = None
+        self._open = False
+
+    def grown(self, capacity: int) -> QuantizedPage:
+        """The same slots with room for more."""
+        twin = copy.copy(self)
+        twin.release()
+        twin._buffers = {
+            name: _padded(
+                b.narrow(2, 0, self._place(name, self.count)), self._place(name, capacity)
+            )
+            for name, b in self._buffers.items()
+        }
+        twin.capacity = capacity
+        return twin
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> QuantizedPage:
+        """The page with ``fn`` (which acts on axis 0, the batch) applied to everything held."""
+        twin = copy.copy(self)
+        twin.release()
+        twin._buffers = {name: _owned(fn(tensor)) for name, tensor in self._buffers.items()}
+        twin._packed = {
+            name: part.map(lambda t: _owned(fn(t))) for name, part in self._packed.items()
+        }
+        return twin
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held, for byte counting."""
+        held = super().tensors()
+        for part in self._packed.values():
+            held += part.tensors()
+        return held if self._view is None else held + [self._view.keys, self._view.values]
+
+    def _place(self, name: str, slot: int) -> int:
+        return slot - self._hidden if name in _PACKED else slot
 
 
 def _owned(tensor: Tensor) -> Tensor:

@@ -1,0 +1,59 @@
+"""The BalanceKV authors' self-balancing walk, from a checkout that KVSKETCH_BALANCEKV names
+(github.com/ksheth96/BalanceKV)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers import folder
+from kvsketch import Slots
+
+VARIABLE = "KVSKETCH_BALANCEKV"
+_WHERE = (
+    VARIABLE,
+    "src/balanced_walk.py",
+    "balanced_walk",
+    ("key", "rng", "gamma_", "temp_", "beta_", "itrs", "block_size", "value"),
+)
+
+
+def available() -> str | None:
+    """None where their code can be run; else what is missing or wrong."""
+    return folder.missing(*_WHERE)
+
+
+def halved(
+    keys: Tensor,
+    values: Tensor,
+    rounds: int,
+    seed: int = 0,
+    *,
+    gamma: float = 4.0,
+    temp: float = 1.0,
+    beta: float = 0.0,
+    block_size: int = 256,
+) -> Slots:
+    """Their ``balanced_walk``, with the defaults of their LongBench script (its block size, a
+    required argument there, is the paper's).
+
+    Args:
+        keys: float ``[batch, num_key_value_heads, n, head_dim]``, without sinks and recent tokens.
+        values: ``[batch, num_key_value_heads, n, value_dim]``.
+        rounds: halvings, >= 1, with n >= 2^rounds.
+
+    Returns:
+        The slots kept, n halved ``rounds`` times (rounding down), in the order of the tokens, u
+        and m scaled by the weights they return (2^rounds).
+
+    Raises:
+        InputError: ``rounds`` out of range.
+        PeerError: their code is missing or another version.
+    """
+    folder.check_rounds(keys, rounds)
+    walk = folder.load(*_WHERE)
+    generator = torch.Generator(keys.device).manual_seed(seed)
+    index, weights = walk(keys, generator, gamma, temp, beta, rounds, block_size, value=values)
+    index, order = index.sort(dim=-1)
+    weights = weights.gather(-1, order)
+    return Slots(keys, values).take(index).scaled(weights.float())

@@ -1,0 +1,137 @@
+"""kvpress (NVIDIA): which tokens its presses keep of given queries, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.peers.exchange import PeerError, call, missing
+from kvsketch import InputError
+from kvsketch.errors import unknown_name
+
+_RUNNER = Path(__file__).with_name("kvpress_runner.py")
+
+#: Our name of a method -> kvpress's class.
+PRESSES = {
+    "streaming_llm": "StreamingLLMPress",
+    "snapkv": "SnapKVPress",
+    "pyramidkv": "PyramidKVPress",
+    "knorm": "KnormPress",
+    "keydiff": "KeyDiffPress",
+    "tova": "TOVAPress",
+    "observed_attention": "ObservedAttentionPress",
+    # on queries that are rotated already, its averaging over rotations to come does nothing
+    "expected_attention": "ExpectedAttentionPress",
+}
+_WINDOWED = ("snapkv", "pyramidkv")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One press on one layer.
+
+    Args:
+        press: a key of ``PRESSES``.
+        queries: post-RoPE, ``[batch, num_attention_heads, n, head_dim]``, float32 or float64.
+        keys: ``[batch, num_key_value_heads, n, head_dim]``.
+        values: as keys; values of another width are not what presses take.
+        kept: tokens kept per head, 1 <= kept < n. PyramidKV: on average over the layers.
+        options: arguments of the press's constructor, by its names (``window_size``,
+            ``kernel_size``, ``beta``, ``n_sink``, ...).
+        layer: which layer this is, and
+        layers: of how many (PyramidKV's budgets depend on it).
+
+    Raises:
+        InputError: an unknown press, ``kept`` out of range, or a window that does not fit.
+    """
+
+    press: str
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    kept: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    layer: int = 0
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.press not in PRESSES:
+            raise unknown_name("press", self.press, PRESSES)
+        n = self.keys.shape[2]
+        if not 1 <= self.kept < n:
+            raise InputError(f"kept={self.kept} must be at least 1 and below n={n}")
+        if self.keys.shape != self.values.shape:
+            raise InputError(
+                f"keys {tuple(self.keys.shape)} and values {tuple(self.values.shape)} must have "
+                "the same shape for kvpress"
+            )
+        if self.queries.shape[1] % self.keys.shape[1]:
+            raise InputError(
+                f"num_attention_heads={self.queries.shape[1]} must be a multiple of "
+                f"num_key_value_heads={self.keys.shape[1]}"
+            )
+        if self.queries.shape[2] != n:
+            raise InputError(f"queries for {self.queries.shape[2]} tokens, keys for {n}")
+        # kvpress's own default is a window of 64
+        window = self.options.get("window_size", 64) if self.press in _WINDOWED else 0
+        if window >= n:
+            raise InputError(f"window_size={window} must be below the prompt's {n} tokens")
+        if not 0 <= self.layer < self.layers:
+            raise InputError(f"layer={self.layer} must be at least 0 and below {self.layers}")
+
+    def ratio(self) -> float:
+        """The compression_ratio from which kvpress computes ``kept``."""
+        n = self.keys.shape[2]
+        if self.press == "pyramidkv":
+            return 1 - self.kept / n  # rounded there, after the schedule
+        return 1 - (self.kept + 0.5) / n  # truncated there: half a token of room for rounding
+
+
+def available() -> str | None:
+    """None where kvpress can be run; else what is missing or wrong."""
+    return missing("kvpress")
+
+
+def kept_many(jobs: Sequence[Job]) -> list[Tensor]:
+    """For each job, which tokens kvpress keeps: int64 ``[batch, num_key_value_heads, kept]``,
+    ascending. One process for all, since importing kvpress takes seconds.
+
+    Raises:
+        PeerError: kvpress is missing, of another version, or refused.
+    """
+    reason = available()
+    if reason is not None:
+        raise PeerError(reason)
+    tensors: dict[str, Tensor] = {}
+    request = []
+    for i, job in enumerate(jobs):
+        # copies: two jobs may share a tensor, two entries of a safetensors file may not
+        for name in ("queries", "keys", "values"):
+            tensors[f"{name}.{i}"] = getattr(job, name).clone()
+        request.append(
+            {
+                "press": PRESSES[job.press],
+                "arguments": dict(job.options),
+                "ratio": job.ratio(),
+                "layer": job.layer,
+                "layers": job.layers,
+            }
+        )
+    found = call(_RUNNER, tensors, request)
+    return [found[f"kept.{i}"] for i in range(len(jobs))]
+
+
+def kept(
+    press: str, queries: Tensor, keys: Tensor, values: Tensor, n_kept: int, **options: Any
+) -> Tensor:
+    """``kept_many`` for one press on one layer; ``options`` are the press's own.
+
+    Raises:
+        InputError: see ``Job``.
+        PeerError: see ``kept_many``.
+    """
+    return kept_many([Job(press, queries, keys, values, n_kept, options)])[0]

@@ -1,0 +1,103 @@
+"""Runs kvpress's own presses on given tensors. Executed by the peers' interpreter, not by ours:
+
+    python kvpress_runner.py request.json in.safetensors out.safetensors
+
+The request is a list of jobs ``{"press": class name, "arguments": of its constructor, "ratio":
+compression_ratio, "layer": index, "layers": how many}``; job i reads ``queries.i``
+``[batch, heads, n, dim]``, ``keys.i`` and ``values.i`` ``[batch, kv_heads, n, dim]`` and writes
+``kept.i``, int64 ``[batch, kv_heads, kept]``: what the press's own ``compress`` kept, ascending.
+
+Presses compute queries from hidden states, with the layer's projection and rotary embedding. Here
+that layer is a real LlamaAttention whose projection is the identity and whose rotation is by zero
+degrees, so that the queries it computes are the given ones.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import kvpress
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.models.llama import modeling_llama
+
+
+def layer(heads: int, kv_heads: int, dim: int, index: int, layers: int) -> Any:
+    config = LlamaConfig(
+        hidden_size=heads * dim,
+        head_dim=dim,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        num_hidden_layers=layers,
+        attn_implementation="eager",
+    )
+    module = modeling_llama.LlamaAttention(config, index)
+    with torch.no_grad():
+        module.q_proj.weight.copy_(torch.eye(heads * dim))
+    # ExpectedAttentionPress asks the layer itself for rotations of positions to come.
+    module.rotary_emb = lambda x, ids: unrotated(ids.shape[-1], x)
+    return module.eval()
+
+
+def unrotated(n: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of zero degrees, ``[1, n, dim]``."""
+    one = torch.ones(1, n, like.shape[-1], dtype=like.dtype)
+    return one, torch.zeros_like(one)
+
+
+def attention_weights(module: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """What a model with eager attention hands to the presses, by transformers' own code."""
+    n = queries.shape[2]
+    mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
+    _, weights = modeling_llama.eager_attention_forward(
+        module, queries, keys, keys, mask, scaling=module.scaling
+    )
+    return weights
+
+
+def row_bytes(rows: torch.Tensor) -> list[bytes]:
+    return [row.tobytes() for row in rows.contiguous().view(torch.uint8).numpy()]
+
+
+def indices(whole: list[torch.Tensor], kept: list[torch.Tensor]) -> torch.Tensor:
+    """Where the kept keys and values stood, ascending."""
+    before, after = torch.cat(whole, dim=-1), torch.cat(kept, dim=-1)
+    batch, heads, count, _ = after.shape
+    found = torch.empty(batch, heads, count, dtype=torch.int64)
+    for b in range(batch):
+        for h in range(heads):
+            place = {row: i for i, row in enumerate(row_bytes(before[b, h]))}
+            found[b, h] = torch.tensor([place[row] for row in row_bytes(after[b, h])])
+    return found.sort(dim=-1).values
+
+
+@torch.no_grad()
+def run(job: dict[str, Any], queries: Any, keys: Any, values: Any) -> torch.Tensor:
+    batch, heads, n, dim = queries.shape
+    module = layer(heads, keys.shape[1], dim, job["layer"], job["layers"]).to(queries.dtype)
+    press = getattr(kvpress, job["press"])(compression_ratio=job["ratio"], **job["arguments"])
+    hidden = queries.transpose(1, 2).reshape(batch, n, heads * dim)
+    weights = None
+    if job["press"] == "ObservedAttentionPress":  # the one that cannot do without
+        weights = attention_weights(module, queries, keys)
+    extra = {"position_embeddings": unrotated(n, queries)}
+    kept = press.compress(module, hidden, keys, values, weights, extra)
+    return indices([keys, values], list(kept))
+
+
+def main() -> None:
+    request, source, target = sys.argv[1:]
+    with open(request, encoding="utf-8") as file:
+        jobs = json.load(file)
+    tensors = load_file(source)
+    found = {}
+    for i, job in enumerate(jobs):
+        found[f"kept.{i}"] = run(job, *(tensors[f"{x}.{i}"] for x in ("queries", "keys", "values")))
+    save_file(found, target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""``make peers``: installs what can be installed and says plainly what is missing.
+
+    python -m benchmarks.peers.setup
+
+kvpress pins an older transformers than kvsketch, so the peers get an environment of their own,
+``.venv-peers``. Where KVSKETCH_PEERS_PYTHON names an interpreter, nothing is installed and that one
+is reported on.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.peers import balancekv, goodpoints, kvpress, thinformer
+from benchmarks.peers.exchange import ENVIRONMENT, VARIABLE, VERSIONS, _missing, interpreter
+
+#: What each peer is used for.
+PEERS = {
+    "kvpress": (kvpress.available, "presses: which tokens they keep"),
+    "goodpoints": (goodpoints.available, "kernel thinning"),
+    "BalanceKV": (balancekv.available, "the authors' balanced_walk"),
+    "Thinformer": (thinformer.available, "kernel halving"),
+}
+
+
+def install(console: Console) -> None:
+    """Make the environment and install the peers one by one: a failing one leaves the others."""
+    if os.environ.get(VARIABLE):
+        console.print(f"{VARIABLE} is set: nothing is installed")
+        return
+    if not interpreter().is_file():
+        console.print(f"making {ENVIRONMENT}")
+        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
+    pip = [str(interpreter()), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    for name, version in VERSIONS.items():
+        console.print(f"installing {name} {version}")
+        done = subprocess.run([*pip, f"{name}=={version}"], capture_output=True, text=True)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            console.print(f"  failed: {last}", markup=False)
+    _missing.cache_clear()
+
+
+def table() -> Table:
+    """What is there, what is missing and why."""
+    shown = Table("peer", "what for", "state")
+    for name, (available, purpose) in PEERS.items():
+        shown.add_row(name, purpose, available() or "ready")
+    return shown
+
+
+def main() -> None:
+    console = Console()
+    install(console)
+    console.print(table())
+
+
+if __name__ == "__main__":
+    main()

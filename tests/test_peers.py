@@ -1,0 +1,263 @@
+"""Our methods keep the tokens that the peers' own code keeps; and what missing peers say.
+
+Comparisons run where the peer is installed (``make peers``) and skip with the reason elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import stat
+
+import pytest
+import torch
+
+from benchmarks.peers import balancekv, exchange, goodpoints, kvpress, setup, thinformer
+from benchmarks.peers.exchange import PeerError
+from benchmarks.peers.kvpress import Job
+from kvsketch import InputError, Observed, Slots, attend
+from kvsketch.compressors import METHODS, Windowed, pyramid_shares
+
+#: batch, query heads, KV heads, tokens, head_dim, kept: equal heads, GQA, MQA, an odd everything
+SHAPES = [
+    (1, 4, 4, 64, 16, 20),
+    (2, 8, 2, 97, 8, 31),
+    (1, 6, 1, 200, 32, 100),
+    (3, 6, 3, 41, 10, 29),
+]
+#: our method: sink, recent as the press has them, our arguments, the press's
+SETTINGS = {
+    "streaming_llm": (4, 0, {}, {}),
+    "snapkv": (0, 16, {"window": 16}, {"window_size": 16}),
+    "knorm": (0, 0, {}, {}),
+    "keydiff": (0, 0, {}, {}),
+    "tova": (0, 1, {}, {}),
+    "observed_attention": (0, 0, {}, {}),
+}
+PYRAMID = {"beta": 4, "window_size": 5, "kernel_size": 7}
+LAYERS = 3
+
+
+def tensors(shape, seed=0):
+    """Queries, keys and values with structure, so that scores are neither flat nor one-hot."""
+    batch, heads, kv_heads, n, dim, _ = shape
+    g = torch.Generator().manual_seed(seed)
+    mean = torch.randn(batch, kv_heads, 1, dim, generator=g)
+    keys = torch.randn(batch, kv_heads, n, dim, generator=g) + mean
+    queries = 1.5 * torch.randn(batch, heads, n, dim, generator=g)
+    queries += 0.5 * mean.repeat_interleave(heads // kv_heads, dim=1)
+    return queries, keys, torch.randn(batch, kv_heads, n, dim, generator=g)
+
+
+def ours(compressor, shape, sink, recent, budget):
+    """Positions our method keeps, ascending."""
+    queries, keys, values = tensors(shape)
+    positions = torch.arange(shape[3], dtype=torch.float32).expand(keys.shape[:3])
+    observed = Observed(queries, shape[4] ** -0.5)
+    slots = Slots(keys, values, positions=positions)
+    kept = Windowed(compressor, sink=sink, recent=recent)(slots, budget, observed)
+    return kept.positions.long()
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """What kvpress keeps, for every method, shape and layer of this file: one process."""
+    reason = kvpress.available()
+    if reason is not None:
+        pytest.skip(f"kvpress: {reason}")
+    jobs = {}
+    for shape in SHAPES:
+        for method, (_, _, _, options) in SETTINGS.items():
+            jobs[method, shape, 0] = Job(method, *tensors(shape), shape[-1], options)
+        for layer in range(LAYERS):
+            job = Job("pyramidkv", *tensors(shape), shape[-1], PYRAMID, layer, LAYERS)
+            jobs["pyramidkv", shape, layer] = job
+    return dict(zip(jobs, kvpress.kept_many(list(jobs.values())), strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("method", SETTINGS)
+def test_kept_tokens_are_those_of_kvpress(theirs, method, shape):
+    sink, recent, arguments, _ = SETTINGS[method]
+    compressor = METHODS[method](**arguments)
+    kept = ours(compressor, shape, sink, recent, shape[-1])
+    assert kept.shape == (shape[0], shape[2], shape[-1])
+    assert torch.equal(kept, theirs[method, shape, 0])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pyramidkv_keeps_the_tokens_of_kvpress_in_every_layer(theirs, shape):
+    *_, n, _, budget = shape
+    shares = pyramid_shares(LAYERS, PYRAMID["beta"], budget=budget, tokens=n, window=5)
+    counts = [round(share * budget) for share in shares]
+    for layer, count in enumerate(counts):
+        compressor = METHODS["pyramidkv"](window=5, kernel_size=7)
+        kept = ours(compressor, shape, 0, 5, count)
+        assert torch.equal(kept, theirs["pyramidkv", shape, layer])
+    assert counts[0] > counts[-1]
+
+
+def test_pyramid_shares_are_the_budgets_of_kvpress():
+    """The number of slots in every layer, with each of its cases: a plain pyramid, a first layer
+    cut at the prompt, a layer smaller than the window. (kvpress gives a model's only layer the
+    first layer's budget, above the average; ours gets the average.)"""
+    reason = kvpress.available()
+    if reason is not None:
+        pytest.skip(f"kvpress: {reason}")
+    n, shape = 120, (1, 1, 1, 120, 2, 0)
+    cases = [
+        (budget, window, beta, layers)
+        for budget, window, beta, layers in itertools.product(
+            (12, 30, 60, 90), (1, 4, 20), (1, 2, 20), (2, 5)
+        )
+    ]
+    jobs = [
+        Job("pyramidkv", *tensors(shape), budget, options, layer, layers)
+        for budget, window, beta, layers in cases
+        for options in [{"window_size": window, "beta": beta}]
+        for layer in range(layers)
+    ]
+    counts = iter([found.shape[-1] for found in kvpress.kept_many(jobs)])
+    flat = 0
+    for budget, window, beta, layers in cases:
+        shares = pyramid_shares(layers, beta, budget=budget, tokens=n, window=window)
+        expected = [next(counts) for _ in range(layers)]
+        assert [round(share * budget) for share in shares] == expected, (budget, window, beta)
+        flat += len(set(expected)) == 1
+    assert 0 < flat < len(cases)
+
+
+def test_h2o_is_not_observed_attention():
+    """Why ``observed_attention`` exists: kvpress divides by the number of queries, H2O does not."""
+    shape = SHAPES[0]
+    plain = ours(METHODS["h2o"](), shape, 0, 0, 20)
+    averaged = ours(METHODS["observed_attention"](), shape, 0, 0, 20)
+    assert not torch.equal(plain, averaged)
+    assert float(plain.float().mean()) < float(averaged.float().mean())  # older tokens
+
+
+# --- peers that halve -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("peer", "n"), [(balancekv, 520), (thinformer, 128), (goodpoints, 128)], ids=lambda x: str(x)
+)
+def test_their_halving_keeps_exact_tokens_of_the_right_mass(peer, n):
+    """Half and a quarter: keys are the given ones, in both u and m weighted alike, and attention
+    over them is closer to exact than over a like number of first tokens."""
+    reason = peer.available()
+    if reason is not None:
+        pytest.skip(reason)
+    queries, keys, values = tensors((2, 4, 2, n, 8, 0))
+    exact = attend(queries, Slots(keys, values))
+    for rounds in (1, 2):
+        out = peer.halved(keys, values, rounds, seed=3)
+        assert out.count == n >> rounds
+        gap = torch.cdist(out.keys.double(), keys.double())
+        torch.testing.assert_close(gap.amin(-1), torch.zeros_like(gap.amin(-1)), atol=1e-5, rtol=0)
+        at = gap.argmin(-1)
+        assert all(len(set(row)) == out.count for row in at.flatten(0, 1).tolist())
+        expected = Slots(keys, values).take(at).values * out.mass.unsqueeze(-1)
+        torch.testing.assert_close(out.values, expected)
+        torch.testing.assert_close(out.mass, torch.full_like(out.mass, 2.0**rounds))
+        first = attend(queries, Slots(keys, values).narrow(0, n >> rounds))
+        assert (attend(queries, out) - exact).norm() < (first - exact).norm()
+        again = peer.halved(keys, values, rounds, seed=3)
+        assert torch.equal(out.keys, again.keys)
+
+
+@pytest.mark.parametrize("peer", [balancekv, thinformer, goodpoints])
+def test_impossible_halvings_are_refused_before_the_peer_is_asked(peer):
+    _, keys, values = tensors((1, 1, 1, 10, 4, 0))
+    for rounds in (0, 4, 1.5):
+        with pytest.raises(InputError, match="rounds="):
+            peer.halved(keys, values, rounds)
+
+
+def test_thinformer_wants_whole_halves():
+    _, keys, values = tensors((1, 1, 1, 10, 4, 0))
+    with pytest.raises(InputError, match=r"n=10 .* multiple of 2\^rounds=4"):
+        thinformer.halved(keys, values, 2)
+
+
+# --- missing, wrong, failing ----------------------------------------------------------------------
+
+
+def fake_python(folder, script):
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_a_missing_environment_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv(exchange.VARIABLE, str(tmp_path / "nowhere"))
+    reason = kvpress.available()
+    assert "nowhere is not there" in reason
+    assert "make peers" in reason
+    with pytest.raises(PeerError, match="nowhere"):
+        kvpress.kept("knorm", *tensors(SHAPES[0]), 5)
+    shown = setup.table()
+    assert list(shown.columns[0].cells) == ["kvpress", "goodpoints", "BalanceKV", "Thinformer"]
+    assert "nowhere" in list(shown.columns[2].cells)[0]
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("exit 1", "kvpress is not installed"),
+        ("echo 0.4.0", r"kvpress 0\.4\.0 is installed .* 0\.5\.5"),
+    ],
+)
+def test_a_peer_of_another_version_is_refused(monkeypatch, tmp_path, script, message):
+    monkeypatch.setenv(exchange.VARIABLE, str(fake_python(tmp_path, script)))
+    with pytest.raises(PeerError, match=message):
+        kvpress.kept("knorm", *tensors(SHAPES[0]), 5)
+
+
+def test_what_a_failing_peer_wrote_is_passed_on(monkeypatch, tmp_path):
+    script = 'case "$1" in -c) echo 0.5.5;; *) echo "no such press today" >&2; exit 3;; esac'
+    monkeypatch.setenv(exchange.VARIABLE, str(fake_python(tmp_path, script)))
+    assert kvpress.available() is None
+    with pytest.raises(PeerError, match="no such press today"):
+        kvpress.kept("knorm", *tensors(SHAPES[0]), 5)
+
+
+@pytest.mark.parametrize("peer", [balancekv, thinformer])
+def test_a_folder_that_is_not_the_peer_is_named(monkeypatch, tmp_path, peer):
+    *_, file, function, _ = peer._WHERE
+    monkeypatch.delenv(peer.VARIABLE, raising=False)
+    assert f"{peer.VARIABLE} is not set" in peer.available()
+    monkeypatch.setenv(peer.VARIABLE, str(tmp_path))
+    assert "is not there" in peer.available()
+    for number, (text, message) in enumerate(
+        [
+            ("import nothing_of_the_kind", "does not import"),
+            ("other = 1", f"has no function {function}"),
+            (f"def {function}(key): ...", "another version"),
+        ]
+    ):
+        path = tmp_path / str(number) / file
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        monkeypatch.setenv(peer.VARIABLE, str(tmp_path / str(number)))
+        assert message in peer.available()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"press": "snapkw"}, "did you mean 'snapkv'"),
+        ({"kept": 0}, "kept=0"),
+        ({"kept": 64}, "below n=64"),
+        ({"press": "snapkv"}, "window_size=64 must be below the prompt's 64 tokens"),
+        ({"press": "pyramidkv", "options": {"window_size": 70}}, "window_size=70"),
+        ({"layer": 1}, "layer=1"),
+        ({"queries": torch.zeros(1, 4, 60, 16)}, "60 tokens, keys for 64"),
+        ({"queries": torch.zeros(1, 3, 64, 16)}, "multiple of num_key_value_heads=4"),
+        ({"values": torch.zeros(1, 4, 64, 8)}, "same shape"),
+    ],
+)
+def test_bad_jobs_are_named_before_work_starts(changes, message):
+    queries, keys, values = tensors(SHAPES[0])
+    job = {"press": "knorm", "queries": queries, "keys": keys, "values": values, "kept": 5}
+    with pytest.raises(InputError, match=message):
+        Job(**{**job, **changes})
