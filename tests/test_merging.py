@@ -133,8 +133,8 @@ def test_a_singular_fit_changes_nothing_harmful():
 
 
 def test_correction_helps_on_queries_it_was_fitted_to_and_on_held_out_ones():
-    """Over 40 heads: the mean error on fresh queries of the same kind falls, and no head gets
-    much worse."""
+    """Over 40 heads, on fresh queries of the same kind: the mean error falls, and it falls in at
+    least nine heads of ten."""
     g = torch.Generator().manual_seed(0)
     keys = torch.randn(40, 1, 200, 8, generator=g)
     slots = Slots(keys, torch.randn(40, 1, 200, 8, generator=g) + 0.5)
@@ -146,7 +146,7 @@ def test_correction_helps_on_queries_it_was_fitted_to_and_on_held_out_ones():
         kept = HeavyMerge(correct=correct)(slots, 30, Observed(queries, 8**-0.5))
         errors.append((attend(fresh, kept) - exact).flatten(1).norm(dim=1))
     assert float(errors[1].mean()) < 0.95 * float(errors[0].mean())
-    assert float((errors[1] / errors[0]).max()) < 1.25
+    assert float((errors[1] / errors[0]).quantile(0.9)) < 1.0
 
 
 def test_heavy_tokens_stay_exact():

@@ -137,31 +137,33 @@ def test_h2o_is_not_observed_attention():
 # --- peers that halve -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("peer", "n"), [(balancekv, 520), (thinformer, 128), (goodpoints, 128)], ids=lambda x: str(x)
-)
+@pytest.mark.parametrize("n", [128, 512])
+@pytest.mark.parametrize("peer", [balancekv, thinformer, goodpoints])
 def test_their_halving_keeps_exact_tokens_of_the_right_mass(peer, n):
-    """Half and a quarter: keys are the given ones, in both u and m weighted alike, and attention
-    over them is closer to exact than over a like number of first tokens."""
+    """Half and a quarter, each token at most once, every one standing for 2^rounds; and since the
+    values drift along the prompt, attention over them is nearer to exact than over its start."""
     reason = peer.available()
     if reason is not None:
         pytest.skip(reason)
+    if peer is goodpoints and n > 128:
+        pytest.skip("goodpoints takes a Python step per pair of tokens")
     queries, keys, values = tensors((2, 4, 2, n, 8, 0))
-    exact = attend(queries, Slots(keys, values))
+    whole = Slots(keys, values + torch.linspace(-2, 2, n)[:, None])
+    exact = attend(0.3 * queries, whole)
     for rounds in (1, 2):
-        out = peer.halved(keys, values, rounds, seed=3)
+        out = peer.halved(whole.keys, whole.values, rounds, seed=3)
         assert out.count == n >> rounds
-        gap = torch.cdist(out.keys.double(), keys.double())
-        torch.testing.assert_close(gap.amin(-1), torch.zeros_like(gap.amin(-1)), atol=1e-5, rtol=0)
-        at = gap.argmin(-1)
+        gap, at = torch.cdist(out.keys.double(), keys.double()).min(-1)
+        assert float(gap.max()) < 1e-5
         assert all(len(set(row)) == out.count for row in at.flatten(0, 1).tolist())
-        expected = Slots(keys, values).take(at).values * out.mass.unsqueeze(-1)
-        torch.testing.assert_close(out.values, expected)
         torch.testing.assert_close(out.mass, torch.full_like(out.mass, 2.0**rounds))
-        first = attend(queries, Slots(keys, values).narrow(0, n >> rounds))
-        assert (attend(queries, out) - exact).norm() < (first - exact).norm()
-        again = peer.halved(keys, values, rounds, seed=3)
-        assert torch.equal(out.keys, again.keys)
+        weight = out.values / whole.take(at).values
+        torch.testing.assert_close(weight, weight[..., :1].expand_as(weight), rtol=1e-3, atol=1e-3)
+        # the walk is cut where one side has n/2 tokens; what comes after counts once
+        assert float((weight - out.mass[..., None]).abs().mean()) < 0.25
+        first = attend(0.3 * queries, whole.narrow(0, n >> rounds))
+        assert (attend(0.3 * queries, out) - exact).norm() < 0.5 * (first - exact).norm()
+        assert torch.equal(out.keys, peer.halved(whole.keys, whole.values, rounds, seed=3).keys)
 
 
 @pytest.mark.parametrize("peer", [balancekv, thinformer, goodpoints])
@@ -197,7 +199,7 @@ def test_a_missing_environment_is_named(monkeypatch, tmp_path):
         kvpress.kept("knorm", *tensors(SHAPES[0]), 5)
     shown = setup.table()
     assert list(shown.columns[0].cells) == ["kvpress", "goodpoints", "BalanceKV", "Thinformer"]
-    assert "nowhere" in list(shown.columns[2].cells)[0]
+    assert "nowhere" in next(iter(shown.columns[2].cells))
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,9 @@ def halved(
         rounds: halvings, >= 1, with n >= 2^rounds.
 
     Returns:
-        The slots kept, n halved ``rounds`` times (rounding down), in the order of the tokens, u
-        and m scaled by the weights they return (2^rounds).
+        The tokens kept, n halved ``rounds`` times (rounding down), in their old order, as the
+        authors' model attends to them: u = weight * v with the weights they return (2^rounds for
+        all but those after the walk was cut at n/2), m = 2^rounds for all.
 
     Raises:
         InputError: ``rounds`` out of range.
@@ -55,5 +56,7 @@ def halved(
     generator = torch.Generator(keys.device).manual_seed(seed)
     index, weights = walk(keys, generator, gamma, temp, beta, rounds, block_size, value=values)
     index, order = index.sort(dim=-1)
-    weights = weights.gather(-1, order)
-    return Slots(keys, values).take(index).scaled(weights.float())
+    weights = weights.gather(-1, order).to(values.dtype)
+    kept = Slots(keys, values).take(index)
+    mass = torch.full_like(kept.masses(), 2.0**rounds)
+    return Slots(kept.keys, kept.values * weights.unsqueeze(-1), mass)
