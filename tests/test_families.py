@@ -63,8 +63,9 @@ def test_compressed_generation_stays_in_budget(family, method):
         ids = generate(model, cache, padding)
         assert ids.shape == (len(padding), TOKENS + NEW)
         assert cache.get_seq_length() == TOKENS + NEW - 1
+        assert cache.summary()["slots"] <= 0.5 * (TOKENS + NEW) + 2
         for layer in cache.summary()["layers"]:
-            if layer["compressed"]:
+            if layer["compressed"] and method != "pyramidkv":  # it has a schedule of its own
                 assert layer["slots"] <= 0.5 * (TOKENS + NEW) + 2
         assert any(layer["compressed"] for layer in cache.summary()["layers"])
 

@@ -48,9 +48,12 @@ class Budget:
         return isinstance(self.value, float)
 
     def slots(self, tokens: int) -> int:
-        """Slots per KV head that may be kept once ``tokens`` tokens were seen; at least 1."""
+        """Slots per KV head that may be kept once ``tokens`` tokens were seen; at least 1.
+        A share decides only once the tokens exceed the average: what fits stays whole."""
         if isinstance(self.value, int):
-            return self.value if self.share == 1 else max(1, round(self.value * self.share))
+            if self.share == 1 or tokens <= self.value:
+                return self.value
+            return max(1, round(self.value * self.share))
         return max(1, math.ceil(self.value * self.share * tokens - 1e-9))
 
 

@@ -86,7 +86,7 @@ class Quantized:
             work[..., half:] = self.codes >> 4
         else:
             work.copy_(self.codes)
-        parts = work.unflatten(-1, (groups, width))
+        parts = work.view(*shape[:3], groups, width)
         parts.mul_(self.step.float().unsqueeze(-1)).add_(self.low.float().unsqueeze(-1))
         work = work if in_place else work[..., : self.dim]
         work.mul_(self.unit)
@@ -142,7 +142,7 @@ def quantize(
     groups, width = _layout(dim, bits)
     if groups * width > dim:  # a repeated channel does not widen the range
         x = torch.cat([x, x[..., -1:].expand(*x.shape[:3], groups * width - dim)], dim=-1)
-    x = x.unflatten(-1, (groups, width))
+    x = x.reshape(*x.shape[:3], groups, width)
     levels = 2**bits - 1
     least, most = x.aminmax(dim=-1)
     low = least.half()

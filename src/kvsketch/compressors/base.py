@@ -30,6 +30,9 @@ class Compressor(ABC):
     #: of handing over queries.
     accumulates: ClassVar[bool] = False
 
+    #: how many of a prompt's last queries it looks at; None: all of them
+    window: int | None = None
+
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         # On the CPU whatever the device of the keys, so that a seed means the same everywhere.

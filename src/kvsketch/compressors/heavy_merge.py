@@ -15,6 +15,8 @@ from .snapkv import check_count, recent_attention, scored_before
 
 # Weight of an unattended token beside one of average attention: it should pull a little.
 _FLOOR = 1e-3
+# Fewer queries are decoded ones, and too few to fit anything to.
+_LEAST_QUERIES = 16
 # A corrected mass may not fall below this share of what it was.
 _LEAST_MASS = 0.1
 
@@ -60,6 +62,7 @@ class HeavyMerge(Compressor):
     name = "heavy_merge"
     paper = "ours"
     needs_queries = True
+    window: int
 
     def __init__(
         self,
@@ -118,7 +121,8 @@ class HeavyMerge(Compressor):
     def _remember(self, slots: Slots, observed: Observed) -> _Seen | None:
         """The last ``window`` queries, if they are a prompt's and scores are plain products."""
         plain = observed.softcap is None and observed.slopes is None and observed.live is None
-        if not plain or observed.queries.shape[2] < 2 or slots.live() is not None:
+        few = observed.queries.shape[2] < _LEAST_QUERIES
+        if not plain or few or slots.live() is not None:
             return None
         queries = observed.queries[:, :, -self.window :]
         batch, _, q, dim = queries.shape

@@ -24,6 +24,7 @@ class TOVA(Compressor):
     name = "tova"
     paper = "Oren et al., Transformers are Multi-State RNNs (2401.06104)"
     needs_queries = True
+    window = 1
 
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
         if observed is None:

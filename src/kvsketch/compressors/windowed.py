@@ -46,6 +46,11 @@ class Windowed:
     def accumulates(self) -> bool:
         return self.compressor.accumulates
 
+    @property
+    def window(self) -> int | None:
+        """How many of a prompt's last queries the method looks at; None: all of them."""
+        return self.compressor.window
+
     def reset(self) -> None:
         """Nothing is held between calls."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..quantized import Quantized, quantize
-from ..slots import FIELDS, Slots
+from ..slots import FIELDS, Slots, compute_dtype
 
 _PACKED = ("keys", "values")
 
@@ -150,19 +150,22 @@ class QuantizedPage(Page):
     @property
     def slots(self) -> Slots:
         """The slots in use, keys and values dequantised to the dtype they came in."""
-        slots = self._view
-        if slots is None:
-            slots = self.read()
-            self._view = slots if self._open else None
+        slots = self.read()
+        self._view = slots if self._open else None
         return slots
 
-    def read(self, dtype: torch.dtype | None = None) -> Slots:
-        """As ``slots``, in another dtype: float32 gives back exactly what is stored."""
+    def read(self, exactly: bool = False) -> Slots:
+        """As ``slots``. ``exactly``: in float32 at least, which gives back what is stored without
+        rounding it to the model's dtype."""
+        stored = self._buffers["keys"].dtype
+        dtype = compute_dtype(stored) if exactly else stored
+        if self._view is not None and dtype == stored:
+            return self._view
         fields = {}
         for name, buffer in self._buffers.items():
             used = buffer.narrow(2, 0, self._place(name, self.count))
             if name in _PACKED:
-                fields[name] = self._dequantized(name, used, dtype or buffer.dtype)
+                fields[name] = self._dequantized(name, used, dtype)
             else:
                 fields[name] = used
         return Slots(**fields)
@@ -216,7 +219,7 @@ class QuantizedPage(Page):
         held = super().tensors()
         for part in self._packed.values():
             held += part.tensors()
-        return held if self._view is None else held + [self._view.keys, self._view.values]
+        return held if self._view is None else [*held, self._view.keys, self._view.values]
 
     def _place(self, name: str, slot: int) -> int:
         return slot - self._hidden if name in _PACKED else slot

@@ -11,8 +11,9 @@ from torch import Tensor
 from ..budget import Budget
 from ..compressors import Windowed
 from ..errors import InputError, UnsupportedError
+from ..quantized import check_bits
 from ..slots import Observed, Slots
-from .page import Page
+from .page import Page, QuantizedPage
 from .windowed_sketch import WindowedSketch
 
 # Decoded queries wait in groups of this many before they are turned into scores: fewer groups cost
@@ -37,9 +38,15 @@ class Periodic:
             so that the page, scores included, stays within 5% of the budget.
         one_shot: compress after prefill only; decoded tokens are then kept exactly (as in SubGen
             section 3.2) and memory grows with them.
+        bits: 16: keys and values are stored as they come. 8 or 4: those between sinks and recent
+            window are stored in so many bits from the end of the prompt on, whether or not the
+            prompt fits the budget (a budget of 1.0 only quantises); sinks, recent window, buffer,
+            masses and scores stay as they are. A sketch gets all tokens as they come and only its
+            slots are stored so. ``slots`` is then a dequantised copy, which lives from ``extend``
+            to ``settle``.
 
     Raises:
-        InputError: buffer < 1.
+        InputError: buffer < 1, or bits not 16, 8 or 4.
     """
 
     def __init__(
@@ -48,12 +55,14 @@ class Periodic:
         budget: Budget,
         buffer: int | None = None,
         one_shot: bool = False,
+        bits: int = 16,
     ) -> None:
         if buffer is not None and (isinstance(buffer, bool) or buffer < 1):
             raise InputError(f"buffer={buffer!r} must be an int >= 1 (tokens per recompression)")
         self.compressor = compressor
         self.budget = budget
         self.one_shot = one_shot
+        self.bits = check_bits(bits)
         self._buffer = buffer
         self._observed: list[Observed] = []
         self.reset()
@@ -85,7 +94,7 @@ class Periodic:
     @property
     def held(self) -> float:
         """Slots per KV head."""
-        return self.slots.count
+        return self._count()
 
     @property
     def visible(self) -> Slots:
@@ -112,9 +121,11 @@ class Periodic:
             if new.count == 1:  # decoding: take a whole buffer at once
                 budget = self.budget.slots(self.seen)
                 capacity = max(capacity, budget + self.buffer_for(budget))
+                if self.bits != 16:  # room is in full precision: no more than the buffer
+                    capacity = self._page.count + self.buffer_for(budget)
                 if self.one_shot:  # grows for good, by a few per cent at a time
                     capacity = self._page.count + self.buffer_for(self._page.count)
-            self._page = Page(self._page.slots, capacity)
+            self._page = self._page.grown(capacity)
         self._page.append(new)
 
     def mark_padding(self, live: Tensor) -> None:
@@ -146,8 +157,13 @@ class Periodic:
             self._observed.append(observed)
         if hold or not self._due(prefill):
             # Fold a prompt's queries now (they are many), a decoded token's only now and then.
-            if self._observed and (prefill or len(self._observed) >= _FOLD_EVERY):
+            # What looks at a window of queries only waits for the last chunk of a held prompt.
+            if hold and self.compressor.window is not None:
+                self._keep_last(self.compressor.window)
+            elif self._observed and (prefill or len(self._observed) >= self._fold_every()):
                 self._store(self._scored())
+            if isinstance(self._page, QuantizedPage):
+                self._page.release()
             return False
         budget, room = self.budget.slots(self.seen), 0
         if not prefill:
@@ -156,39 +172,82 @@ class Periodic:
             room = self.buffer_for(budget)
             floor = min(budget, self.compressor.sink + self.compressor.recent)
             budget = max(budget - room, floor, 1)
-        kept = self.compressor(self._masked(self._scored()), budget)
-        # A sketch may hold more or less than the budget: room for what comes next, in any case.
-        self._page = Page(kept, max(self.budget.slots(self.seen) + room, kept.count + 2 * room))
+        if self.bits == 16:
+            kept = self.compressor(self._masked(self._scored()), budget)
+            # A sketch may hold more or less than the budget: room for what comes next, in any case.
+            self._page = Page(kept, max(self.budget.slots(self.seen) + room, kept.count + 2 * room))
+        else:
+            self._page = self._quantized(budget, room)
         self._dense = self._live = None
         self._observed = []
         return True
 
+    def _quantized(self, budget: int, room: int) -> QuantizedPage:
+        """The next page, in fewer bits; with fewer slots only where there are too many."""
+        page = self._page if isinstance(self._page, QuantizedPage) else None
+        limit, window = self.budget.slots(self.seen), (self.compressor.sink, self.compressor.recent)
+        sketching = isinstance(self.compressor, WindowedSketch)  # wants the dtype of the tokens
+        slots = self.slots if page is None or sketching else page.read(exactly=True)
+        kept = self._masked(self._scored(slots))
+        if sketching or kept.count > limit:
+            kept = self.compressor(kept, budget)
+        capacity = kept.count + 2 * room
+        if kept.count <= limit:
+            capacity = min(capacity, limit + room)
+        return QuantizedPage(kept, capacity, self.bits, *window, page)
+
     def _due(self, prefill: bool) -> bool:
-        budget = self.budget.slots(self.seen)
+        budget = fits = self.budget.slots(self.seen)
+        if self.bits != 16 and isinstance(self.compressor, Windowed):
+            fits = min(budget, self.compressor.sink + self.compressor.recent)
         if prefill:
-            return self.slots.count > budget
+            return self._count() > fits
         if self.one_shot:
             return False
         if self._page is not None:
             return self._page.room == 0
-        return self.slots.count >= budget + self.buffer_for(budget)
+        return self._count() >= fits + self.buffer_for(budget)
+
+    def _count(self) -> int:
+        held = self._dense if self._page is None else self._page
+        return 0 if held is None else held.count
 
     def _masked(self, slots: Slots) -> Slots:
         """Padding of the uncompressed phase as dead slots."""
         return slots if self._live is None else slots.only(self._live[:, None, :])
 
-    def _scored(self) -> Slots:
+    def _scored(self, slots: Slots | None = None) -> Slots:
         """The slots with the waiting queries folded in. The slots these saw are still all here,
         so this equals observing every query at its own time."""
+        slots = self.slots if slots is None else slots
         if not self._observed:
-            return self.slots
+            return slots
+        score = self.compressor.observe(self._masked(slots), self._waiting()).score
+        return replace(slots, score=score)
+
+    def _keep_last(self, window: int) -> None:
+        """Of the waiting queries keep the last ``window``."""
+        if not self._observed:
+            return
+        together = self._waiting()
+        live = None if together.live is None else together.live[:, -window:].clone()
+        queries = together.queries[:, :, -window:].clone()
+        self._observed = [replace(together, queries=queries, live=live)]
+
+    def _fold_every(self) -> int:
+        """Decoded tokens whose queries may wait: at most 1% of the bytes held."""
+        waiting = sum(o.queries.nbytes for o in self._observed) / max(1, len(self._observed))
+        held = self._page.tensors() if self._page is not None else []
+        allowed = 0.01 * sum(t.nbytes for t in held) / max(1.0, waiting)
+        return max(1, min(_FOLD_EVERY, int(allowed))) if held else _FOLD_EVERY
+
+    def _waiting(self) -> Observed:
+        """All waiting queries as one."""
         queries = torch.cat([o.queries for o in self._observed], dim=2)
         live = None
         if any(o.live is not None for o in self._observed):
             live = torch.cat([_live_queries(o) for o in self._observed], dim=1)
-        observed = replace(self._observed[0], queries=queries, live=live)
-        score = self.compressor.observe(self._masked(self.slots), observed).score
-        return replace(self.slots, score=score)
+        return replace(self._observed[0], queries=queries, live=live)
 
     def _store(self, slots: Slots) -> None:
         self._observed = []
@@ -202,7 +261,7 @@ class Periodic:
         repeating or selecting rows."""
         self.compressor.map_batch(fn)
         if self._page is not None:
-            self._page = Page(self._page.slots.map(fn), self._page.capacity)
+            self._page = self._page.map(fn)
         if self._dense is not None:
             self._dense = self._dense.map(fn)
         if self._live is not None:

@@ -31,6 +31,7 @@ class WindowedSketch:
 
     needs_queries = False
     accumulates = False
+    window: int | None = None
     #: its slots may have u without m and m without u
     split_sums = True
 
