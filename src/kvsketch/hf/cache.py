@@ -47,6 +47,8 @@ class SketchCache(Cache):  # type: ignore[misc]
             compression waits for its last chunk (a cache cannot see how many are to come).
             Without it, chunks after the first attend to compressed ones, as in "streaming".
         one_shot: compress prompts only and keep decoded tokens exactly.
+        bits: 16: slots are stored as they come. 8 or 4: those between sinks and recent window in
+            so many bits (keys per channel, values per token); ``budget=1.0`` then only quantises.
         schedule: shares of the budget, one per compressed layer or one per layer and KV head,
             with mean 1. Default: the method's own (pyramidkv), else the same everywhere. Heads of
             equal share are kept together; memory falls as the shares say.
@@ -75,6 +77,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         prefill: str = "exact",
         prompt_length: int | None = None,
         one_shot: bool = False,
+        bits: int = 16,
         schedule: Schedule | None = None,
         options: Mapping[str, Any] | None = None,
         seed: int = 0,
@@ -88,6 +91,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         self._config = config
         self.method = method
         self.budget = Budget(budget)
+        self.bits = bits
         if isinstance(self.budget.value, int) and self.budget.value < sink + recent:
             raise InputError(
                 f"budget={budget} is smaller than sink={sink} + recent={recent}: raise the budget "
@@ -115,7 +119,7 @@ class SketchCache(Cache):  # type: ignore[misc]
                 reducer = windowed(
                     method, sink, recent, seed + index + number * len(layers), options
                 )
-                return Periodic(reducer, share, buffer, one_shot)
+                return Periodic(reducer, share, buffer, one_shot, bits)
 
             layers[index] = SketchLayer(
                 grouped(budget_of_heads, driver),
@@ -197,6 +201,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         return {
             "method": self.method,
             "budget": self.budget.value,
+            "bits": self.bits,
             "tokens": self.get_seq_length(),
             "slots": sum(held) / len(held),
             "kv_bytes": self.nbytes(),
