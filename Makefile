@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 # The models in the tests are tiny: one thread each and two workers beat two threads.
 TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 -q
 
-.PHONY: setup demo test test-slow test-oldest lint docs clean
+# make peers  set up the peers' own code for benchmarks and tests/test_peers.py
+.PHONY: setup demo test test-slow test-oldest lint peers docs clean
 
 setup: $(VENV)/.ready
 
@@ -34,8 +35,12 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The methods we compare with, in an environment of their own; says plainly what is missing.
+peers: setup
+	$(BIN)/python -m benchmarks.peers.setup
+
 docs: setup
 	$(BIN)/python -m benchmarks.longeval_table
 
 clean:
-	rm -rf .venv .venv-oldest build dist
+	rm -rf .venv .venv-oldest .venv-peers build dist

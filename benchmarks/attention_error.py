@@ -18,6 +18,7 @@ spends the same total over heads and layers by errors measured on other prompts
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,12 +33,14 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.page import save
+from benchmarks.peers import balancekv, goodpoints, thinformer
 from benchmarks.prompts import default_models, load, prompts_for
 from kvsketch import ALL_METHODS, InputError, Observed, Slots
 from kvsketch.evaluation.activations import Activations, capture
 from kvsketch.evaluation.allocation import Curves, answer_later, measure_curves
 from kvsketch.evaluation.loading import PACKAGED
 from kvsketch.evaluation.report import dumps, environment
+from kvsketch.quantized import quantize
 from kvsketch.streaming import windowed
 from kvsketch.streaming.base import lengthened
 
@@ -46,6 +49,7 @@ PRESETS: dict[str, tuple[int, int, int, list[float]]] = {
     "default": (16, 64, 64, [1 / 2, 1 / 4, 1 / 8, 1 / 16]),
     "balancekv": (256, 0, 256, [1 / 2, 1 / 4, 1 / 8, 1 / 16]),
 }
+QUANTISED = {"int8": 8, "int4": 4}
 #: one_dimensional needs head_dim 1; sampling numerator and denominator apart is off by any factor
 LEFT_OUT = ("one_dimensional",)
 
@@ -110,6 +114,48 @@ def allocated(name: str, seed: int, sink: int, recent: int, curves: Curves) -> C
     return compress
 
 
+#: the peers' own halvings; goodpoints takes one Python call per token
+HALVINGS: dict[str, Any] = {
+    "peer:balancekv": balancekv,
+    "peer:thinformer": thinformer,
+    "peer:goodpoints": goodpoints,
+}
+
+
+def theirs(peer: Any, seed: int, sink: int, recent: int, kept: float) -> Compress:
+    """A peer's own code on the middle; sinks and recent tokens as for everybody."""
+
+    def compress(slots: Slots, observed: Observed, budget: int, layer: int) -> tuple[Slots, float]:
+        middle = slots.narrow(sink, slots.count - sink - recent)
+        rounds = round(-math.log2(kept))
+        halved = peer.halved(middle.keys, middle.values, rounds, seed)
+        first, last = slots.narrow(0, sink), slots.narrow(slots.count - recent, recent)
+        together = Slots.cat([first, halved, last])
+        return together, held_bytes(together)
+
+    return compress
+
+
+def quantised(bits: int, sink: int, recent: int) -> Compress:
+    """All of the middle in fewer bits, by our own storage (``SketchCache(bits=...)``)."""
+
+    def compress(slots: Slots, observed: Observed, budget: int, layer: int) -> tuple[Slots, float]:
+        n = slots.count
+        middle = slots.narrow(sink, n - sink - recent)
+        size, read = 0.0, []
+        for rows, per_channel in ((middle.keys, True), (middle.values, False)):
+            packed = quantize(rows, bits, per_channel=per_channel)
+            out = torch.empty_like(rows)
+            packed.read(out)
+            read.append(out)
+            size += sum(t.nbytes for t in packed.tensors()) / slots.keys.shape[1]
+        width = slots.keys.shape[-1] + slots.values.shape[-1]
+        first, last = slots.narrow(0, sink), slots.narrow(n - recent, recent)
+        return Slots.cat([first, Slots(*read), last]), size + (sink + recent) * 2 * width
+
+    return compress
+
+
 def measure(
     layers: list[list[Activations]],
     make: Callable[[int], Compress],
@@ -150,7 +196,12 @@ def measure(
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated folders or hub ids.")] = "",
     methods: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(
-        [*(name for name in ALL_METHODS if name not in LEFT_OUT), "heavy_merge" + MEASURED]
+        [
+            *(name for name in ALL_METHODS if name not in LEFT_OUT),
+            "heavy_merge" + MEASURED,
+            *QUANTISED,
+            *HALVINGS,
+        ]
     ),
     preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "default",
     layers: Annotated[str, typer.Option(help="Comma-separated layer numbers; all if empty.")] = "",
@@ -166,8 +217,14 @@ def main(
     if preset not in PRESETS:
         raise typer.BadParameter(f"--preset {preset!r} must be one of {', '.join(PRESETS)}")
     chosen = methods.split(",")
+    for name, peer in HALVINGS.items():
+        reason = peer.available()
+        if name in chosen and reason is not None:
+            console.print(f"left out: {name}: {reason}")
+            chosen.remove(name)
+    known = {*ALL_METHODS, *HALVINGS, *QUANTISED}
     for name in chosen:
-        if name.removesuffix(MEASURED) not in ALL_METHODS or name in LEFT_OUT:
+        if name.removesuffix(MEASURED) not in known or name in LEFT_OUT:
             raise typer.BadParameter(f"--methods: {name!r} is not one of {', '.join(ALL_METHODS)}")
     if min(prompts, seeds) < 1:
         raise typer.BadParameter("--prompts and --seeds must be at least 1")
@@ -202,10 +259,16 @@ def main(
                 if name != label_name:
                     window = {"sink": sink, "recent": recent, "follow": follow}
                     curves = measure_curves(model, other, name, **window)
-                for kept in shares:
+                for kept in [1.0] if name.startswith("int") else shares:
                     start = time.perf_counter()
 
-                    def make(s: int, name: str = name, curves: Any = curves) -> Compress:
+                    def make(
+                        s: int, name: str = name, curves: Any = curves, kept: float = kept
+                    ) -> Compress:
+                        if name in HALVINGS:
+                            return theirs(HALVINGS[name], s, sink, recent, kept)
+                        if name in QUANTISED:
+                            return quantised(QUANTISED[name], sink, recent)
                         if curves is not None:
                             return allocated(name, s, sink, recent, curves)
                         return ours(name, s, sink, recent)

@@ -157,15 +157,15 @@ class QuantizedPage(Page):
     def read(self, exactly: bool = False) -> Slots:
         """As ``slots``. ``exactly``: in float32 at least, which gives back what is stored without
         rounding it to the model's dtype."""
-        stored = self._buffers["keys"].dtype
-        dtype = compute_dtype(stored) if exactly else stored
-        if self._view is not None and dtype == stored:
+        stored = {name: self._buffers[name].dtype for name in _PACKED}
+        dtypes = {name: compute_dtype(t) for name, t in stored.items()} if exactly else stored
+        if self._view is not None and dtypes == stored:
             return self._view
         fields = {}
         for name, buffer in self._buffers.items():
             used = buffer.narrow(2, 0, self._place(name, self.count))
             if name in _PACKED:
-                fields[name] = self._dequantized(name, used, dtype)
+                fields[name] = self._dequantized(name, used, dtypes[name])
             else:
                 fields[name] = used
         return Slots(**fields)
