@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md and docs/guarantees.md from the JSON the benchmarks left in
+"""Writes docs/benchmarks.md, docs/guarantees.md and docs/errors.md from the JSON the benchmarks left in
 docs/results/.
 
     python -m benchmarks.decode_speed --out docs/results/decode_speed.json
@@ -6,6 +6,9 @@ docs/results/.
     python -m benchmarks.growth --out docs/results/growth.json --plot docs/figures/growth.svg
     python -m benchmarks.guarantee --out docs/results/guarantee.json \
         --plot docs/figures/guarantee.svg
+    python -m benchmarks.attention_error --out docs/results/attention_error.json
+    python -m benchmarks.kl --out docs/results/kl.json
+    python -m benchmarks.longeval_unseen --out docs/results/longeval_unseen.json
     python -m benchmarks.page
 """
 
@@ -174,6 +177,74 @@ def guarantee(result: dict[str, Any]) -> str:
     )
 
 
+def by_share(result: dict[str, Any], key: str, digits: int) -> str:
+    """One table per source: methods by kept share, with bytes per token beside them."""
+    parts = []
+    for source in dict.fromkeys(r["source"] for r in result["results"]):
+        rows = [r for r in result["results"] if r["source"] == source]
+        shares = sorted({r["kept"] for r in rows if r["kept"] < 1}, reverse=True)
+        table = []
+        for name in dict.fromkeys(r["method"] for r in rows):
+            found = {r["kept"]: r for r in rows if r["method"] == name}
+            cells = [
+                f"{found[s][key]:.{digits}f} ± {found[s]['std']:.{digits}f}" if s in found else ""
+                for s in shares
+            ]
+            if 1.0 in found:  # a quantised cache keeps all tokens
+                cells[0] = f"all tokens: {found[1.0][key]:.{digits}f}"
+            sizes = [f"{r['bytes_per_token']:.0f}" for r in found.values()]
+            table.append([name, *cells, " / ".join(sizes)])
+        header = ["method", *(f"1/{round(1 / s)}" for s in shares), "bytes per token"]
+        parts.append(f"**{source}**\n\n" + _table(header, table))
+    return "\n\n".join(parts)
+
+
+def attention_error(result: dict[str, Any]) -> str:
+    return (
+        "## Attention error on real activations\n\n"
+        "|z - exact|_F / |exact|_F of single layers, mean over layers and prompts ± standard "
+        "deviation over seeds, by the share of the middle that is kept; "
+        f"{result['sink']} sinks and {result['recent']} recent tokens are kept by everyone, the "
+        f"{result['follow']} queries asked come after compression and no method saw them. "
+        "`@measured`: the same total, spent over heads and layers by errors measured on other "
+        "prompts. `peer:` rows run the peers' own code; kvpress's presses keep the same tokens as "
+        "ours of the same name, which `tests/test_peers.py` checks. Bytes are per token and KV "
+        "head, bfloat16.\n\n" + by_share(result, "relative_error", 3) + f"\n\n{_where(result)}\n"
+    )
+
+
+def kl(result: dict[str, Any]) -> str:
+    return (
+        "## Next-token KL to the exact cache\n\n"
+        f"KL(exact || compressed) in nats, mean over texts and {result['follow']} tokens fed one "
+        "by one after the prompt was compressed, ± standard deviation over texts.\n\n"
+        + by_share(result, "kl", 4)
+        + f"\n\n{_where(result)}\n"
+    )
+
+
+def longeval_unseen(result: dict[str, Any]) -> str:
+    budgets = sorted({r["budget"] for r in result["results"] if r["budget"] < 1}, reverse=True)
+    rows = []
+    for name in dict.fromkeys(r["method"] for r in result["results"]):
+        found = {r["budget"]: r for r in result["results"] if r["method"] == name}
+        cells = []
+        for budget in budgets:
+            row = found.get(budget, found.get(1.0))
+            low, high = row["ci95"]
+            cells.append(f"{row['accuracy']:.2f} ({low:.2f}-{high:.2f})")
+        rows.append([name, *cells])
+    count = result["results"][0]["cases"]
+    return (
+        f"## LongEval, {result['lines']} lines, question unseen at compression\n\n"
+        f"Accuracy on {count} {result['source']} cases of the packaged model, with 95% intervals, at "
+        "equal bytes. `@measured`: the same total spent over heads and layers by errors measured "
+        "on three other cases; `+int4`: slots in 4 bits, more of them in the same bytes.\n\n"
+        + _table(["method", *map(str, budgets)], rows)
+        + f"\n\n{_where(result)}\n"
+    )
+
+
 PAGES: dict[str, tuple[str, dict[str, Callable[[dict[str, Any]], str]]]] = {
     "benchmarks.md": (
         "# Speed and memory",
@@ -182,6 +253,10 @@ PAGES: dict[str, tuple[str, dict[str, Callable[[dict[str, Any]], str]]]] = {
     "guarantees.md": (
         "# What the papers promise, measured",
         {"growth": growth, "guarantee": guarantee},
+    ),
+    "errors.md": (
+        "# What compression costs, method by method",
+        {"attention_error": attention_error, "kl": kl, "longeval_unseen": longeval_unseen},
     ),
 }
 

@@ -26,6 +26,8 @@ ALLOWED_BITS = (16, 8, 4)
 GROUP = 64
 # Centres and units found from fewer slots than this are found anew once there are twice as many.
 _ENOUGH = 64
+# Centres and units are found from about so many slots at most.
+_SAMPLE = 1024
 
 
 def check_bits(bits: object) -> int:
@@ -130,7 +132,7 @@ def quantize(
         live: bool ``[batch, heads, slots]``; the others have no say in centres and units, and are
             stored as the centre.
         previous: where centres and units come from. A unit doubles where the slots have outgrown
-            it (root mean square above twice the unit), which happens to no slot more than a
+            it (mean distance from the centre above the unit), which a stream can do only a
             logarithmic number of times; else it never changes.
     """
     x = rows.float()
@@ -207,26 +209,49 @@ def _grid(
 ) -> tuple[Tensor | None, Tensor]:
     """Centres and units for ``x``."""
     if previous is not None and previous.count >= min(_ENOUGH, x.shape[2] / 2):
-        offset = previous.offset
-        spread = _spread(x, offset, live, per_channel)
-        growth = (spread / (2 * previous.unit)).log2().ceil().clamp(min=0)
-        return offset, previous.unit * growth.exp2()
-    offset = _mean(x, live) if per_channel else None
-    spread = _spread(x, offset, live, per_channel)
-    # A channel that happened to be constant may not stay so.
-    unit = spread.clamp(min=spread.mean(-1, keepdim=True) / 128)
+        offset, unit = previous.offset, previous.unit
+        growth = (_distance(x, offset, live, per_channel) / unit).log2().ceil().clamp(min=0)
+        return offset, unit * growth.exp2()
+    offset = None
+    if per_channel:
+        least, most = _range(x, live)
+        offset, unit = (least + most) / 2, (most - least) / 2
+        # A channel that happened to be constant may not stay so.
+        unit = unit.clamp(min=unit.mean(-1, keepdim=True) / 128)
+        unit = torch.maximum(unit, _distance(x, offset, live, per_channel))
+    else:
+        unit = 2 * _distance(x, offset, live, per_channel)
     return offset, torch.where(unit > 0, unit, 1.0)
 
 
-def _spread(x: Tensor, offset: Tensor | None, live: Tensor | None, per_channel: bool) -> Tensor:
-    """Root mean square distance from the centre, per channel or per head."""
-    squares = _mean((x if offset is None else x - offset).square(), live)
-    return (squares if per_channel else squares.mean(-1, keepdim=True)).sqrt()
-
-
-def _mean(x: Tensor, live: Tensor | None) -> Tensor:
-    """Mean over the live slots, ``[batch, heads, 1, dim]``; 0 where there are none."""
+def _range(x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
+    """First and last percentile of every channel, ``[batch, heads, 1, dim]`` each: a few odd slots
+    have no say. From about a thousand slots, evenly spread."""
+    stride = max(1, x.shape[2] // _SAMPLE)
+    x = x[:, :, ::stride]
     if live is None:
-        return x.mean(2, keepdim=True)
-    count = live.sum(2).clamp(min=1)[..., None, None]
-    return x.masked_fill(~live.unsqueeze(-1), 0.0).sum(2, keepdim=True) / count
+        live = torch.ones_like(x[..., 0], dtype=torch.bool)
+    else:
+        live = live[:, :, ::stride]
+    ordered = x.masked_fill(~live.unsqueeze(-1), torch.inf).sort(2).values
+    last = (live.sum(-1) - 1).clamp(min=0)
+    index = torch.stack([last // 100, last - last // 100], dim=-1)
+    index = index.unsqueeze(-1).expand(*index.shape, x.shape[-1])
+    # without live slots, all are infinite
+    least, most = ordered.gather(2, index).nan_to_num(posinf=0.0).split(1, dim=2)
+    return least, most
+
+
+def _distance(x: Tensor, offset: Tensor | None, live: Tensor | None, per_channel: bool) -> Tensor:
+    """Mean distance of the live slots from the centre, per channel ``[batch, heads, 1, dim]`` or
+    per head: one large slot hardly moves it. At least so much that float16 holds every distance
+    divided by it."""
+    distance = (x if offset is None else x - offset).abs()
+    count: Tensor | int = x.shape[2]
+    if live is not None:
+        distance = distance.masked_fill(~live.unsqueeze(-1), 0.0)
+        count = live.sum(2).clamp(min=1)[..., None, None]
+    mean, most = distance.sum(2, keepdim=True) / count, distance.amax(2, keepdim=True)
+    if not per_channel:
+        mean, most = mean.mean(-1, keepdim=True), most.amax(-1, keepdim=True)
+    return torch.maximum(mean, most / 2**14)
