@@ -1,5 +1,5 @@
-"""Writes docs/benchmarks.md, docs/guarantees.md and docs/errors.md from the JSON the benchmarks left in
-docs/results/.
+"""Writes docs/benchmarks.md, docs/guarantees.md and docs/errors.md from the JSON the benchmarks
+left in docs/results/.
 
     python -m benchmarks.decode_speed --out docs/results/decode_speed.json
     python -m benchmarks.streaming_memory --out docs/results/streaming_memory.json
@@ -237,8 +237,8 @@ def longeval_unseen(result: dict[str, Any]) -> str:
     count = result["results"][0]["cases"]
     return (
         f"## LongEval, {result['lines']} lines, question unseen at compression\n\n"
-        f"Accuracy on {count} {result['source']} cases of the packaged model, with 95% intervals, at "
-        "equal bytes. `@measured`: the same total spent over heads and layers by errors measured "
+        f"Accuracy on {count} {result['source']} cases of the packaged model, with 95% intervals, "
+        "at equal bytes. `@measured`: the same total spent over heads and layers by errors measured "
         "on three other cases; `+int4`: slots in 4 bits, more of them in the same bytes.\n\n"
         + _table(["method", *map(str, budgets)], rows)
         + f"\n\n{_where(result)}\n"
