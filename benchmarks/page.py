@@ -239,9 +239,8 @@ def longeval_unseen(result: dict[str, Any]) -> str:
         f"## LongEval, {result['lines']} lines, question unseen at compression\n\n"
         f"Accuracy on {count} {result['source']} cases of the packaged model, with 95% intervals, "
         "at equal bytes. `@measured`: the same total spent over heads and layers by errors "
-        "measured on three other cases; `+int4`: slots in 4 bits, more of them in the same bytes.\n\n"
-        + _table(["method", *map(str, budgets)], rows)
-        + f"\n\n{_where(result)}\n"
+        "measured on three other cases; `+int4`: slots in 4 bits, more of them in the "
+        "same bytes.\n\n" + _table(["method", *map(str, budgets)], rows) + f"\n\n{_where(result)}\n"
     )
 
 

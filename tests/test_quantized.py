@@ -34,8 +34,8 @@ def read(quantized, dtype=torch.float32):
 
 
 def nbytes(tensors):
-    return sum(s.nbytes() for s in {t.untyped_storage().data_ptr(): t.untyped_storage()
-                                    for t in tensors}.values())  # fmt: skip
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
 
 
 def rms(x):
@@ -71,7 +71,7 @@ def test_error_is_at_most_half_a_step_and_comes_once(
     rounding = 4 * torch.finfo(torch.float32).eps * x.float().abs().amax()
     back = read(quantized)
     assert ((back - x.float()).abs() <= 1.001 * bound + rounding).all()
-    if centre * spread < 1e6 and not (centre > 1 and spread < 1):  # float32 can tell the steps
+    if centre <= spread:  # else float32 (bfloat16) can hardly tell the steps
         again = quantize(back, bits, per_channel=per_channel, previous=quantized)
         for one, other in zip(quantized.tensors(), again.tensors(), strict=True):
             assert torch.equal(one, other)
@@ -224,19 +224,21 @@ def test_predicted_bytes_of_sixteen_bits_and_of_nothing():
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_2000_tokens_do_not_drift(bits, dtype):
+@pytest.mark.parametrize("method", ["kcenter", "uniform"])
+def test_2000_tokens_do_not_drift(bits, dtype, method):
     """Over 80 recompressions a survivor keeps the very bits it got first, and the error is that of
-    quantising once. (With scales per channel and group of slots it grew 3.4 times.)"""
+    quantising once. (With scales per channel and group of slots it grew 3.4 times.) ``uniform``
+    weighs its survivors anew each time."""
     # a few large channels, as keys have
     centre, spread = 10 * rows_of(32, seed=8), rows_of(32, seed=9).exp()
     keys = (rows_of(1, 2, 2600, 32) * spread + centre).to(dtype).float()
     values = rows_of(1, 2, 2600, 32, seed=1).to(dtype).float()
-    held = stream(driver("kcenter", 512, bits), keys[:, :, :600], values[:, :, :600], 600, 600,
-                  dtype=dtype)  # fmt: skip
+    prompt = (x[:, :, :600] for x in (keys, values))
+    held = stream(driver(method, 512, bits), *prompt, prompt=600, dtype=dtype)
     first, page, pages = None, None, 0
     for at in range(600, 2600):
-        held.extend(Slots(*(x[:, :, at : at + 1].to(dtype) for x in (keys, values)),
-                          positions=torch.full((1, 2, 1), float(at))))  # fmt: skip
+        token = (x[:, :, at : at + 1].to(dtype) for x in (keys, values))
+        held.extend(Slots(*token, positions=torch.full((1, 2, 1), float(at))))
         held.settle(None, prefill=False)
         if held._page is not page:
             page, pages = held._page, pages + 1
@@ -249,17 +251,18 @@ def test_2000_tokens_do_not_drift(bits, dtype):
         scale = spread if field == "keys" else torch.ones(32)
         rows = index.unsqueeze(-1).expand(*index.shape, 32)
         survivors = true.gather(2, rows)
-        error = rms((getattr(middle, field) - survivors) / scale)
+        held_now = middle.keys if field == "keys" else middle.values / middle.masses()[..., None]
+        error = rms((held_now - survivors) / scale)
         once = quantize(survivors, bits, per_channel=field == "keys")
         assert error < 1.05 * rms((read(once) - survivors) / scale)
     for head in range(2):
-        old = {int(p): row for p, row in zip(first.positions[0, head, 4:-45],
-                                             first.keys[0, head, 4:-45], strict=True)}  # fmt: skip
-        kept = [(old[int(p)], row) for p, row in zip(middle.positions[0, head],
-                                                    middle.keys[0, head], strict=True)
-                if int(p) in old]  # fmt: skip
-        assert len(kept) > 3, "some of the first page survive"
-        assert sum(torch.equal(a, b) for a, b in kept) >= 0.9 * len(kept)
+        then, now = (
+            dict(zip(page.positions[0, head].tolist(), page.keys[0, head], strict=True))
+            for page in (first.narrow(4, 460), middle)
+        )
+        both = then.keys() & now.keys()
+        assert len(both) > 50, "many of the first page survive"
+        assert all(torch.equal(then[at], now[at]) for at in both)
 
 
 def live_bytes(heads, dims):
@@ -500,7 +503,5 @@ def test_generating_with_beams_and_chunks():
         small = 2 * slot_bytes(16, 4) + 4  # keys, values, score
         rows = 2 * 2 * 2 * (3 if "num_beams" in more else 1)  # layers, KV heads, batch
         most = rows * (16 * small + 10 * (2 * 16 * 4 + 4) + 8 * 16 + 4)
-        waiting = sum(
-            o.queries.nbytes for layer in cache.layers for o in layer.sketch._observed
-        )
+        waiting = sum(o.queries.nbytes for layer in cache.layers for o in layer.sketch._observed)
         assert summary["kv_bytes"] <= most + waiting

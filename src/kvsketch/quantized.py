@@ -229,17 +229,14 @@ def _range(x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
     have no say. From about a thousand slots, evenly spread."""
     stride = max(1, x.shape[2] // _SAMPLE)
     x = x[:, :, ::stride]
-    if live is None:
-        live = torch.ones_like(x[..., 0], dtype=torch.bool)
-    else:
-        live = live[:, :, ::stride]
+    live = torch.ones_like(x[..., 0], dtype=torch.bool) if live is None else live[:, :, ::stride]
     ordered = x.masked_fill(~live.unsqueeze(-1), torch.inf).sort(2).values
     last = (live.sum(-1) - 1).clamp(min=0)
     index = torch.stack([last // 100, last - last // 100], dim=-1)
     index = index.unsqueeze(-1).expand(*index.shape, x.shape[-1])
     # without live slots, all are infinite
-    least, most = ordered.gather(2, index).nan_to_num(posinf=0.0).split(1, dim=2)
-    return least, most
+    both = ordered.gather(2, index).nan_to_num(posinf=0.0)
+    return both[:, :, :1], both[:, :, 1:]
 
 
 def _distance(x: Tensor, offset: Tensor | None, live: Tensor | None, per_channel: bool) -> Tensor:

@@ -96,7 +96,9 @@ class Page:
 
 class QuantizedPage(Page):
     """A page that holds its first ``sink`` and last slots, and what is appended, as given, and the
-    keys and values between them in 8 or 4 bits. Masses, positions and scores stay as they are.
+    keys and values between them in 8 or 4 bits. Masses, positions and scores stay as they are. Of
+    a value-sum, u / m is stored (u where m = 0): a method that gives a slot another weight does not
+    change it.
 
     ``slots`` are a dequantised copy. Between ``append`` and ``release`` (while one layer's
     attention runs) it is kept, and counted by ``tensors``; at any other time it is made for the
@@ -127,13 +129,14 @@ class QuantizedPage(Page):
         self._first = min(sink, slots.count)
         self._hidden = max(0, slots.count - sink - recent)  # slots that are quantised
         middle = slots.narrow(self._first, self._hidden)
-        live = middle.live()
+        live, weight = middle.live(), _weight(middle.mass)
         self._packed: dict[str, Quantized] = {}
         self._buffers = {}
         for name, tensor in slots.tensors().items():
             if name in _PACKED and self._hidden:
+                rows = getattr(middle, name)
                 self._packed[name] = quantize(
-                    getattr(middle, name),
+                    rows if name == "keys" or weight is None else rows / weight,
                     bits,
                     per_channel=name == "keys",
                     live=live,
@@ -177,7 +180,12 @@ class QuantizedPage(Page):
         batch, heads, _, dim = used.shape
         out = used.new_empty((batch, heads, self.count, dim), dtype=dtype)
         out[:, :, : self._first] = used[:, :, : self._first]
-        self._packed[name].read(out[:, :, self._first : end])
+        middle = out[:, :, self._first : end]
+        self._packed[name].read(middle)
+        if name == "values" and "mass" in self._buffers:
+            weight = _weight(self._buffers["mass"].narrow(2, self._first, self._hidden))
+            assert weight is not None
+            middle.mul_(weight)
         out[:, :, end:] = used[:, :, self._first :]
         return out
 
@@ -223,6 +231,11 @@ class QuantizedPage(Page):
 
     def _place(self, name: str, slot: int) -> int:
         return slot - self._hidden if name in _PACKED else slot
+
+
+def _weight(mass: Tensor | None) -> Tensor | None:
+    """What value-sums are divided by, ``[batch, heads, slots, 1]``."""
+    return None if mass is None else torch.where(mass != 0, mass, 1.0).unsqueeze(-1)
 
 
 def _owned(tensor: Tensor) -> Tensor:
