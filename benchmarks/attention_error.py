@@ -214,6 +214,7 @@ def main(
     seeds: Annotated[int, typer.Option(help="Seeds of randomised methods.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the figure (.svg or .png).")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
     """Example: python -m benchmarks.attention_error --methods uniform,kcenter --seeds 3 --json"""
@@ -295,8 +296,48 @@ def main(
     result |= {"sink": sink, "recent": recent, "follow": follow, "prompts": prompts}
     result |= environment()
     save(result, out)
+    if plot is not None:
+        figure(results, plot)
     if json:
         print(dumps(result))
+
+
+def figure(results: list[dict[str, Any]], path: Path) -> None:
+    """Error against the kept share, one panel per source (BalanceKV's figure 2)."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "kvsketch"  # the same bytes every time
+    import matplotlib.pyplot as plt
+
+    sources = list(dict.fromkeys(r["source"] for r in results))
+    fig, axes = plt.subplots(
+        1, len(sources), figsize=(5.5 * len(sources), 5), layout="constrained", squeeze=False
+    )
+    names = list(dict.fromkeys(r["method"] for r in results if r["kept"] < 1))
+    colours = plt.get_cmap("tab20")
+    for panel, source in zip(axes[0], sources, strict=True):
+        for number, name in enumerate(names):
+            rows = [r for r in results if r["source"] == source and r["method"] == name]
+            panel.errorbar(
+                [r["kept"] for r in rows],
+                [r["relative_error"] for r in rows],
+                yerr=[r["std"] for r in rows],
+                marker="o",
+                ms=3,
+                color=colours(number % 20),
+                ls="-" if number < 20 else "--",
+                label=name,
+            )
+        panel.set(xscale="log", yscale="log", title=source, xlabel="kept share of the middle")
+        panel.set_xticks([1 / 2, 1 / 4, 1 / 8, 1 / 16], ["1/2", "1/4", "1/8", "1/16"])
+        panel.minorticks_off()
+        panel.grid(True, alpha=0.3)
+    axes[0][0].set_ylabel("relative error of a layer's attention")
+    fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(fig)
 
 
 def table(results: list[dict[str, Any]], source: str) -> Table:

@@ -1,0 +1,56 @@
+"""Runs one layer of transformers' QuantizedCache. Executed by the peers' interpreter:
+
+    python quantized_cache_runner.py request.json in.safetensors out.safetensors
+
+The request is ``{"bits": 4 or 2, "axis_key": 0 or -1}``. Reads ``keys`` and ``values``
+``[batch, kv_heads, n, dim]`` as a prompt; writes them as the next token's attention gets them, and
+``bytes``: the packed tensors with scales and zero points.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.cache_utils import QuantoQuantizedLayer
+
+
+def storages(thing: Any, seen: dict[int, int]) -> None:
+    """Collect the storages of a plain tensor or of the plain tensors a packed one holds."""
+    if type(thing) is torch.Tensor:
+        storage = thing.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+    elif isinstance(thing, torch.Tensor):
+        for part in vars(thing).values():
+            storages(part, seen)
+
+
+def main() -> None:
+    request, source, target = sys.argv[1:]
+    with open(request, encoding="utf-8") as file:
+        asked = json.load(file)
+    tensors = load_file(source)
+    keys, values = tensors["keys"], tensors["values"]
+    layer = QuantoQuantizedLayer(
+        nbits=asked["bits"], axis_key=asked["axis_key"], axis_value=0, residual_length=1 << 30
+    )
+    with torch.no_grad():
+        layer.update(keys, values)
+        held: dict[int, int] = {}
+        storages(layer._quantized_keys, held)
+        storages(layer._quantized_values, held)
+        seen_keys, seen_values = layer.update(keys[:, :, -1:], values[:, :, -1:])
+    n = keys.shape[2]
+    out = {
+        "keys": seen_keys[:, :, :n].contiguous(),
+        "values": seen_values[:, :, :n].contiguous(),
+        "bytes": torch.tensor(sum(held.values())),
+    }
+    save_file(out, target)
+
+
+if __name__ == "__main__":
+    main()
