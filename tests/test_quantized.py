@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.peers import quantized_cache
 from families import VOCABULARY, build
 from kvsketch import InputError, SketchCache, Slots, UnsupportedError, attend
 from kvsketch.budget import Budget
@@ -452,15 +454,34 @@ def test_attention_error_on_real_activations():
         assert 8 * errors[8] < errors[4] < 0.15
 
 
-def cache_in(bits, config, method, **kwargs):
-    """SketchCache with every driver at ``bits``. TODO: SketchCache(bits=...) once it has it."""
-    cache = SketchCache(config, method, **kwargs)
-    for layer in cache.layers:
-        sketch = getattr(layer, "sketch", None)
-        for held in getattr(sketch, "drivers", [sketch]):
-            if held is not None:
-                held.bits = bits
-    return cache
+@pytest.mark.parametrize("bits", BITS)
+def test_bytes_of_a_cache_are_as_predicted(bits):
+    """A llama-shaped model at a kept quarter: after the prompt and over 120 decoded tokens."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    )
+    model = LlamaForCausalLM(config).eval()
+    cache = SketchCache(model.config, "kcenter", budget=0.25, bits=bits)
+    ids = torch.randint(VOCABULARY, (1, 1600), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for step in range(121):
+            out = model(ids, past_key_values=cache, logits_to_keep=1).logits
+            ids = out[:, -1:].argmax(-1)
+            # the page is between full and just compressed: 2 * buffer slots
+            kept = 0.25 * cache.get_seq_length()
+            small = 2 * (64 * bits / 8 + 4)  # keys and values of a slot
+            full = 2 * 64 * 4
+            expected = 2 * 2 * ((kept - 36) * small + 36 * full + kept * 4 + 8 * 64 + 4)
+            buffer = 0 if step == 0 else 2 * 10 * (full + 4) * 4
+            assert 0.98 * expected - buffer / 2 < cache.nbytes() < 1.02 * expected + buffer
+    assert cache.summary()["bits"] == bits
 
 
 @pytest.mark.parametrize("method", ["h2o", "kcenter", "uniform", "balancekv", "subgen_coupled"])
@@ -476,7 +497,7 @@ def test_next_token_logits_with_padding(method, family, dtype):
     mask[0, :9] = 0
     logits = {}
     for bits in (16, 8, 4):
-        cache = cache_in(bits, model.config, method, budget=40, sink=2, recent=6)
+        cache = SketchCache(model.config, method, budget=40, sink=2, recent=6, bits=bits)
         with torch.no_grad():
             model(ids[:, :60], attention_mask=mask[:, :60], past_key_values=cache)
             out = model(ids[:, 60:], attention_mask=mask, past_key_values=cache).logits
@@ -495,7 +516,7 @@ def test_generating_with_beams_and_chunks():
         ({"prefill": "streaming"}, {"prefill_chunk_size": 16}),
         ({"prompt_length": 60}, {"prefill_chunk_size": 16}),
     ):
-        cache = cache_in(4, model.config, "h2o", budget=24, sink=2, recent=6, **extra)
+        cache = SketchCache(model.config, "h2o", budget=24, sink=2, recent=6, bits=4, **extra)
         model.generate(ids, past_key_values=cache, **settings, **more)
         summary = cache.summary()
         assert summary["tokens"] == 71
@@ -505,3 +526,38 @@ def test_generating_with_beams_and_chunks():
         most = rows * (16 * small + 10 * (2 * 16 * 4 + 4) + 8 * 16 + 4)
         waiting = sum(o.queries.nbytes for layer in cache.layers for o in layer.sketch._observed)
         assert summary["kv_bytes"] <= most + waiting
+
+
+# --- transformers' own QuantizedCache -------------------------------------------------------------
+
+
+def test_the_peer_refuses_what_its_backend_lacks():
+    keys = rows_of(1, 2, 64, 32)
+    assert "bits=8" in quantized_cache.available(8)
+    for bits, n, word in ((8, 64, "bits=8"), (4, 65, "multiple of 64"), (4, 0, "multiple of 64")):
+        given = keys if n == 64 else rows_of(1, 1, n, 31)
+        with pytest.raises(InputError, match=word):
+            quantized_cache.roundtrip(given, given, bits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_against_the_peer_at_equal_bytes(dtype):
+    """With scales of 2 bytes the same bytes for head_dim 64; keys and values no worse, and much
+    better than its default, which scales keys per slot only."""
+    reason = quantized_cache.available(4)
+    if reason is not None:
+        pytest.skip(reason)
+    keys = (rows_of(1, 2, 576, 64) * rows_of(64, seed=1).exp() + 3 * rows_of(64, seed=2)).to(dtype)
+    values = rows_of(1, 2, 576, 64, seed=3).to(dtype)
+    mine = {
+        "keys": read(quantize(keys, 4, per_channel=True)) - keys.float(),
+        "values": read(quantize(values, 4, per_channel=False)) - values.float(),
+    }
+    for per_channel in (True, False):
+        theirs_k, theirs_v, size = quantized_cache.roundtrip(
+            keys, values, 4, per_channel=per_channel
+        )
+        assert size == 2 * 576 * 2 * (32 + 2 * dtype.itemsize)
+        assert rms(mine["values"]) < 1.05 * rms((theirs_v - values).float())
+        factor = 1.1 if per_channel else 0.7
+        assert rms(mine["keys"]) < factor * rms((theirs_k - keys).float())
