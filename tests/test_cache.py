@@ -599,3 +599,15 @@ def test_groups_of_heads_change_nothing_but_the_budget(family):
 def test_wrong_schedules_are_named(llama, schedule, says):
     with pytest.raises(InputError, match=says):
         SketchCache(llama.config, "h2o", budget=20, schedule=schedule, **WINDOW)
+
+
+@pytest.mark.parametrize("method", ["sliding_window", "sliding_window_sampled", "subgen"])
+def test_sketches_with_wider_sums_decode_in_bfloat16(method):
+    """Sums outside a window are float32; tokens of a bfloat16 model still come in as such, through
+    many compressions."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"]()).eval().bfloat16()
+    model.generation_config.eos_token_id = None
+    cache = SketchCache(model.config, method, budget=20, **WINDOW)
+    assert greedy(model, ids_of(2, 40), cache, new=60).shape == (2, 100)
+    assert cache.layers[0].sketch.compressor.sketch.seen > 80

@@ -365,8 +365,12 @@ def test_a_sketch_sees_exact_tokens(method, dtype):
         for at in range(0, 600, 25):
             held.extend(Slots(*(x[:, :, at : at + 25].to(dtype) for x in (keys, values))))
             held.settle(None, prefill=True)
+        for at in range(70):  # decoded
+            held.extend(Slots(*(x[:, :, at : at + 1].to(dtype) for x in (values, keys))))
+            held.settle(None, prefill=False)
         states.append((held.compressor.sketch.state, held.slots))
     (exact, slots), (state, stored) = states
+    assert slots.count == stored.count
     assert {k: v.tolist() for k, v in exact.items()} == {k: v.tolist() for k, v in state.items()}
     queries = rows_of(1, 2, 8, 16, seed=2)
     assert rms(attend(queries, slots) - attend(queries, stored)) < 0.05 * rms(values.mean(2) + 1)

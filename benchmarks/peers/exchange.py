@@ -24,7 +24,12 @@ VARIABLE = "KVSKETCH_PEERS_PYTHON"
 ENVIRONMENT = Path(__file__).resolve().parents[2] / ".venv-peers"
 
 #: Peers that are installed from a package index: distribution name -> the version we speak.
-VERSIONS = {"torch": "2.13.0", "kvpress": "0.5.5", "goodpoints": "0.6.3"}
+VERSIONS = {
+    "torch": "2.13.0",
+    "kvpress": "0.5.5",
+    "goodpoints": "0.6.3",
+    "optimum-quanto": "0.2.7",
+}
 
 _ASK = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
 

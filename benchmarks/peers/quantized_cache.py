@@ -6,12 +6,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from benchmarks.peers.exchange import VERSIONS, PeerError, call, missing
+from benchmarks.peers.exchange import PeerError, call, missing
 from kvsketch import InputError
 
 _RUNNER = Path(__file__).with_name("quantized_cache_runner.py")
 _BACKEND = "optimum-quanto"
-VERSIONS.setdefault(_BACKEND, "0.2.7")
 
 #: what the backend takes
 ALLOWED_BITS = (4, 2)

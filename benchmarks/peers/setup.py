@@ -12,16 +12,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.peers import balancekv, goodpoints, kvpress, thinformer
+from benchmarks.peers import balancekv, goodpoints, kvpress, quantized_cache, thinformer
 from benchmarks.peers.exchange import ENVIRONMENT, VARIABLE, VERSIONS, _missing, interpreter
 
 #: What each peer is used for.
 PEERS = {
     "kvpress": (kvpress.available, "presses: which tokens they keep"),
+    "QuantizedCache": (partial(quantized_cache.available, 4), "transformers' own, 4 and 2 bits"),
     "goodpoints": (goodpoints.available, "kernel thinning"),
     "BalanceKV": (balancekv.available, "the authors' balanced_walk"),
     "Thinformer": (thinformer.available, "kernel halving"),

@@ -96,9 +96,9 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         positions = self._positions(key_states) if self.track_positions else None
         self.sketch.extend(Slots(key_states, value_states, positions=positions))
         self._pending = q
+        slots = self.sketch.slots
         if q > 1:
             self.on_change()
-        slots = self.sketch.slots
         return tag(slots.keys, self), slots.values
 
     def after_attention(self, observed: Observed | None) -> None:

@@ -121,7 +121,7 @@ class Periodic:
             if new.count == 1:  # decoding: take a whole buffer at once
                 budget = self.budget.slots(self.seen)
                 capacity = max(capacity, budget + self.buffer_for(budget))
-                if self.bits != 16:  # room is in full precision: no more than the buffer
+                if self._quantises_early():  # room is in full precision: only the buffer
                     capacity = self._page.count + self.buffer_for(budget)
                 if self.one_shot:  # grows for good, by a few per cent at a time
                     capacity = self._page.count + self.buffer_for(self._page.count)
@@ -192,13 +192,15 @@ class Periodic:
         if sketching or kept.count > limit:
             kept = self.compressor(kept, budget)
         capacity = kept.count + 2 * room
-        if kept.count <= limit:
+        if sketching:  # as with 16 bits: what a sketch leaves of the budget is for exact tokens
+            capacity = max(capacity, limit + room)
+        elif kept.count <= limit:
             capacity = min(capacity, limit + room)
         return QuantizedPage(kept, capacity, self.bits, *window, page)
 
     def _due(self, prefill: bool) -> bool:
         budget = fits = self.budget.slots(self.seen)
-        if self.bits != 16 and isinstance(self.compressor, Windowed):
+        if self._quantises_early():
             fits = min(budget, self.compressor.sink + self.compressor.recent)
         if prefill:
             return self._count() > fits
@@ -207,6 +209,10 @@ class Periodic:
         if self._page is not None:
             return self._page.room == 0
         return self._count() >= fits + self.buffer_for(budget)
+
+    def _quantises_early(self) -> bool:
+        """Whether slots are quantised although they fit the budget."""
+        return self.bits != 16 and isinstance(self.compressor, Windowed)
 
     def _count(self) -> int:
         held = self._dense if self._page is None else self._page

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ..compressors.base import check_input
@@ -46,6 +48,7 @@ class WindowedSketch:
         """Forget the sketch."""
         self.sketch: Sketch | None = None
         self._sinks = self._window = 0  # sink and recent as far as the first budget had room
+        self._dtype: torch.dtype | None = None  # of the values that came in first
         self._before = 0  # slots in front of the recent window: sinks and sketch
 
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
@@ -68,7 +71,9 @@ class WindowedSketch:
             if rest.count <= self._window:
                 return slots
             _, middle, last = split(rest, 0, self._window)
-        self.sketch.extend(middle)
+        # A sketch's own values may be float32 and make the page so; tokens come back unrounded.
+        self._dtype = self._dtype or slots.values.dtype
+        self.sketch.extend(replace(middle, values=middle.values.to(self._dtype), score=None))
         middle = self.sketch.slots
         self._before = first.count + middle.count
         return Slots.cat([first, middle, last])
