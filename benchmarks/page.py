@@ -209,7 +209,10 @@ def attention_error(result: dict[str, Any]) -> str:
         "`@measured`: the same total, spent over heads and layers by errors measured on other "
         "prompts. `peer:` rows run the peers' own code; kvpress's presses keep the same tokens as "
         "ours of the same name, which `tests/test_peers.py` checks. Bytes are per token and KV "
-        "head, bfloat16.\n\n" + by_share(result, "relative_error", 3) + f"\n\n{_where(result)}\n"
+        "head, bfloat16. `pyramidkv` is `snapkv` with a budget schedule over layers, which "
+        "a single layer does not show.\n\n"
+        + by_share(result, "relative_error", 3)
+        + f"\n\n{_where(result)}\n"
     )
 
 
