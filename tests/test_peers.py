@@ -199,7 +199,7 @@ def test_a_missing_environment_is_named(monkeypatch, tmp_path):
     with pytest.raises(PeerError, match="nowhere"):
         kvpress.kept("knorm", *tensors(SHAPES[0]), 5)
     shown = setup.table()
-    assert list(shown.columns[0].cells) == ["kvpress", "goodpoints", "BalanceKV", "Thinformer"]
+    assert list(shown.columns[0].cells) == list(setup.PEERS)
     assert "nowhere" in next(iter(shown.columns[2].cells))
 
 
