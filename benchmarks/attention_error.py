@@ -32,6 +32,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.figures import subplots, write
 from benchmarks.page import save
 from benchmarks.peers import balancekv, goodpoints, thinformer
 from benchmarks.prompts import default_models, load, prompts_for
@@ -304,19 +305,10 @@ def main(
 
 def figure(results: list[dict[str, Any]], path: Path) -> None:
     """Error against the kept share, one panel per source (BalanceKV's figure 2)."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "kvsketch"  # the same bytes every time
-    import matplotlib.pyplot as plt
-
     sources = list(dict.fromkeys(r["source"] for r in results))
-    fig, axes = plt.subplots(
-        1, len(sources), figsize=(5.5 * len(sources), 5), layout="constrained", squeeze=False
-    )
+    fig, axes = subplots(len(sources), 5.5 * len(sources), 5)
     names = list(dict.fromkeys(r["method"] for r in results if r["kept"] < 1))
-    colours = plt.get_cmap("tab20")
-    for panel, source in zip(axes[0], sources, strict=True):
+    for panel, source in zip(axes, sources, strict=True):
         for number, name in enumerate(names):
             rows = [r for r in results if r["source"] == source and r["method"] == name]
             panel.errorbar(
@@ -325,19 +317,17 @@ def figure(results: list[dict[str, Any]], path: Path) -> None:
                 yerr=[r["std"] for r in rows],
                 marker="o",
                 ms=3,
-                color=colours(number % 20),
-                ls="-" if number < 20 else "--",
+                color=f"C{number}",
+                ls=("-", "--", ":")[number // 10 % 3],
                 label=name,
             )
         panel.set(xscale="log", yscale="log", title=source, xlabel="kept share of the middle")
         panel.set_xticks([1 / 2, 1 / 4, 1 / 8, 1 / 16], ["1/2", "1/4", "1/8", "1/16"])
         panel.minorticks_off()
         panel.grid(True, alpha=0.3)
-    axes[0][0].set_ylabel("relative error of a layer's attention")
-    fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(fig)
+    axes[0].set_ylabel("relative error of a layer's attention")
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    write(fig, path)
 
 
 def table(results: list[dict[str, Any]], source: str) -> Table:

@@ -23,6 +23,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.figures import subplots, write
 from benchmarks.page import save
 from kvsketch import Slots, attend
 from kvsketch.evaluation.report import dumps, environment
@@ -121,13 +122,7 @@ def exponents(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def figure(results: list[dict[str, Any]], path: Path) -> None:
     """Bytes and time against n, log-log."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "kvsketch"  # the same bytes every time
-    import matplotlib.pyplot as plt
-
-    fig, (left, right) = plt.subplots(1, 2, figsize=(9.5, 4), layout="constrained")
+    fig, (left, right) = subplots(2, 9.5, 4)
     names = dict.fromkeys(r["sketch"] for r in results)
     for name, marker in zip(names, "os^Dv<>Px", strict=False):
         rows = [r for r in results if r["sketch"] == name]
@@ -142,9 +137,7 @@ def figure(results: list[dict[str, Any]], path: Path) -> None:
     for axes in (left, right):
         axes.grid(True, which="major", alpha=0.3)
     fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(fig)
+    write(fig, path)
 
 
 def main(

@@ -26,16 +26,16 @@ from rich.progress import Progress
 from scipy.stats import binomtest
 from torch import Tensor
 
+from benchmarks.figures import subplots, write
 from benchmarks.page import save
+from benchmarks.prompts import default_models, load
 from kvsketch import METHODS, SKETCHES, InputError, Slots, attend, theory
 from kvsketch.compressors import make
 from kvsketch.evaluation.activations import capture
-from kvsketch.evaluation.loading import PACKAGED, load_model, load_tokenizer, resolve_model
 from kvsketch.evaluation.longeval_cases import generate_cases
 from kvsketch.evaluation.report import dumps, environment
 from kvsketch.streaming import BalanceKVStreaming, Sketch, SubGen
 
-STORIES = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "stories260K"
 CHUNK = 4096
 #: trials that run side by side, as KV heads
 SIDE_BY_SIDE = {"subgen": 50, "balancekv_streaming": 10}
@@ -155,8 +155,7 @@ def balancekv_case(case: dict[str, Any], trials: int, seed: int, tick: Any) -> d
 
 def real_norms(model: str, seed: int, eps: float = 0.5) -> list[dict[str, Any]]:
     """What the theorems ask for at a model's own norms, per layer, in words."""
-    loaded = load_model(resolve_model(model), "cpu", "float32")
-    tokenizer = load_tokenizer(resolve_model(model))
+    loaded, tokenizer = load(model)
     limit = loaded.config.max_position_embeddings
     prompt = generate_cases(100, 1, seed)[0]["prompt"]
     ids = tokenizer(prompt, return_tensors="pt").input_ids[:, :limit]
@@ -224,13 +223,7 @@ def index_rows(rows: int, seed: int) -> list[dict[str, Any]]:
 
 def figure(result: dict[str, Any], path: Path) -> None:
     """Left: errors against the bound. Right: bits Bob recovers."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "kvsketch"  # the same bytes every time
-    import matplotlib.pyplot as plt
-
-    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    fig, (left, right) = subplots(2, 10, 4)
     names = [f"{r['sketch']}\nd={r['d']}, r={r['r']}" for r in result["results"]]
     place = range(len(names))
     left.bar(
@@ -247,9 +240,7 @@ def figure(result: dict[str, Any], path: Path) -> None:
     right.barh([r["method"] for r in bars], [r["advantage"] for r in bars], color="tab:orange")
     right.set(title="INDEX: bits beyond guessing, n/4 slots", xlim=(-0.05, 1.02))
     right.tick_params(axis="y", labelsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(fig)
+    write(fig, path)
 
 
 def main(
@@ -271,9 +262,7 @@ def main(
             raise typer.BadParameter(f"{name} {value} must be at least 1")
     if rows < 8:
         raise typer.BadParameter(f"--rows {rows} must be at least 8")
-    chosen = models.split(",") if models else [PACKAGED]
-    if not models and STORIES.is_dir():
-        chosen.append(str(STORIES))
+    chosen = models.split(",") if models else default_models()
     results = []
     with Progress(console=console) as progress:
         total = trials * len(SUBGEN) + balance_trials * len(BALANCEKV)

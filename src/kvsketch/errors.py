@@ -18,6 +18,17 @@ class UnsupportedError(KVSketchError, NotImplementedError):
     """The request makes sense in general but not for this model or in this state of the cache."""
 
 
+def at_least(name: str, value: object, least: int) -> int:
+    """``value`` if it is an int >= ``least``.
+
+    Raises:
+        InputError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name}={value!r} must be an int >= {least}")
+    return value
+
+
 def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> InputError:
     """The error for a name that is not in a registry; it suggests the nearest one."""
     names = sorted(allowed)

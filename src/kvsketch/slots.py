@@ -244,10 +244,10 @@ def attend(
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
-def attention_received(slots: Slots, observed: Observed) -> Tensor:
-    """Attention each slot received from the observed queries, summed over queries and the query
-    heads of its group: float32 ``[batch, num_key_value_heads, slots]``. Never forms the whole
-    queries x slots matrix."""
+def attention_received(slots: Slots, observed: Observed, weights: Tensor | None = None) -> Tensor:
+    """Attention each slot received from the observed queries, summed over queries (times
+    ``weights``, float ``[batch, q]``) and the query heads of its group: float32 ``[batch,
+    num_key_value_heads, slots]``. Never forms the whole queries x slots matrix."""
     queries = observed.queries
     check_queries(queries, slots, observed.slopes)
     first = slots.count - queries.shape[2]
@@ -266,7 +266,11 @@ def attention_received(slots: Slots, observed: Observed) -> Tensor:
         share = scores.softmax(-1)
         if observed.live is not None or slots.mass is not None:
             share = share.nan_to_num_(0.0)  # a padded query sees nothing
-        received[..., : seen.count] += share.sum((2, 3))
+        if weights is None:
+            received[..., : seen.count] += share.sum((2, 3))
+        else:
+            mine = weights[:, rows].to(share.dtype)
+            received[..., : seen.count] += torch.einsum("bhgqs,bq->bhs", share, mine)
     return received
 
 

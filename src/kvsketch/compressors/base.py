@@ -58,6 +58,13 @@ class Compressor(ABC):
         """Fold observed queries into ``slots.score``. Sees all slots, sinks and recent included."""
         return slots
 
+    def reset(self) -> None:  # noqa: B027 - most methods hold nothing
+        """Forget what is held between ``observe`` and ``compress``."""
+
+    def tensors(self) -> list[Tensor]:
+        """What is held between ``observe`` and ``compress``, for byte counting."""
+        return []
+
     @abstractmethod
     def compress(self, slots: Slots, budget: int) -> Slots:
         """Reduce to exactly ``budget`` slots (0 <= budget < n); may use ``slots.score``."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ..errors import at_least
 from ..slots import Slots, compute_dtype
 from .base import Compressor
 from .clustering import group_keys, merge
-from .snapkv import check_count
 
 
 class ClusterMerge(Compressor):
@@ -28,7 +28,7 @@ class ClusterMerge(Compressor):
 
     def __init__(self, seed: int = 0, steps: int = 5) -> None:
         super().__init__(seed)
-        self.steps = check_count("steps", steps)
+        self.steps = at_least("steps", steps, 1)
 
     def compress(self, slots: Slots, budget: int) -> Slots:
         if budget == 0:

@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..errors import at_least
 from ..slots import Observed, Slots, _blocks, attention_scores, check_queries, compute_dtype
 from .base import Compressor, keep_top
-from .snapkv import check_count, query_weights, scored_before
+from .snapkv import query_weights, scored_before
 
 # A slot without mass may outweigh all that have one; exp(80) is still finite in float32.
 _MAX_EXPONENT = 80.0
@@ -48,7 +49,7 @@ class ExpectedAttention(Compressor):
 
     def __init__(self, window: int = 512, seed: int = 0) -> None:
         super().__init__(seed)
-        self.window = check_count("window", window)
+        self.window = at_least("window", window, 1)
 
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
         if observed is None:

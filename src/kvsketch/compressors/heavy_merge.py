@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, at_least
 from ..slots import Observed, Slots, attention_scores, compute_dtype
 from .base import Compressor
 from .clustering import group_keys, merge
-from .snapkv import check_count, recent_attention, scored_before
+from .snapkv import recent_attention, scored_before
 
 # Weight of an unattended token beside one of average attention: it should pull a little.
 _FLOOR = 1e-3
@@ -79,9 +79,15 @@ class HeavyMerge(Compressor):
         if not ridge > 0:
             raise InputError(f"ridge={ridge!r} must be > 0")
         self.share, self.correct, self.ridge = share, correct, ridge
-        self.window = check_count("window", window)
-        self.steps = check_count("steps", steps)
+        self.window = at_least("window", window, 1)
+        self.steps = at_least("steps", steps, 1)
         self._seen: _Seen | None = None
+
+    def reset(self) -> None:
+        self._seen = None
+
+    def tensors(self) -> list[Tensor]:
+        return [] if self._seen is None else [self._seen.queries, self._seen.log_total]
 
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
         if observed is None:

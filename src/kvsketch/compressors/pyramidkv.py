@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..budget import Budget
-from ..errors import InputError
-from .snapkv import SnapKV, check_count
+from ..errors import InputError, at_least
+from .snapkv import SnapKV
 
 _LONG = 1 << 40  # tokens; windows and roundings vanish beside it
 
@@ -61,8 +61,8 @@ def pyramid_shares(
     Raises:
         InputError: an argument out of range, or ``tokens`` without ``budget``.
     """
-    check_count("num_layers", num_layers)
-    check_count("window", window)
+    at_least("num_layers", num_layers, 1)
+    at_least("window", window, 1)
     if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not beta >= 1:
         raise InputError(f"beta={beta!r} must be a number >= 1")
     if budget is None:

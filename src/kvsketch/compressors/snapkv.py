@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import InputError
-from ..slots import Observed, Slots, _blocks, attention_scores, causal, check_queries
+from ..errors import InputError, at_least
+from ..slots import Observed, Slots, attention_received, check_queries
 from .base import Compressor, keep_top
 
 
@@ -44,8 +44,8 @@ class SnapKV(Compressor):
 
     def __init__(self, window: int = 32, kernel_size: int = 5, seed: int = 0) -> None:
         super().__init__(seed)
-        self.window = check_count("window", window)
-        self.kernel_size = check_count("kernel_size", kernel_size)
+        self.window = at_least("window", window, 1)
+        self.kernel_size = at_least("kernel_size", kernel_size, 1)
         if kernel_size % 2 == 0:
             raise InputError(f"kernel_size={kernel_size} must be odd, so that it has a middle")
 
@@ -70,17 +70,6 @@ class SnapKV(Compressor):
         if self.kernel_size == 1 or score.shape[-1] == 0:
             return score
         return F.avg_pool1d(score, self.kernel_size, stride=1, padding=self.kernel_size // 2)
-
-
-def check_count(name: str, value: object) -> int:
-    """``value`` if it is an int >= 1.
-
-    Raises:
-        InputError: it is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name}={value!r} must be an int >= 1")
-    return value
 
 
 def scored_before(slots: Slots, name: str) -> Slots:
@@ -131,26 +120,14 @@ def recent_attention(slots: Slots, observed: Observed, window: int) -> tuple[Ten
     Raises:
         InputError: queries that do not fit the keys.
     """
-    queries = observed.queries
-    check_queries(queries, slots, observed.slopes)
+    check_queries(observed.queries, slots, observed.slopes)
     weights, fade = query_weights(observed, window)
     counted = (weights != 0).any(0).nonzero()
-    received = torch.zeros(slots.keys.shape[:3], device=queries.device)
     if not len(counted):
-        return received, fade
+        return torch.zeros(slots.keys.shape[:3], device=slots.keys.device), fade
     start = int(counted[0])  # what lies before it has no say in any row
-    queries, weights = queries[:, :, start:], weights[:, start:]
-    first = slots.count - queries.shape[2]
-    for rows in _blocks(queries.shape, slots.count):
-        seen = slots.narrow(0, first + rows.stop)
-        visible = causal(rows.stop - rows.start, seen.count, queries.device)
-        scores = attention_scores(
-            queries[:, :, rows], seen, observed.scaling, observed.softcap, visible, observed.slopes
-        )
-        if seen.mass is not None:
-            scores += seen.mass.to(scores.dtype).log()[:, :, None, None]
-        share = scores.softmax(-1).nan_to_num_(0.0)  # a padded query may see nothing
-        received[..., : seen.count] += torch.einsum(
-            "bhqs,bq->bhs", share.mean(2).float(), weights[:, rows]
-        )
+    live = None if observed.live is None else observed.live[:, start:]
+    late = replace(observed, queries=observed.queries[:, :, start:], live=live)
+    group = observed.queries.shape[1] // slots.keys.shape[1]
+    received = attention_received(slots, late, weights[:, start:]).float() / group
     return received, fade

@@ -52,14 +52,16 @@ class Windowed:
         return self.compressor.window
 
     def reset(self) -> None:
-        """Nothing is held between calls."""
+        """Forget what the method holds."""
+        self.compressor.reset()
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Nothing is held between calls."""
+        """Queries held for a fit belong to other rows now: forget them."""
+        self.compressor.reset()
 
     def tensors(self) -> list[Tensor]:
-        """Nothing is held between calls."""
-        return []
+        """What the method holds."""
+        return self.compressor.tensors()
 
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
         return self.compressor.observe(slots, observed)

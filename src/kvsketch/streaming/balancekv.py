@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..compressors import SoftmaxBalance
-from ..errors import InputError
+from ..errors import InputError, at_least
 from ..slots import Slots
-from .base import Sketch, at_least, merged_options
+from .base import Sketch, merged_options
 from .levels import Levels
 from .merge_reduce import batch_for, even
 

@@ -289,17 +289,6 @@ def _mixed(*generators: torch.Generator) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def at_least(name: str, value: object, least: int) -> int:
-    """``value`` if it is an int >= ``least``.
-
-    Raises:
-        InputError: it is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name}={value!r} must be an int >= {least}")
-    return value
-
-
 def lengthened(tensor: Tensor, extra: int) -> Tensor:
     """Zeros for ``extra`` more slots behind ``[batch, heads, slots, ...]``."""
     shape = (*tensor.shape[:2], extra, *tensor.shape[3:])

@@ -36,6 +36,7 @@ class HeadGroups:
         self.members = [torch.tensor(list(members)) for members, _ in groups]
         self.order = torch.tensor(heads).argsort()  # from grouped to the model's order
         self.compressor = self.drivers[0].compressor
+        self._indices: dict[tuple[int | None, int, torch.device], Tensor] = {}
 
     @property
     def seen(self) -> int:
@@ -75,19 +76,24 @@ class HeadGroups:
     def queries_of(self, group: int, queries: Tensor) -> Tensor:
         """The query heads of a group: ``[batch, num_attention_heads, ...]`` to those of its KV
         heads."""
-        share = queries.shape[1] // len(self.order)
-        heads = self.members[group].to(queries.device)
-        index = (heads.unsqueeze(1) * share + torch.arange(share, device=queries.device)).flatten()
-        return queries.index_select(1, index)
+        return queries.index_select(1, self._index(group, queries))
 
     def assemble(self, outputs: Sequence[Tensor]) -> Tensor:
         """Attention outputs of the groups, ``[batch, group's query heads, ...]``, in the model's
         order of heads."""
         whole = torch.cat(list(outputs), dim=1)
-        share = whole.shape[1] // len(self.order)
-        order = self.order.to(whole.device)
-        index = (order.unsqueeze(1) * share + torch.arange(share, device=whole.device)).flatten()
-        return whole.index_select(1, index)
+        return whole.index_select(1, self._index(None, whole))
+
+    def _index(self, group: int | None, like: Tensor) -> Tensor:
+        """Query heads of a group, or (None) the model's order of grouped heads, on the device of
+        ``like``. Remembered: a decoded token should move no index to a device."""
+        share = like.shape[1] // len(self.order)
+        key = (group, share, like.device)
+        if key not in self._indices:
+            heads = self.order if group is None else self.members[group]
+            index = (heads.unsqueeze(1) * share + torch.arange(share)).flatten()
+            self._indices[key] = index.to(like.device)
+        return self._indices[key]
 
     def observed_by(self, group: int, observed: Observed | None) -> Observed | None:
         """A group's part of what was observed."""
@@ -103,8 +109,9 @@ class HeadGroups:
             driver.reset()
 
     def extend(self, new: Slots) -> None:
-        for members, driver in zip(self.members, self.drivers, strict=True):
-            driver.extend(new.map(partial(_select, members)))
+        for i, driver in enumerate(self.drivers):
+            index = self._index(i, new.keys)
+            driver.extend(new.map(partial(torch.index_select, dim=1, index=index)))
 
     def mark_padding(self, live: Tensor) -> None:
         for driver in self.drivers:
@@ -131,7 +138,3 @@ class HeadGroups:
 
     def tensors(self) -> list[Tensor]:
         return [tensor for driver in self.drivers for tensor in driver.tensors()]
-
-
-def _select(heads: Tensor, tensor: Tensor) -> Tensor:
-    return tensor.index_select(1, heads.to(tensor.device))

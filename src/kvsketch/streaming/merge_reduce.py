@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..compressors import HALVINGS
-from ..errors import InputError, unknown_name
+from ..errors import InputError, at_least, unknown_name
 from ..slots import Slots
-from .base import Sketch, at_least, merged_options
+from .base import Sketch, merged_options
 from .levels import Levels
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, at_least
 from ..slots import Slots, attention_scores, check_queries, compute_dtype
-from .base import Sketch, at_least, merged_options
+from .base import Sketch, merged_options
 
 
 class OneDimensional(Sketch):

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, at_least
 from ..slots import Slots, attend, attention_scores, compute_dtype
-from .base import Sketch, at_least, merged_options
+from .base import Sketch, merged_options
 
 
 class SlidingWindow(Sketch):

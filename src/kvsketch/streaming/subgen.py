@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, at_least
 from ..slots import Slots, compute_dtype
-from .base import Sketch, at_least, lengthened, merged_options
+from .base import Sketch, lengthened, merged_options
 from .online_clusters import assign, within_cluster
 
 OVERFLOW = ("widen", "nearest", "error")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..compressors.kcenter import farthest_first
-from ..errors import InputError
-from ..streaming.base import at_least
+from ..errors import InputError, at_least
 from .parameters import number
 
 

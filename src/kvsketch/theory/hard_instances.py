@@ -10,9 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, at_least
 from ..slots import Slots, attend
-from ..streaming.base import at_least
 from .parameters import number
 
 # Fresh Gaussian keys drawn before coherence above eps is an error.

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ..errors import InputError
-from ..streaming.base import at_least
+from ..errors import InputError, at_least
 
 # Beyond e^600 a number of slots is no longer worth a float.
 _LARGEST_EXPONENT = 600.0
