@@ -59,7 +59,8 @@ def test_compressed_generation_stays_in_budget(family, method):
     """Compressed runs finish, keep the true length, and no row depends on another's padding."""
     model = build(family)
     for padding in BATCHES.values():
-        cache = SketchCache(model.config, method, budget=0.5, sink=2, recent=6)
+        window = {"sink": 2, "recent": 6}
+        cache = SketchCache(model.config, method, budget=0.5, allocation="even", **window)
         ids = generate(model, cache, padding)
         assert ids.shape == (len(padding), TOKENS + NEW)
         assert cache.get_seq_length() == TOKENS + NEW - 1

@@ -10,10 +10,10 @@ from .errors import InputError, KVSketchError, UnsupportedError
 if TYPE_CHECKING:
     from .budget import Budget
     from .compressors import METHODS
-    from .evaluation.allocation import measure_schedule
+    from .evaluation.allocation import measure_curves, measure_schedule
     from .hf import SketchCache
     from .slots import Observed, Slots, attend
-    from .streaming import ALL_METHODS, SKETCHES
+    from .streaming import ALL_METHODS, SKETCHES, Curves
 
 __version__ = "0.1.0"
 
@@ -22,6 +22,7 @@ __all__ = [
     "METHODS",
     "SKETCHES",
     "Budget",
+    "Curves",
     "InputError",
     "KVSketchError",
     "Observed",
@@ -30,6 +31,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "attend",
+    "measure_curves",
     "measure_schedule",
 ]
 
@@ -37,7 +39,9 @@ __all__ = [
 _LAZY = {
     "ALL_METHODS": "streaming",
     "METHODS": "compressors",
+    "measure_curves": "evaluation.allocation",
     "measure_schedule": "evaluation.allocation",
+    "Curves": "streaming",
     "SKETCHES": "streaming",
     "Budget": "budget",
     "Observed": "slots",

@@ -22,6 +22,7 @@ class Budget:
         value: the budget on average over layers and heads.
         share: what these heads get of it: 1 is the average (see ``scheduled``). More than all
             tokens is all tokens.
+        limit: never more slots than this, whatever a fraction says; None: no limit.
 
     Raises:
         InputError: not a number, <= 0, not finite, or a float above 1.
@@ -29,6 +30,7 @@ class Budget:
 
     value: int | float
     share: float = 1.0
+    limit: int | None = None
 
     def __post_init__(self) -> None:
         value = self.value
@@ -54,7 +56,8 @@ class Budget:
             if self.share == 1 or tokens <= self.value:
                 return self.value
             return max(1, round(self.value * self.share))
-        return max(1, math.ceil(self.value * self.share * tokens - 1e-9))
+        slots = max(1, math.ceil(self.value * self.share * tokens - 1e-9))
+        return slots if self.limit is None else min(slots, self.limit)
 
 
 def scheduled(

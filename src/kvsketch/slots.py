@@ -191,6 +191,11 @@ class Observed:
     slopes: Tensor | None = None
     live: Tensor | None = None
 
+    def narrow(self, start: int, length: int) -> Observed:
+        """``length`` queries from ``start`` on, as views."""
+        live = None if self.live is None else self.live.narrow(1, start, length)
+        return replace(self, queries=self.queries.narrow(2, start, length), live=live)
+
 
 def causal(num_queries: int, num_slots: int, device: torch.device) -> Tensor:
     """bool ``[1, 1, q, slots]``: the queries belong to the last q slots."""

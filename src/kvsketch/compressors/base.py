@@ -30,6 +30,9 @@ class Compressor(ABC):
     #: of handing over queries.
     accumulates: ClassVar[bool] = False
 
+    #: how ``SketchCache`` spends a budget unless told: "even", or "measured" where it lowers errors
+    allocation: ClassVar[str] = "even"
+
     #: how many of a prompt's last queries it looks at; None: all of them
     window: int | None = None
 

@@ -51,6 +51,10 @@ class Windowed:
         """How many of a prompt's last queries the method looks at; None: all of them."""
         return self.compressor.window
 
+    def recent_at(self, budget: int) -> int:
+        """Recent tokens that are kept as they are within a budget."""
+        return min(self.recent, budget - min(self.sink, budget))
+
     def reset(self) -> None:
         """Forget what the method holds."""
         self.compressor.reset()
@@ -72,8 +76,7 @@ class Windowed:
         if slots.count <= budget:
             return slots
         slots = self.compressor.observe(slots, observed)
-        sink = min(self.sink, budget)
-        recent = min(self.recent, budget - sink)
+        sink, recent = min(self.sink, budget), self.recent_at(budget)
         first, middle, last = split(slots, sink, recent)
         kept = budget - sink - recent
         if kept == 0:

@@ -101,7 +101,7 @@ def _attention(
         sketch.mark_padding(live)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     method = sketch.compressor
-    observed = Observed(query, scale, softcap, live=live) if method.needs_queries else None
+    observed = Observed(query, scale, softcap, live=live) if sketch.wants_queries(q) else None
     lean = q == 1 and softcap is None and query.dtype in _FULL_PRECISION
     lean = lean and not (sketch.padded or method.split_sums)
     if isinstance(sketch, HeadGroups) and sketch.compressed:

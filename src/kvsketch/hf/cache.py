@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -12,9 +13,20 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..budget import Budget, Schedule, scheduled
 from ..errors import InputError, UnsupportedError
-from ..streaming import HeadGroups, Periodic, default_schedule, windowed
-from . import mpt
+from ..streaming import (
+    Curves,
+    HeadGroups,
+    Periodic,
+    Planner,
+    Waiting,
+    default_allocation,
+    default_schedule,
+    windowed,
+)
+from ..streaming.periodic import Reducer
+from . import accounting, mpt
 from .attention import PREFIX, register
+from .goal import check_curves, make_goal
 from .layer import SketchLayer
 
 PREFILL_MODES = ("exact", "streaming")
@@ -33,8 +45,8 @@ class SketchCache(Cache):  # type: ignore[misc]
             sketch, which gets the budget left by sinks and recent tokens at its first compression
             (each says in ``for_budget`` how close to it it stays).
         budget: slots kept per KV head (int) or kept fraction of the tokens seen (float in (0, 1]),
-            sinks and recent tokens included. Where a fraction leaves no room for them (a short
-            prompt), the recent window shrinks first.
+            sinks and recent tokens included; default 0.5, unless there is a tolerance. Where a
+            fraction leaves no room for them (a short prompt), the recent window shrinks first.
         sink: first tokens kept as they are.
         recent: last tokens kept as they are.
         buffer: slots decoding may run above the budget before it is compressed to as many below;
@@ -52,15 +64,30 @@ class SketchCache(Cache):  # type: ignore[misc]
         schedule: shares of the budget, one per compressed layer or one per layer and KV head,
             with mean 1. Default: the method's own (pyramidkv), else the same everywhere. Heads of
             equal share are kept together; memory falls as the shares say.
+        tolerance: instead of a budget: every KV head keeps the fewest slots (a fraction of the
+            tokens) whose measured relative error stays within it; heads that cannot be compressed
+            stay exact. Measured on queries of the first prompt that the method has not seen.
+        max_budget: what a tolerance may keep on average over layers and heads, as ``budget``; it
+            wins over the tolerance, and ``summary`` says which heads are above it.
+        allocation: "even": the same budget for every head (or ``schedule``). "measured": the same
+            total, spent where it lowers the error most, measured on the first prompt (heavy_merge's
+            own way where the prefill is exact and nothing else is given). Curves, or
+            the path of a file of them (``Curves.save``): as measured before, on prompts of the
+            user's kind; better than "measured" where what is asked differs from what was read.
+            "measured", and a tolerance with ``max_budget``, compare all layers, so they hold the
+            whole cache of a prompt until its last layer is done; so do prompts too short to
+            measure on (about 100 tokens).
+        track_error: keep the exact answers of 32 prompt queries up to date, so that ``error`` can
+            say what the slots get wrong at any later time.
         options: further arguments of the method, such as ``{"delta": 2.0, "t": 4}`` for subgen.
         seed: of every random choice.
 
     Raises:
-        InputError: any argument out of range; nothing is changed.
+        InputError: any argument out of range, or two that exclude each other; nothing is changed.
         UnsupportedError: the model's attention cannot be replaced, or it has no layer to compress.
 
     Example:
-        >>> cache = SketchCache(model.config, "kcenter", budget=0.25)      # doctest: +SKIP
+        >>> cache = SketchCache(model.config, budget=0.25)                 # doctest: +SKIP
         >>> ids = model.generate(**inputs, past_key_values=cache)          # doctest: +SKIP
         >>> cache.summary()["kv_bytes"]                                    # doctest: +SKIP
     """
@@ -68,9 +95,9 @@ class SketchCache(Cache):  # type: ignore[misc]
     def __init__(
         self,
         config: PretrainedConfig,
-        method: str = "kcenter",
+        method: str = "heavy_merge",
         *,
-        budget: int | float = 0.5,
+        budget: int | float | None = None,
         sink: int = 4,
         recent: int = 32,
         buffer: int | None = None,
@@ -79,6 +106,10 @@ class SketchCache(Cache):  # type: ignore[misc]
         one_shot: bool = False,
         bits: int = 16,
         schedule: Schedule | None = None,
+        tolerance: float | None = None,
+        max_budget: int | float | None = None,
+        allocation: str | Path | Curves | None = None,
+        track_error: bool = False,
         options: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
@@ -90,13 +121,18 @@ class SketchCache(Cache):  # type: ignore[misc]
             raise InputError(f"prompt_length={prompt_length!r} must be an int >= 1")
         self._config = config
         self.method = method
-        self.budget = Budget(budget)
+        if allocation is None:
+            own = schedule is None and tolerance is None and prefill == "exact"
+            allocation = default_allocation(method) if own else "even"
+        goal = make_goal(budget, tolerance, max_budget, allocation, schedule, prefill)
+        self.budget, self.tolerance = goal.budget, goal.tolerance
         self.bits = bits
-        if isinstance(self.budget.value, int) and self.budget.value < sink + recent:
-            raise InputError(
-                f"budget={budget} is smaller than sink={sink} + recent={recent}: raise the budget "
-                "or lower sink and recent"
-            )
+        for name, given in (("budget", goal.budget), ("max_budget", goal.max_budget)):
+            if given is not None and isinstance(given.value, int) and given.value < sink + recent:
+                raise InputError(
+                    f"{name}={given.value} is smaller than sink={sink} + recent={recent}: raise "
+                    "the budget or lower sink and recent"
+                )
         if config.is_encoder_decoder:
             raise UnsupportedError(
                 f"{type(config).__name__} is an encoder-decoder; SketchCache is for decoder-only "
@@ -109,24 +145,38 @@ class SketchCache(Cache):  # type: ignore[misc]
         layers = list(DynamicCache(config=config).layers)
         chosen = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         heads = _kv_heads(text_config)
-        if schedule is None:
-            schedule = default_schedule(method, len(chosen), self.budget, recent)
-        budgets = scheduled(self.budget, schedule, len(chosen), [heads] * len(chosen))
-        for index, budget_of_heads in zip(chosen, budgets, strict=True):
+        planned = tolerance is not None or allocation != "even"
+        if planned:
+            check_curves(goal.curves, len(chosen), heads)
+        elif schedule is None and goal.budget is not None:
+            schedule = default_schedule(method, len(chosen), goal.budget, recent)
+        self._planner = Planner(goal, len(chosen))
+        per_layer: list[list[Budget]] = []
+        if not planned and goal.budget is not None:
+            per_layer = scheduled(goal.budget, schedule, len(chosen), [heads] * len(chosen))
+        for place, index in enumerate(chosen):
 
-            def driver(share: Budget, number: int, index: int = index) -> Periodic:
+            def reduce(number: int = 0, index: int = index) -> Reducer:
                 # groups of one layer differ in seed, like layers do
-                reducer = windowed(
-                    method, sink, recent, seed + index + number * len(layers), options
-                )
-                return Periodic(reducer, share, buffer, one_shot, bits)
+                return windowed(method, sink, recent, seed + index + number * len(layers), options)
 
+            def build(
+                budgets: Sequence[Budget], reduce: Callable[[int], Reducer] = reduce
+            ) -> Periodic | HeadGroups:
+                return grouped(
+                    budgets,
+                    lambda share, number: Periodic(
+                        reduce(number), share, buffer, one_shot, bits, track_error
+                    ),
+                )
+
+            if planned:
+                build([Budget(1.0)])  # bad arguments should fail now, not after the prompt
+                sketch: Periodic | HeadGroups = Waiting(place, self._planner, reduce, build)
+            else:
+                sketch = build(per_layer[place])
             layers[index] = SketchLayer(
-                grouped(budget_of_heads, driver),
-                prefill == "exact",
-                prompt_length,
-                uses_alibi,
-                self._note_bytes,
+                sketch, prefill == "exact", prompt_length, uses_alibi, self._note_bytes
             )
         if not any(isinstance(layer, SketchLayer) for layer in layers):
             raise UnsupportedError(
@@ -177,30 +227,39 @@ class SketchCache(Cache):  # type: ignore[misc]
     def nbytes(self) -> int:
         """Bytes of all tensors the cache holds now: keys, values, masses, scores, waiting queries,
         and room not filled yet."""
-        return sum(_layer_nbytes(layer) for layer in self.layers)
+        return sum(accounting.layer_nbytes(layer) for layer in self.layers)
 
     def exact_nbytes(self) -> int:
         """Bytes an uncompressed cache of the same tokens would hold."""
-        return sum(_exact_nbytes(layer) for layer in self.layers)
+        return sum(accounting.exact_nbytes(layer) for layer in self.layers)
 
     def summary(self) -> dict[str, Any]:
         """What is kept and what it costs, overall and per layer. ``slots`` is per KV head, the
-        mean over compressible layers; bytes are measured from live tensors."""
+        mean over compressible layers; bytes are measured from live tensors. ``exact_heads`` hold
+        all their tokens; ``above_tolerance`` are those that ``max_budget`` keeps from it."""
         layers = [
             {
                 "layer": index,
                 "compressed": isinstance(layer, SketchLayer) and layer.sketch.compressed,
                 "tokens": layer.get_seq_length(),
-                "slots": _held(layer),
-                "kv_bytes": _layer_nbytes(layer),
-                "exact_kv_bytes": _exact_nbytes(layer),
+                "slots": accounting.held(layer),
+                "exact_heads": accounting.exact_heads(layer),
+                "kv_bytes": accounting.layer_nbytes(layer),
+                "exact_kv_bytes": accounting.exact_nbytes(layer),
             }
             for index, layer in enumerate(self.layers)
         ]
-        held = [_held(layer) for layer in self._sketches()]
+        if self.tolerance is not None:
+            numbers = [i for i, layer in enumerate(self.layers) if isinstance(layer, SketchLayer)]
+            for number, index in enumerate(numbers):
+                above = self._planner.above.get(number)
+                heads = [] if above is None else above.nonzero().flatten().tolist()
+                layers[index]["above_tolerance"] = heads
+        held = [accounting.held(layer) for layer in self._sketches()]
         return {
             "method": self.method,
-            "budget": self.budget.value,
+            "budget": None if self.budget is None else self.budget.value,
+            "tolerance": self.tolerance,
             "bits": self.bits,
             "tokens": self.get_seq_length(),
             "slots": sum(held) / len(held),
@@ -209,6 +268,29 @@ class SketchCache(Cache):  # type: ignore[misc]
             "peak_kv_bytes": max(self.peak_nbytes, self.nbytes()),
             "layers": layers,
         }
+
+    def error(self) -> list[dict[str, Any]]:
+        """Measured relative error |z - exact| / |exact| of every compressible layer and KV head,
+        over up to 32 of the prompt's last queries; the largest of the batch rows.
+
+        ``prompt``: right after the prompt was compressed (its queries asked again; a query-aware
+        method has seen them, so what follows may fare worse). ``now`` (with ``track_error``): over
+        all tokens seen since, as if the same queries were asked now. 0 for what is not compressed;
+        None where a head was compressed but nothing could be measured: compressed first while
+        decoding.
+        """
+        rows = []
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, SketchLayer):
+                sketch = layer.sketch
+                rows.append(
+                    {
+                        "layer": index,
+                        "prompt": accounting.errors(sketch, sketch.error),
+                        "now": accounting.errors(sketch, sketch.running_error),
+                    }
+                )
+        return rows
 
     def reset(self) -> None:
         """Forget everything; settings stay."""
@@ -284,25 +366,3 @@ def _kv_heads(config: PretrainedConfig) -> int:
         if isinstance(value, int) and value > 0:
             return value
     raise UnsupportedError(f"{type(config).__name__} does not say how many KV heads it has")
-
-
-def _held(layer: Any) -> float:
-    if isinstance(layer, SketchLayer):
-        return layer.sketch.held if layer.sketch.seen else 0
-    keys = layer.keys
-    return 0 if keys is None or keys.dim() < 4 else int(keys.shape[2])
-
-
-def _layer_nbytes(layer: Any) -> int:
-    if isinstance(layer, SketchLayer):
-        tensors = layer.sketch.tensors()
-    else:
-        tensors = [t for t in (layer.keys, layer.values) if t is not None]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
-
-
-def _exact_nbytes(layer: Any) -> int:
-    if not isinstance(layer, SketchLayer):
-        return _layer_nbytes(layer)
-    return layer.sketch.seen * layer.token_bytes

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from ..compressors.base import all_finite
 from ..errors import InputError, UnsupportedError
 from ..slots import Observed, Slots
-from ..streaming import HeadGroups, Periodic
+from ..streaming import HeadGroups, Periodic, Waiting
 from .attention import tag
 
 
@@ -23,7 +23,8 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
     function then calls ``after_attention``, where compression happens.
 
     Args:
-        sketch: the driver, or one per group of heads.
+        sketch: the driver, or one per group of heads; or what will ``take`` it when budgets are
+            known, and comes back at ``reset``.
         exact_prefill: do not compress before ``prompt_length`` tokens were seen.
         prompt_length: tokens of the first prompt if it arrives in several chunks.
         track_positions: store each slot's position (ALiBi models).
@@ -40,7 +41,9 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         track_positions: bool,
         on_change: Callable[[], None],
     ) -> None:
-        self.sketch = sketch
+        self.sketch = self._first = sketch
+        if isinstance(sketch, Waiting):
+            sketch.on_told = self.take
         self.exact_prefill = exact_prefill
         self.prompt_length = prompt_length
         self.track_positions = track_positions
@@ -50,6 +53,11 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         self.dtype: torch.dtype | None = None
         self.token_bytes = 0  # keys and values of one token, all rows and heads, uncompressed
         super().__init__()
+
+    def take(self, sketch: Periodic | HeadGroups) -> None:
+        """Go on with another driver, which has all tokens."""
+        self.sketch = sketch
+        self.on_change()
 
     # keys and values are what the sketch holds; transformers' base class only ever clears them
     @property
@@ -138,6 +146,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         self.on_change()
 
     def reset(self) -> None:
+        self.sketch = self._first
         self.sketch.reset()
         self._pending = 0
         self._token_shape = ()

@@ -73,6 +73,35 @@ class HeadGroups:
         counts = [len(m) * d.held for m, d in zip(self.members, self.drivers, strict=True)]
         return sum(counts) / sum(len(m) for m in self.members)
 
+    @property
+    def held_by_head(self) -> list[float]:
+        """Slots of each KV head, in the model's order."""
+        counts = [d.held for m, d in zip(self.members, self.drivers, strict=True) for _ in m]
+        return [counts[i] for i in self.order.tolist()]
+
+    @property
+    def error(self) -> Tensor | None:
+        """As ``Periodic.error``; 0 for heads that hold all tokens."""
+        return self._assembled([driver.error for driver in self.drivers])
+
+    @property
+    def running_error(self) -> Tensor | None:
+        """As ``Periodic.running_error``; 0 for heads that hold all tokens."""
+        return self._assembled([driver.running_error for driver in self.drivers])
+
+    def _assembled(self, errors: Sequence[Tensor | None]) -> Tensor | None:
+        known = next((e for e in errors if e is not None), None)
+        if known is None:
+            return None
+        parts = [
+            known.new_zeros(known.shape[0], len(members)) if error is None else error
+            for members, error in zip(self.members, errors, strict=True)
+        ]
+        return torch.cat(parts, dim=1)[:, self.order.to(known.device)]
+
+    def wants_queries(self, count: int) -> bool:
+        return any(driver.wants_queries(count) for driver in self.drivers)
+
     def queries_of(self, group: int, queries: Tensor) -> Tensor:
         """The query heads of a group: ``[batch, num_attention_heads, ...]`` to those of its KV
         heads."""

@@ -41,6 +41,12 @@ def default_schedule(method: str, layers: int, budget: Budget, recent: int) -> l
     return None if shares is None else shares(layers, budget, recent)
 
 
+def default_allocation(method: str) -> str:
+    """A method's own way to spend a budget: "measured" or "even"."""
+    found: str = getattr(ALL_METHODS.get(method), "allocation", "even")
+    return found
+
+
 def windowed(
     method: str,
     sink: int = 4,

@@ -13,8 +13,11 @@ from ..compressors import Windowed
 from ..errors import InputError, UnsupportedError
 from ..quantized import check_bits
 from ..slots import Observed, Slots
+from .error import Probe, window_error
 from .page import Page, QuantizedPage
 from .windowed_sketch import WindowedSketch
+
+Reducer = Windowed | WindowedSketch
 
 # Decoded queries wait in groups of this many before they are turned into scores: fewer groups cost
 # less time, smaller ones less memory.
@@ -44,6 +47,11 @@ class Periodic:
             masses and scores stay as they are. A sketch gets all tokens as they come and only its
             slots are stored so. ``slots`` is then a dequantised copy, which lives from ``extend``
             to ``settle``.
+        track_error: keep the exact answers of a few queries up to date (``running_error``).
+
+    Attributes:
+        error: relative error of the prompt's last queries on what the first compression made of
+            it, float64 ``[batch, num_key_value_heads]`` (``window_error``); None before.
 
     Raises:
         InputError: buffer < 1, or bits not 16, 8 or 4.
@@ -51,11 +59,12 @@ class Periodic:
 
     def __init__(
         self,
-        compressor: Windowed | WindowedSketch,
+        compressor: Reducer,
         budget: Budget,
         buffer: int | None = None,
         one_shot: bool = False,
         bits: int = 16,
+        track_error: bool = False,
     ) -> None:
         if buffer is not None and (isinstance(buffer, bool) or buffer < 1):
             raise InputError(f"buffer={buffer!r} must be an int >= 1 (tokens per recompression)")
@@ -63,6 +72,7 @@ class Periodic:
         self.budget = budget
         self.one_shot = one_shot
         self.bits = check_bits(bits)
+        self.track_error = track_error
         self._buffer = buffer
         self._observed: list[Observed] = []
         self.reset()
@@ -75,7 +85,14 @@ class Periodic:
         self._live: Tensor | None = None
         self._page: Page | None = None
         self._observed = []
+        self.error: Tensor | None = None
+        self._probe: Probe | None = None
+        self._probed = 0  # tokens the probe has taken in
         self.compressor.reset()
+
+    def wants_queries(self, count: int) -> bool:
+        """Whether ``settle`` has a use for the queries of the newest ``count`` tokens."""
+        return self.compressor.needs_queries or (count > 1 and self._page is None)
 
     @property
     def compressed(self) -> bool:
@@ -165,6 +182,8 @@ class Periodic:
             if isinstance(self._page, QuantizedPage):
                 self._page.release()
             return False
+        exact = self._masked(self.slots) if self._page is None else None
+        self._update_probe()
         budget, room = self.budget.slots(self.seen), 0
         if not prefill:
             # A buffer below the budget, and room for one above: the budget is what is held on
@@ -180,7 +199,27 @@ class Periodic:
             self._page = self._quantized(budget, room)
         self._dense = self._live = None
         self._observed = []
+        if exact is not None and observed is not None and prefill:
+            recent = self.compressor.recent_at(budget)
+            self.error = window_error(exact, self.slots, observed, recent)
+            if self.track_error:
+                self._probe, self._probed = Probe(exact, observed), self.seen
         return True
+
+    @property
+    def running_error(self) -> Tensor | None:
+        """Relative error of a few of the prompt's last queries over all tokens seen, as if they
+        were asked now, float64 ``[batch, num_key_value_heads]``; None without ``track_error`` and
+        before the first compression."""
+        self._update_probe()
+        return None if self._probe is None else self._probe.error(self.slots)
+
+    def _update_probe(self) -> None:
+        """Show the probe the tokens appended since it last looked: they are still exact."""
+        if self._probe is not None:
+            new = self.seen - self._probed
+            self._probe.extend(self.slots.narrow(self._count() - new, new))
+            self._probed = self.seen
 
     def _quantized(self, budget: int, room: int) -> QuantizedPage:
         """The next page, in fewer bits; with fewer slots only where there are too many."""
@@ -272,6 +311,9 @@ class Periodic:
             self._dense = self._dense.map(fn)
         if self._live is not None:
             self._live = fn(self._live)
+        if self._probe is not None:
+            self._probe.map_batch(fn)
+        self.error = None if self.error is None else fn(self.error)
         self._observed = [
             replace(o, queries=fn(o.queries), live=None if o.live is None else fn(o.live))
             for o in self._observed
@@ -304,6 +346,7 @@ class Periodic:
         held += self._page.tensors() if self._page is not None else []
         held += [] if self._live is None else [self._live]
         held += self.compressor.tensors()
+        held += [] if self._probe is None else self._probe.tensors()
         return held + [o.queries for o in self._observed]
 
 

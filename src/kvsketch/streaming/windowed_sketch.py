@@ -51,6 +51,10 @@ class WindowedSketch:
         self._dtype: torch.dtype | None = None  # of the values that came in first
         self._before = 0  # slots in front of the recent window: sinks and sketch
 
+    def recent_at(self, budget: int) -> int:
+        """Recent tokens that are kept as they are: what the first budget had room for."""
+        return self._window
+
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
         return slots
 

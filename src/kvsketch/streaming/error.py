@@ -1,0 +1,143 @@
+"""What a cache's slots get wrong, measured on queries whose exact answer is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..slots import Observed, Slots, attend, attention_scores, causal, compute_dtype
+
+#: queries the error is measured on
+QUERIES = 32
+
+
+def relative_error(exact: Tensor, answer: Tensor, heads: int) -> Tensor:
+    """|answer - exact| / |exact|, Frobenius over the queries of each KV head.
+
+    Args:
+        exact: ``[batch, num_attention_heads, q, value_dim]``; ``answer`` likewise.
+        heads: num_key_value_heads.
+
+    Returns:
+        float64 ``[batch, heads]``; 0 where both are zero.
+    """
+    wrong, norm = (
+        t.double().square().sum((2, 3)).view(t.shape[0], heads, -1).sum(-1)
+        for t in (answer - exact, exact)
+    )
+    return torch.where(wrong > 0, wrong / norm.clamp(min=1e-300), 0.0).sqrt()
+
+
+def window_error(tokens: Slots, kept: Slots, observed: Observed, recent: int) -> Tensor:
+    """Relative error of the last queries, asked again after compression.
+
+    As many as the recent window holds (at most ``QUERIES``, at least the last one), since only
+    those see the same tokens before and after. A method that looks at queries has seen these.
+
+    Args:
+        tokens: all tokens, exact.
+        kept: what became of them; its last slots are the recent tokens.
+        observed: the newest queries.
+        recent: tokens kept as they are at the end.
+
+    Returns:
+        float64 ``[batch, num_key_value_heads]``.
+    """
+    count = min(QUERIES, max(1, recent), kept.count, observed.queries.shape[2])
+    last = observed.narrow(observed.queries.shape[2] - count, count)
+    exact, answer = (_asked_again(slots, last) for slots in (tokens, kept))
+    return relative_error(exact, answer, tokens.keys.shape[1])
+
+
+def _asked_again(slots: Slots, last: Observed) -> Tensor:
+    q = last.queries.shape[2]
+    mask = causal(q, slots.count, last.queries.device)
+    if last.live is not None:
+        mask = mask & last.live[:, None, :, None]
+    return attend(
+        last.queries,
+        replace(slots, score=None),
+        scaling=last.scaling,
+        softcap=last.softcap,
+        mask=mask,
+        slopes=last.slopes,
+    )
+
+
+class Probe:
+    """A few queries with their exact attention over the whole stream, kept up to date: the error
+    of the slots at any time, as if these queries were asked then.
+
+    A new token costs each probe one score; nothing else about the stream is needed. (A reservoir
+    of exact tokens would estimate the same with the error of uniform sampling, which is larger
+    than what it measures.)
+
+    Args:
+        tokens: all tokens so far, exact.
+        observed: the newest queries; the last ``QUERIES`` are kept.
+    """
+
+    def __init__(self, tokens: Slots, observed: Observed) -> None:
+        q = observed.queries.shape[2]
+        count = min(QUERIES, q)
+        last = observed.narrow(q - count, count)
+        dtype = compute_dtype(last.queries.dtype)
+        self._asked = replace(last, queries=last.queries.to(dtype, copy=True))
+        self._log_total, self._answer = self._attended(tokens)
+
+    def extend(self, new: Slots) -> None:
+        """Take in exact tokens."""
+        if new.count == 0:
+            return
+        log_new, answer = self._attended(new)
+        log_total = torch.logaddexp(self._log_total, log_new)
+        old, fresh = (
+            (x - log_total).nan_to_num(nan=-torch.inf).exp().unsqueeze(-1)
+            for x in (self._log_total, log_new)
+        )
+        self._answer = self._answer * old + answer * fresh
+        self._log_total = log_total
+
+    def error(self, slots: Slots) -> Tensor:
+        """Relative error of ``slots``, float64 ``[batch, num_key_value_heads]``."""
+        return relative_error(self._answer, self._over(slots), slots.keys.shape[1])
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``fn`` to the batch axis of everything held."""
+        live = None if self._asked.live is None else fn(self._asked.live)
+        self._asked = replace(self._asked, queries=fn(self._asked.queries), live=live)
+        self._log_total, self._answer = fn(self._log_total), fn(self._answer)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held, for byte counting."""
+        return [self._asked.queries, self._log_total, self._answer]
+
+    def _over(self, slots: Slots) -> Tensor:
+        asked = self._asked
+        live = None if asked.live is None else asked.live[:, None, :, None]
+        return attend(
+            asked.queries,
+            replace(slots, score=None),
+            scaling=asked.scaling,
+            softcap=asked.softcap,
+            mask=live,
+            slopes=asked.slopes,
+        )
+
+    def _attended(self, tokens: Slots) -> tuple[Tensor, Tensor]:
+        """Log of the summed weights ``[batch, num_attention_heads, q]`` and the attention."""
+        asked = self._asked
+        scores = attention_scores(
+            asked.queries, tokens, asked.scaling, asked.softcap, None, asked.slopes
+        )
+        if tokens.mass is not None:
+            scores += tokens.mass.to(scores.dtype).log()[:, :, None, None]
+        log_total = scores.logsumexp(-1)
+        if asked.slopes is not None and tokens.positions is not None:
+            # scores count positions from the newest of these tokens
+            slopes = asked.slopes.to(scores.dtype).view(1, *scores.shape[1:3], 1)
+            log_total += slopes * tokens.positions.amax(-1)[:, :, None, None]
+        return log_total.flatten(1, 2), self._over(tokens)

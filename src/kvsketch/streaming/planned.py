@@ -1,0 +1,216 @@
+"""Budgets told from the prompt itself: a layer waits with all its tokens until they are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..budget import Budget
+from ..errors import InputError
+from ..slots import Observed, Slots
+from .curves import Curves, held_out_for, least_tokens, measure_layer, of_layers
+from .error import QUERIES
+from .head_groups import HeadGroups
+from .periodic import Periodic, Reducer
+
+#: makes the driver of a layer whose budgets are known
+Build = Callable[[Sequence[Budget]], "Periodic | HeadGroups"]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the budgets are to achieve: a total, spent where the error falls most, or a tolerance.
+
+    Attributes:
+        budget: the average over layers and heads; None with a tolerance.
+        tolerance: of every head's relative error; None with a budget.
+        max_budget: what a tolerance may cost on average; None: as much as it takes.
+        curves: measured before, on other prompts; None: measured on the prompt.
+    """
+
+    budget: Budget | None = None
+    tolerance: float | None = None
+    max_budget: Budget | None = None
+    curves: Curves | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether a layer's budgets follow from that layer alone."""
+        return self.curves is not None or (self.tolerance is not None and self.max_budget is None)
+
+    def budgets(self, curves: Curves, tokens: int) -> tuple[list[list[Budget]], Tensor]:
+        """The budget of every head of every layer, and which heads (bool ``[layers, heads]``) are
+        kept above the tolerance by ``max_budget``."""
+        if self.tolerance is None:
+            assert self.budget is not None
+            fraction = min(1.0, self.budget.slots(tokens) / tokens)
+            shares = torch.ones(curves.error.shape[:2])
+            if fraction >= float(curves.kept[0]):  # less: nothing is left to spend anywhere
+                shares = torch.tensor(curves.allocate(fraction))
+            found = [[Budget(self.budget.value, x) for x in row] for row in shares.tolist()]
+            return found, torch.zeros(shares.shape, dtype=torch.bool)
+        most = 1.0 if self.max_budget is None else self.max_budget.slots(tokens) / tokens
+        kept, above = curves.within(self.tolerance, min(1.0, most))
+        limit = self.max_budget.value if self.max_budget is not None else None
+        # An int stays the limit however long the stream gets.
+        limits = (
+            (kept / kept.mean() * limit).long().clamp(min=1).tolist()
+            if isinstance(limit, int)
+            else [[None] * kept.shape[1]] * kept.shape[0]
+        )
+        found = [
+            [Budget(1.0, share, most) for share, most in zip(*rows, strict=True)]
+            for rows in zip(kept.tolist(), limits, strict=True)
+        ]
+        return found, above
+
+
+class Planner:
+    """Collects the curves of all layers of a cache and tells them their budgets.
+
+    Unless a layer can be told alone, all layers hold all their tokens until the last one is
+    measured: once, at the end of the prompt, the cache is as large as an uncompressed one.
+
+    Args:
+        goal: what for.
+        layers: how many will wait.
+    """
+
+    def __init__(self, goal: Goal, layers: int) -> None:
+        self.goal = goal
+        self._layers = layers
+        self._submitted: dict[int, tuple[Waiting, Curves]] = {}
+        #: heads above the tolerance, bool ``[heads]``, by layer
+        self.above: dict[int, Tensor] = {}
+
+    def submit(self, layer: Waiting) -> bool:
+        """A layer that has its prompt. Returns whether it was told its budgets."""
+        if self.goal.curves is None and not layer.measurable:
+            assert self.goal.budget is not None  # a number of slots, which may not be exceeded
+            layer.adopt([self.goal.budget] * layer.slots.keys.shape[1])
+            return True
+        if self.goal.alone:
+            curves = self.goal.curves or layer.measured()
+            found, above = self.goal.budgets(curves, layer.seen)
+            row = layer.number if self.goal.curves is not None else 0
+            self.above[layer.number] = above[row]
+            layer.adopt(found[row])
+            return True
+        self._submitted[layer.number] = (layer, layer.measured())
+        if len(self._submitted) < self._layers:
+            return False
+        numbers = sorted(self._submitted)
+        curves = of_layers([self._submitted[number][1] for number in numbers])
+        found, above = self.goal.budgets(curves, layer.seen)
+        told, self._submitted = self._submitted, {}
+        for number, budgets, over in zip(numbers, found, above, strict=True):
+            self.above[number] = over
+            told[number][0].adopt(budgets)
+        return True
+
+    def forget(self, number: int) -> None:
+        """A layer is not what it was when it was measured."""
+        self._submitted.pop(number, None)
+        self.above.pop(number, None)
+
+
+class Waiting(Periodic):
+    """Holds all tokens, and the queries it takes to measure on them, until a ``Planner`` tells the
+    budgets; then builds the layer's driver and hands everything over.
+
+    Args:
+        number: of the layer, among those that wait.
+        planner: shared by them.
+        reduce: makes a fresh method.
+        build: makes the driver, given budgets.
+
+    Attributes:
+        on_told: called with the driver; for whoever holds this to set.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        planner: Planner,
+        reduce: Callable[[], Reducer],
+        build: Build,
+    ) -> None:
+        self.number = number
+        self.on_told: Callable[[Periodic | HeadGroups], None] | None = None
+        self._planner, self._reduce, self._build = planner, reduce, build
+        super().__init__(reduce(), Budget(1.0))
+        # What is measured: queries held out, and those before them that a method looks at.
+        window = self.compressor.window
+        every = self.compressor.needs_queries and window is None
+        self._keep = None if every else 128 + max(QUERIES, window or 0)
+
+    def wants_queries(self, count: int) -> bool:
+        return self._planner.goal.curves is None or super().wants_queries(count)
+
+    def settle(self, observed: Observed | None, prefill: bool, hold: bool = False) -> bool:
+        """Take note; ask for budgets if it is time. Returns whether they came."""
+        if observed is not None:
+            self._observed.append(observed)
+            held = sum(o.queries.shape[2] for o in self._observed)
+            if self._keep is not None and held > 2 * self._keep:
+                self._keep_last(self._keep)
+        if hold or not self._ready(prefill):
+            return False
+        return self._planner.submit(self)
+
+    @property
+    def measurable(self) -> bool:
+        """Whether there are enough tokens and queries to measure on."""
+        held = sum(o.queries.shape[2] for o in self._observed)
+        window = (self.compressor.sink, self.compressor.recent)
+        return self.seen >= least_tokens(*window) and held >= min(self.seen, 64)
+
+    def _ready(self, prefill: bool) -> bool:
+        goal = self._planner.goal
+        if goal.budget is not None and not goal.budget.is_fraction:
+            budget = goal.budget.slots(self.seen)
+            above = 0 if prefill else self.buffer_for(budget)
+            return self.seen > budget and self.seen >= budget + above
+        return goal.curves is not None or self.measurable
+
+    def measured(self) -> Curves:
+        """This layer's curves on the tokens held."""
+        sink, recent = self.compressor.sink, self.compressor.recent
+        observed = self._waiting()
+        held_out = held_out_for(self.seen, sink, recent)
+        held_out = min(held_out, observed.queries.shape[2] // 2)
+
+        def compress(slots: Slots, budget: int, before: Observed) -> Slots:
+            return self._reduce()(slots, budget, before)
+
+        return measure_layer(self.visible, observed, compress, held_out, sink, recent)
+
+    def adopt(self, budgets: Sequence[Budget]) -> None:
+        """Hand everything to a driver with these budgets.
+
+        Raises:
+            InputError: not one budget per KV head.
+        """
+        heads = self.slots.keys.shape[1]
+        if len(budgets) != heads:
+            raise InputError(f"{len(budgets)} budgets for a layer of {heads} KV heads")
+        driver = self._build(budgets)
+        driver.extend(self.slots)
+        if self._live is not None:
+            driver.mark_padding(self._live)
+        driver.settle(self._waiting() if self._observed else None, prefill=True)
+        super().reset()
+        if self.on_told is not None:
+            self.on_told(driver)
+
+    def reset(self) -> None:
+        super().reset()
+        self._planner.forget(self.number)
+
+    def crop(self, tokens: int) -> None:
+        super().crop(tokens)
+        self._observed = []
+        self._planner.forget(self.number)

@@ -1,0 +1,592 @@
+"""Measured errors, tolerances and budgets spent where the error falls: the curves, the probe, and
+SketchCache with all model families."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+from families import CONFIGS, VOCABULARY, build
+from kvsketch import InputError, Observed, SketchCache, Slots, attend
+from kvsketch.budget import Budget
+from kvsketch.compressors import METHODS, Windowed
+from kvsketch.evaluation.activations import capture
+from kvsketch.slots import causal
+from kvsketch.streaming import Curves, Periodic, Waiting, windowed
+from kvsketch.streaming.curves import MARGIN, held_out_for, least_tokens, measure_layer, pooled
+from kvsketch.streaming.error import Probe, relative_error, window_error
+
+WINDOW = {"sink": 2, "recent": 6}
+DOUBLE = {"dtype": torch.float64}
+
+
+def ids_of(batch, tokens, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (batch, tokens), generator=generator)
+
+
+def greedy(model, ids, cache, new=10, **kwargs):
+    return model.generate(
+        ids,
+        attention_mask=kwargs.pop("attention_mask", torch.ones_like(ids)),
+        past_key_values=cache,
+        max_new_tokens=new,
+        do_sample=False,
+        **kwargs,
+    )
+
+
+def random_slots(n, batch=1, heads=2, dim=4, seed=0, **kwargs):
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, batch, heads, n, dim, generator=generator, **DOUBLE)
+    return Slots(keys, values, **kwargs)
+
+
+def random_queries(q, batch=1, heads=4, dim=4, seed=1, **kwargs):
+    generator = torch.Generator().manual_seed(seed)
+    queries = torch.randn(batch, heads, q, dim, generator=generator, **DOUBLE)
+    return Observed(queries, dim**-0.5, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return build("llama")
+
+
+# --- relative errors ------------------------------------------------------------------------------
+
+
+def test_relative_error_is_per_row_and_kv_head():
+    exact = torch.randn(2, 4, 5, 3, **DOUBLE)
+    answer = exact + 0.1 * torch.randn(2, 4, 5, 3, **DOUBLE)
+    error = relative_error(exact, answer, heads=2)
+    for row, head in itertools.product(range(2), range(2)):
+        mine = slice(2 * head, 2 * head + 2)
+        wanted = (answer - exact)[row, mine].norm() / exact[row, mine].norm()
+        assert float(error[row, head]) == pytest.approx(float(wanted), rel=1e-12)
+    assert torch.equal(relative_error(exact * 0, exact * 0, 2), torch.zeros(2, 2, **DOUBLE))
+
+
+@pytest.mark.parametrize("recent", [0, 3, 50])
+def test_window_error_asks_what_the_recent_window_holds(recent):
+    """Only queries whose tokens are all still there are asked again, each causally."""
+    n, budget = 60, 20
+    tokens, observed = random_slots(n), random_queries(n)
+    recent_kept = min(recent, budget - 2)
+    kept = Windowed(METHODS["knorm"](), 2, recent)(tokens, budget)
+    error = window_error(tokens, kept, observed, recent_kept)
+    asked = max(1, min(32, recent_kept))
+    wanted = torch.zeros(2, 2, **DOUBLE)  # squared: wrong, norm
+    for i in range(asked):
+        query = observed.queries[:, :, n - 1 - i : n - i]
+        exact, answer = (
+            attend(query, s.narrow(0, s.count - i), scaling=observed.scaling)
+            for s in (tokens, kept)
+        )
+        for row, part in enumerate((answer - exact, exact)):
+            wanted[row] += part.square().view(2, -1).sum(-1)
+    wanted = (wanted[0] / wanted[1]).sqrt()
+    torch.testing.assert_close(error[0], wanted, rtol=1e-9, atol=0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    chunks=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    padding=st.integers(0, 5),
+    alibi=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_a_probe_equals_attention_over_everything(chunks, padding, alibi, seed):
+    """However the stream is cut, with padding and with ALiBi: the probe's error of any slots is
+    the error against all tokens."""
+    start, total = 12, 12 + sum(chunks)
+    positions = torch.arange(total, **DOUBLE).expand(2, 2, total) if alibi else None
+    live = torch.ones(2, 2, total, dtype=torch.bool)
+    live[0, :, :padding] = False
+    tokens = random_slots(total, batch=2, seed=seed, positions=positions).only(live)
+    slopes = torch.tensor([0.5, 0.25, 0.1, 0.05], **DOUBLE) if alibi else None
+    asked = random_queries(5, batch=2, seed=seed + 1, slopes=slopes)
+    probe = Probe(tokens.narrow(0, start), asked)
+    at = start
+    for chunk in chunks:
+        probe.extend(tokens.narrow(at, chunk))
+        at += chunk
+    rough = tokens.take(torch.arange(0, total, 2).expand(2, 2, -1))
+    exact, answer = (
+        attend(asked.queries, slots, scaling=asked.scaling, slopes=slopes)
+        for slots in (tokens, rough)
+    )
+    torch.testing.assert_close(
+        probe.error(rough), relative_error(exact, answer, 2), rtol=1e-8, atol=1e-12
+    )
+    assert float(probe.error(tokens).max()) < 1e-10
+
+
+def test_running_error_of_a_long_stream_is_that_of_its_slots():
+    """Periodic's own bookkeeping: prompt, then 300 single tokens through many compressions."""
+    n, more = 80, 300
+    tokens = random_slots(n + more)
+    driver = Periodic(windowed("cluster_merge", **WINDOW), Budget(40), track_error=True)
+    prompt = random_queries(n)
+    driver.extend(tokens.narrow(0, n))
+    driver.settle(prompt, prefill=True)
+    asked = prompt.narrow(n - 32, 32)
+    for i in range(more):
+        driver.extend(tokens.narrow(n + i, 1))
+        if i in (0, 150, more - 1):
+            exact, answer = (
+                attend(asked.queries, slots, scaling=asked.scaling)
+                for slots in (tokens.narrow(0, n + i + 1), driver.slots)
+            )
+            found = driver.running_error
+            torch.testing.assert_close(found, relative_error(exact, answer, 2), rtol=1e-7, atol=0)
+        driver.settle(random_queries(1, seed=i), prefill=False)
+    held = {id(t) for t in driver.tensors()}
+    assert {id(t) for t in driver._probe.tensors()} <= held  # counted
+
+
+# --- curves ---------------------------------------------------------------------------------------
+
+
+def test_curves_are_the_errors_of_held_out_queries():
+    """Against a plain loop over queries, in float64; level 1 is exact."""
+    n, held = 70, 16
+    slots, observed = random_slots(n, batch=2), random_queries(n, batch=2)
+
+    def compress(tokens, budget, before):
+        assert tokens.count == n - held  # the method never sees what it is asked about
+        assert before.queries.shape[2] == n - held
+        return windowed("snapkv", 2, 6)(tokens, budget, before)
+
+    levels = (0.25, 0.5, 1.0)
+    curves = measure_layer(slots, observed, compress, held, 2, 6, levels)
+    assert curves.error.shape == curves.relative.shape == (1, 2, 3)
+    assert float(curves.error[..., -1].max()) < 1e-24
+    before = observed.narrow(0, n - held)
+    for number, level in enumerate(levels):
+        budget = 8 + round(level * (n - held - 8))
+        assert float(curves.kept[number]) == pytest.approx(budget / (n - held))
+        kept = windowed("snapkv", 2, 6)(slots.narrow(0, n - held), budget, before)
+        wrong, norm = torch.zeros(2, 2, **DOUBLE), torch.zeros(2, 2, **DOUBLE)  # rows, heads
+        for i in range(held):
+            query = observed.queries[:, :, n - held + i : n - held + i + 1]
+            tail = slots.narrow(n - held, i + 1)
+            plain = Slots(kept.keys, kept.values, kept.mass)
+            answer = attend(query, Slots.cat([plain, tail]), scaling=0.5)
+            exact = attend(query, slots.narrow(0, n - held + i + 1), scaling=0.5)
+            wrong += (answer - exact).square().view(2, 2, -1).sum(-1)
+            norm += exact.square().view(2, 2, -1).sum(-1)
+        torch.testing.assert_close(
+            curves.error[0, :, number], wrong.sum(0) / norm.sum(), rtol=1e-9, atol=1e-20
+        )
+        held_out = (wrong / norm).sqrt().amax(0)
+        assert bool((curves.relative[0, :, number] >= held_out - 1e-9).all())
+
+
+@st.composite
+def made_curves(draw):
+    layers, heads, levels = draw(st.integers(1, 2)), draw(st.integers(1, 2)), 4
+    numbers = st.floats(0, 1, allow_nan=False)
+    count = layers * heads * levels
+    error = torch.tensor(draw(st.lists(numbers, min_size=count, max_size=count)), **DOUBLE)
+    error = error.view(layers, heads, levels).sort(-1, descending=True).values
+    error[..., -1] = 0.0
+    return Curves(error, torch.tensor([0.1, 0.2, 0.5, 1.0], **DOUBLE), error.sqrt())
+
+
+@settings(max_examples=60, deadline=None)
+@given(made_curves(), st.floats(0.1, 1.0))
+def test_allocation_spends_the_budget_and_never_more(curves, budget):
+    shares = torch.tensor(curves.allocate(budget), **DOUBLE)
+    assert shares.shape == curves.error.shape[:2]
+    kept = shares * budget
+    assert float(kept.mean()) == pytest.approx(budget, rel=1e-6)
+    assert float(kept.max()) <= 1 + 1e-9
+    assert float(kept.min()) >= 0.1 - 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(made_curves(), st.floats(0.1, 1.0))
+def test_greedy_is_within_one_step_of_the_best(curves, budget):
+    """Against every allocation of levels: at most the best one for a budget less one step (the
+    steps are not divisible, so no greedy can promise more)."""
+    level = curves._greedy(budget)
+    rows = curves.error.shape[0] * curves.error.shape[1]
+    error = curves.error.reshape(rows, -1)
+    mine = float(error.gather(1, level.reshape(rows, 1)).sum())
+    smaller = budget * rows - 0.9  # the largest step
+    best = math.inf
+    for choice in itertools.product(range(4), repeat=rows):
+        cost = float(curves.kept[torch.tensor(choice)].sum())
+        if cost <= smaller + 1e-9:
+            best = min(best, sum(float(error[i, c]) for i, c in enumerate(choice)))
+    assert mine <= best + 1e-9
+    assert float(curves.kept[level].mean()) <= budget + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(made_curves(), st.floats(0.01, 0.99), st.floats(0.1, 1.0))
+def test_a_tolerance_takes_the_fewest_slots_that_hold_it(curves, tolerance, most):
+    kept, above = curves.within(tolerance)
+    assert not bool(above.any())
+    for layer, head in itertools.product(*map(range, kept.shape)):
+        good = [
+            all(float(x) <= MARGIN * tolerance for x in curves.relative[layer, head, i:-1])
+            for i in range(4)
+        ]
+        assert float(kept[layer, head]) == float(curves.kept[good.index(True)])
+    bounded, above = curves.within(tolerance, most)
+    assert bool((bounded <= kept).all())
+    assert float(bounded.mean()) <= most + 1e-9
+    assert torch.equal(above, bounded < kept)
+    if float(kept.mean()) <= most:
+        assert torch.equal(bounded, kept)
+
+
+def test_pooling_takes_the_mean_error_and_the_worst_relative_one():
+    kept = torch.tensor([0.5, 1.0], **DOUBLE)
+    one, two = (
+        Curves(torch.tensor([[[x, 0.0]]], **DOUBLE), kept, torch.tensor([[[x, 0.0]]], **DOUBLE))
+        for x in (0.2, 0.4)
+    )
+    together = pooled([one, two])
+    assert float(together.error[0, 0, 0]) == pytest.approx(0.3)
+    assert float(together.relative[0, 0, 0]) == pytest.approx(0.4)
+
+
+def test_curves_survive_a_file(tmp_path):
+    curves = Curves(
+        torch.rand(2, 3, 4, **DOUBLE), torch.tensor([0.1, 0.2, 0.5, 1.0]), torch.rand(2, 3, 4)
+    )
+    path = tmp_path / "curves.json"
+    curves.save(path)
+    again = Curves.load(path)
+    assert torch.equal(again.error, curves.error)
+    assert torch.equal(again.relative.float(), curves.relative)
+    text = path.read_text()
+    for damaged, word in (
+        (text[: len(text) // 2], "JSON"),
+        ("{}", "no curves"),
+        ("[1, 2]", "no curves"),
+        (json.dumps({**json.loads(text), "error": [[1.0], [2.0, 3.0]]}), "damaged"),
+        (json.dumps({**json.loads(text), "kept": None}), "damaged"),
+        (json.dumps({**json.loads(text), "kept": [1.0]}), "kept"),
+    ):
+        path.write_text(damaged)
+        with pytest.raises(InputError, match=word):
+            Curves.load(path)
+    with pytest.raises(InputError, match="cannot be read"):
+        Curves.load(tmp_path / "missing.json")
+    with pytest.raises(InputError, match="cannot be written"):
+        curves.save(tmp_path / "no" / "such" / "folder.json")
+
+
+def test_bad_curves_and_goals_are_named():
+    error, kept = torch.zeros(1, 2, 3), torch.tensor([0.1, 0.5, 1.0])
+    with pytest.raises(InputError, match="error must be"):
+        Curves(error[0], kept)
+    with pytest.raises(InputError, match="relative"):
+        Curves(error, kept, error[..., :2])
+    with pytest.raises(InputError, match="not finite"):
+        Curves(error + torch.nan, kept)
+    with pytest.raises(InputError, match=r"budget=0\.05"):
+        Curves(error, kept).allocate(0.05)
+    with pytest.raises(InputError, match="tolerance=0"):
+        Curves(error, kept, error).within(0)
+    with pytest.raises(InputError, match="no relative errors"):
+        Curves(error, kept).within(0.1)
+
+
+def test_held_out_queries_leave_enough_to_compress():
+    for tokens in range(1, 2000, 7):
+        held = held_out_for(tokens, 4, 32)
+        assert held == 0 or 16 <= held <= 128
+        assert (held > 0) == (tokens >= least_tokens(4, 32))
+
+
+# --- SketchCache ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("padding", [[0], [30, 0, 3]])
+@pytest.mark.parametrize(
+    "goal",
+    [
+        {"budget": 0.5, "allocation": "measured"},
+        {"budget": 60, "allocation": "measured"},
+        {"tolerance": 0.3},
+        {"tolerance": 0.05, "max_budget": 0.5},
+    ],
+    ids=str,
+)
+def test_every_family_generates(family, padding, goal):
+    """Through generate, with padding: totals as promised, every head accounted for."""
+    model = build(family)
+    tokens, new = 140, 12
+    ids = ids_of(len(padding), tokens)
+    mask = torch.ones_like(ids)
+    for row, width in enumerate(padding):
+        ids[row, :width] = mask[row, :width] = 0
+    cache = SketchCache(model.config, "heavy_merge", **goal, **WINDOW)
+    out = greedy(model, ids, cache, new, attention_mask=mask)
+    assert out.shape == (len(padding), tokens + new)
+    assert cache.get_seq_length() == tokens + new - 1
+    summary, errors = cache.summary(), cache.error()
+    limit = goal.get("max_budget", goal.get("budget", 1.0))
+    most = limit if isinstance(limit, int) else limit * (tokens + new)
+    assert summary["slots"] <= most + 2
+    assert errors
+    for row in errors:
+        for head, error in enumerate(row["prompt"]):
+            assert 0 <= error < 5
+            if head in summary["layers"][row["layer"]]["exact_heads"]:
+                assert error == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mpt"])
+def test_a_tolerance_that_nothing_meets_stays_exact(family):
+    """And then the answer is DynamicCache's, every head is listed, and nothing is lost."""
+    model, ids = build(family), ids_of(2, 120)
+    exact = greedy(model, ids, DynamicCache(config=model.config))
+    cache = SketchCache(model.config, "uniform", tolerance=1e-9, **WINDOW)
+    assert torch.equal(greedy(model, ids, cache), exact)
+    for row in cache.error():
+        heads = len(row["prompt"])
+        assert row["prompt"] == [0.0] * heads
+        assert cache.summary()["layers"][row["layer"]]["exact_heads"] == list(range(heads))
+
+
+def test_a_wide_tolerance_takes_the_lowest_level(llama):
+    cache = SketchCache(llama.config, "heavy_merge", tolerance=0.999, **WINDOW)
+    with torch.no_grad():
+        llama(ids_of(1, 200), past_key_values=cache, use_cache=True)
+    summary = cache.summary()
+    assert summary["slots"] < 200
+    assert summary["tolerance"] == 0.999
+    assert all(not layer["above_tolerance"] for layer in summary["layers"])
+
+
+def test_max_budget_wins_and_says_who_pays(llama):
+    caches = []
+    for most in (None, 0.3, 70):
+        cache = SketchCache(llama.config, tolerance=0.02, max_budget=most, **WINDOW)
+        with torch.no_grad():
+            llama(ids_of(1, 200), past_key_values=cache, use_cache=True)
+        caches.append(cache.summary())
+    free, bounded, fixed = caches
+    assert free["slots"] > 100  # random weights do not compress
+    assert bounded["slots"] <= 0.3 * 200 + 1
+    assert fixed["slots"] <= 70
+    assert not any(layer["above_tolerance"] for layer in free["layers"])
+    assert any(layer["above_tolerance"] for layer in bounded["layers"])
+
+
+def test_an_int_max_budget_holds_however_long_the_answer(llama):
+    cache = SketchCache(llama.config, tolerance=0.02, max_budget=70, buffer=2, **WINDOW)
+    greedy(llama, ids_of(1, 200), cache, new=150)
+    assert cache.get_seq_length() == 349
+    assert cache.summary()["slots"] <= 70 + 2
+
+
+def test_errors_are_those_of_the_activations(llama):
+    """cache.error() against activations caught from the model and the cache's own slots."""
+    ids = ids_of(1, 150)
+    cache = SketchCache(llama.config, "snapkv", budget=40, allocation="even", sink=2, recent=10)
+    with torch.no_grad():
+        llama(ids, past_key_values=cache, use_cache=True)
+    for row, caught in zip(cache.error(), capture(llama, ids), strict=True):
+        kept = cache.layers[row["layer"]].sketch.slots
+        queries = caught.queries[:, :, -10:]
+        answers = [
+            attend(queries, slots, scaling=caught.scaling, mask=causal(10, slots.count, "cpu"))
+            for slots in (Slots(caught.keys, caught.values), Slots(kept.keys, kept.values))
+        ]
+        wanted = relative_error(*answers, heads=2)[0]
+        assert row["prompt"] == pytest.approx(wanted.tolist(), rel=1e-4)
+        assert row["now"] is None
+
+
+def test_the_measured_allocation_lowers_the_error_it_measures(llama):
+    """Same total, less error on the tokens that follow (text of the model's own)."""
+    ids = llama.generate(ids_of(1, 8), max_new_tokens=300, do_sample=True, top_k=0)
+    errors = {}
+    for allocation in ("even", "measured"):
+        cache = SketchCache(llama.config, budget=0.3, allocation=allocation, **WINDOW)
+        with torch.no_grad():
+            llama(ids, past_key_values=cache, use_cache=True)
+        assert cache.summary()["slots"] == pytest.approx(0.3 * ids.shape[1], rel=0.02)
+        errors[allocation] = torch.tensor([row["prompt"] for row in cache.error()]).square().sum()
+    assert errors["measured"] < errors["even"]
+
+
+def test_running_errors_come_with_the_cache(llama):
+    cache = SketchCache(llama.config, budget=0.3, track_error=True, **WINDOW)
+    plain = SketchCache(llama.config, budget=0.3, **WINDOW)
+    for held in (cache, plain):
+        greedy(llama, ids_of(1, 150), held, new=60)
+    assert cache.nbytes() > plain.nbytes()  # the probe is counted
+    for row in cache.error():
+        assert all(0 < x < 2 for x in row["now"])
+
+
+def test_curves_given_beforehand_need_no_second_measurement(llama, tmp_path):
+    """From an object and from a file; prompts need not be long, nor layers wait for each other."""
+    from kvsketch import measure_curves
+
+    curves = measure_curves(llama, [ids_of(1, 200)], "heavy_merge", follow=32, **WINDOW)
+    curves.save(tmp_path / "curves.json")
+    held = []
+    for allocation in (curves, tmp_path / "curves.json", str(tmp_path / "curves.json")):
+        cache = SketchCache(llama.config, budget=0.4, allocation=allocation, **WINDOW)
+        out = greedy(llama, ids_of(1, 60), cache)
+        held.append((out.tolist(), cache.summary()["kv_bytes"]))
+        full = cache.exact_nbytes()
+        assert cache.summary()["peak_kv_bytes"] < full
+    assert held[0] == held[1] == held[2]
+
+
+def test_short_prompts_wait_and_ints_do_not(llama):
+    """A share waits until there is enough to measure on, over several turns; a number of slots
+    may not be exceeded, so it is spent evenly then."""
+    share = SketchCache(llama.config, budget=0.5, **WINDOW)
+    number = SketchCache(llama.config, budget=20, **WINDOW)
+    for cache in (share, number):
+        greedy(llama, ids_of(1, 40), cache, new=4)
+    assert share.summary()["slots"] == 43
+    assert number.summary()["slots"] <= 21
+    ids = torch.cat([ids_of(1, 44), ids_of(1, 60, seed=1)], dim=1)
+    greedy(llama, ids, share, new=4)
+    assert share.summary()["slots"] <= 0.5 * 108 + 2
+    assert share.summary()["layers"][0]["compressed"]
+
+
+def test_decoding_alone_reaches_the_plan(llama):
+    for goal in ({"budget": 0.5}, {"budget": 90}, {"tolerance": 0.5}):
+        cache = SketchCache(llama.config, **goal, **WINDOW)
+        greedy(llama, ids_of(1, 5), cache, new=150)
+        assert cache.get_seq_length() == 154
+        assert not isinstance(cache.layers[0].sketch, Waiting)
+        limit = {0.5: 0.5 * 154 + 2, 90: 92}.get(goal.get("budget"), 154)
+        assert cache.summary()["slots"] <= limit
+
+
+def test_reset_copy_crop_and_beams(llama):
+    ids = ids_of(1, 150)
+    cache = SketchCache(llama.config, budget=0.4, **WINDOW)
+    first = greedy(llama, ids, cache)
+    assert not isinstance(cache.layers[0].sketch, Waiting)
+    cache.reset()
+    assert isinstance(cache.layers[0].sketch, Waiting)
+    assert cache.nbytes() == 0
+    twin = copy.deepcopy(cache)
+    assert torch.equal(greedy(llama, ids, cache), first)
+    assert twin.get_seq_length() == 0
+    assert isinstance(twin.layers[0].sketch, Waiting)
+    assert torch.equal(greedy(llama, ids, twin), first)
+    with torch.no_grad():  # cropped before it was told: measured on what is left
+        short = SketchCache(llama.config, budget=0.4, **WINDOW)
+        llama(ids[:, :60], past_key_values=short, use_cache=True)
+        short.crop(-10)
+        llama(ids[:, 50:], past_key_values=short, use_cache=True)
+    assert short.get_seq_length() == 150
+    assert short.summary()["slots"] <= 62
+    beams = SketchCache(llama.config, budget=0.4, **WINDOW)
+    out = greedy(llama, ids, beams, num_beams=3)
+    assert out.shape == (1, 160)
+
+
+def test_chunks_of_an_exact_prompt_wait_for_its_end(llama):
+    ids = ids_of(1, 150)
+    whole = SketchCache(llama.config, budget=0.4, **WINDOW)
+    chunked = SketchCache(llama.config, budget=0.4, prompt_length=150, **WINDOW)
+    one = greedy(llama, ids, whole)
+    assert torch.equal(greedy(llama, ids, chunked, prefill_chunk_size=40), one)
+
+
+def test_a_failed_prompt_leaves_nothing_behind(llama):
+    """Non-finite keys in the last layer: the first one's curves are forgotten too."""
+    ids = ids_of(1, 150)
+    cache = SketchCache(llama.config, budget=0.4, **WINDOW)
+    weight = llama.model.layers[1].self_attn.k_proj.weight
+    saved = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight.fill_(torch.nan)
+        with pytest.raises(InputError, match="not finite"), torch.no_grad():
+            llama(ids, past_key_values=cache, use_cache=True)
+    finally:
+        with torch.no_grad():
+            weight.copy_(saved)
+    assert cache.get_seq_length() == 0
+    fresh = SketchCache(llama.config, budget=0.4, **WINDOW)
+    assert torch.equal(greedy(llama, ids, cache), greedy(llama, ids, fresh))
+
+
+@pytest.mark.parametrize("method", ["h2o", "uniform", "cluster_merge", "subgen", "pyramidkv"])
+def test_any_method_can_be_planned(llama, method):
+    cache = SketchCache(llama.config, method, budget=0.5, allocation="measured", **WINDOW)
+    greedy(llama, ids_of(2, 150), cache)
+    assert cache.layers[0].sketch.compressed
+    again = SketchCache(llama.config, method, tolerance=0.2, **WINDOW)
+    greedy(llama, ids_of(2, 150), again)
+    assert again.get_seq_length() == 159
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_planned_slots_in_fewer_bits(llama, bits):
+    plain = SketchCache(llama.config, budget=0.4, **WINDOW)
+    small = SketchCache(llama.config, budget=0.4, bits=bits, **WINDOW)
+    for cache in (plain, small):
+        greedy(llama, ids_of(1, 200), cache)
+    assert small.nbytes() < 0.8 * plain.nbytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"tolerance": 0.05, "budget": 0.5}, "exclude"),
+        ({"tolerance": 0}, "tolerance=0"),
+        ({"tolerance": 1.0}, r"tolerance=1\.0"),
+        ({"tolerance": float("nan")}, "tolerance=nan"),
+        ({"tolerance": "tight"}, "tolerance='tight'"),
+        ({"tolerance": True}, "tolerance=True"),
+        ({"tolerance": 0.1, "prefill": "streaming"}, "prefill"),
+        ({"tolerance": 0.1, "max_budget": 0}, "budget=0"),
+        ({"tolerance": 0.1, "max_budget": 7}, "max_budget=7"),
+        ({"max_budget": 0.5}, "max_budget=0.5"),
+        ({"allocation": "uneven"}, "allocation='uneven'"),
+        ({"allocation": 3}, "allocation=3"),
+        ({"allocation": "measured", "schedule": [1.0, 1.0]}, "schedule"),
+        ({"tolerance": 0.1, "schedule": [1.0, 1.0]}, "schedule"),
+        (
+            {"allocation": Curves(torch.zeros(3, 2, 2), torch.tensor([0.5, 1.0]))},
+            "3 layers x 2 KV heads",
+        ),
+        ({"allocation": "measured", "bits": 5}, "bits"),
+        ({"allocation": "measured", "buffer": 0}, "buffer"),
+        ({"tolerance": 0.1, "options": {"share": 2}}, "share"),
+    ],
+)
+def test_bad_arguments_are_named_before_anything_changes(llama, arguments, word):
+    before = llama.config._attn_implementation
+    with pytest.raises(InputError, match=word):
+        SketchCache(llama.config, "heavy_merge", **{**WINDOW, **arguments})
+    assert llama.config._attn_implementation == before
+
+
+def test_a_max_budget_with_room_for_nothing_is_spent_evenly(llama):
+    """Less than sinks, recent tokens and the lowest level: no head can be favoured, all pay."""
+    cache = SketchCache(llama.config, tolerance=0.001, max_budget=0.05, sink=20, recent=20)
+    with torch.no_grad():
+        llama(ids_of(1, 150), past_key_values=cache, use_cache=True)
+    summary = cache.summary()
+    assert summary["slots"] == math.ceil(0.05 * 150)
+    assert all(layer["above_tolerance"] == [0, 1] for layer in summary["layers"])
