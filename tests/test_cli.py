@@ -71,7 +71,12 @@ def longeval(model: str, cases: str, *words: str) -> list[str]:
 
 def test_version_and_help() -> None:
     assert kvsketch("--version").stdout == f"kvsketch {__version__}\n"
-    for words in (("--help",), ("eval", "longeval", "--help"), ("demo", "--help")):
+    for words in (
+        ("--help",),
+        ("eval", "longeval", "--help"),
+        ("calibrate", "--help"),
+        ("demo", "--help"),
+    ):
         assert "Example: kvsketch" in kvsketch(*words).stdout
 
 
@@ -166,11 +171,11 @@ def test_interrupt_keeps_what_is_done_and_resumes(
     with monkeypatch.context() as patch:
         patch.setattr(ResultStore, "add", add_then_stop)
         result = kvsketch(*words, code=130)
-    assert "4 of 15 answers are done" in result.stderr
+    assert "4 of 18 answers are done" in result.stderr
     assert "streaming_llm" in result.stdout
     assert len(out.read_text().splitlines()) == 1 + 4
     rows = json.loads(kvsketch(*words, "--json").stdout)["results"]
-    assert [row["cases"] for row in rows] == [3] * 5
+    assert [row["cases"] for row in rows] == [3] * 6
 
 
 @pytest.mark.parametrize(
@@ -220,6 +225,44 @@ def test_errors_come_before_the_model(
 )
 def test_errors_about_cases(model: str, words: list[str], message: str) -> None:
     assert message in refused("eval", "longeval", "--model", model, *words)
+
+
+def test_calibrate_writes_curves_that_eval_reads(model: str, cases: str, tmp_path: Path) -> None:
+    texts = [tmp_path / f"{i}.txt" for i in range(2)]
+    for i, text in enumerate(texts):
+        text.write_text(tiny_case(25, i).prompt, encoding="utf-8")
+    curves = tmp_path / "curves.json"
+    words = ("--model", model, "--recent", "8", "--follow", "16", "--out", str(curves), "--json")
+    shown = json.loads(kvsketch("calibrate", *map(str, texts), *words).stdout.splitlines()[-1])
+    assert (shown["layers"], shown["heads"]) == (2, 2)
+    kept = shown["kept_by_tolerance"]
+    assert 0 < kept["0.1"] <= kept["0.05"] <= kept["0.02"] <= 1
+    options = ("--methods", "heavy_merge,uniform", "--budgets", "0.3", "--json")
+    slots = {}
+    for allocation in (str(curves), "measured", "even"):
+        run = kvsketch(*longeval(model, cases, *options, "--allocation", allocation))
+        rows = json.loads(run.stdout.splitlines()[-1])["results"]
+        ours, uniform = (row["slots"] for row in rows)
+        assert ours == pytest.approx(uniform, rel=0.03)
+        slots[allocation] = [row["kv_bytes"] for row in rows]
+    assert slots["measured"] != slots["even"]
+
+
+def test_calibrate_refuses_before_it_measures(model: str, tmp_path: Path) -> None:
+    short, latin = tmp_path / "short.txt", tmp_path / "latin.txt"
+    short.write_text("calm-dark", encoding="utf-8")
+    latin.write_bytes(b"caf\xe9")
+    out = str(tmp_path / "c.json")
+    for words, message in (
+        ((str(short), "--out", out), "short.txt: a prompt of"),
+        ((str(tmp_path / "none.txt"), "--out", out), "none.txt cannot be read"),
+        ((str(latin), "--out", out), "not UTF-8"),
+        ((str(short), "--out", out, "--method", "snapv"), "did you mean 'snapkv'"),
+        ((str(short), "--out", out, "--follow", "0"), "--follow 0"),
+        ((str(short), "--out", str(tmp_path / "no" / "c.json")), "there is no folder"),
+    ):
+        assert message in refused("calibrate", *words, "--model", model)
+    assert not Path(out).exists()
 
 
 def test_model_that_is_not_on_the_hub(monkeypatch: pytest.MonkeyPatch, cases: str) -> None:

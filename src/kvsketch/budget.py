@@ -11,6 +11,9 @@ from .errors import InputError
 #: Shares of the budget per layer, or per layer and KV head.
 Schedule = Sequence[float] | Sequence[Sequence[float]]
 
+#: How a budget can be spent over layers and heads, besides by a schedule or by curves.
+ALLOCATIONS = ("even", "measured")
+
 
 @dataclass(frozen=True)
 class Budget:

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 if TYPE_CHECKING:
     from kvsketch.evaluation.session import Session
 
-METHODS_DEFAULT = "exact,streaming_llm,h2o,kcenter,uniform"
+METHODS_DEFAULT = "exact,heavy_merge,streaming_llm,h2o,kcenter,uniform"
 BUDGETS_DEFAULT = "0.65,0.25"
 GO_ON = """
 Go on with
@@ -162,6 +162,13 @@ def longeval(
     one_shot: Annotated[
         bool, typer.Option("--one-shot", help="Compress the prompt only; keep answers exact.")
     ] = False,
+    allocation: Annotated[
+        str | None,
+        typer.Option(
+            help="How a budget is spent over layers and heads: even, measured (on each prompt) or "
+            "a file of `kvsketch calibrate`. [default: each method's own]"
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer (LongEval: 100).")] = 32,
     batch_size: Annotated[int, typer.Option(help="Cases answered at once.")] = 1,
     out: Annotated[
@@ -187,6 +194,7 @@ def longeval(
         prefill_chunk_size=prefill_chunk_size,
         question=question,
         one_shot=one_shot,
+        allocation=allocation,
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
         seed=seed,
@@ -207,6 +215,67 @@ def longeval(
         chosen = task.make_cases(_line_counts(lines or "200"), count, seed)
     session = Session.open(model, chosen, setups, settings, out)
     _run(session, "eval longeval", as_json, {"cases": [str(file) for file in files] or "generated"})
+
+
+@app.command(
+    epilog="Example: kvsketch calibrate prompt1.txt prompt2.txt --model YOUR_MODEL --out curves.json"
+)
+def calibrate(
+    prompts: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Text files: prompts of your kind.")
+    ],
+    out: Annotated[Path, typer.Option(help="Where the curves go (JSON).")],
+    model: Annotated[
+        str, typer.Option(help="Model folder or Hugging Face id. Default: the packaged model.")
+    ] = "packaged",
+    method: Annotated[str, typer.Option(help="See `kvsketch methods`.")] = "heavy_merge",
+    follow: Annotated[
+        int, typer.Option(help="Last tokens of each prompt, held back as questions about the rest.")
+    ] = 64,
+    sink: Annotated[int, typer.Option(help="First tokens that are always kept.")] = 4,
+    recent: Annotated[int, typer.Option(help="Last tokens that are always kept.")] = 32,
+    seed: Annotated[int, typer.Option(help="Of random methods.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
+    ] = False,
+) -> None:
+    """Measure which layers and heads need their tokens, for `--allocation` and SketchCache."""
+    from kvsketch.errors import InputError
+    from kvsketch.evaluation.calibration import calibrate_files
+    from kvsketch.evaluation.report import dumps
+    from kvsketch.evaluation.settings import Settings
+
+    settings = Settings(sink=sink, recent=recent, seed=seed, device=device, dtype=dtype)
+    if not out.parent.is_dir():  # said now, not after minutes of measuring
+        raise InputError(f"--out {out}: there is no folder {out.parent}")
+    curves = calibrate_files(model, prompts, method, follow, settings, Console(stderr=True))
+    curves.save(out)
+    layers, heads, _ = curves.error.shape
+    needed = {t: float(curves.within(t)[0].mean()) for t in (0.02, 0.05, 0.1)}
+    console = _console(as_json)
+    console.print(f"{layers} layers x {heads} KV heads, written to {out}")
+    for tolerance, kept in needed.items():
+        console.print(f"  tolerance {tolerance}: keeps {kept:.0%} of the tokens")
+    console.print(
+        f'Use it: SketchCache(model.config, "{method}", budget=0.25, allocation="{out}")',
+        soft_wrap=True,
+    )
+    if as_json:
+        print(
+            dumps(
+                {
+                    "command": "calibrate",
+                    "out": str(out),
+                    "method": method,
+                    "seed": seed,
+                    "layers": layers,
+                    "heads": heads,
+                    "kept_by_tolerance": {str(t): k for t, k in needed.items()},
+                }
+            )
+        )
 
 
 @app.command(epilog="Example: kvsketch demo --quick --json")

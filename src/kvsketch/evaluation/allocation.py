@@ -44,10 +44,8 @@ def measure_curves(
     """
     if not prompts:
         raise InputError("prompts is empty: at least one is needed to measure with")
-    least = sink + recent + follow + len(levels)
-    short = min(int(p.shape[-1]) for p in prompts)
-    if short <= least:
-        raise InputError(f"a prompt of {short} tokens is too short: more than {least} are needed")
+    for prompt in prompts:
+        check_length(prompt, sink + recent + follow, len(levels))
 
     def compress(slots: Slots, budget: int, observed: Observed) -> Slots:
         return windowed(method, sink, recent, seed, options)(slots, budget, observed)
@@ -68,6 +66,13 @@ def measure_curves(
         ]
         found.append(of_layers(layers))
     return pooled(found)
+
+
+def check_length(prompt: Tensor, exact: int, levels: int = len(LEVELS)) -> None:
+    """Raise InputError unless a prompt has tokens to compress besides ``exact`` ones."""
+    tokens, least = int(prompt.shape[-1]), exact + levels
+    if tokens <= least:
+        raise InputError(f"a prompt of {tokens} tokens is too short: more than {least} are needed")
 
 
 def answer_later(slots: Slots, later: Slots, queries: Tensor, scaling: float) -> Tensor:

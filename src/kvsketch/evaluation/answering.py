@@ -84,6 +84,7 @@ def new_cache(
         # Without it a cache cannot know that more chunks are to come.
         prompt_length=prompt_length if chunked else None,
         one_shot=settings.one_shot,
+        allocation=settings.allocation,
         seed=settings.seed,
     )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from kvsketch.budget import ALLOCATIONS
 from kvsketch.errors import InputError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -15,6 +17,7 @@ class Settings:
     """Everything of a run that its outcomes depend on, besides model, cases, methods, budgets.
 
     `prefill_chunk_size` is in tokens; None prefills the prompt in one piece (512 when streaming).
+    `allocation` is SketchCache's; None: each method's own.
     Raises `InputError` naming the option that is out of range.
     """
 
@@ -24,6 +27,7 @@ class Settings:
     prefill_chunk_size: int | None = None
     question: str = "seen"
     one_shot: bool = False
+    allocation: str | None = None
     max_new_tokens: int = 32
     batch_size: int = 1
     seed: int = 0
@@ -49,6 +53,11 @@ class Settings:
             value = getattr(self, name)
             if value not in allowed:
                 raise InputError(f"{_option(name)} {value!r} must be one of {', '.join(allowed)}")
+        if self.allocation not in (None, *ALLOCATIONS) and not Path(self.allocation).is_file():
+            raise InputError(
+                f"--allocation {self.allocation!r} must be one of {', '.join(ALLOCATIONS)}, or a "
+                "file written by kvsketch calibrate"
+            )
         if self.question == "unseen" and self.batch_size > 1:
             raise InputError(
                 f"--question unseen works on one case at a time, got --batch-size {self.batch_size}"

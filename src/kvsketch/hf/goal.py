@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..budget import Budget, Schedule
+from ..budget import ALLOCATIONS, Budget, Schedule
 from ..errors import InputError
 from ..streaming import Curves, Goal
-
-ALLOCATIONS = ("even", "measured")
 
 
 def make_goal(

@@ -1,0 +1,230 @@
+"""Does ``SketchCache(tolerance=...)`` hold on the tokens that follow, and what does it cost?
+
+    python -m benchmarks.tolerance --json
+
+A prompt without its last ``follow`` tokens is read by a real cache with a tolerance; the held-back
+tokens' own queries, caught from the exact model, then attend to what the cache holds and, causally,
+to their own tokens. Error: |z - exact|_F / |exact|_F over those queries, one number per layer and
+KV head. ``within``: the share of layer-heads (over all prompts) whose error is at most 1.5 times
+the tolerance; ``reported``: what ``cache.error()`` said right after the prompt.
+
+``running`` asks how well ``track_error`` knows the error while a stream is compressed again and
+again at a fixed budget: the probe's number over that of the newest queries, which the cache has
+never seen exact answers for; beside it, the same from a reservoir of exact tokens (uniform, as many
+bytes), whose own sampling error it mostly shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks import options
+from benchmarks.equal_bytes import held_by
+from benchmarks.prompts import default_models, load, prompts_for
+from benchmarks.results import Results
+from kvsketch import Observed, SketchCache, Slots
+from kvsketch.budget import Budget
+from kvsketch.evaluation.activations import Activations, capture
+from kvsketch.evaluation.report import dumps
+from kvsketch.streaming import HeadGroups, Periodic, windowed
+from kvsketch.streaming.curves import answers
+from kvsketch.streaming.error import QUERIES, relative_error
+
+SLACK = 1.5
+WINDOW = {"sink": 4, "recent": 32}
+
+
+def heads_of(sketch: Any, heads: int) -> Iterator[tuple[list[int], Slots]]:
+    """Which KV heads hold which slots."""
+    if isinstance(sketch, HeadGroups):
+        for members, driver in zip(sketch.members, sketch.drivers, strict=True):
+            yield members.tolist(), driver.slots
+    else:
+        yield list(range(heads)), sketch.slots
+
+
+def following(cache: SketchCache, caught: list[Activations], n: int) -> list[float]:
+    """Relative errors of the queries after token ``n``, by layer and head."""
+    errors = []
+    sketches = [layer.sketch for layer in cache.layers if hasattr(layer, "sketch")]
+    for layer, sketch in zip(caught, sketches, strict=True):
+        heads, group = layer.keys.shape[1], layer.queries.shape[1] // layer.keys.shape[1]
+        whole = Slots(layer.keys, layer.values)
+        tokens, later = whole.narrow(0, n), whole.narrow(n, whole.count - n)
+        found: dict[int, float] = {}
+        for members, slots in heads_of(sketch, heads):
+            index = torch.tensor(members)
+            asked = torch.cat([torch.arange(h * group, (h + 1) * group) for h in members])
+            queries = Observed(layer.queries[:, asked, n:], layer.scaling)
+            before, mine = (s.map(lambda t, i=index: t[:, i]) for s in (tokens, later))
+            exact = answers(before, mine, queries)
+            wrong = relative_error(exact, answers(slots, mine, queries), len(members))
+            found.update(zip(members, wrong[0].tolist(), strict=True))
+        errors += [found[head] for head in range(heads)]
+    return errors
+
+
+def held_to(
+    model: Any, texts: list[Tensor], caught: list[list[Activations]], tolerance: float, follow: int
+) -> dict[str, Any]:
+    """One row: every prompt read by a cache of its own with this tolerance."""
+    errors: list[float] = []
+    reported: list[float] = []
+    kept = size = exact_heads = 0.0
+    for text, layers in zip(texts, caught, strict=True):
+        n = text.shape[1] - follow
+        cache = SketchCache(model.config, tolerance=tolerance, one_shot=True, **WINDOW)
+        with torch.no_grad():
+            model(text[:, :n], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        errors += following(cache, layers, n)
+        rows = cache.error()
+        reported += [x for row in rows for x in row["prompt"]]
+        summary = cache.summary()
+        kept += summary["slots"] / n
+        exact_heads += sum(len(layer["exact_heads"]) for layer in summary["layers"])
+        size += held_by(cache, 16, WINDOW["sink"], WINDOW["recent"]).bytes / n
+    found = torch.tensor(errors, dtype=torch.float64)
+    return {
+        "tolerance": tolerance,
+        "within": round(float((found <= SLACK * tolerance).double().mean()), 4),
+        "median": round(float(found.median()), 5),
+        "p95": round(float(found.quantile(0.95)), 5),
+        "worst": round(float(found.max()), 5),
+        "reported_median": round(float(torch.tensor(reported).median()), 5),
+        "layer_heads": len(errors),
+        "kept": round(kept / len(texts), 4),
+        "exact_heads": round(exact_heads / len(errors), 4),
+        "bytes_per_token": round(size / len(texts), 3),
+    }
+
+
+def reservoir_error(
+    slots: Slots, tokens: Slots, asked: Observed, size: int, generator: torch.Generator
+) -> Tensor:
+    """The error of ``slots`` as a uniform reservoir of ``size`` exact tokens of the middle would
+    tell it, sinks and recent tokens given."""
+    n, (sink, recent) = tokens.count, WINDOW.values()
+    middle = tokens.narrow(sink, n - sink - recent)
+    batch, heads, count = middle.keys.shape[:3]
+    chosen = torch.rand(batch, heads, count, generator=generator).argsort(-1)[..., :size]
+    weight = torch.full((batch, heads, size), count / size)
+    parts = [tokens.narrow(0, sink), middle.take(chosen).scaled(weight)]
+    sampled = Slots.cat([*parts, tokens.narrow(n - recent, recent)])
+    exact, answer = (newest(s, asked) for s in (sampled, slots))
+    return relative_error(exact, answer, heads)
+
+
+def newest(slots: Slots, asked: Observed) -> Tensor:
+    """Attention of the newest queries, causal over the newest tokens."""
+    count = asked.queries.shape[2]
+    before = slots.count - count
+    return answers(slots.narrow(0, before), slots.narrow(before, count), asked)
+
+
+def running(caught: list[Activations], budget: float, stream: int) -> list[dict[str, float]]:
+    """Stream the last ``stream`` tokens of a prompt one by one; what is known at the end."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for layer in caught:
+        tokens = Slots(layer.keys, layer.values)
+        n = tokens.count - stream
+        driver = Periodic(windowed("heavy_merge", **WINDOW), Budget(budget), track_error=True)
+        driver.extend(tokens.narrow(0, n))
+        driver.settle(Observed(layer.queries[:, :, :n], layer.scaling), prefill=True)
+        for i in range(n, tokens.count):
+            driver.extend(tokens.narrow(i, 1))
+            driver.settle(Observed(layer.queries[:, :, i : i + 1], layer.scaling), prefill=False)
+        asked = Observed(layer.queries[:, :, -QUERIES:], layer.scaling)
+        held = driver.slots
+        exact, answer = (newest(s, asked) for s in (tokens, held))
+        actual = relative_error(exact, answer, tokens.keys.shape[1])[0]
+        probe = driver.running_error
+        assert probe is not None
+        group = layer.queries.shape[1] // layer.keys.shape[1]
+        by_tokens = reservoir_error(held, tokens, asked, QUERIES * group, generator)[0]
+        for numbers in zip(actual.tolist(), probe[0].tolist(), by_tokens.tolist(), strict=True):
+            rows.append(dict(zip(("actual", "probe", "reservoir"), numbers, strict=True)))
+    return rows
+
+
+def main(
+    models: Annotated[str, typer.Option(help="Comma-separated folders or hub ids.")] = "",
+    tolerances: Annotated[str, typer.Option(help="Comma-separated, in (0, 1).")] = "0.02,0.05,0.1",
+    prompts: Annotated[int, typer.Option(help="Prompts per model.")] = 10,
+    follow: Annotated[int, typer.Option(help="Tokens that follow.")] = 128,
+    files: Annotated[str, typer.Option(help="Comma-separated text files as prompts.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+) -> None:
+    """Example: python -m benchmarks.tolerance --tolerances 0.05 --prompts 2 --json"""
+    console = Console(stderr=True)
+    options.positive(prompts=prompts, follow=follow)
+    wanted = options.fractions("tolerances", tolerances)
+    paths = options.paths(files)
+    results = Results(
+        out, command="tolerance", slack=SLACK, follow=follow, prompts=prompts, seed=seed, **WINDOW
+    )
+    for model_name in models.split(",") if models else default_models():
+        model, tokenizer = load(model_name)
+        source, texts = prompts_for(model_name, model, tokenizer, prompts, seed, paths)
+        shortest = min(text.shape[1] for text in texts)
+        if shortest < 2 * follow + sum(WINDOW.values()):
+            raise typer.BadParameter(
+                f"{model_name}: a prompt of {shortest} tokens is too short for --follow {follow}"
+            )
+        label = f"{Path(model_name).name}:{source}"
+        caught = [capture(model, text) for text in texts]
+        with Progress(console=console) as progress:
+            task = progress.add_task(label, total=len(wanted) + len(texts))
+            for tolerance in wanted:
+                if not results.has(source=label, kind="tolerance", tolerance=tolerance):
+                    row = held_to(model, texts, caught, tolerance, follow)
+                    results.add([{"kind": "tolerance", "source": label, **row}])
+                progress.advance(task)
+            if not results.has(source=label, kind="running"):
+                rows = []
+                for layers in caught:
+                    rows += running(layers, 0.25, follow)
+                    progress.advance(task)
+                results.add([{"kind": "running", "source": label, **summarised(rows)}])
+        console.print(table(results.rows, label))
+    result = results.finish()
+    if json:
+        print(dumps(result))
+
+
+def summarised(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """Ratios of what was told to what was so: median, and 5% and 95% quantiles."""
+    told: dict[str, Any] = {"budget": 0.25, "layer_heads": len(rows)}
+    told["actual_median"] = round(float(torch.tensor([r["actual"] for r in rows]).median()), 5)
+    for name in ("probe", "reservoir"):
+        ratio = torch.tensor([r[name] / max(r["actual"], 1e-9) for r in rows])
+        found = ratio.quantile(torch.tensor([0.05, 0.5, 0.95]))
+        told[name] = [round(x, 3) for x in found.tolist()]
+    return told
+
+
+def table(rows: list[dict[str, Any]], source: str) -> Table:
+    """One source's rows."""
+    shown = Table(title=f"{source}: following tokens within {SLACK} x tolerance")
+    for column in ("tolerance", "within", "median", "95%", "kept", "exact heads", "bytes/token"):
+        shown.add_column(column)
+    for row in rows:
+        if row["source"] == source and row["kind"] == "tolerance":
+            names = ("tolerance", "within", "median", "p95", "kept", "exact_heads")
+            shown.add_row(*(f"{row[name]:.3f}" for name in names), f"{row['bytes_per_token']:.0f}")
+    return shown
+
+
+if __name__ == "__main__":
+    typer.run(main)

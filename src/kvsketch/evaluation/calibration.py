@@ -1,0 +1,69 @@
+"""Curves of a model on the user's own text files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+from kvsketch.errors import InputError, unknown_name
+from kvsketch.evaluation.allocation import check_length, measure_curves
+from kvsketch.evaluation.loading import load_model, load_tokenizer, resolve_model
+from kvsketch.evaluation.settings import Settings
+from kvsketch.streaming import ALL_METHODS, Curves
+from kvsketch.streaming.curves import pooled
+
+
+def calibrate_files(
+    model_name: str,
+    files: Sequence[Path],
+    method: str,
+    follow: int,
+    settings: Settings,
+    console: Console,
+) -> Curves:
+    """Curves of a method (``measure_curves``), each file one prompt, longer ones cut to the model's
+    positions.
+
+    Raises:
+        InputError: an unknown method, a file that cannot be read, or a prompt too short.
+    """
+    if method not in ALL_METHODS:
+        raise unknown_name("method", method, ALL_METHODS)
+    if follow < 1:
+        raise InputError(f"--follow {follow} must be at least 1")
+    texts = [_read(file) for file in files]
+    folder = resolve_model(model_name)
+    tokenizer = load_tokenizer(folder)
+    model = load_model(folder, settings.device, settings.dtype)
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    prompts = [tokenizer(text, return_tensors="pt").input_ids[:, :limit] for text in texts]
+    for file, prompt in zip(files, prompts, strict=True):
+        try:
+            check_length(prompt, settings.sink + settings.recent + follow)
+        except InputError as error:
+            raise InputError(f"{file}: {error}") from error
+    found = [
+        measure_curves(
+            model,
+            [prompt],
+            method,
+            follow=follow,
+            sink=settings.sink,
+            recent=settings.recent,
+            seed=settings.seed,
+        )
+        for prompt in track(prompts, "measuring", console=console, transient=True)
+    ]
+    return pooled(found)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is not UTF-8 text") from error
