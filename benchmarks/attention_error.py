@@ -5,15 +5,17 @@
 
 A prompt's last ``follow`` tokens are held back: the cache is compressed after the tokens before
 them, query-aware methods having seen those tokens' queries only, and the held-back queries then
-attend to the slots and, causally, to each other. Error: |z - exact|_F / |exact|_F over those
-queries and all heads of a layer; mean over layers and prompts; ``std`` over seeds. ``kept`` is the
-share of the middle (what is neither sink nor recent) that is kept.
+attend to the slots and, causally, to each other. In a LongEval prompt that is the question
+(``queries`` "agnostic"); elsewhere the text goes on ("aware", see ``benchmarks.prompts``). Error:
+|z - exact|_F / |exact|_F over those queries and all heads of a layer; mean over layers and prompts;
+``std`` over seeds.
 
-``bytes_per_token`` counts keys and values at 2 bytes a number (bfloat16), masses at 4 where a
-method has them, quantised parts as they are stored; all tokens before the held-back ones, one KV
-head. Rows of quantised caches have ``kept`` 1 and stand at their own bytes. ``method@measured``
-spends the same total over heads and layers by errors measured on other prompts
-(``measure_schedule``).
+``kept`` is the share of the bytes of the middle (what is neither sink nor recent) that is kept, the
+same for every method, and ``bytes_per_token`` what was held, over all tokens before the held-back
+ones, one KV head: ``benchmarks.equal_bytes``. Rows of quantised caches have ``kept`` 1 and stand at
+their own bytes. ``method@measured`` spends the same bytes over heads and layers by errors measured
+on other prompts (``measure_schedule``), ``method@prompt`` by errors on the prompt itself;
+``method+int4`` stores slots in 4 bits, more of them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,40 +35,79 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.equal_bytes import Fit, Held, held, held_bytes, plain_bytes, shares
 from benchmarks.figures import subplots, write
-from benchmarks.page import save
-from benchmarks.peers import balancekv, goodpoints, thinformer
-from benchmarks.prompts import default_models, load, prompts_for
-from kvsketch import ALL_METHODS, InputError, Observed, Slots
+from benchmarks.options import (
+    BITS,
+    USUAL,
+    Method,
+    among,
+    integers,
+    methods,
+    paths,
+    positive,
+)
+from benchmarks.peers import balancekv, goodpoints, quantized_cache, thinformer
+from benchmarks.prompts import default_models, load, prompts_for, protocol_of
+from benchmarks.results import Results, Row
+from kvsketch import InputError, Observed, Slots
 from kvsketch.evaluation.activations import Activations, capture
 from kvsketch.evaluation.allocation import Curves, answer_later, measure_curves
 from kvsketch.evaluation.loading import PACKAGED
-from kvsketch.evaluation.report import dumps, environment
-from kvsketch.quantized import quantize
-from kvsketch.streaming import windowed
+from kvsketch.evaluation.report import dumps
+from kvsketch.streaming import SKETCHES, windowed
 from kvsketch.streaming.base import lengthened
+from kvsketch.streaming.curves import held_out_for, measure_layer, of_layers
+from kvsketch.streaming.page import QuantizedPage
+
+__all__ = ["PRESETS", "held_bytes", "relative_error", "split"]
 
 #: sink, recent, held-back queries, kept shares
 PRESETS: dict[str, tuple[int, int, int, list[float]]] = {
     "default": (16, 64, 64, [1 / 2, 1 / 4, 1 / 8, 1 / 16]),
     "balancekv": (256, 0, 256, [1 / 2, 1 / 4, 1 / 8, 1 / 16]),
 }
-QUANTISED = {"int8": 8, "int4": 4}
-#: one_dimensional needs head_dim 1; sampling numerator and denominator apart is off by any factor
-LEFT_OUT = ("one_dimensional",)
+OURS = [f"heavy_merge{end}" for end in ("@prompt", "@measured", "+int4", "@measured+int4")]
+#: the peers' own halvings
+HALVINGS: dict[str, Any] = {
+    "peer:balancekv": balancekv,
+    "peer:thinformer": thinformer,
+    "peer:goodpoints": goodpoints,
+}
+#: one Python call per token: only where asked for
+SLOW = "peer:goodpoints"
+#: transformers' own cache, bits of its slots
+QUANTIZED_CACHES = {"peer:quantized_cache-int4": 4, "peer:quantized_cache-int2": 2}
+PEERS = {
+    **{name: peer.available for name, peer in HALVINGS.items()},
+    **{name: partial(quantized_cache.available, n) for name, n in QUANTIZED_CACHES.items()},
+}
 
-#: a method whose budget is spent over heads and layers by measured errors
-MEASURED = "@measured"
 
-Compress = Callable[[Slots, Observed, int, int], tuple[Slots, float]]
+@dataclass(frozen=True)
+class Layer:
+    """One layer's part in one prompt.
+
+    Attributes:
+        slots: the tokens that are compressed; ``observed`` their queries.
+        held_back: the tokens after them; ``queries`` theirs; ``exact`` what these should get.
+    """
+
+    slots: Slots
+    observed: Observed
+    held_back: Slots
+    queries: Tensor
+    exact: Tensor
 
 
-def held_bytes(slots: Slots) -> float:
-    """Bytes per KV head, by the rule of the module's docstring."""
-    live = slots.live()
-    count = slots.count if live is None else float(live.sum(-1).double().mean())
-    width = slots.keys.shape[-1] + slots.values.shape[-1]
-    return count * (2 * width + (4 if slots.mass is not None else 0))
+#: all layers of a prompt, slots per KV head, seed -> slots of every layer, and what they take
+Compress = Callable[[list[Layer], int, int], Held]
+
+
+def layer_of(caught: Activations, follow: int) -> Layer:
+    slots, observed, held_back, queries = split(caught, follow)
+    exact = answer_later(slots, held_back, queries, caught.scaling)
+    return Layer(slots, observed, held_back, queries, exact)
 
 
 def split(caught: Activations, follow: int) -> tuple[Slots, Observed, Slots, Tensor]:
@@ -83,108 +125,179 @@ def relative_error(
     return float((answer - exact).norm() / exact.norm())
 
 
-def ours(name: str, seed: int, sink: int, recent: int) -> Compress:
-    def compress(slots: Slots, observed: Observed, budget: int, layer: int) -> tuple[Slots, float]:
-        kept = windowed(name, sink, recent, seed)(slots, budget, observed)
-        return kept, held_bytes(kept)
+def ours(method: Method, sink: int, recent: int, curves: Curves | None = None) -> Compress:
+    """A method of this package; ``curves`` were measured on other prompts."""
+    measured: dict[int, Curves] = {}
+
+    def curves_for(layers: list[Layer]) -> Curves | None:
+        if method.spent != "prompt":
+            return curves
+        if id(layers) not in measured:
+            measured[id(layers)] = curves_on(layers, str(method.name), sink, recent)
+        return measured[id(layers)]
+
+    def compress(layers: list[Layer], budget: int, seed: int) -> Held:
+        found, held_by_heads = [], []
+        n = layers[0].slots.count
+        known = curves_for(layers)
+        schedule = None if known is None else shares(known, budget / n)
+        for number, layer in enumerate(layers):
+            parts = [(layer.slots, layer.observed, budget)]
+            if schedule is not None:
+                parts = by_head(layer, [round(share * budget) for share in schedule[number]])
+            kept = []
+            for head, (slots, observed, size) in enumerate(parts):
+                if method.name is not None:
+                    size = min(n, max(sink + recent + 1, size))
+                    slots = windowed(method.name, sink, recent, seed + head)(slots, size, observed)
+                kept.append(slots)
+            held_by_heads += kept
+            found.append(together([stored(part, method.bits, sink, recent) for part in kept]))
+        return held(found, held_by_heads, method.bits, sink, recent)
 
     return compress
 
 
-def allocated(name: str, seed: int, sink: int, recent: int, curves: Curves) -> Compress:
-    """``name`` with the same total, spent by ``curves`` (measured on another prompt)."""
+def curves_on(layers: list[Layer], method: str, sink: int, recent: int) -> Curves:
+    """Errors of all heads on a prompt's own tokens, as ``SketchCache(allocation="measured")`` has
+    them."""
+    held_out = held_out_for(layers[0].slots.count, sink, recent)
 
-    def compress(slots: Slots, observed: Observed, budget: int, layer: int) -> tuple[Slots, float]:
-        n, heads = slots.count, slots.keys.shape[1]
-        shares = curves.allocate(budget / n)[layer]
-        group = observed.queries.shape[1] // heads
-        parts: list[Slots] = []
-        for head, share in enumerate(shares):
-            mine = slots.map(lambda t, h=head: t[:, h : h + 1])
-            queries = observed.queries[:, head * group : (head + 1) * group]
-            size = min(n, max(sink + recent + 1, round(share * budget)))
-            seen = replace(observed, queries=queries)
-            kept = windowed(name, sink, recent, seed + head)(mine, size, seen)
-            parts.append(replace(kept, mass=kept.masses(), score=None, positions=None))
-        size = sum(held_bytes(part) for part in parts) / heads
-        longest = max(part.count for part in parts)
-        padded = [part.map(lambda t: lengthened(t, longest - t.shape[2])) for part in parts]
-        names = padded[0].tensors()
-        return Slots(**{k: torch.cat([p.tensors()[k] for p in padded], 1) for k in names}), size
+    def compress(slots: Slots, budget: int, observed: Observed) -> Slots:
+        return windowed(method, sink, recent)(slots, budget, observed)
+
+    return of_layers(
+        [measure_layer(x.slots, x.observed, compress, held_out, sink, recent) for x in layers]
+    )
+
+
+def by_head(layer: Layer, sizes: list[int]) -> list[tuple[Slots, Observed, int]]:
+    """Each KV head with its queries and its number of slots."""
+    heads = len(sizes)
+    queries = layer.observed.queries.chunk(heads, dim=1)
+    return [
+        (
+            layer.slots.map(partial(torch.narrow, dim=1, start=head, length=1)),
+            replace(layer.observed, queries=queries[head]),
+            size,
+        )
+        for head, size in enumerate(sizes)
+    ]
+
+
+def stored(slots: Slots, bits: int, sink: int, recent: int) -> Slots:
+    """As attention reads them once those between sinks and recent are in so many bits."""
+    if bits == 16:
+        return slots
+    return QuantizedPage(slots, slots.count, bits, sink, recent).slots
+
+
+def together(parts: list[Slots]) -> Slots:
+    """Heads compressed apart as one layer, the shorter ones filled up with dead slots."""
+    if len(parts) == 1:
+        return parts[0]
+    longest = max(part.count for part in parts)
+    padded = [
+        Slots(part.keys, part.values, part.masses()).map(
+            lambda t, n=longest - part.count: lengthened(t, n)
+        )
+        for part in parts
+    ]
+    names = padded[0].tensors()
+    return Slots(**{k: torch.cat([part.tensors()[k] for part in padded], 1) for k in names})
+
+
+def halved(peer: Any, sink: int, recent: int) -> Compress:
+    """A peer's own halvings of the middle; sinks and recent tokens as for everybody."""
+
+    def compress(layers: list[Layer], budget: int, seed: int) -> Held:
+        found = []
+        for layer in layers:
+            n = layer.slots.count
+            middle = halvings(n - sink - recent, budget - sink - recent)
+            parts, start = [], 0
+            for size, times in [(sink, 0), *middle, (recent, 0)]:
+                part = layer.slots.narrow(start, size)
+                if times and size:
+                    part = peer.halved(part.keys, part.values, times, seed)
+                parts.append(part)
+                start += size
+            found.append(Slots.cat(parts))
+        return held(found, found)
 
     return compress
 
 
-#: one Python call per token: only where asked for
-SLOW = "peer:goodpoints"
-#: the peers' own halvings
-HALVINGS: dict[str, Any] = {
-    "peer:balancekv": balancekv,
-    "peer:thinformer": thinformer,
-    "peer:goodpoints": goodpoints,
-}
+def halvings(middle: int, kept: int) -> list[tuple[int, int]]:
+    """How ``middle`` tokens become ``kept`` slots by halvings, which some peers do to multiples of
+    2^times only: (tokens, times), oldest first. After what is over in powers of two, the older
+    tokens are halved once more than the newer ones. Where no halvings do, all tokens stay."""
+    for rounds in range(middle.bit_length()):
+        over = [(1 << b, b) for b in reversed(range(rounds)) if middle >> b & 1]
+        rest = middle >> rounds
+        twice = 2 * max(0, len(over) + rest - kept)
+        if twice <= rest:
+            newer = (rest - twice) << rounds
+            return [*over, (twice << rounds, rounds + 1), (newer, rounds)]
+    return [(middle, 0)]
 
 
-def theirs(peer: Any, seed: int, sink: int, recent: int, kept: float) -> Compress:
-    """A peer's own code on the middle; sinks and recent tokens as for everybody."""
+def their_cache(bits: int, sink: int, recent: int) -> Compress:
+    """All of the middle in transformers' QuantizedCache; the recent window is its residual."""
 
-    def compress(slots: Slots, observed: Observed, budget: int, layer: int) -> tuple[Slots, float]:
-        rounds = round(-math.log2(kept))
-        # Some of them need a multiple of 2^rounds: what is over stays with the sinks.
-        over = (slots.count - sink - recent) % 2**rounds
-        middle = slots.narrow(sink + over, slots.count - sink - over - recent)
-        halved = peer.halved(middle.keys, middle.values, rounds, seed)
-        first, last = slots.narrow(0, sink + over), slots.narrow(slots.count - recent, recent)
-        together = Slots.cat([first, halved, last])
-        return together, held_bytes(together)
-
-    return compress
-
-
-def quantised(bits: int, sink: int, recent: int) -> Compress:
-    """All of the middle in fewer bits, by our own storage (``SketchCache(bits=...)``)."""
-
-    def compress(slots: Slots, observed: Observed, budget: int, layer: int) -> tuple[Slots, float]:
-        n = slots.count
-        middle = slots.narrow(sink, n - sink - recent)
-        size, read = 0.0, []
-        for rows, per_channel in ((middle.keys, True), (middle.values, False)):
-            packed = quantize(rows, bits, per_channel=per_channel)
-            out = torch.empty_like(rows)
-            packed.read(out)
-            read.append(out)
-            size += sum(t.nbytes for t in packed.tensors()) / slots.keys.shape[1]
-        width = slots.keys.shape[-1] + slots.values.shape[-1]
-        first, last = slots.narrow(0, sink), slots.narrow(n - recent, recent)
-        return Slots.cat([first, Slots(*read), last]), size + (sink + recent) * 2 * width
+    def compress(layers: list[Layer], budget: int, seed: int) -> Held:
+        n = layers[0].slots.count
+        shape = layers[0].slots.keys.shape
+        # Its groups are of 64 numbers: tokens that are over stay as they are, with the sinks.
+        unit = 64 // math.gcd(64, shape[1] * shape[3])
+        first = sink + (n - sink - recent) % unit
+        middles = [layer.slots.narrow(first, n - first - recent) for layer in layers]
+        bfloat = [(part.keys.bfloat16(), part.values.bfloat16()) for part in middles]
+        found, size = [], 0.0
+        for layer, (keys, values, packed) in zip(
+            layers, quantized_cache.roundtrips(bfloat, bits), strict=True
+        ):
+            last = layer.slots.narrow(n - recent, recent)
+            middle = Slots(keys.float(), values.float())
+            found.append(Slots.cat([layer.slots.narrow(0, first), middle, last]))
+            size += packed / shape[1] / len(layers)
+        token = plain_bytes(layers[0].slots)
+        return Held(found, size + (first + recent) * token, token, token)
 
     return compress
 
 
 def measure(
-    layers: list[list[Activations]],
-    make: Callable[[int], Compress],
+    prompts: list[list[Layer]],
+    compress: Compress,
     kept: float,
     preset: tuple[int, int, int, list[float]],
     seeds: int,
-) -> dict[str, Any]:
-    """Mean error over prompts and layers, per seed. Stops at the second seed if it changes
-    nothing: the method has no randomness."""
-    sink, recent, follow, _ = preset
+) -> Row | None:
+    """Mean error over prompts and layers, per seed; None if the method does not fit into the bytes
+    of ``kept``. Stops at the second seed if it changes nothing: the method has no randomness."""
+    sink, recent, _, _ = preset
     errors: list[float] = []
-    size = 0.0
+    start = time.perf_counter()
     for seed in range(seeds):
-        total, parts, size = 0.0, 0, 0.0
-        for caught_layers in layers:
-            for caught in caught_layers:
-                slots, observed, held_back, queries = split(caught, follow)
-                middle = slots.count - sink - recent
-                budget = sink + recent + max(1, round(kept * middle))
-                compressed, held = make(seed)(slots, observed, budget, caught.layer)
-                exact = answer_later(slots, held_back, queries, caught.scaling)
-                total += relative_error(compressed, held_back, queries, exact, caught.scaling)
-                size += held / slots.count
-                parts += 1
+        total, parts, size, slots = 0.0, 0, 0.0, 0.0
+        fit = Fit()  # a new one: a method without randomness does the same for every seed
+        for layers in prompts:
+            n = layers[0].slots.count
+            tokens = sink + recent + max(1, round(kept * (n - sink - recent)))
+            if kept == 1:
+                budget, found = n, compress(layers, n, seed)
+            else:
+                one = fit(lambda b: compress(layers, b, seed), tokens, sink + recent + 1, n)  # noqa: B023
+                if one is None:
+                    return None
+                budget, found = one
+            for layer, what in zip(layers, found.what, strict=True):
+                scaling = layer.observed.scaling
+                total += relative_error(what, layer.held_back, layer.queries, layer.exact, scaling)
+            parts += len(layers)
+            size += found.bytes / n / len(prompts)
+            slots += budget / n / len(prompts)
         errors.append(total / parts)
         if seed == 1 and errors[0] == errors[1]:
             errors = errors[:1]
@@ -194,56 +307,64 @@ def measure(
         "relative_error": round(float(tensor.mean()), 5),
         "std": round(float(tensor.std()), 5) if len(errors) > 1 else 0.0,
         "seeds": len(errors),
-        "bytes_per_token": round(size / parts, 3),
+        "bytes_per_token": round(size, 3),
+        "slots_per_token": round(slots, 4),
+        "seconds": round(time.perf_counter() - start, 2),
     }
 
 
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated folders or hub ids.")] = "",
-    methods: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(
-        [
-            *(name for name in ALL_METHODS if name not in LEFT_OUT),
-            "heavy_merge" + MEASURED,
-            *QUANTISED,
-            *(name for name in HALVINGS if name != SLOW),
-        ]
-    ),
+    methods_: Annotated[
+        str,
+        typer.Option("--methods", help="Names, with @measured or @prompt, +int4; int4."),
+    ] = ",".join([*USUAL, *OURS, *BITS, *(name for name in PEERS if name != SLOW)]),
     preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "default",
     layers: Annotated[str, typer.Option(help="Comma-separated layer numbers; all if empty.")] = "",
     prompts: Annotated[int, typer.Option(help="Prompts per model.")] = 2,
     files: Annotated[str, typer.Option(help="Comma-separated text files as prompts.")] = "",
-    seeds: Annotated[int, typer.Option(help="Seeds of randomised methods.")] = 10,
+    seeds: Annotated[
+        int, typer.Option(help="Seeds of randomised methods; at most 3 of slow ones.")
+    ] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the JSON here, and go on from it.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the figure (.svg or .png).")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
     """Example: python -m benchmarks.attention_error --methods uniform,kcenter --seeds 3 --json"""
     console = Console(stderr=True)
-    if preset not in PRESETS:
-        raise typer.BadParameter(f"--preset {preset!r} must be one of {', '.join(PRESETS)}")
-    chosen = methods.split(",")
-    for name, peer in HALVINGS.items():
-        reason = peer.available()
-        if name in chosen and reason is not None:
-            console.print(f"left out: {name}: {reason}")
-            chosen.remove(name)
-    known = {*ALL_METHODS, *HALVINGS, *QUANTISED}
-    for name in chosen:
-        if name.removesuffix(MEASURED) not in known or name in LEFT_OUT:
-            raise typer.BadParameter(f"--methods: {name!r} is not one of {', '.join(ALL_METHODS)}")
-    if min(prompts, seeds) < 1:
-        raise typer.BadParameter("--prompts and --seeds must be at least 1")
-    paths = [Path(file) for file in files.split(",") if file]
-    missing = [str(path) for path in paths if not path.is_file()]
-    if missing:
-        raise typer.BadParameter(f"--files: {', '.join(missing)} not there")
-    numbers = [int(x) for x in layers.split(",")] if layers else None
-    sink, recent, follow, shares = PRESETS[preset]
-    results = []
-    for model_name in models.split(",") if models else default_models():
+    among("preset", preset, PRESETS)
+    chosen = methods(methods_, others=PEERS)
+    positive(prompts=prompts, seeds=seeds)
+    given = paths(files)
+    numbers = integers("layers", layers)
+    for method in list(chosen):
+        reason = PEERS[method.label]() if method.label in PEERS else None
+        if reason is not None:
+            console.print(f"left out: {method.label}: {reason}")
+            chosen.remove(method)
+    sink, recent, follow, every = PRESETS[preset]
+    names = models.split(",") if models else default_models()
+    results = Results(
+        out,
+        command="attention_error",
+        preset=preset,
+        models=[Path(name).name for name in names],
+        methods=[method.label for method in chosen],
+        files=[str(path) for path in given],
+        layers=numbers,
+        prompts=prompts,
+        seeds=seeds,
+        seed=seed,
+        sink=sink,
+        recent=recent,
+        follow=follow,
+    )
+    for model_name in names:
         model, tokenizer = load(model_name)
-        source, texts = prompts_for(model_name, model, tokenizer, prompts, seed, paths)
+        source, texts = prompts_for(model_name, model, tokenizer, prompts, seed, given)
         shortest = min(text.shape[1] for text in texts)
         if shortest < sink + recent + follow + 16:
             message = f"{model_name}: a prompt of {shortest} tokens is too short for --preset"
@@ -251,59 +372,52 @@ def main(
                 console.print(f"skipped: {message} {preset}")
                 continue
             raise typer.BadParameter(f"{message} {preset} (sink {sink}, queries {follow})")
-        label = f"{Path(model_name).name}:{source}"
+        part = {"source": f"{Path(model_name).name}:{source}", "queries": protocol_of(source)}
         try:
-            caught = [capture(model, text, numbers) for text in texts]
-            _, other = prompts_for(model_name, model, tokenizer, 2, seed + 1000, paths)
+            caught = [
+                [layer_of(layer, follow) for layer in capture(model, text, numbers)]
+                for text in texts
+            ]
         except InputError as error:
             raise typer.BadParameter(str(error)) from error
+        _, other = prompts_for(model_name, model, tokenizer, 2, seed + 1000, given)
         with Progress(console=console) as progress:
-            task = progress.add_task(label, total=len(chosen) * len(shares))
-            for label_name in chosen:
-                name = label_name.removesuffix(MEASURED)
+            for method in progress.track(chosen, description=part["source"]):
+                if results.has(method=method.label, **part):
+                    continue
                 curves = None
-                if name != label_name:
+                if method.spent == "measured":
                     window = {"sink": sink, "recent": recent, "follow": follow}
-                    curves = measure_curves(model, other, name, **window)
-                for kept in [1.0] if name.startswith("int") else shares:
-                    start = time.perf_counter()
-
-                    def make(
-                        s: int, name: str = name, curves: Any = curves, kept: float = kept
-                    ) -> Compress:
-                        if name in HALVINGS:
-                            return theirs(HALVINGS[name], s, sink, recent, kept)
-                        if name in QUANTISED:
-                            return quantised(QUANTISED[name], sink, recent)
-                        if curves is not None:
-                            return allocated(name, s, sink, recent, curves)
-                        return ours(name, s, sink, recent)
-
-                    repeats = min(seeds, 3) if name in HALVINGS else seeds
-                    row = measure(caught, make, kept, PRESETS[preset], repeats)
-                    seconds = round(time.perf_counter() - start, 2)
-                    results.append(
-                        {
-                            "method": label_name,
-                            "source": label,
-                            "kept": kept,
-                            **row,
-                            "seconds": seconds,
-                        }
-                    )
-                    progress.advance(task)
-        console.print(table(results, label))
-    result = {"command": "attention_error", "preset": preset, "results": results, "seed": seed}
-    result |= {"sink": sink, "recent": recent, "follow": follow, "prompts": prompts}
-    result |= environment()
-    save(result, out)
+                    curves = measure_curves(model, other, str(method.name), **window)
+                    if numbers:  # the bytes of these layers are theirs alone
+                        curves = replace(curves, error=curves.error[numbers])
+                if method.label in HALVINGS:
+                    compress = halved(HALVINGS[method.label], sink, recent)
+                elif method.label in QUANTIZED_CACHES:
+                    compress = their_cache(QUANTIZED_CACHES[method.label], sink, recent)
+                else:
+                    compress = ours(method, sink, recent, curves)
+                whole = method.name is None or method.label in QUANTIZED_CACHES
+                slow = method.label in HALVINGS or method.name in SKETCHES
+                repeats = 1 if whole else min(seeds, 3) if slow else seeds
+                rows = []
+                for kept in [1.0] if whole else every:
+                    row = measure(caught, compress, kept, PRESETS[preset], repeats)
+                    if row is None:
+                        console.print(f"left out: {method.label} does not fit at kept {kept}")
+                        continue
+                    rows.append({"method": method.label, **part, "kept": kept, **row})
+                results.add(rows)
+        here = [row for row in results.rows if part.items() <= row.items()]
+        console.print(table(here, part["source"]))
+    result = results.finish()
     if plot is not None:
-        figure(results, plot)
+        figure(results.rows, plot)
     if json:
         print(dumps(result))
 
 
-def figure(results: list[dict[str, Any]], path: Path) -> None:
+def figure(results: list[Row], path: Path) -> None:
     """Error against the kept share, one panel per source (BalanceKV's figure 2)."""
     sources = list(dict.fromkeys(r["source"] for r in results))
     fig, axes = subplots(len(sources), 5.5 * len(sources), 5)
@@ -321,7 +435,9 @@ def figure(results: list[dict[str, Any]], path: Path) -> None:
                 ls=("-", "--", ":")[number // 10 % 3],
                 label=name,
             )
-        panel.set(xscale="log", yscale="log", title=source, xlabel="kept share of the middle")
+        panel.set(
+            xscale="log", yscale="log", title=source, xlabel="kept share of the middle's bytes"
+        )
         panel.set_xticks([1 / 2, 1 / 4, 1 / 8, 1 / 16], ["1/2", "1/4", "1/8", "1/16"])
         panel.minorticks_off()
         panel.grid(True, alpha=0.3)
@@ -330,9 +446,8 @@ def figure(results: list[dict[str, Any]], path: Path) -> None:
     write(fig, path)
 
 
-def table(results: list[dict[str, Any]], source: str) -> Table:
+def table(rows: list[Row], source: str) -> Table:
     """Methods by kept share, one source."""
-    rows = [r for r in results if r["source"] == source]
     shares = sorted({r["kept"] for r in rows}, reverse=True)
     shown = Table(title=source)
     for column in ("method", *(f"1/{round(1 / share)}" for share in shares)):

@@ -2,12 +2,21 @@
 
     python -m benchmarks.kl --json
 
-Texts are sampled from the model itself (or given files; LongEval prompts for the packaged model).
-The first tokens are the prompt, compressed by a real ``SketchCache`` after it; the last ``follow``
-tokens are then fed one at a time, through the same cache, as decoding would. KL(exact || sketch) in
-nats, the mean over texts and tokens; top-1 is the share of tokens where both caches agree.
-``bytes_per_token`` is what the cache held at the end over what an exact one would have, times the
-exact cache's bytes per token and KV head (at 2 bytes a number).
+Texts: LongEval prompts with the exact cache's own answers for the packaged model, of which the
+answers are scored; else samples of the model itself (or given files), of which the last ``follow``
+tokens are. The tokens before are the prompt, compressed by a real one-shot ``SketchCache`` after
+it; the rest is fed one token at a time, through the same cache, as decoding would. ``queries``
+(``benchmarks.prompts``) says what query-aware methods had seen when they compressed. KL(exact ||
+sketch) in nats, the mean over texts and tokens; top-1 is the share of tokens where both caches
+agree.
+
+``kept`` and ``bytes_per_token`` are those of ``benchmarks.equal_bytes``, right after the prompt was
+compressed, over its tokens: what is fed later every cache keeps as it is. (``cache.nbytes()`` would
+count score columns too, which only another compression needs, and numbers in this model's float32.)
+Rows of quantised caches have ``kept`` 1 and stand at their own bytes. ``@measured`` spends the same
+bytes over heads and layers by errors measured on three other texts, ``@prompt`` by errors on the
+prompt itself (which ``SketchCache`` does for ``heavy_merge`` where nothing else is said; a plain
+name here means the same budget for every head). ``+int4`` stores slots in 4 bits, more of them.
 """
 
 from __future__ import annotations
@@ -21,27 +30,25 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import DynamicCache
 
-from benchmarks.page import save
-from benchmarks.prompts import default_models, load, prompts_for
-from kvsketch import ALL_METHODS, SketchCache
-from kvsketch.evaluation.report import dumps, environment
+from benchmarks.equal_bytes import Fit, Held, held_by, shares
+from benchmarks.options import BITS, USUAL, Method, among, methods, paths, positive
+from benchmarks.prompts import PROTOCOLS, Text, default_models, feed, load, prefill, texts_for
+from benchmarks.results import Results, Row
+from kvsketch import SketchCache
+from kvsketch.evaluation.allocation import Curves, measure_curves
+from kvsketch.evaluation.report import dumps
 
 SHARES = [1 / 2, 1 / 4, 1 / 8, 1 / 16]
-LEFT_OUT = ("one_dimensional",)
+#: seconds per prompt: only where asked for
+SLOW = ("balancekv_streaming",)
+OURS = [f"heavy_merge{end}" for end in ("@prompt", "@measured", "+int4", "@measured+int4")]
 
 
-def logits(model: Any, text: Tensor, follow: int, cache: Cache) -> Tensor:
-    """Log-probabilities for the last ``follow`` tokens' successors, ``[follow, vocabulary]``."""
-    steps = []
-    with torch.no_grad():
-        start = text.shape[1] - follow
-        model(text[:, :start], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        for i in range(start, text.shape[1]):
-            out = model(text[:, i : i + 1], past_key_values=cache, use_cache=True)
-            steps.append(out.logits[0, -1].log_softmax(-1))
-    return torch.stack(steps)
+def logits(model: Any, text: Text, cache: Any) -> Tensor:
+    """Log-probabilities of what follows the tokens that are scored; the prompt is read already."""
+    return feed(model, text.ids[:, text.cut :], cache)[text.asked - text.cut :]
 
 
 def compare(exact: Tensor, sketch: Tensor) -> tuple[float, float]:
@@ -50,97 +57,178 @@ def compare(exact: Tensor, sketch: Tensor) -> tuple[float, float]:
     return float(kl), float((exact.argmax(-1) == sketch.argmax(-1)).double().mean())
 
 
+def compressed(
+    model: Any,
+    prompt: Tensor,
+    method: Method,
+    tokens: int,
+    fit: Fit,
+    curves: Curves | None,
+    seed: int = 0,
+    sink: int = 4,
+    recent: int = 32,
+) -> tuple[int, Held] | None:
+    """A one-shot cache that read ``prompt`` and holds the bytes of ``tokens`` plain tokens, and its
+    budget; None where ``Fit`` finds none."""
+    n = prompt.shape[1]
+
+    def run(budget: int) -> Held:
+        cache = SketchCache(
+            model.config,
+            method.name or "streaming_llm",
+            budget=budget,
+            sink=sink,
+            recent=recent,
+            one_shot=True,
+            bits=method.bits,
+            allocation="measured" if method.spent == "prompt" else "even",
+            schedule=None if curves is None else shares(curves, budget / n),
+            seed=seed,
+        )
+        prefill(model, prompt, cache)
+        return held_by(cache, method.bits, sink, recent)
+
+    if method.name is None:
+        return n, run(n)
+    return fit(run, tokens, sink + recent + 1, n)
+
+
+def curves_of(
+    model: Any, texts: list[Text], method: Method, sink: int = 4, recent: int = 32
+) -> Curves | None:
+    """What ``@measured`` needs: errors of a method's heads on ``texts``, compressed where
+    ``measure`` compresses."""
+    if method.spent != "measured":
+        return None
+    follow = max(text.ids.shape[1] - text.cut for text in texts)
+    window = {"follow": follow, "sink": sink, "recent": recent}
+    return measure_curves(model, [text.ids for text in texts], str(method.name), **window)
+
+
+def measure(
+    model: Any,
+    texts: list[Text],
+    exact: list[Tensor],
+    method: Method,
+    kept: float,
+    curves: Curves | None,
+    seeds: int,
+    sink: int,
+    recent: int,
+) -> Row | None:
+    """Means over texts and seeds; None if the method does not fit into the bytes of one."""
+    kls, agreed, size, slots = [], [], 0.0, 0.0
+    fit = Fit()
+    for text, truth in zip(texts, exact, strict=True):
+        prompt = text.ids[:, : text.cut]
+        tokens = sink + recent + max(1, round(kept * (text.cut - sink - recent)))
+        for seed in range(seeds):
+            found = compressed(model, prompt, method, tokens, fit, curves, seed, sink, recent)
+            if found is None:
+                return None
+            budget, held = found
+            kl, same = compare(truth, logits(model, text, held.what))
+            kls.append(kl)
+            agreed.append(same)
+            size += held.bytes / text.cut
+            slots += budget / text.cut
+    tensor = torch.tensor(kls, dtype=torch.float64)
+    return {
+        "kl": round(float(tensor.mean()), 6),
+        "std": round(float(tensor.std()), 6) if len(kls) > 1 else 0.0,
+        "top1": round(sum(agreed) / len(agreed), 4),
+        "bytes_per_token": round(size / len(kls), 3),
+        "slots_per_token": round(slots / len(kls), 4),
+        "texts": len(texts),
+        "seeds": seeds,
+    }
+
+
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated folders or hub ids.")] = "",
-    methods: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(
-        name for name in ALL_METHODS if name not in LEFT_OUT
-    ),
+    methods_: Annotated[
+        str,
+        typer.Option("--methods", help="Names, with @measured or @prompt, +int4; int4."),
+    ] = ",".join([*(name for name in USUAL if name not in SLOW), *OURS, *BITS]),
+    queries: Annotated[str, typer.Option(help="Comma-separated protocols.")] = ",".join(PROTOCOLS),
     texts: Annotated[int, typer.Option(help="Texts per model.")] = 8,
-    follow: Annotated[int, typer.Option(help="Tokens fed one at a time.")] = 127,
+    follow: Annotated[int, typer.Option(help="Tokens scored where no question is asked.")] = 127,
     sink: int = 4,
     recent: int = 32,
     files: Annotated[str, typer.Option(help="Comma-separated text files.")] = "",
     seeds: Annotated[int, typer.Option(help="Seeds of randomised methods.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the texts.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the JSON here, and go on from it.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
-    """Example: python -m benchmarks.kl --methods uniform,kcenter --texts 2 --json"""
+    """Example: python -m benchmarks.kl --methods uniform,heavy_merge@measured --texts 2 --json"""
     console = Console(stderr=True)
-    chosen = methods.split(",")
-    for name in chosen:
-        if name not in ALL_METHODS or name in LEFT_OUT:
-            raise typer.BadParameter(f"--methods: {name!r} is not one of {', '.join(ALL_METHODS)}")
-    if min(texts, follow, seeds) < 1:
-        raise typer.BadParameter("--texts, --follow and --seeds must be at least 1")
-    paths = [Path(file) for file in files.split(",") if file]
-    missing = [str(path) for path in paths if not path.is_file()]
-    if missing:
-        raise typer.BadParameter(f"--files: {', '.join(missing)} not there")
-    results = []
-    for model_name in models.split(",") if models else default_models():
+    chosen = methods(methods_)
+    protocols = among("queries", queries, PROTOCOLS)
+    positive(texts=texts, follow=follow, seeds=seeds)
+    given = paths(files)
+    names = models.split(",") if models else default_models()
+    results = Results(
+        out,
+        command="kl",
+        models=[Path(name).name for name in names],
+        methods=[method.label for method in chosen],
+        protocols=protocols,
+        files=[str(path) for path in given],
+        texts=texts,
+        seeds=seeds,
+        seed=seed,
+        follow=follow,
+        sink=sink,
+        recent=recent,
+    )
+    for model_name in names:
         model, tokenizer = load(model_name)
-        source, found = prompts_for(model_name, model, tokenizer, texts, seed, paths)
-        if min(text.shape[1] for text in found) < sink + recent + follow + 16:
-            raise typer.BadParameter(f"{model_name}: a text is too short for --follow {follow}")
-        label = f"{Path(model_name).name}:{source}"
-        exact = [logits(model, t, follow, DynamicCache(config=model.config)) for t in found]
-        with Progress(console=console) as progress:
-            task = progress.add_task(label, total=len(chosen) * len(SHARES) * len(found))
-            for name in chosen:
-                for kept in SHARES:
-                    kls, agreed, share, width = [], [], 0.0, 0.0
-                    for text, truth in zip(found, exact, strict=True):
-                        prompt = text.shape[1] - follow
-                        budget = sink + recent + max(1, round(kept * (prompt - sink - recent)))
-                        for s in range(seeds):
-                            cache = SketchCache(
-                                model.config,
-                                name,
-                                budget=budget,
-                                sink=sink,
-                                recent=recent,
-                                one_shot=True,
-                                seed=s,
-                            )
-                            kl, same = compare(truth, logits(model, text, follow, cache))
-                            kls.append(kl)
-                            agreed.append(same)
-                            share += cache.nbytes() / cache.exact_nbytes()
-                        layer = cache.layers[0]
-                        width = 2 * (layer.keys.shape[-1] + layer.values.shape[-1])
-                        progress.advance(task)
-                    tensor = torch.tensor(kls, dtype=torch.float64)
-                    results.append(
-                        {
-                            "method": name,
-                            "source": label,
-                            "kept": kept,
-                            "kl": round(float(tensor.mean()), 6),
-                            "std": round(float(tensor.std()), 6) if len(kls) > 1 else 0.0,
-                            "top1": round(sum(agreed) / len(agreed), 4),
-                            "bytes_per_token": round(share / len(kls) * width, 3),
-                            "texts": len(found),
-                            "seeds": seeds,
-                        }
-                    )
-        console.print(table(results, label))
-    result = {"command": "kl", "results": results, "seed": seed, "follow": follow}
-    result |= {"sink": sink, "recent": recent, **environment()}
-    save(result, out)
+        for protocol in protocols:
+            like = (given, follow, protocol)
+            source, found = texts_for(model_name, model, tokenizer, texts, seed, *like)
+            if min(text.cut for text in found) < sink + recent + 16:
+                raise typer.BadParameter(f"{model_name}: a text is too short for --follow {follow}")
+            part = {"source": f"{Path(model_name).name}:{source}", "queries": protocol}
+            exact = []
+            for text in found:
+                cache = DynamicCache(config=model.config)
+                prefill(model, text.ids[:, : text.cut], cache)
+                exact.append(logits(model, text, cache))
+            _, other = texts_for(model_name, model, tokenizer, 3, seed + 1000, *like)
+            title = f"{part['source']}, {protocol}"
+            with Progress(console=console) as progress:
+                for method in progress.track(chosen, description=title):
+                    if results.has(method=method.label, **part):
+                        continue
+                    curves = curves_of(model, other, method, sink, recent)
+                    rows = []
+                    for kept in SHARES if method.name else [1.0]:
+                        row = measure(
+                            model, found, exact, method, kept, curves, seeds, sink, recent
+                        )
+                        if row is None:
+                            console.print(f"left out: {method.label} does not fit at kept {kept}")
+                            continue
+                        rows.append({"method": method.label, **part, "kept": kept, **row})
+                    results.add(rows)
+            console.print(table([r for r in results.rows if part.items() <= r.items()], title))
+    result = results.finish()
     if json:
         print(dumps(result))
 
 
-def table(results: list[dict[str, Any]], source: str) -> Table:
-    """KL by method and kept share, one source."""
-    rows = [r for r in results if r["source"] == source]
-    shown = Table(title=f"{source}: KL, nats")
-    for column in ("method", *(f"1/{round(1 / share)}" for share in SHARES)):
+def table(rows: list[Row], title: str) -> Table:
+    """KL by method and kept share."""
+    shown = Table(title=f"{title}: KL, nats")
+    every = sorted({row["kept"] for row in rows}, reverse=True)
+    for column in ("method", *(f"1/{round(1 / share)}" for share in every)):
         shown.add_column(column)
-    for name in dict.fromkeys(r["method"] for r in rows):
-        by_share = {r["kept"]: r["kl"] for r in rows if r["method"] == name}
-        shown.add_row(name, *(f"{by_share[s]:.4f}" for s in SHARES))
+    for name in dict.fromkeys(row["method"] for row in rows):
+        by_share = {row["kept"]: row["kl"] for row in rows if row["method"] == name}
+        shown.add_row(name, *(f"{by_share[s]:.4f}" if s in by_share else "" for s in every))
     return shown
 
 

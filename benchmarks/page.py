@@ -6,9 +6,15 @@ left in docs/results/.
     python -m benchmarks.growth --out docs/results/growth.json --plot docs/figures/growth.svg
     python -m benchmarks.guarantee --out docs/results/guarantee.json \
         --plot docs/figures/guarantee.svg
-    python -m benchmarks.attention_error --out docs/results/attention_error.json
+    python -m benchmarks.attention_error --out docs/results/attention_error.json \
+        --plot docs/figures/attention_error.svg
+    python -m benchmarks.attention_error --preset balancekv \
+        --out docs/results/attention_error_balancekv.json \
+        --plot docs/figures/attention_error_balancekv.svg
     python -m benchmarks.kl --out docs/results/kl.json
     python -m benchmarks.longeval_unseen --out docs/results/longeval_unseen.json
+    python -m benchmarks.ablation --out docs/results/ablation.json
+    python -m benchmarks.compression_time --out docs/results/compression_time.json
     python -m benchmarks.page
 """
 
@@ -23,10 +29,12 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def save(result: dict[str, Any], out: Path | None) -> None:
-    """Write a benchmark's JSON where ``--out`` says."""
+    """Write a benchmark's JSON where ``--out`` says: all of it or nothing."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        new = out.with_name(out.name + ".new")
+        new.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        new.replace(out)
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -177,50 +185,94 @@ def guarantee(result: dict[str, Any]) -> str:
     )
 
 
-def by_share(result: dict[str, Any], key: str, digits: int) -> str:
-    """One table per source: methods by kept share, with bytes per token beside them."""
+#: what a method may have seen of the queries, see benchmarks/prompts.py
+SEEN = {"agnostic": ", queries unseen", "aware": ", queries right before seen", None: ""}
+EQUAL_BYTES = (
+    "Equal bytes: every method gets those of one that keeps the share of the tokens as they are. "
+    "Slots with a mass cost 4 bytes more and are fewer; slots in 4 bits (`+int4`) are more; a "
+    "streaming sketch whose size comes in steps may hold less. "
+)
+SPENT = (
+    "`@measured`: the same bytes, spent over heads and layers by errors measured on other prompts; "
+    "`@prompt`: on the prompt itself (the package's default for `heavy_merge`); a plain name: the "
+    "same for every head. "
+)
+
+
+def by_share(result: dict[str, Any], key: str, digits: int, name: str = "method") -> str:
+    """One table per source and protocol: methods by kept share, and bytes per token."""
     parts = []
-    for source in dict.fromkeys(r["source"] for r in result["results"]):
-        rows = [r for r in result["results"] if r["source"] == source]
+    groups = [(r["source"], r.get("queries")) for r in result["results"]]
+    for source, queries in dict.fromkeys(groups):
+        rows = [
+            r for r in result["results"] if (r["source"], r.get("queries")) == (source, queries)
+        ]
         shares = sorted({r["kept"] for r in rows if r["kept"] < 1}, reverse=True)
         table = []
-        for name in dict.fromkeys(r["method"] for r in rows):
-            found = {r["kept"]: r for r in rows if r["method"] == name}
-            cells = [
-                f"{found[s][key]:.{digits}f} ± {found[s]['std']:.{digits}f}" if s in found else ""
-                for s in shares
-            ]
+        for method in dict.fromkeys(r[name] for r in rows):
+            found = {r["kept"]: r for r in rows if r[name] == method}
+            cells = [_plus_minus(found.get(share), key, digits) for share in shares]
             if 1.0 in found:  # a quantised cache keeps all tokens
                 cells[0] = f"all tokens: {found[1.0][key]:.{digits}f}"
             sizes = [f"{r['bytes_per_token']:.0f}" for r in found.values()]
-            table.append([name, *cells, " / ".join(sizes)])
-        header = ["method", *(f"1/{round(1 / s)}" for s in shares), "bytes per token"]
-        parts.append(f"**{source}**\n\n" + _table(header, table))
+            table.append([method, *cells, " / ".join(sizes)])
+        header = [name, *(f"1/{round(1 / s)}" for s in shares), "bytes per token"]
+        parts.append(f"**{source}{SEEN[queries]}**\n\n" + _table(header, table))
     return "\n\n".join(parts)
+
+
+def _plus_minus(row: dict[str, Any] | None, key: str, digits: int) -> str:
+    if row is None:
+        return ""
+    spread = f" ± {row['std']:.{digits}f}" if row.get("std") else ""
+    return f"{row[key]:.{digits}f}{spread}"
 
 
 def attention_error(result: dict[str, Any]) -> str:
     return (
         "## Attention error on real activations\n\n"
         "|z - exact|_F / |exact|_F of single layers, mean over layers and prompts ± standard "
-        "deviation over seeds, by the share of the middle that is kept; "
-        f"{result['sink']} sinks and {result['recent']} recent tokens are kept by everyone, the "
-        f"{result['follow']} queries asked come after compression and no method saw them. "
-        "`@measured`: the same total, spent over heads and layers by errors measured on other "
-        "prompts. `peer:` rows run the peers' own code; kvpress's presses keep the same tokens as "
-        "ours of the same name, which `tests/test_peers.py` checks. Bytes are per token and KV "
-        "head, bfloat16. `pyramidkv` is `snapkv` with a budget schedule over layers, which "
+        "deviation over seeds, by the share of the middle's bytes that is kept; "
+        f"{result['sink']} sinks and {result['recent']} recent tokens are kept by everyone. The "
+        f"{result['follow']} queries asked come after compression and no method saw them: of a "
+        "LongEval prompt they hold the question; other texts just go on, and the queries right "
+        "before were seen. "
+        + EQUAL_BYTES
+        + SPENT
+        + "`peer:` rows run the peers' own code: for fewer slots than a halving leaves, the older "
+        "tokens are halved once more; `quantized_cache` is transformers' own with quanto, "
+        "all tokens, at its own bytes, as are `int8` and `int4`. kvpress's presses keep the same "
+        "tokens as ours of the same name, which `tests/test_peers.py` checks. Bytes are per token "
+        "and KV head, bfloat16. `pyramidkv` is `snapkv` with a budget schedule over layers, which "
         "a single layer does not show.\n\n"
         + by_share(result, "relative_error", 3)
-        + f"\n\n{_where(result)}\n"
+        + "\n\n![error against the kept share](figures/attention_error.svg)\n\n"
+        f"{_where(result)}\n"
+    )
+
+
+def attention_error_balancekv(result: dict[str, Any]) -> str:
+    return (
+        "## The same, in the protocol of BalanceKV's figure 2\n\n"
+        f"{result['sink']} sinks, {result['recent']} recent tokens, {result['follow']} queries.\n\n"
+        + by_share(result, "relative_error", 3)
+        + "\n\n![error against the kept share](figures/attention_error_balancekv.svg)\n\n"
+        f"{_where(result)}\n"
     )
 
 
 def kl(result: dict[str, Any]) -> str:
     return (
         "## Next-token KL to the exact cache\n\n"
-        f"KL(exact || compressed) in nats, mean over texts and {result['follow']} tokens fed one "
-        "by one after the prompt was compressed, ± standard deviation over texts.\n\n"
+        "KL(exact || compressed) in nats, mean over texts and tokens fed one by one after the "
+        "prompt was compressed, ± standard deviation over texts. Scored are the exact cache's own "
+        f"answers to LongEval prompts, and the last {result['follow']} tokens of other texts. "
+        "*Queries unseen*: the question, or 64 tokens of another text, came between compression "
+        "and what is scored. *Queries right before seen*: compression comes right before what is "
+        "scored, with the question read. "
+        + EQUAL_BYTES
+        + SPENT
+        + "Bytes are those of the compressed prompt.\n\n"
         + by_share(result, "kl", 4)
         + f"\n\n{_where(result)}\n"
     )
@@ -234,17 +286,51 @@ def longeval_unseen(result: dict[str, Any]) -> str:
         cells = []
         for budget in budgets:
             row = found.get(budget, found.get(1.0))
-            low, high = row["ci95"]
-            cells.append(f"{row['accuracy']:.2f} ({low:.2f}-{high:.2f})")
+            low, high = row["ci95"] if row else (0, 0)
+            cells.append(f"{row['accuracy']:.2f} ({low:.2f}-{high:.2f})" if row else "")
         rows.append([name, *cells])
     count = result["results"][0]["cases"]
     return (
         f"## LongEval, {result['lines']} lines, question unseen at compression\n\n"
         f"Accuracy on {count} {result['source']} cases of the packaged model, with 95% intervals, "
-        "at equal bytes. `@measured`: the same total spent over heads and layers by errors "
-        "measured on three other cases; `+int4`: slots in 4 bits, more of them in the "
-        "same bytes.\n\n" + _table(["method", *map(str, budgets)], rows) + f"\n\n{_where(result)}\n"
+        "by the share of the record's bytes that is kept. " + EQUAL_BYTES + SPENT + "The "
+        "question is read one token at a time after compression.\n\n"
+        + _table(["method", *map(str, budgets)], rows)
+        + f"\n\n{_where(result)}\n"
     )
+
+
+def ablation(result: dict[str, Any]) -> str:
+    return (
+        "## What each part of our method brings\n\n"
+        "Attention error as above, at equal bytes.\n\n"
+        + by_share(result, "relative_error", 3, "part")
+        + f"\n\n{_where(result)}\n"
+    )
+
+
+def compression_time(result: dict[str, Any]) -> str:
+    probe = [{"what": k} | v for k, v in result.get("probe", {}).items() if isinstance(v, dict)]
+    numbers = {k: v for k, v in result.items() if isinstance(v, (int, float)) and k != "seed"}
+    parts = [
+        "## Time to compress",
+        ", ".join(f"{k.replace('_', ' ')} {_cell(v)}" for k, v in numbers.items()),
+        _plain(result["results"]),
+        *(["Probing the error of a compressed layer:", _plain(probe)] if probe else []),
+        _where(result),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _plain(rows: list[dict[str, Any]]) -> str:
+    """All fields of all rows."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[_cell(row.get(name, "")) for name in columns] for row in rows]
+    return _table([name.replace("_", " ") for name in columns], cells)
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 PAGES: dict[str, tuple[str, dict[str, Callable[[dict[str, Any]], str]]]] = {
@@ -258,7 +344,14 @@ PAGES: dict[str, tuple[str, dict[str, Callable[[dict[str, Any]], str]]]] = {
     ),
     "errors.md": (
         "# What compression costs, method by method",
-        {"attention_error": attention_error, "kl": kl, "longeval_unseen": longeval_unseen},
+        {
+            "attention_error": attention_error,
+            "attention_error_balancekv": attention_error_balancekv,
+            "kl": kl,
+            "longeval_unseen": longeval_unseen,
+            "ablation": ablation,
+            "compression_time": compression_time,
+        },
     ),
 }
 
@@ -269,9 +362,13 @@ def main() -> None:
         for name, section in sections.items():
             path = DOCS / "results" / f"{name}.json"
             if not path.is_file():
-                print(f"skipped: {path} is not there; run python -m benchmarks.{name} --out {path}")
+                print(f"skipped: {path} is not there; benchmarks/page.py says how it is made")
                 continue
-            parts.append(section(json.loads(path.read_text(encoding="utf-8"))))
+            result = json.loads(path.read_text(encoding="utf-8"))
+            if not result.get("complete", True):
+                print(f"skipped: {path} is not complete; the same command goes on with it")
+                continue
+            parts.append(section(result))
         (DOCS / page).write_text("\n".join(parts), encoding="utf-8")
         print(f"wrote {DOCS / page}")
 

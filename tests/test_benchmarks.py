@@ -8,6 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from benchmarks import attention_error, kl, longeval_unseen, options, page, prompts
+from benchmarks.attention_error import held_bytes
+from benchmarks.equal_bytes import Fit, Held
+from benchmarks.peers import exchange
+from kvsketch import Slots
+from kvsketch.streaming.page import QuantizedPage
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -77,3 +87,295 @@ def test_guarantee_holds_at_the_calculated_parameters(tmp_path):
         assert name == "exact" or row["advantage"] < 0.4, row
     assert any("says nothing useful" in row["subgen"] for row in result["real"])
     assert figure.exists()
+
+
+# --- error benchmarks -----------------------------------------------------------------------------
+
+
+def slots_of(heads=2, n=200, dim=8, mass=False):
+    g = torch.Generator().manual_seed(n)
+    keys, values = torch.randn(2, 1, heads, n, dim, generator=g)
+    return Slots(keys, values, torch.ones(1, heads, n) if mass else None)
+
+
+def test_bytes_are_counted_by_one_rule():
+    """2 bytes a number, 4 a mass; what is quantised as ``QuantizedPage`` stores it."""
+    assert held_bytes(slots_of()) == 200 * 32
+    assert held_bytes(slots_of(mass=True)) == 200 * 36
+    slots = slots_of(mass=True)
+    page = QuantizedPage(slots, slots.count, 4, 10, 20)
+    stored = sum(t.nbytes for part in page._packed.values() for t in part.tensors()) / 2
+    assert held_bytes(slots, 4, 10, 20) == stored + 30 * 32 + 200 * 4
+    dead = slots.only(torch.arange(200) < 150)
+    assert held_bytes(dead) == 150 * 36
+
+
+@pytest.mark.parametrize(
+    ("held_per_slot", "budget"),
+    [(32, 100), (36, 88), (20, 160), (16, 200)],
+    ids=["plain", "with mass", "fewer bits", "never above what there is"],
+)
+def test_fit_spends_the_bytes_of_plain_tokens(held_per_slot, budget):
+    runs = []
+
+    def run(slots):
+        runs.append(slots)
+        return Held(slots, slots * held_per_slot, held_per_slot, 32)
+
+    fit = Fit()
+    assert fit(run, 100, 10, 200)[0] == budget
+    assert len(runs) <= 3
+    assert fit(run, 50, 10, 200)[0] == budget // 2
+    assert len(runs) <= 4  # it knows by now
+
+
+def test_fit_gives_up_on_what_never_fits():
+    assert Fit()(lambda slots: Held(None, 10_000, 36, 32), 100, 10, 200) is None
+
+
+def test_fit_goes_below_sizes_that_come_in_steps():
+    fitted = Fit()(lambda slots: Held(None, 64 * (1 + slots // 64) * 36, 36, 32), 100, 10, 200)
+    assert fitted[1].bytes == 64 * 36
+
+
+@pytest.mark.parametrize(
+    ("middle", "kept"), [(368, 11), (368, 184), (1905, 927), (1905, 101), (7, 3)]
+)
+def test_halvings_leave_any_number_of_slots(middle, kept):
+    parts = attention_error.halvings(middle, kept)
+    assert sum(tokens for tokens, _ in parts) == middle
+    assert sum(tokens >> times for tokens, times in parts) == kept
+    assert all(tokens % 2**times == 0 for tokens, times in parts)
+
+
+def test_a_method_is_read_with_its_endings():
+    assert options.parse("heavy_merge@measured+int4") == options.Method(
+        "heavy_merge@measured+int4", "heavy_merge", "measured", 4
+    )
+    assert options.parse("h2o@prompt").spent == "prompt"
+    assert options.parse("snapkv") == options.Method("snapkv", "snapkv")
+    assert options.parse("int8") == options.Method("int8", None, bits=8)
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (lambda: options.methods("uniform,snapkw"), "did you mean 'snapkv'"),
+        (lambda: options.methods("one_dimensional"), "'one_dimensional' is unknown"),
+        (lambda: options.methods("snapkv+int3"), "'int3' is unknown; did you mean 'int"),
+        (lambda: options.methods("exact"), "'exact' is unknown"),
+        (lambda: options.methods("snapkv@measure"), "did you mean '@measured'"),
+        (lambda: options.paths("nowhere.txt,pyproject.toml"), "nowhere.txt not there"),
+        (lambda: options.positive(seeds=0), "--seeds 0 must be at least 1"),
+        (lambda: options.among("preset", "defalt", ["default"]), "'defalt' must be one of"),
+        (lambda: options.fractions("budgets", "0.5,1.5"), r"must be numbers in \(0, 1\]"),
+        (lambda: options.fractions("budgets", "half"), "--budgets 'half'"),
+        (lambda: options.integers("layers", "1,b"), "--layers '1,b'"),
+    ],
+)
+def test_bad_options_are_named(monkeypatch, read, message):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(typer.BadParameter, match=message):
+        read()
+
+
+def invoke(main, *arguments):
+    """A benchmark's ``main`` in this process: its JSON."""
+    app = typer.Typer()
+    app.command()(main)
+    done = CliRunner().invoke(app, [*arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+SMALL = {
+    "attention_error": ["--prompts", "1", "--seeds", "2"],
+    "kl": ["--texts", "1", "--follow", "8", "--queries", "agnostic"],
+}
+MAINS = {"attention_error": attention_error.main, "kl": kl.main}
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """The packaged model, asked about records of 20 lines."""
+    monkeypatch.setattr(prompts, "_LINES", 20)
+    return ["--models", "packaged"]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_method_holds_the_same_bytes(short, name):
+    """Plain tokens, masses, merging, a streaming sketch, measured shares and slots in 4 bits: at no
+    kept share more than one slot above plain tokens, and nearly as much where sizes are free."""
+    methods = "streaming_llm,uniform,heavy_merge,subgen,snapkv@measured,heavy_merge@measured"
+    methods += ",heavy_merge@prompt,heavy_merge+int4,heavy_merge@measured+int4,int4"
+    result = invoke(MAINS[name], *short, *SMALL[name], "--methods", methods)
+    assert result["complete"]
+    rows = {(r["method"], r["kept"]): r for r in result["results"]}
+    plain = {kept: r for (method, kept), r in rows.items() if method == "streaming_llm"}
+    assert len(plain) == 4
+    tokens = 1 / (plain[0.5]["bytes_per_token"] / 128 / plain[0.5]["slots_per_token"])
+    assert tokens == pytest.approx(1, abs=1e-3)  # 128 bytes are one plain token
+    for (method, kept), row in rows.items():
+        assert row["queries"] == "agnostic"
+        if kept == 1:
+            continue
+        limit = plain[kept]["bytes_per_token"]
+        assert row["bytes_per_token"] <= limit + 1e-3, (method, kept)
+        if method == "uniform":
+            assert row["slots_per_token"] < plain[kept]["slots_per_token"]
+        if method.endswith("+int4"):
+            assert row["slots_per_token"] > plain[kept]["slots_per_token"]
+        elif method != "subgen":
+            assert row["bytes_per_token"] > 0.97 * limit, (method, kept)
+    assert rows["int4", 1.0]["bytes_per_token"] < 80
+
+
+def test_kl_compresses_before_or_after_the_question(short):
+    """A method that keeps what the last queries looked at does better when those are the
+    question's; one that keeps the same tokens anyway is scored on the same answers."""
+    result = invoke(
+        kl.main, *short, "--texts", "2", "--methods", "snapkv,int4", "--queries", "agnostic,aware"
+    )
+    assert {r["queries"] for r in result["results"]} == {"agnostic", "aware"}
+    found = {(r["method"], r["queries"]): r for r in result["results"] if r["kept"] in (0.5, 1)}
+    for queries in ("agnostic", "aware"):
+        assert found["int4", queries]["kl"] < 0.1
+        assert found["int4", queries]["top1"] > 0.9
+    model, tokenizer = prompts.load("packaged")
+    for seed in (0, 1):
+        apart, together = (
+            prompts.answered(model, tokenizer, 1, 20, seed, queries)[0]
+            for queries in ("agnostic", "aware")
+        )
+        assert torch.equal(apart.ids, together.ids)
+        assert apart.asked == together.asked == together.cut > apart.cut
+        record = tokenizer.decode(apart.ids[0, : apart.cut])
+        asked = tokenizer.decode(apart.ids[0, apart.cut : apart.asked])
+        assert "Tell me" not in record
+        assert "Tell me" in asked
+        assert tokenizer.decode(apart.ids[0, apart.asked :]).strip().startswith("The <REG")
+
+
+def test_texts_without_a_question_leave_a_gap(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("line one-two: REGISTER_CONTENT is <123>\n" * 40)
+    model, tokenizer = prompts.load("packaged")
+    cuts = {}
+    for queries in prompts.PROTOCOLS:
+        source, (text,) = prompts.texts_for("packaged", model, tokenizer, 1, 0, [file], 30, queries)
+        assert source == "files"
+        assert text.ids.shape[1] - text.asked == 30
+        cuts[queries] = text.asked - text.cut
+    assert cuts == {"agnostic": prompts.GAP, "aware": 0}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_killed_run_loses_one_method_at_most(monkeypatch, tmp_path, short, name):
+    """Killed in its second method; the same command keeps the first one's rows and goes on, another
+    setting starts anew."""
+    out = tmp_path / "rows.json"
+    module = {"attention_error": attention_error, "kl": kl}[name]
+    arguments = [*short, *SMALL[name], "--methods", "streaming_llm,knorm", "--out", str(out)]
+    measure, calls = module.measure, []
+
+    def dying(*args):
+        calls.append(args)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return measure(*args)
+
+    monkeypatch.setattr(module, "measure", dying)
+    app = typer.Typer()
+    app.command()(module.main)
+    assert CliRunner().invoke(app, arguments).exit_code != 0
+    left = json.loads(out.read_text())
+    assert left["complete"] is False
+    assert [r["method"] for r in left["results"]] == ["streaming_llm"] * 4
+
+    calls.clear()
+    calls.extend([None] * 10)  # it lives now
+    result = invoke(module.main, *arguments)
+    assert len(calls) == 10 + 4
+    assert result["complete"] is True
+    assert result["results"][:4] == left["results"]
+    assert [r["method"] for r in result["results"][4:]] == ["knorm"] * 4
+    assert json.loads(out.read_text()) == result
+
+    out.write_text(json.dumps(left))
+    invoke(module.main, *arguments, "--seed", "1")
+    assert len(calls) == 14 + 8
+
+
+def test_longeval_unseen_at_equal_bytes(monkeypatch, tmp_path):
+    monkeypatch.setattr(longeval_unseen, "OFFICIAL", tmp_path)
+    methods = "exact,streaming_llm,heavy_merge@measured,heavy_merge@measured+int4,int4"
+    result = invoke(
+        longeval_unseen.main,
+        *["--lines", "20", "--count", "2", "--budgets", "0.5", "--methods", methods],
+    )
+    assert result["source"] == "generated"
+    rows = {r["method"]: r for r in result["results"]}
+    assert rows["exact"]["accuracy"] == rows["int4"]["accuracy"] == 1.0
+    assert {r["queries"] for r in rows.values()} == {"agnostic"}
+    plain = rows["streaming_llm"]
+    for name in ("heavy_merge@measured", "heavy_merge@measured+int4"):
+        assert rows[name]["bytes_per_token"] <= plain["bytes_per_token"] + 1e-3
+    assert rows["heavy_merge@measured+int4"]["slots_per_token"] > plain["slots_per_token"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "defalt"], "must be one of default, balancekv"),
+        (["--methods", "unifrm"], "did you mean 'uniform'"),
+        (["--layers", "7", "--models", "packaged"], "layers: 7 must be in 0 .. 3"),
+        (["--prompts", "0"], "--prompts 0"),
+    ],
+)
+def test_attention_error_names_what_is_wrong(arguments, message):
+    app = typer.Typer(rich_markup_mode=None)
+    app.command()(attention_error.main)
+    done = CliRunner().invoke(app, ["--methods", "knorm", "--prompts", "1", *arguments])
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
+
+
+def test_a_missing_peer_is_left_out_with_its_reason(monkeypatch, tmp_path, short):
+    monkeypatch.setenv(exchange.VARIABLE, str(tmp_path / "nowhere"))
+    monkeypatch.delenv("KVSKETCH_BALANCEKV", raising=False)
+    app = typer.Typer()
+    app.command()(attention_error.main)
+    names = "knorm,peer:quantized_cache-int4,peer:balancekv"
+    done = CliRunner().invoke(
+        app, [*short, "--prompts", "1", "--seeds", "1", "--methods", names, "--json"]
+    )
+    assert {r["method"] for r in json.loads(done.stdout.splitlines()[-1])["results"]} == {"knorm"}
+    said = " ".join(done.stderr.split())
+    assert "left out: peer:quantized_cache-int4" in said
+    assert "run `make peers`" in said
+    assert "KVSKETCH_BALANCEKV is not set" in said
+
+
+def test_the_page_is_written_from_what_the_benchmarks_leave(monkeypatch, tmp_path, short, capsys):
+    monkeypatch.setattr(page, "DOCS", tmp_path)
+    folder = tmp_path / "results"
+    for name, main in MAINS.items():
+        arguments = [*short, *SMALL[name], "--methods", "knorm,heavy_merge,int4"]
+        invoke(main, *arguments, "--out", str(folder / f"{name}.json"))
+    whole = json.loads((folder / "attention_error.json").read_text())
+    page.save(whole | {"complete": False}, folder / "attention_error_balancekv.json")
+    where = {name: whole[name] for name in ("seed", "versions", "hardware")}
+    row = {"part": "no fit", "source": "x", "kept": 0.5, "relative_error": 0.1}
+    page.save({"results": [row | {"bytes_per_token": 3.2}], **where}, folder / "ablation.json")
+    times = [{"method": "knorm", "seconds": 0.123456}, {"method": "h2o", "of_prefill": 2}]
+    page.save({"results": times, **where}, folder / "compression_time.json")
+    page.main()
+    text = (tmp_path / "errors.md").read_text()
+    assert "Equal bytes" in text
+    assert "**packaged:longeval-20, queries unseen**" in text
+    assert "| int4 | all tokens: " in text
+    assert "| no fit | 0.100 | 3 |" in text
+    assert "| knorm | 0.1235 |  |" in text
+    said = capsys.readouterr().out
+    assert "attention_error_balancekv.json is not complete" in said
+    assert "longeval_unseen.json is not there" in said

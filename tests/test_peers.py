@@ -10,11 +10,22 @@ import stat
 import pytest
 import torch
 
-from benchmarks.peers import balancekv, exchange, goodpoints, kvpress, setup, thinformer
+from benchmarks import attention_error
+from benchmarks.equal_bytes import Fit
+from benchmarks.peers import (
+    balancekv,
+    exchange,
+    goodpoints,
+    kvpress,
+    quantized_cache,
+    setup,
+    thinformer,
+)
 from benchmarks.peers.exchange import PeerError
 from benchmarks.peers.kvpress import Job
 from kvsketch import InputError, Observed, Slots, attend
 from kvsketch.compressors import METHODS, Windowed, pyramid_shares
+from kvsketch.evaluation.activations import Activations
 
 #: batch, query heads, KV heads, tokens, head_dim, kept: equal heads, GQA, MQA, an odd everything
 SHAPES = [
@@ -179,6 +190,89 @@ def test_thinformer_wants_whole_halves():
     _, keys, values = tensors((1, 1, 1, 10, 4, 0))
     with pytest.raises(InputError, match=r"n=10 .* multiple of 2\^rounds=4"):
         thinformer.halved(keys, values, 2)
+
+
+# --- rows of the attention error benchmark --------------------------------------------------------
+
+
+def layers_of(shape, follow, count=2):
+    """Layers as the benchmark has them; ``follow`` tokens are held back."""
+    layers = []
+    for seed in range(count):
+        queries, keys, values = tensors(shape, seed)
+        caught = Activations(seed, queries, keys, values, shape[4] ** -0.5)
+        layers.append(attention_error.layer_of(caught, follow))
+    return layers
+
+
+class EveryOther:
+    """A peer that keeps every 2^rounds-th token."""
+
+    @staticmethod
+    def halved(keys, values, rounds, seed=0):
+        assert keys.shape[2] % 2**rounds == 0
+        kept = Slots(keys[:, :, :: 2**rounds], values[:, :, :: 2**rounds])
+        return kept.scaled(kept.masses() * 2.0**rounds)
+
+
+@pytest.mark.parametrize("n", [300, 333, 368])
+@pytest.mark.parametrize("kept", [1 / 2, 1 / 4, 1 / 8, 1 / 16])
+def test_halving_peers_hold_the_bytes_of_plain_tokens(n, kept):
+    """A mass costs, so they get fewer slots: within one of what fits, all tokens accounted for."""
+    sink, recent, follow = 4, 16, 20
+    layers = layers_of((1, 4, 2, n + follow, 16, 0), follow)
+    tokens = sink + recent + round(kept * (n - sink - recent))
+    compress = attention_error.halved(EveryOther, sink, recent)
+    budget, held = Fit()(lambda b: compress(layers, b, 0), tokens, sink + recent + 1, n)
+    assert budget == int(tokens * 64 / 68)
+    assert tokens * 64 - 68 < held.bytes == budget * 68 <= tokens * 64
+    for slots, layer in zip(held.what, layers, strict=True):
+        assert float(slots.mass.sum(-1).unique()) == n
+        assert torch.equal(slots.keys[:, :, :sink], layer.slots.keys[:, :, :sink])
+        assert torch.equal(slots.keys[:, :, -recent:], layer.slots.keys[:, :, -recent:])
+
+
+@pytest.mark.parametrize(("heads", "dim", "over"), [(2, 16, 1), (1, 8, 3), (2, 32, 0)])
+def test_quantized_cache_gets_whole_groups_and_the_rest_is_counted(monkeypatch, heads, dim, over):
+    """Sinks, recent window and what does not fill a group of 64 numbers stay as they are."""
+    sink, recent, follow, n = 4, 16, 20, 143
+    layers = layers_of((1, heads, heads, n + follow, dim, 0), follow)
+    asked = []
+
+    def roundtrips(parts, bits):
+        asked.extend(parts)
+        return [(0 * keys, 0 * values, 1000 * bits) for keys, values in parts]
+
+    monkeypatch.setattr(quantized_cache, "roundtrips", roundtrips)
+    held = attention_error.their_cache(2, sink, recent)(layers, n, 0)
+    assert len(asked) == len(layers)
+    for keys, values in asked:
+        assert keys.dtype == values.dtype == torch.bfloat16
+        assert keys.shape[2] == 123 - over
+        assert keys.numel() % 64 == 0
+    assert held.bytes == 2000 / heads + (sink + recent + over) * 4 * dim
+    for slots, layer in zip(held.what, layers, strict=True):
+        assert slots.count == n
+        same = (slots.keys == layer.slots.keys).all(-1).all(1)[0]
+        assert same.sum() == sink + recent + over
+        assert not same[sink + over : n - recent].any()
+
+
+def test_quantized_cache_reads_layers_in_one_process():
+    """As one by one; 4 bits closer than 2, and half a byte a number with scales beside it."""
+    reason = quantized_cache.available(4)
+    if reason is not None:
+        pytest.skip(reason)
+    g = torch.Generator().manual_seed(0)
+    layers = [tuple(torch.randn(2, 1, 2, 64, 16, generator=g).bfloat16()) for _ in range(3)]
+    error = {}
+    for bits in (4, 2):
+        found = quantized_cache.roundtrips(layers, bits)
+        assert [size for *_, size in found] == [2 * 2 * 64 * 16 * (bits / 8 + 4 / 64)] * 3
+        error[bits] = float((found[1][0] - layers[1][0]).float().norm())
+    assert 0 < error[4] < 0.5 * error[2]
+    alone = quantized_cache.roundtrip(*layers[2], 2)
+    assert all(torch.equal(a, b) for a, b in zip(alone[:2], found[2][:2], strict=True))
 
 
 # --- missing, wrong, failing ----------------------------------------------------------------------

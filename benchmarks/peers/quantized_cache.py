@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -26,22 +27,29 @@ def available(bits: int = 4) -> str | None:
 def roundtrip(
     keys: Tensor, values: Tensor, bits: int, *, per_channel: bool = False
 ) -> tuple[Tensor, Tensor, int]:
+    """``roundtrips`` for one layer."""
+    return roundtrips([(keys, values)], bits, per_channel=per_channel)[0]
+
+
+def roundtrips(
+    layers: Sequence[tuple[Tensor, Tensor]], bits: int, *, per_channel: bool = False
+) -> list[tuple[Tensor, Tensor, int]]:
     """Keys and values as attention sees them once the cache has quantised them: the whole of what
     is given, so leave out what would be in its residual window. Once: the real cache quantises all
-    of it anew whenever that window is full.
+    of it anew whenever that window is full. One process for all layers.
 
     Args:
-        keys: float32 or bfloat16 ``[batch, num_key_value_heads, n, head_dim]``; scales and zero
-            points take their dtype. ``batch * heads * n * head_dim`` a multiple of 64.
-        values: likewise.
+        layers: keys, float32 or bfloat16 ``[batch, num_key_value_heads, n, head_dim]``, and values,
+            likewise; scales and zero points take their dtype. ``batch * heads * n * head_dim`` is a
+            multiple of 64.
         bits: 4 or 2.
         per_channel: keys in groups of 64 slots of one channel (``axis_key=-1``), as KIVI has it;
             ``batch * heads * n`` must be a multiple of 64. Default, as in transformers: groups of
             64 neighbouring channels.
 
     Returns:
-        Keys and values in the dtype given, and the bytes of the packed tensors with their scales
-        and zero points.
+        For each layer keys and values in the dtype given, and the bytes of the packed tensors with
+        their scales and zero points.
 
     Raises:
         InputError: bits or shapes that the backend does not have.
@@ -49,24 +57,39 @@ def roundtrip(
     """
     if bits not in ALLOWED_BITS:
         raise InputError(f"bits={bits!r} must be one of {ALLOWED_BITS}")
+    tensors = {}
+    for i, (keys, values) in enumerate(layers):
+        _check(keys, values, per_channel)
+        # copies: two entries of a safetensors file may not share a tensor
+        tensors |= {f"keys.{i}": keys.clone(), f"values.{i}": values.clone()}
+    reason = available(bits)
+    if reason is not None:
+        raise PeerError(reason)
+    request = {"bits": bits, "axis_key": -1 if per_channel else 0, "layers": len(layers)}
+    out = call(_RUNNER, tensors, request)
+    return [
+        (
+            out[f"keys.{i}"].to(keys.device),
+            out[f"values.{i}"].to(values.device),
+            int(out[f"bytes.{i}"]),
+        )
+        for i, (keys, values) in enumerate(layers)
+    ]
+
+
+def _check(keys: Tensor, values: Tensor, per_channel: bool) -> None:
     if keys.dim() != 4 or keys.shape[:3] != values.shape[:3]:
         raise InputError(
             "keys and values must be [batch, num_key_value_heads, n, dim], got "
             f"{tuple(keys.shape)} and {tuple(values.shape)}"
         )
     slots = keys.shape[:3].numel()
-    for name, count in (
-        ("keys", slots if per_channel else keys.numel()),
-        ("values", values.numel()),
+    for name, tensor, count in (
+        ("keys", keys, slots if per_channel else keys.numel()),
+        ("values", values, values.numel()),
     ):
         if count == 0 or count % 64:
             raise InputError(
-                f"{name} {tuple(keys.shape if name == 'keys' else values.shape)} have groups over "
-                f"{count} numbers, which must be a multiple of 64 and not 0"
+                f"{name} {tuple(tensor.shape)} have groups over {count} numbers, which must be a "
+                "multiple of 64 and not 0"
             )
-    reason = available(bits)
-    if reason is not None:
-        raise PeerError(reason)
-    request = {"bits": bits, "axis_key": -1 if per_channel else 0}
-    out = call(_RUNNER, {"keys": keys, "values": values}, request)
-    return out["keys"].to(keys.device), out["values"].to(values.device), int(out["bytes"])

@@ -1,10 +1,10 @@
-"""Runs one layer of transformers' QuantizedCache. Executed by the peers' interpreter:
+"""Runs layers of transformers' QuantizedCache. Executed by the peers' interpreter:
 
     python quantized_cache_runner.py request.json in.safetensors out.safetensors
 
-The request is ``{"bits": 4 or 2, "axis_key": 0 or -1}``. Reads ``keys`` and ``values``
-``[batch, kv_heads, n, dim]`` as a prompt; writes them as the next token's attention gets them, and
-``bytes``: the packed tensors with scales and zero points.
+The request is ``{"bits": 4 or 2, "axis_key": 0 or -1, "layers": how many}``. Reads ``keys.i`` and
+``values.i`` ``[batch, kv_heads, n, dim]`` as a prompt; writes them as the next token's attention
+gets them, and ``bytes.i``: the packed tensors with scales and zero points.
 """
 
 from __future__ import annotations
@@ -28,27 +28,30 @@ def storages(thing: Any, seen: dict[int, int]) -> None:
             storages(part, seen)
 
 
+@torch.no_grad()
+def run(asked: dict[str, int], keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
+    layer = QuantoQuantizedLayer(
+        nbits=asked["bits"], axis_key=asked["axis_key"], axis_value=0, residual_length=1 << 30
+    )
+    layer.update(keys, values)
+    held: dict[int, int] = {}
+    storages(layer._quantized_keys, held)
+    storages(layer._quantized_values, held)
+    seen = layer.update(keys[:, :, -1:], values[:, :, -1:])
+    size = torch.tensor(sum(held.values()))
+    return [*(tensor[:, :, : keys.shape[2]].contiguous() for tensor in seen), size]
+
+
 def main() -> None:
     request, source, target = sys.argv[1:]
     with open(request, encoding="utf-8") as file:
         asked = json.load(file)
     tensors = load_file(source)
-    keys, values = tensors["keys"], tensors["values"]
-    layer = QuantoQuantizedLayer(
-        nbits=asked["bits"], axis_key=asked["axis_key"], axis_value=0, residual_length=1 << 30
-    )
-    with torch.no_grad():
-        layer.update(keys, values)
-        held: dict[int, int] = {}
-        storages(layer._quantized_keys, held)
-        storages(layer._quantized_values, held)
-        seen_keys, seen_values = layer.update(keys[:, :, -1:], values[:, :, -1:])
-    n = keys.shape[2]
-    out = {
-        "keys": seen_keys[:, :, :n].contiguous(),
-        "values": seen_values[:, :, :n].contiguous(),
-        "bytes": torch.tensor(sum(held.values())),
-    }
+    out = {}
+    for i in range(asked["layers"]):
+        found = run(asked, tensors[f"keys.{i}"], tensors[f"values.{i}"])
+        for name, tensor in zip(("keys", "values", "bytes"), found, strict=True):
+            out[f"{name}.{i}"] = tensor
     save_file(out, target)
 
 

@@ -1,0 +1,127 @@
+"""The same bytes for every method: how they are counted, and how many slots they buy.
+
+What attention needs is counted, per KV head: keys and values at 2 bytes a number (bfloat16), masses
+at 4 where a method has them, slots in 8 or 4 bits with their scales, zero points and units as they
+are stored. Scores, waiting queries and a sketch's own state serve further compressions only and
+are not counted.
+
+``kept`` is the share of the middle's bytes: a method may hold as many bytes as one that keeps
+``kept`` of the tokens as they are. Whatever its slots cost decides how many it gets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvsketch import SketchCache, Slots
+from kvsketch.evaluation.allocation import Curves
+from kvsketch.quantized import predicted_bytes, slot_bytes
+
+# Runs to come near the bytes allowed, and to get below them at all.
+_TRIES, _MOST_TRIES = 3, 10
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a run returned.
+
+    Attributes:
+        what: slots or a cache.
+        bytes: held per KV head.
+        slot: bytes that one slot more per head would cost.
+        token: bytes of one token kept as it is.
+    """
+
+    what: Any
+    bytes: float
+    slot: float
+    token: float
+
+
+def plain_bytes(slots: Slots) -> int:
+    """Bytes of one token, kept as it is."""
+    return 2 * (slots.keys.shape[-1] + slots.values.shape[-1])
+
+
+def held_bytes(slots: Slots, bits: int = 16, sink: int = 0, recent: int = 0) -> float:
+    """Bytes per KV head. ``bits``: of the slots between ``sink`` and ``recent``."""
+    columns = int(slots.mass is not None)
+    if bits == 16:
+        live = slots.live()
+        count = slots.count if live is None else float(live.sum(-1).double().mean())
+        return count * (plain_bytes(slots) + 4 * columns)
+    middle = max(0, slots.count - sink - recent)
+    widths = slots.keys.shape[-1], slots.values.shape[-1]
+    return predicted_bytes(middle, slots.count - middle, *widths, bits, itemsize=2, columns=columns)
+
+
+def held(what: Any, parts: list[Slots], bits: int = 16, sink: int = 0, recent: int = 0) -> Held:
+    """``what`` holds ``parts``: the mean over all their heads."""
+    heads = [part.keys.shape[1] for part in parts]
+
+    def mean(of: Callable[[Slots], float]) -> float:
+        return sum(n * of(part) for n, part in zip(heads, parts, strict=True)) / sum(heads)
+
+    return Held(
+        what,
+        mean(lambda part: held_bytes(part, bits, sink, recent)),
+        mean(lambda part: _slot(part, bits)),
+        mean(plain_bytes),
+    )
+
+
+def held_by(cache: SketchCache, bits: int, sink: int, recent: int) -> Held:
+    """What the layers that a cache compresses hold of a prompt just read."""
+    sketches = [layer.sketch for layer in cache.layers if hasattr(layer, "sketch")]
+    drivers = [driver for sketch in sketches for driver in getattr(sketch, "drivers", [sketch])]
+    return held(cache, [driver.slots for driver in drivers], bits, sink, recent)
+
+
+def _slot(slots: Slots, bits: int) -> float:
+    widths = (slots.keys.shape[-1], slots.values.shape[-1])
+    keys_and_values = 2 * sum(widths) if bits == 16 else sum(slot_bytes(w, bits) for w in widths)
+    return keys_and_values + 4 * (slots.mass is not None)
+
+
+@dataclass
+class Fit:
+    """Finds the number of slots that takes the bytes allowed; remembers from one prompt to the next
+    how it compares with the number of plain tokens."""
+
+    ratio: float = field(default=1.0, init=False)
+
+    def __call__(
+        self, run: Callable[[int], Held], tokens: int, least: int, most: int
+    ) -> tuple[int, Held] | None:
+        """The budget and result of ``run(budget)`` that holds most of the bytes allowed, but not
+        more; None if nothing tried holds so few.
+
+        Args:
+            tokens: how many a method that keeps them as they are would keep.
+            least: smallest budget that makes sense.
+            most: largest.
+        """
+        fitting: dict[int, Held] = {}
+        tried: set[int] = set()
+        budget = min(most, max(least, round(self.ratio * tokens)))
+        while budget not in tried and len(tried) < (_TRIES if fitting else _MOST_TRIES):
+            tried.add(budget)
+            found = run(budget)
+            spare = tokens * found.token - found.bytes
+            if spare >= -1e-6:
+                fitting[budget] = found
+            more = math.floor(spare / found.slot + 1e-9)
+            budget = min(most, max(least, budget + more))
+        if not fitting:
+            return None
+        best = max(fitting, key=lambda b: fitting[b].bytes)
+        self.ratio = best / tokens
+        return best, fitting[best]
+
+
+def shares(curves: Curves, fraction: float) -> list[list[float]]:
+    """The schedule for a kept fraction of the tokens; below the least measured, that one's."""
+    return curves.allocate(min(1.0, max(fraction, float(curves.kept[0]))))

@@ -1,0 +1,110 @@
+"""What the error benchmarks' options have in common: read once, refused in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from kvsketch import ALL_METHODS, InputError
+from kvsketch.errors import unknown_name
+
+#: how a budget is spent over heads and layers: by errors measured on other prompts, or on this one
+SPENT = {"@measured": "measured", "@prompt": "prompt"}
+#: a method whose slots are stored in so many bits; alone: all tokens are
+BITS = {"int8": 8, "int4": 4}
+#: one_dimensional needs head_dim 1
+LEFT_OUT = ("one_dimensional",)
+USUAL = tuple(name for name in ALL_METHODS if name not in LEFT_OUT)
+
+
+@dataclass(frozen=True)
+class Method:
+    """``name[@measured or @prompt][+int4]``, or ``int4``: all tokens, in 4 bits.
+
+    Attributes:
+        label: as it was written.
+        name: the method; None where all tokens are kept.
+        spent: "even": the same budget for every head; else a value of ``SPENT``.
+        bits: of its slots, 16 where they are stored as they come.
+    """
+
+    label: str
+    name: str | None
+    spent: str = "even"
+    bits: int = 16
+
+
+def parse(label: str) -> Method:
+    """
+    Raises:
+        InputError: no such method, or no such ending.
+    """
+    if label in BITS:
+        return Method(label, None, bits=BITS[label])
+    rest, plus, ending = label.partition("+")
+    if plus and ending not in BITS:
+        raise unknown_name("the ending of a method", ending, BITS)
+    name, at, way = rest.partition("@")
+    if at and at + way not in SPENT:
+        raise unknown_name("the way a budget is spent", at + way, SPENT)
+    if name not in USUAL:
+        raise unknown_name("method", name, (*USUAL, *BITS))
+    return Method(label, name, SPENT.get(at + way, "even"), BITS.get(ending, 16))
+
+
+def methods(text: str, others: Collection[str] = ()) -> list[Method]:
+    """``--methods``: comma-separated; ``others`` are names that need no explanation."""
+    chosen = []
+    for label in dict.fromkeys(text.split(",")):
+        try:
+            chosen.append(Method(label, label) if label in others else parse(label))
+        except InputError as error:
+            raise typer.BadParameter(f"--methods: {error}") from None
+    return chosen
+
+
+def paths(text: str) -> list[Path]:
+    """``--files``: comma-separated, all of them there."""
+    found = [Path(file) for file in text.split(",") if file]
+    missing = [str(path) for path in found if not path.is_file()]
+    if missing:
+        raise typer.BadParameter(f"--files: {', '.join(missing)} not there")
+    return found
+
+
+def positive(**values: int) -> None:
+    """Refuse what is below 1."""
+    for name, value in values.items():
+        if value < 1:
+            raise typer.BadParameter(f"--{name} {value} must be at least 1")
+
+
+def among(option: str, text: str, allowed: Collection[str]) -> list[str]:
+    """Comma-separated names out of ``allowed``."""
+    chosen = text.split(",")
+    for name in chosen:
+        if name not in allowed:
+            raise typer.BadParameter(f"--{option} {name!r} must be one of {', '.join(allowed)}")
+    return chosen
+
+
+def fractions(option: str, text: str) -> list[float]:
+    """Comma-separated numbers in (0, 1]."""
+    try:
+        found = [float(x) for x in text.split(",")]
+    except ValueError:
+        found = [0.0]
+    if not all(0 < x <= 1 for x in found):
+        raise typer.BadParameter(f"--{option} {text!r} must be numbers in (0, 1]")
+    return found
+
+
+def integers(option: str, text: str) -> list[int] | None:
+    """Comma-separated ints; None where nothing was given."""
+    try:
+        return [int(x) for x in text.split(",")] if text else None
+    except ValueError:
+        raise typer.BadParameter(f"--{option} {text!r} must be whole numbers") from None
