@@ -21,11 +21,12 @@ import typer
 
 from benchmarks import longeval_markdown as markdown
 from kvsketch.errors import KVSketchError
-from kvsketch.evaluation.longeval import Setup, load_case_files, make_setups
 from kvsketch.evaluation.progress import run_with_progress
 from kvsketch.evaluation.report import report
-from kvsketch.evaluation.session import Session
 from kvsketch.evaluation.settings import Settings
+from kvsketch.evaluation.setups import Setup, make_setups
+from kvsketch.evaluation.sweep import Sweep
+from kvsketch.evaluation.tasks import Options, make_tasks
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ["exact", "streaming_llm", "h2o", "kcenter", "uniform"]
@@ -49,16 +50,19 @@ def default_data() -> Path:
     return shared / "longeval"
 
 
-def measure(data: Path, question: str, store: Path, limit: int | None) -> Session:
+def measure(data: Path, question: str, store: Path, limit: int | None) -> Sweep:
     """Answers what `store` does not hold yet of one protocol. Raises `KVSketchError`."""
     # One shot, as in section 3.2: the prompt is compressed once, the answer is kept exactly.
     settings = Settings(question=question, one_shot=True)
-    cases = load_case_files(case_files(data), limit)
+    tasks = make_tasks(["longeval"], Options(cases=case_files(data), limit=limit))
+    by_lines = setups_by_lines()
     out = store / f"{question}.jsonl"
-    session = Session.open("packaged", cases, setups_by_lines(), settings, out)
-    with session.store:
-        run_with_progress(session)
-    return session
+    sweep = Sweep.open(
+        "packaged", tasks, lambda case: by_lines[case.group["lines"]], settings, out
+    )
+    with sweep.store:
+        run_with_progress(sweep)
+    return sweep
 
 
 def write(results: Mapping[str, Any], docs: Path, readme: Path) -> list[Path]:
@@ -92,22 +96,22 @@ def main(
         print(f"skipped: the official LongEval cases are not here ({', '.join(missing)})")
         return
     try:
-        sessions = {q: measure(data, q, store, limit) for q in questions.split(",")}
+        sweeps = {q: measure(data, q, store, limit) for q in questions.split(",")}
     except KVSketchError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    first = next(iter(sessions.values()))
+    first = next(iter(sweeps.values()))
     results = report(
         "benchmarks.longeval_table",
-        [{"question": q, **row} for q, session in sessions.items() for row in session.rows()],
+        [row for sweep in sweeps.values() for row in sweep.rows()],
         paper=markdown.PAPER,
         settings={
-            **dict(first.header),
-            "question": list(sessions),
+            **dict(first.base),
+            "question": list(sweeps),
             "methods": METHODS,
             "cases": [path.name for path in case_files(data)],
         },
-        seed=first.settings.seed,
+        seed=0,
     )
     for path in write(results, docs, readme):
         print(f"wrote {path}")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +18,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
-    from kvsketch.evaluation.session import Session
+    from kvsketch.evaluation.sweep import Runner, Sweep
 
 METHODS_DEFAULT = "exact,heavy_merge,streaming_llm,h2o,kcenter,uniform"
 BUDGETS_DEFAULT = "0.65,0.25"
@@ -27,6 +26,7 @@ GO_ON = """
 Go on with
   kvsketch eval longeval --lines 400 --num-cases 20 --budgets 0.5,0.1 --out run.jsonl
   kvsketch eval longeval --model YOUR_MODEL --question unseen
+  kvsketch eval longbench needle ruler --model YOUR_MODEL --budgets 0.25 --out run.jsonl
   kvsketch methods"""
 USAGE_ERROR, INTERRUPTED = 2, 128 + signal.SIGINT
 
@@ -56,13 +56,6 @@ app = typer.Typer(
     help="Keeps the KV cache of long-context language models small while it streams.",
     epilog="Example: kvsketch demo",
 )
-eval_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    help="Measure what compression costs in answers.",
-    epilog="Example: kvsketch eval longeval --lines 200 --num-cases 5",
-)
-app.add_typer(eval_app, name="eval")
 
 
 def _show_version(wanted: bool) -> None:
@@ -112,41 +105,99 @@ def _first_sentence(doc: str | None) -> str:
     return head + "." if dot else text
 
 
-@eval_app.command(
-    "longeval",
-    epilog="Example: kvsketch eval longeval --cases 200_lines.jsonl --methods exact,kcenter,h2o "
-    "--budgets 0.65,0.25 --out run.jsonl --json",
+def _config(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Values of a YAML file become the defaults of this command's options."""
+    if path is not None:
+        from kvsketch.evaluation.configuration import read_config
+
+        names = {p.name for p in ctx.command.params if p.name not in (None, "config", "help")}
+        ctx.default_map = {**(ctx.default_map or {}), **read_config(path, names)}
+    return path
+
+
+@app.command(
+    "eval",
+    epilog="Example: kvsketch eval longeval --lines 200 --num-cases 20 --methods exact,heavy_merge "
+    "--budgets 0.5,0.25 --question unseen --out run.jsonl",
 )
-def longeval(
-    more_cases: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[FILE]...", help="Further case files, after --cases FILE."),
+def evaluate(
+    tasks: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TASK...",
+            help="longeval, longbench, longbench_e, needle, ruler. Files after --cases FILE are "
+            "further case files.",
+        ),
+    ],
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN.yaml",
+            callback=_config,
+            is_eager=True,
+            help="Options from a file; those on the command line win.",
+        ),
     ] = None,
     model: Annotated[
         str, typer.Option(help="Model folder or Hugging Face id. Default: the packaged model.")
     ] = "packaged",
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated, NAME[@even|@measured|@FILE][+int8|+int4]; see `kvsketch "
+            "methods`."
+        ),
+    ] = METHODS_DEFAULT,
+    budgets: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated: 0.25 is a share of the tokens, 1024 slots per KV head. "
+            f"[default: {BUDGETS_DEFAULT}, unless there are tolerances]"
+        ),
+    ] = None,
+    tolerances: Annotated[
+        str, typer.Option(help="Comma-separated measured errors instead of budgets, e.g. 0.05.")
+    ] = "",
+    seeds: Annotated[str, typer.Option(help="Comma-separated seeds of random methods.")] = "0",
+    allocation: Annotated[
+        str | None,
+        typer.Option(
+            help="How a budget is spent over layers and heads: even, measured (on each prompt) or "
+            "a file of `kvsketch calibrate`. [default: each method's own]"
+        ),
+    ] = None,
+    question: Annotated[
+        str, typer.Option(help="Is the question seen or unseen when the context is compressed?")
+    ] = "seen",
+    limit: Annotated[
+        int | None, typer.Option(help="First N cases of each file, data set or length.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of generated cases.")] = 0,
     cases: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE...", help="Case files in LongEval's own format."),
+        typer.Option(metavar="FILE...", help="longeval: case files in LongEval's own format."),
     ] = None,
     lines: Annotated[
         str | None,
-        typer.Option(help="Generate cases with this many lines, e.g. 200,300. [default: 200]"),
+        typer.Option(
+            help="longeval: generate cases with this many lines, e.g. 200,300. [default: 200]"
+        ),
     ] = None,
     num_cases: Annotated[
         int | None, typer.Option(help="Generated cases for each length. [default: 20]")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of generated cases and random methods.")] = 0,
-    methods: Annotated[
-        str, typer.Option(help="Comma-separated; see `kvsketch methods`.")
-    ] = METHODS_DEFAULT,
-    budgets: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated: 0.25 is a share of the tokens, 1024 slots per KV head."
-        ),
-    ] = BUDGETS_DEFAULT,
-    limit: Annotated[int | None, typer.Option(help="First N cases of each file.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="longbench: folder of NAME.jsonl [default: the hub]; needle: of texts."),
+    ] = None,
+    datasets: Annotated[str, typer.Option(help="longbench: comma-separated. [default: all]")] = "",
+    subtasks: Annotated[str, typer.Option(help="ruler: comma-separated. [default: all]")] = "",
+    lengths: Annotated[
+        str, typer.Option(help="needle, ruler: prompt lengths in tokens, e.g. 1000,2000.")
+    ] = "1000,1800",
+    depths: Annotated[
+        str, typer.Option(help="needle: where it is hidden, 0 (start) to 1 (end).")
+    ] = "0,0.25,0.5,0.75,1",
     sink: Annotated[int, typer.Option(help="First tokens that are always kept.")] = 4,
     recent: Annotated[int, typer.Option(help="Last tokens that are always kept.")] = 32,
     prefill: Annotated[
@@ -156,36 +207,40 @@ def longeval(
         int | None,
         typer.Option(help="Tokens read at once. [default: the whole prompt; streaming: 512]"),
     ] = None,
-    question: Annotated[
-        str, typer.Option(help="Is the question seen or unseen when the record is compressed?")
-    ] = "seen",
     one_shot: Annotated[
         bool, typer.Option("--one-shot", help="Compress the prompt only; keep answers exact.")
     ] = False,
-    allocation: Annotated[
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Longest answer. [default: the task's own]")
+    ] = None,
+    max_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(help="Longer prompts are cut as the task says. [default: the model's limit]"),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Cases answered at once.")] = 1,
+    ray: Annotated[
         str | None,
         typer.Option(
-            help="How a budget is spent over layers and heads: even, measured (on each prompt) or "
-            "a file of `kvsketch calibrate`. [default: each method's own]"
+            metavar="local|ADDRESS", help="Answer on a Ray cluster (pip install kvsketch[ray])."
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer (LongEval: 100).")] = 32,
-    batch_size: Annotated[int, typer.Option(help="Cases answered at once.")] = 1,
+    workers: Annotated[int, typer.Option(help="Ray: models loaded at once.")] = 2,
+    gpus: Annotated[float, typer.Option(help="Ray: GPUs per worker; fractions share one.")] = 0.0,
     out: Annotated[
         Path | None,
         typer.Option(metavar="RUN.jsonl", help="Keep finished cases here, and resume from it."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, auto (transformers').")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
     ] = False,
 ) -> None:
-    """Line retrieval: how many answers stay right when the KV cache gets small."""
-    from kvsketch.errors import InputError
-    from kvsketch.evaluation import longeval as task
-    from kvsketch.evaluation.session import Session
+    """Answer the cases of one or more tasks with every method at every budget."""
     from kvsketch.evaluation.settings import Settings
+    from kvsketch.evaluation.setups import make_setups, parse_budget
+    from kvsketch.evaluation.sweep import Sweep
+    from kvsketch.evaluation.tasks import Options, make_tasks
 
     settings = Settings(
         sink=sink,
@@ -194,27 +249,41 @@ def longeval(
         prefill_chunk_size=prefill_chunk_size,
         question=question,
         one_shot=one_shot,
-        allocation=allocation,
         max_new_tokens=max_new_tokens,
+        max_prompt_tokens=max_prompt_tokens,
         batch_size=batch_size,
-        seed=seed,
         device=device,
         dtype=dtype,
     )
-    setups = task.make_setups(_names(methods), [task.parse_budget(b) for b in _names(budgets)])
-    for name, value in (("--limit", limit), ("--num-cases", num_cases)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} {value} must be at least 1")
-    files = [*(cases or []), *(more_cases or [])]
-    if files:
-        if lines is not None or num_cases is not None:
-            raise InputError("--cases reads files and --lines/--num-cases generate: give one")
-        chosen = task.load_case_files(files, limit)
-    else:
-        count = min(num_cases or 20, limit or sys.maxsize)
-        chosen = task.make_cases(_line_counts(lines or "200"), count, seed)
-    session = Session.open(model, chosen, setups, settings, out)
-    _run(session, "eval longeval", as_json, {"cases": [str(file) for file in files] or "generated"})
+    kept = _names(BUDGETS_DEFAULT if budgets is None and not tolerances else budgets or "")
+    setups = make_setups(
+        _names(methods),
+        [parse_budget(b) for b in kept],
+        _numbers("--tolerances", tolerances),
+        [int(x) for x in _numbers("--seeds", seeds, whole=True)],
+        allocation,
+    )
+    options = Options(
+        cases=cases or [],
+        lines=None if lines is None else _counts("--lines", lines),
+        num_cases=num_cases,
+        limit=limit,
+        seed=seed,
+        data=data,
+        datasets=_names(datasets),
+        subtasks=_names(subtasks),
+        lengths=_counts("--lengths", lengths),
+        depths=_numbers("--depths", depths),
+    )
+    chosen = make_tasks(tasks, options)
+    sweep = Sweep.open(model, chosen, setups, settings, out)
+    runner = None
+    if ray is not None:
+        from kvsketch.evaluation.ray_runner import RayRunner
+
+        runner = RayRunner(ray, sweep.model, settings, workers, gpus)
+    shown = {**sweep.base, "tasks": tasks, "cases": [str(f) for f in options.cases] or "generated"}
+    _run(sweep, f"eval {' '.join(t.name for t in chosen)}", as_json, shown, seed, runner)
 
 
 @app.command(
@@ -247,10 +316,10 @@ def calibrate(
     from kvsketch.evaluation.report import dumps
     from kvsketch.evaluation.settings import Settings
 
-    settings = Settings(sink=sink, recent=recent, seed=seed, device=device, dtype=dtype)
+    settings = Settings(sink=sink, recent=recent, device=device, dtype=dtype)
     if not out.parent.is_dir():  # said now, not after minutes of measuring
         raise InputError(f"--out {out}: there is no folder {out.parent}")
-    curves = calibrate_files(model, prompts, method, follow, settings, Console(stderr=True))
+    curves = calibrate_files(model, prompts, method, follow, settings, seed, Console(stderr=True))
     curves.save(out)
     layers, heads, _ = curves.error.shape
     needed = {t: float(curves.within(t)[0].mean()) for t in (0.02, 0.05, 0.1)}
@@ -289,60 +358,67 @@ def demo(
     ] = False,
 ) -> None:
     """Show on real long prompts what each method keeps and what that costs in answers."""
-    from kvsketch.evaluation import longeval as task
-    from kvsketch.evaluation.session import Session
     from kvsketch.evaluation.settings import Settings
+    from kvsketch.evaluation.setups import make_setups, parse_budget
+    from kvsketch.evaluation.sweep import Sweep
+    from kvsketch.evaluation.tasks import Options, make_tasks
 
     count = 2 if quick else 20
-    setups = task.make_setups(
-        METHODS_DEFAULT.split(","), [task.parse_budget(b) for b in BUDGETS_DEFAULT.split(",")]
+    setups = make_setups(
+        METHODS_DEFAULT.split(","), [parse_budget(b) for b in BUDGETS_DEFAULT.split(",")]
     )
-    chosen = task.make_cases([200], count, seed)
-    session = Session.open("packaged", chosen, setups, Settings(seed=seed), None)
+    tasks = make_tasks(["longeval"], Options(lines=[200], num_cases=count, seed=seed))
+    sweep = Sweep.open("packaged", tasks, setups, Settings(), None)
     _console(as_json).print(
         f"A small Llama that ships with kvsketch reads {count} records of 200 lines and is asked "
         "for the number in one of them.\nThe exact cache keeps every token; each method keeps the "
         "share in the column [bold]budget[/bold] and answers from that."
     )
     # JSON comes last on standard output; with --json this text goes to standard error.
-    _run(session, "demo", as_json, {"cases": "generated"})
+    _run(sweep, "demo", as_json, {**sweep.base, "cases": "generated"}, seed)
     _console(as_json).print(GO_ON, soft_wrap=True, highlight=False)
 
 
-def _run(session: Session, command: str, as_json: bool, settings: Mapping[str, Any]) -> None:
-    """Runs `session` under a progress bar, then shows table and JSON, also when interrupted."""
+def _run(
+    sweep: Sweep,
+    command: str,
+    as_json: bool,
+    settings: Mapping[str, Any],
+    seed: int,
+    runner: Runner | None = None,
+) -> None:
+    """Runs `sweep` under a progress bar, then shows table and JSON, also when interrupted."""
     from kvsketch.evaluation.progress import run_with_progress
-    from kvsketch.evaluation.report import dumps, report, results_table
+    from kvsketch.evaluation.report import dumps, report, results_tables
 
     interrupted = False
-    with session.store:
+    with sweep.store:
         try:
-            run_with_progress(session)
+            run_with_progress(sweep, runner)
         except KeyboardInterrupt:
             interrupted = True
-    rows = session.rows()
+    rows = sweep.rows()
     console = _console(as_json)
-    for _, group in groupby(rows, key=lambda row: row["lines"]):
+    for table in results_tables(rows, wide=console.width >= 100):
         console.print()
-        console.print(results_table(list(group), wide=console.width >= 100))
+        console.print(table)
     if interrupted:
-        _say_interrupted(session)
+        _say_interrupted(sweep)
     if as_json:
-        shown = {**session.header, **settings}
         more = {"interrupted": True} if interrupted else {}
-        print(dumps(report(command, rows, settings=shown, seed=session.settings.seed, **more)))
+        print(dumps(report(command, rows, settings=settings, seed=seed, **more)))
     if interrupted:
         raise typer.Exit(INTERRUPTED)
 
 
-def _say_interrupted(session: Session) -> None:
-    done = session.total() - session.remaining()
+def _say_interrupted(sweep: Sweep) -> None:
+    done = sweep.total() - sweep.remaining()
     kept = (
-        f"kept in {session.store.path}; the same command goes on from there"
-        if session.store.path
+        f"kept in {sweep.store.path}; the same command goes on from there"
+        if sweep.store.path
         else "not kept: give --out FILE to be able to resume"
     )
-    print(f"interrupted: {done} of {session.total()} answers are done, {kept}", file=sys.stderr)
+    print(f"interrupted: {done} of {sweep.total()} answers are done, {kept}", file=sys.stderr)
 
 
 def _console(as_json: bool) -> Console:
@@ -354,17 +430,27 @@ def _names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _line_counts(text: str) -> Sequence[int]:
+def _counts(option: str, text: str) -> list[int]:
     from kvsketch.errors import InputError
 
     counts = []
     for part in _names(text):
         if not part.isdecimal() or int(part) < 1:
-            raise InputError(f"--lines {part!r} must be an int >= 1, or several with commas")
+            raise InputError(f"{option} {part!r} must be an int >= 1, or several with commas")
         counts.append(int(part))
     if not counts:
-        raise InputError(f"--lines {text!r} names no length; give e.g. 200 or 200,300")
+        raise InputError(f"{option} {text!r} names no length; give e.g. 200 or 200,300")
     return list(dict.fromkeys(counts))
+
+
+def _numbers(option: str, text: str, whole: bool = False) -> list[float]:
+    from kvsketch.errors import InputError
+
+    try:
+        return [int(part) if whole else float(part) for part in _names(text)]
+    except ValueError as error:
+        kind = "ints" if whole else "numbers"
+        raise InputError(f"{option} {text!r} must be {kind}, with commas between") from error
 
 
 def main() -> None:

@@ -13,12 +13,16 @@ from transformers import DynamicCache, GenerationConfig, StoppingCriteria, Stopp
 
 from kvsketch.evaluation.encoding import EncodedCase
 from kvsketch.evaluation.settings import Settings
+from kvsketch.evaluation.setups import EXACT, Setup
 from kvsketch.hf import SketchCache
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer and what it cost, per case. The fields are those of `results.Outcome`."""
+    """An answer and what it cost, per case: seconds of a batch are divided by its rows.
+
+    `slots` and the bytes are measured when the first answer token is out, `final_` ones after the
+    last; the first token is the prefill's, `decode_tokens` come after it."""
 
     text: str
     prompt_tokens: int
@@ -65,27 +69,29 @@ def footprint(cache: SketchCache | DynamicCache) -> Footprint:
 
 
 def new_cache(
-    config: Any, settings: Settings, method: str, budget: int | float, prompt_length: int
+    config: Any, settings: Settings, setup: Setup, prompt_length: int
 ) -> SketchCache | DynamicCache:
     """An empty cache for a model with `config`; "exact" is transformers' own.
 
     Raises `KVSketchError` if the method, the budget or the model do not allow it.
     """
-    if method == "exact":
+    if setup.method == EXACT:
         return DynamicCache(config=config)
     chunked = settings.prefill == "exact" and settings.prefill_chunk_size is not None
     return SketchCache(
         config,
-        method,
-        budget=budget,
+        setup.method,
+        budget=setup.budget,
+        tolerance=setup.tolerance,
+        allocation=setup.allocation,
+        bits=setup.bits,
         sink=settings.sink,
         recent=settings.recent,
         prefill=settings.prefill,
         # Without it a cache cannot know that more chunks are to come.
         prompt_length=prompt_length if chunked else None,
         one_shot=settings.one_shot,
-        allocation=settings.allocation,
-        seed=settings.seed,
+        seed=setup.seed,
     )
 
 
@@ -101,29 +107,30 @@ class Answerer:
             self._pad = tokenizer.eos_token_id or 0
         self._warm = False
 
-    def answer(self, cases: Sequence[EncodedCase], method: str, budget: int | float) -> list[Reply]:
-        """Greedy answers to a batch of cases, each with its share of bytes and seconds."""
+    def answer(self, cases: Sequence[EncodedCase], setup: Setup) -> list[Reply]:
+        """Greedy answers to a batch of cases of one answer length, each with its share of bytes
+        and seconds."""
         if not self._warm:  # the first call of a process pays for more than its tokens
-            self._generate(torch.tensor([cases[0].ids[:8]]), None, DynamicCache(), None, 2)
+            self._generate(torch.tensor([list(cases[0].ids[:8])]), None, DynamicCache(), None, 2)
             self._warm = True
         ids, mask = self._batch(cases)
         # With the question unseen there is one row (Settings), so its record is the batch's.
         record = cases[0].record if self.settings.question == "unseen" else ids.shape[1]
-        cache = new_cache(self.model.config, self.settings, method, budget, record)
+        cache = new_cache(self.model.config, self.settings, setup, record)
         start = self._clock()
         if record < ids.shape[1]:
             # One token is asked for and thrown away: generate() has no "prefill only".
             self._generate(ids[:, :record], mask[:, :record], cache, None, 1)
         probe = _Probe(cache, self._clock)
-        new = self.settings.max_new_tokens
-        output = self._generate(ids, mask, cache, probe, new)[:, ids.shape[1] :].tolist()
+        output = self._generate(ids, mask, cache, probe, cases[0].new_tokens)
+        tokens = output[:, ids.shape[1] :].tolist()
         end = self._clock()
-        return self._replies(cases, output, cache, probe, start, end)
+        return self._replies(cases, tokens, cache, probe, start, end)
 
     def _batch(self, cases: Sequence[EncodedCase]) -> tuple[Tensor, Tensor]:
         """Ids and mask `[batch, tokens]`, padded on the left."""
         width = max(len(case.ids) for case in cases)
-        ids = [[self._pad] * (width - len(case.ids)) + case.ids for case in cases]
+        ids = [[self._pad] * (width - len(case.ids)) + list(case.ids) for case in cases]
         mask = [[0] * (width - len(case.ids)) + [1] * len(case.ids) for case in cases]
         return torch.tensor(ids), torch.tensor(mask)
 

@@ -22,6 +22,7 @@ def calibrate_files(
     method: str,
     follow: int,
     settings: Settings,
+    seed: int,
     console: Console,
 ) -> Curves:
     """Curves of a method (``measure_curves``), each file one prompt, longer ones cut to the model's
@@ -53,7 +54,7 @@ def calibrate_files(
             follow=follow,
             sink=settings.sink,
             recent=settings.recent,
-            seed=settings.seed,
+            seed=seed,
         )
         for prompt in track(prompts, "measuring", console=console, transient=True)
     ]

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvsketch.errors import InputError
 from kvsketch.evaluation.settings import Settings
 
-QUESTION_MARK = "\nNow the record is over."  # where the question starts in every official prompt
-
 
 @dataclass(frozen=True)
 class EncodedCase:
     """Token ids of a prompt. The first `record` of them are compressed before the question is
-    seen; with the question seen, that is all of them."""
+    seen; with the question seen, that is all of them. `new_tokens`: longest answer."""
 
-    ids: list[int]
+    ids: Sequence[int]
     record: int
+    new_tokens: int
 
 
 class Encoder:
@@ -28,38 +28,38 @@ class Encoder:
         self.settings = settings
         self._limit = max_positions(config)
 
-    def encode(self, prompt: str, where: str) -> EncodedCase:
-        """Token ids of `prompt`, in the tokenizer's chat template if it has one.
+    def encode(self, context: str, question: str, where: str, new_tokens: int) -> EncodedCase:
+        """Token ids of `context + question`, in the tokenizer's chat template if it has one.
 
         Raises `InputError` if prompt and answer need more positions than the model has, or
-        (question unseen) if the prompt has no official question.
+        (question unseen) if there is no question apart from the context.
         """
-        special = True
+        prompt, special = context + question, True
         if getattr(self.tokenizer, "chat_template", None):
             prompt = self.tokenizer.apply_chat_template(
                 [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
             )
             special = False  # the template writes them
         if self.settings.question == "unseen":
-            cut = prompt.rfind(QUESTION_MARK)
-            if cut < 0:
+            cut = prompt.rfind(question) if question.strip() else -1
+            if cut <= 0:
                 raise InputError(
-                    f"{where}: --question unseen needs a prompt with {QUESTION_MARK.strip()!r} "
-                    "before the question"
+                    f"{where}: --question unseen needs a prompt whose question comes after the "
+                    "context"
                 )
             record = self._ids(prompt[:cut], special)
             ids = record + self._ids(prompt[cut:], False)
-            case = EncodedCase(ids, len(record))
+            seen = len(record)
         else:
             ids = self._ids(prompt, special)
-            case = EncodedCase(ids, len(ids))
-        need = len(ids) + self.settings.max_new_tokens
+            seen = len(ids)
+        need = len(ids) + new_tokens
         if self._limit is not None and need > self._limit:
             raise InputError(
-                f"{where}: a prompt of {len(ids)} tokens plus --max-new-tokens "
-                f"{self.settings.max_new_tokens} is beyond the model's {self._limit} positions"
+                f"{where}: a prompt of {len(ids)} tokens plus an answer of {new_tokens} "
+                f"(--max-new-tokens) is beyond the model's {self._limit} positions"
             )
-        return case
+        return EncodedCase(ids, seen, new_tokens)
 
     def _ids(self, text: str, special: bool) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)[

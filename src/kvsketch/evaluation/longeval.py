@@ -1,4 +1,4 @@
-"""LongEval line retrieval: read or generate cases, ask a model, score its answers.
+"""LongEval line retrieval: read or generate cases, read answers.
 
 The task is that of "How Long Can Context Length of Open-Source LLMs truly Promise?" (Li et al.
 2023; repository DachengLi1/LongChat, folder longeval): a record of lines, each with a number, then
@@ -10,21 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-from kvsketch.budget import Budget
-from kvsketch.errors import InputError, unknown_name
-from kvsketch.evaluation.answering import Answerer
-from kvsketch.evaluation.encoding import EncodedCase, Encoder
-from kvsketch.evaluation.results import Outcome, ResultStore, outcome_key
-from kvsketch.evaluation.settings import Settings
-from kvsketch.streaming import ALL_METHODS
+from kvsketch.errors import InputError
 
-EXACT = "exact"
+QUESTION_MARK = "\nNow the record is over."  # where the question starts in every official prompt
 
 
 @dataclass(frozen=True)
@@ -41,14 +33,6 @@ class Case:
         """The same for the same prompt and answer, whatever file they came in."""
         text = f"{self.expected}\n{self.prompt}"
         return f"{self.lines}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A method at a budget: slots per KV head (int) or a share of the tokens (float)."""
-
-    method: str
-    budget: int | float
 
 
 def load_cases(path: Path) -> list[Case]:
@@ -130,120 +114,7 @@ def make_cases(lines: Sequence[int], num_cases: int, seed: int) -> list[Case]:
     return cases
 
 
-def make_setups(methods: Sequence[str], budgets: Sequence[int | float]) -> list[Setup]:
-    """Every method at every budget; "exact" once, at 1.0.
-
-    Raises `InputError` for an unknown method (naming the nearest) or an impossible budget.
-    """
-    if not methods:
-        raise InputError(f"--methods is empty; allowed: {', '.join([EXACT, *ALL_METHODS])}")
-    for method in methods:
-        if method != EXACT and method not in ALL_METHODS:
-            raise unknown_name("method", method, [EXACT, *ALL_METHODS])
-    for budget in budgets:
-        Budget(budget)  # raises
-    compressed = [method for method in methods if method != EXACT]
-    if compressed and not budgets:
-        raise InputError("--budgets is empty; give shares such as 0.25 or slots such as 1024")
-    setups = [Setup(EXACT, 1.0)] if EXACT in methods else []
-    setups += [Setup(method, budget) for budget in budgets for method in compressed]
-    return list({(s.method, repr(s.budget)): s for s in setups}.values())
-
-
-def parse_budget(text: str) -> int | float:
-    """ "0.25" is a share of the tokens, "1024" a number of slots per KV head.
-
-    Raises `InputError` for anything else.
-    """
-    text = text.strip()
-    try:
-        budget: int | float = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-    except ValueError as error:
-        raise InputError(
-            f"budget={text!r} is not a number; allowed: a share in (0, 1] such as 0.25, "
-            "or a number of slots per KV head such as 1024"
-        ) from error
-    return Budget(budget).value
-
-
 def read_answer(text: str) -> int:
     """The benchmark's own rule: the last integer in the answer, or -1 where there is none."""
     found = re.findall(r"\d+", text)
     return int(found[-1]) if found else -1
-
-
-def evaluate(
-    answerer: Answerer,
-    cases: Sequence[Case],
-    encoded: Mapping[str, EncodedCase],
-    setups: Sequence[Setup],
-    store: ResultStore,
-    on_done: Callable[[Outcome], None] | None = None,
-) -> None:
-    """Answers every case with every setup that `store` does not hold yet.
-
-    All setups see a case before the next one starts, so an interrupted run compares them on the
-    same cases. `encoded` is from `encode_cases`.
-    """
-    for batch in _batches(cases, answerer.settings.batch_size):
-        for setup in setups:
-            waiting = [c for c in batch if _key(c, setup) not in store]
-            if not waiting:
-                continue
-            replies = answerer.answer([encoded[c.id] for c in waiting], setup.method, setup.budget)
-            for case, reply in zip(waiting, replies, strict=True):
-                outcome = Outcome(
-                    case=case.id,
-                    lines=case.lines,
-                    method=setup.method,
-                    budget=setup.budget,
-                    expected=case.expected,
-                    answer=read_answer(reply.text),
-                    **reply.__dict__,
-                )
-                store.add(outcome)
-                if on_done is not None:
-                    on_done(outcome)
-
-
-def encode_cases(encoder: Encoder, cases: Sequence[Case]) -> dict[str, EncodedCase]:
-    """Token ids by case id. Raises `InputError` for a prompt that does not fit the model, or
-    (question unseen) one without the official question."""
-    return {case.id: encoder.encode(case.prompt, case.where) for case in cases}
-
-
-def outcomes_of(
-    store: ResultStore, cases: Iterable[Case], setups: Sequence[Setup]
-) -> list[Outcome]:
-    """What `store` holds of this run (a store may hold more), by length and then by setup."""
-    by_lines = groupby(sorted(cases, key=lambda case: case.lines), key=lambda case: case.lines)
-    return [
-        store.outcomes[_key(case, setup)]
-        for _, group in by_lines
-        for members in [list(group)]
-        for setup in setups
-        for case in members
-        if _key(case, setup) in store
-    ]
-
-
-def remaining(store: ResultStore, cases: Sequence[Case], setups: Sequence[Setup]) -> int:
-    """How many (case, setup) pairs are still to be answered."""
-    return sum(_key(case, setup) not in store for case in cases for setup in setups)
-
-
-def run_settings(settings: Settings, model: str, fingerprint: str) -> Mapping[str, Any]:
-    """What the outcomes depend on besides case, method and budget: the header of a store."""
-    return {"model": model, "model_fingerprint": fingerprint, **settings.__dict__}
-
-
-def _key(case: Case, setup: Setup) -> str:
-    return outcome_key(case.id, setup.method, setup.budget)
-
-
-def _batches(cases: Sequence[Case], size: int) -> Iterable[list[Case]]:
-    """Up to `size` cases of one record length at a time, in order."""
-    for _, group in groupby(cases, key=lambda case: case.lines):
-        members = list(group)
-        for start in range(0, len(members), size):
-            yield members[start : start + size]

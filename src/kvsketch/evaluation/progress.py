@@ -6,14 +6,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers.utils import logging
 
-from kvsketch.evaluation.session import Session
+from kvsketch.evaluation.sweep import Runner, Sweep
 
 
-def run_with_progress(session: Session) -> None:
-    """Runs what is left of `session`; the bar counts answers, resumed ones included."""
+def run_with_progress(sweep: Sweep, runner: Runner | None = None) -> None:
+    """Runs what is left of `sweep`; the bar counts answers, resumed ones included."""
     logging.disable_progress_bar()  # a second bar, for the weights
-    session.prepare()  # its errors are to be read without a bar around them
-    total, left = session.total(), session.remaining()
+    jobs = sweep.jobs()  # its errors are to be read without a bar around them
+    total, left = sweep.total(), sweep.remaining()
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -22,4 +22,4 @@ def run_with_progress(session: Session) -> None:
         console=Console(stderr=True),
     ) as progress:
         bar = progress.add_task("answers", total=total, completed=total - left)
-        session.run(lambda outcome: progress.advance(bar))
+        sweep.run(jobs, runner, lambda record: progress.advance(bar))

@@ -5,28 +5,44 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 
-def results_table(rows: Sequence[Mapping[str, Any]], wide: bool = False) -> Table:
-    """A table of `results.aggregate` rows of one record length. kB are 1,000 bytes per case.
+def results_tables(rows: Sequence[Mapping[str, Any]], wide: bool = False) -> Iterator[Table]:
+    """Tables of `sweep.aggregate` rows, one per task and group (lines, data set, length, ...)."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(_title(row), []).append(row)
+    for title, group in groups.items():
+        yield _results_table(title, group, wide)
 
-    Fits 80 columns; `wide` adds peak memory and prefill speed (100 columns).
-    """
-    first = rows[0]
+
+def _title(row: Mapping[str, Any]) -> str:
+    # what lies between the task and the protocol is the group
+    names = list(row)[list(row).index("task") + 1 : list(row).index("question")]
+    group = ", ".join(
+        f"{row[name]} {name}" if name == "lines" else f"{name} {row[name]}" for name in names
+    )
+    return f"{row['task']}: {group}" if group else str(row["task"])
+
+
+def _results_table(title: str, rows: Sequence[Mapping[str, Any]], wide: bool) -> Table:
+    """kB are 1,000 bytes per case. Fits 80 columns; `wide` adds peak memory and prefill speed
+    (100 columns)."""
+    tokens = sum(row["prompt_tokens"] for row in rows) / len(rows)
     table = Table(
-        title=f"{first['lines']} lines, {first['prompt_tokens']:,.0f} tokens",
+        title=f"{title}; {tokens:,.0f} tokens, question {rows[0]['question']}",
         title_justify="left",
         box=SIMPLE_HEAD,
         show_edge=False,
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    for name in ("method", "budget", "cases", "accuracy", "95% CI", "slots", "KV kB", "kept"):
+    for name in ("method", "budget", "cases", "score", "95% CI", "slots", "KV kB", "kept"):
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for name in (["peak kB", "prefill/s"] if wide else []) + ["tok/s"]:
         table.add_column(name, justify="right", no_wrap=True)
@@ -38,9 +54,9 @@ def results_table(rows: Sequence[Mapping[str, Any]], wide: bool = False) -> Tabl
             speeds = [peak, _rate(row["prefill_tokens_per_s"]), *speeds]
         table.add_row(
             row["method"],
-            str(row["budget"]),
+            str(row["budget"]) if row["tolerance"] is None else f"tol {row['tolerance']}",
             str(row["cases"]),
-            f"{row['accuracy']:.2f}",
+            f"{row['score']:.2f}",
             f"{low:.2f}-{high:.2f}",
             f"{row['slots']:,.0f}",
             f"{row['kv_bytes'] / 1000:,.0f}",

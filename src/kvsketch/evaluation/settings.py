@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-from kvsketch.budget import ALLOCATIONS
 from kvsketch.errors import InputError
+from kvsketch.evaluation.tasks.base import Case
 
 DTYPES = ("float32", "bfloat16", "float16")
 STREAMING_CHUNK = 512  # tokens; streaming prefill without a chunk size would be one chunk
+#: what no answer depends on
+_NOT_IDENTITY = ("batch_size", "max_new_tokens")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything of a run that its outcomes depend on, besides model, cases, methods, budgets.
+    """What all answers of a run have in common, besides the model.
 
-    `prefill_chunk_size` is in tokens; None prefills the prompt in one piece (512 when streaming).
-    `allocation` is SketchCache's; None: each method's own.
-    Raises `InputError` naming the option that is out of range.
+    Attributes:
+        prefill_chunk_size: tokens; None prefills the prompt in one piece (512 when streaming).
+        question: "seen" or "unseen" when the context is compressed.
+        max_new_tokens: longest answer; None: what each case allows.
+        max_prompt_tokens: prompts are made to fit this by the task's own rule, where it has one;
+            None: the model's positions without the answer's.
+        batch_size: cases answered at once.
+
+    Raises:
+        InputError: naming the option that is out of range.
     """
 
     sink: int = 4
@@ -27,10 +36,9 @@ class Settings:
     prefill_chunk_size: int | None = None
     question: str = "seen"
     one_shot: bool = False
-    allocation: str | None = None
-    max_new_tokens: int = 32
+    max_new_tokens: int | None = None
+    max_prompt_tokens: int | None = None
     batch_size: int = 1
-    seed: int = 0
     device: str = "cpu"
     dtype: str = "float32"
 
@@ -40,6 +48,7 @@ class Settings:
             ("recent", 0),
             ("prefill_chunk_size", 1),
             ("max_new_tokens", 1),
+            ("max_prompt_tokens", 1),
             ("batch_size", 1),
         ):
             value = getattr(self, name)
@@ -53,17 +62,20 @@ class Settings:
             value = getattr(self, name)
             if value not in allowed:
                 raise InputError(f"{_option(name)} {value!r} must be one of {', '.join(allowed)}")
-        if self.allocation not in (None, *ALLOCATIONS) and not Path(self.allocation).is_file():
-            raise InputError(
-                f"--allocation {self.allocation!r} must be one of {', '.join(ALLOCATIONS)}, or a "
-                "file written by kvsketch calibrate"
-            )
         if self.question == "unseen" and self.batch_size > 1:
             raise InputError(
                 f"--question unseen works on one case at a time, got --batch-size {self.batch_size}"
             )
         if self.prefill == "streaming" and self.prefill_chunk_size is None:
             object.__setattr__(self, "prefill_chunk_size", STREAMING_CHUNK)
+
+    def new_tokens(self, case: Case) -> int:
+        """Longest answer to a case."""
+        return self.max_new_tokens or case.max_new_tokens
+
+    def identity(self) -> dict[str, Any]:
+        """What an answer depends on."""
+        return {k: v for k, v in self.__dict__.items() if k not in _NOT_IDENTITY}
 
 
 def _option(name: str) -> str:

@@ -1,0 +1,138 @@
+"""What a case is answered with: a method, how much it may keep, and a seed; read from text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvsketch.budget import ALLOCATIONS, Budget
+from kvsketch.errors import InputError, unknown_name
+from kvsketch.streaming import ALL_METHODS
+
+EXACT = "exact"
+BITS = {"int8": 8, "int4": 4}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way to answer.
+
+    Attributes:
+        method: "exact" (transformers' own cache) or a name in ``ALL_METHODS``.
+        budget: slots per KV head (int) or a share of the tokens (float); None with a tolerance.
+        tolerance: of the measured error, instead of a budget.
+        allocation: how the budget is spent, as for ``SketchCache``; None: the method's own way.
+        bits: of the slots.
+        seed: of random methods.
+    """
+
+    method: str
+    budget: int | float | None = 1.0
+    tolerance: float | None = None
+    allocation: str | None = None
+    bits: int = 16
+    seed: int = 0
+
+    @property
+    def label(self) -> str:
+        """As it is written in ``--methods``: ``method[@allocation][+intN]``."""
+        spent = f"@{Path(self.allocation).stem}" if self.allocation else ""
+        stored = f"+int{self.bits}" if self.bits != 16 else ""
+        return f"{self.method}{spent}{stored}"
+
+    @property
+    def kept(self) -> str:
+        """What it may keep, for people."""
+        return str(self.budget) if self.tolerance is None else f"tol {self.tolerance}"
+
+    def identity(self) -> dict[str, Any]:
+        """Everything here that an answer depends on. A seed does not matter to the exact cache."""
+        if self.method == EXACT:
+            return {"method": EXACT}
+        return dict(self.__dict__)
+
+
+def parse_method(text: str, allocation: str | None = None) -> Setup:
+    """``name[@even|@measured|@FILE][+int8|+int4]``, without a budget yet.
+
+    Args:
+        allocation: of methods that name none.
+
+    Raises:
+        InputError: an unknown method, allocation or ending.
+    """
+    rest, plus, ending = text.partition("+")
+    if plus and ending not in BITS:
+        raise unknown_name("the ending of a method", ending, BITS)
+    name, at, spent = rest.partition("@")
+    if name != EXACT and name not in ALL_METHODS:
+        raise unknown_name("method", name, [EXACT, *ALL_METHODS])
+    if name == EXACT:
+        if at or plus:
+            raise InputError(f"method {text!r}: the exact cache has no allocation and no bits")
+        return Setup(EXACT)
+    chosen = spent if at else allocation
+    if chosen is not None and chosen not in ALLOCATIONS and not Path(chosen).is_file():
+        raise InputError(
+            f"allocation {chosen!r} must be one of {', '.join(ALLOCATIONS)}, or a file written by "
+            "kvsketch calibrate"
+        )
+    return Setup(name, allocation=chosen, bits=BITS[ending] if plus else 16)
+
+
+def parse_budget(text: str) -> int | float:
+    """ "0.25" is a share of the tokens, "1024" a number of slots per KV head.
+
+    Raises:
+        InputError: anything else.
+    """
+    text = text.strip()
+    try:
+        budget: int | float = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+    except ValueError as error:
+        raise InputError(
+            f"budget={text!r} is not a number; allowed: a share in (0, 1] such as 0.25, "
+            "or a number of slots per KV head such as 1024"
+        ) from error
+    return Budget(budget).value
+
+
+def make_setups(
+    methods: Sequence[str],
+    budgets: Sequence[int | float],
+    tolerances: Sequence[float] = (),
+    seeds: Sequence[int] = (0,),
+    allocation: str | None = None,
+) -> list[Setup]:
+    """Every method at every budget and tolerance, with every seed; "exact" once.
+
+    Raises:
+        InputError: no method, an unknown one, an impossible budget or tolerance, or nothing that
+            says how much a method may keep.
+    """
+    parsed = [parse_method(text, allocation) for text in methods]
+    if not parsed:
+        raise InputError(f"--methods is empty; allowed: {', '.join([EXACT, *ALL_METHODS])}")
+    for budget in budgets:
+        Budget(budget)  # raises
+    for tolerance in tolerances:
+        if not 0 < tolerance < 1:
+            raise InputError(f"tolerance={tolerance!r} must be a relative error in (0, 1)")
+    compressed = [setup for setup in parsed if setup.method != EXACT]
+    if compressed and not (budgets or tolerances):
+        raise InputError("--budgets is empty; give shares such as 0.25 or slots such as 1024")
+    if not seeds:
+        raise InputError("--seeds is empty; give at least one, such as 0")
+    goals: list[dict[str, Any]] = [{"budget": budget} for budget in budgets]
+    goals += [{"budget": None, "tolerance": tolerance} for tolerance in tolerances]
+    found = [setup for setup in parsed if setup.method == EXACT]
+    found += [
+        replace(setup, **goal, seed=seed)
+        for goal in goals
+        for setup in compressed
+        for seed in seeds
+    ]
+    return list({repr(setup): setup for setup in found}.values())

@@ -1,0 +1,82 @@
+"""The tasks by name, and how a command's options become cases. To add one: write its file, add a
+line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvsketch.errors import InputError, unknown_name
+from kvsketch.evaluation.tasks.base import Case, Task
+
+__all__ = ["TASKS", "Case", "Options", "Task", "make_tasks"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What tasks are made from; each looks at its own part.
+
+    Attributes:
+        cases: longeval: case files instead of generated cases.
+        lines: longeval: record lengths.
+        num_cases: generated cases for each length, depth or subtask.
+        limit: first so many of each file or data set.
+        seed: of generated cases.
+        data: longbench: folder; needle: folder of haystack texts.
+        datasets: longbench; none: all.
+        subtasks: ruler; none: all.
+        lengths: needle, ruler: tokens.
+        depths: needle: 0 to 1.
+    """
+
+    cases: Sequence[Path] = ()
+    lines: Sequence[int] | None = None
+    num_cases: int | None = None
+    limit: int | None = None
+    seed: int = 0
+    data: Path | None = None
+    datasets: Sequence[str] = ()
+    subtasks: Sequence[str] = ()
+    lengths: Sequence[int] = (1000, 1800)
+    depths: Sequence[float] = field(default=(0.0, 0.25, 0.5, 0.75, 1.0))
+
+    def __post_init__(self) -> None:
+        for name, value in (("--limit", self.limit), ("--num-cases", self.num_cases)):
+            if value is not None and value < 1:
+                raise InputError(f"{name} {value} must be at least 1")
+
+
+def _longeval(options: Options) -> Task:
+    from kvsketch.evaluation import longeval
+    from kvsketch.evaluation.tasks.longeval import LongEval
+
+    if options.cases:
+        if options.lines is not None or options.num_cases is not None:
+            raise InputError("--cases reads files and --lines/--num-cases generate: give one")
+        return LongEval(longeval.load_case_files(options.cases, options.limit))
+    count = min(n for n in (options.num_cases or 20, options.limit) if n is not None)
+    return LongEval(longeval.make_cases(options.lines or [200], count, options.seed))
+
+
+TASKS: dict[str, Callable[[Options], Task]] = {"longeval": _longeval}
+
+
+def make_tasks(names: Sequence[str], options: Options) -> list[Task]:
+    """Tasks by name. What is a file, and no task, is a further case file.
+
+    Raises:
+        InputError: an unknown task, or anything a task refuses.
+    """
+    chosen = [name for name in names if name in TASKS or not Path(name).is_file()]
+    files = [Path(name) for name in names if name not in chosen]
+    for name in chosen:
+        if name not in TASKS:
+            raise unknown_name("task", name, TASKS)
+    if not chosen:
+        raise InputError(f"no task given; allowed: {', '.join(TASKS)}")
+    if files:
+        if not options.cases:
+            raise InputError(f"{files[0]} is no task; case files follow --cases")
+        options = Options(**{**options.__dict__, "cases": [*options.cases, *files]})
+    return [TASKS[name](options) for name in dict.fromkeys(chosen)]
