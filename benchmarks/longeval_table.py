@@ -57,9 +57,7 @@ def measure(data: Path, question: str, store: Path, limit: int | None) -> Sweep:
     tasks = make_tasks(["longeval"], Options(cases=case_files(data), limit=limit))
     by_lines = setups_by_lines()
     out = store / f"{question}.jsonl"
-    sweep = Sweep.open(
-        "packaged", tasks, lambda case: by_lines[case.group["lines"]], settings, out
-    )
+    sweep = Sweep.open("packaged", tasks, lambda case: by_lines[case.group["lines"]], settings, out)
     with sweep.store:
         run_with_progress(sweep)
     return sweep

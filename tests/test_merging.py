@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,9 +15,19 @@ from hypothesis import strategies as st
 
 from families import build
 from kvsketch import InputError, Observed, SketchCache, Slots, attend
+from kvsketch.budget import Budget
 from kvsketch.compressors import ClusterMerge, HeavyMerge, Windowed, make
-from kvsketch.compressors.clustering import Groups, group_keys
+from kvsketch.compressors.clustering import (
+    Groups,
+    group_closest,
+    group_keys,
+    group_pairs,
+    merge,
+)
+from kvsketch.compressors.heavy_merge import _decoded_attention, gaussian_factor
+from kvsketch.compressors.snapkv import recent_attention
 from kvsketch.evaluation.allocation import Curves, measure_curves, measure_schedule
+from kvsketch.streaming import Periodic, windowed
 
 
 def tokens(seed, n, heads=2, dim=4, batch=2):
@@ -75,6 +91,187 @@ def test_cluster_merge_loses_no_value_and_no_mass(seed, n, budget, padding):
         torch.testing.assert_close(out.values.sum(2), slots.values.sum(2), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(out.masses().sum(2), slots.masses().sum(2))
     assert once.count == min(n, budget)
+
+
+def reference_pairs(points, weight, count):
+    """``group_pairs`` of one row as a loop, in float64: a set of the groups of live slots, or
+    None."""
+    points, weight = points.double().tolist(), weight.double().tolist()
+    live = [i for i, w in enumerate(weight) if w > 0]
+    cost, partner = {}, {}
+    for i in live:
+        for j in live:
+            if i != j:
+                apart = sum((a - b) ** 2 for a, b in zip(points[i], points[j], strict=True))
+                price = weight[i] * weight[j] / (weight[i] + weight[j]) * apart
+                if price < cost.get(i, float("inf")):
+                    cost[i], partner[i] = price, j
+    edges = [i for i in partner if (cost[partner[i]], partner[i]) < (cost[i], i)]
+    edges.sort(key=lambda i: (cost[i], i))
+    wanted = max(0, len(live) - count)
+    if len(edges) < wanted:
+        return None
+    group = {i: {i} for i in live}
+    for i in edges[:wanted]:
+        together = group[i] | group[partner[i]]
+        for member in together:
+            group[member] = together
+    return {frozenset(members) for members in group.values()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 9999),
+    n=st.integers(2, 50),
+    share=st.floats(0.0, 0.5),
+    dead=st.integers(0, 5),
+)
+def test_pairs_equal_a_loop(seed, n, share, dead):
+    g = torch.Generator().manual_seed(seed)
+    points = torch.randn(3, n, 4, generator=g, dtype=torch.float64)
+    weight = torch.rand(3, n, generator=g, dtype=torch.float64) + 0.01
+    weight[0, torch.randperm(n, generator=g)[: min(dead, n - 1)]] = 0.0
+    count = min(n - 1, n - max(1, int(share * n)))
+    expected = [reference_pairs(p, w, count) for p, w in zip(points, weight, strict=True)]
+    found = group_pairs(points, weight, count)
+    if found is None:
+        assert None in expected
+        return
+    for row, (members, want) in enumerate(zip(found.index.tolist(), expected, strict=True)):
+        groups = {}
+        for slot, number in enumerate(members):
+            assert 0 <= number < count
+            if weight[row, slot] > 0:
+                groups.setdefault(number, set()).add(slot)
+        assert {frozenset(x) for x in groups.values()} == want
+        # dead slots stay by themselves while there is a group to spare
+        for slot, number in enumerate(members):
+            if weight[row, slot] == 0 and len(groups) < count:
+                assert number not in groups
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 9999),
+    n=st.integers(2, 700),
+    kept=st.floats(0.01, 0.99),
+    distinct=st.sampled_from([1, 3, 10**6]),
+    dead=st.integers(0, 20),
+)
+def test_merging_pairs_keeps_count_mass_and_sums(seed, n, kept, distinct, dead):
+    """Also for identical keys, rows with dead slots, several blocks and several rounds."""
+    live = torch.ones(2, 1, n, dtype=torch.bool)
+    live[0, :, : min(dead, n - 1)] = False
+    slots = tokens(seed, n)
+    slots = Slots(slots.keys[:, :, torch.arange(n) % distinct], slots.values).only(live)
+    weight = torch.rand(4, n, generator=torch.Generator().manual_seed(seed)) + 1e-3
+    weight = weight * live.expand(2, 2, n).reshape(4, n)
+    count = min(n - 1, max(1, round(kept * n)))
+    keys, values = (x.reshape(4, n, -1) for x in (slots.keys, slots.values))
+    groups = group_closest(keys, values, weight, count, 0.25)
+    if groups is None:  # too many costs are equal: the methods then take k-means
+        assert distinct < 10**6
+        return
+    out = merge(slots, groups, weight)
+    assert out.count == count
+    torch.testing.assert_close(out.masses().sum(2), slots.masses().sum(2))
+    torch.testing.assert_close(out.values.sum(2), slots.values.sum(2), atol=1e-3, rtol=1e-4)
+    alive = out.live()
+    expected = live.expand(2, 2, n).sum(-1).clamp(max=count)
+    found = torch.full((2, 2), count) if alive is None else alive.sum(-1)
+    assert torch.equal(found, expected)
+    if alive is not None:  # dead slots at the end
+        assert bool((alive.to(torch.int8).diff(dim=-1) <= 0).all())
+
+
+def test_one_round_merges_only_the_closest():
+    """A full page: what is not among the closest stays as it is, bit for bit."""
+    slots = tokens(7, 100, heads=1, batch=1)
+    kept = ClusterMerge()(slots, 95)
+    same = (kept.keys[0, 0].unsqueeze(1) == slots.keys[0, 0].unsqueeze(0)).all(-1).any(1)
+    assert int(same.sum()) >= 90
+    assert bool((kept.masses()[0, 0][same] == 1).all())
+
+
+@pytest.mark.parametrize(
+    "name", ["cluster_merge", pytest.param("heavy_merge", marks=pytest.mark.slow)]
+)
+def test_a_long_decode_stays_on_its_page(name):
+    """100,000 tokens one at a time: never more than budget + buffer slots, constant bytes."""
+    n, budget, buffer = 100_000, 64, 8
+    g = torch.Generator().manual_seed(0)
+    keys, values, queries = torch.randn(3, n, 4, generator=g).view(3, 1, 1, n, 4)
+    sketch = Periodic(windowed(name, 2, 6), Budget(budget), buffer)
+    size = None
+    with torch.inference_mode():
+        for k, v, q in zip(*(x.split(1, dim=2) for x in (keys, values, queries)), strict=True):
+            sketch.extend(Slots(k, v))
+            sketch.settle(Observed(q, 0.5), prefill=False)
+            assert sketch.held <= budget + buffer
+            if sketch.compressed:
+                held = sum(t.nbytes for t in sketch.tensors())
+                waiting = sum(o.queries.nbytes for o in sketch._observed)
+                size = held - waiting if size is None else size
+                assert held - waiting == size
+        if name == "cluster_merge":
+            assert float(sketch.slots.masses().sum()) == pytest.approx(n, rel=1e-3)
+    assert sketch.seen == n
+    assert size is not None
+
+
+def test_attention_of_decoded_queries_is_snapkvs():
+    g = torch.Generator().manual_seed(0)
+    slots = tokens(3, 90)
+    some = 3 * torch.rand(2, 2, 90, generator=g) + 0.1
+    # the last: some queries see nothing that is alive
+    for mass in (None, some, some * (torch.arange(90) >= 40)):
+        weighted = Slots(slots.keys, slots.values, mass)
+        for q in (1, 8, 63):
+            observed = asked(q, q)
+            mine, fade = _decoded_attention(weighted, observed, 64)
+            theirs, faded = recent_attention(weighted, observed, 64)
+            torch.testing.assert_close(mine, theirs)
+            torch.testing.assert_close(torch.full_like(faded, fade), faded)
+
+
+@pytest.mark.parametrize("tilted", [False, True])
+def test_second_order_is_the_mean_of_a_gaussian_cluster(tilted):
+    """m exp(<q, slot's key>) becomes the sum of exp(<q, k>) over Gaussian keys, whether the slot's
+    key is their mean or, as with weights of attention, elsewhere."""
+    g = torch.Generator().manual_seed(0)
+    deviation = torch.tensor([0.3, 0.1, 0.5, 0.2], dtype=torch.float64)
+    keys = deviation * torch.randn(1, 200_000, 4, generator=g, dtype=torch.float64) + 0.7
+    query = torch.tensor([[[0.8, -1.0, 0.6, 0.4]]], dtype=torch.float64)
+    one = torch.ones(1, 200_000, dtype=torch.float64)
+    scores = (keys @ query.mT).squeeze(-1)
+    weight = scores.exp() if tilted else one
+    groups = Groups(torch.zeros(1, 200_000, dtype=torch.int64), 1)
+    factor = gaussian_factor(groups, keys, one, weight, query)
+    center = (keys * weight.unsqueeze(-1)).sum(1) / weight.sum()
+    said = float((center @ query[0, 0]).exp() * factor)
+    truth = float(scores.exp().mean())
+    assert said == pytest.approx(truth, rel=5e-3)
+    plain = float((center @ query[0, 0]).exp())
+    assert abs(plain / truth - 1) > 0.05
+    # a group of one token is what it was, and a wide one is clamped
+    alone = Groups(torch.arange(50)[None], 50)
+    ones = torch.ones(1, 50, dtype=torch.float64)
+    factor = gaussian_factor(alone, keys[:, :50], ones, ones, query)
+    torch.testing.assert_close(factor, torch.ones_like(factor))
+    wide = gaussian_factor(groups, 100 * keys, one, one, query)
+    assert float(wide) == pytest.approx(2.718281828)
+
+
+def test_second_order_moves_mass_and_leaves_means():
+    slots, observed = tokens(5, 120, batch=1), asked(2, 32, batch=1)
+    plain, second = (
+        HeavyMerge(correct=False, second_order=on)(slots, 20, observed) for on in (False, True)
+    )
+    assert not torch.equal(plain.masses(), second.masses())
+    ratio = (second.masses() / plain.masses()).unsqueeze(-1)
+    torch.testing.assert_close(second.values, plain.values * ratio)
+    torch.testing.assert_close(second.keys, plain.keys)
+    assert float(ratio.log().abs().max()) <= 1 + 1e-6
 
 
 def test_equal_keys_merge_without_error():
@@ -183,6 +380,8 @@ def test_streaming_keeps_total_mass_through_many_compressions():
         ({"ridge": 0.0}, r"ridge=0\.0"),
         ({"window": 0}, "window=0"),
         ({"steps": 0}, "steps=0"),
+        ({"pairs": 0.6}, r"pairs=0\.6"),
+        ({"pairs": -0.1}, r"pairs=-0\.1"),
     ],
 )
 def test_bad_arguments_are_named(arguments, named):
@@ -265,3 +464,50 @@ def test_groups_sum_by_group():
     groups = Groups(torch.tensor([[0, 2, 0]]), 3)
     values = torch.tensor([[[1.0], [2.0], [4.0]]])
     assert groups.sum(values).flatten().tolist() == [5.0, 0.0, 2.0]
+
+
+# --- benchmarks ----------------------------------------------------------------------------------
+
+
+def run_benchmark(*arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=Path(__file__).resolve().parent.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    return done.returncode, done.stderr if done.returncode else done.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_ablation_rows_are_the_attention_errors_of_one_part_changed(tmp_path):
+    out = tmp_path / "ablation.json"
+    parts = "heavy_merge;no least squares;streamed, chunks of 64: heavy_merge"
+    arguments = ("--models", "packaged", "--prompts", "1", "--parts", parts, "--json", "--out", out)
+    code, line = run_benchmark("benchmarks.ablation", *map(str, arguments))
+    assert code == 0, line
+    result = json.loads(line)
+    assert json.loads(out.read_text()) == result
+    errors = {(r["part"], r["kept"]): r["relative_error"] for r in result["results"]}
+    assert len(errors) == 3 * 4
+    for part in parts.split(";"):
+        assert errors[part, 0.5] < errors[part, 0.0625] < 0.5
+    assert run_benchmark("benchmarks.ablation", "--parts", "hevy_merge")[0] != 0
+
+
+@pytest.mark.slow
+def test_compression_time_is_a_share_of_a_prefill():
+    small = ("--tokens", "512", "--threads", "1", "--repeats", "1", "--methods", "heavy_merge")
+    code, line = run_benchmark("benchmarks.compression_time", *small, "--json")
+    assert code == 0, line
+    result = json.loads(line)
+    assert {r["kept"] for r in result["results"]} == {0.25, 0.125}
+    for row in result["results"]:
+        found = row["seconds"] / result["prefill_seconds"]
+        assert found == pytest.approx(row["share_of_prefill"], rel=0.1, abs=0.01)
+    code, message = run_benchmark("benchmarks.compression_time", "--methods", "hevy_merge")
+    assert code != 0
+    assert "hevy_merge" in message

@@ -17,6 +17,9 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
+from kvsketch.evaluation.inspect_command import EPILOG as INSPECT_EXAMPLE
+from kvsketch.evaluation.inspect_command import inspect_command
+
 if TYPE_CHECKING:
     from kvsketch.evaluation.sweep import Runner, Sweep
 
@@ -198,6 +201,9 @@ def evaluate(
     depths: Annotated[
         str, typer.Option(help="needle: where it is hidden, 0 (start) to 1 (end).")
     ] = "0,0.25,0.5,0.75,1",
+    form: Annotated[
+        str, typer.Option(help="needle: sandwich, number, or line (for the packaged model).")
+    ] = "sandwich",
     sink: Annotated[int, typer.Option(help="First tokens that are always kept.")] = 4,
     recent: Annotated[int, typer.Option(help="Last tokens that are always kept.")] = 32,
     prefill: Annotated[
@@ -274,6 +280,7 @@ def evaluate(
         subtasks=_names(subtasks),
         lengths=_counts("--lengths", lengths),
         depths=_numbers("--depths", depths),
+        form=form,
     )
     chosen = make_tasks(tasks, options)
     sweep = Sweep.open(model, chosen, setups, settings, out)
@@ -287,7 +294,7 @@ def evaluate(
 
 
 @app.command(
-    epilog="Example: kvsketch calibrate prompt1.txt prompt2.txt --model YOUR_MODEL --out curves.json"
+    epilog="Example: kvsketch calibrate one.txt two.txt --model YOUR_MODEL --out curves.json"
 )
 def calibrate(
     prompts: Annotated[
@@ -345,6 +352,9 @@ def calibrate(
                 }
             )
         )
+
+
+app.command("inspect", epilog=INSPECT_EXAMPLE)(inspect_command)
 
 
 @app.command(epilog="Example: kvsketch demo --quick --json")

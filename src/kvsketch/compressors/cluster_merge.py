@@ -7,28 +7,41 @@ import torch
 from ..errors import at_least
 from ..slots import Slots, compute_dtype
 from .base import Compressor
-from .clustering import group_keys, merge
+from .clustering import check_pairs, group, merge
+
+# When pairs are chosen, the newest slot weighs e^4 times as much as the oldest.
+_RECENCY = 4.0
 
 
 class ClusterMerge(Compressor):
-    """Group the keys by k-means and keep, for each group, (mean key, sum of u, sum of m).
+    """Group the closest tokens and keep, for each group, (mean key, sum of u, sum of m).
 
     Nothing is dropped: every token's value and mass stay in the sums, and only its key moves, to
     the mean of its group. Sees no queries. On weighted input means are weighted by mass, so that
-    compressing again merges the same way. Near-linear: keys are grouped within blocks of 2,048
-    slots.
+    compressing again merges the same way.
+
+    Groups grow by rounds of merging the cheapest pairs by Ward's cost over keys and values
+    (``clustering.group_closest``), with masses that favour new tokens over old ones: later queries
+    look more at what is near. A page that is full again takes one round. Near-linear: pairs are
+    looked for within blocks of 256 slots.
 
     Args:
         seed: unused; there is no randomness.
-        steps: Lloyd iterations, >= 1.
+        steps: Lloyd iterations, >= 1, where k-means groups the keys instead: with ``pairs`` 0, or
+            where too many costs are equal.
+        pairs: the share of the slots that goes in a round, in (0, 1/2]; 0: k-means.
+
+    Raises:
+        InputError: an argument out of range.
     """
 
     name = "cluster_merge"
     paper = "ours"
 
-    def __init__(self, seed: int = 0, steps: int = 5) -> None:
+    def __init__(self, seed: int = 0, steps: int = 5, pairs: float = 0.25) -> None:
         super().__init__(seed)
         self.steps = at_least("steps", steps, 1)
+        self.pairs = check_pairs(pairs)
 
     def compress(self, slots: Slots, budget: int) -> Slots:
         if budget == 0:
@@ -39,8 +52,11 @@ class ClusterMerge(Compressor):
         # A slot with u but no mass still has to land somewhere: count it as one token.
         live = slots.live()
         weight = torch.where(mass > 0, mass, 1.0)
+        values = slots.values.reshape(batch * heads, n, -1).to(dtype) / weight.unsqueeze(-1)
         if live is not None:
             weight = weight * live.reshape(batch * heads, n)
         keys = slots.keys.reshape(batch * heads, n, -1).to(dtype)
-        groups = group_keys(keys, weight, budget, self.steps)
+        age = torch.linspace(0, _RECENCY, n, dtype=dtype, device=keys.device)
+        price = weight * age.exp()
+        groups = group(keys, values, weight, price, budget, self.steps, self.pairs)
         return merge(slots, groups, weight)

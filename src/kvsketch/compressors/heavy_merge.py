@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, at_least
-from ..slots import Observed, Slots, attention_scores, compute_dtype
+from ..slots import Observed, Slots, attention_scores, check_queries, compute_dtype
 from .base import Compressor
-from .clustering import group_keys, merge
+from .clustering import Groups, check_pairs, group, merge
 from .snapkv import recent_attention, scored_before
 
 # Weight of an unattended token beside one of average attention: it should pull a little.
 _FLOOR = 1e-3
+# Scores of a few decoded queries: 8 MB in float32.
+_FEW_SCORES = 1 << 21
 # Fewer queries are decoded ones, and too few to fit anything to.
 _LEAST_QUERIES = 16
 # A corrected mass may not fall below this share of what it was.
@@ -36,7 +38,8 @@ class _Seen:
 
 class HeavyMerge(Compressor):
     """A share of the budget keeps the most attended tokens as they are; the rest is grouped by
-    k-means on keys, weighted by attention, and each group becomes one slot.
+    rounds of merging the closest (``clustering.group_closest``; weighted by the root of attention),
+    and each group becomes one slot.
 
     Attention is that of the last ``window`` queries, fading as queries come (``SnapKV``'s, without
     pooling); a token is as heavy as its attention times the norm of its value. A group's slot is
@@ -50,9 +53,13 @@ class HeavyMerge(Compressor):
     Args:
         share: of the budget that keeps heavy tokens, in [0, 1).
         window: queries that vote, >= 1.
-        steps: Lloyd iterations, >= 1.
+        steps: Lloyd iterations, >= 1, where k-means groups the keys instead: with ``pairs`` 0, or
+            where too many costs are equal.
         correct: fit u and m where queries are known.
         ridge: of the fit, relative to the mean diagonal, > 0.
+        pairs: the share of the slots that goes in a round, in (0, 1/2]; 0: k-means.
+        second_order: multiply u and m of a group by what its spread adds to exp(score)
+            (``gaussian_factor``) where queries are known. Off: it does not help.
         seed: unused; there is no randomness.
 
     Raises:
@@ -62,6 +69,7 @@ class HeavyMerge(Compressor):
     name = "heavy_merge"
     paper = "ours"
     needs_queries = True
+    allocation = "measured"
     window: int
 
     def __init__(
@@ -71,6 +79,8 @@ class HeavyMerge(Compressor):
         steps: int = 5,
         correct: bool = True,
         ridge: float = 0.1,
+        pairs: float = 0.25,
+        second_order: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(seed)
@@ -81,6 +91,9 @@ class HeavyMerge(Compressor):
         self.share, self.correct, self.ridge = share, correct, ridge
         self.window = at_least("window", window, 1)
         self.steps = at_least("steps", steps, 1)
+        self.pairs = check_pairs(pairs)
+        self.second_order = second_order
+        self._fits = correct or second_order  # to the prompt's own queries
         self._seen: _Seen | None = None
 
     def reset(self) -> None:
@@ -92,10 +105,12 @@ class HeavyMerge(Compressor):
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
         if observed is None:
             return scored_before(slots, self.name)
-        received, fade = recent_attention(slots, observed, self.window)
+        # Once, not in every block of queries.
+        full = replace(slots, keys=slots.keys.to(compute_dtype(slots.keys.dtype)))
+        received, fade = _decoded_attention(full, observed, self.window)
         if slots.score is not None:
             received = received + slots.score * fade
-        self._seen = self._remember(slots, observed) if self.correct else None
+        self._seen = self._remember(full, observed) if self._fits else None
         return replace(slots, score=received)
 
     def compress(self, slots: Slots, budget: int) -> Slots:
@@ -120,9 +135,17 @@ class HeavyMerge(Compressor):
         dtype = compute_dtype(slots.keys.dtype)
         flat = pull.reshape(batch * heads, -1).to(dtype)
         keys = rest.keys.reshape(batch * heads, n - heavy, -1).to(dtype)
-        groups = group_keys(keys, flat, budget - heavy, self.steps)
-        kept = Slots.cat([slots.take(first), merge(rest, groups, flat, attended=True)])
-        return kept if seen is None else self._corrected(kept, slots, seen)
+        size = torch.where(rest.masses() > 0, rest.masses(), 1.0).unsqueeze(-1)
+        values = (rest.values / size).reshape(batch * heads, n - heavy, -1).to(dtype)
+        # Attention differs by orders of magnitude and only guesses at that of later queries.
+        price = flat.sqrt()
+        groups = group(keys, values, flat, price, budget - heavy, self.steps, self.pairs)
+        factor = None
+        if self.second_order and seen is not None:
+            factor = gaussian_factor(groups, keys, rest.masses().flatten(0, 1), flat, seen.queries)
+        merged = merge(rest, groups, flat, attended=True, factor=factor)
+        kept = Slots.cat([slots.take(first), merged])
+        return self._corrected(kept, slots, seen) if self.correct and seen is not None else kept
 
     def _remember(self, slots: Slots, observed: Observed) -> _Seen | None:
         """The last ``window`` queries, if they are a prompt's and scores are plain products."""
@@ -177,6 +200,69 @@ class HeavyMerge(Compressor):
         solved = design.mT @ torch.cholesky_solve(wanted, factor)
         usable = (info == 0)[:, None, None] & torch.isfinite(solved)
         return torch.where(usable, solved, 0.0)
+
+
+def _decoded_attention(
+    slots: Slots, observed: Observed, window: int
+) -> tuple[Tensor, Tensor | float]:
+    """``recent_attention``, in a third of the operations for a few decoded queries without padding,
+    soft-capping or ALiBi: decoding pays for this every few tokens."""
+    batch, heads, q, dim = observed.queries.shape
+    plain = observed.softcap is None and observed.slopes is None and observed.live is None
+    if not plain or q >= window or batch * heads * q * slots.count > _FEW_SCORES:
+        return recent_attention(slots, observed, window)
+    check_queries(observed.queries, slots, None)
+    kv_heads, n = slots.keys.shape[1:3]
+    dtype = compute_dtype(observed.queries.dtype)
+    packed = (observed.queries.to(dtype) * observed.scaling).reshape(batch, kv_heads, -1, dim)
+    scores = packed @ slots.keys.to(dtype).mT
+    if slots.mass is not None:
+        scores += slots.mass.to(dtype).log().unsqueeze(2)
+    later = torch.ones(q, q, dtype=torch.bool, device=scores.device).triu(1)
+    scores.view(batch, kv_heads, -1, q, n)[..., n - q :].masked_fill_(later, -torch.inf)
+    attention = scores.softmax(-1)
+    if slots.mass is not None:
+        attention.nan_to_num_(0.0)  # a query whose every slot is dead
+    keep, shared = 1 - 1 / window, heads // kv_heads
+    newer = torch.arange(q - 1, -1, -1, device=scores.device, dtype=dtype)
+    weights = (keep**newer / (window * shared)).repeat(shared)
+    return (weights @ attention).float(), keep**q
+
+
+def gaussian_factor(
+    groups: Groups, keys: Tensor, mass: Tensor, weight: Tensor, queries: Tensor
+) -> Tensor:
+    """What the spread of a group adds to its share of attention.
+
+    If a group's keys are Gaussian with mean k and diagonal covariance var, the mean of
+    exp(<q, key>) is exp(<q, k> + sum_c var_c q_c^2 / 2). The slot says exp(<q, slot's key>), whose
+    key is weighted by attention and thus off the mean already, so the factor is exp(<q, k - slot's
+    key> + sum_c var_c q_c^2 / 2), with q and q^2 averaged over the queries.
+
+    Args:
+        groups: of the keys.
+        keys: ``[R, n, head_dim]``.
+        mass: ``[R, n]``, by which mean and variance are taken.
+        weight: ``[R, n]``, by which the slot's key is.
+        queries: ``[R, q, head_dim]``, scaling folded in.
+
+    Returns:
+        ``[R, count]``, between 1/e and e; 1 for a group of one.
+    """
+
+    def mean(x: Tensor, by: Tensor) -> Tensor:
+        total = groups.sum(by.unsqueeze(-1))
+        return groups.sum(x * by.unsqueeze(-1)) / torch.where(total > 0, total, 1.0)
+
+    mass = mass.to(keys.dtype)
+    center = mean(keys, mass)
+    apart = keys - center.gather(1, groups.index.unsqueeze(-1).expand_as(keys))
+    spread = mean(apart.square(), mass)
+    shift = center - mean(keys, weight)
+    queries = queries.to(keys.dtype)
+    first = shift @ queries.mean(1).unsqueeze(-1)
+    second = spread @ queries.square().mean(1).unsqueeze(-1) / 2
+    return (first + second).squeeze(-1).clamp(-1.0, 1.0).exp()
 
 
 def _contributions(slots: Slots, seen: _Seen) -> Tensor:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvsketch.errors import InputError, UnsupportedError
+from kvsketch.hf.attention import usual_kernel
+from kvsketch.slots import Observed
 
 _NAME = "kvsketch_capture"
 
@@ -27,6 +28,7 @@ class Activations:
         queries: ``[batch, num_attention_heads, n, head_dim]``.
         keys: ``[batch, num_key_value_heads, n, head_dim]``; values likewise with value_dim.
         scaling: multiplies <q, k>.
+        softcap: of the scores (Gemma 2), or None.
     """
 
     layer: int
@@ -34,6 +36,12 @@ class Activations:
     keys: Tensor
     values: Tensor
     scaling: float
+    softcap: float | None = None
+
+    @property
+    def observed(self) -> Observed:
+        """The queries with all that turns them into scores."""
+        return Observed(self.queries, self.scaling, self.softcap)
 
 
 def capture(
@@ -55,14 +63,20 @@ def capture(
         if not 0 <= layer < count:
             raise InputError(f"layers: {layer} must be in 0 .. {count - 1}")
     caught: list[Activations] = []
+    if not getattr(model, "_supports_attention_backend", False):
+        raise _unsupported(model)
     with _catching(model, caught, layers), torch.no_grad():
         model(input_ids.to(model.device), use_cache=False, logits_to_keep=1)
     if not caught:
-        raise UnsupportedError(
-            f"{type(model).__name__} does not use transformers' attention interface, so its "
-            "activations cannot be caught"
-        )
+        raise _unsupported(model)
     return caught
+
+
+def _unsupported(model: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(model).__name__} does not use transformers' attention interface, so its "
+        "activations cannot be caught"
+    )
 
 
 @contextmanager
@@ -71,7 +85,8 @@ def _catching(
 ) -> Iterator[None]:
     config = model.config.get_text_config(decoder=True)
     before = config._attn_implementation
-    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    # sdpa knows no soft-capping
+    kernel = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -80,11 +95,11 @@ def _catching(
         if layers is None or layer in layers:
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
             q, k, v = (t.detach().float().clone() for t in (query, key, value))
-            caught.append(Activations(layer, q, k, v, float(scaling)))
-        return usual(module, query, key, value, *args, **kwargs)
+            caught.append(Activations(layer, q, k, v, float(scaling), kwargs.get("softcap")))
+        return usual_kernel(module, kernel)(module, query, key, value, *args, **kwargs)
 
     AttentionInterface.register(_NAME, attention)
-    AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[kernel])
     config._attn_implementation = _NAME
     try:
         yield

@@ -55,7 +55,7 @@ def measure_curves(
         layers = [
             measure_layer(
                 Slots(c.keys, c.values),
-                Observed(c.queries, c.scaling),
+                c.observed,
                 compress,
                 follow,
                 sink,

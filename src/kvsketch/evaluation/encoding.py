@@ -28,20 +28,24 @@ class Encoder:
         self.settings = settings
         self._limit = max_positions(config)
 
-    def encode(self, context: str, question: str, where: str, new_tokens: int) -> EncodedCase:
-        """Token ids of `context + question`, in the tokenizer's chat template if it has one.
+    def encode(
+        self, context: str, question: str, where: str, new_tokens: int, chat: bool = True
+    ) -> EncodedCase:
+        """Token ids of `context + question`, in the tokenizer's chat template if it has one and
+        `chat` is not False.
 
         Raises `InputError` if prompt and answer need more positions than the model has, or
         (question unseen) if there is no question apart from the context.
         """
         prompt, special = context + question, True
-        if getattr(self.tokenizer, "chat_template", None):
+        if chat and getattr(self.tokenizer, "chat_template", None):
             prompt = self.tokenizer.apply_chat_template(
                 [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
             )
             special = False  # the template writes them
         if self.settings.question == "unseen":
-            cut = prompt.rfind(question) if question.strip() else -1
+            # Templates may cut white space at the end.
+            cut = prompt.rfind(question.rstrip()) if question.strip() else -1
             if cut <= 0:
                 raise InputError(
                     f"{where}: --question unseen needs a prompt whose question comes after the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from kvsketch.evaluation.sweep import Job
 
 #: a job whose worker died this often is at fault itself
 _TRIES = 3
-_CONNECT_SECONDS = 30
+_CONNECT_SECONDS = 10
 
 
 @dataclass
@@ -70,6 +71,8 @@ class RayRunner:
     def _connect(self) -> None:
         import ray
 
+        if self.address not in ("local", "auto"):
+            self._reach()
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         # Ray's usage reports are telemetry: never without being asked.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -82,14 +85,24 @@ class RayRunner:
                     **quiet,
                 )
             else:
-                os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", "5")
-                ray.init(address=self.address, _redis_password=None, **quiet)
-        except Exception as error:  # Ray raises of many kinds, none of them its own
-            raise KVSketchError(
-                f"--ray {self.address}: no Ray cluster there ({type(error).__name__}: "
-                f"{str(error).splitlines()[0] if str(error) else 'no message'}); start one with "
-                "`ray start --head`, or give --ray local"
-            ) from error
+                ray.init(address=self.address, **quiet)
+        except Exception as error:  # Ray raises of many kinds
+            raise self._absent(error) from error
+
+    def _reach(self) -> None:
+        """Is anybody there? Ray itself would wait for minutes, and then end this process."""
+        host, _, port = self.address.removeprefix("ray://").rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        except (OSError, ValueError) as error:
+            raise self._absent(error) from error
+
+    def _absent(self, error: Exception) -> KVSketchError:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        return KVSketchError(
+            f"--ray {self.address}: no Ray cluster there ({reason}); start one with "
+            "`ray start --head` and give its host:port, or give --ray local"
+        )
 
     def _answered(self, jobs: list[Job]) -> Iterator[tuple[Job, list[Reply]]]:
         import ray

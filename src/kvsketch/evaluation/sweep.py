@@ -72,7 +72,7 @@ class Sweep:
     settings: Settings
     base: Mapping[str, Any]
     store: Store
-    _cases: dict[str, list[Case]] = field(default_factory=dict)
+    _cases: list[list[Case]] = field(default_factory=list)
 
     @classmethod
     def open(
@@ -99,8 +99,8 @@ class Sweep:
             "kvsketch": __version__,
             **settings.identity(),
         }
-        cases = {task.name: task.cases() for task in tasks}
-        every = [case for found in cases.values() for case in found]
+        cases = [task.cases() for task in tasks]
+        every = [case for found in cases for case in found]
         wanted = {s for case in every for s in (setups(case) if callable(setups) else setups)}
         for setup in wanted:
             # A cache that cannot be made is an error now, not after the weights are loaded.
@@ -110,8 +110,8 @@ class Sweep:
     def pairs(self) -> Iterator[tuple[Task, Case, Setup]]:
         """Everything asked for, in order: all setups see a case before the next one starts, so
         that an interrupted run compares them on the same cases."""
-        for task in self.tasks:
-            for case in self._cases[task.name]:
+        for task, cases in zip(self.tasks, self._cases, strict=True):
+            for case in cases:
                 setups = self.setups(case) if callable(self.setups) else self.setups
                 for setup in setups:
                     yield task, case, setup
@@ -167,6 +167,12 @@ class Sweep:
                 if on_done is not None:
                     on_done(record)
 
+    def __enter__(self) -> Sweep:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.store.close()
+
     def rows(self) -> list[dict[str, Any]]:
         """What is done so far, one row per task, group and setup."""
         found = [
@@ -188,7 +194,8 @@ class Sweep:
             new = self.settings.new_tokens(case)
             limit = self.settings.max_prompt_tokens or (positions or 10**9) - new
             fitted = task.fitted(case, tokenizer, limit)
-            whole = encoder.encode(fitted.context, fitted.question, case.where, new)
+            chat = fitted.details.get("chat") is not False
+            whole = encoder.encode(fitted.context, fitted.question, case.where, new, chat)
             found[case.id] = EncodedCase(array("i", whole.ids), whole.record, new)
         return found
 
@@ -198,7 +205,7 @@ class Sweep:
         """Up to ``batch_size`` neighbouring cases of one task and answer length at a time."""
 
         def together(part: tuple[Task, Case, Setup]) -> tuple[str, int, str]:
-            task, case, _ = part
+            _, case, _ = part
             return (case.task, self.settings.new_tokens(case), repr(dict(case.group)))
 
         for _, group in groupby(left, key=together):

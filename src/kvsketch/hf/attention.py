@@ -39,7 +39,7 @@ def register(kernel: str) -> str:
     if name not in ALL_ATTENTION_FUNCTIONS:
 
         def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-            return _attention(_usual_kernel(module, kernel), module, *args, **kwargs)
+            return _attention(usual_kernel(module, kernel), module, *args, **kwargs)
 
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kernel])
@@ -69,7 +69,8 @@ def live_tail(mask: Tensor | None, num_queries: int) -> Tensor | None:
     return None if bool(live.all()) else live
 
 
-def _usual_kernel(module: nn.Module, kernel: str) -> Kernel:
+def usual_kernel(module: nn.Module, kernel: str) -> Kernel:
+    """transformers' attention function of that name for a model's module."""
     if kernel != "eager":
         found: Kernel = ALL_ATTENTION_FUNCTIONS[kernel]
         return found

@@ -16,6 +16,9 @@ from .error import QUERIES
 from .head_groups import HeadGroups
 from .periodic import Periodic, Reducer
 
+# Tokens that errors are measured on at most.
+_MEASURED_TOKENS = 4096
+
 #: makes the driver of a layer whose budgets are known
 Build = Callable[[Sequence[Budget]], "Periodic | HeadGroups"]
 
@@ -177,16 +180,22 @@ class Waiting(Periodic):
         return goal.curves is not None or self.measurable
 
     def measured(self) -> Curves:
-        """This layer's curves on the tokens held."""
+        """This layer's curves on the tokens held; of a long prompt, on its sinks and last tokens:
+        errors at equal shares change little with length, the time to measure them does."""
         sink, recent = self.compressor.sink, self.compressor.recent
-        observed = self._waiting()
-        held_out = held_out_for(self.seen, sink, recent)
+        slots, observed = self.visible, self._waiting()
+        if slots.count > _MEASURED_TOKENS:
+            last = _MEASURED_TOKENS - sink
+            slots = Slots.cat([slots.narrow(0, sink), slots.narrow(slots.count - last, last)])
+            queries = min(observed.queries.shape[2], last)
+            observed = observed.narrow(observed.queries.shape[2] - queries, queries)
+        held_out = held_out_for(slots.count, sink, recent)
         held_out = min(held_out, observed.queries.shape[2] // 2)
 
         def compress(slots: Slots, budget: int, before: Observed) -> Slots:
             return self._reduce()(slots, budget, before)
 
-        return measure_layer(self.visible, observed, compress, held_out, sink, recent)
+        return measure_layer(slots, observed, compress, held_out, sink, recent)
 
     def adopt(self, budgets: Sequence[Budget]) -> None:
         """Hand everything to a driver with these budgets.

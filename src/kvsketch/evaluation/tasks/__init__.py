@@ -4,7 +4,8 @@ line here."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvsketch.errors import InputError, unknown_name
@@ -28,6 +29,7 @@ class Options:
         subtasks: ruler; none: all.
         lengths: needle, ruler: tokens.
         depths: needle: 0 to 1.
+        form: needle: what is hidden.
     """
 
     cases: Sequence[Path] = ()
@@ -39,7 +41,8 @@ class Options:
     datasets: Sequence[str] = ()
     subtasks: Sequence[str] = ()
     lengths: Sequence[int] = (1000, 1800)
-    depths: Sequence[float] = field(default=(0.0, 0.25, 0.5, 0.75, 1.0))
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    form: str = "sandwich"
 
     def __post_init__(self) -> None:
         for name, value in (("--limit", self.limit), ("--num-cases", self.num_cases)):
@@ -59,7 +62,46 @@ def _longeval(options: Options) -> Task:
     return LongEval(longeval.make_cases(options.lines or [200], count, options.seed))
 
 
-TASKS: dict[str, Callable[[Options], Task]] = {"longeval": _longeval}
+def _longbench(options: Options, extended: bool = False) -> Task:
+    from kvsketch.evaluation.tasks.longbench import LongBench
+    from kvsketch.evaluation.tasks.longbench_prompts import DATASETS
+
+    every = [name for name, found in DATASETS.items() if found.extended or not extended]
+    return LongBench(options.datasets or every, options.data, extended, options.limit)
+
+
+def _needle(options: Options) -> Task:
+    from kvsketch.evaluation.tasks.needle import Needle
+
+    return Needle(
+        options.lengths,
+        options.depths,
+        num_cases=options.num_cases or 1,
+        form=options.form,
+        haystack=options.data,
+        seed=options.seed,
+    )
+
+
+def _ruler(options: Options) -> Task:
+    from kvsketch.evaluation.tasks.ruler import SUBTASKS, Ruler
+
+    return Ruler(
+        options.subtasks or list(SUBTASKS),
+        options.lengths,
+        num_cases=options.num_cases or 10,
+        haystack=options.data,
+        seed=options.seed,
+    )
+
+
+TASKS: dict[str, Callable[[Options], Task]] = {
+    "longeval": _longeval,
+    "longbench": _longbench,
+    "longbench_e": partial(_longbench, extended=True),
+    "needle": _needle,
+    "ruler": _ruler,
+}
 
 
 def make_tasks(names: Sequence[str], options: Options) -> list[Task]:

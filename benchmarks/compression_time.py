@@ -1,0 +1,175 @@
+"""Time of compressing a prompt beside the time of its prefill.
+
+    python -m benchmarks.compression_time --json
+
+The prefill is one transformers ``LlamaDecoderLayer`` of the size of Llama 3 8B's (hidden 4096, MLP
+14336, 32 query and 8 KV heads of 128, rotary, causal sdpa) over random hidden states, run once;
+compressing is what ``SketchCache`` does after it in that layer, with that layer's own queries, keys
+and values, in the same threads: looking at the queries and compressing to the budget. Random
+weights and inputs do for times, not for errors. ``probe`` is the attention of the last ``probe``
+queries of all heads over what was kept, and over all keys: the cost of measuring an error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from benchmarks.page import save
+from kvsketch import METHODS, Observed, Slots, attend
+from kvsketch.evaluation.report import dumps, environment
+from kvsketch.streaming import windowed
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+USUAL = "uniform,streaming_llm,knorm,keydiff,snapkv,cluster_merge,heavy_merge,kcenter"
+# What an MLP makes of a whole prompt, three tensors of 14336 numbers per token, need not fit.
+_MLP_TOKENS = 4096
+
+
+class Chunked(nn.Module):
+    """An MLP over a few thousand tokens at a time: the same numbers in less memory."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.mlp(part) for part in x.split(_MLP_TOKENS, dim=1)], dim=1)
+
+
+def prefill(tokens: int, dtype: torch.dtype, seed: int) -> tuple[float, Slots, Observed]:
+    """Seconds of the layer's prefill, its keys and values, and its queries."""
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_hidden_layers=1,
+        max_position_embeddings=max(tokens, 131072),
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(seed)
+    layer = LlamaDecoderLayer(config, 0).to(dtype).eval()
+    layer.mlp = Chunked(layer.mlp)
+    hidden = torch.randn(1, tokens, config.hidden_size).to(dtype)
+    rotary = LlamaRotaryEmbedding(config)(hidden, torch.arange(tokens)[None])
+    layer(hidden[:, :64], position_embeddings=tuple(t[:, :64] for t in rotary))  # warm
+    cache = DynamicCache(config=config)
+    seconds = timed(lambda: layer(hidden, position_embeddings=rotary, past_key_values=cache))
+    keys, values = cache.layers[0].keys, cache.layers[0].values
+    attention = layer.self_attn
+    queries = attention.q_proj(layer.input_layernorm(hidden)).view(1, tokens, 32, 128)
+    queries, _ = apply_rotary_pos_emb(queries.transpose(1, 2), keys, *rotary)
+    return seconds, Slots(keys, values), Observed(queries, attention.scaling)
+
+
+def timed(fn: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    fn()
+    return time.perf_counter() - start
+
+
+def main(
+    methods: Annotated[str, typer.Option(help="Comma-separated.")] = USUAL,
+    tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 32768,
+    shares: Annotated[str, typer.Option(help="Comma-separated kept shares.")] = "0.25,0.125",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
+    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
+    repeats: Annotated[int, typer.Option(help="Runs per method; the fastest counts.")] = 3,
+    probe: Annotated[int, typer.Option(help="Queries of an error probe.")] = 32,
+    seed: int = 0,
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+) -> None:
+    """Example: python -m benchmarks.compression_time --tokens 4096 --methods heavy_merge --json"""
+    names = methods.split(",")
+    for name in names:
+        if name not in METHODS:
+            raise typer.BadParameter(f"--methods: {name!r} is not one of {', '.join(METHODS)}")
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"--dtype {dtype!r} must be one of {', '.join(DTYPES)}")
+    try:
+        kept = [float(x) for x in shares.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"--shares {shares!r} must be numbers") from None
+    if not all(0 < share < 1 for share in kept):
+        raise typer.BadParameter(f"--shares {shares!r} must lie between 0 and 1")
+    for option, value in (("threads", threads), ("repeats", repeats), ("probe", probe)):
+        if value < 1:
+            raise typer.BadParameter(f"--{option} {value} must be at least 1")
+    if min(kept) * tokens < 64 or tokens < probe:
+        raise typer.BadParameter(f"--tokens {tokens} is too few for --shares and --probe")
+    torch.set_num_threads(threads)
+    console = Console(stderr=True)
+    results: list[dict[str, Any]] = []
+    with Progress(console=console) as progress, torch.inference_mode():
+        task = progress.add_task("prefill", total=1 + len(names) * len(kept))
+        whole, slots, seen = prefill(tokens, DTYPES[dtype], seed)
+        progress.advance(task)
+        asked = seen.queries[:, :, -probe:]
+        probe_all = fastest(partial(attend, asked, slots, scaling=seen.scaling), repeats)
+        probes: dict[float, float] = {}
+        for name in names:
+            for share in kept:
+                progress.update(task, description=f"{name} {share}")
+                budget = round(share * tokens)
+                into = [slots]
+
+                def compress(name: str = name, budget: int = budget, into: Any = into) -> None:
+                    into[0] = windowed(name)(slots, budget, seen)
+
+                first = timed(compress)
+                # What takes minutes is known well enough.
+                seconds = first if first > 30 else min(first, fastest(compress, repeats - 1))
+                if share not in probes:
+                    kept_slots = into[0]
+                    over_kept = partial(attend, asked, kept_slots, scaling=seen.scaling)
+                    probes[share] = fastest(over_kept, repeats)
+                row = {"method": name, "kept": share, "seconds": round(seconds, 3)}
+                results.append(row | {"share_of_prefill": round(seconds / whole, 5)})
+                console.print(f"{name:14s} {share:6.4f} {seconds:8.2f} s {seconds / whole:8.2%}")
+                progress.advance(task)
+    result: dict[str, Any] = {"command": "compression_time", "results": results}
+    result["prefill_seconds"] = round(whole, 2)
+    result["probe"] = {
+        "queries": probe,
+        "all": {"seconds": round(probe_all, 4), "share_of_prefill": round(probe_all / whole, 6)},
+        **{
+            f"kept {share}": {
+                "seconds": round(probes[share], 4),
+                "share_of_prefill": round(probes[share] / whole, 6),
+            }
+            for share in kept
+        },
+    }
+    settings = {"tokens": tokens, "dtype": dtype, "threads": threads, "repeats": repeats}
+    result |= {**settings, "heads": 32, "kv_heads": 8, "head_dim": 128, "seed": seed}
+    result |= environment()
+    save(result, out)
+    if json:
+        print(dumps(result))
+
+
+def fastest(fn: Callable[[], Any], repeats: int) -> float:
+    """Seconds of the fastest run; infinite for none."""
+    return min((timed(fn) for _ in range(repeats)), default=float("inf"))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,107 @@
+"""Writes docs/inspect.md: what `kvsketch inspect` says about the models used here.
+
+python -m benchmarks.inspect_page              # measures, draws, writes
+python -m benchmarks.inspect_page --no-measure # writes from docs/results/inspect.json
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.page import DOCS, save
+from benchmarks.prompts import default_models
+from kvsketch.evaluation.inspect_command import run
+
+RESULTS = DOCS / "results" / "inspect.json"
+SHOWN = ("norms", "clusterability", "tsne", "entropy")
+TITLES = {
+    "norms": "Norms",
+    "clusterability": "How well few balls cover keys and values",
+    "tsne": "Keys and values in the plane",
+    "entropy": "Where attention goes",
+}
+
+
+def measure(models: list[str], seed: int) -> dict[str, Any]:
+    """Inspect the models; their figures go to docs/figures, the points of a t-SNE stay in them."""
+    found = []
+    for model in models:
+        name = Path(model).name
+        with tempfile.TemporaryDirectory() as folder:
+            result = run(model, seed=seed, out=Path(folder))
+            for figure in SHOWN:
+                drawn = Path(folder) / result["figures"][figure]["svg"]
+                target = DOCS / "figures" / f"inspect_{name}_{figure}.svg"
+                target.write_bytes(drawn.read_bytes())
+                result["figures"][figure] |= {"svg": target.name}
+            result["figures"] = {
+                figure: {k: v for k, v in result["figures"][figure].items() if k != "png"}
+                for figure in SHOWN
+            }
+        for view in result["tsne"]:
+            del view["points"], view["positions"]
+        found.append({**result, "model": name})
+    return {"command": "inspect", "results": found, "seed": seed}
+
+
+def page(result: dict[str, Any]) -> str:
+    """The whole of docs/inspect.md."""
+    parts = [
+        "# What models' own activations look like\n\n"
+        "Written by `python -m benchmarks.inspect_page`; do not edit. For your own model and "
+        "prompts:\n\n"
+        "```bash\nkvsketch inspect YOUR_MODEL prompt1.txt prompt2.txt --out inspected\n```\n",
+        *(_section(found) for found in result["results"]),
+    ]
+    return "\n".join(parts)
+
+
+def _section(found: dict[str, Any]) -> str:
+    tokens = " and ".join(f"{n:,}" for n in found["tokens"])
+    text = f"## {found['model']}\n\nPrompts: {found['source']}, {tokens} tokens.\n"
+    for figure in SHOWN:
+        drawn = found["figures"][figure]
+        caption = drawn["caption"].removesuffix(found["readings"][figure]).strip()
+        text += (
+            f"\n### {TITLES[figure]}\n\n{found['readings'][figure]}\n\n"
+            f"![{caption}](figures/{drawn['svg']})\n"
+        )
+    readings = found["readings"]
+    ranked = sorted(found["errors"].items(), key=lambda item: item[1])
+    names, errors = zip(*((name, f"{error:.3f}") for name, error in ranked), strict=True)
+    text += (
+        f"\n### Which method that favours\n\n{readings['errors']} {readings['tolerance']}\n\n"
+        f"| {' | '.join(names)} |\n|{' --- |' * len(names)}\n| {' | '.join(errors)} |\n"
+        "\nRelative error of attention on real activations, mean over layers, heads and prompts; "
+        "of held-out and repeated queries the worse.\n"
+        f"\n### What the theorems ask for\n\n{readings['theory']}\n"
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    hardware = ", ".join(f"{name} {value}" for name, value in found["hardware"].items())
+    return text + f"\nSeed {found['seed']}; {versions}; {hardware}.\n"
+
+
+def main(
+    models: Annotated[
+        str, typer.Option(help="Comma-separated: model folders, hub ids, packaged.")
+    ] = "",
+    seed: int = 0,
+    measured: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Measure, or write from what is there.")
+    ] = True,
+) -> None:
+    """Example: python -m benchmarks.inspect_page"""
+    if measured:
+        save(measure(models.split(",") if models else default_models(), seed), RESULTS)
+    result = json.loads(RESULTS.read_text(encoding="utf-8"))
+    (DOCS / "inspect.md").write_text(page(result), encoding="utf-8")
+    print(f"wrote {DOCS / 'inspect.md'}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

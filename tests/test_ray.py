@@ -1,0 +1,109 @@
+"""Sweeps on a Ray cluster: the same store as without, whatever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsketch import InputError, KVSketchError
+from kvsketch.evaluation.ray_runner import RayRunner
+from kvsketch.evaluation.settings import Settings
+from kvsketch.evaluation.setups import make_setups
+from kvsketch.evaluation.store import Store
+from kvsketch.evaluation.sweep import Sweep
+from kvsketch.evaluation.tasks.longeval import LongEval
+from test_sweep import timeless
+from tiny_model import save_tiny_model, tiny_case
+
+ray = pytest.importorskip("ray", reason="pip install 'kvsketch[ray]'")
+SETTINGS = Settings(max_new_tokens=4, recent=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def sweep_of(folder: str, path: Path) -> Sweep:
+    cases = [tiny_case(20, i) for i in range(10)]
+    setups = make_setups(["exact", "uniform", "heavy_merge"], [0.5, 0.3])
+    return Sweep.open(folder, [LongEval(cases)], setups, SETTINGS, path)
+
+
+def worker_pids() -> list[int]:
+    """Processes of our actors, by what Ray calls them."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if words.startswith(b"ray::_Worker"):
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.slow
+def test_a_worker_killed_mid_case_is_replaced_and_nothing_lost(folder: str, tmp_path: Path) -> None:
+    """Two local workers, one killed with SIGKILL: the store is that of a plain run, each case
+    once."""
+    with sweep_of(folder, tmp_path / "plain.jsonl") as plain:
+        plain.run(plain.jobs())
+    wanted = timeless(Store(tmp_path / "plain.jsonl", write=False))
+    sweep = sweep_of(folder, tmp_path / "ray.jsonl")
+    killed: list[int] = []
+
+    def kill_one(_: Any) -> None:
+        if not killed and len(sweep.store) >= 5:
+            killed.extend(worker_pids()[:1])
+            os.kill(killed[0], signal.SIGKILL)
+
+    with sweep:
+        sweep.run(sweep.jobs(), RayRunner("local", folder, SETTINGS, workers=2), kill_one)
+    assert killed
+    assert timeless(Store(tmp_path / "ray.jsonl", write=False)) == wanted
+    assert (tmp_path / "ray.jsonl").read_bytes().count(b"\n") == len(wanted)
+
+
+@pytest.mark.slow
+def test_a_case_that_kills_every_worker_is_reported(folder: str, tmp_path: Path) -> None:
+    sweep = sweep_of(folder, tmp_path / "ray.jsonl")
+    done = threading.Event()
+
+    def kill_all() -> None:
+        while not done.is_set():
+            for pid in worker_pids():
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.2)
+
+    killer = threading.Thread(target=kill_all)
+    killer.start()
+    try:
+        with pytest.raises(KVSketchError, match="died 3 times over the same case"), sweep:
+            sweep.run(sweep.jobs(), RayRunner("local", folder, SETTINGS, workers=1))
+    finally:
+        done.set()
+        killer.join()
+
+
+@pytest.mark.slow
+def test_no_cluster_there(folder: str, tmp_path: Path) -> None:
+    sweep = sweep_of(folder, tmp_path / "ray.jsonl")
+    with pytest.raises(KVSketchError, match=r"--ray 127\.0\.0\.1:1: no Ray cluster there"), sweep:
+        sweep.run(sweep.jobs(), RayRunner("127.0.0.1:1", folder, SETTINGS))
+    assert len(Store(tmp_path / "ray.jsonl", write=False)) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"), [({"workers": 0}, "--workers 0"), ({"gpus": -1.0}, "--gpus -1")]
+)
+def test_bad_arguments(arguments: dict[str, Any], word: str) -> None:
+    with pytest.raises(InputError, match=word):
+        RayRunner("local", "model", SETTINGS, **arguments)
