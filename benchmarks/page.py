@@ -15,6 +15,7 @@ left in docs/results/.
     python -m benchmarks.longeval_unseen --out docs/results/longeval_unseen.json
     python -m benchmarks.ablation --out docs/results/ablation.json
     python -m benchmarks.compression_time --out docs/results/compression_time.json
+    python -m benchmarks.tolerance --out docs/results/tolerance.json
     python -m benchmarks.page
 """
 
@@ -309,6 +310,50 @@ def ablation(result: dict[str, Any]) -> str:
     )
 
 
+def tolerance(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            r["source"],
+            str(r["tolerance"]),
+            f"{r['within']:.3f}",
+            f"{r['median']:.3f} / {r['p95']:.3f} / {r['worst']:.3f}",
+            f"{r['reported_median']:.3f}",
+            f"{r['kept']:.2f}",
+            f"{r['exact_heads']:.2f}",
+            f"{r['bytes_per_token']:.0f}",
+            str(r["layer_heads"]),
+        ]
+        for r in result["results"]
+        if r["kind"] == "tolerance"
+    ]
+    head = ["source", "tolerance", f"within {result['slack']} x", "median / 95% / worst"]
+    head += ["reported", "kept", "exact heads", "bytes per token", "layer-heads"]
+    known = [
+        [
+            r["source"],
+            f"{r['actual_median']:.3f}",
+            *(" / ".join(f"{x:.2f}" for x in r[name]) for name in ("probe", "reservoir")),
+        ]
+        for r in result["results"]
+        if r["kind"] == "running"
+    ]
+    return (
+        "## A tolerance instead of a budget\n\n"
+        "`SketchCache(tolerance=...)` on a prompt, then the relative error of every layer and KV "
+        f"head over the {result['follow']} tokens that follow, whose queries nothing has seen. "
+        f"`within`: the share of layer-heads whose error is at most {result['slack']} times the "
+        "tolerance; `reported`: the median of what `cache.error()` said right after the prompt, "
+        "about queries the method had seen; `exact heads`: the share that stays whole.\n\n"
+        + _table(head, rows)
+        + "\n\n`track_error` while a stream is compressed again and again (budget 0.25, "
+        f"{result['follow']} tokens one by one): what is told over the error of the newest "
+        "queries, 5% / median / 95% of layer-heads, by the probe that ships and by a reservoir of "
+        "exact tokens of the same bytes, which mostly shows its own sampling error.\n\n"
+        + _table(["source", "actual, median", "probe / actual", "reservoir / actual"], known)
+        + f"\n\n{_where(result)}\n"
+    )
+
+
 def compression_time(result: dict[str, Any]) -> str:
     probe = [{"what": k} | v for k, v in result.get("probe", {}).items() if isinstance(v, dict)]
     numbers = {k: v for k, v in result.items() if isinstance(v, (int, float)) and k != "seed"}
@@ -349,6 +394,7 @@ PAGES: dict[str, tuple[str, dict[str, Callable[[dict[str, Any]], str]]]] = {
             "attention_error_balancekv": attention_error_balancekv,
             "kl": kl,
             "longeval_unseen": longeval_unseen,
+            "tolerance": tolerance,
             "ablation": ablation,
             "compression_time": compression_time,
         },

@@ -31,6 +31,7 @@ class RayRunner:
         model: folder or hub id, to be found on every machine.
         workers: models loaded at once, >= 1.
         gpus: GPUs per worker; a fraction shares one.
+        threads: of torch, per worker; None: this machine's cores over the workers.
 
     Raises:
         InputError: Ray is not installed, or an argument is out of range.
@@ -41,6 +42,7 @@ class RayRunner:
     settings: Settings
     workers: int = 2
     gpus: float = 0.0
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -108,7 +110,7 @@ class RayRunner:
         import ray
 
         worker = ray.remote(num_cpus=1, num_gpus=self.gpus)(_Worker)
-        threads = max(1, (os.cpu_count() or 1) // self.workers)
+        threads = self.threads or max(1, (os.cpu_count() or 1) // self.workers)
         waiting = deque((job, 1) for job in jobs)
         busy: dict[Any, tuple[Any, Job, int]] = {}
 
