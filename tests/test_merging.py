@@ -17,14 +17,10 @@ from families import build
 from kvsketch import InputError, Observed, SketchCache, Slots, attend
 from kvsketch.budget import Budget
 from kvsketch.compressors import ClusterMerge, HeavyMerge, Windowed, make
-from kvsketch.compressors.clustering import (
-    Groups,
-    group_closest,
-    group_keys,
-    group_pairs,
-    merge,
-)
+from kvsketch.compressors.closest import group_closest, group_pairs
+from kvsketch.compressors.groups import Groups, merge
 from kvsketch.compressors.heavy_merge import _decoded_attention, gaussian_factor
+from kvsketch.compressors.kmeans import group_keys
 from kvsketch.compressors.snapkv import recent_attention
 from kvsketch.evaluation.allocation import Curves, measure_curves, measure_schedule
 from kvsketch.streaming import Periodic, windowed

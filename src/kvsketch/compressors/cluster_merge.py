@@ -7,7 +7,8 @@ import torch
 from ..errors import at_least
 from ..slots import Slots, compute_dtype
 from .base import Compressor
-from .clustering import check_pairs, group, merge
+from .clustering import check_pairs, group
+from .groups import merge
 
 # When pairs are chosen, the newest slot weighs e^4 times as much as the oldest.
 _RECENCY = 4.0
@@ -21,7 +22,7 @@ class ClusterMerge(Compressor):
     compressing again merges the same way.
 
     Groups grow by rounds of merging the cheapest pairs by Ward's cost over keys and values
-    (``clustering.group_closest``), with masses that favour new tokens over old ones: later queries
+    (``closest.group_closest``), with masses that favour new tokens over old ones: later queries
     look more at what is near. A page that is full again takes one round. Near-linear: pairs are
     looked for within blocks of 256 slots.
 

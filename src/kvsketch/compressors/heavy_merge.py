@@ -10,7 +10,8 @@ from torch import Tensor
 from ..errors import InputError, at_least
 from ..slots import Observed, Slots, attention_scores, check_queries, compute_dtype
 from .base import Compressor
-from .clustering import Groups, check_pairs, group, merge
+from .clustering import check_pairs, group
+from .groups import Groups, merge
 from .snapkv import recent_attention, scored_before
 
 # Weight of an unattended token beside one of average attention: it should pull a little.
@@ -38,7 +39,7 @@ class _Seen:
 
 class HeavyMerge(Compressor):
     """A share of the budget keeps the most attended tokens as they are; the rest is grouped by
-    rounds of merging the closest (``clustering.group_closest``; weighted by the root of attention),
+    rounds of merging the closest (``closest.group_closest``; weighted by the root of attention),
     and each group becomes one slot.
 
     Attention is that of the last ``window`` queries, fading as queries come (``SnapKV``'s, without

@@ -1,0 +1,151 @@
+"""Grouping by merging the closest slots, in rounds, a block at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .groups import Groups
+
+#: Pairs are looked for within smaller ones: no worse, and less to compute.
+_PAIR_BLOCK = 256
+# Costs of pairs formed at a time, few enough to stay near the cache; and the width of the first of
+# two levels in which their least is found: torch's argmin takes ten times as long as its amin.
+_BLOCK_COSTS = 1 << 17
+_WIDTH = 32
+# How much values count beside keys when pairs are chosen.
+_VALUES = 0.25
+
+
+def group_closest(
+    keys: Tensor, values: Tensor, weight: Tensor, count: int, share: float
+) -> Groups | None:
+    """Group keys, with their values beside them, by merging the closest in rounds, each of which
+    leaves all but ``share`` of the slots (``group_pairs``): a full page that is only a little too
+    full takes one round, a prompt several.
+
+    Merging two slots errs by how far apart their keys are times how far apart their values are, so
+    that equal keys are not yet a good pair: values count, scaled to the keys' spread, for a
+    quarter.
+
+    Args:
+        keys: ``[R, n, d]``, float32 or float64.
+        values: u / m, ``[R, n, value_dim]`` in the same dtype.
+        weight: ``[R, n]``, as for ``group_pairs``.
+        count: groups per row, 1 <= count < n.
+        share: in (0, 1/2].
+
+    Returns:
+        None if ``group_pairs`` found too few in some round.
+    """
+    points = torch.cat([keys, values], dim=-1)
+    live = (weight > 0).unsqueeze(-1)
+    dead = not bool(live.all())
+    if dead:
+        points *= live
+    # Large norms would cost digits in |x|^2 - 2<x, y> + |y|^2.
+    points -= points.sum(1, keepdim=True) / live.sum(1, keepdim=True).clamp(min=1)
+    if dead:
+        points *= live
+    dim = keys.shape[2]
+    spread = [
+        torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+        for x in (points[..., :dim], points[..., dim:])
+    ]
+    points[..., dim:] *= _VALUES**0.5 * spread[0] / spread[1].clamp(min=1e-30)
+    index = None
+    while True:
+        n = points.shape[1]
+        left = max(count, n - max(1, int(share * n)))
+        groups = group_pairs(points, weight, left)
+        if groups is None:
+            return None
+        index = groups.index if index is None else groups.index.gather(1, index)
+        if left == count:
+            return Groups(index, count)
+        total = groups.sum(weight.unsqueeze(-1))
+        points = groups.sum(points * weight.unsqueeze(-1)) / total.clamp(min=1e-30)
+        weight = total.squeeze(-1)
+
+
+def group_pairs(points: Tensor, weight: Tensor, count: int) -> Groups | None:
+    """Group by merging only the closest: n - count edges of the nearest-neighbour forest.
+
+    What it costs to merge two slots is what k-means loses by it (Ward 1963): m1 m2 / (m1 + m2)
+    |x1 - x2|^2 for weights m. Each slot points to its cheapest partner within its block; an edge
+    counts only if it leads to a slot whose own (cost, index) is less, so that there are no cycles;
+    the cheapest edges are taken, and what hangs together is one group.
+
+    Args:
+        points: ``[R, n, d]``, float32 or float64; the mean should be near 0.
+        weight: ``[R, n]``, >= 0. Slots of weight 0 go first, and are grouped with no other while
+            groups are left.
+        count: groups per row, 1 <= count < n.
+
+    Returns:
+        None if some row's forest has too few edges: more than half its slots must go, or many
+        costs are equal.
+    """
+    rows, n, _ = points.shape
+    live = weight > 0
+    total = live.sum(1, keepdim=True)
+    wanted = (total - count).clamp(min=0)
+    cost, partner = _cheapest(points, weight)
+    own = torch.arange(n, device=points.device).expand(rows, n)
+    theirs = cost.gather(1, partner)
+    falling = (theirs < cost) | ((theirs == cost) & (partner < own))
+    price = cost.masked_fill(~falling, torch.inf)
+    cheapest, index = price.topk(n - count, largest=False, sorted=True)
+    taken = torch.arange(n - count, device=points.device) < wanted
+    if bool((taken & torch.isinf(cheapest)).any()):
+        return None
+    taken = torch.zeros_like(live).scatter_(1, index, taken)
+    root = torch.where(taken, partner, own)
+    for _ in range((n - count).bit_length()):  # no path has more than n - count edges
+        root = root.gather(1, root)
+    number = (live & ~taken).cumsum(1) - 1
+    spare = (total - wanted).clamp(max=count - 1)
+    return Groups(torch.where(live, number.gather(1, root), spare), count)
+
+
+def _cheapest(points: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What merging each slot with its cheapest partner costs (infinite for slots of weight 0 and
+    for one alone), and which that is, both ``[R, n]``."""
+    rows, n, _ = points.shape
+    blocks = max(1, round(n / _PAIR_BLOCK))
+    each = -(-n // blocks)
+    folds = -(-each // _WIDTH)
+    size, whole = folds * _WIDTH, n // each
+
+    def blocked(x: Tensor) -> Tensor:
+        """Blocks as rows, filled up with 0."""
+        out = x.new_zeros(rows, blocks, size, x.shape[2])
+        out[:, :whole, :each] = x[:, : whole * each].reshape(rows, whole, each, -1)
+        if whole < blocks:
+            out[:, whole, : n - whole * each] = x[:, whole * each :]
+        return out.flatten(0, 1)
+
+    points, weight = blocked(points), blocked(weight.unsqueeze(-1)).squeeze(-1)
+    live = weight > 0
+    norms = torch.linalg.vector_norm(points, dim=-1).square().masked_fill(~live, torch.inf)
+    inverse = 1 / torch.where(live, weight, 1.0).clamp(min=1e-30)
+    step = max(1, _BLOCK_COSTS // size**2, len(live) // 128)
+    parts = [torch.split(x, step) for x in (points, norms, inverse)]
+    costs, partners = [], []
+    for x, norm, extra in zip(*parts, strict=True):
+        cost = torch.baddbmm(norm.unsqueeze(1), x, x.mT, alpha=-2)
+        cost += norm.unsqueeze(2)
+        cost /= extra.unsqueeze(2) + extra.unsqueeze(1)
+        cost.diagonal(0, 1, 2).fill_(torch.inf)
+        # Column j is (j // _WIDTH, j % _WIDTH): the least over the former, then over the latter.
+        folded = cost.view(*cost.shape[:2], folds, _WIDTH)
+        low, column = folded.amin(2).min(-1)
+        at = column[..., None, None].expand(-1, -1, folds, 1)
+        partners.append(folded.gather(3, at).squeeze(3).argmin(-1) * _WIDTH + column)
+        costs.append(low)
+    start = each * torch.arange(blocks, device=points.device).view(1, -1, 1)
+    partner = torch.cat(partners).view(rows, blocks, -1)[..., :each] + start
+    found = torch.cat(costs).view(rows, blocks, -1)[..., :each]
+    # Costs below 0 are rounding; a slot without partners may have found one beyond the end.
+    cost = found.reshape(rows, -1)[:, :n].clamp(min=0.0)
+    return cost, partner.reshape(rows, -1)[:, :n].clamp(max=n - 1)
