@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvsketch.evaluation.published import SUBGEN_TABLE_1 as PAPER
+
 BEGIN, END = "<!-- longeval:begin -->", "<!-- longeval:end -->"
 NAMES = {
     "exact": "exact",
@@ -12,32 +14,6 @@ NAMES = {
     "h2o": "h2o (H2O)",
     "kcenter": "kcenter (SubGen)",
     "uniform": "uniform",
-}
-PAPER: dict[str, Any] = {
-    "source": "Zandieh, Han, Mirrokni, Karbasi: SubGen, arXiv:2402.06082, Table 1",
-    "model": "longchat-7b-v1.5-32k",
-    "cases": 50,
-    # lines -> method -> (cache in GB, accuracy)
-    "results": {
-        "200": {
-            "exact": [2.351, 0.98],
-            "streaming_llm": [1.511, 0.56],
-            "h2o": [1.511, 0.66],
-            "kcenter": [1.512, 0.86],
-        },
-        "300": {
-            "exact": [3.488, 1.0],
-            "streaming_llm": [2.012, 0.56],
-            "h2o": [2.012, 0.58],
-            "kcenter": [2.012, 0.66],
-        },
-        "400": {
-            "exact": [4.613, 0.68],
-            "streaming_llm": [2.262, 0.38],
-            "h2o": [2.262, 0.38],
-            "kcenter": [2.262, 0.44],
-        },
-    },
 }
 QUESTIONS = {
     "seen": (

@@ -402,6 +402,47 @@ PAGES: dict[str, tuple[str, dict[str, Callable[[dict[str, Any]], str]]]] = {
 }
 
 
+#: rows of the README's table
+SHOWN = ("exact", "heavy_merge@prompt", "heavy_merge@measured+int4")
+
+
+def readme_block(result: dict[str, Any]) -> str:
+    """The README's rows of ``longeval_unseen``: ours, and the best that others have at equal
+    shares."""
+    budgets = sorted({r["budget"] for r in result["results"] if r["budget"] < 1}, reverse=True)
+
+    def accuracy(name: str, budget: float) -> float:
+        found = {r["budget"]: r["accuracy"] for r in result["results"] if r["method"] == name}
+        return float(found.get(budget, found.get(1.0)))
+
+    names = list(dict.fromkeys(r["method"] for r in result["results"]))
+    others = [n for n in names if "@" not in n and "merge" not in n and n != "exact"]
+    rows = [[name, *(f"{accuracy(name, b):.2f}" for b in budgets)] for name in SHOWN]
+    best = []
+    for budget in budgets:
+        top = max(others, key=lambda name: accuracy(name, budget))
+        best.append(f"{accuracy(top, budget):.2f} ({top})")
+    rows.append(["best of the published methods", *best])
+    count = result["results"][0]["cases"]
+    return (
+        _table(["kept", *(f"{b}" for b in budgets)], rows)
+        + f"\n\nLongEval, {result['lines']} lines, the question not seen when the record was "
+        f"compressed; accuracy of the packaged model on {count} {result['source']} cases, at equal "
+        "bytes. `heavy_merge@prompt` is what `SketchCache(model.config, budget=...)` does."
+    )
+
+
+def write_readme(result: dict[str, Any], readme: Path) -> None:
+    """Put the block between the ``unseen`` marks."""
+    text = readme.read_text(encoding="utf-8")
+    begin, end = "<!-- unseen:begin -->", "<!-- unseen:end -->"
+    if begin in text and end in text:
+        before, rest = text.split(begin, 1)
+        after = rest.split(end, 1)[1]
+        block = f"{begin}\n{readme_block(result)}\n{end}"
+        readme.write_text(f"{before}{block}{after}", encoding="utf-8")
+
+
 def main() -> None:
     for page, (title, sections) in PAGES.items():
         parts = [f"{title}\n\nWritten by `python -m benchmarks.page`; do not edit.\n"]
@@ -415,6 +456,8 @@ def main() -> None:
                 print(f"skipped: {path} is not complete; the same command goes on with it")
                 continue
             parts.append(section(result))
+            if name == "longeval_unseen":
+                write_readme(result, DOCS.parent / "README.md")
         (DOCS / page).write_text("\n".join(parts), encoding="utf-8")
         print(f"wrote {DOCS / page}")
 

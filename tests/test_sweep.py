@@ -563,7 +563,7 @@ def command(folder: str, cases: Path, out: Path, *more: str) -> list[str]:
     return [
         *(sys.executable, "-m", "kvsketch", "eval", "longeval", "--model", folder),
         *("--cases", str(cases), "--out", str(out), "--recent", "8", "--max-new-tokens", "4"),
-        *("--methods", "h2o,uniform,snapkv,heavy_merge", "--budgets", "0.2,0.3,0.4,0.5", *more),
+        *("--methods", "h2o,uniform,snapkv,streaming_llm", "--budgets", "0.2,0.3,0.4,0.5", *more),
     ]
 
 

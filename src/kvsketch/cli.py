@@ -19,6 +19,8 @@ from typer.core import TyperGroup
 
 from kvsketch.evaluation.inspect_command import EPILOG as INSPECT_EXAMPLE
 from kvsketch.evaluation.inspect_command import inspect_command
+from kvsketch.evaluation.report_command import EPILOG as REPORT_EXAMPLE
+from kvsketch.evaluation.report_command import report_command
 
 if TYPE_CHECKING:
     from kvsketch.evaluation.sweep import Runner, Sweep
@@ -355,6 +357,7 @@ def calibrate(
 
 
 app.command("inspect", epilog=INSPECT_EXAMPLE)(inspect_command)
+app.command("report", epilog=REPORT_EXAMPLE)(report_command)
 
 
 @app.command(epilog="Example: kvsketch demo --quick --json")

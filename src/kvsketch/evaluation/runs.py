@@ -73,7 +73,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def _common(record: Record) -> dict[str, Any]:
-    return {k: _clean(v) for k, v in record.identity.items() if k not in _WITHIN}
+    return {k: clean(v) for k, v in record.identity.items() if k not in _WITHIN}
 
 
 def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -85,10 +85,12 @@ def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
     """
     rows = []
     for row in aggregate(records):
+        row = {clean(key): clean(value) for key, value in row.items()}
         names = list(row)[list(row).index("task") + 1 : list(row).index("question")]
-        row = {key: _clean(value) for key, value in row.items()}
         row["group"] = {name: row[name] for name in names}
-        row["title"] = ", ".join([row["task"], *(_named(k, v) for k, v in row["group"].items())])
+        within = row["task"].partition("/")[2]  # the task may say a part of the group already
+        more = [_named(k, v) for k, v in row["group"].items() if v != within]
+        row["title"] = ", ".join([row["task"], *more])
         row["kept"] = row["kv_bytes"] / row["exact_kv_bytes"]
         row["goal"] = _goal(row)
         row["series"] = row["method"] + (" (tolerance)" if row["tolerance"] is not None else "")
@@ -162,7 +164,7 @@ def shown(value: float, scale: int) -> str:
 
 def interval(row: Mapping[str, Any], scale: int) -> str:
     low, high = row["ci95"]
-    return f"{shown(low, scale)}–{shown(high, scale)}"
+    return f"{shown(low, scale)}-{shown(high, scale)}"
 
 
 def _named(name: str, value: Any) -> str:
@@ -178,7 +180,7 @@ def _goal(row: Mapping[str, Any]) -> str:
     return f"{budget:,} slots" if isinstance(budget, int) else f"{100 * budget:g}%"
 
 
-def _clean(value: Any) -> Any:
+def clean(value: Any) -> Any:
     """Text without characters that neither XML nor a person can read."""
     if isinstance(value, str):
         return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)

@@ -16,7 +16,9 @@ from ..slots import Observed, Slots, attend
 from .error import relative_error, window_error
 
 #: kept shares of the middle whose errors are measured
-LEVELS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
+# Nothing between a half and all: where retrieval hangs on every token, three quarters have a small
+# error and lose the answer.
+LEVELS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 
 #: the tokens to come are not those measured on: a tolerance is held to with this margin (measured
 #: by ``benchmarks.tolerance``)

@@ -1,0 +1,419 @@
+"""Drawing for the report: a line chart and a heat map, as SVG that a page's style sheet can colour.
+
+matplotlib is imported when a figure is drawn: it belongs to the extra ``report``.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from kvsketch.errors import InputError, UnsupportedError
+
+#: replaced in a page by what suits its background; these are for a white one
+_INK, _GRID = "#1f2328", "#d8dee4"
+#: told apart, and seen, on white and on black
+_COLORS = (
+    "#1f77b4",
+    "#d2691e",
+    "#2a9d5c",
+    "#c2413b",
+    "#9467bd",
+    "#1a9aa8",
+    "#d6519b",
+    "#8c7330",
+    "#5b6ee1",
+    "#6b7a8f",
+    "#7a8b00",
+)
+_MARKS = "osv^DP*X<>"
+_STYLE: Any = {
+    "axes.edgecolor": _INK,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.labelcolor": _INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "grid.color": _GRID,
+    "legend.frameon": False,
+    "savefig.facecolor": "none",
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "kvsketch",
+    "text.color": _INK,
+    "text.parse_math": False,  # a name may hold dollars
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+}
+_DPI = 120
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one method. ``low`` and ``high`` are ends of intervals, ``tips`` what a point says
+    of itself. A ``level`` is drawn across the whole chart."""
+
+    name: str
+    method: str
+    x: Sequence[float]
+    y: Sequence[float]
+    tips: Sequence[str]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    level: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure and what it says in words.
+
+    Attributes:
+        name: of files; unique on a page, and fit for an id.
+        title: one line.
+        text: all of it in words.
+        svg: the file.
+        inline: the same for a page: ids of its own, colours left to the page, styles in
+            ``Sketchbook.rules``.
+        png: the file; empty unless it was asked for.
+        method, task: what filters hide it by, where it is about one.
+        wide: too wide for a telephone: to be scrolled.
+    """
+
+    name: str
+    title: str
+    text: str
+    svg: str
+    inline: str
+    png: bytes = b""
+    method: str = ""
+    task: str = ""
+    wide: bool = False
+
+
+@dataclass
+class Sketchbook:
+    """Draws the figures of one page.
+
+    Args:
+        methods: in a fixed order: each has one colour and mark throughout.
+        png: also draw those.
+    """
+
+    methods: Sequence[str]
+    png: bool = False
+    _names: set[str] = field(default_factory=set)
+    _styles: dict[str, str] = field(default_factory=dict)
+
+    def color(self, method: str) -> str:
+        """Of a method's lines; the exact cache is drawn like the axes."""
+        if method == "exact" or method not in self.methods:
+            return _INK
+        others = [name for name in self.methods if name != "exact"]
+        return _COLORS[others.index(method) % len(_COLORS)]
+
+    def lines(
+        self,
+        title: str,
+        text: str,
+        series: Sequence[Series],
+        *,
+        xlabel: str,
+        ylabel: str,
+        top: float | None = None,
+        labels: Sequence[str] = (),
+        task: str = "",
+    ) -> Figure:
+        """A line for each series, with intervals; series of one method look alike.
+
+        Args:
+            top: of the y axis, which starts at 0; None: above all points.
+            labels: of the places 0, 1, ... on the x axis; there are no lines between them then.
+        """
+        with _style() as new:
+            width = max(4.4, 1.5 + 0.45 * len(labels))
+            fig = new(figsize=(width, 3.0 + 0.2 * math.ceil(len(series) / 3)))
+            ax = fig.subplots()
+            handles = self._plot(ax, series, bool(labels))
+            ax.set(xlabel=xlabel, ylabel=ylabel)
+            highest = top or 1.1 * max((y for s in series for y in s.y), default=1.0) or 1.0
+            ax.set_ylim(-0.03 * highest, 1.04 * highest)  # marks at 0 are whole
+            if labels:
+                ax.set_xticks(range(len(labels)), labels, rotation=40, ha="right")
+                ax.set_xlim(-0.6, len(labels) - 0.4)
+            else:
+                farthest = max((x for s in series for x in s.x if not s.level), default=100.0)
+                ax.set_xlim(0, 1.15 * farthest or 1.0)
+            named = [f" {s.name}" if s.name.startswith("_") else s.name for s in series]
+            fig.legend(handles, named, loc="outside lower center", ncols=3, fontsize=8)
+            tips = {f"series-{i}": (s.method, s.tips) for i, s in enumerate(series)}
+            return self._finish(fig, title, text, tips, task=task, wide=len(labels) > 9)
+
+    def _plot(self, ax: Any, series: Sequence[Series], apart: bool) -> list[Any]:
+        handles = []
+        # intervals at the same place are drawn side by side
+        most = max((x for s in series for x in s.x if not s.level), default=1.0) or 1.0
+        step = 0.6 / len(series) if apart else 0.012 * most
+        places = [i for i, s in enumerate(series) if not s.level]
+        for i, s in enumerate(series):
+            rank = self.methods.index(s.method) if s.method in self.methods else 0
+            look: dict[str, Any] = {"color": self.color(s.method), "gid": f"series-{i}"}
+            look |= {"marker": _MARKS[rank % len(_MARKS)], "ms": 5, "lw": 1.6}
+            if s.level:
+                ax.axhspan(s.low[0], s.high[0], color=look["color"], alpha=0.08, lw=0)
+                look |= {"marker": "", "ls": "--", "lw": 1.2}
+                handles.append(ax.axhline(s.y[0], **look))
+                continue
+            shift = (places.index(i) - (len(places) - 1) / 2) * step if s.low or apart else 0.0
+            x = [place + shift for place in s.x]
+            dashed = "none" if apart else ":" if s.name != s.method else "-"
+            handles += ax.plot(x, s.y, ls=dashed, zorder=3, **look)
+            if s.low:
+                bars = {"color": look["color"], "lw": 1, "alpha": 0.65}
+                ax.vlines(x, s.low, s.high, gid=f"series-{i}-bars", **bars)
+        return handles
+
+    def heat(
+        self,
+        title: str,
+        text: str,
+        cells: Mapping[tuple[int, int], tuple[float, str]],
+        *,
+        rows: Sequence[str],
+        columns: Sequence[str],
+        xlabel: str,
+        ylabel: str,
+        method: str = "",
+        task: str = "",
+    ) -> Figure:
+        """Scores in [0, 1] by row and column, each with what it says of itself."""
+        from matplotlib import colormaps
+        from matplotlib.patches import Rectangle
+
+        with _style() as new:
+            fig = new(
+                figsize=(max(2.6, 1.1 + 0.55 * len(columns)), max(1.8, 0.9 + 0.36 * len(rows)))
+            )
+            ax = fig.subplots()
+            ax.grid(False)
+            tips = {}
+            for i in range(len(rows)):
+                for j in range(len(columns)):
+                    value, tip = cells.get((i, j), (None, "not answered"))
+                    gid = f"cell-{i}-{j}"
+                    tips[gid] = ("", [tip])
+                    corner = (j - 0.5, i - 0.5)
+                    if value is None:
+                        ax.add_patch(Rectangle(corner, 1, 1, fc="none", ec=_GRID, gid=gid))
+                        continue
+                    shade = colormaps["cividis"](value)
+                    ax.add_patch(Rectangle(corner, 1, 1, fc=shade, ec="none", gid=gid))
+                    dark = value < 0.55
+                    ax.text(
+                        *(j, i),
+                        f"{value:g}" if value in (0, 1) else f"{value:.2f}".removeprefix("0"),
+                        color="#ffffff" if dark else "#000000",
+                        ha="center",
+                        va="center",
+                        fontsize=8,
+                        gid=f"text-{i}-{j}",
+                    )
+            ax.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5))
+            ax.set(xlabel=xlabel, ylabel=ylabel)
+            ax.set_xticks(range(len(columns)), columns)
+            ax.set_yticks(range(len(rows)), rows)
+            ax.tick_params(length=0)
+            ax.spines[:].set_visible(False)
+            return self._finish(fig, title, text, tips, method=method, task=task)
+
+    def take(self, title: str, text: str, draw: Callable[[], Any]) -> Figure:
+        """A matplotlib figure that someone else draws."""
+        with _style({"text.parse_math": True, "axes.grid": False}):  # powers of ten on log axes
+            return self._finish(draw(), title, text, {}, wide=True)
+
+    def _finish(
+        self,
+        fig: Any,
+        title: str,
+        text: str,
+        tips: Mapping[str, tuple[str, Sequence[str]]],
+        **rest: Any,
+    ) -> Figure:
+        name = self._name(title)
+        file = io.StringIO()
+        # Without metadata: it would hold the date.
+        fig.savefig(
+            file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
+        root = _described(file.getvalue(), f"f{len(self._names)}", title, text, tips)
+        inline = ElementTree.tostring(self._for_page(root), encoding="unicode")
+        background = ElementTree.Element("rect", width="100%", height="100%", fill="#ffffff")
+        root.insert(2, background)
+        root.set("xmlns", "http://www.w3.org/2000/svg")
+        svg = ElementTree.tostring(root, encoding="unicode") + "\n"
+        png = io.BytesIO()
+        if self.png:
+            fig.savefig(png, format="png", facecolor="white", dpi=_DPI, metadata={"Title": title})
+        return Figure(name, title, text, svg, inline, png.getvalue(), **rest)
+
+    def _for_page(self, root: ElementTree.Element) -> ElementTree.Element:
+        """A copy whose styles are classes of the page."""
+        root = copy.deepcopy(root)
+        # pixels at 1.5 times the file's points: as wide as it is drawn, or as the page allows
+        points = float(root.attrib.pop("width").removesuffix("pt"))
+        del root.attrib["height"]
+        root.set("style", f"max-width: {1.5 * points:.0f}px")
+        next(root.iter("style")).text = None  # it would be for all of the page
+        for element in root.iter():
+            style = element.attrib.pop("style", None)
+            if style is not None:
+                style = style.replace(_INK, "currentColor").replace(_GRID, "var(--grid)")
+                element.set("class", self._styles.setdefault(style, f"s{len(self._styles)}"))
+        return root
+
+    @property
+    def rules(self) -> str:
+        """CSS of the figures drawn so far."""
+        return "\n".join(f".{name} {{ {style} }}" for style, name in self._styles.items())
+
+    def _name(self, title: str) -> str:
+        base = re.sub(r"[^a-z0-9]+", "-", title.lower().replace("%", "pct")).strip("-")[:80]
+        name, number = base or "figure", 1
+        while name in self._names:
+            number += 1
+            name = f"{base or 'figure'}-{number}"
+        self._names.add(name)
+        return name
+
+
+def write(figures: Sequence[Figure], folder: Path) -> list[str]:
+    """Write every figure as .svg and .png; returns the files' names.
+
+    Raises:
+        InputError: one cannot be written.
+    """
+    names = []
+    for figure in figures:
+        for ending, data in (("svg", figure.svg.encode()), ("png", figure.png)):
+            path = folder / f"{figure.name}.{ending}"
+            try:
+                path.write_bytes(data)
+            except OSError as error:
+                raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
+            names.append(path.name)
+    return names
+
+
+def require_matplotlib() -> None:
+    """Raise UnsupportedError unless matplotlib can be imported."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            f"kvsketch report needs matplotlib ({error}): pip install 'kvsketch[report]'"
+        ) from error
+
+
+@contextmanager
+def _style(changes: Any = None) -> Iterator[Callable[..., Any]]:
+    """Our style, and a maker of figures in it, apart from pyplot and its windows."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure as Canvas
+
+    with rc_context({**_STYLE, **(changes or {})}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the browser has its own
+        yield lambda **size: Canvas(layout="constrained", **size)
+
+
+def _described(
+    svg: str,
+    name: str,
+    title: str,
+    text: str,
+    tips: Mapping[str, tuple[str, Sequence[str]]],
+) -> ElementTree.Element:
+    """matplotlib's SVG as an element without name spaces, with title, description and tips."""
+    root = ElementTree.fromstring(svg[svg.index("<svg") :])
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        for key in [key for key in element.attrib if "}" in key]:
+            element.set(key.rpartition("}")[2], element.attrib.pop(key))
+        for key in ("d", "x", "y", "transform"):
+            if key in element.attrib:
+                element.set(key, _short(element.get(key, "")))
+        if element.tag == "text":  # a rotation by nothing, in every label
+            plain = element.get("transform", "").startswith("rotate(-0 ")
+            if plain:
+                del element.attrib["transform"]
+        element.tail = None
+        if not (element.text or "").strip():
+            element.text = None
+    for child in [x for x in root if x.tag in ("metadata", "title")]:
+        root.remove(child)
+    for element in list(root.iter()):
+        _mark(element, tips)
+    _rename(root, name)
+    _flatten(root)
+    root.attrib.pop("version", None)
+    said = {"title": title, "desc": text}
+    for place, (tag, words) in enumerate(said.items()):
+        child = ElementTree.Element(tag, id=f"{name}-{tag}")
+        child.text = words
+        root.insert(place, child)
+    root.set("role", "img")
+    root.set("aria-labelledby", f"{name}-title")
+    root.set("aria-describedby", f"{name}-desc")
+    return root
+
+
+def _mark(element: ElementTree.Element, tips: Mapping[str, tuple[str, Sequence[str]]]) -> None:
+    """Say which method a group of shapes belongs to, and what its points are."""
+    gid = element.get("id", "")
+    method, said = tips.get(gid.removesuffix("-bars"), ("", ()))
+    if method:
+        element.set("data-method", method)
+    if gid.endswith("-bars"):
+        return
+    if gid.startswith("text-"):
+        element.set("class", "over")  # lets the pointer through to its cell
+    points = list(element.iter("use")) or list(element.iter("path"))
+    if len(points) == len(said):
+        for point, words in zip(points, said, strict=True):
+            ElementTree.SubElement(point, "title").text = words
+
+
+def _rename(root: ElementTree.Element, name: str) -> None:
+    """Ids that are used get the figure's name in front, so that figures share a page; others go."""
+    text = ElementTree.tostring(root, encoding="unicode")
+    used = set(re.findall(r'(?:url\(|href=")#([\w.-]+)', text))
+    for element in root.iter():
+        own = element.attrib.pop("id", None)
+        if own in used:
+            element.set("id", f"{name}-{own}")
+        for key, value in element.attrib.items():
+            if key in ("href", "clip-path", "style"):
+                element.set(key, re.sub(r"(url\(|^)#([\w.-]+)", rf"\1#{name}-\2", value))
+
+
+def _flatten(element: ElementTree.Element) -> None:
+    """Groups that say nothing give way to what is in them."""
+    children = []
+    for child in element:
+        _flatten(child)
+        children += list(child) if child.tag == "g" and not child.attrib else [child]
+    element[:] = children
+
+
+def _short(numbers: str) -> str:
+    """Two decimals of a point are enough, and one space between them."""
+    numbers = re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}", numbers)
+    return " ".join(numbers.split())

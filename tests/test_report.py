@@ -1,0 +1,580 @@
+"""`kvsketch report`: what is on the page, that it stands alone, and how a browser shows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvsketch import InputError, UnsupportedError
+from kvsketch.cli import _Group
+from kvsketch.evaluation.html_panels import headline, summary
+from kvsketch.evaluation.html_report import build, check_outputs, save
+from kvsketch.evaluation.report_command import EPILOG, report_command
+from kvsketch.evaluation.runs import pooled, read_runs
+from kvsketch.evaluation.setups import Setup
+from kvsketch.evaluation.store import Record, Store
+from test_sweep import record_of
+
+pytest.importorskip("matplotlib")
+
+HOSTILE = "<script>alert(1)</script>\"'&$x_{$ \x00\x1b é 漢"
+EXACT, H2O, OURS = Setup("exact"), Setup("h2o", 0.5), Setup("heavy_merge", 0.5)
+SETUPS = (EXACT, H2O, OURS, Setup("h2o", 0.25), Setup("heavy_merge", 0.25))
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+def made(
+    setup: Setup,
+    score: float,
+    task: str = "longeval",
+    group: dict[str, Any] | None = None,
+    case: int = 0,
+    model: str = "m",
+    question: str = "seen",
+    **changes: Any,
+) -> Record:
+    kept = 1.0 if setup.budget is None else float(setup.budget)
+    changes = {"kv_bytes": 2000.0 * kept, "exact_kv_bytes": 2000.0} | changes
+    record = record_of(setup, score, case=f"{task}{group}{case}", group=group, **changes)
+    more = {"task": task, "model": model, "question": question}
+    return Record(
+        {**record.identity, **more, "model_fingerprint": "f00", "kvsketch": "0.1.0"}, record.result
+    )
+
+
+def records(model: str = "m", question: str = "seen") -> list[Record]:
+    """Every kind of task."""
+    found = []
+    for setup in SETUPS:
+        right = setup.method == "exact" or (setup.method == "heavy_merge" and setup.budget == 0.5)
+        common: dict[str, Any] = {"model": model, "question": question}
+        for case in range(4):
+            for lines in (200, 300):
+                score = float(right or case == 0)
+                tokens = {"prompt_tokens": 10 * lines}
+                group: dict[str, Any] = {"lines": lines}
+                found.append(made(setup, score, "longeval", group, case, **common, **tokens))
+            for name in ("qasper", "multi_news"):
+                task = f"longbench/{name}"
+                found.append(made(setup, 0.1 * case, task, {"dataset": name}, case, **common))
+        for length in (1000, 2000):
+            for depth in (0.0, 0.5, 1.0):
+                group = {"length": length, "depth": depth}
+                found.append(made(setup, float(right), "needle/line", group, **common))
+    return found
+
+
+def stored(path: Path, found: list[Record]) -> Path:
+    with Store(path) as store:
+        for record in found:
+            store.add(record)
+    return path
+
+
+class Reader(HTMLParser):
+    """Tags that open and close in order, attributes and text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attrs]
+        assert len(names) == len(set(names)), f"<{tag}> has an attribute twice"
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def read(html: str) -> Reader:
+    reader = Reader()
+    reader.feed(html)
+    reader.close()
+    assert not reader.open
+    return reader
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = [*records(), *records(question="unseen")[:3]]
+    return stored(tmp_path_factory.mktemp("report") / "run.jsonl", found)
+
+
+@pytest.fixture(scope="module")
+def page(store: Path) -> Any:
+    return build([store], png=True)
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def test_runs_hold_what_may_be_compared(tmp_path: Path) -> None:
+    first = stored(tmp_path / "a.jsonl", [made(H2O, 1.0), made(H2O, 0.0, case=1)])
+    second = stored(
+        tmp_path / "b.jsonl",
+        [made(H2O, 1.0), made(H2O, 1.0, model="other"), made(H2O, 0.0, question="unseen")],
+    )
+    runs = read_runs([first, second])
+    assert [run.title for run in runs] == [
+        "m, question seen",
+        "other, question seen",
+        "m, question unseen",
+    ]
+    assert [len(run.records) for run in runs] == [2, 1, 1]  # what both hold counts once
+    (row,) = runs[0].rows
+    assert (row["score"], row["cases"], row["kept"], row["goal"]) == (0.5, 2, 0.5, "50%")
+
+
+def test_rows_say_what_they_may_keep(tmp_path: Path) -> None:
+    setups = [Setup("h2o", 0.125), Setup("h2o", 1024), Setup("h2o", None, 0.05), EXACT]
+    path = stored(tmp_path / "a.jsonl", [made(setup, 1.0, kv_bytes=500.0) for setup in setups])
+    rows = read_runs([path])[0].rows
+    assert [row["goal"] for row in rows] == ["12.5%", "1,024 slots", "tolerance 0.05", "exact"]
+    assert [row["series"] for row in rows] == ["h2o", "h2o", "h2o (tolerance)", "exact"]
+
+
+def test_pooling_takes_the_mean_of_answers() -> None:
+    found = [made(H2O, float(i == 0), "ruler/vt", {"length": i}, i) for i in range(3)]
+    found.append(made(H2O, 1.0, "ruler/cwe", {"length": 1}))
+    (row,) = pooled(found, by_family=True)
+    assert (row["task"], row["score"], row["answers"], row["group"]) == ("ruler", 0.5, 4, {})
+
+
+def test_summary_names_the_best_its_interval_and_exact(store: Path) -> None:
+    lines = summary(read_runs([store])[0]).rows
+    assert [line[:2] for line in lines] == [
+        [task, goal] for task in ("longeval", "longbench", "needle/line") for goal in ("50%", "25%")
+    ]
+    wilson = "1.00 [0.68-1.00]"
+    assert lines[0][2:] == ["heavy_merge", wilson, "50.0%", "h2o 0.25", wilson, "8"]
+    assert lines[1][2] == "h2o, heavy_merge"  # a tie
+    assert lines[2][3].startswith("15.0 [")  # times 100
+
+
+def test_summary_without_exact_and_with_unequal_cases(tmp_path: Path) -> None:
+    found = [made(H2O, 1.0), made(OURS, 1.0), made(H2O, 0.0, case=1)]
+    run = read_runs([stored(tmp_path / "a.jsonl", found)])[0]
+    (line,) = summary(run).rows
+    assert line[2] == "heavy_merge"
+    assert line[5] == "≈ h2o 0.50"
+    assert line[6:] == ["not run", "1-2, not the same for all"]
+    assert headline(run) == "Best at 50% heavy_merge (1 of 1 task)."
+
+
+def test_summary_of_exact_alone(tmp_path: Path) -> None:
+    run = read_runs([stored(tmp_path / "a.jsonl", [made(EXACT, 1.0)])])[0]
+    assert headline(run) == "Only the exact cache was run."
+    assert summary(run).rows[0][:3] == ["longeval", "exact only", "-"]
+    read(build([tmp_path / "a.jsonl"]).html)
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def test_page_is_well_formed_and_shows_everything(page: Any) -> None:
+    reader = read(page.html)
+    text = " ".join(reader.texts)
+    for words in (
+        "Run 1: m, question seen",
+        "Run 2: m, question unseen",
+        "f00",
+        "Score against bytes kept",
+        "Needle in a haystack",
+        "LongEval by lines",
+        "LongBench by data set",
+        "times 100",
+        "Memory and speed against prompt length",
+        "arXiv:2402.06082, Table 1",
+        "longchat-7b-v1.5-32k",
+    ):
+        assert words in text, words
+    rows = [attrs for tag, attrs in reader.tags if tag == "tr" and attrs.get("data-method")]
+    assert len(rows) == sum(len(run.rows) for run in page.runs)
+
+
+def test_page_needs_nothing_from_elsewhere(page: Any) -> None:
+    allowed = ("#", "data:")
+    for tag, attrs in read(page.html).tags:
+        assert tag not in ("link", "iframe", "object", "img")
+        for name in ("src", "href", "xlink:href", "action"):
+            assert (attrs.get(name) or "#").startswith(allowed), (tag, attrs)
+    assert not re.search(r"url\((?!#)|@import|https?://", page.html)
+    assert "default-src 'none'" in page.html
+
+
+def test_ids_are_there_once_and_references_lead_somewhere(page: Any) -> None:
+    tags = read(page.html).tags
+    ids = [attrs["id"] for _, attrs in tags if attrs.get("id")]
+    assert len(ids) == len(set(ids))
+    for _, attrs in tags:
+        for name in ("aria-labelledby", "aria-describedby"):
+            assert not attrs.get(name) or attrs[name] in ids
+        for value in attrs.values():
+            for found in re.findall(r"url\(#([^)]+)\)", value or ""):
+                assert found in ids
+        if (attrs.get("href") or "").startswith("#"):
+            assert attrs["href"][1:] in ids
+
+
+def test_every_figure_has_a_text_alternative(page: Any) -> None:
+    pictures = re.findall(r"<svg .*?</svg>", page.html, re.S)
+    assert len(pictures) == len(page.figures) > 10
+    for picture in pictures:
+        assert 'role="img"' in picture
+        for tag in ("title", "desc"):
+            (said,) = re.findall(rf'<{tag} id="[^"]+">(.+?)</{tag}>', picture)
+            assert len(said) > 5
+    # what has to be scrolled can be reached with the keyboard
+    scrolled = [a for _, a in read(page.html).tags if "scroll" in (a.get("class") or "")]
+    assert scrolled
+    assert all(a["tabindex"] == "0" and a["aria-label"] for a in scrolled)
+
+
+def test_points_say_their_numbers(page: Any) -> None:
+    figure = next(f for f in page.figures if f.title == "score: longeval, 200 lines")
+    tips = re.findall(r"<title>(.*?)</title>", figure.inline)
+    assert "heavy_merge, 50%: 1.00 [0.51-1.00], 50.0% of the bytes, 4 cases" in tips
+    assert sum(tip.startswith("h2o") for tip in tips) == 2
+    assert figure.inline.count('data-method="h2o"') >= 1
+
+
+def test_the_same_stores_give_the_same_bytes(store: Path, page: Any) -> None:
+    again = build([store], png=True)
+    assert again.html == page.html
+    assert [f.svg for f in again.figures] == [f.svg for f in page.figures]
+    assert [f.png for f in again.figures] == [f.png for f in page.figures]
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    found = [made(H2O, 1.0, HOSTILE, {HOSTILE: HOSTILE, "lines": 3}, model=HOSTILE, text=HOSTILE)]
+    found += [made(EXACT, 1.0, HOSTILE, {HOSTILE: HOSTILE, "lines": 3}, model=HOSTILE)]
+    for label in (HOSTILE, "_hidden", "$\\frac$", 'style="color: red"', "漢" * 40):
+        record = made(H2O, 0.0, HOSTILE, {HOSTILE: HOSTILE, "lines": 3}, model=HOSTILE, label=label)
+        found.append(Record({**record.identity, "seed": len(found)}, record.result))
+    needle = {"length": 5, "depth": 0.5}
+    found.append(made(H2O, 1.0, HOSTILE, needle, model=HOSTILE, label=HOSTILE))
+    built = build([stored(tmp_path / "<b>.jsonl", found)], png=True)
+    reader = read(built.html)
+    assert sum(tag == "script" for tag, _ in reader.tags) == 1
+    assert not any(tag == "b" for tag, _ in reader.tags)
+    assert not any(name.startswith("on") for _, attrs in reader.tags for name in attrs)
+    assert "<script>alert" not in built.html
+    assert "\x00" not in built.html
+    assert "\x1b" not in built.html
+    methods = {attrs.get("data-toggle") for _, attrs in reader.tags}
+    assert {"_hidden", "$\\frac$", 'style="color: red"'} <= methods
+    for figure in built.figures:
+        assert re.fullmatch(r"[a-z0-9-]+", figure.name)
+
+
+def test_no_model_hides_another(tmp_path: Path) -> None:
+    a = stored(tmp_path / "a.jsonl", [made(H2O, 1.0, model="first")])
+    b = stored(tmp_path / "b.jsonl", [made(H2O, 0.0, model="second")])
+    html = build([a, b]).html
+    assert "Run 1: first, question seen" in html
+    assert "Run 2: second, question seen" in html
+    assert "are shown apart" in html
+
+
+# --- files and errors ----------------------------------------------------------------------------
+
+app = typer.Typer(cls=_Group)
+app.command("report", epilog=EPILOG)(report_command)
+app.callback()(lambda: None)
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_command_writes_page_figures_and_json(store: Path, tmp_path: Path) -> None:
+    out, folder = tmp_path / "r.html", tmp_path / "new" / "figures"
+    result = run(store, "-o", out, "--figures", folder, "--json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout.splitlines()[-1])
+    assert said["command"] == "report"
+    assert [r["question"] for r in said["runs"]] == ["seen", "unseen"]
+    assert said["runs"][0]["summary"][0]["best method"] == "heavy_merge"
+    assert sorted(said["files"]) == sorted(path.name for path in folder.iterdir())
+    assert len(said["files"]) == 2 * len(said["figures"])
+    for path in folder.glob("*.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")
+    for path in folder.glob("*.svg"):
+        assert path.read_text().startswith('<svg xmlns="http://www.w3.org/2000/svg"') or (
+            'xmlns="http://www.w3.org/2000/svg"' in path.read_text()[:500]
+        )
+    read(out.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"no\.jsonl cannot be read: No such file"),
+        ("", r"no\.jsonl is empty"),
+        ("not json\n", r"no\.jsonl:1 is not a line of a results store"),
+        ('{"format": 99, "identity": {}, "result": {}}\n', r"is of format 99"),
+        ('{"format": 1, "identity": {}, "result": {}}\n', r"cannot be read: KeyError"),
+        ('{"format": 1, "identity": [], "result": 3}\n', r"cannot be read: TypeError"),
+    ],
+)
+def test_bad_stores_are_named(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "no.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError, match=message):
+        build([path])
+
+
+@pytest.mark.parametrize("name", ["kv_bytes", "exact_kv_bytes", "score", "group"])
+def test_damaged_records_are_named(tmp_path: Path, name: str) -> None:
+    path = stored(tmp_path / "a.jsonl", [made(H2O, 1.0, **{name: "?"} if name != "score" else {})])
+    if name == "score":
+        path.write_text(path.read_text().replace('"score": 1.0', '"score": "?"'))
+    with pytest.raises(InputError, match=r"a\.jsonl: record [0-9a-f]{24} cannot be read"):
+        build([path])
+
+
+def test_outputs_are_checked_first(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--out .*there is no folder"):
+        check_outputs(tmp_path / "none" / "r.html", None)
+    with pytest.raises(InputError, match=r"--out .* is a folder"):
+        check_outputs(tmp_path, None)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"--figures .*cannot be written"):
+        check_outputs(tmp_path / "r.html", tmp_path / "file" / "figures")
+    result = run(tmp_path / "missing.jsonl", "-o", tmp_path / "none" / "r.html")
+    assert result.exit_code == 2
+    assert "there is no folder" in result.stderr
+    assert not list(tmp_path.glob("r.html"))
+
+
+def test_a_full_disk_is_an_error(page: Any) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    with pytest.raises(InputError, match=r"--out /dev/full cannot be written: No space"):
+        save(page, Path("/dev/full"), None)
+
+
+@pytest.mark.parametrize("content", [None, "no json", "[]", "{}", '{"tsne": [], "readings": {}}'])
+def test_bad_inspect_files_are_named(store: Path, tmp_path: Path, content: str | None) -> None:
+    path, one = tmp_path / "inspect.json", tmp_path / "one.jsonl"
+    stored(one, [made(EXACT, 1.0)])
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError, match=r"--inspect .*inspect\.json"):
+        build([one], inspect=path)
+
+
+def test_without_matplotlib_the_extra_is_named(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UnsupportedError, match=r"kvsketch\[report\]"):
+        build([store])
+
+
+# --- a browser -----------------------------------------------------------------------------------
+
+#: goes into a copy of the page: uses it, and says what happened
+PROBE = """
+addEventListener("load", () => {
+  document.body.offsetHeight;  // lays everything out
+  const said = { load: performance.now(), width: innerWidth };
+  said.overflow = document.documentElement.scrollWidth - innerWidth;
+  const shown = () => document.querySelectorAll("#all tbody tr:not(.off)").length;
+  const hidden = () => document.querySelectorAll("figure svg .off, figure.off").length;
+  said.rows = shown();
+  const button = document.querySelector('button[data-toggle="h2o"]');
+  button.focus();
+  said.focused = document.activeElement === button;
+  button.click();
+  said.without = shown();
+  said.hidden = hidden();
+  said.pressed = button.getAttribute("aria-pressed");
+  button.click();
+  said.again = shown();
+  const task = document.getElementById("task");
+  task.value = "longeval";
+  task.dispatchEvent(new Event("change"));
+  said.longeval = shown();
+  task.value = "";
+  task.dispatchEvent(new Event("change"));
+  const head = document.querySelectorAll("#all thead button")[6];
+  head.click();
+  const column = () => [...document.querySelectorAll("#all tbody tr")].map(
+    (row) => Number(row.cells[6].textContent));
+  said.rising = column();
+  head.click();
+  said.falling = column();
+  said.sort = head.parentNode.getAttribute("aria-sort");
+  const point = document.querySelector('g[data-method="h2o"] use');
+  point.dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+  said.tip = document.getElementById("tip").textContent;
+  parent.document.documentElement.dataset.said = JSON.stringify(said);
+});
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> str:
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    return found or pytest.skip(f"no browser: none of {', '.join(names)} is on PATH")
+
+
+def browse(browser: str, profile: Path, page: Path, *options: str, width: int = 1200) -> Any:
+    done = subprocess.run(
+        [
+            browser,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--enable-logging=stderr",
+            "--v=0",
+            f"--user-data-dir={profile}",
+            f"--window-size={width},9000",
+            *options,
+            page.resolve().as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "HOME": str(profile)},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert not console, console
+    return done
+
+
+@pytest.fixture(scope="module")
+def written(page: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    save(page, path, None)
+    return path
+
+
+def probed(browser: str, html: str, folder: Path, width: int) -> dict[str, Any]:
+    """What ``PROBE`` says of a page. In a frame: a window is never narrower than 500 pixels."""
+    html = re.sub(r"<meta http-equiv[^>]*>", "", html)  # it would not let the probe in
+    html = html.replace("</head>", f"<script>{PROBE}</script></head>")
+    (folder / "probed.html").write_text(html, encoding="utf-8")
+    frame = folder / "frame.html"
+    style = f"border: 0; width: {width}px; height: 900px"
+    frame.write_text(f'<!DOCTYPE html><iframe src="probed.html" style="{style}"></iframe>')
+    same = "--allow-file-access-from-files"
+    dom = browse(browser, folder / "p", frame, "--dump-dom", same, width=1300).stdout
+    tag = next(attrs for tag, attrs in read_loosely(dom) if tag == "html")
+    found: dict[str, Any] = json.loads(tag["data-said"] or "")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1200, 390])
+def test_a_browser_can_use_the_page(
+    browser: str, written: Path, tmp_path: Path, width: int
+) -> None:
+    browse(browser, tmp_path / "p", written, "--dump-dom", width=width)  # as it is: no errors
+    said = probed(browser, written.read_text(encoding="utf-8"), tmp_path, width)
+    assert said["load"] < 2000
+    assert said["width"] == width
+    assert said["overflow"] <= 0  # tables and wide figures scroll, the page does not
+    assert said["focused"]
+    assert said["without"] < said["rows"] == said["again"]
+    assert said["hidden"] > 0
+    assert said["pressed"] == "false"
+    assert 0 < said["longeval"] < said["rows"]
+    assert said["rising"] == sorted(said["rising"]) == said["falling"][::-1]
+    assert said["sort"] == "descending"
+    assert said["tip"].startswith("h2o, ")
+
+
+def read_loosely(html: str) -> list[tuple[str, dict[str, str | None]]]:
+    """Tags of what a browser wrote, which need not close."""
+
+    class Loose(Reader):
+        def handle_endtag(self, tag: str) -> None:
+            pass
+
+    reader = Loose()
+    reader.feed(html)
+    return reader.tags
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1200, 390])
+def test_a_browser_shows_the_figures(
+    browser: str, written: Path, tmp_path: Path, width: int, dark: bool
+) -> None:
+    image = pytest.importorskip("PIL.Image")
+    scheme = "--blink-settings=preferredColorScheme=" + ("0" if dark else "1")
+    shot = tmp_path / "shot.png"
+    browse(browser, tmp_path / "p", written, scheme, f"--screenshot={shot}", width=width)
+    picture = image.open(shot).convert("RGB")
+    assert picture.width == width
+    back = picture.getpixel((2, 2))
+    assert (max(back) < 64) is dark
+    assert (min(back) > 192) is not dark
+    colors = {color: count for count, color in picture.getcolors(1 << 24)}
+    # lines in the methods' colours, heat maps' cells, text that stands out
+    for color in ("#1f77b4", "#d2691e", "#fee838", "#00224e"):
+        rgb = tuple(int(color[i : i + 2], 16) for i in (1, 3, 5))
+        near = sum(
+            n
+            for c, n in colors.items()
+            if all(abs(a - b) < 14 for a, b in zip(c, rgb, strict=True))
+        )
+        assert near > 200, color
+    ink = sum(n for c, n in colors.items() if abs(sum(c) - sum(back)) > 450)
+    assert ink > 5000
+
+
+@pytest.mark.slow
+def test_the_largest_page_loads_in_two_seconds(browser: str, tmp_path: Path) -> None:
+    """All of LongBench, eleven subtasks of RULER, needles, ten methods at two budgets."""
+    names = ("heavy_merge", "snapkv", "h2o", "uniform", "kcenter", "keydiff", "balancekv", "subgen")
+    setups = [EXACT, *(Setup(name, kept) for kept in (0.5, 0.25) for name in names)]
+    groups: list[tuple[str, dict[str, Any]]] = [("longeval", {"lines": n}) for n in (200, 400)]
+    groups += [(f"longbench/set{i}", {"dataset": f"set{i}"}) for i in range(21)]
+    groups += [
+        (f"ruler/s{i}", {"subtask": f"s{i}", "length": n}) for i in range(11) for n in (1, 2)
+    ]
+    groups += [("needle/line", {"length": n, "depth": d / 4}) for n in (1, 2, 3) for d in range(5)]
+    found = [
+        made(setup, i % 2, task, group, prompt_tokens=100 + i, kv_bytes=900.0 + 40 * i)
+        for i, (task, group) in enumerate(groups)
+        for setup in setups
+    ]
+    built = build([stored(tmp_path / "large.jsonl", found)])
+    html = built.html
+    said = probed(browser, html, tmp_path, 1200)
+    print(
+        f"{len(built.figures)} figures, {len(html) / 1e6:.1f} MB, loaded in {said['load']:.0f} ms"
+    )
+    assert said["load"] < 2000
+    assert len(html) < 4e6
