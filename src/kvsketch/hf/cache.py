@@ -150,7 +150,7 @@ class SketchCache(Cache):  # type: ignore[misc]
             check_curves(goal.curves, len(chosen), heads)
         elif schedule is None and goal.budget is not None:
             schedule = default_schedule(method, len(chosen), goal.budget, recent)
-        self._planner = Planner(goal, len(chosen))
+        self._planner = Planner(goal, len(chosen), heads)
         per_layer: list[list[Budget]] = []
         if not planned and goal.budget is not None:
             per_layer = scheduled(goal.budget, schedule, len(chosen), [heads] * len(chosen))

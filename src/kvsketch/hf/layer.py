@@ -162,7 +162,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         self._map_batch(lambda t: t.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._map_batch(lambda t: t[indices])
+        self._map_batch(lambda t: t[indices.to(t.device)])
 
     def _map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         self.sketch.map_batch(fn)
@@ -193,6 +193,11 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             raise InputError(
                 "keys and values must be [batch, num_key_value_heads, q, head_dim], got "
                 f"{tuple(keys.shape)} and {tuple(values.shape)}"
+            )
+        if isinstance(self.sketch, HeadGroups) and len(self.sketch.order) != keys.shape[1]:
+            raise InputError(
+                f"schedule has {len(self.sketch.order)} KV heads, this process holds "
+                f"{keys.shape[1]}: under tensor parallelism give one share per layer"
             )
         if self.sketch.seen:
             held = self._token_shape

@@ -202,6 +202,7 @@ def measure_layer(
     sink: int,
     recent: int,
     levels: Sequence[float] = LEVELS,
+    total: Callable[[Tensor], Tensor] | None = None,
 ) -> Curves:
     """One layer's curves on one prompt: the tokens before its last ``held_out`` are compressed,
     the method having seen no later query; the held-out queries then attend to the slots and,
@@ -218,13 +219,15 @@ def measure_layer(
         sink: kept as they are, as in ``compress``.
         recent: likewise.
         levels: kept shares of what is neither, rising, the last one 1.
+        total: makes the squared norm of these heads' output that of the layer's, if it has others.
     """
     n, q = slots.count - held_out, observed.queries.shape[2]
     heads = slots.keys.shape[1]
     tokens, later = slots.narrow(0, n), slots.narrow(n, held_out)
     before, asked = observed.narrow(0, q - held_out), observed.narrow(q - held_out, held_out)
     exact = answers(tokens, later, asked)
-    norm = exact.double().square().sum().clamp(min=1e-300)
+    norm = exact.double().square().sum()
+    norm = (norm if total is None else total(norm)).clamp(min=1e-300)
     errors, relatives, kept = [], [], []
     for level in levels:
         budget = min(n, sink + recent + max(1, round(level * (n - sink - recent))))

@@ -15,6 +15,7 @@ from .curves import Curves, held_out_for, least_tokens, measure_layer, of_layers
 from .error import QUERIES
 from .head_groups import HeadGroups
 from .periodic import Periodic, Reducer
+from .shard import Shard
 
 # Tokens that errors are measured on at most.
 _MEASURED_TOKENS = 4096
@@ -80,11 +81,13 @@ class Planner:
     Args:
         goal: what for.
         layers: how many will wait.
+        heads: KV heads of the model. A layer that has fewer is one of a tensor-parallel rank:
+            budgets are then told over the heads of all ranks.
     """
 
-    def __init__(self, goal: Goal, layers: int) -> None:
+    def __init__(self, goal: Goal, layers: int, heads: int) -> None:
         self.goal = goal
-        self._layers = layers
+        self._layers, self._heads = layers, heads
         self._submitted: dict[int, tuple[Waiting, Curves]] = {}
         #: heads above the tolerance, bool ``[heads]``, by layer
         self.above: dict[int, Tensor] = {}
@@ -95,23 +98,27 @@ class Planner:
             assert self.goal.budget is not None  # a number of slots, which may not be exceeded
             layer.adopt([self.goal.budget] * layer.slots.keys.shape[1])
             return True
-        if self.goal.alone:
-            curves = self.goal.curves or layer.measured()
-            found, above = self.goal.budgets(curves, layer.seen)
-            row = layer.number if self.goal.curves is not None else 0
-            self.above[layer.number] = above[row]
-            layer.adopt(found[row])
+        if self.goal.curves is None and self.goal.alone:  # every head is told alone, too
+            found, above = self.goal.budgets(layer.measured(), layer.seen)
+            self.above[layer.number] = above[0]
+            layer.adopt(found[0])
             return True
-        self._submitted[layer.number] = (layer, layer.measured())
+        shard = Shard.of(layer.slots.keys.shape[1], self._heads)
+        if self.goal.curves is not None:
+            found, above = self.goal.budgets(self.goal.curves, layer.seen)
+            self.above[layer.number] = above[layer.number].chunk(shard.ranks)[shard.rank]
+            layer.adopt(shard.own(found[layer.number]))
+            return True
+        self._submitted[layer.number] = (layer, layer.measured(shard))
         if len(self._submitted) < self._layers:
             return False
         numbers = sorted(self._submitted)
-        curves = of_layers([self._submitted[number][1] for number in numbers])
+        curves = shard.whole(of_layers([self._submitted[number][1] for number in numbers]))
         found, above = self.goal.budgets(curves, layer.seen)
         told, self._submitted = self._submitted, {}
         for number, budgets, over in zip(numbers, found, above, strict=True):
-            self.above[number] = over
-            told[number][0].adopt(budgets)
+            self.above[number] = over.chunk(shard.ranks)[shard.rank]
+            told[number][0].adopt(shard.own(budgets))
         return True
 
     def forget(self, number: int) -> None:
@@ -179,9 +186,10 @@ class Waiting(Periodic):
             return self.seen > budget and self.seen >= budget + above
         return goal.curves is not None or self.measurable
 
-    def measured(self) -> Curves:
+    def measured(self, shard: Shard | None = None) -> Curves:
         """This layer's curves on the tokens held; of a long prompt, on its sinks and last tokens:
-        errors at equal shares change little with length, the time to measure them does."""
+        errors at equal shares change little with length, the time to measure them does. Of a
+        shard: its heads' part of the error of the whole layer."""
         sink, recent = self.compressor.sink, self.compressor.recent
         slots, observed = self.visible, self._waiting()
         if slots.count > _MEASURED_TOKENS:
@@ -195,7 +203,8 @@ class Waiting(Periodic):
         def compress(slots: Slots, budget: int, before: Observed) -> Slots:
             return self._reduce()(slots, budget, before)
 
-        return measure_layer(slots, observed, compress, held_out, sink, recent)
+        total = None if shard is None else shard.summed
+        return measure_layer(slots, observed, compress, held_out, sink, recent, total=total)
 
     def adopt(self, budgets: Sequence[Budget]) -> None:
         """Hand everything to a driver with these budgets.
