@@ -37,17 +37,29 @@ def sweep_of(folder: str, path: Path) -> Sweep:
 
 
 def worker_pids() -> list[int]:
-    """Processes of our actors, by what Ray calls them."""
-    found = []
+    """Processes of the actors that this process started, by what Ray calls them. Other tests may
+    run workers of their own beside these."""
+    parents: dict[int, int] = {}
+    workers = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                words = (entry / "cmdline").read_bytes()
+                parents[int(entry.name)] = int(
+                    (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                )
+                if (entry / "cmdline").read_bytes().startswith(b"ray::_Worker"):
+                    workers.append(int(entry.name))
             except OSError:
                 continue
-            if words.startswith(b"ray::_Worker"):
-                found.append(int(entry.name))
-    return found
+
+    def ours(pid: int) -> bool:
+        while pid > 1:
+            pid = parents.get(pid, 0)
+            if pid == os.getpid():
+                return True
+        return False
+
+    return [pid for pid in workers if ours(pid)]
 
 
 @pytest.mark.slow
