@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..slots import Observed, Slots, attend
-from .error import relative_error, window_error
+from ..slots import Observed, Slots, causal
+from .error import asked_of, relative_error, window_error
 
 #: kept shares of the middle whose errors are measured
 # Nothing between a half and all: where retrieval hangs on every token, three quarters have a small
@@ -272,20 +272,8 @@ def answers(slots: Slots, later: Slots, asked: Observed) -> Tensor:
     """Attention of the queries of ``later`` over ``slots`` and, causally, over their own tokens:
     ``[batch, num_attention_heads, q, value_dim]``. A padded query gets zeros."""
     together = Slots.cat([replace(slots, score=None), replace(later, score=None)])
-    q = asked.queries.shape[2]
-    seen = torch.ones(q, together.count, dtype=torch.bool, device=asked.queries.device)
-    seen[:, together.count - q :] = seen[:, together.count - q :].tril()
-    mask = seen[None, None]
-    if asked.live is not None:
-        mask = mask & asked.live[:, None, :, None]
-    return attend(
-        asked.queries,
-        together,
-        scaling=asked.scaling,
-        softcap=asked.softcap,
-        mask=mask,
-        slopes=asked.slopes,
-    )
+    mask = causal(asked.queries.shape[2], together.count, asked.queries.device)
+    return asked_of(together, asked, mask)
 
 
 def held_out_for(tokens: int, sink: int, recent: int) -> int:

@@ -48,22 +48,30 @@ def window_error(tokens: Slots, kept: Slots, observed: Observed, recent: int) ->
     """
     count = min(QUERIES, max(1, recent), kept.count, observed.queries.shape[2])
     last = observed.narrow(observed.queries.shape[2] - count, count)
-    exact, answer = (_asked_again(slots, last) for slots in (tokens, kept))
+    exact, answer = (
+        asked_of(slots, last, causal(count, slots.count, last.queries.device))
+        for slots in (tokens, kept)
+    )
     return relative_error(exact, answer, tokens.keys.shape[1])
 
 
-def _asked_again(slots: Slots, last: Observed) -> Tensor:
-    q = last.queries.shape[2]
-    mask = causal(q, slots.count, last.queries.device)
-    if last.live is not None:
-        mask = mask & last.live[:, None, :, None]
+def asked_of(slots: Slots, asked: Observed, mask: Tensor | None = None) -> Tensor:
+    """Attention of observed queries over slots, ``[batch, num_attention_heads, q, value_dim]``;
+    zeros for a padded query.
+
+    Args:
+        mask: bool, True where a query may look; None: everywhere.
+    """
+    if asked.live is not None:
+        live = asked.live[:, None, :, None]
+        mask = live if mask is None else mask & live
     return attend(
-        last.queries,
+        asked.queries,
         replace(slots, score=None),
-        scaling=last.scaling,
-        softcap=last.softcap,
+        scaling=asked.scaling,
+        softcap=asked.softcap,
         mask=mask,
-        slopes=last.slopes,
+        slopes=asked.slopes,
     )
 
 
@@ -103,7 +111,7 @@ class Probe:
 
     def error(self, slots: Slots) -> Tensor:
         """Relative error of ``slots``, float64 ``[batch, num_key_value_heads]``."""
-        return relative_error(self._answer, self._over(slots), slots.keys.shape[1])
+        return relative_error(self._answer, asked_of(slots, self._asked), slots.keys.shape[1])
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``fn`` to the batch axis of everything held."""
@@ -114,18 +122,6 @@ class Probe:
     def tensors(self) -> list[Tensor]:
         """Every tensor held, for byte counting."""
         return [self._asked.queries, self._log_total, self._answer]
-
-    def _over(self, slots: Slots) -> Tensor:
-        asked = self._asked
-        live = None if asked.live is None else asked.live[:, None, :, None]
-        return attend(
-            asked.queries,
-            replace(slots, score=None),
-            scaling=asked.scaling,
-            softcap=asked.softcap,
-            mask=live,
-            slopes=asked.slopes,
-        )
 
     def _attended(self, tokens: Slots) -> tuple[Tensor, Tensor]:
         """Log of the summed weights ``[batch, num_attention_heads, q]`` and the attention."""
@@ -140,4 +136,4 @@ class Probe:
             # scores count positions from the newest of these tokens
             slopes = asked.slopes.to(scores.dtype).view(1, *scores.shape[1:3], 1)
             log_total += slopes * tokens.positions.amax(-1)[:, :, None, None]
-        return log_total.flatten(1, 2), self._over(tokens)
+        return log_total.flatten(1, 2), asked_of(tokens, asked)
