@@ -10,6 +10,7 @@ from kvsketch.evaluation.published import SUBGEN_TABLE_1 as PAPER
 BEGIN, END = "<!-- longeval:begin -->", "<!-- longeval:end -->"
 NAMES = {
     "exact": "exact",
+    "heavy_merge": "heavy_merge (ours)",
     "streaming_llm": "streaming_llm (Sink)",
     "h2o": "h2o (H2O)",
     "kcenter": "kcenter (SubGen)",

@@ -3,6 +3,7 @@ left in docs/results/.
 
     python -m benchmarks.decode_speed --out docs/results/decode_speed.json
     python -m benchmarks.streaming_memory --out docs/results/streaming_memory.json
+    python -m benchmarks.ray_throughput --out docs/results/ray_throughput.json
     python -m benchmarks.growth --out docs/results/growth.json --plot docs/figures/growth.svg
     python -m benchmarks.guarantee --out docs/results/guarantee.json \
         --plot docs/figures/guarantee.svg
@@ -89,6 +90,26 @@ def streaming_memory(result: dict[str, Any]) -> str:
         "bound is budget + chunk slots in every layer. Time is relative to the same chunked "
         "prefill with DynamicCache.\n\n"
         + _table(["method", "peak KV bytes", "bound", "exact cache", "time / exact"], rows)
+        + f"\n\n{_where(result)}\n"
+    )
+
+
+def ray_throughput(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            str(r["pair"] + 1),
+            f"{r['ratio']:.2f}",
+            *(f"{r['seconds_to_start'][workers]:.1f}" for workers in ("1", "2")),
+        ]
+        for r in result["results"]
+    ]
+    return (
+        "## Two local Ray workers over one\n\n"
+        f"`kvsketch eval longeval --ray local`, {result['cases']} cases of {result['lines']} lines "
+        "with the exact cache and with snapkv, a core for each worker. Answers per second after "
+        f"the first ones; the median ratio is {result['ratio']:.2f}. Ray and the models take some "
+        "seconds to start.\n\n"
+        + _table(["pair", "ratio", "start of one, s", "of two, s"], rows)
         + f"\n\n{_where(result)}\n"
     )
 
@@ -381,7 +402,11 @@ def _cell(value: object) -> str:
 PAGES: dict[str, tuple[str, dict[str, Callable[[dict[str, Any]], str]]]] = {
     "benchmarks.md": (
         "# Speed and memory",
-        {"decode_speed": decode_speed, "streaming_memory": streaming_memory},
+        {
+            "decode_speed": decode_speed,
+            "streaming_memory": streaming_memory,
+            "ray_throughput": ray_throughput,
+        },
     ),
     "guarantees.md": (
         "# What the papers promise, measured",

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,21 @@ from typer.testing import CliRunner
 from kvsketch import InputError, UnsupportedError
 from kvsketch.cli import _Group
 from kvsketch.evaluation.html_panels import headline, summary
+from kvsketch.evaluation.html_parts import Grid
+from kvsketch.evaluation.html_published import beside
 from kvsketch.evaluation.html_report import build, check_outputs, save
+from kvsketch.evaluation.published import (
+    AVERAGE,
+    BALANCEKV_TABLE_1,
+    CLUSTERGEN_TABLE_2,
+    SUBGEN_TABLE_1,
+)
 from kvsketch.evaluation.report_command import EPILOG, report_command
 from kvsketch.evaluation.runs import pooled, read_runs
 from kvsketch.evaluation.setups import Setup
 from kvsketch.evaluation.store import Record, Store
+from kvsketch.evaluation.tasks.longbench_prompts import DATASETS
+from kvsketch.streaming.methods import ALL_METHODS
 from test_sweep import record_of
 
 pytest.importorskip("matplotlib")
@@ -31,6 +42,7 @@ pytest.importorskip("matplotlib")
 HOSTILE = "<script>alert(1)</script>\"'&$x_{$ \x00\x1b é 漢"
 EXACT, H2O, OURS = Setup("exact"), Setup("h2o", 0.5), Setup("heavy_merge", 0.5)
 SETUPS = (EXACT, H2O, OURS, Setup("h2o", 0.25), Setup("heavy_merge", 0.25))
+INSPECTED = Path(__file__).parents[1] / "docs" / "results" / "inspect.json"
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
@@ -72,6 +84,13 @@ def records(model: str = "m", question: str = "seen") -> list[Record]:
             for depth in (0.0, 0.5, 1.0):
                 group = {"length": length, "depth": depth}
                 found.append(made(setup, float(right), "needle/line", group, **common))
+        for task in ("kl", "perplexity", "attention_error"):
+            exact = float(task == "perplexity")
+            error = exact if setup.method == "exact" else exact + (0.01 if right else 0.5)
+            for case in range(2):
+                found.append(
+                    made(setup, error * (1 + case), task, {"length": 1000}, case, **common)
+                )
     return found
 
 
@@ -165,13 +184,25 @@ def test_pooling_takes_the_mean_of_answers() -> None:
 
 def test_summary_names_the_best_its_interval_and_exact(store: Path) -> None:
     lines = summary(read_runs([store])[0]).rows
-    assert [line[:2] for line in lines] == [
-        [task, goal] for task in ("longeval", "longbench", "needle/line") for goal in ("50%", "25%")
-    ]
+    tasks = ("longeval", "longbench", "needle/line", "kl", "perplexity", "attention_error")
+    assert [line[:2] for line in lines] == [[t, goal] for t in tasks for goal in ("50%", "25%")]
     wilson = "1.00 [0.68-1.00]"
     assert lines[0][2:] == ["heavy_merge", wilson, "50.0%", "h2o 0.25", wilson, "8"]
     assert lines[1][2] == "h2o, heavy_merge"  # a tie
     assert lines[2][3].startswith("15.0 [")  # times 100
+    assert lines[6][2:5] == ["heavy_merge", "0.0150 [0.00520-0.0248]", "50.0%"]  # less is better
+    assert lines[6][5:7] == ["h2o 0.750", "0 [0-0]"]
+    assert lines[8][3].startswith("4.55 [")  # e to the mean of 1.01 and 2.02
+
+
+def test_errors_are_drawn_apart_and_exact_only_where_it_has_a_place(store: Path, page: Any) -> None:
+    assert "Error against bytes kept" in page.html
+    texts = {figure.title: figure.text for figure in page.figures}
+    assert "exact" not in texts["error: kl, length 1000"]
+    assert "exact" not in texts["error: attention_error, length 1000"]
+    assert "exact: 4.48" in texts["error: perplexity, length 1000"]
+    assert "heavy_merge, 50%: 0.0150" in texts["error: kl, length 1000"]
+    assert not any(title.startswith("score: kl") for title in texts)
 
 
 def test_summary_without_exact_and_with_unequal_cases(tmp_path: Path) -> None:
@@ -297,6 +328,200 @@ def test_no_model_hides_another(tmp_path: Path) -> None:
     assert "Run 1: first, question seen" in html
     assert "Run 2: second, question seen" in html
     assert "are shown apart" in html
+
+
+# --- beside the papers ---------------------------------------------------------------------------
+
+#: what a paper calls 2,048 slots is, of the prompts here, this share
+SHARE = 0.2
+
+
+def of_longbench(
+    task: str, methods: Iterable[str], names: Iterable[str] = (), score: float = 0.5
+) -> list[Record]:
+    """Two cases of each data set, at three budgets; LongBench-E's are of two lengths."""
+    found = []
+    for method in methods:
+        for kept in (None,) if method == "exact" else (0.5, 0.25, SHARE):
+            setup = Setup(method, kept)
+            slots = 10240 * (kept or 1)
+            for name in names or DATASETS:
+                for case, length in enumerate(("0-4k", "8k+")):
+                    group = {"dataset": name}
+                    if task == "longbench_e":
+                        group["length"] = length
+                    found.append(made(setup, score, f"{task}/{name}", group, case, slots=slots))
+    return found
+
+
+def grids(tmp_path: Path, found: list[Record]) -> list[Grid]:
+    (run,) = read_runs([stored(tmp_path / "a.jsonl", found)])
+    return beside(run)
+
+
+def test_published_tables_are_of_our_methods_and_data_sets() -> None:
+    extended = {name for name, data in DATASETS.items() if data.extended}
+    of = {name for names in BALANCEKV_TABLE_1["datasets"].values() for name in names}
+    assert of == extended
+    for table in (BALANCEKV_TABLE_1, CLUSTERGEN_TABLE_2):
+        assert set(table["results"]) - {AVERAGE} == set(table["datasets"])
+        assert set().union(*table["datasets"].values()) <= extended
+    for table in (SUBGEN_TABLE_1, BALANCEKV_TABLE_1, CLUSTERGEN_TABLE_2):
+        methods = [set(scores) for scores in table["results"].values()]
+        assert all(found == methods[0] for found in methods)
+        assert methods[0] - {"exact"} <= set(ALL_METHODS)
+
+
+def test_the_published_average_is_that_of_its_columns() -> None:
+    results = dict(BALANCEKV_TABLE_1["results"])
+    for method, average in results.pop(AVERAGE).items():
+        columns = [scores[method] for scores in results.values()]
+        assert sum(columns) / len(columns) == pytest.approx(average, abs=0.0051)
+
+
+def test_longeval_is_shown_beside_subgen(tmp_path: Path) -> None:
+    setups = [EXACT, *(Setup(name, kept) for name in ("h2o", "kcenter") for kept in (0.65, 0.25))]
+    (grid,) = grids(tmp_path, [made(s, float(s is EXACT), group={"lines": 200}) for s in setups])
+    assert "arXiv:2402.06082, Table 1" in grid.note
+    assert SUBGEN_TABLE_1["model"] in grid.note
+    assert "m, question seen" in grid.note
+    assert "compare the order" in grid.note
+    theirs = SUBGEN_TABLE_1["results"]["200"]
+    assert [line[:3] for line in grid.rows] == [
+        ["200", method, f"{theirs[method][1]:.2f}"] for method in ("exact", "h2o", "kcenter")
+    ]
+    assert grid.rows[1][3:] == ["64%", "0.00 [0.00-0.79]", "65%", "1"]
+
+
+@pytest.mark.parametrize("task", ["longbench_e", "longbench"])
+def test_longbench_is_shown_beside_balancekv(tmp_path: Path, task: str) -> None:
+    methods = ("exact", "snapkv", "balancekv", "heavy_merge")
+    (grid,) = grids(tmp_path, of_longbench(task, methods))
+    title = {"longbench_e": "LongBench-E", "longbench": "LongBench"}[task]
+    assert grid.title == f"Beside the BalanceKV paper, {title}"
+    assert len(grid.rows[0]) == len(grid.header)
+    for words in ("arXiv:2502.07861v1, Table 1", "Llama-3.1-8B-Instruct", f"seen, {title}, all"):
+        assert words in grid.note
+    assert "compare the order" in grid.note
+    table = BALANCEKV_TABLE_1["results"]
+    assert [line[:3] for line in grid.rows] == [
+        [kind, method, f"{table[kind][method]:.2f}"]
+        for kind in table
+        for method in table[kind]
+        if method in methods
+    ]
+    lines = {(line[0], line[1]): line[3:] for line in grid.rows}
+    assert lines["Code", "snapkv"] == ["25%", "50.0 [50.0-50.0]", "25%", "4"]
+    assert lines["Code", "exact"] == ["100%", "50.0 [50.0-50.0]", "100%", "4"]
+    assert lines[AVERAGE, "balancekv"] == ["25%", "50.0 [50.0-50.0]", "25%", "26"]
+
+
+def test_a_budget_far_from_the_papers_says_so(tmp_path: Path) -> None:
+    names = BALANCEKV_TABLE_1["datasets"]["Code"]
+    found = [made(Setup("snapkv", 0.9), 0.5, f"longbench/{n}", {"dataset": n}) for n in names]
+    (grid,) = grids(tmp_path, found)
+    assert [line[3:6:2] for line in grid.rows] == [["25%", "90%"]]
+
+
+def test_longbench_is_shown_beside_clustergen(tmp_path: Path) -> None:
+    names = CLUSTERGEN_TABLE_2["datasets"]["Fewshot"]
+    found = of_longbench("longbench", ("exact", "kcenter"), names)
+    found += of_longbench("longbench", ("kcenter",), ["qasper"])  # not all that the paper adds up
+    (grid,) = grids(tmp_path, found)
+    assert grid.title == "Beside the ClusterGen paper, LongBench"
+    for words in ("ClusterGen, Table 2", "longchat-7b-v1.5-32k", "sum over the same data sets"):
+        assert words in grid.note
+    theirs = CLUSTERGEN_TABLE_2["results"]["Fewshot"]
+    exact, mine = grid.rows
+    ours = "150.0 [150.0-150.0]"  # a sum over three data sets
+    assert exact[1:5] == ["exact", f"{theirs['exact']:.2f}", "100%", ours]
+    assert mine[1:3] == ["kcenter", f"{theirs['kcenter']:.2f}"]
+    assert mine[3:] == ["2,048 slots", ours, "20%, 2,048 slots", "6"]
+
+
+def test_intervals_of_means_over_data_sets_are_theirs_added_up(tmp_path: Path) -> None:
+    names = BALANCEKV_TABLE_1["datasets"]["Code"]
+    found = [
+        made(Setup("snapkv", 0.25), score, f"longbench/{name}", {"dataset": name}, case)
+        for name, scores in zip(names, ((0.2, 0.3, 0.4), (0.5, 0.5, 0.8)), strict=True)
+        for case, score in enumerate(scores)
+    ]
+    (grid,) = grids(tmp_path, found)
+    low, high = ([row["ci95"][end] for row in pooled(found)] for end in (0, 1))
+    halves = [(b - a) / 2 for a, b in zip(low, high, strict=True)]
+    half = sum(h**2 for h in halves) ** 0.5 / len(names)
+    assert grid.rows[0][4] == f"45.0 [{100 * (0.45 - half):.1f}-{100 * (0.45 + half):.1f}]"
+
+
+@pytest.mark.parametrize("methods", [("exact",), ("exact", "heavy_merge")])
+def test_without_a_published_method_no_table_is_shown(
+    tmp_path: Path, methods: tuple[str, ...]
+) -> None:
+    found = of_longbench("longbench", methods)
+    setups = [EXACT, OURS][: len(methods)]
+    found += [made(setup, 1.0, group={"lines": 200}) for setup in setups]
+    assert grids(tmp_path, found) == []
+    assert "Beside the papers" not in build([tmp_path / "a.jsonl"]).html
+
+
+def test_other_tasks_and_groups_have_no_table(tmp_path: Path) -> None:
+    found = [made(H2O, 1.0, "needle/line", {"length": 200, "depth": 0.5})]
+    found += [made(H2O, 1.0, group={"lines": 250}), made(H2O, 1.0, group={"lines": 200, "x": 1})]
+    found += of_longbench("longbench", ("snapkv", "kcenter"), ["qasper", "lcc"])  # parts of types
+    assert grids(tmp_path, found) == []
+
+
+def test_the_page_shows_the_papers_tables(tmp_path: Path) -> None:
+    found = of_longbench("longbench_e", ("balancekv", "streaming_llm"))
+    html = build([stored(tmp_path / "a.jsonl", found)]).html
+    text = " ".join(read(html).texts)
+    for words in ("Beside the papers", "BalanceKV paper, LongBench-E", "ClusterGen paper"):
+        assert words in text
+    assert f"{BALANCEKV_TABLE_1['results'][AVERAGE]['balancekv']:.2f}" in text
+
+
+# --- activations ---------------------------------------------------------------------------------
+
+
+def inspected(number: int) -> dict[str, Any]:
+    """What ``kvsketch inspect --out`` wrote of one model. The file in docs leaves out the points of
+    its t-SNE, which are only in the figure; any will do."""
+    part: dict[str, Any] = json.loads(INSPECTED.read_text(encoding="utf-8"))["results"][number]
+    count = part["tokens"][0]
+    for view in part["tsne"]:
+        view["positions"] = list(range(count))
+        view["points"] = [[i % 32, i // 32] for i in range(count)]
+    return part
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_inspect_wrote_is_on_the_page(tmp_path: Path, number: int) -> None:
+    part = inspected(number)
+    one, path = stored(tmp_path / "one.jsonl", [made(EXACT, 1.0)]), tmp_path / "inspect.json"
+    path.write_text(json.dumps(part), encoding="utf-8")
+    out = tmp_path / "report.html"
+    assert run(one, "--inspect", path, "-o", out).exit_code == 0
+    reader = read(out.read_text(encoding="utf-8"))
+    text = " ".join(reader.texts)
+    for name in ("norms", "clusterability", "tsne", "entropy", "errors"):
+        assert f"inspect: {name}" in text
+    assert f"Activations: {part['model']}" in text
+    for topic, reading in part["readings"].items():
+        assert reading in text, topic
+    for method, error in part["errors"].items():
+        assert {method, f"{error:.3f}"} <= set(reader.texts)
+
+
+@pytest.mark.parametrize("name", ["layers", "errors", "readings", "tokens", "kept", "tsne"])
+def test_an_inspect_file_with_a_part_missing_is_refused(tmp_path: Path, name: str) -> None:
+    part = inspected(0)
+    del part[name]
+    one, path = stored(tmp_path / "one.jsonl", [made(EXACT, 1.0)]), tmp_path / "inspect.json"
+    path.write_text(json.dumps(part), encoding="utf-8")
+    result = run(one, "--inspect", path, "-o", tmp_path / "report.html")
+    assert result.exit_code == 2
+    assert "is not an inspect.json of kvsketch inspect" in " ".join(result.stderr.split())
+    assert not (tmp_path / "report.html").exists()
 
 
 # --- files and errors ----------------------------------------------------------------------------

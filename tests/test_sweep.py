@@ -22,9 +22,10 @@ from transformers import DynamicCache
 from kvsketch import KVSketchError, SketchCache
 from kvsketch.errors import InputError
 from kvsketch.evaluation import longeval
-from kvsketch.evaluation.answering import Answerer, Reply
+from kvsketch.evaluation.answering import Answerer
 from kvsketch.evaluation.encoding import EncodedCase, Encoder
 from kvsketch.evaluation.intervals import mean_interval, wilson_interval
+from kvsketch.evaluation.replies import Reply
 from kvsketch.evaluation.settings import Settings
 from kvsketch.evaluation.setups import Setup, make_setups, parse_budget, parse_method
 from kvsketch.evaluation.store import Record, Store, key_of

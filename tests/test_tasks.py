@@ -1,4 +1,4 @@
-"""Tasks made from a seed: needle in a haystack, RULER, LongEval; and perplexity."""
+"""Tasks made from a seed: needle in a haystack, RULER, LongEval."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
-from transformers import DynamicCache
 
-from kvsketch import SketchCache
 from kvsketch.errors import InputError
 from kvsketch.evaluation import longeval as official
 from kvsketch.evaluation.loading import load_tokenizer, resolve_model
-from kvsketch.evaluation.perplexity import perplexity
 from kvsketch.evaluation.tasks.base import Case
 from kvsketch.evaluation.tasks.fitting import Lengths, largest
 from kvsketch.evaluation.tasks.haystack import (
@@ -36,7 +32,7 @@ from kvsketch.evaluation.tasks.longeval import LongEval
 from kvsketch.evaluation.tasks.needle import FORMS, SANDWICH, Needle
 from kvsketch.evaluation.tasks.ruler import SUBTASKS, Ruler
 from kvsketch.evaluation.tasks.ruler_needles import NEEDLES
-from tiny_model import tiny_case, tiny_model, tiny_tokenizer
+from tiny_model import tiny_case, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("KVSKETCH_DATA", ROOT.parent / "shared" / "data"))
@@ -595,64 +591,3 @@ def test_official_longeval_files_make_tasks() -> None:
     for case in task.cases():
         assert f"<{case.answers[0]}>\n" in case.context
         assert case.group == {"lines": 200}
-
-
-# --- perplexity ----------------------------------------------------------------------------------
-
-
-def text_and_model() -> tuple[torch.Tensor, Any]:
-    ids = tiny_tokenizer()(tiny_case(30).prompt, return_tensors="pt").input_ids
-    return ids, tiny_model(len(tiny_tokenizer()))
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 10_000])
-@pytest.mark.parametrize("prefill", ["exact", "streaming"])
-def test_perplexity_of_everything_kept_is_the_models_own(chunk: int, prefill: str) -> None:
-    ids, model = text_and_model()
-    n = ids.shape[1]
-    with torch.inference_mode():
-        logits = model(ids, use_cache=False).logits[0].double().log_softmax(-1)
-    nats = -float(logits[n - 40 : -1].gather(-1, ids[0, n - 39 :, None]).mean())
-    found = perplexity(
-        model, ids, lambda: SketchCache(model.config, budget=1.0, prefill=prefill), n - 40, chunk
-    )
-    assert found.tokens == 39
-    assert found.exact_nats == pytest.approx(nats, abs=1e-4)
-    assert found.nats == pytest.approx(nats, abs=1e-4)
-    assert found.value == pytest.approx(math.exp(nats), rel=1e-3)
-    assert found.exact_value == pytest.approx(math.exp(nats), rel=1e-3)
-
-
-def test_perplexity_sees_what_was_lost_and_one_at_a_time_is_decoding() -> None:
-    ids, model = text_and_model()
-    n = ids.shape[1]
-
-    def cache() -> SketchCache:
-        return SketchCache(model.config, "streaming_llm", budget=48, one_shot=True)
-
-    found = perplexity(model, ids, cache, n - 30)
-    assert found.nats != pytest.approx(found.exact_nats, abs=1e-3)
-    by_hand, kept = 0.0, cache()
-    with torch.inference_mode():
-        model(ids[:, : n - 30], past_key_values=kept)
-        for i in range(n - 30, n - 1):
-            logits = model(ids[:, i : i + 1], past_key_values=kept).logits[0, -1].double()
-            by_hand -= float(logits.log_softmax(-1)[ids[0, i + 1]])
-    assert found.nats == pytest.approx(by_hand / 29, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("shape", "prefill", "chunk", "message"),
-    [
-        ((1, 10), 9, 1, r"ids of shape \(1, 10\) must be \[1, n\] with n >= prefill \+ 2 = 11"),
-        ((2, 10), 4, 1, r"ids of shape \(2, 10\)"),
-        ((10,), 4, 1, r"ids of shape \(10,\)"),
-        ((1, 10), 0, 1, "prefill=0 must be"),
-        ((1, 10), 4, 0, "chunk=0 must be"),
-    ],
-)
-def test_perplexity_refuses_what_cannot_be_scored(
-    shape: tuple[int, ...], prefill: int, chunk: int, message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        perplexity(None, torch.zeros(shape, dtype=torch.long), DynamicCache, prefill, chunk)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +84,6 @@ def _catching(
     model: Any, caught: list[Activations], layers: Sequence[int] | None
 ) -> Iterator[None]:
     config = model.config.get_text_config(decoder=True)
-    before = config._attn_implementation
     # sdpa knows no soft-capping
     kernel = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
@@ -98,6 +97,36 @@ def _catching(
             caught.append(Activations(layer, q, k, v, float(scaling), kwargs.get("softcap")))
         return usual_kernel(module, kernel)(module, query, key, value, *args, **kwargs)
 
+    with _replaced(config, kernel, attention):
+        yield
+
+
+@contextmanager
+def intercepted(model: Any, visit: Callable[[nn.Module, Tensor], Tensor]) -> Iterator[None]:
+    """Every attention layer's output goes through ``visit(module, out)``, out
+    ``[batch, tokens, heads, value_dim]``; the model goes on with what it returns. Works around any
+    cache; one that replaces the attention function has to be made before.
+
+    Raises:
+        UnsupportedError: the model's attention is not transformers' attention interface.
+    """
+    if not getattr(model, "_supports_attention_backend", False):
+        raise _unsupported(model)
+    config = model.config.get_text_config(decoder=True)
+    kernel = config._attn_implementation or "eager"
+
+    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        out, weights = usual_kernel(module, kernel)(module, *args, **kwargs)
+        return visit(module, out), weights
+
+    with _replaced(config, kernel, attention):
+        yield
+
+
+@contextmanager
+def _replaced(config: Any, kernel: str, attention: Callable[..., Any]) -> Iterator[None]:
+    """``attention`` instead of the model's own, with the masks of ``kernel``."""
+    before = config._attn_implementation
     AttentionInterface.register(_NAME, attention)
     AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[kernel])
     config._attn_implementation = _NAME

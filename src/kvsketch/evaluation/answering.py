@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,87 +10,11 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from kvsketch.evaluation.encoding import EncodedCase
+from kvsketch.evaluation.following import Follower
+from kvsketch.evaluation.replies import Footprint, Reply, clock, footprint, new_cache
 from kvsketch.evaluation.settings import Settings
-from kvsketch.evaluation.setups import EXACT, Setup
+from kvsketch.evaluation.setups import Setup
 from kvsketch.hf import SketchCache
-
-
-@dataclass(frozen=True)
-class Reply:
-    """An answer and what it cost, per case: seconds of a batch are divided by its rows.
-
-    `slots` and the bytes are measured when the first answer token is out, `final_` ones after the
-    last; the first token is the prefill's, `decode_tokens` come after it."""
-
-    text: str
-    prompt_tokens: int
-    new_tokens: int
-    slots: float
-    kv_bytes: float
-    exact_kv_bytes: float
-    final_kv_bytes: float
-    final_exact_kv_bytes: float
-    peak_kv_bytes: float
-    prefill_seconds: float
-    decode_tokens: int
-    decode_seconds: float
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What a cache holds, over the whole batch. Bytes are of live tensors."""
-
-    slots: float
-    kv_bytes: int
-    exact_kv_bytes: int
-    peak_kv_bytes: int
-
-
-def footprint(cache: SketchCache | DynamicCache) -> Footprint:
-    """Measures `cache`. An exact cache is its own yardstick."""
-    if isinstance(cache, SketchCache):
-        summary = cache.summary()
-        return Footprint(
-            float(summary["slots"]),
-            int(summary["kv_bytes"]),
-            int(summary["exact_kv_bytes"]),
-            int(summary["peak_kv_bytes"]),
-        )
-    tensors = [
-        tensor
-        for layer in cache.layers
-        for tensor in (layer.keys, layer.values)
-        if tensor is not None
-    ]
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return Footprint(float(cache.get_seq_length()), size, size, size)
-
-
-def new_cache(
-    config: Any, settings: Settings, setup: Setup, prompt_length: int
-) -> SketchCache | DynamicCache:
-    """An empty cache for a model with `config`; "exact" is transformers' own.
-
-    Raises `KVSketchError` if the method, the budget or the model do not allow it.
-    """
-    if setup.method == EXACT:
-        return DynamicCache(config=config)
-    chunked = settings.prefill == "exact" and settings.prefill_chunk_size is not None
-    return SketchCache(
-        config,
-        setup.method,
-        budget=setup.budget,
-        tolerance=setup.tolerance,
-        allocation=setup.allocation,
-        bits=setup.bits,
-        sink=settings.sink,
-        recent=settings.recent,
-        prefill=settings.prefill,
-        # Without it a cache cannot know that more chunks are to come.
-        prompt_length=prompt_length if chunked else None,
-        one_shot=settings.one_shot,
-        seed=setup.seed,
-    )
 
 
 class Answerer:
@@ -106,10 +28,13 @@ class Answerer:
         if self._pad is None:  # any id will do: padding is masked out
             self._pad = tokenizer.eos_token_id or 0
         self._warm = False
+        self._follower = Follower(model, settings)
 
     def answer(self, cases: Sequence[EncodedCase], setup: Setup) -> list[Reply]:
         """Greedy answers to a batch of cases of one answer length, each with its share of bytes
-        and seconds."""
+        and seconds; or what their continuation measures."""
+        if cases[0].measure:
+            return [self._follower.reply(case, setup) for case in cases]
         if not self._warm:  # the first call of a process pays for more than its tokens
             self._generate(torch.tensor([list(cases[0].ids[:8])]), None, DynamicCache(), None, 2)
             self._warm = True
@@ -159,10 +84,7 @@ class Answerer:
         return output
 
     def _clock(self) -> float:
-        """Seconds, once the device has done what it was given."""
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
-        return time.perf_counter()
+        return clock(self.model.device)
 
     def _replies(
         self,

@@ -13,11 +13,15 @@ from kvsketch.evaluation.settings import Settings
 @dataclass(frozen=True)
 class EncodedCase:
     """Token ids of a prompt. The first `record` of them are compressed before the question is
-    seen; with the question seen, that is all of them. `new_tokens`: longest answer."""
+    seen; with the question seen, that is all of them. `new_tokens`: longest answer.
+
+    With a `measure`, nothing is answered: the ids go on behind the prompt, and the last
+    `new_tokens` of them are what is measured (`following`)."""
 
     ids: Sequence[int]
     record: int
     new_tokens: int
+    measure: str = ""
 
 
 class Encoder:
@@ -51,11 +55,11 @@ class Encoder:
                     f"{where}: --question unseen needs a prompt whose question comes after the "
                     "context"
                 )
-            record = self._ids(prompt[:cut], special)
-            ids = record + self._ids(prompt[cut:], False)
+            record = self.ids(prompt[:cut], special)
+            ids = record + self.ids(prompt[cut:], False)
             seen = len(record)
         else:
-            ids = self._ids(prompt, special)
+            ids = self.ids(prompt, special)
             seen = len(ids)
         need = len(ids) + new_tokens
         if self._limit is not None and need > self._limit:
@@ -65,7 +69,8 @@ class Encoder:
             )
         return EncodedCase(ids, seen, new_tokens)
 
-    def _ids(self, text: str, special: bool) -> list[int]:
+    def ids(self, text: str, special: bool) -> list[int]:
+        """Token ids of a text, with the tokenizer's own first and last ones where `special`."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)[
             "input_ids"
         ]

@@ -41,8 +41,8 @@ def eval_command(
         list[str],
         typer.Argument(
             metavar="TASK...",
-            help="longeval, longbench, longbench_e, needle, ruler. Files after --cases FILE are "
-            "further case files.",
+            help="longeval, longbench, longbench_e, needle, ruler; kl, perplexity, attention_error "
+            "(of texts that go on). Files after --cases FILE are further case files.",
         ),
     ],
     config: Annotated[
@@ -96,7 +96,8 @@ def eval_command(
     lines: Annotated[
         str | None,
         typer.Option(
-            help="longeval: generate cases with this many lines, e.g. 200,300. [default: 200]"
+            help="longeval, --form line: generate cases with this many lines, e.g. 200,300. "
+            "[default: 200]"
         ),
     ] = None,
     num_cases: Annotated[
@@ -104,19 +105,27 @@ def eval_command(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="longbench: folder of NAME.jsonl [default: the hub]; needle: of texts."),
+        typer.Option(
+            help="longbench: folder of NAME.jsonl [default: the hub]; needle, ruler: of texts; kl, "
+            "perplexity, attention_error: a .txt or .jsonl file, a folder of them, or "
+            "hub:NAME[:CONFIGURATION[:SPLIT]]."
+        ),
     ] = None,
     datasets: Annotated[str, typer.Option(help="longbench: comma-separated. [default: all]")] = "",
     subtasks: Annotated[str, typer.Option(help="ruler: comma-separated. [default: all]")] = "",
     lengths: Annotated[
-        str, typer.Option(help="needle, ruler: prompt lengths in tokens, e.g. 1000,2000.")
+        str, typer.Option(help="needle, ruler, texts: lengths in tokens, e.g. 1000,2000.")
     ] = "1000,1800",
     depths: Annotated[
         str, typer.Option(help="needle: where it is hidden, 0 (start) to 1 (end).")
     ] = "0,0.25,0.5,0.75,1",
     form: Annotated[
-        str, typer.Option(help="needle: sandwich, number, or line (for the packaged model).")
-    ] = "sandwich",
+        str | None,
+        typer.Option(
+            help="needle: sandwich, number, or line (for the packaged model); kl, perplexity, "
+            "attention_error: text, or line."
+        ),
+    ] = None,
     sink: Annotated[int, typer.Option(help="First tokens that are always kept.")] = 4,
     recent: Annotated[int, typer.Option(help="Last tokens that are always kept.")] = 32,
     prefill: Annotated[
@@ -130,7 +139,8 @@ def eval_command(
         bool, typer.Option("--one-shot", help="Compress the prompt only; keep answers exact.")
     ] = False,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="Longest answer. [default: the task's own]")
+        int | None,
+        typer.Option(help="Longest answer; tokens measured of a text. [default: the task's own]"),
     ] = None,
     max_prompt_tokens: Annotated[
         int | None,

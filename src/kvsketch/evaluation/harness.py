@@ -126,7 +126,7 @@ class SketchLM(HFLM):  # type: ignore[misc]
         if self._sketch is not None:
             raise UnsupportedError(
                 "loglikelihood_rolling scores a whole text: there is no context to compress; use "
-                f"method={EXACT}, or kvsketch.evaluation.perplexity"
+                f"method={EXACT}, or kvsketch eval perplexity"
             )
         scores: list[float] = super().loglikelihood_rolling(requests, disable_tqdm)
         return scores

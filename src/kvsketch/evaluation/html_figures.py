@@ -130,6 +130,7 @@ class Sketchbook:
         xlabel: str,
         ylabel: str,
         top: float | None = None,
+        log: bool = False,
         labels: Sequence[str] = (),
         task: str = "",
     ) -> Figure:
@@ -137,6 +138,7 @@ class Sketchbook:
 
         Args:
             top: of the y axis, which starts at 0; None: above all points.
+            log: the y axis is logarithmic; all points must be above 0.
             labels: of the places 0, 1, ... on the x axis; there are no lines between them then.
         """
         with _style() as new:
@@ -146,7 +148,13 @@ class Sketchbook:
             handles = self._plot(ax, series, bool(labels))
             ax.set(xlabel=xlabel, ylabel=ylabel)
             highest = top or 1.1 * max((y for s in series for y in s.y), default=1.0) or 1.0
-            ax.set_ylim(-0.03 * highest, 1.04 * highest)  # marks at 0 are whole
+            if log:
+                least = min((y for s in series for y in s.y), default=0.1)
+                ax.set_yscale("log")
+                _plain_ticks(ax.yaxis, few=highest > 1000 * least)
+                ax.set_ylim(0.6 * least, 1.6 * highest)  # an interval may go on below and above
+            else:
+                ax.set_ylim(-0.03 * highest, 1.04 * highest)  # marks at 0 are whole
             if labels:
                 ax.set_xticks(range(len(labels)), labels, rotation=40, ha="right")
                 ax.set_xlim(-0.6, len(labels) - 0.4)
@@ -293,6 +301,15 @@ class Sketchbook:
             name = f"{base or 'figure'}-{number}"
         self._names.add(name)
         return name
+
+
+def _plain_ticks(axis: Any, few: bool) -> None:
+    """0.01, 0.02, 0.05, ... (few: 0.01, 0.1, ...) instead of powers of ten, which are formulas."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1,) if few else (1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def write(figures: Sequence[Figure], folder: Path) -> list[str]:

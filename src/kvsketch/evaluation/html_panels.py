@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kvsketch.evaluation.html_figures import Figure, Series, Sketchbook
-from kvsketch.evaluation.published import SUBGEN_TABLE_1
+from kvsketch.evaluation.html_parts import Grid, Section
+from kvsketch.evaluation.html_published import beside
 from kvsketch.evaluation.runs import (
     Run,
     goals,
     grouped,
-    interval,
     is_exact,
     pooled,
-    scale_of,
-    shown,
 )
+from kvsketch.evaluation.scales import Scale, scale_of
 
 Row = Mapping[str, Any]
 
@@ -25,33 +23,15 @@ Row = Mapping[str, Any]
 _TOLD = 60
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A small table: the first column names its rows."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Section:
-    """Part of a page, about one run."""
-
-    title: str
-    note: str
-    figures: Sequence[Figure] = ()
-    grids: Sequence[Grid] = ()
-
-
 def sections(run: Run, book: Sketchbook) -> list[Section]:
     """Everything but the summary; parts without anything to show are left out."""
     found = [
         _by_bytes(run, book),
+        _errors(run, book),
         _needles(run, book),
         _by_lines(run, book),
         _by_data_set(run, book),
+        _beside(run),
         _cost(run, book),
     ]
     return [section for section in found if section.figures or section.grids]
@@ -65,7 +45,7 @@ def summary(run: Run) -> Grid:
         exact = next((row for row in rows if is_exact(row)), None)
         beside = _score(exact, scale) if exact else "not run"
         for goal in goals(rows) or ["exact only"]:
-            ranked = sorted((r for r in rows if r["goal"] == goal), key=lambda r: -r["score"])
+            ranked = _ranked([row for row in rows if row["goal"] == goal])
             lines.append([task, goal, *_best(ranked, scale), beside, _cases(ranked or rows)])
     return Grid(
         "Best method by task and budget",
@@ -82,10 +62,9 @@ def headline(run: Run) -> str:
     for goal in goals(rows):
         wins: dict[str, int] = {}
         for found in tasks.values():
-            ranked = [row for row in found if row["goal"] == goal]
-            top = max((row["score"] for row in ranked), default=0)
+            ranked = _ranked([row for row in found if row["goal"] == goal])
             for row in ranked:
-                if row["score"] == top:
+                if row["score"] == ranked[0]["score"]:
                     wins[row["method"]] = wins.get(row["method"], 0) + 1
         most = max(wins.values())
         names = " and ".join(name for name, count in wins.items() if count == most)
@@ -94,16 +73,22 @@ def headline(run: Run) -> str:
     return f"Best {', '.join(parts)}." if parts else "Only the exact cache was run."
 
 
-def _best(ranked: Sequence[Row], scale: int) -> list[str]:
+def _ranked(rows: Sequence[Row]) -> list[Row]:
+    """Of one task, the best first."""
+    return sorted(rows, key=lambda row: scale_of(row["task"]).best_first(row["score"]))
+
+
+def _best(ranked: Sequence[Row], scale: Scale) -> list[str]:
     if not ranked:
         return ["-"] * 4
     best = [row for row in ranked if row["score"] == ranked[0]["score"]]
     others = ranked[len(best) :]
     following = "-"
     if others:
-        close = others[0]["ci95"][1] >= best[0]["ci95"][0]
+        (low, high), (next_low, next_high) = best[0]["ci95"], others[0]["ci95"]
+        close = next_low <= high and next_high >= low
         sign = "≈ " if close else ""
-        following = f"{sign}{others[0]['method']} {shown(others[0]['score'], scale)}"
+        following = f"{sign}{others[0]['method']} {scale.shown(others[0]['score'])}"
     return [
         ", ".join(row["method"] for row in best),
         _score(best[0], scale),
@@ -114,8 +99,8 @@ def _best(ranked: Sequence[Row], scale: int) -> list[str]:
     ]
 
 
-def _score(row: Row, scale: int) -> str:
-    return f"{shown(row['score'], scale)} [{interval(row, scale)}]"
+def _score(row: Row, scale: Scale) -> str:
+    return f"{scale.shown(row['score'])} [{scale.interval(row['ci95'])}]"
 
 
 def _cases(rows: Sequence[Row]) -> str:
@@ -144,42 +129,65 @@ def _sentence(tips: Sequence[str]) -> str:
 
 def _by_bytes(run: Run, book: Sketchbook) -> Section:
     """One panel for each task and group; a needle's depths together."""
-    figures = []
-    for title, rows in grouped(_without_depth(run), lambda row: row["title"]).items():
-        task = rows[0]["task"]
-        scale = scale_of(task)
-        series = []
-        for name, points in grouped(rows, lambda row: row["series"]).items():
-            points = sorted(points, key=lambda row: row["kept"])
-            series.append(_scored(name, points, [100 * row["kept"] for row in points], scale))
-        figures.append(
-            book.lines(
-                f"score: {title}",
-                f"Score by method, with 95% intervals. {_told(rows)}",
-                series,
-                xlabel="KV bytes kept, % of the exact cache",
-                ylabel="score x 100" if scale == 100 else "score",
-                top=scale,
-                task=task,
-            )
-        )
     return Section(
         "Score against bytes kept",
         "Bars are 95% intervals, drawn side by side where methods keep the same; the dashed line "
         "and its band are the exact cache. Bytes are counted after the prompt.",
-        figures,
+        [_kept(title, rows, book) for title, rows in _panels(run, errors=False)],
     )
 
 
-def _scored(name: str, rows: Sequence[Row], x: Sequence[float], scale: int) -> Series:
+def _errors(run: Run, book: Sketchbook) -> Section:
+    """Error curves, as BalanceKV's Figure 2 has them for one layer's attention."""
+    return Section(
+        "Error against bytes kept",
+        "Less is better, on a logarithmic scale; bars are 95% intervals. Texts go on behind a "
+        "compressed prompt: KL of the next token to the exact cache's, perplexity of the text's "
+        "own tokens, and the relative error of single layers' attention (BalanceKV's Figure 2).",
+        [_kept(title, rows, book) for title, rows in _panels(run, errors=True)],
+    )
+
+
+def _panels(run: Run, errors: bool) -> list[tuple[str, list[Row]]]:
+    """Title and rows of what is a score, or an error."""
+    found = grouped(_without_depth(run), lambda row: row["title"])
+    return [x for x in found.items() if scale_of(x[1][0]["task"]).is_error == errors]
+
+
+def _kept(title: str, rows: Sequence[Row], book: Sketchbook) -> Figure:
+    task = rows[0]["task"]
+    scale = scale_of(task)
+    if scale.is_error:
+        # A logarithmic axis has no place for what is exact.
+        rows = [
+            row for row in rows if row["score"] > 0 and (scale.exponential or not is_exact(row))
+        ]
+    series = []
+    for name, points in grouped(rows, lambda row: row["series"]).items():
+        points = sorted(points, key=lambda row: row["kept"])
+        series.append(_scored(name, points, [100 * row["kept"] for row in points], scale))
+    kind = "error" if scale.is_error else "score"
+    return book.lines(
+        f"{kind}: {title}",
+        f"{kind.title()} by method, with 95% intervals. {_told(rows)}",
+        series,
+        xlabel="KV bytes kept, % of the exact cache",
+        ylabel=scale.label,
+        top=None if scale.top is None else scale.factor * scale.top,
+        log=scale.is_error,
+        task=task,
+    )
+
+
+def _scored(name: str, rows: Sequence[Row], x: Sequence[float], scale: Scale) -> Series:
     return Series(
         name,
         rows[0]["method"],
         x,
-        [scale * row["score"] for row in rows],
+        [scale.factor * row["score"] for row in rows],
         [_tip(row) for row in rows],
-        [scale * row["ci95"][0] for row in rows],
-        [scale * row["ci95"][1] for row in rows],
+        [scale.factor * row["ci95"][0] for row in rows],
+        [scale.factor * row["ci95"][1] for row in rows],
         level=is_exact(rows[0]),
     )
 
@@ -204,7 +212,7 @@ def _needles(run: Run, book: Sketchbook) -> Section:
                 (depths.index(r["group"]["depth"]), lengths.index(r["group"]["length"])): (
                     r["score"],
                     f"length {r['group']['length']}, depth {r['group']['depth']:.3g}: "
-                    f"{_score(r, 1)}, {r['cases']} cases",
+                    f"{_score(r, scale_of(task))}, {r['cases']} cases",
                 )
                 for r in cells
             }
@@ -232,14 +240,14 @@ def _needles(run: Run, book: Sketchbook) -> Section:
 
 def _by_lines(run: Run, book: Sketchbook) -> Section:
     rows = [r for r in run.rows if r["task"] == "longeval" and set(r["group"]) == {"lines"}]
-    figures = []
+    figures, scale = [], scale_of("longeval")
     if len({row["group"]["lines"] for row in rows}) > 1:
         for goal in goals(rows):
             found = [row for row in rows if row["goal"] in ("exact", goal)]
             series = []
             for name, points in grouped(found, lambda row: row["series"]).items():
                 points = sorted(points, key=lambda row: row["group"]["lines"])
-                s = _scored(name, points, [row["group"]["lines"] for row in points], 1)
+                s = _scored(name, points, [row["group"]["lines"] for row in points], scale)
                 series.append(Series(s.name, s.method, s.x, s.y, s.tips, s.low, s.high))
             figures.append(
                 book.lines(
@@ -256,38 +264,7 @@ def _by_lines(run: Run, book: Sketchbook) -> Section:
         "LongEval by lines",
         "Accuracy of line retrieval; bars are 95% intervals.",
         figures,
-        _beside_subgen(run, rows),
     )
-
-
-def _beside_subgen(run: Run, rows: Sequence[Row]) -> list[Grid]:
-    """SubGen's Table 1 and, of each of its methods, our row that keeps the nearest share."""
-    lines = []
-    for length, theirs in SUBGEN_TABLE_1["results"].items():
-        for method, (gigabytes, accuracy) in theirs.items():
-            share = gigabytes / theirs["exact"][0]
-            ours = [
-                row
-                for row in rows
-                if str(row["group"]["lines"]) == length and row["method"] == method
-            ]
-            if ours:
-                row = min(ours, key=lambda row: abs(row["kept"] - share))
-                kept, cases = f"{row['kept']:.0%}", str(row["cases"])
-                beside = [f"{accuracy:.2f}", f"{share:.0%}", _score(row, 1), kept, cases]
-                lines.append([length, method, *beside])
-    if not any(line[1] != "exact" for line in lines):
-        return []
-    return [
-        Grid(
-            "Beside the SubGen paper",
-            ("lines", "method", "paper", "paper kept", "ours [95%]", "ours kept", "our cases"),
-            lines,
-            f"{SUBGEN_TABLE_1['source']}: {SUBGEN_TABLE_1['model']}, {SUBGEN_TABLE_1['cases']} "
-            f"cases, question seen; kcenter is the paper's SubGen. Ours: {run.title}, the budget "
-            "that keeps most nearly the same share. The models differ: compare the order.",
-        )
-    ]
 
 
 def _by_data_set(run: Run, book: Sketchbook) -> Section:
@@ -300,12 +277,13 @@ def _by_data_set(run: Run, book: Sketchbook) -> Section:
     names = list(grouped(rows, lambda row: row["task"]))
     sets = [name.partition("/")[2] or name for name in names]
     exact = [row for row in rows if is_exact(row)]
+    scale = scale_of("longbench")
     figures, grids = [], []
     for goal in goals(rows):
         series = []
         found = [row for row in rows if row["goal"] in ("exact", goal)]
         for name, points in grouped(found, lambda row: row["series"]).items():
-            s = _scored(name, points, [names.index(row["task"]) for row in points], 100)
+            s = _scored(name, points, [names.index(row["task"]) for row in points], scale)
             series.append(Series(s.name, s.method, s.x, s.y, s.tips, s.low, s.high))
         figures.append(
             book.lines(
@@ -313,8 +291,8 @@ def _by_data_set(run: Run, book: Sketchbook) -> Section:
                 f"Score times 100 by data set. {_told(found)}",
                 series,
                 xlabel="",
-                ylabel="score x 100",
-                top=100,
+                ylabel=scale.label,
+                top=scale.factor,
                 labels=sets,
                 task="longbench",
             )
@@ -322,11 +300,11 @@ def _by_data_set(run: Run, book: Sketchbook) -> Section:
         columns = grouped([*exact, *(r for r in found if r["goal"] == goal)], lambda r: r["series"])
         scores = {m: {r["task"]: r["score"] for r in x} for m, x in columns.items()}
         lines = [
-            [label, *(shown(x[name], 100) if name in x else "-" for x in scores.values())]
+            [label, *(scale.shown(x[name]) if name in x else "-" for x in scores.values())]
             for label, name in zip(sets, names, strict=True)
         ]
         whole = [  # a mean over other data sets than its neighbours' would mislead
-            shown(sum(x.values()) / len(x), 100) if len(x) == len(names) else "-"
+            scale.shown(sum(x.values()) / len(x)) if len(x) == len(names) else "-"
             for x in scores.values()
         ]
         lines.append(["mean of data sets", *whole])
@@ -336,6 +314,15 @@ def _by_data_set(run: Run, book: Sketchbook) -> Section:
         "On the published scale: scores times 100, each data set by its own metric.",
         figures,
         grids,
+    )
+
+
+def _beside(run: Run) -> Section:
+    return Section(
+        "Beside the papers",
+        "Published tables and, of each method in them that was run, our row that keeps most nearly "
+        "as much. Models differ, and so may cases and prompts: compare the order.",
+        grids=beside(run),
     )
 
 

@@ -20,8 +20,10 @@ from markupsafe import Markup
 from kvsketch import __version__
 from kvsketch.errors import InputError
 from kvsketch.evaluation.html_figures import Figure, Sketchbook, require_matplotlib, write
-from kvsketch.evaluation.html_panels import Grid, Section, headline, sections, summary
-from kvsketch.evaluation.runs import Run, clean, interval, read_runs, scale_of, shown
+from kvsketch.evaluation.html_panels import headline, sections, summary
+from kvsketch.evaluation.html_parts import Grid, Section
+from kvsketch.evaluation.runs import Run, clean, read_runs
+from kvsketch.evaluation.scales import scale_of
 
 #: what is said of a run, in this order, where it is known
 _PROTOCOL = {
@@ -201,8 +203,8 @@ def _table_row(run: Run, row: Mapping[str, Any]) -> dict[str, Any]:
         row["method"],
         row["goal"],
         f"{row['cases']}",
-        shown(row["score"], scale),
-        interval(row, scale),
+        scale.shown(row["score"]),
+        scale.interval(row["ci95"]),
         f"{100 * row['kept']:.1f}",
         *(f"{row[name] / 1000:,.0f}" for name in ("kv_bytes", "peak_kv_bytes")),
         f"{row['prompt_tokens']:,.0f}",

@@ -35,12 +35,22 @@ def mean_interval(scores: Sequence[float]) -> tuple[float, float]:
     Raises:
         InputError: no scores.
     """
-    if not scores:
-        raise InputError("an interval needs at least one score")
+    low, high = normal_interval(scores)
     if all(score in (0.0, 1.0) for score in scores):
         return wilson_interval(round(sum(scores)), len(scores))
-    n = len(scores)
-    mean = math.fsum(scores) / n
-    variance = math.fsum((score - mean) ** 2 for score in scores) / max(1, n - 1)
+    return max(0.0, low), min(1.0, high)
+
+
+def normal_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95% interval of a mean, from the values' own spread; a single value is its own.
+
+    Raises:
+        InputError: no values.
+    """
+    if not values:
+        raise InputError("an interval needs at least one score")
+    n = len(values)
+    mean = math.fsum(values) / n
+    variance = math.fsum((value - mean) ** 2 for value in values) / max(1, n - 1)
     half = _Z95 * math.sqrt(variance / n)
-    return max(0.0, mean - half), min(1.0, mean + half)
+    return mean - half, mean + half

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsketch.errors import InputError, KVSketchError
-from kvsketch.evaluation.answering import Answerer, Reply
+from kvsketch.evaluation.answering import Answerer
+from kvsketch.evaluation.replies import Reply
 from kvsketch.evaluation.settings import Settings
 from kvsketch.evaluation.sweep import Job
 

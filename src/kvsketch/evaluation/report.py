@@ -11,6 +11,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from kvsketch.evaluation.scales import Scale, scale_of
+
 
 def results_tables(rows: Sequence[Mapping[str, Any]], wide: bool = False) -> Iterator[Table]:
     """Tables of `sweep.aggregate` rows, one per task and group (lines, data set, length, ...)."""
@@ -34,8 +36,10 @@ def _results_table(title: str, rows: Sequence[Mapping[str, Any]], wide: bool) ->
     """kB are 1,000 bytes per case. Fits 80 columns; `wide` adds peak memory and prefill speed
     (100 columns)."""
     tokens = sum(row["prompt_tokens"] for row in rows) / len(rows)
+    scale = scale_of(rows[0]["task"])
+    better = "; less is better" if scale.is_error else ""
     table = Table(
-        title=f"{title}; {tokens:,.0f} tokens, question {rows[0]['question']}",
+        title=f"{title}; {tokens:,.0f} tokens, question {rows[0]['question']}{better}",
         title_justify="left",
         box=SIMPLE_HEAD,
         show_edge=False,
@@ -47,7 +51,6 @@ def _results_table(title: str, rows: Sequence[Mapping[str, Any]], wide: bool) ->
     for name in (["peak kB", "prefill/s"] if wide else []) + ["tok/s"]:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        low, high = row["ci95"]
         speeds = [_rate(row["decode_tokens_per_s"])]
         if wide:
             peak = f"{row['peak_kv_bytes'] / 1000:,.0f}"
@@ -56,14 +59,19 @@ def _results_table(title: str, rows: Sequence[Mapping[str, Any]], wide: bool) ->
             row["method"],
             str(row["budget"]) if row["tolerance"] is None else f"tol {row['tolerance']}",
             str(row["cases"]),
-            f"{row['score']:.2f}",
-            f"{low:.2f}-{high:.2f}",
+            _share(scale, row["score"]),
+            "-".join(_share(scale, end) for end in row["ci95"]),
             f"{row['slots']:,.0f}",
             f"{row['kv_bytes'] / 1000:,.0f}",
             f"{row['kv_bytes'] / row['exact_kv_bytes']:.1%}",
             *speeds,
         )
     return table
+
+
+def _share(scale: Scale, score: float) -> str:
+    """Scores of every task in [0, 1], as in the store; errors on their own scale."""
+    return scale.shown(score) if scale.is_error else f"{score:.2f}"
 
 
 def _rate(value: float | None) -> str:

@@ -152,21 +152,6 @@ def grouped(
     return found
 
 
-def scale_of(task: str) -> int:
-    """LongBench's scores are published times 100."""
-    return 100 if task.partition("/")[0] == "longbench" else 1
-
-
-def shown(value: float, scale: int) -> str:
-    """A score in two decimals, or one where it is times 100."""
-    return f"{value * scale:.1f}" if scale == 100 else f"{value:.2f}"
-
-
-def interval(row: Mapping[str, Any], scale: int) -> str:
-    low, high = row["ci95"]
-    return f"{shown(low, scale)}-{shown(high, scale)}"
-
-
 def _named(name: str, value: Any) -> str:
     return f"{value} lines" if name == "lines" else f"{name} {value}"
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvsketch import __version__
 from kvsketch.evaluation import loading
-from kvsketch.evaluation.answering import Answerer, Reply, new_cache
+from kvsketch.evaluation.answering import Answerer
 from kvsketch.evaluation.encoding import EncodedCase, Encoder, max_positions
-from kvsketch.evaluation.intervals import mean_interval
+from kvsketch.evaluation.replies import Reply, new_cache
+from kvsketch.evaluation.scales import scale_of
 from kvsketch.evaluation.settings import Settings
 from kvsketch.evaluation.setups import EXACT, Setup
 from kvsketch.evaluation.store import Record, Store, key_of
@@ -193,10 +194,8 @@ class Sweep:
                 continue
             new = self.settings.new_tokens(case)
             limit = self.settings.max_prompt_tokens or (positions or 10**9) - new
-            fitted = task.fitted(case, tokenizer, limit)
-            chat = fitted.details.get("chat") is not False
-            whole = encoder.encode(fitted.context, fitted.question, case.where, new, chat)
-            found[case.id] = EncodedCase(array("i", whole.ids), whole.record, new)
+            whole = task.encoded(case, encoder, limit, new)
+            found[case.id] = replace(whole, ids=array("i", whole.ids))
         return found
 
     def _batched(
@@ -229,7 +228,7 @@ class Sweep:
         return Record(
             self.identity(case, setup),
             {
-                "score": task.score(case, reply.text),
+                "score": task.graded(case, reply),
                 "group": dict(case.group),
                 "label": setup.label,
                 "kept": setup.kept,
@@ -242,8 +241,8 @@ class Sweep:
 def aggregate(records: Iterable[Record]) -> list[dict[str, Any]]:
     """One row per task, group, protocol and setup (seeds together), in order of first appearance.
 
-    ``score`` is the mean, ``ci95`` its 95% interval: Wilson's where all scores are 0 or 1, else a
-    normal one. Bytes are per case, speeds over all of them.
+    ``score`` is the mean (of a perplexity: over all tokens), ``ci95`` its 95% interval: Wilson's
+    where all scores are 0 or 1, else a normal one. Bytes are per case, speeds over all of them.
     """
     groups: dict[str, list[Record]] = {}
     for record in records:
@@ -256,10 +255,15 @@ def aggregate(records: Iterable[Record]) -> list[dict[str, Any]]:
 def _row(group: Sequence[Record]) -> dict[str, Any]:
     first, results = group[0], [record.result for record in group]
     scores = [float(result["score"]) for result in results]
-    low, high = mean_interval(scores)
+    scale = scale_of(str(first.identity["task"]))
+    score, low, high = scale.summary(scores)
 
     def mean(name: str) -> float:
         return math.fsum(float(result[name]) for result in results) / len(results)
+
+    def mean_of(name: str) -> float:
+        found = [result["measured"][name] for result in results]
+        return math.fsum(found) / len(found)
 
     def rate(tokens: str, seconds: str) -> float | None:
         time = math.fsum(result[seconds] for result in results)
@@ -267,7 +271,8 @@ def _row(group: Sequence[Record]) -> dict[str, Any]:
         return round(made / time, 2) if time > 0 and made > 0 else None
 
     exact = first.identity["method"] == EXACT
-    binary = all(score in (0.0, 1.0) for score in scores)
+    binary = not scale.is_error and all(score in (0.0, 1.0) for score in scores)
+    measured = {name: float(f"{mean_of(name):.6g}") for name in first.result.get("measured", {})}
     return {
         "model": first.identity["model"],
         "task": first.identity["task"],
@@ -276,9 +281,10 @@ def _row(group: Sequence[Record]) -> dict[str, Any]:
         "method": first.result["label"],
         "budget": 1.0 if exact else first.identity["budget"],
         "tolerance": None if exact else first.identity["tolerance"],
-        "score": round(math.fsum(scores) / len(scores), 6),
+        "score": float(f"{score:.6g}"),
         **({"accuracy": sum(scores) / len(scores)} if binary else {}),
-        "ci95": [round(low, 4), round(high, 4)],
+        "ci95": [float(f"{end:.6g}") for end in (low, high)],
+        **({"measured": measured} if measured else {}),
         "cases": len({record.identity["case"] for record in group}),
         "answers": len(group),
         "prompt_tokens": round(mean("prompt_tokens"), 1),

@@ -20,16 +20,16 @@ class Options:
 
     Attributes:
         cases: longeval: case files instead of generated cases.
-        lines: longeval: record lengths.
+        lines: longeval, and texts of form "line": record lengths.
         num_cases: generated cases for each length, depth or subtask.
         limit: first so many of each file or data set.
         seed: of generated cases.
-        data: longbench: folder; needle: folder of haystack texts.
+        data: longbench: folder; needle, ruler: folder of haystack texts; texts: ``load_texts``.
         datasets: longbench; none: all.
         subtasks: ruler; none: all.
-        lengths: needle, ruler: tokens.
+        lengths: needle, ruler, texts: tokens.
         depths: needle: 0 to 1.
-        form: needle: what is hidden.
+        form: needle: what is hidden; texts: what they are. None: "sandwich", "text".
     """
 
     cases: Sequence[Path] = ()
@@ -42,7 +42,7 @@ class Options:
     subtasks: Sequence[str] = ()
     lengths: Sequence[int] = (1000, 1800)
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    form: str = "sandwich"
+    form: str | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("--limit", self.limit), ("--num-cases", self.num_cases)):
@@ -77,7 +77,7 @@ def _needle(options: Options) -> Task:
         options.lengths,
         options.depths,
         num_cases=options.num_cases or 1,
-        form=options.form,
+        form=options.form or "sandwich",
         haystack=options.data,
         seed=options.seed,
     )
@@ -95,12 +95,29 @@ def _ruler(options: Options) -> Task:
     )
 
 
+def _texts(options: Options, name: str) -> Task:
+    from kvsketch.evaluation.tasks.texts import Texts
+
+    return Texts(
+        name,
+        options.lengths,
+        num_cases=min((n for n in (options.num_cases, options.limit) if n), default=None),
+        form=options.form or "text",
+        data=None if options.data is None else str(options.data),
+        lines=options.lines or [200],
+        seed=options.seed,
+    )
+
+
 TASKS: dict[str, Callable[[Options], Task]] = {
     "longeval": _longeval,
     "longbench": _longbench,
     "longbench_e": partial(_longbench, extended=True),
     "needle": _needle,
     "ruler": _ruler,
+    "kl": partial(_texts, name="kl"),
+    "perplexity": partial(_texts, name="perplexity"),
+    "attention_error": partial(_texts, name="attention_error"),
 }
 
 

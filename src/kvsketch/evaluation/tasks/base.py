@@ -6,7 +6,11 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from kvsketch.evaluation.encoding import EncodedCase, Encoder
+    from kvsketch.evaluation.replies import Reply
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,21 @@ class Task(ABC):
     @abstractmethod
     def score(self, case: Case, text: str) -> float:
         """How good the answer ``text`` is, in [0, 1]."""
+
+    def graded(self, case: Case, reply: Reply) -> float:
+        """The score of what came back; a task that is not answered in words looks at what was
+        measured instead."""
+        return self.score(case, reply.text)
+
+    def encoded(self, case: Case, encoder: Encoder, limit: int, new_tokens: int) -> EncodedCase:
+        """The case as token ids, with ``limit`` positions for the prompt.
+
+        Raises:
+            InputError: it does not fit.
+        """
+        fitted = self.fitted(case, encoder.tokenizer, limit)
+        chat = fitted.details.get("chat") is not False
+        return encoder.encode(fitted.context, fitted.question, case.where, new_tokens, chat)
 
     def fitted(self, case: Case, tokenizer: Any, limit: int) -> Case:
         """The case as it is put to a model with ``limit`` positions for the prompt. By default a
