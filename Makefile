@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 -q
 
 # make peers  set up the peers' own code for benchmarks and tests/test_peers.py
-.PHONY: setup demo test test-slow test-oldest lint peers docs clean
+.PHONY: setup demo test test-slow test-oldest test-extras lint peers docs clean
 
 setup: $(VENV)/.ready
 
@@ -30,6 +30,18 @@ test-slow: setup
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
+# What needs lm-evaluation-harness or accelerate: tensor parallelism, layers on several devices.
+EXTRAS := .venv-extras
+$(EXTRAS)/.ready: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(EXTRAS)
+	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) torch
+	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev,lm-eval]'
+	touch $@
+
+test-extras: $(EXTRAS)/.ready
+	$(TEST:$(BIN)/%=$(EXTRAS)/bin/%) -m "slow or not slow" \
+		tests/test_lm_eval.py tests/test_parallel.py tests/test_devices.py
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -43,4 +55,4 @@ docs: setup
 	$(BIN)/python -m benchmarks.longeval_table
 
 clean:
-	rm -rf .venv .venv-oldest .venv-peers build dist
+	rm -rf .venv .venv-oldest .venv-extras .venv-peers build dist

@@ -1,0 +1,89 @@
+"""Layers of one model in different places: transformers' ``device_map`` through accelerate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from kvsketch import SketchCache
+
+pytest.importorskip("accelerate", reason="device_map needs accelerate")
+
+#: where the second layer is; the first is on the CPU
+PLACES = [
+    "disk",  # fetched for every forward
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    ),
+]
+TOKENS, NEW = 300, 12
+SETUPS: dict[str, dict[str, Any]] = {
+    "snapkv": {"method": "snapkv", "budget": 0.3},
+    "uniform": {"method": "uniform", "budget": 90},
+    "streaming prefill": {"method": "balancekv", "budget": 90, "prefill": "streaming"},
+    "int4": {"method": "streaming_llm", "budget": 0.3, "bits": 4},
+    "measured": {"method": "heavy_merge", "budget": 0.3},
+    "bounded": {"method": "heavy_merge", "tolerance": 0.2, "max_budget": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        initializer_range=0.5,  # large enough for attention to matter
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(found)
+    return found
+
+
+def answer(model: Any, setup: dict[str, Any]) -> tuple[list[int], SketchCache]:
+    ids = torch.randint(3, 90, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    cache = SketchCache(model.config, **setup)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=None,
+        prefill_chunk_size=64 if "prefill" in setup else None,
+    )
+    return out[0, TOKENS:].tolist(), cache
+
+
+@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("place", PLACES)
+def test_layers_in_two_places_answer_as_in_one(folder: Path, place: str, name: str) -> None:
+    # float64: two kinds of devices must not decide between tokens by rounding
+    one = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    names = [part for part, _ in one.named_children() if part != "model"]
+    names += [f"model.{part}" for part, _ in one.model.named_children() if part != "layers"]
+    device_map = dict.fromkeys(names, "cpu") | {"model.layers.0": "cpu", "model.layers.1": place}
+    two = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float64,
+        device_map=device_map,
+        offload_folder=folder / "offloaded",
+    ).eval()
+    assert set(two.hf_device_map.values()) == {"cpu", place}
+    expected, exact = answer(one, SETUPS[name])
+    found, cache = answer(two, SETUPS[name])
+    assert found == expected
+    assert cache.summary() == exact.summary()
+    assert cache.summary()["kv_bytes"] < 0.9 * cache.summary()["exact_kv_bytes"]
+    if place != "disk":
+        assert cache.layers[1].keys.device.type == place
