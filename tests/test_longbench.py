@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 from data import record_longbench_metrics as recorder
 from kvsketch.errors import InputError, UnsupportedError
+from kvsketch.evaluation.encoding import Encoder
 from kvsketch.evaluation.loading import load_tokenizer, resolve_model
+from kvsketch.evaluation.settings import Settings
 from kvsketch.evaluation.tasks import longbench, longbench_metrics
 from kvsketch.evaluation.tasks.base import Case
 from kvsketch.evaluation.tasks.longbench import LongBench
@@ -353,6 +356,27 @@ def test_nothing_can_be_cut_to_one_token(tokenizer: Any) -> None:
     case = Case("longbench/qasper", "Story.", "?", ("a",), 8)
     with pytest.raises(InputError, match="limit=1 must be an int >= 2"):
         LongBench(["qasper"], None).fitted(case, tokenizer, 1)
+
+
+def test_a_prompt_cut_to_the_models_limit_fits_it(tokenizer: Any) -> None:
+    """Encoded again, a prompt cut to a limit may be longer: where a cut goes through a character,
+    or where its pieces were merged. An explicit limit is the official one, whatever it makes."""
+    config = LlamaConfig(max_position_embeddings=120)
+    text = "".join(chr(0x4E00 + 7 * i) for i in range(400))  # several tokens a character
+    details = {"all_classes": None, "chat": True, "stop": []}
+    case = Case("longbench/qasper", text, "\n\nQ: which?", ("a",), 8, details=details, where="x")
+    task, lengths = LongBench(["qasper"], None), set()
+    for new in range(8, 24):
+        encoder = Encoder(tokenizer, config, Settings())
+        prompt = task.fitted(case, tokenizer, 120 - new).prompt
+        lengths.add(len(tokenizer(prompt)["input_ids"]) > 120 - new)
+        whole = task.encoded(case, encoder, 120 - new, new)
+        assert 100 - new < len(whole.ids) <= 120 - new
+        if len(tokenizer(prompt)["input_ids"]) > 120 - new:
+            explicit = Encoder(tokenizer, config, Settings(max_prompt_tokens=120 - new))
+            with pytest.raises(InputError, match="beyond the model's 120 positions"):
+                task.encoded(case, explicit, 120 - new, new)
+    assert True in lengths
 
 
 # --- what is wrong with the data -----------------------------------------------------------------

@@ -41,33 +41,42 @@ class Encoder:
         Raises `InputError` if prompt and answer need more positions than the model has, or
         (question unseen) if there is no question apart from the context.
         """
+        ids, seen = self._split(context, question, where, chat)
+        if self._over(len(ids), new_tokens) > 0:
+            raise InputError(
+                f"{where}: a prompt of {len(ids)} tokens plus an answer of {new_tokens} "
+                f"(--max-new-tokens) is beyond the model's {self._limit} positions"
+            )
+        return EncodedCase(ids, seen, new_tokens)
+
+    def excess(
+        self, context: str, question: str, where: str, new_tokens: int, chat: bool = True
+    ) -> int:
+        """By how many tokens `encode` would find the prompt too long; 0 where it fits."""
+        return self._over(len(self._split(context, question, where, chat)[0]), new_tokens)
+
+    def _over(self, tokens: int, new_tokens: int) -> int:
+        return 0 if self._limit is None else max(0, tokens + new_tokens - self._limit)
+
+    def _split(self, context: str, question: str, where: str, chat: bool) -> tuple[list[int], int]:
+        """Token ids of the prompt, and how many are compressed before the question is seen."""
         prompt, special = context + question, True
         if chat and getattr(self.tokenizer, "chat_template", None):
             prompt = self.tokenizer.apply_chat_template(
                 [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
             )
             special = False  # the template writes them
-        if self.settings.question == "unseen":
-            # Templates may cut white space at the end.
-            cut = prompt.rfind(question.rstrip()) if question.strip() else -1
-            if cut <= 0:
-                raise InputError(
-                    f"{where}: --question unseen needs a prompt whose question comes after the "
-                    "context"
-                )
-            record = self.ids(prompt[:cut], special)
-            ids = record + self.ids(prompt[cut:], False)
-            seen = len(record)
-        else:
+        if self.settings.question != "unseen":
             ids = self.ids(prompt, special)
-            seen = len(ids)
-        need = len(ids) + new_tokens
-        if self._limit is not None and need > self._limit:
+            return ids, len(ids)
+        # Templates may cut white space at the end.
+        cut = prompt.rfind(question.rstrip()) if question.strip() else -1
+        if cut <= 0:
             raise InputError(
-                f"{where}: a prompt of {len(ids)} tokens plus an answer of {new_tokens} "
-                f"(--max-new-tokens) is beyond the model's {self._limit} positions"
+                f"{where}: --question unseen needs a prompt whose question comes after the context"
             )
-        return EncodedCase(ids, seen, new_tokens)
+        record = self.ids(prompt[:cut], special)
+        return record + self.ids(prompt[cut:], False), len(record)
 
     def ids(self, text: str, special: bool) -> list[int]:
         """Token ids of a text, with the tokenizer's own first and last ones where `special`."""

@@ -13,12 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from kvsketch.errors import InputError, at_least, unknown_name
 from kvsketch.evaluation.tasks.base import Case, Task, mean
 from kvsketch.evaluation.tasks.longbench_metrics import METRICS, PARAGRAPH, require
 from kvsketch.evaluation.tasks.longbench_prompts import DATASETS
+
+if TYPE_CHECKING:
+    from kvsketch.evaluation.encoding import EncodedCase, Encoder
 
 HUB = "zai-org/LongBench"
 BUCKETS = ("0-4k", "4-8k", "8k+")  # words (Chinese: characters), by the records' own count
@@ -78,6 +81,22 @@ class LongBench(Task):
             text = text.lstrip("\n").split("\n")[0]
         metric, classes = METRICS[dataset.metric], case.details["all_classes"] or ()
         return max(metric(text, answer, classes) for answer in case.answers)
+
+    def encoded(self, case: Case, encoder: Encoder, limit: int, new_tokens: int) -> EncodedCase:
+        """The case, truncated. Encoded again it may have more tokens than ``limit``: where no
+        ``--max-prompt-tokens`` says otherwise, the limit is then lowered until it fits the model.
+
+        Raises:
+            InputError: it does not fit.
+        """
+        if encoder.settings.max_prompt_tokens is None:
+            over = -1
+            while over and limit > 2:
+                fitted = self.fitted(case, encoder.tokenizer, limit)
+                chat = fitted.details["chat"]
+                over = encoder.excess(fitted.context, fitted.question, case.where, new_tokens, chat)
+                limit -= over
+        return super().encoded(case, encoder, limit, new_tokens)
 
     def fitted(self, case: Case, tokenizer: Any, limit: int) -> Case:
         """The official truncation: the first and the last ``limit // 2`` tokens of the prompt, as
