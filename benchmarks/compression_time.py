@@ -32,11 +32,15 @@ from transformers.models.llama.modeling_llama import (
 
 from benchmarks.page import save
 from kvsketch import METHODS, Observed, Slots, attend
+from kvsketch.budget import Budget
 from kvsketch.evaluation.report import dumps, environment
-from kvsketch.streaming import windowed
+from kvsketch.streaming import Planner, Waiting, windowed
+from kvsketch.streaming.planned import Goal
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 USUAL = "uniform,streaming_llm,knorm,keydiff,snapkv,cluster_merge,heavy_merge,kcenter"
+#: measures where its budget belongs, once per layer of a prompt
+MEASURED = "heavy_merge"
 # What an MLP makes of a whole prompt, three tensors of 14336 numbers per token, need not fit.
 _MLP_TOKENS = 4096
 
@@ -77,6 +81,22 @@ def prefill(tokens: int, dtype: torch.dtype, seed: int) -> tuple[float, Slots, O
     queries = attention.q_proj(layer.input_layernorm(hidden)).view(1, tokens, 32, 128)
     queries, _ = apply_rotary_pos_emb(queries.transpose(1, 2), keys, *rotary)
     return seconds, Slots(keys, values), Observed(queries, attention.scaling)
+
+
+def waiting(slots: Slots, seen: Observed) -> Waiting:
+    """A layer that has its prompt and is about to be measured, to tell its heads' budgets."""
+
+    def reduce() -> Any:
+        return windowed(MEASURED)
+
+    def build(budgets: Any) -> Any:
+        raise AssertionError("nothing is compressed here")
+
+    planner = Planner(Goal(budget=Budget(0.25)), layers=1, heads=slots.keys.shape[1])
+    layer = Waiting(0, planner, reduce, build)
+    layer.extend(slots)
+    layer.settle(seen, prefill=True, hold=True)
+    return layer
 
 
 def timed(fn: Callable[[], Any]) -> float:
@@ -124,6 +144,7 @@ def main(
         progress.advance(task)
         asked = seen.queries[:, :, -probe:]
         probe_all = fastest(partial(attend, asked, slots, scaling=seen.scaling), repeats)
+        measured = fastest(waiting(slots, seen).measured, repeats)
         probes: dict[float, float] = {}
         for name in names:
             for share in kept:
@@ -147,6 +168,11 @@ def main(
                 progress.advance(task)
     result: dict[str, Any] = {"command": "compression_time", "results": results}
     result["prefill_seconds"] = round(whole, 2)
+    result["measuring"] = {
+        "method": MEASURED,
+        "seconds": round(measured, 3),
+        "share_of_prefill": round(measured / whole, 5),
+    }
     result["probe"] = {
         "queries": probe,
         "all": {"seconds": round(probe_all, 4), "share_of_prefill": round(probe_all / whole, 6)},

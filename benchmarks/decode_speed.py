@@ -22,9 +22,15 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.page import save
-from kvsketch import METHODS, SketchCache
+from kvsketch import SketchCache
 from kvsketch.evaluation.loading import PACKAGED, resolve_model
 from kvsketch.evaluation.report import dumps, environment
+from kvsketch.evaluation.setups import parse_method
+
+#: heavy_merge by itself measures where its budget belongs, so heads differ in size
+DEFAULT = (
+    "uniform,streaming_llm,h2o,kcenter,snapkv,keydiff,cluster_merge,heavy_merge@even,heavy_merge"
+)
 
 
 def decode_rate(model: Any, cache: Any, first: torch.Tensor, tokens: int) -> float:
@@ -38,10 +44,19 @@ def decode_rate(model: Any, cache: Any, first: torch.Tensor, tokens: int) -> flo
 
 
 def measure(model: Any, method: str, slots: int, tokens: int, seed: int) -> tuple[float, float]:
-    """Tokens per second of (SketchCache, DynamicCache), each with ``slots`` slots at the start."""
+    """Tokens per second of (SketchCache, DynamicCache), each with ``slots`` slots at the start.
+    ``method``: as ``kvsketch eval --methods`` has it."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, model.config.vocab_size, (1, 2 * slots), generator=generator)
-    sketch = SketchCache(model.config, method, budget=slots, seed=seed)
+    setup = parse_method(method)
+    sketch = SketchCache(
+        model.config,
+        setup.method,
+        budget=slots,
+        allocation=setup.allocation,
+        bits=setup.bits,
+        seed=seed,
+    )
     exact = DynamicCache(config=model.config)
     rates = []
     for cache, prompt in ((sketch, ids), (exact, ids[:, :slots])):
@@ -53,7 +68,7 @@ def measure(model: Any, method: str, slots: int, tokens: int, seed: int) -> tupl
 
 def main(
     model: Annotated[str, typer.Option(help="Model folder or hub id.")] = PACKAGED,
-    methods: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(METHODS),
+    methods: Annotated[str, typer.Option(help="Comma-separated.")] = DEFAULT,
     slots: Annotated[int, typer.Option(help="Slots at the start of the decode.")] = 1024,
     tokens: Annotated[int, typer.Option(help="Tokens decoded per run.")] = 200,
     repeats: Annotated[int, typer.Option(help="Paired runs per method.")] = 7,

@@ -378,10 +378,17 @@ def tolerance(result: dict[str, Any]) -> str:
 def compression_time(result: dict[str, Any]) -> str:
     probe = [{"what": k} | v for k, v in result.get("probe", {}).items() if isinstance(v, dict)]
     numbers = {k: v for k, v in result.items() if isinstance(v, (int, float)) and k != "seed"}
+    found = result.get("measuring")
+    measuring = found and (
+        f'Measuring where the budget belongs (`allocation="measured"`, {found["method"]}\'s own) '
+        f"takes {found['seconds']:.2f} s of a layer more, {found['share_of_prefill']:.1%} of its "
+        "prefill; that does not grow with the prompt."
+    )
     parts = [
         "## Time to compress",
         ", ".join(f"{k.replace('_', ' ')} {_cell(v)}" for k, v in numbers.items()),
         _plain(result["results"]),
+        measuring or "",
         *(["Probing the error of a compressed layer:", _plain(probe)] if probe else []),
         _where(result),
     ]

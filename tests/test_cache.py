@@ -19,6 +19,7 @@ from transformers import (
 
 from families import CONFIGS, EVERY_METHOD, VOCABULARY, build
 from kvsketch import METHODS, InputError, KVSketchError, SketchCache, UnsupportedError
+from kvsketch.streaming import head_groups
 
 WINDOW = {"sink": 2, "recent": 6}
 HIDDEN = -1e30
@@ -584,6 +585,49 @@ def test_groups_of_heads_change_nothing_but_the_budget(family):
                 model, ids, DynamicCache(config=model.config), attention_mask=mask, num_beams=beams
             )
             assert torch.equal(answers[1], exact)
+
+
+@pytest.mark.parametrize("method", ["h2o", "heavy_merge"])
+def test_queries_that_wait_for_their_group_are_not_lost(llama, method, monkeypatch):
+    """Handed over eight at a time or one by one: the same slots after many compressions."""
+    ids, after = ids_of(2, 120), ids_of(2, 60, seed=1)
+    held = []
+    for every in (8, 1):
+        monkeypatch.setattr(head_groups, "FOLD_EVERY", every)
+        settings = {"budget": 48, "schedule": [[0.5, 1.5]] * 2, "buffer": 7, **WINDOW}
+        cache = SketchCache(llama.config, method, **settings)
+        with torch.no_grad():
+            llama(ids, past_key_values=cache)
+            for token in after.split(1, dim=1):
+                llama(token, past_key_values=cache)
+        held.append([d.slots for layer in cache.layers for d in layer.sketch.drivers])
+    for waited, at_once in zip(*held, strict=True):
+        for name, tensor in waited.tensors().items():
+            if name != "score":  # the last queries still wait
+                torch.testing.assert_close(tensor, at_once.tensors()[name], rtol=1e-4, atol=1e-4)
+
+
+def test_a_small_group_compresses_no_more_often_than_its_layer_would(llama, monkeypatch):
+    """A head with a tenth of the budget shares the layer's buffer: 400 / 40 slots above."""
+    calls = []
+    settings = {"budget": 400, "schedule": [[0.1, 1.9], [1.0, 1.0]], **WINDOW}
+    cache = SketchCache(llama.config, "streaming_llm", **settings)
+    with torch.no_grad():
+        llama(ids_of(1, 450), past_key_values=cache)
+        small = cache.layers[0].sketch.drivers[0]
+        assert small.held == 40
+        whole = type(small.compressor).__call__
+        monkeypatch.setattr(
+            type(small.compressor),
+            "__call__",
+            lambda self, *a, **k: calls.append(self) or whole(self, *a, **k),
+        )
+        for token in ids_of(1, 60, seed=1).split(1, dim=1):
+            llama(token, past_key_values=cache)
+            assert small.held <= 40 + 2 * 10
+            assert cache.layers[0].sketch.held <= 1.05 * 400
+    mine = sum(compressor is small.compressor for compressor in calls)
+    assert 2 <= mine <= 6
 
 
 @pytest.mark.parametrize(

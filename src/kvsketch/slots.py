@@ -91,6 +91,12 @@ class Slots:
             return self.mass
         return torch.ones_like(self.keys[..., 0], dtype=compute_dtype(self.values.dtype))
 
+    def mean_values(self) -> Tensor:
+        """u / m, the values of the tokens a slot stands for; u where m is 0."""
+        if self.mass is None:
+            return self.values
+        return self.values / torch.where(self.mass > 0, self.mass, 1.0).unsqueeze(-1)
+
     def live(self) -> Tensor | None:
         """bool ``[batch, heads, slots]``, False for dead slots; None when all are live."""
         if self.mass is None:
@@ -195,6 +201,11 @@ class Observed:
         """``length`` queries from ``start`` on, as views."""
         live = None if self.live is None else self.live.narrow(1, start, length)
         return replace(self, queries=self.queries.narrow(2, start, length), live=live)
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> Observed:
+        """With ``fn``, which acts on axis 0, applied."""
+        live = None if self.live is None else fn(self.live)
+        return replace(self, queries=fn(self.queries), live=live)
 
 
 def causal(num_queries: int, num_slots: int, device: torch.device) -> Tensor:

@@ -64,7 +64,8 @@ def group_closest(
         if left == count:
             return Groups(index, count)
         total = groups.sum(weight.unsqueeze(-1))
-        points = groups.sum(points * weight.unsqueeze(-1)) / total.clamp(min=1e-30)
+        # In place: for a long prompt most of the time goes into memory never used before.
+        points = groups.sum(points.mul_(weight.unsqueeze(-1))).div_(total.clamp(min=1e-30))
         weight = total.squeeze(-1)
 
 
@@ -119,8 +120,10 @@ def _cheapest(points: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
     def blocked(x: Tensor) -> Tensor:
         """Blocks as rows, filled up with 0."""
-        out = x.new_zeros(rows, blocks, size, x.shape[2])
+        out = x.new_empty(rows, blocks, size, x.shape[2])
+        out[:, :, each:] = 0
         out[:, :whole, :each] = x[:, : whole * each].reshape(rows, whole, each, -1)
+        out[:, whole:] = 0
         if whole < blocks:
             out[:, whole, : n - whole * each] = x[:, whole * each :]
         return out.flatten(0, 1)

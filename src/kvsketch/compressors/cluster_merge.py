@@ -53,7 +53,7 @@ class ClusterMerge(Compressor):
         # A slot with u but no mass still has to land somewhere: count it as one token.
         live = slots.live()
         weight = torch.where(mass > 0, mass, 1.0)
-        values = slots.values.reshape(batch * heads, n, -1).to(dtype) / weight.unsqueeze(-1)
+        values = slots.mean_values().reshape(batch * heads, n, -1).to(dtype)
         if live is not None:
             weight = weight * live.reshape(batch * heads, n)
         keys = slots.keys.reshape(batch * heads, n, -1).to(dtype)

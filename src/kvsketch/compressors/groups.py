@@ -56,11 +56,14 @@ def merge(
     mass_sum = groups.sum(mass)
 
     def mean(field: Tensor) -> Tensor:
-        return groups.sum(field * weight.unsqueeze(-1)) / safe
+        return groups.sum(field * weight.unsqueeze(-1)).div_(safe)
 
     flat = {k: t.reshape(batch * heads, n, -1).to(dtype) for k, t in slots.tensors().items()}
     if attended:
-        values = mean(flat["values"] / torch.where(mass > 0, mass, 1.0)) * mass_sum
+        values = flat["values"]
+        if slots.mass is not None:
+            values = values / torch.where(mass > 0, mass, 1.0)
+        values = mean(values) * mass_sum
     else:
         values = groups.sum(flat["values"])
     if factor is not None:

@@ -121,8 +121,8 @@ class HeavyMerge(Compressor):
         batch, heads, n = slots.keys.shape[:3]
         score = scored_before(slots, self.name).score
         assert score is not None
-        mass, live = slots.masses(), slots.live()
-        norm = slots.values.to(score.dtype).norm(dim=-1) / torch.where(mass > 0, mass, 1.0)
+        live = slots.live()
+        norm = torch.linalg.vector_norm(slots.mean_values(), dim=-1, dtype=score.dtype)
         weight = score.masked_fill(~live, -1.0) if live is not None else score
         heavy = min(budget - 1, round(self.share * budget))
         order = (weight * norm).masked_fill(weight < 0, -1.0).argsort(-1, descending=True)
@@ -136,8 +136,7 @@ class HeavyMerge(Compressor):
         dtype = compute_dtype(slots.keys.dtype)
         flat = pull.reshape(batch * heads, -1).to(dtype)
         keys = rest.keys.reshape(batch * heads, n - heavy, -1).to(dtype)
-        size = torch.where(rest.masses() > 0, rest.masses(), 1.0).unsqueeze(-1)
-        values = (rest.values / size).reshape(batch * heads, n - heavy, -1).to(dtype)
+        values = rest.mean_values().reshape(batch * heads, n - heavy, -1).to(dtype)
         # Attention differs by orders of magnitude and only guesses at that of later queries.
         price = flat.sqrt()
         groups = group(keys, values, flat, price, budget - heavy, self.steps, self.pairs)
@@ -175,31 +174,33 @@ class HeavyMerge(Compressor):
         wanted = target @ _sums(slots) - mine @ start
         # Columns by their mass, so that ridge means the same for a token and for a large group.
         size = kept.masses().reshape(rows, -1).to(mine.dtype)
-        design = (mine * size.unsqueeze(1)).double()
+        design = mine * size.unsqueeze(1)
+        gram = (design @ design.mT).double()
+        wanted = wanted.double()
         fit, check = slice(0, None, 2), slice(1, None, 2)
-        change = self._solve(design[:, fit], wanted[:, fit].double())
+        half = self._solve(gram[:, fit, fit], wanted[:, fit])
         before = wanted[:, check].square().sum((1, 2))
-        after = (wanted[:, check] - design[:, check] @ change).square().sum((1, 2))
-        better = after < before
+        after = (wanted[:, check] - gram[:, check, fit] @ half).square().sum((1, 2))
+        better = (after < before)[:, None, None]
         if not bool(better.any()):
             return kept
-        change = self._solve(design, wanted.double()) * size.unsqueeze(-1)
-        change = torch.where(better[:, None, None], change, 0.0)
-        new = start + change.to(start.dtype)
+        weights = torch.where(better, self._solve(gram, wanted), 0.0).to(design.dtype)
+        change = (design.mT @ weights) * size.unsqueeze(-1)
+        new = start + change
         sound = new[..., -1] > _LEAST_MASS * start[..., -1]
         new = torch.where(sound.unsqueeze(-1), new, start)
         values = new[..., :-1].reshape(kept.values.shape).to(kept.values.dtype)
         mass = new[..., -1].reshape(batch, heads, -1).to(kept.masses().dtype)
         return replace(kept, values=values, mass=mass)
 
-    def _solve(self, design: Tensor, wanted: Tensor) -> Tensor:
-        """Ridge least squares in its dual form: queries are fewer than slots."""
-        gram = design @ design.mT
+    def _solve(self, gram: Tensor, wanted: Tensor) -> Tensor:
+        """Ridge least squares in its dual form, since queries are fewer than slots: weights of the
+        queries, whose sum of rows of the design is the solution; 0 where there is none."""
         ridge = self.ridge * gram.diagonal(dim1=1, dim2=2).mean(-1) + 1e-30
         identity = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
         factor, info = torch.linalg.cholesky_ex(gram + ridge[:, None, None] * identity)
-        solved = design.mT @ torch.cholesky_solve(wanted, factor)
-        usable = (info == 0)[:, None, None] & torch.isfinite(solved)
+        solved = torch.cholesky_solve(wanted, factor)
+        usable = (info == 0)[:, None, None] & torch.isfinite(solved).all(dim=1, keepdim=True)
         return torch.where(usable, solved, 0.0)
 
 

@@ -106,7 +106,6 @@ def run(
             is said before they are loaded.
         UnsupportedError: a model whose attention cannot be caught, by name.
     """
-    from transformers.utils import logging
 
     from kvsketch.evaluation import inspection, loading
     from kvsketch.evaluation.encoding import max_positions
@@ -150,7 +149,6 @@ def run(
     else:
         inspection.require("matplotlib", "sklearn")
         _check_folder(out)
-    logging.disable_progress_bar()  # a second bar, for the weights
     model = loading.load_model(folder, device, dtype)
     with Progress(
         TextColumn("{task.description}"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from kvsketch.errors import InputError, KVSketchError
 
@@ -64,6 +65,7 @@ def load_tokenizer(model: str) -> Any:
 
 def load_model(model: str, device: str, dtype: str) -> Any:
     """The model in evaluation mode. Raises `KVSketchError` if it cannot be had."""
+    logging.disable_progress_bar()  # of the weights: commands have one of their own
     try:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
     except (OSError, ValueError, KeyError) as error:

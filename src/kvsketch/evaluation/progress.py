@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers.utils import logging
 
 from kvsketch.evaluation.sweep import Runner, Sweep
 
 
 def run_with_progress(sweep: Sweep, runner: Runner | None = None) -> None:
     """Runs what is left of `sweep`; the bar counts answers, resumed ones included."""
-    logging.disable_progress_bar()  # a second bar, for the weights
     jobs = sweep.jobs()  # its errors are to be read without a bar around them
     total, left = sweep.total(), sweep.remaining()
     with Progress(

@@ -8,7 +8,7 @@ Keys that do not come from a SketchCache go straight to the usual kernel.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,15 +138,18 @@ def attend_groups(
     Args:
         lean: one query, no padding, full precision: the short kernel will do.
     """
-    outputs = []
-    for i, driver in enumerate(sketch.drivers):
-        mine = sketch.queries_of(i, query)
-        if lean:
-            outputs.append(attend_one(mine, driver.slots, scaling=scaling))
-            continue
-        bias = None if slopes is None else sketch.queries_of(i, slopes[None])[0]
-        outputs.append(attend_chunk(mine, driver.visible, scaling, softcap, bias))
-    return sketch.assemble(outputs)
+    pairs = list(zip(sketch.split(query), sketch.drivers, strict=True))
+    if lean:
+        return sketch.assemble([attend_one(q, d.slots, scaling=scaling) for q, d in pairs])
+    biases: Sequence[Tensor | None] = [None] * len(pairs)
+    if slopes is not None:
+        biases = [part[0] for part in sketch.split(slopes[None])]
+    return sketch.assemble(
+        [
+            attend_chunk(q, driver.visible, scaling, softcap, bias)
+            for (q, driver), bias in zip(pairs, biases, strict=True)
+        ]
+    )
 
 
 def attend_chunk(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
 from ..slots import Observed, Slots
-from .periodic import Periodic
+from .periodic import FOLD_EVERY, Periodic, joined
 
 
 class HeadGroups:
@@ -19,7 +18,9 @@ class HeadGroups:
     the size of another, so bytes fall as the budgets say. The loop is over groups, of which there
     are as many as there are different budgets.
 
-    Same verbs as ``Periodic``.
+    Same verbs as ``Periodic``. While decoding, queries wait here until a group compresses or has
+    enough of them, and every group gets the buffer that the layer's mean would have: small groups
+    would else compress every other token, and the layer's bytes are what counts.
 
     Args:
         groups: KV heads of each group and its driver; together all heads, each once.
@@ -33,10 +34,12 @@ class HeadGroups:
         if sorted(heads) != list(range(len(heads))):
             raise InputError(f"groups must hold every KV head once, got {heads}")
         self.drivers = [driver for _, driver in groups]
-        self.members = [torch.tensor(list(members)) for members, _ in groups]
-        self.order = torch.tensor(heads).argsort()  # from grouped to the model's order
+        self.sizes = [len(members) for members, _ in groups]
+        self.grouped = torch.tensor(heads)  # the model's heads in the order of the groups
+        self.order = self.grouped.argsort()  # and back
         self.compressor = self.drivers[0].compressor
-        self._indices: dict[tuple[int | None, int, torch.device], Tensor] = {}
+        self._indices: dict[tuple[bool, int, torch.device], Tensor] = {}
+        self._observed: list[Observed] = []  # queries of decoded tokens that no group has seen yet
 
     @property
     def seen(self) -> int:
@@ -70,13 +73,14 @@ class HeadGroups:
     @property
     def held(self) -> float:
         """Slots per KV head, the mean over heads."""
-        counts = [len(m) * d.held for m, d in zip(self.members, self.drivers, strict=True)]
-        return sum(counts) / sum(len(m) for m in self.members)
+        counts = [size * d.held for size, d in zip(self.sizes, self.drivers, strict=True)]
+        return sum(counts) / sum(self.sizes)
 
     @property
     def held_by_head(self) -> list[float]:
         """Slots of each KV head, in the model's order."""
-        counts = [d.held for m, d in zip(self.members, self.drivers, strict=True) for _ in m]
+        pairs = zip(self.sizes, self.drivers, strict=True)
+        counts = [driver.held for size, driver in pairs for _ in range(size)]
         return [counts[i] for i in self.order.tolist()]
 
     @property
@@ -94,53 +98,66 @@ class HeadGroups:
         if known is None:
             return None
         parts = [
-            known.new_zeros(known.shape[0], len(members)) if error is None else error
-            for members, error in zip(self.members, errors, strict=True)
+            known.new_zeros(known.shape[0], size) if error is None else error
+            for size, error in zip(self.sizes, errors, strict=True)
         ]
         return torch.cat(parts, dim=1)[:, self.order.to(known.device)]
 
     def wants_queries(self, count: int) -> bool:
         return any(driver.wants_queries(count) for driver in self.drivers)
 
-    def queries_of(self, group: int, queries: Tensor) -> Tensor:
-        """The query heads of a group: ``[batch, num_attention_heads, ...]`` to those of its KV
-        heads."""
-        return queries.index_select(1, self._index(group, queries))
+    def split(self, tensor: Tensor, apart: bool = False) -> Sequence[Tensor]:
+        """Each group's part of ``[batch, heads, ...]``, the heads the model's KV heads or its
+        attention heads: views of one copy, or (``apart``) copies of their own."""
+        share = tensor.shape[1] // len(self.order)
+        sizes = [size * share for size in self.sizes]
+        index = self._index(tensor, back=False)
+        if apart:
+            return [tensor.index_select(1, part) for part in torch.split(index, sizes)]
+        parts: Sequence[Tensor] = torch.split(tensor.index_select(1, index), sizes, dim=1)
+        return parts
 
     def assemble(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Attention outputs of the groups, ``[batch, group's query heads, ...]``, in the model's
-        order of heads."""
+        """Attention outputs of the groups, ``[batch, group's attention heads, ...]``, in the
+        model's order of heads."""
         whole = torch.cat(list(outputs), dim=1)
-        return whole.index_select(1, self._index(None, whole))
+        return whole.index_select(1, self._index(whole, back=True))
 
-    def _index(self, group: int | None, like: Tensor) -> Tensor:
-        """Query heads of a group, or (None) the model's order of grouped heads, on the device of
-        ``like``. Remembered: a decoded token should move no index to a device."""
+    def _index(self, like: Tensor, back: bool) -> Tensor:
+        """Heads in the order of the groups, or back, on the device of ``like``. Remembered: a
+        decoded token should move no index to a device."""
         share = like.shape[1] // len(self.order)
-        key = (group, share, like.device)
+        key = (back, share, like.device)
         if key not in self._indices:
-            heads = self.order if group is None else self.members[group]
+            heads = self.order if back else self.grouped
             index = (heads.unsqueeze(1) * share + torch.arange(share)).flatten()
             self._indices[key] = index.to(like.device)
         return self._indices[key]
 
-    def observed_by(self, group: int, observed: Observed | None) -> Observed | None:
-        """A group's part of what was observed."""
-        if observed is None:
-            return None
-        slopes = observed.slopes
-        if slopes is not None:
-            slopes = self.queries_of(group, slopes[None])[0]
-        return replace(observed, queries=self.queries_of(group, observed.queries), slopes=slopes)
+    def _handed_over(self) -> Sequence[Observed | None]:
+        """Each group's part of the queries that wait; none do after it."""
+        if not self._observed:
+            return [None] * len(self.drivers)
+        whole, self._observed = joined(self._observed), []
+        queries = self.split(whole.queries)
+        slopes: Sequence[Tensor | None] = [None] * len(queries)
+        if whole.slopes is not None:
+            slopes = [part[0] for part in self.split(whole.slopes[None])]
+        return [
+            replace(whole, queries=q, slopes=part) for q, part in zip(queries, slopes, strict=True)
+        ]
 
     def reset(self) -> None:
+        self._observed = []
         for driver in self.drivers:
             driver.reset()
 
     def extend(self, new: Slots) -> None:
+        # A group that keeps a prompt must not keep the others' part of it alive.
+        apart = new.count > 1
+        parts = {name: self.split(tensor, apart) for name, tensor in new.tensors().items()}
         for i, driver in enumerate(self.drivers):
-            index = self._index(i, new.keys)
-            driver.extend(new.map(partial(torch.index_select, dim=1, index=index)))
+            driver.extend(Slots(**{name: part[i] for name, part in parts.items()}))
 
     def mark_padding(self, live: Tensor) -> None:
         for driver in self.drivers:
@@ -148,22 +165,38 @@ class HeadGroups:
 
     def settle(self, observed: Observed | None, prefill: bool, hold: bool = False) -> bool:
         """As ``Periodic.settle``, for every group."""
-        done = [
-            driver.settle(self.observed_by(i, observed), prefill, hold)
-            for i, driver in enumerate(self.drivers)
-        ]
+        if observed is not None:
+            self._observed.append(observed)
+        quiet = not (prefill or hold) and all(driver.quiet for driver in self.drivers)
+        if quiet and len(self._observed) < self._fold_every():
+            return False
+        parts, mean = self._handed_over(), round(self.held)
+        done = []
+        for driver, part in zip(self.drivers, parts, strict=True):
+            driver.beside = mean
+            done.append(driver.settle(part, prefill, hold))
         return any(done)
+
+    def _fold_every(self) -> int:
+        """Decoded tokens whose queries may wait: at most 1% of the bytes held."""
+        if len(self._observed) < 2:
+            return FOLD_EVERY
+        held = sum(tensor.nbytes for driver in self.drivers for tensor in driver.tensors())
+        return max(1, min(FOLD_EVERY, int(0.01 * held / self._observed[0].queries.nbytes)))
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         for driver in self.drivers:
             driver.map_batch(fn)
+        self._observed = [observed.map_batch(fn) for observed in self._observed]
 
     def crop(self, tokens: int) -> None:
         for driver in self.drivers:
             if driver.compressed and tokens:
                 driver.crop(tokens)  # raises before any group changes
-        for driver in self.drivers:
+        for driver, part in zip(self.drivers, self._handed_over(), strict=True):
+            driver.note(part)
             driver.crop(tokens)
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for driver in self.drivers for tensor in driver.tensors()]
+        held = [tensor for driver in self.drivers for tensor in driver.tensors()]
+        return held + [observed.queries for observed in self._observed]

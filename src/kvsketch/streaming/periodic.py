@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,7 +21,7 @@ Reducer = Windowed | WindowedSketch
 
 # Decoded queries wait in groups of this many before they are turned into scores: fewer groups cost
 # less time, smaller ones less memory.
-_FOLD_EVERY = 8
+FOLD_EVERY = 32
 
 
 class Periodic:
@@ -53,6 +53,9 @@ class Periodic:
         error: relative error of the prompt's last queries on what the first compression made of
             it, float64 ``[batch, num_key_value_heads]`` (``window_error``); None before.
 
+        beside: slots per KV head that the heads of the whole layer hold on average, where it is
+            split (``HeadGroups``); the buffer is not smaller than theirs would be.
+
     Raises:
         InputError: buffer < 1, or bits not 16, 8 or 4.
     """
@@ -73,6 +76,7 @@ class Periodic:
         self.one_shot = one_shot
         self.bits = check_bits(bits)
         self.track_error = track_error
+        self.beside = 0
         self._buffer = buffer
         self._observed: list[Observed] = []
         self.reset()
@@ -119,7 +123,13 @@ class Periodic:
         return self._masked(self.slots)
 
     def buffer_for(self, budget: int) -> int:
-        return self._buffer or max(1, min(64, budget // 40))
+        return self._buffer or max(1, min(64, max(budget, self.beside) // 40))
+
+    @property
+    def quiet(self) -> bool:
+        """Whether ``settle`` would leave everything as it is after a decoded token, but for taking
+        note of its query."""
+        return not (isinstance(self._page, QuantizedPage) or self._due(prefill=False))
 
     def extend(self, new: Slots) -> None:
         """Append tokens, ``[batch, num_key_value_heads, q, ...]``."""
@@ -159,25 +169,29 @@ class Periodic:
             self._live = live.new_ones(live.shape[0], self._dense.count)
         self._live[:, self._dense.count - q :] = live
 
+    def note(self, observed: Observed | None) -> None:
+        """Take note of the queries of the newest tokens; ignored by methods that need none."""
+        if observed is not None and self.compressor.needs_queries and not self._whole:
+            self._observed.append(observed)
+
     def settle(self, observed: Observed | None, prefill: bool, hold: bool = False) -> bool:
-        """Take note of the queries of the newest tokens and compress if due.
+        """``note`` the queries of the newest tokens and compress if due.
 
         Args:
-            observed: their queries; ignored by methods that need none.
+            observed: their queries.
             prefill: compress down to the budget now (else only when the buffer is full).
             hold: do not compress yet (more of the prompt is to come).
 
         Returns:
             Whether it compressed.
         """
-        if observed is not None and self.compressor.needs_queries:
-            self._observed.append(observed)
+        self.note(observed)
         if hold or not self._due(prefill):
             # Fold a prompt's queries now (they are many), a decoded token's only now and then.
             # What looks at a window of queries only waits for the last chunk of a held prompt.
             if hold and self.compressor.window is not None:
                 self._keep_last(self.compressor.window)
-            elif self._observed and (prefill or len(self._observed) >= self._fold_every()):
+            elif self._observed and (prefill or self._waiting_count() >= self._fold_every()):
                 self._store(self._scored())
             if isinstance(self._page, QuantizedPage):
                 self._page.release()
@@ -249,6 +263,15 @@ class Periodic:
             return self._page.room == 0
         return self._count() >= fits + self.buffer_for(budget)
 
+    @property
+    def _whole(self) -> bool:
+        """Whether all tokens are kept as they are, however many come."""
+        budget = self.budget
+        whole = (
+            budget.is_fraction and budget.limit is None and budget.value * budget.share >= 1 - 1e-9
+        )
+        return whole and self.bits == 16
+
     def _quantises_early(self) -> bool:
         """Whether slots are quantised although they fit the budget."""
         return self.bits != 16 and isinstance(self.compressor, Windowed)
@@ -281,18 +304,17 @@ class Periodic:
 
     def _fold_every(self) -> int:
         """Decoded tokens whose queries may wait: at most 1% of the bytes held."""
-        waiting = sum(o.queries.nbytes for o in self._observed) / max(1, len(self._observed))
+        waiting = sum(o.queries.nbytes for o in self._observed) / max(1, self._waiting_count())
         held = self._page.tensors() if self._page is not None else []
         allowed = 0.01 * sum(t.nbytes for t in held) / max(1.0, waiting)
-        return max(1, min(_FOLD_EVERY, int(allowed))) if held else _FOLD_EVERY
+        return max(1, min(FOLD_EVERY, int(allowed))) if held else FOLD_EVERY
+
+    def _waiting_count(self) -> int:
+        return sum(o.queries.shape[2] for o in self._observed)
 
     def _waiting(self) -> Observed:
         """All waiting queries as one."""
-        queries = torch.cat([o.queries for o in self._observed], dim=2)
-        live = None
-        if any(o.live is not None for o in self._observed):
-            live = torch.cat([_live_queries(o) for o in self._observed], dim=1)
-        return replace(self._observed[0], queries=queries, live=live)
+        return joined(self._observed)
 
     def _store(self, slots: Slots) -> None:
         self._observed = []
@@ -314,10 +336,7 @@ class Periodic:
         if self._probe is not None:
             self._probe.map_batch(fn)
         self.error = None if self.error is None else fn(self.error)
-        self._observed = [
-            replace(o, queries=fn(o.queries), live=None if o.live is None else fn(o.live))
-            for o in self._observed
-        ]
+        self._observed = [observed.map_batch(fn) for observed in self._observed]
 
     def crop(self, tokens: int) -> None:
         """Forget the last ``tokens`` tokens; only possible while nothing was compressed.
@@ -348,6 +367,15 @@ class Periodic:
         held += self.compressor.tensors()
         held += [] if self._probe is None else self._probe.tensors()
         return held + [o.queries for o in self._observed]
+
+
+def joined(observed: Sequence[Observed]) -> Observed:
+    """Queries of successive tokens as one."""
+    queries = torch.cat([o.queries for o in observed], dim=2)
+    live = None
+    if any(o.live is not None for o in observed):
+        live = torch.cat([_live_queries(o) for o in observed], dim=1)
+    return replace(observed[0], queries=queries, live=live)
 
 
 def _live_queries(observed: Observed) -> Tensor:
