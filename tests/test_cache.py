@@ -358,6 +358,20 @@ def test_bfloat16(family, method):
     assert near > 0.98
 
 
+@pytest.mark.parametrize("method", EVERY_METHOD)
+def test_float64(method):
+    """Every method in a float64 model, through prefill, decoding and recompression."""
+    model = build("llama").double()
+    ids, after = ids_of(2, 130), ids_of(2, 12, seed=1)
+    cache = SketchCache(model.config, method, budget=48, **WINDOW)
+    with torch.no_grad():
+        for part in (ids, *after.split(1, dim=1)):
+            logits = model(part, past_key_values=cache, use_cache=True).logits
+    assert logits.dtype == torch.float64
+    assert bool(torch.isfinite(logits).all())
+    assert cache.summary()["kv_bytes"] < cache.summary()["exact_kv_bytes"]
+
+
 def test_beams_reorder_every_tensor(llama):
     cache = SketchCache(llama.config, "uniform", budget=15, **WINDOW)
     greedy(llama, ids_of(3, 30), cache)

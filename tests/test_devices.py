@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from kvsketch import SketchCache
+from tiny_model import small_llama
 
 pytest.importorskip("accelerate", reason="device_map needs accelerate")
 
@@ -34,19 +35,7 @@ SETUPS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=1024,
-        initializer_range=0.5,  # large enough for attention to matter
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(found)
+    small_llama().save_pretrained(found)
     return found
 
 

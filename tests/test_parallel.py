@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, multiprocessing
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from kvsketch import InputError, SketchCache
 from kvsketch.streaming.curves import LEVELS, Curves
+from tiny_model import small_llama
 
 pytest.importorskip("accelerate", reason="transformers shards a model only with accelerate")
 pytestmark = pytest.mark.slow  # two more processes that import torch and transformers
@@ -91,19 +92,7 @@ def rank(number: int, folder: Path, port: int) -> None:
 def results(tmp_path_factory):
     """Of one process, and of each rank."""
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=1024,
-        initializer_range=0.5,  # large enough for attention to matter
-        pad_token_id=0,
-    )
-    model = LlamaForCausalLM(config)
+    model = small_llama()
     for layer in model.model.layers:  # the second rank's heads matter more
         layer.self_attn.v_proj.weight.data[16:] *= 4
     model.save_pretrained(folder)

@@ -74,3 +74,20 @@ def save_tiny_model(folder: Path) -> Path:
     tiny_model(len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def small_llama() -> Any:
+    """A random Llama of 8 heads and 4 KV heads, weights large enough for attention to matter."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        initializer_range=0.5,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config)

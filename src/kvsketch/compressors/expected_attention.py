@@ -63,7 +63,8 @@ class ExpectedAttention(Compressor):
             total = exponent + slots.mass.to(exponent.dtype).log()[:, :, None]
         total = total.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
         share = (exponent - total).clamp(max=_MAX_EXPONENT).exp().mean(2).float()
-        score = share * torch.linalg.vector_norm(slots.values, dim=-1, dtype=torch.float32)
+        wide = compute_dtype(slots.values.dtype)
+        score = share * torch.linalg.vector_norm(slots.values, dim=-1, dtype=wide).float()
         if slots.score is not None:
             old = slots.count - observed.queries.shape[2]
             blend = slots.score * fade + score * (1 - fade)

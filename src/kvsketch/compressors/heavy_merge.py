@@ -122,7 +122,8 @@ class HeavyMerge(Compressor):
         score = scored_before(slots, self.name).score
         assert score is not None
         live = slots.live()
-        norm = torch.linalg.vector_norm(slots.mean_values(), dim=-1, dtype=score.dtype)
+        wide = compute_dtype(slots.values.dtype)
+        norm = torch.linalg.vector_norm(slots.mean_values(), dim=-1, dtype=wide)
         weight = score.masked_fill(~live, -1.0) if live is not None else score
         heavy = min(budget - 1, round(self.share * budget))
         order = (weight * norm).masked_fill(weight < 0, -1.0).argsort(-1, descending=True)

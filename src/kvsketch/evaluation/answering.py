@@ -11,7 +11,7 @@ from transformers import DynamicCache, GenerationConfig, StoppingCriteria, Stopp
 
 from kvsketch.evaluation.encoding import EncodedCase
 from kvsketch.evaluation.following import Follower
-from kvsketch.evaluation.replies import Footprint, Reply, clock, footprint, new_cache
+from kvsketch.evaluation.replies import Footprint, Reply, clock, costs, footprint, new_cache
 from kvsketch.evaluation.settings import Settings
 from kvsketch.evaluation.setups import Setup
 from kvsketch.hf import SketchCache
@@ -95,7 +95,7 @@ class Answerer:
         start: float,
         end: float,
     ) -> list[Reply]:
-        rows, after, final = len(cases), probe.footprint, footprint(cache)
+        rows, final = len(cases), footprint(cache)
         replies = []
         for case, tokens in zip(cases, output, strict=True):
             length = self._length(tokens)
@@ -104,12 +104,7 @@ class Answerer:
                     text=self.tokenizer.decode(tokens[:length], skip_special_tokens=True),
                     prompt_tokens=len(case.ids),
                     new_tokens=length,
-                    slots=after.slots,
-                    kv_bytes=after.kv_bytes / rows,
-                    exact_kv_bytes=after.exact_kv_bytes / rows,
-                    final_kv_bytes=final.kv_bytes / rows,
-                    final_exact_kv_bytes=final.exact_kv_bytes / rows,
-                    peak_kv_bytes=max(after.peak_kv_bytes, final.peak_kv_bytes) / rows,
+                    **costs(probe.footprint, final, rows),
                     prefill_seconds=(probe.prefilled - start) / rows,
                     decode_tokens=length - 1,
                     decode_seconds=(end - probe.resumed) / rows,

@@ -10,6 +10,7 @@ from rich.progress import track
 
 from kvsketch.errors import InputError, unknown_name
 from kvsketch.evaluation.allocation import check_length, measure_curves
+from kvsketch.evaluation.files import read_text
 from kvsketch.evaluation.loading import load_model, load_tokenizer, resolve_model
 from kvsketch.evaluation.settings import Settings
 from kvsketch.streaming import ALL_METHODS, Curves
@@ -35,7 +36,7 @@ def calibrate_files(
         raise unknown_name("method", method, ALL_METHODS)
     if follow < 1:
         raise InputError(f"--follow {follow} must be at least 1")
-    texts = [_read(file) for file in files]
+    texts = [read_text(file) for file in files]
     folder = resolve_model(model_name)
     tokenizer = load_tokenizer(folder)
     model = load_model(folder, settings.device, settings.dtype)
@@ -59,12 +60,3 @@ def calibrate_files(
         for prompt in track(prompts, "measuring", console=console, transient=True)
     ]
     return pooled(found)
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file} is not UTF-8 text") from error

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from kvsketch.evaluation.activations import intercepted
 from kvsketch.evaluation.encoding import EncodedCase
-from kvsketch.evaluation.replies import Reply, clock, footprint, new_cache
+from kvsketch.evaluation.replies import Reply, clock, costs, footprint, new_cache
 from kvsketch.evaluation.settings import Settings
 from kvsketch.evaluation.setups import Setup
 from kvsketch.hf import SketchCache
@@ -80,12 +80,7 @@ class Follower:
             text="",
             prompt_tokens=case.record,
             new_tokens=case.new_tokens,
-            slots=after.slots,
-            kv_bytes=after.kv_bytes,
-            exact_kv_bytes=after.exact_kv_bytes,
-            final_kv_bytes=final.kv_bytes,
-            final_exact_kv_bytes=final.exact_kv_bytes,
-            peak_kv_bytes=max(after.peak_kv_bytes, final.peak_kv_bytes),
+            **costs(after, final),
             prefill_seconds=prefilled - start,
             decode_tokens=case.new_tokens if lean else 0,  # comparing layers takes its own time
             decode_seconds=end - resumed if lean else 0.0,

@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from kvsketch import __version__
 from kvsketch.errors import InputError
+from kvsketch.evaluation.files import check_folder, read_text
 from kvsketch.evaluation.html_figures import Figure, Sketchbook, require_matplotlib, write
 from kvsketch.evaluation.html_panels import headline, sections, summary
 from kvsketch.evaluation.html_parts import Grid, Section
@@ -153,14 +154,7 @@ def check_outputs(page: Path, figures: Path | None) -> None:
     except OSError as error:
         raise InputError(f"--out {page} cannot be written: {error.strerror or error}") from error
     if figures is not None:
-        try:
-            figures.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=figures):
-                pass
-        except OSError as error:
-            raise InputError(
-                f"--figures {figures} cannot be written: {error.strerror or error}"
-            ) from error
+        check_folder(figures, "--figures")
 
 
 def save(page: Page, path: Path, figures: Path | None) -> list[str]:
@@ -218,9 +212,7 @@ def _inspected(path: Path, book: Sketchbook) -> Section:
     from kvsketch.evaluation import inspection_figures
 
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"--inspect {path} cannot be read: {error.strerror or error}") from error
+        result = json.loads(read_text(path, "--inspect"))
     except ValueError as error:
         raise InputError(f"--inspect {path} is not JSON: {error}") from error
     figures = []

@@ -5,7 +5,6 @@ Heavy imports (torch, transformers) happen inside, as in ``kvsketch.cli``.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvsketch.errors import InputError
+from kvsketch.evaluation.files import check_folder, read_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,7 +148,7 @@ def run(
         projected = []  # a picture alone
     else:
         inspection.require("matplotlib", "sklearn")
-        _check_folder(out)
+        check_folder(out, "--out")
     model = loading.load_model(folder, device, dtype)
     with Progress(
         TextColumn("{task.description}"),
@@ -304,22 +304,7 @@ def _layers(text: str) -> list[int]:
 
 
 def _read(file: Path) -> str:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file} is not UTF-8 text") from error
+    text = read_text(file)
     if not text.strip():
         raise InputError(f"{file} is empty")
     return text
-
-
-def _check_folder(folder: Path) -> None:
-    """Said now, not after minutes of measuring."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise InputError(f"--out {folder} cannot be written: {error.strerror or error}") from error

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvsketch.errors import InputError
+from kvsketch.evaluation.files import read_text
 
 QUESTION_MARK = "\nNow the record is over."  # where the question starts in every official prompt
 
@@ -41,12 +42,7 @@ def load_cases(path: Path) -> list[Case]:
     Only `prompt`, `expected_number` and `num_lines` are used.
     Raises `InputError` naming file and line of whatever is wrong.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InputError(f"--cases {path} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"--cases {path} is not UTF-8 text") from error
+    text = read_text(path, "--cases")
     cases = []
     # Not splitlines(): a record may hold characters that only Python takes for line ends.
     for number, line in enumerate(text.split("\n"), start=1):

@@ -48,6 +48,18 @@ class Footprint:
     peak_kv_bytes: int
 
 
+def costs(after: Footprint, final: Footprint, rows: int = 1) -> dict[str, Any]:
+    """A ``Reply``'s bytes, of one of ``rows`` cases that were answered together."""
+    return {
+        "slots": after.slots,
+        "kv_bytes": after.kv_bytes / rows,
+        "exact_kv_bytes": after.exact_kv_bytes / rows,
+        "final_kv_bytes": final.kv_bytes / rows,
+        "final_exact_kv_bytes": final.exact_kv_bytes / rows,
+        "peak_kv_bytes": max(after.peak_kv_bytes, final.peak_kv_bytes) / rows,
+    }
+
+
 def footprint(cache: SketchCache | DynamicCache) -> Footprint:
     """Measures `cache`. An exact cache is its own yardstick."""
     if isinstance(cache, SketchCache):

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from kvsketch.errors import InputError
+from kvsketch.evaluation.files import read_text
 
 _ENDS = re.compile(r"[.!?][\"')\]\u201d\u2019]*$")
 #: RULER's "noise" haystack, five sentences a line (scripts/data/synthetic/niah.py)
@@ -79,19 +80,14 @@ def load_haystack(folder: Path | None = None) -> Haystack:
             return filler()
     if not folder.is_dir():
         raise InputError(f"haystack {folder} is not a folder; give one that holds .txt files")
-    words = [word for file in sorted(folder.glob("*.txt")) for word in _read(file).split()]
+    words = [
+        word
+        for file in sorted(folder.glob("*.txt"))
+        for word in read_text(file, "haystack").split()
+    ]
     if not words:
         raise InputError(f"haystack {folder} holds no text; allowed: a folder of .txt files")
     return Haystack(folder.name, tuple(words))
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InputError(f"haystack {file} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"haystack {file} is not UTF-8 text") from error
 
 
 def filler() -> Haystack:

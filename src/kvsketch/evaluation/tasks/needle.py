@@ -13,14 +13,13 @@ import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvsketch.errors import InputError, at_least, unknown_name
+from kvsketch.errors import InputError, unknown_name
 from kvsketch.evaluation.longeval import read_answer
 from kvsketch.evaluation.longeval_cases import HEADER, MAX_NUMBER, QUESTION, format_line, make_key
-from kvsketch.evaluation.tasks.base import Case, Task
+from kvsketch.evaluation.tasks.base import Case
 from kvsketch.evaluation.tasks.fitting import (
     Draft,
     Lengths,
@@ -29,7 +28,7 @@ from kvsketch.evaluation.tasks.fitting import (
     largest,
     roughly_filled,
 )
-from kvsketch.evaluation.tasks.haystack import Haystack, load_haystack
+from kvsketch.evaluation.tasks.synthetic import Synthetic
 
 _LINE = "line {key}: REGISTER_CONTENT is <{value}>\n"
 _BEFORE = "This is a very long story book: <book> "
@@ -64,7 +63,7 @@ FORMS: Mapping[str, _Form] = {
 SANDWICH = "eat a sandwich and sit in Dolores Park on a sunny day."
 
 
-class Needle(Task):
+class Needle(Synthetic):
     """One needle per case, at every depth of every length.
 
     Args:
@@ -93,18 +92,11 @@ class Needle(Task):
         haystack: Path | None = None,
         seed: int = 0,
     ) -> None:
-        self.lengths = list(dict.fromkeys(at_least("length", n, 1) for n in lengths))
+        super().__init__(lengths, num_cases, haystack, seed)
         self.depths = list(dict.fromkeys(_checked(depth) for depth in depths))
-        self.num_cases = at_least("num_cases", num_cases, 1)
         if form not in FORMS:
             raise unknown_name("form", form, FORMS)
         self.form = form
-        self.folder = haystack
-        self.seed = seed
-
-    @cached_property
-    def haystack(self) -> Haystack:
-        return load_haystack(self.folder)
 
     def cases(self) -> list[Case]:
         """By length, depth and number. Until ``fitted``, a token is taken for four characters."""

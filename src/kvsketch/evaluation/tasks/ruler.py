@@ -12,12 +12,11 @@ import dataclasses
 import random
 import re
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvsketch.errors import InputError, at_least, unknown_name
-from kvsketch.evaluation.tasks.base import Case, Task
+from kvsketch.errors import InputError, unknown_name
+from kvsketch.evaluation.tasks.base import Case
 from kvsketch.evaluation.tasks.fitting import (
     Draft,
     Lengths,
@@ -25,15 +24,15 @@ from kvsketch.evaluation.tasks.fitting import (
     filled,
     roughly_filled,
 )
-from kvsketch.evaluation.tasks.haystack import Haystack, load_haystack
 from kvsketch.evaluation.tasks.ruler_chains import chains
 from kvsketch.evaluation.tasks.ruler_needles import NEEDLES, needles
 from kvsketch.evaluation.tasks.ruler_words import common_words, frequent_words
+from kvsketch.evaluation.tasks.synthetic import Synthetic
 
 SUBTASKS = (*NEEDLES, "vt", "cwe", "fwe")
 
 
-class Ruler(Task):
+class Ruler(Synthetic):
     """Cases drawn from (subtask, length, seed, number).
 
     Args:
@@ -60,15 +59,8 @@ class Ruler(Task):
         for subtask in subtasks:
             if subtask not in SUBTASKS:
                 raise unknown_name("subtask", subtask, SUBTASKS)
+        super().__init__(lengths, num_cases, haystack, seed)
         self.subtasks = list(dict.fromkeys(subtasks))
-        self.lengths = list(dict.fromkeys(at_least("length", n, 1) for n in lengths))
-        self.num_cases = at_least("num_cases", num_cases, 1)
-        self.folder = haystack
-        self.seed = seed
-
-    @cached_property
-    def haystack(self) -> Haystack:
-        return load_haystack(self.folder)
 
     def cases(self) -> list[Case]:
         """By subtask, length and number. Until ``fitted``, a token is taken for four characters."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.errors import InputError
+from kvsketch.evaluation.files import read_text
 from kvsketch.evaluation.tasks.haystack import essays_folder, filler
 
 _FIELD = "text"
@@ -47,12 +48,7 @@ def load_texts(data: str | None) -> Iterator[tuple[str, str]]:
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, str]]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InputError(f"--data {path} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"--data {path} is not UTF-8 text") from error
+    text = read_text(path, "--data")
     if path.suffix != ".jsonl":
         yield path.name, text
         return
