@@ -15,21 +15,18 @@ from typer.testing import CliRunner
 from families import CONFIGS, VOCABULARY, build
 from kvsketch import InputError, UnsupportedError
 from kvsketch.cli import _Group
-from kvsketch.evaluation import inspect_command, inspection
+from kvsketch.evaluation import inspect_command, inspection_measures
 from kvsketch.evaluation.activations import Activations, capture
 from kvsketch.evaluation.inspection import (
-    BINS,
-    EIGHTH,
     LEAST_TOKENS,
     METHODS,
-    SHARES,
-    TOLERANCES,
-    attention,
     choose_layers,
-    cover,
     inspect_model,
     steps,
 )
+from kvsketch.evaluation.inspection_measures import SHARES, attention, cover
+from kvsketch.evaluation.inspection_readings import TOLERANCES
+from kvsketch.evaluation.inspection_rows import BINS, EIGHTH
 from kvsketch.evaluation.loading import packaged_model
 from tiny_model import POSITIONS, save_tiny_model, tiny_case, tiny_model, tiny_tokenizer
 
@@ -203,7 +200,7 @@ def test_readings_say_what_the_numbers_say(measured):
 
 def test_the_same_seed_gives_the_same_numbers(llama, monkeypatch):
     pytest.importorskip("sklearn")
-    monkeypatch.setattr(inspection, "POINTS", 100)
+    monkeypatch.setattr(inspection_measures, "POINTS", 100)
     count = 0
 
     def advance() -> None:
@@ -228,8 +225,10 @@ def test_the_same_seed_gives_the_same_numbers(llama, monkeypatch):
 
 def test_long_prompts_are_thinned_for_the_picture(monkeypatch):
     pytest.importorskip("sklearn")
-    monkeypatch.setattr(inspection, "POINTS", 50)
-    view = inspection.embed(torch.randn(120, 4, generator=torch.Generator().manual_seed(0)), 0)
+    monkeypatch.setattr(inspection_measures, "POINTS", 50)
+    view = inspection_measures.embed(
+        torch.randn(120, 4, generator=torch.Generator().manual_seed(0)), 0
+    )
     assert len(view["points"]) == len(view["positions"]) == 50
     assert (view["positions"][0], view["positions"][-1]) == (0, 119)
 
@@ -322,7 +321,7 @@ def refused(*words: str) -> str:
 
 def test_command_writes_what_it_prints(folder, text, tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
-    monkeypatch.setattr(inspection, "POINTS", 100)
+    monkeypatch.setattr(inspection_measures, "POINTS", 100)
     out = tmp_path / "new" / "inspected"
     result = run(folder, text, "--out", str(out), "--json", "--layers", "1", "--seed", "7")
     shown = json.loads(result.stdout)
@@ -401,7 +400,7 @@ def test_figures_without_their_libraries(folder, text, tmp_path, monkeypatch):
     def missing(name: str):
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(inspection.importlib, "import_module", missing)
+    monkeypatch.setattr(inspection_measures.importlib, "import_module", missing)
     line = refused(folder, text, "--out", str(tmp_path / "out"))
     assert "the figures need matplotlib" in line
     assert "kvsketch[report]" in line

@@ -107,7 +107,7 @@ def run(
         UnsupportedError: a model whose attention cannot be caught, by name.
     """
 
-    from kvsketch.evaluation import inspection, loading
+    from kvsketch.evaluation import inspection, inspection_measures, loading
     from kvsketch.evaluation.encoding import max_positions
     from kvsketch.evaluation.report import dumps, environment
     from kvsketch.evaluation.settings import DTYPES
@@ -147,7 +147,7 @@ def run(
     if out is None:
         projected = []  # a picture alone
     else:
-        inspection.require("matplotlib", "sklearn")
+        inspection_measures.require("matplotlib", "sklearn")
         check_folder(out, "--out")
     model = loading.load_model(folder, device, dtype)
     with Progress(

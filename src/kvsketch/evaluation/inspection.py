@@ -6,34 +6,29 @@ by ``evaluation.activations.capture``; the result is plain numbers, ready for JS
 
 from __future__ import annotations
 
-import importlib
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvsketch import theory
-from kvsketch.compressors.kcenter import farthest_first
 from kvsketch.errors import InputError, KVSketchError, UnsupportedError
 from kvsketch.evaluation.activations import Activations, capture
+from kvsketch.evaluation.inspection_measures import LAST, attention, cover, embed, rounded
 from kvsketch.evaluation.inspection_readings import (
-    CENTERS,
     RECENT,
     SINK,
     TOLERANCE_METHOD,
-    TOLERANCES,
     mean,
     readings,
 )
-from kvsketch.slots import Observed, Slots, attention_scores, causal
+from kvsketch.evaluation.inspection_rows import Layer, rows_of
+from kvsketch.slots import Observed, Slots
 from kvsketch.streaming import windowed
-from kvsketch.streaming.curves import LEVELS, Curves, held_out_for, measure_layer, pooled
+from kvsketch.streaming.curves import LEVELS, Curves, held_out_for, measure_layer
 
 #: whose errors are measured
 METHODS = (
@@ -48,46 +43,8 @@ METHODS = (
 )
 #: the share of the tokens they keep
 KEPT = 0.25
-#: queries at a prompt's end whose attention is looked at
-LAST = 64
 #: the shortest prompt that leaves all methods something to choose at ``KEPT``
 LEAST_TOKENS = 256
-#: balls over tokens: where the clusterability curves are read, 1/128 .. 1/2
-SHARES = tuple(2.0 ** (-k / 2) for k in range(14, 1, -1))
-#: the share that is one number's worth of a curve
-EIGHTH = 1 / 8
-#: bins of a histogram of norms
-BINS = 24
-#: eps of the theorems
-EPS = 0.5
-#: points of a t-SNE
-POINTS = 1000
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """One layer on one prompt, batch axis gone. Per query head or KV head, then tokens or shares.
-
-    Attributes:
-        norms: "query", "key", "value": ``[heads, n]``.
-        radius: "keys", "values": covering radius over spread at ``SHARES``, ``[kv_heads, shares]``.
-        balls: balls of half the spread that cover them, over n, ``[kv_heads]``.
-        delta: the radius at which n/8 balls cover every head's keys, in units of the keys.
-        attention: see ``attention``, ``[heads]`` each.
-        errors: relative error by method, ``[kv_heads]``.
-        curves: of ``TOLERANCE_METHOD``.
-    """
-
-    tokens: int
-    dims: tuple[int, int]
-    scaling: float
-    norms: dict[str, Tensor]
-    radius: dict[str, Tensor]
-    balls: dict[str, Tensor]
-    delta: float
-    attention: dict[str, Tensor]
-    errors: dict[str, Tensor]
-    curves: Curves
 
 
 def inspect_model(
@@ -127,7 +84,7 @@ def inspect_model(
         check_prompt(prompt)
     chosen = choose_layers(model.config, layers)
     softcap = getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
-    found: dict[int, list[_Layer]] = {layer: [] for layer in chosen}
+    found: dict[int, list[Layer]] = {layer: [] for layer in chosen}
     views: list[dict[str, Any]] = []
     for number, prompt in enumerate(prompts):
         all_caught = catch(model, prompt, chosen)
@@ -139,9 +96,9 @@ def inspect_model(
                     view = embed(points[0, 0], seed)
                     views.append({"layer": caught.layer, "head": 0, "what": what, **view})
                     advance()
-    result: dict[str, Any] = {"kept": KEPT, "queries": LAST, "layers": _rows(found)}
+    result: dict[str, Any] = {"kept": KEPT, "queries": LAST, "layers": rows_of(found)}
     result["errors"] = {
-        name: _round(mean(row["errors"][name] for row in result["layers"])) for name in methods
+        name: rounded(mean(row["errors"][name] for row in result["layers"])) for name in methods
     }
     result["tsne"] = views
     result["readings"] = readings(result)
@@ -217,127 +174,13 @@ def catch(model: Any, prompt: Tensor, layers: Sequence[int]) -> list[Activations
         ) from error
 
 
-def attention(
-    queries: Tensor,
-    keys: Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    last: int = LAST,
-    sink: int = SINK,
-    recent: int = RECENT,
-) -> dict[str, Tensor]:
-    """Where the last queries look, each at itself and what is before it; means over the queries.
-
-    Args:
-        queries: ``[batch, num_attention_heads, n, head_dim]``.
-        keys: ``[batch, num_key_value_heads, n, head_dim]``.
-        scaling: multiplies <q, k>.
-        softcap: of the scores (Gemma 2).
-
-    Returns:
-        float64 ``[batch, num_attention_heads]`` each. "entropy": over the log of the tokens seen,
-        0 (one token) .. 1 (all alike); "sink", "recent": share on the first and last tokens (where
-        they overlap, the sink's); "holding": tokens that hold 90%, the fewest; "holding_share":
-        over the tokens seen.
-    """
-    n, q = keys.shape[2], min(last, queries.shape[2])
-    slots = Slots(keys.double(), keys.double())
-    mask = causal(q, n, keys.device)
-    asked = queries[:, :, -q:].double()
-    share = attention_scores(asked, slots, scaling, softcap, mask, None).softmax(-1).flatten(1, 2)
-    seen = torch.arange(n - q + 1, n + 1, device=keys.device, dtype=torch.float64)
-    place = torch.arange(n, device=keys.device)
-    # the newest token a query sees is its own
-    late = (place >= seen[:, None] - recent) & (place >= sink)
-    falling = share.sort(dim=-1, descending=True).values.cumsum(-1)
-    holding = (falling < 0.9 - 1e-12).sum(-1).double() + 1
-    entropy = torch.special.entr(share).sum(-1) / seen.log().clamp(min=1e-12)
-    found = {
-        "entropy": entropy,
-        "sink": share[..., :sink].sum(-1),
-        "recent": (share * late).sum(-1),
-        "holding": holding,
-        "holding_share": holding / seen,
-    }
-    return {name: rows.mean(-1) for name, rows in found.items()}
-
-
-def cover(points: Tensor) -> tuple[Tensor, Tensor]:
-    """How well few balls cover points: greedy k-center (SubGen, section 3.2), radii in units of the
-    points' spread, the root of their mean squared distance from their mean.
-
-    Args:
-        points: keys or values, ``[batch, heads, n, dim]``.
-
-    Returns:
-        The radius that share n balls need for share in ``SHARES``, float64 ``[batch, heads,
-        shares]``; and the balls of half the spread that are needed, over n, ``[batch, heads]`` (1
-        where n/2 are too few).
-    """
-    n = points.shape[2]
-    points = points.double() - points.double().mean(2, keepdim=True)
-    spread = points.square().sum(-1).mean(-1).sqrt().clamp(min=1e-300)
-    curve = theory.clusterability(points / spread[..., None, None], max_clusters=max(1, n // 2))
-    number = [min(max(1, round(share * n)), curve.m.numel()) - 1 for share in SHARES]
-    # its delta is a diameter
-    return curve.lower[..., number], curve.clusters(2 * 0.5).double() / n
-
-
-def embed(points: Tensor, seed: int) -> dict[str, Any]:
-    """t-SNE of one head's keys or values, and its greedy k-center points, as SubGen's and
-    ClusterGen's Figure 1; on one thread, so that a seed means the same picture.
-
-    Args:
-        points: ``[n, dim]``; every so-manieth of them where n is above ``POINTS``.
-
-    Returns:
-        "points": ``[[x, y], ...]``; "positions" of their tokens; "centers": indices into both;
-        "radius": at which balls around the centers cover all points, over their spread.
-
-    Raises:
-        InputError: scikit-learn is not installed.
-    """
-    require("sklearn")
-    manifold = importlib.import_module("sklearn.manifold")
-    threads = importlib.import_module("threadpoolctl")
-    n = points.shape[0]
-    at = torch.linspace(0, n - 1, min(n, POINTS)).round().long()
-    chosen = points[at.to(points.device)].double().cpu()
-    inserted = farthest_first(chosen[None, None], None, CENTERS)[0, 0]
-    centers = inserted.topk(min(CENTERS, int((inserted > 0).sum()))).indices
-    curve = theory.clusterability(chosen[None, None], CENTERS)
-    spread = (chosen - chosen.mean(0)).square().sum(-1).mean().sqrt()
-    perplexity = min(30.0, (len(at) - 1) / 3)
-    with threads.threadpool_limits(limits=1):
-        flat = manifold.TSNE(
-            2, perplexity=perplexity, init="pca", learning_rate="auto", random_state=seed
-        ).fit_transform(chosen.float().numpy())
-    return {
-        "points": [[round(float(x), 2), round(float(y), 2)] for x, y in flat],
-        "positions": at.tolist(),
-        "centers": centers.tolist(),
-        "radius": _round(curve.lower[0, 0, -1] / spread.clamp(min=1e-300)),
-    }
-
-
-def require(*modules: str) -> None:
-    """Raise InputError unless what figures need can be imported."""
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise InputError(
-                f"the figures need {module} ({error}): pip install 'kvsketch[report]'"
-            ) from error
-
-
 def _measure(
     caught: Activations,
     softcap: float | None,
     methods: Sequence[str],
     seed: int,
     advance: Callable[[], None],
-) -> _Layer:
+) -> Layer:
     queries, keys, values = caught.queries, caught.keys, caught.values
     n = keys.shape[2]
     covers = {"keys": cover(keys), "values": cover(values)}
@@ -357,7 +200,7 @@ def _measure(
         return curves
 
     tensors = {"query": queries, "key": keys, "value": values}
-    return _Layer(
+    return Layer(
         tokens=n,
         dims=(keys.shape[3], values.shape[3]),
         scaling=caught.scaling,
@@ -378,115 +221,3 @@ def _measure(
 def _relative(curves: Curves) -> Tensor:
     assert curves.relative is not None  # measure_layer always has them
     return curves.relative
-
-
-def _rows(found: dict[int, list[_Layer]]) -> list[dict[str, Any]]:
-    norms = {
-        layer: {name: torch.cat([x.norms[name] for x in seen], -1) for name in seen[0].norms}
-        for layer, seen in found.items()
-    }
-    # the same bins for all layers, so that they can be drawn side by side
-    top = {name: max(float(x[name].max()) for x in norms.values()) for name in _KINDS}
-    rows = []
-    for layer, seen in found.items():
-        row: dict[str, Any] = {"layer": layer, "tokens": [x.tokens for x in seen]}
-        row["norms"] = {
-            name: _histogram(rows_of, top[name]) for name, rows_of in norms[layer].items()
-        }
-        row["norms"]["score"] = _scores(seen)
-        row["clusterability"] = {what: _cover_row(seen, what) for what in ("keys", "values")}
-        row["attention"] = _attention_row(seen)
-        row["theory"] = _theory_row(seen)
-        heads = {
-            name: torch.stack([x.errors[name] for x in seen]).mean(0) for name in seen[0].errors
-        }
-        row["errors"] = {name: _round(x.mean()) for name, x in heads.items()}
-        row["errors_by_head"] = {name: _list(x) for name, x in heads.items()}
-        curves = pooled([x.curves for x in seen])
-        row["within"] = {str(t): _round(curves.within(t)[0].mean()) for t in TOLERANCES}
-        rows.append(row)
-    return rows
-
-
-_KINDS = ("query", "key", "value")
-
-
-def _histogram(norms: Tensor, top: float) -> dict[str, Any]:
-    """Norms ``[heads, n]`` of one layer."""
-    counts = torch.histc(norms.flatten(), BINS, 0.0, max(top, 1e-12))
-    return {
-        "mean": _round(norms.mean()),
-        "max": _round(norms.max()),
-        "heads": _list(norms.mean(-1)),
-        "edges": _list(torch.linspace(0, max(top, 1e-12), BINS + 1, dtype=torch.float64)),
-        "counts": [int(x) for x in counts],
-    }
-
-
-def _scores(seen: Sequence[_Layer]) -> dict[str, float]:
-    """|q| |k| scaling: its mean over all pairs is the product of the means."""
-    means, most = [], []
-    for x in seen:
-        query, key = x.norms["query"], x.norms["key"]
-        key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
-        means.append((query.mean(-1) * key.mean(-1)).mean() * x.scaling)
-        most.append((query.amax(-1) * key.amax(-1)).max() * x.scaling)
-    return {"mean": _round(torch.stack(means).mean()), "max": _round(torch.stack(most).max())}
-
-
-def _cover_row(seen: Sequence[_Layer], what: str) -> dict[str, Any]:
-    radius = torch.stack([x.radius[what] for x in seen]).mean(0)
-    eighth = radius[:, SHARES.index(EIGHTH)]
-    return {
-        "shares": [_round(share) for share in SHARES],
-        "radius": _list(radius.mean(0)),
-        "eighth": _round(eighth.mean()),
-        "heads": _list(eighth),
-        "balls_of_half_the_spread": _round(torch.stack([x.balls[what] for x in seen]).mean()),
-    }
-
-
-def _attention_row(seen: Sequence[_Layer]) -> dict[str, Any]:
-    heads = {
-        name: torch.stack([x.attention[name] for x in seen]).mean(0) for name in seen[0].attention
-    }
-    row: dict[str, Any] = {name: _round(x.mean()) for name, x in heads.items()}
-    return {**row, "heads": {name: _list(x) for name, x in heads.items()}}
-
-
-def _theory_row(seen: Sequence[_Layer]) -> dict[str, Any]:
-    """What the theorems ask for, their arguments and the answer in words."""
-    query, key = (max(float(x.norms[name].max()) for x in seen) for name in ("query", "key"))
-    n, delta = max(x.tokens for x in seen), max(max(x.delta for x in seen), 1e-9)
-    dim, value_dim = seen[0].dims
-    scaling = seen[0].scaling
-    # BalanceKV's scores are <q, k>/sqrt(d): another scaling goes into the query
-    r = max(query * scaling * math.sqrt(dim), key)
-    return {
-        "eps": EPS,
-        "n": n,
-        "query_norm": _round(query),
-        "key_norm": _round(key),
-        "delta": _round(delta),
-        "subgen": _asked(
-            lambda: theory.subgen(EPS, delta, query * scaling, n, value_dim, m=max(1, n // 8)), n
-        ),
-        "balancekv": _asked(lambda: theory.balancekv(EPS, r, n, dim, value_dim=value_dim), n),
-    }
-
-
-def _asked(size: Callable[[], Any], n: int) -> dict[str, Any]:
-    try:
-        found = size()
-    except InputError as error:  # the exponent is beyond what can be computed
-        return {"slots": None, "verdict": str(error)}
-    return {"slots": _round(found.slots), "verdict": found.verdict(n)}
-
-
-def _round(value: Any) -> float:
-    """Five digits: all that is worth keeping."""
-    return float(f"{float(value):.5g}")
-
-
-def _list(values: Tensor) -> list[float]:
-    return [_round(x) for x in values]

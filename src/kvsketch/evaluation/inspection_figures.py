@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.errors import InputError
-from kvsketch.evaluation.inspection import KEPT, LAST
+from kvsketch.evaluation.inspection import KEPT
+from kvsketch.evaluation.inspection_measures import LAST
 from kvsketch.evaluation.inspection_readings import CENTERS, RECENT, SINK, TOLERANCES
 
 #: dots per inch: of .png, and of what is not drawn as lines in .svg

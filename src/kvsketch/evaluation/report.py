@@ -26,8 +26,11 @@ def results_tables(rows: Sequence[Mapping[str, Any]], wide: bool = False) -> Ite
 def _title(row: Mapping[str, Any]) -> str:
     # what lies between the task and the protocol is the group
     names = list(row)[list(row).index("task") + 1 : list(row).index("question")]
+    within = str(row["task"]).partition("/")[2]  # the task may say a part of it already
     group = ", ".join(
-        f"{row[name]} {name}" if name == "lines" else f"{name} {row[name]}" for name in names
+        f"{row[name]} {name}" if name == "lines" else f"{name} {row[name]}"
+        for name in names
+        if row[name] != within
     )
     return f"{row['task']}: {group}" if group else str(row["task"])
 
