@@ -227,6 +227,53 @@ def test_errors_about_cases(model: str, words: list[str], message: str) -> None:
     assert message in refused("eval", "longeval", "--model", model, *words)
 
 
+def test_a_file_of_options_gives_what_the_command_line_does_not(
+    model: str, cases: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"tasks: [longeval]\nmodel: {model}\ncases: [{cases}]\nmethods: [exact, h2o]\n"
+        "budgets: [0.5, 0.25]\nmax-new-tokens: 4\nrecent: 8\njson: true\n",
+        encoding="utf-8",
+    )
+    rows = json.loads(kvsketch("eval", "--config", str(config)).stdout.splitlines()[-1])["results"]
+    assert [(row["method"], row["budget"]) for row in rows] == [
+        ("exact", 1.0),
+        ("h2o", 0.5),
+        ("h2o", 0.25),
+    ]
+    found = kvsketch("eval", "--config", str(config), "--methods", "uniform", "--budgets", "0.3")
+    (row,) = json.loads(found.stdout.splitlines()[-1])["results"]
+    assert (row["method"], row["budget"], row["cases"]) == ("uniform", 0.3, 3)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        ("[1", "is not YAML"),
+        ("- 1", "must be a mapping"),
+        ("method: h2o", "did you mean 'methods'"),
+        ("budgets: [2.5]", "budget=2.5"),
+    ],
+)
+def test_bad_files_of_options_are_named(tmp_path: Path, content: str | None, message: str) -> None:
+    config = tmp_path / "run.yaml"
+    if content is not None:
+        config.write_text(content, encoding="utf-8")
+    result = kvsketch("eval", "longeval", "--config", str(config), code=2)
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_layers_over_devices_need_accelerate(
+    model: str, cases: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "is_accelerate_available", lambda: False)
+    message = refused(*longeval(model, cases), "--device", "auto")
+    assert "--device auto needs accelerate: pip install accelerate" in message
+
+
 def test_calibrate_writes_curves_that_eval_reads(model: str, cases: str, tmp_path: Path) -> None:
     texts = [tmp_path / f"{i}.txt" for i in range(2)]
     for i, text in enumerate(texts):

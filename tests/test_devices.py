@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from kvsketch import SketchCache
-from tiny_model import small_llama
+from kvsketch.cli import app
+from tiny_model import save_tiny_model, small_llama, tiny_case
 
 pytest.importorskip("accelerate", reason="device_map needs accelerate")
 
@@ -30,6 +33,22 @@ SETUPS: dict[str, dict[str, Any]] = {
     "measured": {"method": "heavy_merge", "budget": 0.3},
     "bounded": {"method": "heavy_merge", "tolerance": 0.2, "max_budget": 0.5},
 }
+
+
+def test_eval_lets_transformers_place_the_layers(tmp_path: Path) -> None:
+    folder = str(save_tiny_model(tmp_path / "model"))
+    (tmp_path / "text.txt").write_text(tiny_case(60).prompt * 10, encoding="utf-8")
+    rows = []
+    for device in ("auto", "cpu"):
+        words = ["eval", "kl", "attention_error", "--model", folder, "--device", device, "--json"]
+        words += ["--data", str(tmp_path / "text.txt"), "--lengths", "200", "--num-cases", "1"]
+        words += ["--max-new-tokens", "20", "--methods", "heavy_merge", "--budgets", "0.3"]
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+        rows.append(json.loads(result.stdout.splitlines()[-1])["results"])
+    scores = [[row["score"] for row in found] for found in rows]
+    assert scores[0] == pytest.approx(scores[1], rel=1e-4)
+    assert len(scores[0]) == 2
 
 
 @pytest.fixture(scope="module")

@@ -159,7 +159,13 @@ def eval_command(
         Path | None,
         typer.Option(metavar="RUN.jsonl", help="Keep finished cases here, and resume from it."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, auto (transformers').")] = "cpu",
+    device: Annotated[
+        str,
+        typer.Option(
+            help="cpu, cuda, cuda:1; or auto, balanced, sequential: layers over all devices there "
+            "are (needs accelerate)."
+        ),
+    ] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object as the last line of standard output.")

@@ -98,8 +98,8 @@ class Follower:
             ours = self._forward(ids[:, at : at + 1], cache).logits[0, -1].double().log_softmax(-1)
             kl += float((exact.exp() * (exact - ours)).sum())
             agreed += float(exact.argmax() == ours.argmax())
-            nats -= float(ours[ids[0, at + 1]])
-            exact_nats -= float(exact[ids[0, at + 1]])
+            nats -= float(ours[case.ids[at + 1]])
+            exact_nats -= float(exact[case.ids[at + 1]])
         sums = {"kl": kl, "top1": agreed, "nats": nats, "exact_nats": exact_nats}
         return {name: found / case.new_tokens for name, found in sums.items()}
 

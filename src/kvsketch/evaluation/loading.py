@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from transformers.utils import is_accelerate_available, logging
 
 from kvsketch.errors import InputError, KVSketchError
 
 PACKAGED = "packaged"
+#: `--device`: transformers' ways to spread layers over all devices there are
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _CONFIGURATION = {
     "config.json",
     "generation_config.json",
@@ -65,16 +67,23 @@ def load_tokenizer(model: str) -> Any:
 
 def load_model(model: str, device: str, dtype: str) -> Any:
     """The model in evaluation mode. Raises `KVSketchError` if it cannot be had."""
+    check_device(device)
     logging.disable_progress_bar()  # of the weights: commands have one of their own
+    placed = {"device_map": device} if device in DEVICE_MAPS else {}
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), **placed)
     except (OSError, ValueError, KeyError) as error:
         raise _unavailable(model, error) from error
-    return loaded.to(device).eval()
+    return (loaded if placed else loaded.to(device)).eval()
 
 
 def check_device(device: str) -> None:
-    """Raises `InputError` unless torch can put tensors on `device`."""
+    """Raises `InputError` unless torch can put tensors on `device`, or transformers place layers
+    (`DEVICE_MAPS`)."""
+    if device in DEVICE_MAPS:
+        if not is_accelerate_available():
+            raise InputError(f"--device {device} needs accelerate: pip install accelerate")
+        return
     try:
         torch.empty(0, device=torch.device(device))
     except (RuntimeError, AssertionError, NotImplementedError) as error:

@@ -63,7 +63,7 @@ def _results_table(title: str, rows: Sequence[Mapping[str, Any]], wide: bool) ->
             str(row["budget"]) if row["tolerance"] is None else f"tol {row['tolerance']}",
             str(row["cases"]),
             _share(scale, row["score"]),
-            "-".join(_share(scale, end) for end in row["ci95"]),
+            _interval(scale, row),
             f"{row['slots']:,.0f}",
             f"{row['kv_bytes'] / 1000:,.0f}",
             f"{row['kv_bytes'] / row['exact_kv_bytes']:.1%}",
@@ -75,6 +75,12 @@ def _results_table(title: str, rows: Sequence[Mapping[str, Any]], wide: bool) ->
 def _share(scale: Scale, score: float) -> str:
     """Scores of every task in [0, 1], as in the store; errors on their own scale."""
     return scale.shown(score) if scale.is_error else f"{score:.2f}"
+
+
+def _interval(scale: Scale, row: Mapping[str, Any]) -> str:
+    if scale.is_error:  # of a single case nothing is known
+        return scale.interval(row["ci95"]) if row["answers"] > 1 else "-"
+    return "-".join(f"{end:.2f}" for end in row["ci95"])
 
 
 def _rate(value: float | None) -> str:

@@ -44,16 +44,16 @@ class Scale:
         """A key that sorts the best score first."""
         return score if self.is_error else -score
 
-    def shown(self, score: float) -> str:
-        """For people: two decimals, one where scores are times 100, three digits of an error."""
+    def shown(self, score: float, digits: int = 3) -> str:
+        """For people: two decimals, one where scores are times 100, ``digits`` of an error."""
         if self.is_error:
             if score < _NOTHING:
                 return "0"
-            return f"{score:,.0f}" if score >= 100 else f"{score:#.3g}"
+            return f"{score:,.0f}" if score >= 100 else f"{score:#.{digits}g}".rstrip(".")
         return f"{score * self.factor:.{2 if self.factor == 1 else 1}f}"
 
     def interval(self, ends: Sequence[float]) -> str:
-        return "-".join(self.shown(end) for end in ends)
+        return "-".join(self.shown(end, digits=2) for end in ends)
 
 
 #: below this an error is what rounding in float32 makes
