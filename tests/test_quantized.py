@@ -300,7 +300,7 @@ def test_nothing_in_full_precision_stays_alive(bits):
         counted = nbytes([t for t in held.tensors() if t.dim() == 4])
         waiting = nbytes([o.queries for o in held._observed])
         assert live_bytes(7, packed) - before == counted
-        full = 36 + 2 * held.buffer_for(200)
+        full = 36 + 2 * held.buffer
         most = predicted_bytes(200, full, 24, 24, bits, heads=7) + waiting
         assert counted <= most
 

@@ -62,6 +62,13 @@ class Budget:
         slots = max(1, math.ceil(self.value * self.share * tokens - 1e-9))
         return slots if self.limit is None else min(slots, self.limit)
 
+    def average(self, tokens: int) -> int:
+        """Slots per KV head on average over all heads that share the budget; of a tolerance, which
+        has no average, these heads' own. The same on every rank of a sharded model."""
+        if self.is_fraction and self.value >= 1:
+            return self.slots(tokens)
+        return Budget(self.value).slots(tokens)
+
 
 def scheduled(
     budget: Budget, schedule: Schedule | None, layers: int, heads: Sequence[int]

@@ -18,9 +18,8 @@ class HeadGroups:
     the size of another, so bytes fall as the budgets say. The loop is over groups, of which there
     are as many as there are different budgets.
 
-    Same verbs as ``Periodic``. While decoding, queries wait here until a group compresses or has
-    enough of them, and every group gets the buffer that the layer's mean would have: small groups
-    would else compress every other token, and the layer's bytes are what counts.
+    Same verbs as ``Periodic``. While decoding, queries wait here until a group compresses or there
+    are enough of them.
 
     Args:
         groups: KV heads of each group and its driver; together all heads, each once.
@@ -170,11 +169,14 @@ class HeadGroups:
         quiet = not (prefill or hold) and all(driver.quiet for driver in self.drivers)
         if quiet and len(self._observed) < self._fold_every():
             return False
-        parts, mean = self._handed_over(), round(self.held)
-        done = []
-        for driver, part in zip(self.drivers, parts, strict=True):
-            driver.beside = mean
-            done.append(driver.settle(part, prefill, hold))
+        parts = self._handed_over()
+        done = [
+            driver.settle(part, prefill, hold)
+            for driver, part in zip(self.drivers, parts, strict=True)
+        ]
+        if not (prefill or hold):  # they have waited once
+            for driver in self.drivers:
+                driver.fold()
         return any(done)
 
     def _fold_every(self) -> int:

@@ -37,8 +37,8 @@ class Periodic:
         compressor: the method with its sink and recent window.
         budget: how many slots may be kept.
         buffer: how far decoding may run above (and compresses below) the budget, in slots, >= 1;
-            a compression every ``2 * buffer`` tokens. Default budget / 40, at least 1, at most 64,
-            so that the page, scores included, stays within 5% of the budget.
+            a compression every ``2 * buffer`` tokens. Default: 1/40 of the average head's budget,
+            at least 1, at most 64, so that all pages, scores included, stay within 5% of it.
         one_shot: compress after prefill only; decoded tokens are then kept exactly (as in SubGen
             section 3.2) and memory grows with them.
         bits: 16: keys and values are stored as they come. 8 or 4: those between sinks and recent
@@ -53,8 +53,6 @@ class Periodic:
         error: relative error of the prompt's last queries on what the first compression made of
             it, float64 ``[batch, num_key_value_heads]`` (``window_error``); None before.
 
-        beside: slots per KV head that the heads of the whole layer hold on average, where it is
-            split (``HeadGroups``); the buffer is not smaller than theirs would be.
 
     Raises:
         InputError: buffer < 1, or bits not 16, 8 or 4.
@@ -76,7 +74,6 @@ class Periodic:
         self.one_shot = one_shot
         self.bits = check_bits(bits)
         self.track_error = track_error
-        self.beside = 0
         self._buffer = buffer
         self._observed: list[Observed] = []
         self.reset()
@@ -123,7 +120,13 @@ class Periodic:
         return self._masked(self.slots)
 
     def buffer_for(self, budget: int) -> int:
-        return self._buffer or max(1, min(64, max(budget, self.beside) // 40))
+        return self._buffer or max(1, min(64, budget // 40))
+
+    @property
+    def buffer(self) -> int:
+        """That of the average head: one with a small share would else compress every other token,
+        and the bytes of all heads are what counts."""
+        return self.buffer_for(self.budget.average(self.seen))
 
     @property
     def quiet(self) -> bool:
@@ -146,10 +149,9 @@ class Periodic:
         if self._page.room < new.count:
             capacity = self._page.count + new.count
             if new.count == 1:  # decoding: take a whole buffer at once
-                budget = self.budget.slots(self.seen)
-                capacity = max(capacity, budget + self.buffer_for(budget))
+                capacity = max(capacity, self.budget.slots(self.seen) + self.buffer)
                 if self._quantises_early():  # room is in full precision: only the buffer
-                    capacity = self._page.count + self.buffer_for(budget)
+                    capacity = self._page.count + self.buffer
                 if self.one_shot:  # grows for good, by a few per cent at a time
                     capacity = self._page.count + self.buffer_for(self._page.count)
             self._page = self._page.grown(capacity)
@@ -191,8 +193,8 @@ class Periodic:
             # What looks at a window of queries only waits for the last chunk of a held prompt.
             if hold and self.compressor.window is not None:
                 self._keep_last(self.compressor.window)
-            elif self._observed and (prefill or self._waiting_count() >= self._fold_every()):
-                self._store(self._scored())
+            elif prefill or self._waiting_count() >= self._fold_every():
+                self.fold()
             if isinstance(self._page, QuantizedPage):
                 self._page.release()
             return False
@@ -202,13 +204,13 @@ class Periodic:
         if not prefill:
             # A buffer below the budget, and room for one above: the budget is what is held on
             # average, and compressing comes half as often.
-            room = self.buffer_for(budget)
+            room = self.buffer
             floor = min(budget, self.compressor.sink + self.compressor.recent)
             budget = max(budget - room, floor, 1)
         if self.bits == 16:
             kept = self.compressor(self._masked(self._scored()), budget)
             # A sketch may hold more or less than the budget: room for what comes next, in any case.
-            self._page = Page(kept, max(self.budget.slots(self.seen) + room, kept.count + 2 * room))
+            self._page = Page(kept, max(self.budget.slots(self.seen), kept.count) + room)
         else:
             self._page = self._quantized(budget, room)
         self._dense = self._live = None
@@ -261,7 +263,7 @@ class Periodic:
             return False
         if self._page is not None:
             return self._page.room == 0
-        return self._count() >= fits + self.buffer_for(budget)
+        return self._count() >= fits + self.buffer
 
     @property
     def _whole(self) -> bool:
@@ -316,6 +318,11 @@ class Periodic:
         """All waiting queries as one."""
         return joined(self._observed)
 
+    def fold(self) -> None:
+        """Turn waiting queries into scores now."""
+        if self._observed:
+            self._store(self._scored())
+
     def _store(self, slots: Slots) -> None:
         self._observed = []
         if self._page is None:
@@ -351,8 +358,7 @@ class Periodic:
             )
         if self._dense is None or tokens == 0:
             return
-        if self._observed:
-            self._store(self._scored())
+        self.fold()
         kept = max(0, self._dense.count - tokens)
         self._dense = self._dense.narrow(0, kept)
         if self._live is not None:
