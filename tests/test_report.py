@@ -190,7 +190,7 @@ def test_summary_names_the_best_its_interval_and_exact(store: Path) -> None:
     assert lines[0][2:] == ["heavy_merge", wilson, "50.0%", "h2o 0.25", wilson, "8"]
     assert lines[1][2] == "h2o, heavy_merge"  # a tie
     assert lines[2][3].startswith("15.0 [")  # times 100
-    assert lines[6][2:5] == ["heavy_merge", "0.0150 [0.00520-0.0248]", "50.0%"]  # less is better
+    assert lines[6][2:5] == ["heavy_merge", "0.0150 [0.0052-0.025]", "50.0%"]  # less is better
     assert lines[6][5:7] == ["h2o 0.750", "0 [0-0]"]
     assert lines[8][3].startswith("4.55 [")  # e to the mean of 1.01 and 2.02
 
