@@ -19,7 +19,7 @@ from transformers import (
 
 from families import CONFIGS, EVERY_METHOD, VOCABULARY, build
 from kvsketch import METHODS, InputError, KVSketchError, SketchCache, UnsupportedError
-from kvsketch.streaming import head_groups
+from kvsketch.streaming import periodic
 
 WINDOW = {"sink": 2, "recent": 6}
 HIDDEN = -1e30
@@ -603,11 +603,11 @@ def test_groups_of_heads_change_nothing_but_the_budget(family):
 
 @pytest.mark.parametrize("method", ["h2o", "heavy_merge"])
 def test_queries_that_wait_for_their_group_are_not_lost(llama, method, monkeypatch):
-    """Handed over eight at a time or one by one: the same slots after many compressions."""
+    """Handed over many at a time or one by one: the same slots after many compressions."""
     ids, after = ids_of(2, 120), ids_of(2, 60, seed=1)
     held = []
-    for every in (8, 1):
-        monkeypatch.setattr(head_groups, "FOLD_EVERY", every)
+    for every in (32, 1):
+        monkeypatch.setattr(periodic, "FOLD_EVERY", every)
         settings = {"budget": 48, "schedule": [[0.5, 1.5]] * 2, "buffer": 7, **WINDOW}
         cache = SketchCache(llama.config, method, **settings)
         with torch.no_grad():

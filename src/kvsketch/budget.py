@@ -59,15 +59,19 @@ class Budget:
             if self.share == 1 or tokens <= self.value:
                 return self.value
             return max(1, round(self.value * self.share))
-        slots = max(1, math.ceil(self.value * self.share * tokens - 1e-9))
+        slots = _part(self.value * self.share, tokens)
         return slots if self.limit is None else min(slots, self.limit)
 
     def average(self, tokens: int) -> int:
         """Slots per KV head on average over all heads that share the budget; of a tolerance, which
         has no average, these heads' own. The same on every rank of a sharded model."""
-        if self.is_fraction and self.value >= 1:
-            return self.slots(tokens)
-        return Budget(self.value).slots(tokens)
+        if isinstance(self.value, int):
+            return self.value
+        return self.slots(tokens) if self.value >= 1 else _part(self.value, tokens)
+
+
+def _part(share: float, tokens: int) -> int:
+    return max(1, math.ceil(share * tokens - 1e-9))
 
 
 def scheduled(

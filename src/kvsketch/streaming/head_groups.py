@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..slots import Observed, Slots
-from .periodic import FOLD_EVERY, Periodic, joined
+from .periodic import Periodic, joined, waited_enough
 
 
 class HeadGroups:
@@ -167,7 +167,7 @@ class HeadGroups:
         if observed is not None:
             self._observed.append(observed)
         quiet = not (prefill or hold) and all(driver.quiet for driver in self.drivers)
-        if quiet and len(self._observed) < self._fold_every():
+        if quiet and not waited_enough(self._observed, self.tensors):
             return False
         parts = self._handed_over()
         done = [
@@ -178,13 +178,6 @@ class HeadGroups:
             for driver in self.drivers:
                 driver.fold()
         return any(done)
-
-    def _fold_every(self) -> int:
-        """Decoded tokens whose queries may wait: at most 1% of the bytes held."""
-        if len(self._observed) < 2:
-            return FOLD_EVERY
-        held = sum(tensor.nbytes for driver in self.drivers for tensor in driver.tensors())
-        return max(1, min(FOLD_EVERY, int(0.01 * held / self._observed[0].queries.nbytes)))
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         for driver in self.drivers:

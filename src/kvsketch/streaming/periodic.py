@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -193,7 +193,7 @@ class Periodic:
             # What looks at a window of queries only waits for the last chunk of a held prompt.
             if hold and self.compressor.window is not None:
                 self._keep_last(self.compressor.window)
-            elif prefill or self._waiting_count() >= self._fold_every():
+            elif prefill or waited_enough(self._observed, self.tensors):
                 self.fold()
             if isinstance(self._page, QuantizedPage):
                 self._page.release()
@@ -246,11 +246,10 @@ class Periodic:
         kept = self._masked(self._scored(slots))
         if sketching or kept.count > limit:
             kept = self.compressor(kept, budget)
-        capacity = kept.count + 2 * room
-        if sketching:  # as with 16 bits: what a sketch leaves of the budget is for exact tokens
-            capacity = max(capacity, limit + room)
-        elif kept.count <= limit:
-            capacity = min(capacity, limit + room)
+        # as with 16 bits: what a sketch leaves of the budget is for exact tokens
+        capacity = max(limit, kept.count) + room
+        if not sketching:  # room is in full precision: only what comes
+            capacity = min(capacity, kept.count + 2 * room)
         return QuantizedPage(kept, capacity, self.bits, *window, page)
 
     def _due(self, prefill: bool) -> bool:
@@ -303,16 +302,6 @@ class Periodic:
         live = None if together.live is None else together.live[:, -window:].clone()
         queries = together.queries[:, :, -window:].clone()
         self._observed = [replace(together, queries=queries, live=live)]
-
-    def _fold_every(self) -> int:
-        """Decoded tokens whose queries may wait: at most 1% of the bytes held."""
-        waiting = sum(o.queries.nbytes for o in self._observed) / max(1, self._waiting_count())
-        held = self._page.tensors() if self._page is not None else []
-        allowed = 0.01 * sum(t.nbytes for t in held) / max(1.0, waiting)
-        return max(1, min(FOLD_EVERY, int(allowed))) if held else FOLD_EVERY
-
-    def _waiting_count(self) -> int:
-        return sum(o.queries.shape[2] for o in self._observed)
 
     def _waiting(self) -> Observed:
         """All waiting queries as one."""
@@ -373,6 +362,18 @@ class Periodic:
         held += self.compressor.tensors()
         held += [] if self._probe is None else self._probe.tensors()
         return held + [o.queries for o in self._observed]
+
+
+def waited_enough(waiting: Sequence[Observed], held: Callable[[], Iterable[Tensor]]) -> bool:
+    """Whether decoded queries should be turned into scores: there are ``FOLD_EVERY``, or one more
+    would be above 1% of the bytes held."""
+    if not waiting:
+        return False
+    count = sum(observed.queries.shape[2] for observed in waiting)
+    if count >= FOLD_EVERY:
+        return True
+    size = sum(observed.queries.nbytes for observed in waiting)
+    return size * (count + 1) / count > 0.01 * sum(tensor.nbytes for tensor in held())
 
 
 def joined(observed: Sequence[Observed]) -> Observed:
