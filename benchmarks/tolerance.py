@@ -46,8 +46,8 @@ WINDOW = {"sink": 4, "recent": 32}
 def heads_of(sketch: Any, heads: int) -> Iterator[tuple[list[int], Slots]]:
     """Which KV heads hold which slots."""
     if isinstance(sketch, HeadGroups):
-        for members, driver in zip(sketch.members, sketch.drivers, strict=True):
-            yield members.tolist(), driver.slots
+        for members, driver in sketch.groups:
+            yield members, driver.slots
     else:
         yield list(range(heads)), sketch.slots
 

@@ -58,6 +58,32 @@ def test_growth_measures_every_sketch(tmp_path):
     assert figure.read_text().startswith("<?xml")
 
 
+def test_decoding_is_timed_against_dynamic_cache():
+    methods = "uniform,heavy_merge"
+    small = ("--slots", "128", "--tokens", "10", "--repeats", "1")
+    result = run("benchmarks.decode_speed", "--methods", methods, *small, "--json")
+    assert [row["method"] for row in result["results"]] == methods.split(",")
+    assert all(0.01 < row["ratio"] < 10 for row in result["results"])
+
+
+def test_a_streaming_prefill_stays_within_its_bound():
+    small = ("--tokens", "1500", "--budget", "200", "--chunk", "256")
+    result = run(
+        "benchmarks.streaming_memory", "--methods", "uniform,heavy_merge", *small, "--json"
+    )
+    for row in result["results"]:
+        assert row["peak_kv_bytes"] <= row["bound_bytes"] < row["exact_kv_bytes"]
+
+
+def test_a_tolerance_is_checked_on_the_tokens_that_follow():
+    """With heads of different sizes, as a tolerance makes them."""
+    small = ("--models", "packaged", "--tolerances", "0.1", "--prompts", "1")
+    result = run("benchmarks.tolerance", *small, "--json")
+    (row,) = [row for row in result["results"] if "within" in row]
+    assert row["within"] >= 0.9
+    assert 0 < row["kept"] < 1
+
+
 def test_growth_names_a_wrong_sketch():
     assert "subgn" in run("benchmarks.growth", "--sketches", "subgn", ok=False)
 

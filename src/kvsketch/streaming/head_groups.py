@@ -70,6 +70,12 @@ class HeadGroups:
         )
 
     @property
+    def groups(self) -> list[tuple[list[int], Periodic]]:
+        """KV heads of each group, and its driver."""
+        members = [part.tolist() for part in torch.split(self.grouped, self.sizes)]
+        return list(zip(members, self.drivers, strict=True))
+
+    @property
     def held(self) -> float:
         """Slots per KV head, the mean over heads."""
         counts = [size * d.held for size, d in zip(self.sizes, self.drivers, strict=True)]
