@@ -188,7 +188,10 @@ class Observed:
         scaling: multiplies ``<q, k>``.
         softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
         slopes: ``[num_attention_heads]``; adds ``slope * position`` to the scores (ALiBi).
-        live: bool ``[batch, q]``, False for padding.
+        live: bool ``[batch, q]``, False for padding, and for queries that saw anything else than
+            all tokens up to their own.
+        sinks: ``[num_attention_heads]``: the logit of an attention sink in the softmax (gpt-oss),
+            which takes its share of every query's attention and adds no value.
     """
 
     queries: Tensor
@@ -196,6 +199,12 @@ class Observed:
     softcap: float | None = None
     slopes: Tensor | None = None
     live: Tensor | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether scores are products of queries and keys and nothing else, without padding."""
+        return self.softcap is None and self.slopes is None and self.live is None
 
     def narrow(self, start: int, length: int) -> Observed:
         """``length`` queries from ``start`` on, as views."""
@@ -222,6 +231,7 @@ def attend(
     softcap: float | None = None,
     mask: Tensor | None = None,
     slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of queries over slots: ``[softmax(qK) U] / [softmax(qK) m]``.
 
@@ -234,23 +244,29 @@ def attend(
         mask: bool, True where a query may look, broadcastable to
             ``[batch, num_attention_heads, q, slots]``.
         slopes: ``[num_attention_heads]``, ALiBi slopes; needs ``slots.positions``.
+        sinks: ``[num_attention_heads]``, logits of attention sinks: exp(sink) is added to the
+            denominator of every query of that head.
 
     Returns:
         ``[batch, num_attention_heads, q, value_dim]`` in the dtype of the queries. Computed in at
         least float32. A query that sees no mass gets zeros.
 
     Raises:
-        InputError: heads that do not divide, a wrong head_dim, slopes without positions.
+        InputError: heads that do not divide, a wrong head_dim, slopes without positions, slopes or
+            sinks of another number of heads.
     """
     check_queries(queries, slots, slopes)
+    sink = None if sinks is None else per_group(sinks, slots.keys.shape[1], queries)
     blocks = []
     for rows in _blocks(queries.shape, slots.count):
         block_mask = mask[:, :, rows] if mask is not None and mask.shape[2] > 1 else mask
         scores = attention_scores(queries[:, :, rows], slots, scaling, softcap, block_mask, slopes)
-        weights, mass = _weights(scores, slots.mass)
+        weights, mass, taken = _weights(scores, slots.mass, sink)
         total = (
             (weights * mass).sum(-1, keepdim=True) if mass is not None else weights.sum(-1, True)
         )
+        if taken is not None:
+            total = total + taken
         values = slots.values.to(weights.dtype).unsqueeze(2)
         shape = weights.shape
         flat = weights.reshape(*shape[:2], 1, shape[2] * shape[3], shape[4])
@@ -279,7 +295,11 @@ def attention_received(slots: Slots, observed: Observed, weights: Tensor | None 
         if slots.mass is not None:
             # what a slot of mass m receives is m exp(score) / total; log 0 hides a dead one
             scores += slots.mass.narrow(2, 0, seen.count).to(scores.dtype).log()[:, :, None, None]
-        share = scores.softmax(-1)
+        if observed.sinks is None:
+            share = scores.softmax(-1)
+        else:
+            sink = per_group(observed.sinks, slots.keys.shape[1], queries)
+            share = (scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), sink)).exp_()
         if observed.live is not None or slots.mass is not None:
             share = share.nan_to_num_(0.0)  # a padded query sees nothing
         if weights is None:
@@ -324,17 +344,34 @@ def attention_scores(
     return scores
 
 
-def _weights(scores: Tensor, mass: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """exp(scores), shifted so that nothing overflows, and m broadcastable to it."""
+def per_group(sinks: Tensor, kv_heads: int, queries: Tensor) -> Tensor:
+    """Sinks broadcastable to scores, ``[1, kv_heads, group, 1, 1]``.
+
+    Raises:
+        InputError: not one number per attention head of ``queries``.
+    """
+    if sinks.shape != queries.shape[1:2]:
+        raise InputError(f"sinks must have shape ({queries.shape[1]},), got {tuple(sinks.shape)}")
+    return sinks.to(compute_dtype(queries.dtype)).view(1, kv_heads, -1, 1, 1)
+
+
+def _weights(
+    scores: Tensor, mass: Tensor | None, sink: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """exp(scores), shifted so that nothing overflows; m broadcastable to it; exp(sink), shifted
+    alike."""
     shiftable = scores
     if mass is not None:
         mass = mass.to(scores.dtype)[:, :, None, None, :]
         shiftable = scores.masked_fill(mass == 0, -torch.inf)
     shift = shiftable.amax(-1, keepdim=True)
-    exponent = scores.sub_(torch.where(torch.isfinite(shift), shift, 0.0))
+    if sink is not None:
+        shift = torch.maximum(shift, sink)
+    shift = torch.where(torch.isfinite(shift), shift, 0.0)
+    exponent = scores.sub_(shift)
     if mass is not None:
         exponent.clamp_(max=_MAX_EXPONENT)
-    return exponent.exp_(), mass
+    return exponent.exp_(), mass, None if sink is None else (sink - shift).exp()
 
 
 def _blocks(shape: torch.Size, num_slots: int) -> list[slice]:

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from ..errors import at_least
-from ..slots import Observed, Slots, _blocks, attention_scores, check_queries, compute_dtype
+from ..slots import (
+    Observed,
+    Slots,
+    _blocks,
+    attention_scores,
+    check_queries,
+    compute_dtype,
+    per_group,
+)
 from .base import Compressor, keep_top
 from .snapkv import query_weights, scored_before
 
@@ -61,7 +69,11 @@ class ExpectedAttention(Compressor):
         total = exponent
         if slots.mass is not None:
             total = exponent + slots.mass.to(exponent.dtype).log()[:, :, None]
-        total = total.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
+        total = total.logsumexp(-1, keepdim=True)
+        if observed.sinks is not None:
+            sink = per_group(observed.sinks, slots.keys.shape[1], observed.queries)
+            total = torch.logaddexp(total, sink[..., 0].to(total.dtype))
+        total = total.nan_to_num(neginf=0.0)
         share = (exponent - total).clamp(max=_MAX_EXPONENT).exp().mean(2).float()
         wide = compute_dtype(slots.values.dtype)
         score = share * torch.linalg.vector_norm(slots.values, dim=-1, dtype=wide).float()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, at_least
-from ..slots import Observed, Slots, attention_scores, check_queries, compute_dtype
+from ..slots import Observed, Slots, attention_scores, check_queries, compute_dtype, per_group
 from .base import Compressor
 from .clustering import check_pairs, group
 from .groups import Groups, merge
@@ -30,7 +30,7 @@ class _Seen:
 
     Attributes:
         queries: ``[R, q, head_dim]``, scaling folded in.
-        log_total: ``[R, q]``, log of the sum of exp(score) m over all slots.
+        log_total: ``[R, q]``, log of the sum of exp(score) m over all slots, and of a sink.
     """
 
     queries: Tensor
@@ -150,9 +150,8 @@ class HeavyMerge(Compressor):
 
     def _remember(self, slots: Slots, observed: Observed) -> _Seen | None:
         """The last ``window`` queries, if they are a prompt's and scores are plain products."""
-        plain = observed.softcap is None and observed.slopes is None and observed.live is None
         few = observed.queries.shape[2] < _LEAST_QUERIES
-        if not plain or few or slots.live() is not None:
+        if not observed.plain or few or slots.live() is not None:
             return None
         queries = observed.queries[:, :, -self.window :]
         batch, _, q, dim = queries.shape
@@ -163,6 +162,9 @@ class HeavyMerge(Compressor):
         hidden = torch.ones(q, slots.count, dtype=torch.bool, device=scores.device)
         hidden = hidden.triu(slots.count - q + 1)
         total = scores.masked_fill_(hidden, -torch.inf).logsumexp(-1)
+        if observed.sinks is not None:  # it takes its share of what the queries gave
+            sink = per_group(observed.sinks, slots.keys.shape[1], queries)
+            total = torch.logaddexp(total, sink[..., 0].to(total.dtype))
         scaled = queries.to(scores.dtype) * observed.scaling
         return _Seen(scaled.reshape(rows, -1, dim), total.reshape(rows, -1))
 
@@ -211,8 +213,7 @@ def _decoded_attention(
     """``recent_attention``, in a third of the operations for a few decoded queries without padding,
     soft-capping or ALiBi: decoding pays for this every few tokens."""
     batch, heads, q, dim = observed.queries.shape
-    plain = observed.softcap is None and observed.slopes is None and observed.live is None
-    if not plain or q >= window or batch * heads * q * slots.count > _FEW_SCORES:
+    if not observed.plain or q >= window or batch * heads * q * slots.count > _FEW_SCORES:
         return recent_attention(slots, observed, window)
     check_queries(observed.queries, slots, None)
     kv_heads, n = slots.keys.shape[1:3]
@@ -223,7 +224,12 @@ def _decoded_attention(
         scores += slots.mass.to(dtype).log().unsqueeze(2)
     later = torch.ones(q, q, dtype=torch.bool, device=scores.device).triu(1)
     scores.view(batch, kv_heads, -1, q, n)[..., n - q :].masked_fill_(later, -torch.inf)
-    attention = scores.softmax(-1)
+    if observed.sinks is None:
+        attention = scores.softmax(-1)
+    else:
+        sink = per_group(observed.sinks, kv_heads, observed.queries)[..., 0]
+        sink = sink.expand(batch, -1, -1, q).reshape(batch, kv_heads, -1, 1).to(dtype)
+        attention = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
     if slots.mass is not None:
         attention.nan_to_num_(0.0)  # a query whose every slot is dead
     keep, shared = 1 - 1 / window, heads // kv_heads

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from kvsketch.errors import InputError, UnsupportedError
-from kvsketch.hf.attention import usual_kernel
+from kvsketch.hf.interface import Kernel, watched
 from kvsketch.slots import Observed
-
-_NAME = "kvsketch_capture"
 
 
 @dataclass(frozen=True)
@@ -29,6 +25,7 @@ class Activations:
         keys: ``[batch, num_key_value_heads, n, head_dim]``; values likewise with value_dim.
         scaling: multiplies <q, k>.
         softcap: of the scores (Gemma 2), or None.
+        sinks: logits of attention sinks, ``[num_attention_heads]``, or None.
     """
 
     layer: int
@@ -37,11 +34,12 @@ class Activations:
     values: Tensor
     scaling: float
     softcap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def observed(self) -> Observed:
         """The queries with all that turns them into scores."""
-        return Observed(self.queries, self.scaling, self.softcap)
+        return Observed(self.queries, self.scaling, self.softcap, sinks=self.sinks)
 
 
 def capture(
@@ -79,58 +77,46 @@ def _unsupported(model: Any) -> UnsupportedError:
     )
 
 
-@contextmanager
 def _catching(
     model: Any, caught: list[Activations], layers: Sequence[int] | None
-) -> Iterator[None]:
-    config = model.config.get_text_config(decoder=True)
-    # sdpa knows no soft-capping
-    kernel = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
-
+) -> AbstractContextManager[None]:
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        kernel: Kernel,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         layer = int(getattr(module, "layer_idx", len(caught)))
         if layers is None or layer in layers:
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
             q, k, v = (t.detach().float().clone() for t in (query, key, value))
-            caught.append(Activations(layer, q, k, v, float(scaling), kwargs.get("softcap")))
-        return usual_kernel(module, kernel)(module, query, key, value, *args, **kwargs)
+            seen = Activations(
+                layer, q, k, v, float(scaling), kwargs.get("softcap"), kwargs.get("s_aux")
+            )
+            caught.append(seen)
+        return kernel(module, query, key, value, *args, **kwargs)
 
-    with _replaced(config, kernel, attention):
-        yield
+    return watched(model, attention)
 
 
-@contextmanager
-def intercepted(model: Any, visit: Callable[[nn.Module, Tensor], Tensor]) -> Iterator[None]:
+def intercepted(
+    model: Any, visit: Callable[[nn.Module, Tensor], Tensor]
+) -> AbstractContextManager[None]:
     """Every attention layer's output goes through ``visit(module, out)``, out
     ``[batch, tokens, heads, value_dim]``; the model goes on with what it returns. Works around any
-    cache; one that replaces the attention function has to be made before.
+    cache.
 
     Raises:
         UnsupportedError: the model's attention is not transformers' attention interface.
     """
     if not getattr(model, "_supports_attention_backend", False):
         raise _unsupported(model)
-    config = model.config.get_text_config(decoder=True)
-    kernel = config._attn_implementation or "eager"
 
-    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        out, weights = usual_kernel(module, kernel)(module, *args, **kwargs)
+    def attention(kernel: Kernel, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        out, weights = kernel(module, *args, **kwargs)
         return visit(module, out), weights
 
-    with _replaced(config, kernel, attention):
-        yield
-
-
-@contextmanager
-def _replaced(config: Any, kernel: str, attention: Callable[..., Any]) -> Iterator[None]:
-    """``attention`` instead of the model's own, with the masks of ``kernel``."""
-    before = config._attn_implementation
-    AttentionInterface.register(_NAME, attention)
-    AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[kernel])
-    config._attn_implementation = _NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
+    return watched(model, attention)

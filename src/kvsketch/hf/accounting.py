@@ -5,30 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ..streaming import HeadGroups, Periodic
-from .layer import SketchLayer
+from ..streaming import HeadGroups, Periodic, RowGroups
+from .layer import SketchLayer, linear_states
 
 
 def held(layer: Any) -> float:
     if isinstance(layer, SketchLayer):
         return layer.sketch.held if layer.sketch.seen else 0
-    keys = layer.keys
+    keys = getattr(layer, "keys", None)
     return 0 if keys is None or keys.dim() < 4 else int(keys.shape[2])
 
 
 def exact_heads(layer: Any) -> list[int]:
-    """KV heads of a compressible layer that hold all tokens."""
+    """KV heads of a compressible layer that hold all tokens, in every row."""
     if not isinstance(layer, SketchLayer) or not layer.sketch.seen:
         return []
-    if isinstance(layer.sketch, HeadGroups):
-        held = layer.sketch.held_by_head
-    else:
-        held = [layer.sketch.held] * layer.sketch.slots.keys.shape[1]
+    held = layer.sketch.held_by_head
     return [head for head, count in enumerate(held) if count >= layer.sketch.seen]
 
 
-def errors(sketch: Periodic | HeadGroups, error: Tensor | None) -> list[float] | None:
+def errors(sketch: Periodic | HeadGroups | RowGroups, error: Tensor | None) -> list[float] | None:
     if error is not None:
         largest: list[float] = error.amax(0).tolist()
         return largest
@@ -37,11 +35,20 @@ def errors(sketch: Periodic | HeadGroups, error: Tensor | None) -> list[float] |
     return [0.0] * sketch.slots.keys.shape[1]
 
 
+def tokens(layer: Any) -> int:
+    """Tokens a layer has seen; 0 for one that does not count them (a linear-attention state, or
+    one that holds nothing of its own)."""
+    return int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else 0
+
+
 def layer_nbytes(layer: Any) -> int:
     if isinstance(layer, SketchLayer):
-        tensors = layer.sketch.tensors()
+        tensors = layer.tensors()
     else:
-        tensors = [t for t in (layer.keys, layer.values) if t is not None]
+        both = (getattr(layer, "keys", None), getattr(layer, "values", None))
+        tensors = [t for t in both if t is not None]
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            tensors += linear_states(layer)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
@@ -49,4 +56,7 @@ def layer_nbytes(layer: Any) -> int:
 def exact_nbytes(layer: Any) -> int:
     if not isinstance(layer, SketchLayer):
         return layer_nbytes(layer)
-    return layer.sketch.seen * layer.token_bytes
+    exact = layer.sketch.seen * layer.token_bytes
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        exact += sum(state.nbytes for state in linear_states(layer))
+    return exact

@@ -1,165 +1,151 @@
-"""The attention function registered with transformers, under a name of ours.
+"""The attention of a layer whose cache is a SketchCache.
 
-``kvsketch_<kernel>`` (``kvsketch_sdpa``, ``kvsketch_eager``, ...) runs the model's usual kernel
-while a layer is uncompressed, attends to slots afterwards, and then lets the layer compress.
-Keys that do not come from a SketchCache go straight to the usual kernel.
+It runs the model's own kernel while the layer is uncompressed, attends to slots afterwards, and
+then lets the layer compress. Every argument a model passes is accounted for: used, known to say
+nothing about slots, or refused by name.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..kernels import attend_one
-from ..slots import Observed, Slots, attend, causal
-from ..streaming.head_groups import HeadGroups
+from ..errors import UnsupportedError
+from ..slots import Observed
+from .compressed import Asked, attend_compressed
 
 if TYPE_CHECKING:
+    from .interface import Kernel
     from .layer import SketchLayer
 
-PREFIX = "kvsketch_"
-_TAG = "_kvsketch_layer"
-_FULL_PRECISION = (torch.float32, torch.float64)
+# Kernels that attend to the keys they are given, whatever the cache; without a mask, to all.
+_PLAIN_KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
-Kernel = Callable[..., tuple[Tensor, Tensor | None]]
-
-
-def register(kernel: str) -> str:
-    """Register our attention function around ``kernel`` and return its name."""
-    if kernel.startswith(PREFIX):
-        return kernel
-    name = PREFIX + kernel
-    if name not in ALL_ATTENTION_FUNCTIONS:
-
-        def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-            return _attention(usual_kernel(module, kernel), module, *args, **kwargs)
-
-        AttentionInterface.register(name, attention)
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kernel])
-    return name
-
-
-def tag(keys: Tensor, layer: SketchLayer) -> Tensor:
-    """A view of ``keys`` that tells the attention function which layer they come from."""
-    view = keys.view_as(keys)
-    setattr(view, _TAG, layer)
-    return view
+# Arguments that say nothing about how a query attends to a key; transformers hands them through.
+_OF_THE_FORWARD = frozenset(
+    {
+        "cache_position",
+        "head_mask",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_attentions",  # has a check of its own
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",  # keys and queries are rotated already
+        "return_dict",
+        "token_type_ids",
+        "use_cache",
+    }
+)
 
 
-def layer_of(keys: Tensor) -> SketchLayer | None:
-    """The layer that returned ``keys``, or None."""
-    layer: SketchLayer | None = getattr(keys, _TAG, None)
-    return layer
-
-
-def live_tail(mask: Tensor | None, num_queries: int) -> Tensor | None:
-    """Which of the newest tokens are real, bool ``[batch, q]``, read off the causal mask: its last
-    row sees every real token. None when there is no padding to know of."""
-    if mask is None or num_queries == 1:
-        return None
-    last = mask[:, 0, -1, -num_queries:]
-    live = last if last.dtype == torch.bool else last == 0
-    return None if bool(live.all()) else live
-
-
-def usual_kernel(module: nn.Module, kernel: str) -> Kernel:
-    """transformers' attention function of that name for a model's module."""
-    if kernel != "eager":
-        found: Kernel = ALL_ATTENTION_FUNCTIONS[kernel]
-        return found
-    home = sys.modules[type(module).__module__]
-    eager: Kernel = home.eager_attention_forward  # every model file has its own
-    return eager
-
-
-def _attention(
+def attention(
+    layer: SketchLayer,
     kernel: Kernel,
+    name: str,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
+    *args: Any,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    layer = layer_of(key)
-    if softcap is not None:
-        kwargs["softcap"] = softcap
-    if layer is None:
-        return kernel(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    sketch = layer.sketch
-    q = query.shape[2]
-    live = live_tail(attention_mask, q)
-    if live is not None:
-        sketch.mark_padding(live)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    method = sketch.compressor
-    observed = Observed(query, scale, softcap, live=live) if sketch.wants_queries(q) else None
-    lean = q == 1 and softcap is None and query.dtype in _FULL_PRECISION
-    lean = lean and not (sketch.padded or method.split_sums)
-    if isinstance(sketch, HeadGroups) and sketch.compressed:
-        out = attend_groups(query, sketch, scale, softcap, lean)
-        layer.after_attention(observed)
-        return out.transpose(1, 2).contiguous(), None
-    slots, weights = sketch.slots, None
-    score = slots.score if method.accumulates else None
-    if not sketch.compressed:
-        out, weights = kernel(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    elif lean and (slots.mass is not None or score is not None):
-        out = attend_one(query, slots, scaling=scale, score=score).transpose(1, 2).contiguous()
-        observed = None if score is not None else observed
-    elif q == 1 and slots.mass is None:
-        # One query over exact tokens, all visible: the usual kernel does it, without a mask.
-        out, weights = kernel(module, query, key, value, None, scaling=scaling, **kwargs)
-    else:
-        out = attend_chunk(query, slots, scale, softcap).transpose(1, 2).contiguous()
-    layer.after_attention(observed)
-    return out, weights
-
-
-def attend_groups(
-    query: Tensor,
-    sketch: HeadGroups,
-    scaling: float,
-    softcap: float | None = None,
-    lean: bool = False,
-    slopes: Tensor | None = None,
-) -> Tensor:
-    """Attention of the newest tokens where groups of heads hold different numbers of slots.
+    """What a model's attention module calls instead of ``kernel``.
 
     Args:
-        lean: one query, no padding, full precision: the short kernel will do.
+        layer: whose keys and values ``key`` and ``value`` are.
+        kernel: the function the model asked for by ``name``.
+        query: ``[batch, num_attention_heads, q, head_dim]``.
+        attention_mask: see ``masks.Masks.read``.
+        s_aux: ``[num_attention_heads]``, logits of attention sinks.
+
+    Returns:
+        ``[batch, q, num_attention_heads, value_dim]``, and the kernel's weights where it ran.
+
+    Raises:
+        UnsupportedError: an argument or a mask that compressed attention cannot honour.
+        InputError: a cache of another model.
     """
-    pairs = list(zip(sketch.split(query), sketch.drivers, strict=True))
-    if lean:
-        return sketch.assemble([attend_one(q, d.slots, scaling=scaling) for q, d in pairs])
-    biases: Sequence[Tensor | None] = [None] * len(pairs)
-    if slopes is not None:
-        biases = [part[0] for part in sketch.split(slopes[None])]
-    return sketch.assemble(
-        [
-            attend_chunk(q, driver.visible, scaling, softcap, bias)
-            for (q, driver), bias in zip(pairs, biases, strict=True)
-        ]
-    )
+    layer.check_returned(module, key, value)
+    if not layer.lossless:
+        check_arguments(layer, module, args, kwargs)
+    sketch, q = layer.sketch, query.shape[2]
+    layer.check_queries(query)
+    view = layer.forward.masks.read(attention_mask, query.shape[0], q, sketch.seen)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer.mark(view)
+    observed = None
+    if layer.wants_queries():
+        asked = query.detach()
+        observed = Observed(asked, scale, softcap, live=view.causal, sinks=s_aux)
+    if not sketch.compressed:
+        for given, number in (("softcap", softcap), ("s_aux", s_aux)):
+            if number is not None:
+                kwargs[given] = number
+        out, weights = kernel(
+            module, query, key, value, attention_mask, *args, scaling=scaling, **kwargs
+        )
+        layer.after_attention(observed)
+        return out, weights
+    exactly = None
+    if q == 1 and name in _PLAIN_KERNELS:
+
+        def exactly(keys: Tensor, values: Tensor) -> Tensor:
+            given = {**kwargs, **({} if s_aux is None else {"s_aux": s_aux})}
+            out, _ = kernel(module, query, keys, values, None, scaling=scaling, **given)
+            return out.transpose(1, 2)
+
+    asks = Asked(query, scale, softcap, None, s_aux, exactly, layer.counts_attention)
+    out, counted = attend_compressed(asks, sketch, view)
+    layer.after_attention(None if counted else observed)
+    return out.transpose(1, 2).contiguous(), None
 
 
-def attend_chunk(
-    query: Tensor,
-    slots: Slots,
-    scaling: float,
-    softcap: float | None = None,
-    slopes: Tensor | None = None,
-) -> Tensor:
-    """The newest tokens' attention over slots and, causally, over their own chunk."""
-    q = query.shape[2]
-    mask = causal(q, slots.count, query.device) if q > 1 else None
-    return attend(query, slots, scaling=scaling, softcap=softcap, mask=mask, slopes=slopes)
+def check_arguments(
+    layer: SketchLayer, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """Raise unless compressed attention can honour every argument.
+
+    Raises:
+        UnsupportedError: an argument it does not know, or one that it cannot honour.
+    """
+    what = type(module).__name__
+    if args:
+        raise UnsupportedError(f"{what} passes {len(args)} arguments to attention without a name")
+    if kwargs.get("output_attentions") and layer.sketch.compresses_next(layer.pending):
+        raise UnsupportedError(
+            "output_attentions=True asks for a weight per token, and this cache is compressed: a "
+            "slot is no token. Use DynamicCache, or a budget >= the number of tokens"
+        )
+    training = module.training and torch.is_grad_enabled()
+    if training or (module.training and kwargs.get("dropout")):
+        raise UnsupportedError(
+            "the model is in training mode; gradients do not flow through compressed slots and "
+            "dropout does not reach them: call model.eval()"
+        )
+    window = kwargs.get("sliding_window")
+    if window is not None and window < layer.sketch.seen:
+        raise UnsupportedError(
+            f"sliding_window={window} is shorter than the {layer.sketch.seen} tokens seen, in a "
+            f"layer whose cache has no window ({what})"
+        )
+    if kwargs.get("is_causal") is False and layer.pending > 1:
+        raise UnsupportedError(
+            f"is_causal=False: tokens of {what} look ahead, which slots cannot honour"
+        )
+    handled = {"dropout", "sliding_window", "is_causal"}
+    for name, value in kwargs.items():
+        if value is None or name in handled or name in _OF_THE_FORWARD:
+            continue
+        raise UnsupportedError(
+            f"{what} passes {name}= to attention, which kvsketch does not know; it would be "
+            "ignored once the cache is compressed. Use DynamicCache for this call"
+        )

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.cache_utils import Cache, LinearAttentionAndFullAttentionLayer
 
 from ..budget import Budget, Schedule, scheduled
-from ..errors import InputError, UnsupportedError
+from ..errors import InputError
 from ..streaming import (
     Curves,
-    HeadGroups,
-    Periodic,
+    Method,
     Planner,
+    Recipe,
     Waiting,
+    class_of,
     default_allocation,
     default_schedule,
-    windowed,
 )
-from ..streaming.periodic import Reducer
-from . import accounting, mpt
-from .attention import PREFIX, register
+from . import accounting, adapters, interface, models
+from .forward import Forward
 from .goal import check_curves, make_goal
-from .layer import SketchLayer
+from .layer import HybridSketchLayer, LayerSettings, SketchLayer
 
 PREFILL_MODES = ("exact", "streaming")
 
@@ -35,15 +33,16 @@ PREFILL_MODES = ("exact", "streaming")
 class SketchCache(Cache):  # type: ignore[misc]
     """Pass it to ``model.generate(..., past_key_values=cache)``.
 
-    Full-attention layers keep at most ``budget`` slots per KV head; sliding-window and other
-    layers stay as transformers has them. The constructor switches ``config`` to an attention
-    function of ours that behaves like the one before for every other cache.
+    Full-attention layers keep at most ``budget`` slots per KV head; sliding-window,
+    linear-attention and convolution layers stay as transformers has them. Neither the model nor its
+    configuration is changed: attention becomes ours between this cache's update and the kernel the
+    model asks for (see ``interface``), so any of its ``attn_implementation`` will do.
 
     Args:
-        config: the model's own ``model.config`` (not a copy: the model reads it).
-        method: a name in ``kvsketch.streaming.ALL_METHODS``: a compressor, or a natively streaming
-            sketch, which gets the budget left by sinks and recent tokens at its first compression
-            (each says in ``for_budget`` how close to it it stays).
+        config: the model's configuration.
+        method: a name in ``kvsketch.streaming.ALL_METHODS``, or a class of one's own, or a
+            ``Compressor``. A natively streaming sketch gets the budget left by sinks and recent
+            tokens at its first compression (each says in ``for_budget`` how close to it it stays).
         budget: slots kept per KV head (int) or kept fraction of the tokens seen (float in (0, 1]),
             sinks and recent tokens included; default 0.5, unless there is a tolerance. Where a
             fraction leaves no room for them (a short prompt), the recent window shrinks first.
@@ -77,6 +76,9 @@ class SketchCache(Cache):  # type: ignore[misc]
             "measured", and a tolerance with ``max_budget``, compare all layers, so they hold the
             whole cache of a prompt until its last layer is done; so do prompts too short to
             measure on (about 100 tokens).
+        track_positions: remember which token every slot was (4 bytes a slot), so that a later
+            ``attention_mask`` may hide tokens that were kept. Without it, and for slots that stand
+            for several tokens, such a mask is refused.
         track_error: keep the exact answers of 32 prompt queries up to date, so that ``error`` can
             say what the slots get wrong at any later time.
         options: further arguments of the method, such as ``{"delta": 2.0, "t": 4}`` for subgen.
@@ -95,7 +97,7 @@ class SketchCache(Cache):  # type: ignore[misc]
     def __init__(
         self,
         config: PretrainedConfig,
-        method: str = "heavy_merge",
+        method: Method = "heavy_merge",
         *,
         budget: int | float | None = None,
         sink: int = 4,
@@ -109,6 +111,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         tolerance: float | None = None,
         max_budget: int | float | None = None,
         allocation: str | Path | Curves | None = None,
+        track_positions: bool = False,
         track_error: bool = False,
         options: Mapping[str, Any] | None = None,
         seed: int = 0,
@@ -119,8 +122,7 @@ class SketchCache(Cache):  # type: ignore[misc]
             raise InputError(f"prefill={prefill!r} must be one of {', '.join(PREFILL_MODES)}")
         if prompt_length is not None and prompt_length < 1:
             raise InputError(f"prompt_length={prompt_length!r} must be an int >= 1")
-        self._config = config
-        self.method = method
+        self.method = class_of(method).name
         if allocation is None:
             own = schedule is None and tolerance is None and prefill == "exact"
             allocation = default_allocation(method) if own else "even"
@@ -133,18 +135,15 @@ class SketchCache(Cache):  # type: ignore[misc]
                     f"{name}={given.value} is smaller than sink={sink} + recent={recent}: raise "
                     "the budget or lower sink and recent"
                 )
-        if config.is_encoder_decoder:
-            raise UnsupportedError(
-                f"{type(config).__name__} is an encoder-decoder; SketchCache is for decoder-only "
-                "models"
-            )
-        text_config = config.get_text_config(decoder=True)
-        self.max_positions = _max_positions(text_config)
-        self.peak_nbytes = 0
-        uses_alibi = isinstance(text_config, mpt.MptConfig)
-        layers = list(DynamicCache(config=config).layers)
-        chosen = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
-        heads = _kv_heads(text_config)
+        models.check_supported(config)
+        self.max_positions = models.max_positions(config)
+        layers, chosen = models.layers_of(config)
+        readers = models.readers_of(config, layers)
+        adapter = adapters.of(config.get_text_config(decoder=True))
+        track_positions = track_positions or (adapter is not None and adapter.needs_positions)
+        heads = models.kv_heads_of(config, chosen[0])
+        self._forward = Forward(config)
+        whole = goal.budget is not None and goal.budget.is_fraction and goal.budget.value >= 1
         planned = tolerance is not None or allocation != "even"
         if planned:
             check_curves(goal.curves, len(chosen), heads)
@@ -154,44 +153,45 @@ class SketchCache(Cache):  # type: ignore[misc]
         per_layer: list[list[Budget]] = []
         if not planned and goal.budget is not None:
             per_layer = scheduled(goal.budget, schedule, len(chosen), [heads] * len(chosen))
+        recipe = Recipe(
+            method=method,
+            sink=sink,
+            recent=recent,
+            seed=seed,
+            stride=len(layers),
+            options=dict(options or {}),
+            buffer=buffer,
+            one_shot=one_shot,
+            bits=bits,
+            track_error=track_error,
+        )
+        recipe.build([Budget(1.0)])  # bad arguments should fail now, not after the prompt
         for place, index in enumerate(chosen):
-
-            def reduce(number: int = 0, index: int = index) -> Reducer:
-                # groups of one layer differ in seed, like layers do
-                return windowed(method, sink, recent, seed + index + number * len(layers), options)
-
-            def build(
-                budgets: Sequence[Budget], reduce: Callable[[int], Reducer] = reduce
-            ) -> Periodic | HeadGroups:
-                return grouped(
-                    budgets,
-                    lambda share, number: Periodic(
-                        reduce(number), share, buffer, one_shot, bits, track_error
-                    ),
-                )
-
-            if planned:
-                build([Budget(1.0)])  # bad arguments should fail now, not after the prompt
-                sketch: Periodic | HeadGroups = Waiting(place, self._planner, reduce, build)
+            made = recipe.at(index)
+            sketch = (
+                Waiting(place, self._planner, made) if planned else made.build(per_layer[place])
+            )
+            settings = LayerSettings(
+                exact_prefill=prefill == "exact",
+                prompt_length=prompt_length,
+                track_positions=track_positions,
+                readers=readers[index],
+                lossless=whole and bits == 16,
+            )
+            if isinstance(layers[index], LinearAttentionAndFullAttentionLayer):
+                states = layers[index].number_of_states
+                layers[index] = HybridSketchLayer(sketch, self._forward, settings, states)
             else:
-                sketch = build(per_layer[place])
-            layers[index] = SketchLayer(
-                sketch, prefill == "exact", prompt_length, uses_alibi, self._note_bytes
-            )
-        if not any(isinstance(layer, SketchLayer) for layer in layers):
-            raise UnsupportedError(
-                f"{type(config).__name__} has no full-attention layer to compress: all its layers "
-                "have a sliding window or no KV cache"
-            )
-        _check_replaceable(text_config)
+                layers[index] = SketchLayer(sketch, self._forward, settings)
         super().__init__(layers=layers)
-        self._bytes = [0] * len(layers)
-        if uses_alibi:
-            mpt.install()
-        else:
-            for part in {id(c): c for c in (config, text_config)}.values():
-                kernel = part._attn_implementation or "eager"
-                part._attn_implementation = register(kernel)
+        self._forward.layers = self.layers
+        self._adapter = adapter
+        self._install()
+
+    def _install(self) -> None:
+        interface.install()
+        if self._adapter is not None:
+            self._adapter.install()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -199,35 +199,71 @@ class SketchCache(Cache):  # type: ignore[misc]
         """As ``Cache.update``.
 
         Raises:
-            InputError: a prompt that runs beyond the model's positions, or bad keys or values.
+            InputError: a prompt that runs beyond the model's positions, bad keys or values, or a
+                layer the configuration does not have.
+            UnsupportedError: a forward before this one stopped in the middle, or runs in another
+                thread; or the layer before did not come to our attention.
         """
+        if layer_idx >= len(self.layers):
+            raise InputError(
+                f"layer_idx={layer_idx}: this SketchCache was made from a configuration of "
+                f"{len(self.layers)} layers, which is not this model's"
+            )
+        self._forward.begin(layer_idx)
         layer = self.layers[layer_idx]
         q = key_states.shape[2] if key_states.dim() == 4 else 0
-        if q > 1 and self.max_positions is not None:
-            total = layer.get_seq_length() + q
-            if total > self.max_positions:
-                raise InputError(
-                    f"the prompt ends at token {total}, beyond the model's {self.max_positions} "
-                    "positions (max_position_embeddings)"
-                )
         try:
+            if q > 1 and self.max_positions is not None:
+                total = layer.get_seq_length() + q
+                if total > self.max_positions:
+                    raise InputError(
+                        f"the prompt ends at token {total}, beyond the model's "
+                        f"{self.max_positions} positions (max_position_embeddings)"
+                    )
             keys, values = layer.update(key_states, value_states, *args, **kwargs)
         except InputError:
-            self._undo_forward(layer_idx)
+            self._forward.undo()
             raise
+        self._forward.updated(layer_idx)
         return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As ``Cache.crop``; refused before any layer changes once something was compressed."""
-        for layer in self._sketches():
-            if layer.sketch.compressed and tokens_to_remove:
-                layer.crop(tokens_to_remove)  # raises
-        super().crop(tokens_to_remove)
+        """As ``Cache.crop``: forget the last tokens. Possible until something was compressed, and
+        for the tokens that came after ``activate_past_recording`` (assisted decoding).
+
+        Raises:
+            InputError: a positive number.
+            UnsupportedError: tokens that may be compressed. Nothing has changed then.
+        """
+        if tokens_to_remove > 0:
+            raise InputError(f"crop({tokens_to_remove}): pass minus the number of tokens to remove")
+        self._forward.check_crop(-tokens_to_remove)
+        for layer in self.layers:
+            if tokens_to_remove or getattr(layer, "record_past", False):
+                layer.crop(tokens_to_remove)
+        self._forward.masks.cut(self.get_seq_length())
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._forward.masks.map_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._forward.masks.map_batch(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._forward.masks.map_batch(lambda t: t[indices.to(t.device)])
 
     def nbytes(self) -> int:
         """Bytes of all tensors the cache holds now: keys, values, masses, scores, waiting queries,
         and room not filled yet."""
-        return sum(accounting.layer_nbytes(layer) for layer in self.layers)
+        return self._forward.nbytes()
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most bytes the cache ever held."""
+        return self._forward.peak_nbytes
 
     def exact_nbytes(self) -> int:
         """Bytes an uncompressed cache of the same tokens would hold."""
@@ -241,7 +277,7 @@ class SketchCache(Cache):  # type: ignore[misc]
             {
                 "layer": index,
                 "compressed": isinstance(layer, SketchLayer) and layer.sketch.compressed,
-                "tokens": layer.get_seq_length(),
+                "tokens": accounting.tokens(layer),
                 "slots": accounting.held(layer),
                 "exact_heads": accounting.exact_heads(layer),
                 "kv_bytes": accounting.layer_nbytes(layer),
@@ -294,75 +330,12 @@ class SketchCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything; settings stay."""
-        for index in range(len(self.layers)):
-            self._reset_layer(index)
-
-    def _reset_layer(self, index: int) -> None:
-        layer = self.layers[index]
-        if isinstance(layer, SketchLayer):
-            layer.reset()
-        else:  # transformers 5.16 zeroes such a layer in place and keeps its length
-            self.layers[index] = DynamicCache(config=self._config).layers[index]
-
-    def _undo_forward(self, failed: int) -> None:
-        """Take a forward that failed in layer ``failed`` back out of the layers before it. What was
-        compressed cannot be undone; such a cache needs ``reset()``."""
-        before = self.layers[failed].get_seq_length()
-        for index, layer in enumerate(self.layers[:failed]):
-            extra = layer.get_seq_length() - before
-            if extra > 0 and before == 0:
-                self._reset_layer(index)
-            elif extra > 0 and isinstance(layer, SketchLayer) and not layer.sketch.compressed:
-                layer.crop(-extra)
+        self._forward.reset()
 
     def _sketches(self) -> list[SketchLayer]:
-        return [layer for layer in self.layers if isinstance(layer, SketchLayer)]
+        return self._forward.sketches
 
-    def _note_bytes(self) -> None:
-        self.peak_nbytes = max(self.peak_nbytes, self.nbytes())
-
-
-def _check_replaceable(config: PretrainedConfig) -> None:
-    if isinstance(config, mpt.MptConfig):
-        return  # has no attention interface, but an adapter of ours
-    kernel = config._attn_implementation or "eager"
-    if kernel.removeprefix(PREFIX) not in ("eager", "sdpa"):
-        raise UnsupportedError(
-            f"attn_implementation={kernel!r} cannot be wrapped yet; load the model with "
-            "attn_implementation='sdpa' or 'eager'"
-        )
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    model = model[0] if isinstance(model, (list, tuple)) else model
-    if model is not None and not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedError(
-            f"{model.__name__} does not use transformers' attention interface, so its attention "
-            "cannot be replaced; use DynamicCache for it"
-        )
-
-
-def _max_positions(config: PretrainedConfig) -> int | None:
-    for name in ("max_position_embeddings", "max_seq_len"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
-
-
-def grouped(
-    budgets: Sequence[Budget], driver: Callable[[Budget, int], Periodic]
-) -> Periodic | HeadGroups:
-    """One driver for a layer, or one per group of KV heads with the same budget."""
-    distinct = list(dict.fromkeys(budgets))
-    if len(distinct) == 1:
-        return driver(distinct[0], 0)
-    members = [[h for h, b in enumerate(budgets) if b == budget] for budget in distinct]
-    drivers = [driver(budget, number) for number, budget in enumerate(distinct)]
-    return HeadGroups(list(zip(members, drivers, strict=True)))
-
-
-def _kv_heads(config: PretrainedConfig) -> int:
-    for name in ("num_key_value_heads", "num_attention_heads", "n_heads"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    raise UnsupportedError(f"{type(config).__name__} does not say how many KV heads it has")
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, perhaps in a new process: attention has to become ours there, too."""
+        self.__dict__.update(state)
+        self._install()

@@ -2,62 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from torch import Tensor, nn
+from transformers.cache_utils import (
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from ..compressors.base import all_finite
-from ..errors import InputError, UnsupportedError
+from ..errors import InputError, KVSketchError, UnsupportedError
 from ..slots import Observed, Slots
-from ..streaming import HeadGroups, Periodic, Waiting
-from .attention import tag
+from ..streaming import HeadGroups, Periodic, RowGroups, Waiting, joined
+from . import interface
+from .attention import attention
+from .masks import View
+
+if TYPE_CHECKING:
+    from .forward import Forward
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """What a cache tells its layers.
+
+    Attributes:
+        exact_prefill: do not compress before ``prompt_length`` tokens were seen.
+        prompt_length: tokens of the first prompt if it arrives in several chunks.
+        track_positions: store each slot's position.
+        readers: layers of the model that attend to this one's keys, itself included.
+        lossless: nothing will ever be compressed.
+    """
+
+    exact_prefill: bool = True
+    prompt_length: int | None = None
+    track_positions: bool = False
+    readers: int = 1
+    lossless: bool = False
 
 
 class SketchLayer(DynamicLayer):  # type: ignore[misc]
     """Glue between transformers' layer protocol and the ``Periodic`` driver, which does the work.
 
-    ``update`` appends and returns the keys and values to attend to; the registered attention
-    function then calls ``after_attention``, where compression happens.
+    ``update`` appends and returns the keys and values to attend to; the kernel that the model then
+    asks for is ``attend`` (see ``interface``), which compresses once all have attended.
 
     Args:
         sketch: the driver, or one per group of heads; or what will ``take`` it when budgets are
             known, and comes back at ``reset``.
-        exact_prefill: do not compress before ``prompt_length`` tokens were seen.
-        prompt_length: tokens of the first prompt if it arrives in several chunks.
-        track_positions: store each slot's position (ALiBi models).
-        on_change: called after every change of the tensors held.
+        forward: the cache's account of the forward that runs.
     """
 
     is_sliding = False
 
     def __init__(
-        self,
-        sketch: Periodic | HeadGroups,
-        exact_prefill: bool,
-        prompt_length: int | None,
-        track_positions: bool,
-        on_change: Callable[[], None],
+        self, sketch: Periodic | HeadGroups, forward: Forward, settings: LayerSettings
     ) -> None:
-        self.sketch = self._first = sketch
+        self.sketch: Periodic | HeadGroups | RowGroups = sketch
+        self._first = sketch
         if isinstance(sketch, Waiting):
             sketch.on_told = self.take
-        self.exact_prefill = exact_prefill
-        self.prompt_length = prompt_length
-        self.track_positions = track_positions
-        self.on_change = on_change
-        self._pending = 0  # tokens appended whose attention has not run yet
-        self._token_shape: tuple[int, ...] = ()
+        self.forward = forward
+        self.settings = settings
+        self.readers = settings.readers
+        self.lossless = settings.lossless
+        self.token_shape: tuple[int, ...] = ()
         self.dtype: torch.dtype | None = None
         self.token_bytes = 0  # keys and values of one token, all rows and heads, uncompressed
+        self.module: weakref.ref[nn.Module] | None = None  # whose cache this is
+        self._returned: tuple[Tensor, Tensor] | None = None
+        self._reads = 0  # readers that have attended to the pending tokens
+        self._clear()
         super().__init__()
 
-    def take(self, sketch: Periodic | HeadGroups) -> None:
+    def _clear(self) -> None:
+        self.pending = 0  # tokens appended that not all readers have attended to
+        self.record_past = False
+        self._waiting: list[Observed] = []  # of this forward's readers
+        self._unverified: list[Observed | None] = []  # of forwards that ``crop`` will settle
+        self._unverified_tokens = 0
+
+    def take(self, sketch: Periodic | HeadGroups | RowGroups) -> None:
         """Go on with another driver, which has all tokens."""
         self.sketch = sketch
-        self.on_change()
+        self.forward.note_bytes()
 
     # keys and values are what the sketch holds; transformers' base class only ever clears them
     @property
@@ -78,7 +111,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._token_shape = (*key_states.shape[:2], 1, key_states.shape[3])
+        self.token_shape = (*key_states.shape[:2], 1, key_states.shape[3])
         self.token_bytes = (
             (key_states.shape[-1] + value_states.shape[-1])
             * (key_states.shape[0] * key_states.shape[1])
@@ -94,82 +127,230 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         Raises:
             InputError: shapes, dtype or device do not fit what is held, or a prompt chunk is not
                 finite. The cache is unchanged then.
-            UnsupportedError: the previous tokens never went through our attention function.
         """
         # A token like the one before needs no second look: this runs once per layer and token.
-        if key_states.shape != self._token_shape or key_states.dtype != self.dtype or self._pending:
+        if key_states.shape != self.token_shape or key_states.dtype != self.dtype:
             self._check(key_states, value_states)
             self.lazy_initialization(key_states, value_states)
         q = key_states.shape[2]
-        positions = self._positions(key_states) if self.track_positions else None
+        if self.sketch.compressed and key_states.requires_grad:
+            key_states, value_states = key_states.detach(), value_states.detach()
+        positions = self._positions(key_states) if self.settings.track_positions else None
         self.sketch.extend(Slots(key_states, value_states, positions=positions))
-        self._pending = q
+        self.pending = q
         slots = self.sketch.slots
         if q > 1:
-            self.on_change()
-        return tag(slots.keys, self), slots.values
+            self.forward.note_bytes()
+        self._returned = (slots.keys, slots.values)
+        if self.readers > 1:
+            interface.share(self)
+        interface.updated(self)
+        return self._returned
+
+    def returned(self, key: Tensor) -> bool:
+        """Whether ``key`` is what ``update`` returned last."""
+        return self._returned is not None and key is self._returned[0]
+
+    def check_returned(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
+        """Raise UnsupportedError unless a module attends to just what ``update`` returned."""
+        if self._returned is None or key is not self._returned[0] or value is not self._returned[1]:
+            raise UnsupportedError(
+                f"{type(module).__name__} changes keys or values between the cache and attention "
+                "(it caches latents, or attends in several parts), so its cache cannot be "
+                "compressed; use DynamicCache for this model"
+            )
+        self.claim(module)
+
+    def claim(self, module: nn.Module) -> None:
+        """Take note of whose cache this is.
+
+        Raises:
+            InputError: it is another module's.
+        """
+        if self._reads:
+            return  # another layer of the same model, which shares these keys
+        if self.module is None:
+            self.module = weakref.ref(module)
+        elif self.module() is not module:
+            raise InputError(
+                "this SketchCache holds the context of another model (or of a copy of it): make "
+                "one cache per model, or call reset()"
+            )
+
+    def check_queries(self, query: Tensor) -> None:
+        """Raise InputError unless ``[batch, num_attention_heads, q, head_dim]`` fits the keys."""
+        batch, heads, _, dim = self.token_shape
+        if query.shape[0] != batch or query.shape[3] != dim or query.shape[1] % heads:
+            raise InputError(
+                f"queries {tuple(query.shape)} do not fit keys of {batch} rows, {heads} KV heads "
+                f"and head_dim={dim}: batch and head_dim must be equal, and the number of "
+                "attention heads a multiple of the KV heads"
+            )
+
+    def attend(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """What the model calls instead of its kernel: see ``attention``."""
+        try:
+            return attention(self, *args, **kwargs)
+        except KVSketchError:
+            self.forward.undo()
+            raise
+
+    def mark(self, view: View) -> None:
+        """Take note of which tokens are padding; once for each chunk of tokens."""
+        if self._waiting:
+            return
+        if self.sketch.compressed:
+            if view.newest is not None:
+                self.sketch.mark_padding(view.newest)
+        elif view.live is not None:
+            self.sketch.mark_padding(view.live)
+        elif self.sketch.padded:  # a mask that shows all again, before anything was dropped
+            rows = self.token_shape[0]
+            live = torch.ones(rows, self.sketch.seen, dtype=torch.bool, device=self.device)
+            self.sketch.mark_padding(live)
+
+    @property
+    def counts_attention(self) -> bool:
+        """Whether a decode kernel may add attention to ``slots.score`` as it goes."""
+        alone = self.readers == 1 and not self.record_past
+        return alone and self.sketch.compressor.accumulates
+
+    def wants_queries(self) -> bool:
+        """Whether the queries of the newest tokens are of use."""
+        return self.sketch.wants_queries(self.pending)
 
     def after_attention(self, observed: Observed | None) -> None:
-        """The attention of the tokens just appended is done: compress if due.
+        """One reader's attention to the tokens just appended is done: compress if due, once all
+        have attended.
 
         Args:
-            observed: their queries; may be None if the method needs none.
+            observed: its queries; None if they are of no use.
         """
-        prefill = self._pending > 1
+        self._reads += 1
+        if observed is not None:
+            self._waiting.append(observed)
+        if self._reads < self.readers:
+            return
+        together = _side_by_side(self._waiting, self.token_shape[1])
+        q, self.pending = self.pending, 0
+        self._waiting, self._returned, self._reads = [], None, 0
+        if self.readers > 1:
+            interface.close(self)
+        if self.record_past:
+            self._unverified.append(together)
+            self._unverified_tokens += q
+        else:
+            self._settle(together, prefill=q > 1)
+        self.forward.attended(self)
+
+    def _settle(self, observed: Observed | None, prefill: bool) -> None:
         hold = (
-            self.exact_prefill
-            and self.prompt_length is not None
-            and self.sketch.seen < self.prompt_length
+            self.settings.exact_prefill
+            and self.settings.prompt_length is not None
+            and self.sketch.seen < self.settings.prompt_length
         )
-        self._pending = 0
-        if self.sketch.settle(observed, prefill=prefill, hold=hold) or prefill:
-            self.on_change()
+        with torch.no_grad():
+            if self.sketch.settle(observed, prefill=prefill, hold=hold) or prefill:
+                self.forward.note_bytes()
+        if self.sketch.compressed:
+            self.forward.masks.settled = True
 
     def get_seq_length(self) -> int:
         """Tokens seen, however few slots they became: positions stay right."""
         return self.sketch.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Masks are made over all tokens seen, as for an uncompressed cache; the attention
-        function reads padding and causality off the newest columns."""
+        """Masks are made over all tokens seen, as for an uncompressed cache; see ``masks``."""
         return self.sketch.seen + query_length, 0
 
     @property
     def is_croppable(self) -> bool:
-        return not self.sketch.compressed
+        return self.record_past or not self.sketch.compressed
+
+    def activate_past_recording(self) -> None:
+        """From now on tokens wait, exact, until ``crop`` says how many of them are to stay
+        (assisted decoding)."""
+        self.record_past = True
+
+    def check_crop(self, tokens: int) -> None:
+        """Raise unless the last ``tokens`` tokens can be forgotten.
+
+        Raises:
+            UnsupportedError: they may be compressed already.
+        """
+        exact = self._unverified_tokens if self.record_past else 0
+        if tokens > exact and self.sketch.compressed:
+            raise UnsupportedError(
+                f"crop({-tokens}) needs the last {tokens} tokens one by one, but this cache is "
+                "already compressed; use a budget >= the number of tokens, DynamicCache, or call "
+                "activate_past_recording() before the tokens that may have to go"
+            )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens (a negative number, as in transformers)."""
+        """Drop the last tokens (a negative number, as in transformers); after
+        ``activate_past_recording`` the tokens before them are compressed now, if due."""
         if tokens_to_remove > 0:
             raise InputError(f"crop({tokens_to_remove}): pass minus the number of tokens to remove")
-        self.sketch.crop(-tokens_to_remove)
-        self.on_change()
+        tokens = -tokens_to_remove
+        self.check_crop(tokens)
+        if tokens <= self._unverified_tokens:
+            self.sketch.drop(tokens)
+        else:
+            self.sketch.crop(tokens)
+        if self._unverified_tokens:
+            self._verified(max(0, self._unverified_tokens - tokens))
+        self.forward.note_bytes()
+
+    def _verified(self, count: int) -> None:
+        """Of the tokens that waited, the first ``count`` are left: settle them."""
+        held = [observed for observed in self._unverified if observed is not None]
+        self._unverified, self._unverified_tokens = [], 0
+        if count == 0:
+            return
+        observed = joined(held).narrow(0, count) if held else None
+        self._settle(observed, prefill=self.sketch.above_budget)
 
     def reset(self) -> None:
+        interface.close(self)
         self.sketch = self._first
         self.sketch.reset()
-        self._pending = 0
-        self._token_shape = ()
+        self._clear()
+        self._reads, self._returned, self.module = 0, None, None
+        self.token_shape = ()
         self.token_bytes = 0
         self.is_initialized = False
-        self.on_change()
+        self.forward.note_bytes()
+
+    def undo(self) -> None:
+        """Forget the tokens that were appended and not attended to."""
+        interface.close(self)
+        if self.pending:
+            self.sketch.drop(self.pending)
+        self.pending = self._reads = 0
+        self._waiting, self._returned = [], None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: row i continues from row ``beam_idx[i]``."""
-        self._map_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
+        self.map_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map_batch(lambda t: t.repeat_interleave(repeats, dim=0))
+        self.map_batch(lambda t: t.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._map_batch(lambda t: t[indices.to(t.device)])
+        self.map_batch(lambda t: t[indices.to(t.device)])
 
-    def _map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``fn``, which acts on axis 0, the batch, to everything held."""
         self.sketch.map_batch(fn)
-        if self._token_shape:  # the batch may have another size now
-            batch = fn(torch.arange(self._token_shape[0])).shape[0]
-            self.token_bytes = self.token_bytes // self._token_shape[0] * batch
-            self._token_shape = (batch, *self._token_shape[1:])
+        self._unverified = [None if o is None else o.map_batch(fn) for o in self._unverified]
+        if self.token_shape:  # the batch may have another size now
+            batch = fn(torch.arange(self.token_shape[0])).shape[0]
+            self.token_bytes = self.token_bytes // self.token_shape[0] * batch
+            self.token_shape = (batch, *self.token_shape[1:])
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held, for byte counting."""
+        return self.sketch.tensors() + [o.queries for o in self._unverified if o is not None]
 
     def offload(self) -> None:
         raise UnsupportedError("SketchCache does not offload; it is small enough to stay")
@@ -177,18 +358,18 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
     def prefetch(self) -> None:
         raise UnsupportedError("SketchCache does not offload; it is small enough to stay")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: they are not in the middle of a forward, and may serve another process."""
+        if self.pending:
+            raise UnsupportedError("a SketchCache cannot be copied in the middle of a forward")
+        return {**self.__dict__, "module": None, "_returned": None}
+
     def _positions(self, keys: Tensor) -> Tensor:
         start = self.sketch.seen
         index = torch.arange(start, start + keys.shape[2], device=keys.device).float()
         return index.expand(*keys.shape[:3])
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
-        if self._pending:
-            raise UnsupportedError(
-                f"the last {self._pending} tokens of this layer never went through kvsketch's "
-                "attention function: the model's attention was replaced after the SketchCache "
-                "was made, or it does not use transformers' attention interface"
-            )
         if keys.dim() != 4 or keys.shape[:3] != values.shape[:3]:
             raise InputError(
                 "keys and values must be [batch, num_key_value_heads, q, head_dim], got "
@@ -200,7 +381,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
                 f"{keys.shape[1]}: under tensor parallelism give one share per layer"
             )
         if self.sketch.seen:
-            held = self._token_shape
+            held = self.token_shape
             if keys.shape[:2] != held[:2] or keys.shape[3] != held[3]:
                 raise InputError(
                     f"keys {tuple(keys.shape)} do not fit the cache, which holds {held} per "
@@ -215,3 +396,75 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             for name, tensor in (("keys", keys), ("values", values)):
                 if not all_finite(tensor):
                     raise InputError(f"{name} are not finite (NaN or infinity); cache unchanged")
+
+
+class HybridSketchLayer(SketchLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+    """A layer with a linear-attention state beside its keys and values (Falcon-H1, Zamba 2): the
+    state stays as transformers keeps it, the keys and values are a ``SketchLayer``'s."""
+
+    def __init__(
+        self,
+        sketch: Periodic | HeadGroups,
+        forward: Forward,
+        settings: LayerSettings,
+        number_of_states: int,
+    ) -> None:
+        SketchLayer.__init__(self, sketch, forward, settings)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        if args:
+            SketchLayer.lazy_initialization(self, *args)
+        else:  # of the state, which names its arguments
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    @property
+    def is_croppable(self) -> bool:
+        recurrent = any(self.is_recurrent_states_initialized.values())
+        return not recurrent and (self.record_past or not self.sketch.compressed)
+
+    def activate_past_recording(self) -> None:
+        LinearAttentionLayer.activate_past_recording(self)
+        SketchLayer.activate_past_recording(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        SketchLayer.crop(self, tokens_to_remove)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        SketchLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        SketchLayer.reorder_cache(self, beam_idx)
+
+    def tensors(self) -> list[Tensor]:
+        return SketchLayer.tensors(self) + linear_states(self)
+
+
+def linear_states(layer: Any) -> list[Tensor]:
+    """The tensors of a linear-attention or convolution layer of transformers."""
+    states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    return [state for state in states if state is not None]
+
+
+def _side_by_side(observed: Sequence[Observed], kv_heads: int) -> Observed | None:
+    """The queries of layers that share keys, as more query heads of each KV head."""
+    if len(observed) < 2:
+        return observed[0] if observed else None
+
+    def beside(parts: Sequence[Tensor | None], axis: int) -> Tensor | None:
+        present = [
+            part.reshape(*part.shape[:axis], kv_heads, -1, *part.shape[axis + 1 :])
+            for part in parts
+            if part is not None
+        ]
+        if len(present) < len(parts):
+            return None
+        return torch.cat(present, dim=axis + 1).flatten(axis, axis + 1)
+
+    queries = beside([o.queries for o in observed], 1)
+    assert queries is not None
+    slopes, sinks = beside([o.slopes for o in observed], 0), beside([o.sinks for o in observed], 0)
+    return replace(observed[0], queries=queries, slopes=slopes, sinks=sinks)

@@ -5,11 +5,21 @@ from .base import Sketch
 from .curves import Curves
 from .head_groups import HeadGroups
 from .merge_reduce import MergeReduce
-from .methods import ALL_METHODS, SKETCHES, default_allocation, default_schedule, windowed
+from .methods import (
+    ALL_METHODS,
+    SKETCHES,
+    Method,
+    class_of,
+    default_allocation,
+    default_schedule,
+    windowed,
+)
 from .one_dimensional import OneDimensional
 from .page import Page
-from .periodic import Periodic
+from .periodic import Periodic, joined
 from .planned import Goal, Planner, Waiting
+from .recipe import Recipe
+from .row_groups import RowGroups
 from .sliding_window import SlidingWindow, SlidingWindowSampled
 from .subgen import SubGen, SubGenCoupled
 from .windowed_sketch import WindowedSketch
@@ -22,10 +32,13 @@ __all__ = [
     "Goal",
     "HeadGroups",
     "MergeReduce",
+    "Method",
     "OneDimensional",
     "Page",
     "Periodic",
     "Planner",
+    "Recipe",
+    "RowGroups",
     "Sketch",
     "SlidingWindow",
     "SlidingWindowSampled",
@@ -33,7 +46,9 @@ __all__ = [
     "SubGenCoupled",
     "Waiting",
     "WindowedSketch",
+    "class_of",
     "default_allocation",
     "default_schedule",
+    "joined",
     "windowed",
 ]

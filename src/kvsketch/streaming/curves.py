@@ -202,11 +202,24 @@ def measure_layer(
     sink: int,
     recent: int,
     levels: Sequence[float] = LEVELS,
-    total: Callable[[Tensor], Tensor] | None = None,
 ) -> Curves:
-    """One layer's curves on one prompt: the tokens before its last ``held_out`` are compressed,
-    the method having seen no later query; the held-out queries then attend to the slots and,
-    causally, to their own tokens.
+    """One layer's curves: those of ``measure_rows``, pooled over the rows of the batch."""
+    return pooled(measure_rows(slots, observed, compress, held_out, sink, recent, levels))
+
+
+def measure_rows(
+    slots: Slots,
+    observed: Observed,
+    compress: Compress,
+    held_out: int,
+    sink: int,
+    recent: int,
+    levels: Sequence[float] = LEVELS,
+    total: Callable[[Tensor], Tensor] | None = None,
+) -> list[Curves]:
+    """One layer's curves on one prompt per row: the tokens before its last ``held_out`` are
+    compressed, the method having seen no later query; the held-out queries then attend to the slots
+    and, causally, to their own tokens.
 
     ``relative`` is the larger of their error and that of the last queries before them, asked
     again: the latter see few tokens that are kept as they are, the former the method never saw.
@@ -219,27 +232,29 @@ def measure_layer(
         sink: kept as they are, as in ``compress``.
         recent: likewise.
         levels: kept shares of what is neither, rising, the last one 1.
-        total: makes the squared norm of these heads' output that of the layer's, if it has others.
+        total: makes the squared norms of these heads' outputs, ``[batch]``, those of the layer's,
+            if it has others.
     """
     n, q = slots.count - held_out, observed.queries.shape[2]
-    heads = slots.keys.shape[1]
+    batch, heads = slots.keys.shape[:2]
     tokens, later = slots.narrow(0, n), slots.narrow(n, held_out)
     before, asked = observed.narrow(0, q - held_out), observed.narrow(q - held_out, held_out)
     exact = answers(tokens, later, asked)
-    norm = exact.double().square().sum()
+    norm = exact.double().square().sum((1, 2, 3))
     norm = (norm if total is None else total(norm)).clamp(min=1e-300)
     errors, relatives, kept = [], [], []
     for level in levels:
         budget = min(n, sink + recent + max(1, round(level * (n - sink - recent))))
         compressed = compress(tokens, budget, before)
         answer = answers(compressed, later, asked)
-        wrong = (answer - exact).double().square().sum((0, 2, 3)).view(heads, -1).sum(-1)
-        errors.append(wrong / norm)
+        wrong = (answer - exact).double().square().sum((2, 3)).view(batch, heads, -1).sum(-1)
+        errors.append(wrong / norm.unsqueeze(1))
         seen = window_error(tokens, compressed, before, recent)
-        relatives.append(torch.maximum(relative_error(exact, answer, heads), seen).amax(0))
+        relatives.append(torch.maximum(relative_error(exact, answer, heads), seen))
         kept.append(budget / n)
-    stacked = [torch.stack(rows, dim=-1)[None].cpu() for rows in (errors, relatives)]
-    return Curves(stacked[0], torch.tensor(kept, dtype=torch.float64), stacked[1])
+    error, relative = (torch.stack(rows, dim=-1).cpu() for rows in (errors, relatives))
+    shares = torch.tensor(kept, dtype=torch.float64)
+    return [Curves(error[[row]], shares, relative[[row]]) for row in range(batch)]
 
 
 def pooled(curves: Sequence[Curves]) -> Curves:

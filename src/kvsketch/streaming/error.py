@@ -72,6 +72,7 @@ def asked_of(slots: Slots, asked: Observed, mask: Tensor | None = None) -> Tenso
         softcap=asked.softcap,
         mask=mask,
         slopes=asked.slopes,
+        sinks=asked.sinks,
     )
 
 
@@ -111,7 +112,12 @@ class Probe:
 
     def error(self, slots: Slots) -> Tensor:
         """Relative error of ``slots``, float64 ``[batch, num_key_value_heads]``."""
-        return relative_error(self._answer, asked_of(slots, self._asked), slots.keys.shape[1])
+        exact = self._answer
+        if self._asked.sinks is not None:
+            # what is kept is attention over the tokens alone; a sink takes its share of the whole
+            sinks = self._asked.sinks.to(exact.dtype)[:, None]
+            exact = exact * torch.sigmoid(self._log_total - sinks).unsqueeze(-1)
+        return relative_error(exact, asked_of(slots, self._asked), slots.keys.shape[1])
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``fn`` to the batch axis of everything held."""
@@ -136,4 +142,4 @@ class Probe:
             # scores count positions from the newest of these tokens
             slopes = asked.slopes.to(scores.dtype).view(1, *scores.shape[1:3], 1)
             log_total += slopes * tokens.positions.amax(-1)[:, :, None, None]
-        return log_total.flatten(1, 2), asked_of(tokens, asked)
+        return log_total.flatten(1, 2), asked_of(tokens, replace(asked, sinks=None))

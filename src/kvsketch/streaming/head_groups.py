@@ -122,6 +122,12 @@ class HeadGroups:
         parts: Sequence[Tensor] = torch.split(tensor.index_select(1, index), sizes, dim=1)
         return parts
 
+    def split_heads(self, numbers: Tensor | None) -> Sequence[Tensor | None]:
+        """Each group's part of one number per attention head, if there are any."""
+        if numbers is None:
+            return [None] * len(self.drivers)
+        return [part[0] for part in self.split(numbers[None])]
+
     def assemble(self, outputs: Sequence[Tensor]) -> Tensor:
         """Attention outputs of the groups, ``[batch, group's attention heads, ...]``, in the
         model's order of heads."""
@@ -144,12 +150,10 @@ class HeadGroups:
         if not self._observed:
             return [None] * len(self.drivers)
         whole, self._observed = joined(self._observed), []
-        queries = self.split(whole.queries)
-        slopes: Sequence[Tensor | None] = [None] * len(queries)
-        if whole.slopes is not None:
-            slopes = [part[0] for part in self.split(whole.slopes[None])]
+        parts = (self.split(whole.queries), *map(self.split_heads, (whole.slopes, whole.sinks)))
         return [
-            replace(whole, queries=q, slopes=part) for q, part in zip(queries, slopes, strict=True)
+            replace(whole, queries=queries, slopes=slopes, sinks=sinks)
+            for queries, slopes, sinks in zip(*parts, strict=True)
         ]
 
     def reset(self) -> None:
@@ -197,6 +201,20 @@ class HeadGroups:
         for driver, part in zip(self.drivers, self._handed_over(), strict=True):
             driver.note(part)
             driver.crop(tokens)
+
+    def drop(self, tokens: int) -> None:
+        """As ``Periodic.drop``, for every group."""
+        for driver in self.drivers:
+            driver.drop(tokens)
+
+    def compresses_next(self, tokens: int) -> bool:
+        """As ``Periodic.compresses_next``, of any group."""
+        return any(driver.compresses_next(tokens) for driver in self.drivers)
+
+    @property
+    def above_budget(self) -> bool:
+        """Whether any group is, see ``Periodic.above_budget``."""
+        return any(driver.above_budget for driver in self.drivers)
 
     def tensors(self) -> list[Tensor]:
         held = [tensor for driver in self.drivers for tensor in driver.tensors()]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from ..budget import Budget
 from ..compressors import METHODS, Compressor, Windowed
@@ -34,21 +38,47 @@ SKETCHES: dict[str, type[Sketch]] = {
 ALL_METHODS: dict[str, type[Compressor] | type[Sketch]] = {**METHODS, **SKETCHES}
 
 
-def default_schedule(method: str, layers: int, budget: Budget, recent: int) -> list[float] | None:
+#: What says how a cache compresses: a name in ``ALL_METHODS``, one's own class, or a compressor
+Method = str | Compressor | type[Compressor] | type[Sketch]
+
+
+def class_of(method: Method) -> type[Compressor] | type[Sketch]:
+    """The class of a method.
+
+    Raises:
+        InputError: an unknown name, or no method at all.
+    """
+    if isinstance(method, str):
+        if method not in ALL_METHODS:
+            raise unknown_name("method", method, ALL_METHODS)
+        return ALL_METHODS[method]
+    cls = method if isinstance(method, type) else type(method)
+    if isinstance(method, Sketch) or not issubclass(cls, (Compressor, Sketch)):
+        raise InputError(
+            f"method={method!r} must be a name (see `kvsketch methods`), a Compressor or its "
+            "class, or the class of a Sketch, which is made when its size is known"
+        )
+    if not isinstance(getattr(cls, "name", None), str):
+        raise InputError(f"method={method!r} has no name: give its class a `name`")
+    return cls
+
+
+def default_schedule(
+    method: Method, layers: int, budget: Budget, recent: int
+) -> list[float] | None:
     """A method's own shares of the budget per layer, or None: the same everywhere."""
-    cls = ALL_METHODS.get(method)
-    shares = getattr(cls, "shares", None)
+    shares = getattr(class_of(method), "shares", None)
     return None if shares is None else shares(layers, budget, recent)
 
 
-def default_allocation(method: str) -> str:
+def default_allocation(method: Method) -> str:
     """A method's own way to spend a budget: "measured" or "even"."""
-    found: str = getattr(ALL_METHODS.get(method), "allocation", "even")
+    found: str = getattr(class_of(method), "allocation", "even")
     return found
 
 
 def windowed(
-    method: str,
+    method: Method,
     sink: int = 4,
     recent: int = 32,
     seed: int = 0,
@@ -57,23 +87,28 @@ def windowed(
     """A fresh method inside its sink and recent window.
 
     Args:
-        method: a name in ``ALL_METHODS``.
-        options: further arguments of the method's constructor.
+        method: a name in ``ALL_METHODS``, or a class or compressor of the caller's own. A
+            compressor is copied; its copy's random stream starts from its seed plus ``seed``.
+        options: further arguments of the method's constructor; not with a compressor, which has
+            them already.
 
     Raises:
         InputError: unknown method, or an argument the method does not take or allow.
     """
     options = dict(options or {})
-    if method not in ALL_METHODS:
-        raise unknown_name("method", method, ALL_METHODS)
+    cls = class_of(method)
+    if isinstance(method, Compressor):
+        if options:
+            raise InputError(f"options={options!r}: give them to {cls.__name__} itself")
+        twin = copy.deepcopy(method)
+        twin.seed = method.seed + seed
+        twin.generator = torch.Generator().manual_seed(twin.seed)
+        return Windowed(twin, sink, recent)
     try:
-        if method in METHODS:
-            return Windowed(METHODS[method](seed=seed, **options), sink, recent)
-
-        def build(slots: int) -> Sketch:
-            return SKETCHES[method].for_budget(slots, seed=seed, **options)
-
+        if issubclass(cls, Compressor):
+            return Windowed(cls(seed=seed, **options), sink, recent)
+        build: Callable[[int], Sketch] = functools.partial(cls.for_budget, seed=seed, **options)
         build(64)  # wrong options should fail now, not at the first compression
-        return WindowedSketch(build, sink, recent, SKETCHES[method].least_slots)
+        return WindowedSketch(build, sink, recent, cls.least_slots)
     except TypeError as error:
-        raise InputError(f"options={options!r} do not fit method={method!r}: {error}") from None
+        raise InputError(f"options={options!r} do not fit method={cls.name!r}: {error}") from None

@@ -65,6 +65,11 @@ class Page:
         self.count = start + length
         self._view = None
 
+    def drop(self, tokens: int) -> None:
+        """Forget the last ``tokens`` slots, which were appended."""
+        self.count -= tokens
+        self._view = None
+
     def rewrite_last(self, new: Slots) -> None:
         """Overwrite the last ``new.count`` slots in use."""
         self.count -= new.count

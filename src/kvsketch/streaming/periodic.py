@@ -115,6 +115,11 @@ class Periodic:
         return self._count()
 
     @property
+    def held_by_head(self) -> list[float]:
+        """Slots of each KV head."""
+        return [self._count()] * self.slots.keys.shape[1]
+
+    @property
     def visible(self) -> Slots:
         """The slots with padding dead, whether or not anything was compressed."""
         return self._masked(self.slots)
@@ -353,6 +358,26 @@ class Periodic:
         if self._live is not None:
             self._live = self._live[:, :kept]
         self.seen = kept
+
+    def drop(self, tokens: int) -> None:
+        """Forget the last ``tokens`` tokens, which were appended since the last ``settle``."""
+        if self._page is None:
+            if self._dense is not None:
+                self._dense = self._dense.narrow(0, self._dense.count - tokens)
+            if self._live is not None:
+                self._live = self._live[:, : self._live.shape[1] - tokens]
+        else:
+            self._page.drop(tokens)
+        self.seen -= tokens
+
+    def compresses_next(self, tokens: int) -> bool:
+        """Whether ``slots`` are no tokens, or will not be once ``tokens`` newest ones settle."""
+        return self.compressed or self._due(prefill=tokens > 1)
+
+    @property
+    def above_budget(self) -> bool:
+        """Whether more is held than decoding may run above the budget."""
+        return self._count() > self.budget.slots(self.seen) + self.buffer
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held, for byte counting."""

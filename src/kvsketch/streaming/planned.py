@@ -11,17 +11,16 @@ from torch import Tensor
 from ..budget import Budget
 from ..errors import InputError
 from ..slots import Observed, Slots
-from .curves import Curves, held_out_for, least_tokens, measure_layer, of_layers
+from .curves import Curves, held_out_for, least_tokens, measure_rows, of_layers
 from .error import QUERIES
 from .head_groups import HeadGroups
-from .periodic import Periodic, Reducer
+from .periodic import Periodic
+from .recipe import Recipe
+from .row_groups import RowGroup, RowGroups
 from .shard import Shard
 
 # Tokens that errors are measured on at most.
 _MEASURED_TOKENS = 4096
-
-#: makes the driver of a layer whose budgets are known
-Build = Callable[[Sequence[Budget]], "Periodic | HeadGroups"]
 
 
 @dataclass(frozen=True)
@@ -88,38 +87,52 @@ class Planner:
     def __init__(self, goal: Goal, layers: int, heads: int) -> None:
         self.goal = goal
         self._layers, self._heads = layers, heads
-        self._submitted: dict[int, tuple[Waiting, Curves]] = {}
-        #: heads above the tolerance, bool ``[heads]``, by layer
+        self._submitted: dict[int, tuple[Waiting, list[Curves]]] = {}
+        #: heads above the tolerance in any row, bool ``[heads]``, by layer
         self.above: dict[int, Tensor] = {}
 
     def submit(self, layer: Waiting) -> bool:
-        """A layer that has its prompt. Returns whether it was told its budgets."""
+        """A layer that has its prompts. Returns whether it was told its budgets.
+
+        What is measured on a prompt is for that prompt alone: every row of the batch is told its
+        own budgets."""
+        heads, rows = layer.slots.keys.shape[1], layer.slots.keys.shape[0]
         if self.goal.curves is None and not layer.measurable:
             assert self.goal.budget is not None  # a number of slots, which may not be exceeded
-            layer.adopt([self.goal.budget] * layer.slots.keys.shape[1])
+            layer.adopt([[self.goal.budget] * heads] * rows)
             return True
         if self.goal.curves is None and self.goal.alone:  # every head is told alone, too
-            found, above = self.goal.budgets(layer.measured(), layer.seen)
-            self.above[layer.number] = above[0]
-            layer.adopt(found[0])
+            told = [self.goal.budgets(curves, layer.seen) for curves in layer.measured()]
+            self._note_above(layer.number, [above[0] for _, above in told])
+            layer.adopt([found[0] for found, _ in told])
             return True
-        shard = Shard.of(layer.slots.keys.shape[1], self._heads)
+        shard = Shard.of(heads, self._heads)
         if self.goal.curves is not None:
             found, above = self.goal.budgets(self.goal.curves, layer.seen)
-            self.above[layer.number] = above[layer.number].chunk(shard.ranks)[shard.rank]
-            layer.adopt(shard.own(found[layer.number]))
+            self._note_above(layer.number, [above[layer.number]], shard)
+            layer.adopt([shard.own(found[layer.number])] * rows)
             return True
         self._submitted[layer.number] = (layer, layer.measured(shard))
         if len(self._submitted) < self._layers:
             return False
         numbers = sorted(self._submitted)
-        curves = shard.whole(of_layers([self._submitted[number][1] for number in numbers]))
-        found, above = self.goal.budgets(curves, layer.seen)
-        told, self._submitted = self._submitted, {}
-        for number, budgets, over in zip(numbers, found, above, strict=True):
-            self.above[number] = over.chunk(shard.ranks)[shard.rank]
-            told[number][0].adopt(shard.own(budgets))
+        waiting, self._submitted = self._submitted, {}
+        told = [
+            self.goal.budgets(
+                shard.whole(of_layers([waiting[number][1][row] for number in numbers])), layer.seen
+            )
+            for row in range(rows)
+        ]
+        for place, number in enumerate(numbers):
+            self._note_above(number, [above[place] for _, above in told], shard)
+            waiting[number][0].adopt([shard.own(found[place]) for found, _ in told])
         return True
+
+    def _note_above(self, number: int, rows: Sequence[Tensor], shard: Shard | None = None) -> None:
+        above = torch.stack(list(rows)).any(0)
+        if shard is not None:
+            above = above.chunk(shard.ranks)[shard.rank]
+        self.above[number] = above
 
     def forget(self, number: int) -> None:
         """A layer is not what it was when it was measured."""
@@ -134,24 +147,17 @@ class Waiting(Periodic):
     Args:
         number: of the layer, among those that wait.
         planner: shared by them.
-        reduce: makes a fresh method.
-        build: makes the driver, given budgets.
+        recipe: of the layer's driver.
 
     Attributes:
         on_told: called with the driver; for whoever holds this to set.
     """
 
-    def __init__(
-        self,
-        number: int,
-        planner: Planner,
-        reduce: Callable[[], Reducer],
-        build: Build,
-    ) -> None:
+    def __init__(self, number: int, planner: Planner, recipe: Recipe) -> None:
         self.number = number
-        self.on_told: Callable[[Periodic | HeadGroups], None] | None = None
-        self._planner, self._reduce, self._build = planner, reduce, build
-        super().__init__(reduce(), Budget(1.0))
+        self.on_told: Callable[[Periodic | HeadGroups | RowGroups], None] | None = None
+        self._planner, self._recipe = planner, recipe
+        super().__init__(recipe.reduce(), Budget(1.0))
         # What is measured: queries held out, and those before them that a method looks at.
         window = self.compressor.window
         every = self.compressor.needs_queries and window is None
@@ -186,10 +192,10 @@ class Waiting(Periodic):
             return self.seen > budget and self.seen >= budget + above
         return goal.curves is not None or self.measurable
 
-    def measured(self, shard: Shard | None = None) -> Curves:
-        """This layer's curves on the tokens held; of a long prompt, on its sinks and last tokens:
-        errors at equal shares change little with length, the time to measure them does. Of a
-        shard: its heads' part of the error of the whole layer."""
+    def measured(self, shard: Shard | None = None) -> list[Curves]:
+        """This layer's curves on the tokens held, one per row; of a long prompt, on its sinks and
+        last tokens: errors at equal shares change little with length, the time to measure them
+        does. Of a shard: its heads' part of the error of the whole layer."""
         sink, recent = self.compressor.sink, self.compressor.recent
         slots, observed = self.visible, self._waiting()
         if slots.count > _MEASURED_TOKENS:
@@ -201,21 +207,35 @@ class Waiting(Periodic):
         held_out = min(held_out, observed.queries.shape[2] // 2)
 
         def compress(slots: Slots, budget: int, before: Observed) -> Slots:
-            return self._reduce()(slots, budget, before)
+            return self._recipe.reduce()(slots, budget, before)
 
         total = None if shard is None else shard.summed
-        return measure_layer(slots, observed, compress, held_out, sink, recent, total=total)
+        return measure_rows(slots, observed, compress, held_out, sink, recent, total=total)
 
-    def adopt(self, budgets: Sequence[Budget]) -> None:
-        """Hand everything to a driver with these budgets.
+    def adopt(self, budgets: Sequence[Sequence[Budget]]) -> None:
+        """Hand everything to a driver with these budgets: one per KV head, for every row.
 
         Raises:
-            InputError: not one budget per KV head.
+            InputError: not one budget per row and KV head.
         """
-        heads = self.slots.keys.shape[1]
-        if len(budgets) != heads:
-            raise InputError(f"{len(budgets)} budgets for a layer of {heads} KV heads")
-        driver = self._build(budgets)
+        rows, heads = self.slots.keys.shape[:2]
+        if len(budgets) != rows or any(len(row) != heads for row in budgets):
+            raise InputError(
+                f"budgets of {len(budgets)} rows x {[len(row) for row in budgets]} KV heads for a "
+                f"layer of {rows} x {heads}"
+            )
+        distinct = list(dict.fromkeys(tuple(row) for row in budgets))
+        driver: Periodic | HeadGroups | RowGroups
+        if len(distinct) == 1:
+            driver = self._recipe.build(distinct[0])
+        else:
+            members = [[r for r, row in enumerate(budgets) if tuple(row) == b] for b in distinct]
+            driver = RowGroups(
+                [
+                    RowGroup(torch.tensor(own), self._recipe.build(b))
+                    for own, b in zip(members, distinct, strict=True)
+                ]
+            )
         driver.extend(self.slots)
         if self._live is not None:
             driver.mark_padding(self._live)
@@ -223,6 +243,9 @@ class Waiting(Periodic):
         super().reset()
         if self.on_told is not None:
             self.on_told(driver)
+
+    def compresses_next(self, tokens: int) -> bool:
+        return self._ready(prefill=tokens > 1)
 
     def reset(self) -> None:
         super().reset()

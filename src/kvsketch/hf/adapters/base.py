@@ -1,0 +1,85 @@
+"""What the adapters have in common: a forward of ours in front of an attention module's own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...errors import KVSketchError
+from ...slots import Observed
+from .. import interface
+from ..compressed import Asked, attend_compressed
+from ..layer import SketchLayer
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """How a family's attention becomes ours.
+
+    Attributes:
+        install: wraps its attention module, once per process; other caches are not affected.
+        needs_positions: whether slots must remember where they came from (ALiBi).
+    """
+
+    install: Callable[[], None]
+    needs_positions: bool = False
+
+
+def wrap(
+    module_class: type[nn.Module],
+    cache_of: Callable[..., Any],
+    asked_of: Callable[..., tuple[Asked, Any]],
+    project: Callable[..., tuple[Tensor, Tensor]],
+    finish: Callable[..., Any],
+) -> None:
+    """Give ``module_class`` a forward that attends to slots once its layer is compressed.
+
+    Args:
+        cache_of: the cache among the forward's arguments, or None. This and the others are called
+            with the module and the forward's arguments.
+        asked_of: the queries of these tokens, and their mask as ``masks.Masks.read`` takes it.
+        project: their keys and values, as the module hands them to the cache.
+        finish: ``finish(context, module, ...)``: what the forward returns, given the attention
+            ``[batch, q, num_attention_heads * value_dim]``.
+    """
+    original = module_class.forward
+    if getattr(original, "_kvsketch", False):
+        return
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = cache_of(self, *args, **kwargs)
+        layers = getattr(cache, "layers", None)
+        layer = layers[self.layer_idx] if layers and self.layer_idx < len(layers) else None
+        if not isinstance(layer, SketchLayer):
+            return original(self, *args, **kwargs)
+        compressed = layer.sketch.compressed
+        if not compressed:
+            result = original(self, *args, **kwargs)
+        else:
+            cache.update(*project(self, *args, **kwargs), self.layer_idx)
+        interface.close(layer)
+        try:
+            layer.claim(self)
+            asked, mask = asked_of(self, *args, **kwargs)
+            batch, _, q, _ = asked.queries.shape
+            view = layer.forward.masks.read(mask, batch, q, layer.sketch.seen)
+            layer.mark(view)
+            observed = Observed(
+                asked.queries.detach(), asked.scaling, slopes=asked.slopes, live=view.causal
+            )
+            if compressed:
+                out, _ = attend_compressed(asked, layer.sketch, view)
+                result = finish(out.transpose(1, 2).flatten(2), self, *args, **kwargs)
+            layer.after_attention(observed)
+        except KVSketchError:
+            layer.forward.undo()
+            raise
+        return result
+
+    forward._kvsketch = True  # type: ignore[attr-defined]
+    module_class.forward = forward

@@ -1,0 +1,190 @@
+"""The forward that runs through a cache: what is open, what its masks say, what failed."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from ..errors import UnsupportedError
+from . import accounting, interface
+from .layer import SketchLayer
+from .masks import Masks
+
+
+class Forward:
+    """Shared by the layers of one cache. A forward begins with the first update of a layer and ends
+    when every attention layer was updated and every compressed one attended to.
+
+    Attributes:
+        layers: the cache's own list of layers.
+        masks: what the masks of this stream say.
+        peak_nbytes: the most bytes the cache ever held.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self.layers: list[Any] = []
+        self.masks = Masks()
+        self.peak_nbytes = 0
+        self._updated: set[int] = set()  # layers of this forward, by index
+        self._open: list[SketchLayer] = []  # updated, not yet attended to
+        self._thread: int | None = None
+        self._before = 0  # tokens before this forward
+        self._torn = False  # some layers hold tokens that others lack
+
+    @property
+    def sketches(self) -> list[SketchLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SketchLayer)]
+
+    def begin(self, index: int) -> None:
+        """Layer ``index`` is about to be updated.
+
+        Raises:
+            UnsupportedError: the forward before stopped in the middle, another one is running, or
+                the attention of the layer before was not ours. Nothing has changed then.
+        """
+        thread = threading.get_ident()
+        if self._thread not in (None, thread):
+            raise UnsupportedError(
+                "another thread is in the middle of a forward with this SketchCache, or stopped "
+                "there: one cache serves one forward at a time (copy.deepcopy makes another); "
+                "after an exception call reset()"
+            )
+        if self._thread is None or index in self._updated:
+            self._start(thread)
+        unread = [layer for layer in self._open if layer.readers == 1]
+        if unread:
+            self.undo()
+            raise UnsupportedError(
+                f"layer {self.layers.index(unread[0])} took keys and values, but its attention "
+                "never asked transformers' attention interface for a kernel, so its cache cannot "
+                "be compressed; use DynamicCache for this model"
+            )
+
+    def _start(self, thread: int) -> None:
+        lengths = {layer.get_seq_length() for layer in self._attention_layers()}
+        if self._torn or self._open or len(lengths) > 1:
+            raise UnsupportedError(
+                "a forward stopped in the middle (an exception?), so the layers of this "
+                "SketchCache hold different tokens: call reset() and read the context again"
+            )
+        self._before = lengths.pop() if lengths else 0
+        self._updated.clear()
+        self._thread = thread
+
+    def updated(self, index: int) -> None:
+        """Layer ``index`` has new tokens."""
+        self._updated.add(index)
+        layer = self.layers[index]
+        if isinstance(layer, SketchLayer):
+            self._open.append(layer)
+        self._end()
+
+    def attended(self, layer: SketchLayer) -> None:
+        """All that read the new keys of ``layer`` have."""
+        if layer in self._open:
+            self._open.remove(layer)
+        self._end()
+
+    def _end(self) -> None:
+        if not self._open and len(self._updated) == len(self._attention_layers()):
+            self._thread = None
+            self.masks.forget()
+
+    def undo(self) -> None:
+        """Take a forward that failed back out of every layer. Where that cannot be done (tokens
+        that were compressed, states that ran on), the cache needs ``reset()`` and says so."""
+        for index in self._updated:
+            layer = self.layers[index]
+            if isinstance(layer, SketchLayer):
+                layer.undo()
+            extra = layer.get_seq_length() - self._before
+            if extra <= 0:
+                continue
+            if self._before == 0:
+                self.reset_layer(index)
+            elif _can_crop(layer):
+                layer.crop(-extra)
+            else:
+                self._torn = True
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, LinearAttentionCacheLayerMixin) and index < max(
+                self._updated, default=0
+            ):
+                if self._before == 0:
+                    self.reset_layer(index)
+                else:
+                    self._torn = True
+        self.masks.cut(self._before)
+        self._close()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for index in range(len(self.layers)):
+            self.reset_layer(index)
+        self.masks.reset()
+        self._torn = False
+        self._close()
+
+    def reset_layer(self, index: int) -> None:
+        layer = self.layers[index]
+        if isinstance(layer, SketchLayer):
+            layer.reset()
+        else:  # transformers 5.16 zeroes such a layer in place and keeps its length
+            self.layers[index] = DynamicCache(config=self._config).layers[index]
+
+    def _close(self) -> None:
+        self._updated.clear()
+        self._open.clear()
+        self._thread = None
+        interface.close()
+
+    def _attention_layers(self) -> list[Any]:
+        return [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+
+    def check_crop(self, tokens: int) -> None:
+        """Raise UnsupportedError unless every layer can forget its last ``tokens`` tokens."""
+        for layer in self.layers if tokens else []:
+            if isinstance(layer, SketchLayer):
+                layer.check_crop(tokens)
+            if not _can_crop(layer):
+                raise UnsupportedError(
+                    f"crop({-tokens}): a {type(layer).__name__} cannot forget its last tokens; "
+                    "call activate_past_recording() before the tokens that may have to go, or use "
+                    "DynamicCache"
+                )
+
+    def map_batch(self, fn: Any) -> None:
+        """``fn``, which acts on axis 0, was applied to every layer."""
+        self.masks.map_batch(fn)
+
+    def tensors(self) -> list[Tensor]:
+        return [] if self.masks.live is None else [self.masks.live]
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors held now."""
+        own = sum(tensor.nbytes for tensor in self.tensors())
+        return own + sum(accounting.layer_nbytes(layer) for layer in self.layers)
+
+    def note_bytes(self) -> None:
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_thread": None}
+
+
+def _can_crop(layer: Any) -> bool:
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        return bool(layer.record_past or layer.get_seq_length() < layer.sliding_window)
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        recurrent = any(layer.is_recurrent_states_initialized.values())
+        return bool(layer.record_past) and not recurrent
+    return not isinstance(layer, SketchLayer) or not layer.sketch.compressed or layer.record_past

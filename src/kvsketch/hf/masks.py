@@ -1,0 +1,243 @@
+"""What an attention mask says, in the terms of a compressed cache.
+
+Masks are made over all tokens seen, as for an uncompressed cache. While a layer is uncompressed the
+model's own kernel applies them. Afterwards a column of the mask need not have a slot of its own, so
+what the mask says is split in two: which of the new tokens see which (honoured as it stands), and
+which earlier tokens are hidden (padding, which was never kept, or tokens hidden only now).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+
+from ..errors import UnsupportedError
+
+# Additive masks hide with the lowest number of their dtype, or half of it (several are summed).
+_HIDES = 0.4
+
+
+@dataclass(frozen=True)
+class View:
+    """One forward's mask.
+
+    Attributes:
+        live: bool ``[batch, tokens]``: all tokens so far, False for padding; None: all are real.
+        newest: bool ``[batch, q]``: the part of it that is new; None: all new tokens are real.
+        chunk: bool ``[batch, 1 or num_attention_heads, q, q]``: which of the new tokens each of
+            them sees; None: causal, padding aside.
+        hidden: bool ``[batch, 1 or num_attention_heads, q, earlier tokens]``: earlier tokens, not
+            padding, that a query may not see; None: none.
+        shown: how many earlier tokens were padding when they came and are visible now.
+        causal: bool ``[batch, q]``: the real queries that see all real tokens up to their own, as
+            ``Observed`` says of its queries; None: all do.
+    """
+
+    live: Tensor | None = None
+    newest: Tensor | None = None
+    chunk: Tensor | None = None
+    hidden: Tensor | None = None
+    shown: int = 0
+    causal: Tensor | None = None
+
+    def rows(self, index: Tensor) -> View:
+        """What it says of some rows of the batch."""
+        if self is PLAIN:
+            return self
+
+        def mine(part: Tensor | None) -> Tensor | None:
+            return None if part is None else part.index_select(0, index.to(part.device))
+
+        return View(
+            live=mine(self.live),
+            newest=mine(self.newest),
+            chunk=mine(self.chunk),
+            hidden=mine(self.hidden),
+            shown=self.shown,
+            causal=mine(self.causal),
+        )
+
+
+PLAIN = View()
+
+
+class Masks:
+    """Reads the masks of one stream, once per forward and not once per layer.
+
+    Attributes:
+        live: bool ``[batch, tokens]`` of the tokens seen, False for padding; None: all are real.
+        settled: whether anything was compressed: what was padding then stays so. Before, the newest
+            mask decides.
+    """
+
+    def __init__(self) -> None:
+        self.live: Tensor | None = None
+        self.settled = False
+        self._last: tuple[Any, int, View] | None = None
+
+    def read(self, mask: Any, batch: int, q: int, seen: int) -> View:
+        """What ``mask`` says.
+
+        Args:
+            mask: what the model gives its kernel: None, bool or additive
+                ``[batch, 1 or num_attention_heads, q, tokens]``, bool ``[batch, tokens]``
+                (FlashAttention), or a flex attention BlockMask.
+            batch: rows.
+            q: new tokens.
+            seen: tokens so far, the new ones included.
+
+        Raises:
+            UnsupportedError: a mask that cannot be read, or one that adds numbers to scores.
+        """
+        if mask is None and self.live is None:
+            return PLAIN
+        if self._last is not None and self._last[0] is mask and self._last[1] == seen:
+            return self._last[2]
+        visible = _visible(mask, batch, q, seen)
+        view = self._unmasked(q, seen) if visible is None else self._masked(visible, q, seen)
+        self.live = view.live
+        self._last = (mask, seen, view)
+        return view
+
+    def _before(self, seen: int, like: Tensor) -> Tensor:
+        """The tokens known so far, ``[batch, seen]``; those not known yet are real."""
+        before = torch.ones(like.shape[0], seen, dtype=torch.bool, device=like.device)
+        if self.live is not None:
+            before[:, : self.live.shape[1]] = self.live.to(like.device)
+        return before
+
+    def _unmasked(self, q: int, seen: int) -> View:
+        if not self.settled or self.live is None:
+            return PLAIN
+        before = self._before(seen, self.live)
+        before[:, -q:] = True
+        return View(live=before, shown=int((~before).sum()))
+
+    def _masked(self, visible: Tensor, q: int, seen: int) -> View:
+        old = seen - q
+        # A token is real if any query sees it: in a tree of tokens, the last sees one branch.
+        row = visible if visible.dim() == 2 else visible.any(1).any(1)
+        before = row.clone()
+        if self.settled:  # what was padding then was not kept
+            before[:, :old] = self._before(seen, row)[:, :old]
+        live, new = before[:, :old], before[:, old:]
+        shown = int((row[:, :old] & ~live).sum())
+        if visible.dim() == 2:
+            chunk = causal = None
+            hidden = (live & ~row[:, :old])[:, None, None, :]
+        else:
+            # a padded query sees nothing: that hides no token from anyone
+            hidden = live[:, None, None] & ~visible[..., :old] & new[:, None, :, None]
+            plain = torch.ones(q, q, dtype=torch.bool, device=row.device).tril()
+            same = ((plain & new[:, None, None]) == visible[..., old:]) | ~new[:, None, :, None]
+            chunk = None if bool(same.all()) else visible[..., old:]
+            causal = (same.all(-1) & ~hidden.any(-1)).all(1) & new
+        all_new, all_hidden = bool(new.all()), bool(hidden.any())
+        if visible.dim() == 2 and not all_new:
+            causal = new
+        return View(
+            live=None if bool(before.all()) else before,
+            newest=None if all_new else new,
+            chunk=chunk,
+            hidden=hidden if all_hidden else None,
+            shown=shown,
+            causal=None if causal is None or bool(causal.all()) else causal,
+        )
+
+    def forget(self) -> None:
+        """The forward is over: let its mask go."""
+        self._last = None
+
+    def reset(self) -> None:
+        self.live = self._last = None
+        self.settled = False
+
+    def cut(self, tokens: int) -> None:
+        """Forget all but the first ``tokens`` tokens."""
+        self._last = None
+        if self.live is not None:
+            self.live = self.live[:, :tokens] if tokens else None
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """With ``fn``, which acts on axis 0, applied."""
+        self._last = None
+        self.live = None if self.live is None else fn(self.live)
+
+
+def _visible(mask: Any, batch: int, q: int, seen: int) -> Tensor | None:
+    """bool ``[batch, heads, q, seen]``, or ``[batch, seen]`` of padding alone; None: all visible.
+
+    Raises:
+        UnsupportedError: see ``Masks.read``.
+    """
+    if mask is None:
+        return None
+    if isinstance(mask, BlockMask):
+        device = str(mask.kv_indices.device)
+        return create_mask(mask.mask_mod, batch, 1, q, seen, device=device)
+    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.shape[-1] != seen:
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise UnsupportedError(
+            f"attention_mask={shape}: SketchCache reads masks over all {seen} tokens seen, "
+            "[batch, tokens] or [batch, heads, q, tokens]"
+        )
+    if mask.dim() == 2:
+        return mask.bool().expand(batch, seen)
+    if mask.dtype == torch.bool:
+        return mask.expand(batch, -1, -1, -1)
+    hides = mask < _HIDES * torch.finfo(mask.dtype).min
+    if not bool((hides | (mask == 0)).all()):
+        raise UnsupportedError(
+            "attention_mask adds numbers to the attention scores (a position bias?), which a "
+            "compressed cache cannot apply to its slots; use DynamicCache for this model"
+        )
+    return (~hides).expand(batch, -1, -1, -1)
+
+
+def over_slots(
+    view: View, heads: int, positions: Tensor | None, mass: Tensor | None
+) -> Tensor | None:
+    """``view.hidden`` as a mask over the slots held before the new tokens.
+
+    Args:
+        view: what the mask says.
+        heads: num_attention_heads.
+        positions: ``[batch, num_key_value_heads, slots]`` of the slots held, if they are known.
+        mass: of the slots, same shape; None: all are exact tokens.
+
+    Returns:
+        bool ``[batch, num_attention_heads, q, slots]``, True where a query may look. None:
+        everything is visible.
+
+    Raises:
+        UnsupportedError: tokens that are hidden now may be part of a slot, or their slots are not
+            known; or tokens that were padding when they came are visible now.
+    """
+    if view.shown:
+        raise UnsupportedError(
+            f"attention_mask shows {view.shown} tokens that it hid when they came; the compressed "
+            "cache has dropped them. Give the same mask for the tokens seen before"
+        )
+    if view.hidden is None:
+        return None
+    count = int(view.hidden.any(1).any(1).sum())
+    hides = f"attention_mask hides {count} tokens that it showed before they were compressed"
+    if positions is None:
+        raise UnsupportedError(
+            f"{hides}, and this cache does not know which slots they are: make it with "
+            "track_positions=True and a method that keeps tokens as they are"
+        )
+    if mass is not None and not bool(((mass == 0) | (mass == 1)).all()):
+        raise UnsupportedError(
+            f"{hides}: they may be part of slots that stand for several tokens. Use a method that "
+            "keeps tokens as they are, such as snapkv or streaming_llm"
+        )
+    batch, kv_heads = positions.shape[:2]
+    hidden = view.hidden.expand(batch, heads, -1, -1)
+    index = positions.long().repeat_interleave(heads // kv_heads, dim=1).unsqueeze(2)
+    return ~hidden.gather(3, index.expand(-1, -1, hidden.shape[2], -1))

@@ -1,0 +1,150 @@
+"""What a model's configuration says of its cache, and which models are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from ..errors import UnsupportedError
+from . import adapters
+
+_LATENT = (
+    "caches latents from which keys and values are made afterwards (multi-head latent attention)"
+)
+_BIAS = "adds a position bias to its scores, by the distance of tokens"
+#: Families that hand keys to the cache and attend to something else, by model type. ``forward`` and
+#: ``attention`` would notice at the first layer; this says it when the cache is made.
+REFUSED = {
+    "blt": "keeps the caches of several decoders of bytes and patches in one object",
+    "diffllama": "attends twice in every layer, to two halves of the values",
+    "doge": "adds learned numbers, made from the values, to its attention mask",
+    "dots3_note": _LATENT,
+    "dots3_note_text": _LATENT,
+    "git": "computes attention itself, without transformers' attention interface",
+    "inkling2_text": _BIAS,
+    "inkling_text": _BIAS,
+    "jetmoe": "repeats its keys for the experts between the cache and attention",
+    "minimax": "takes no cache but its own",
+    "mllama": "keeps cross-attention to images and self-attention in one cache",
+    "mllama_text_model": "keeps cross-attention to images and self-attention in one cache",
+    "xlstm": "has no attention",
+}
+_COMPRESSIBLE = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Raise unless the cache of such a model can be compressed.
+
+    Raises:
+        UnsupportedError: an encoder-decoder, or attention that is known not to be transformers'
+            attention interface over the cached keys and values.
+    """
+    text = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder or text.is_encoder_decoder:
+        raise UnsupportedError(
+            f"{type(config).__name__} is an encoder-decoder; SketchCache is for decoder-only models"
+        )
+    if adapters.of(text) is not None:
+        if text.model_type == "falcon" and text.alibi:
+            raise UnsupportedError(
+                "FalconForCausalLM with alibi=True adds its position bias to the attention mask; "
+                "use DynamicCache for it"
+            )
+        return
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model = model[0] if isinstance(model, (list, tuple)) else model
+    name = type(config).__name__ if model is None else model.__name__
+    reason = REFUSED.get(text.model_type)
+    if reason is None and text.to_dict().get("kv_lora_rank") is not None:
+        reason = _LATENT
+    if reason is None and model is not None and not _has_interface(model):
+        reason = (
+            "does not use transformers' attention interface, so its attention cannot be replaced"
+        )
+    if reason is not None:
+        raise UnsupportedError(f"{name} {reason}; use DynamicCache for it")
+
+
+def _has_interface(model: Any) -> bool:
+    """Whether a model class asks the interface for its kernel: it says so, or transformers finds
+    the call in its source."""
+    if getattr(model, "_supports_attention_backend", False):
+        return True
+    found = getattr(model, "_can_set_attn_implementation", None)
+    return found is not None and bool(found())
+
+
+def layers_of(config: PretrainedConfig) -> tuple[list[Any], list[int]]:
+    """transformers' own cache layers for the model, and which of them can be compressed.
+
+    Raises:
+        UnsupportedError: none can.
+    """
+    text = config.get_text_config(decoder=True)
+    try:
+        layers = list(DynamicCache(config=config).layers)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UnsupportedError(
+            f"{type(config).__name__} does not describe a cache transformers can make: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    chosen = [i for i, layer in enumerate(layers) if type(layer) in _COMPRESSIBLE]
+    if not chosen:
+        kinds = sorted({type(layer).__name__ for layer in layers})
+        raise UnsupportedError(
+            f"{type(text).__name__} has no full-attention layer to compress: transformers gives "
+            f"its layers {', '.join(kinds) or 'no cache'}"
+        )
+    return layers, chosen
+
+
+def readers_of(config: PretrainedConfig, layers: Sequence[Any]) -> list[int]:
+    """How many layers of the model attend to the keys of each cache layer: more than itself where
+    later layers share them (Gemma 3n, Gemma 4)."""
+    text = config.get_text_config(decoder=True)
+    readers = [1] * len(layers)
+    kinds = list(getattr(text, "layer_types", None) or [])
+    shared = getattr(text, "num_kv_shared_layers", None) or 0
+    if not shared or not kinds:
+        return readers
+    first = len(kinds) - shared
+    for kind in kinds[first:]:
+        own = [i for i in range(first) if kinds[i] == kind]
+        if own:
+            readers[own[-1]] += 1
+    return readers
+
+
+def max_positions(config: PretrainedConfig) -> int | None:
+    """The model's positions, if it has a limit."""
+    text = config.get_text_config(decoder=True)
+    for name in ("max_position_embeddings", "max_seq_len"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def kv_heads_of(config: PretrainedConfig, index: int) -> int:
+    """KV heads of cache layer ``index``, as the configuration has it.
+
+    Raises:
+        UnsupportedError: it does not say.
+    """
+    text = config.get_text_config(decoder=True)
+    layered = getattr(text, "per_layer_config", None)
+    if isinstance(layered, Sequence) and index < len(layered):
+        text = layered[index]
+    for name in ("num_key_value_heads", "num_attention_heads", "n_heads", "n_head"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise UnsupportedError(f"{type(text).__name__} does not say how many KV heads it has")

@@ -1,0 +1,233 @@
+"""One model family against the full cache: without loss, evicting, and with the default method.
+
+The reference never meets our attention: it is transformers' ``DynamicCache`` and the model's own
+kernel, whose mask hides, layer by layer and head by head, the tokens that the SketchCache evicted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.modeling_utils import AttentionInterface
+
+from kvsketch import SketchCache
+
+TOKENS, NEW, CHUNK = 40, 12, 8
+#: the longest relative difference of float32 logits that is rounding
+CLOSE = 2e-5
+WINDOW = {"sink": 2, "recent": 6}
+#: the tokens each layer's KV heads may see, by cache layer: bool ``[batch, kv_heads, tokens]``
+Kept = dict[int, Tensor]
+
+
+def prompt(padding: list[int], tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask, row i left-padded by ``padding[i]``."""
+    generator = torch.Generator().manual_seed(len(padding))
+    ids = torch.randint(3, 101, (len(padding), tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, width in enumerate(padding):
+        ids[row, :width] = 0
+        mask[row, :width] = 0
+    return ids, mask
+
+
+def steps(padding: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """The same stream for every cache: a prompt, decoded tokens, a chunk behind them; each with the
+    mask of all tokens so far."""
+    ids, mask = prompt(padding, TOKENS + NEW + CHUNK)
+    ends = [TOKENS, *range(TOKENS + 1, TOKENS + NEW + 1), TOKENS + NEW + CHUNK]
+    starts = [0, *ends[:-1]]
+    return [(ids[:, a:b], mask[:, :b]) for a, b in zip(starts, ends, strict=True)]
+
+
+@torch.no_grad()
+def run(model: Any, cache: Any, padding: list[int], before: Any = None) -> list[Tensor]:
+    """Logits of every step; ``before(step)`` is called ahead of each forward."""
+    found = []
+    for number, (ids, mask) in enumerate(steps(padding)):
+        if before is not None:
+            before(number)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        out = model(
+            ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            **({"position_ids": positions} if takes_positions(model) else {}),
+        )
+        live = mask[:, -ids.shape[1] :].bool()
+        found.append(out.logits[live])
+    return found
+
+
+def takes_positions(model: Any) -> bool:
+    return "position_ids" in type(model).forward.__code__.co_varnames
+
+
+def difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest difference of logits, relative to the largest logit."""
+    return max(
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)
+    )
+
+
+def lossless(model: Any, padding: list[int]) -> float:
+    """With room for everything: the difference to ``DynamicCache`` (0: the same kernel ran)."""
+    expected = run(model, DynamicCache(config=model.config), padding)
+    worst = 0.0
+    for budget in (1.0, 1000):
+        cache = SketchCache(model.config, "h2o", budget=budget)
+        worst = max(worst, difference(run(model, cache, padding), expected))
+    return worst
+
+
+def evicting(model: Any, padding: list[int], uneven: bool, method: str = "keydiff") -> float:
+    """Tokens evicted: the difference to the full cache with the same tokens hidden."""
+    settings: dict[str, Any] = {"budget": 20, "track_positions": True, **WINDOW}
+    if uneven:
+        heads = heads_of(model)
+        if min(heads) > 1:
+            settings["schedule"] = [[0.6, *[1.0] * (count - 2), 1.4] for count in heads]
+        else:  # one KV head: layers that differ, if there are two
+            settings["schedule"] = [0.7, 1.3, *[1.0] * (len(heads) - 2)][: len(heads)]
+            settings["schedule"] = settings["schedule"] if len(heads) > 1 else None
+    cache = SketchCache(model.config, method, allocation="even", **settings)
+    kept: list[Kept] = []
+    found = run(model, cache, padding, lambda step: kept.append(visible(cache)))
+    assert any(layer.sketch.compressed for layer in sketches(cache))
+    expected = reference(model, kept, padding)
+    return difference(found, expected)
+
+
+def sketches(cache: SketchCache) -> list[Any]:
+    return [layer for layer in cache.layers if hasattr(layer, "sketch")]
+
+
+def heads_of(model: Any) -> list[int]:
+    """KV heads of every layer that is compressed, as the model has them."""
+    cache = SketchCache(model.config, "streaming_llm", budget=1.0)
+    with torch.no_grad():
+        model(prompt([0])[0], past_key_values=cache, use_cache=True)
+    return [layer.keys.shape[1] for layer in sketches(cache)]
+
+
+def visible(cache: SketchCache) -> Kept:
+    """What each layer still holds, by token."""
+    found: Kept = {}
+    for index, layer in enumerate(cache.layers):
+        if not hasattr(layer, "sketch") or not layer.sketch.seen:
+            continue
+        drivers = getattr(layer.sketch, "drivers", [layer.sketch])
+        groups = [members for members, _ in getattr(layer.sketch, "groups", [])] or [None]
+        rows, heads = layer.token_shape[:2]
+        kept = torch.zeros(rows, heads, layer.sketch.seen, dtype=torch.bool)
+        for members, driver in zip(groups, drivers, strict=True):
+            slots = driver.visible
+            assert slots.positions is not None
+            live = slots.masses() > 0
+            mine = list(range(heads)) if members is None else members
+            for place, head in enumerate(mine):
+                for row in range(rows):
+                    kept[row, head, slots.positions[row, place][live[row, place]].long()] = True
+        found[index] = kept
+    return found
+
+
+def reference(model: Any, kept: list[Kept], padding: list[int]) -> list[Tensor]:
+    """The full cache, every forward seeing just the tokens kept before it."""
+    now: dict[str, Kept] = {}
+    cache = DynamicCache(config=model.config)
+    with masked(model, cache, now):
+        return run(model, cache, padding, lambda step: now.update(kept=kept[step]))
+
+
+@contextmanager
+def masked(model: Any, cache: DynamicCache, now: dict[str, Kept]) -> Iterator[None]:
+    """Every kernel that ``model`` asks for hides what the layer whose keys it gets has not kept."""
+    original = AttentionInterface.get_interface
+
+    def get_interface(self: Any, name: str, default: Any) -> Any:
+        kernel = original(self, name, default)
+
+        def attention(
+            module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *a: Any, **k: Any
+        ) -> Any:
+            mask = attention_mask
+            for layer, kept in now["kept"].items():
+                if cache.layers[layer].keys is key:
+                    mask = hide(mask, kept, query, key)
+            return kernel(module, query, key, value, mask, *a, **k)
+
+        return attention
+
+    patched = home_of(model)
+    AttentionInterface.get_interface = get_interface
+    make = getattr(patched, "create_causal_mask", None) if adapted(model) else None
+    if make is not None:  # no interface: hide where its masks are made, the same in every layer
+
+        def create(*args: Any, **kwargs: Any) -> Any:
+            mask, kept = make(*args, **kwargs), next(iter(now["kept"].values()), None)
+            if kept is None:
+                return mask
+            q = kwargs["inputs_embeds"].shape[1]
+            return hide_old(mask, kept[:, :1], q, kwargs["inputs_embeds"])
+
+        patched.create_causal_mask = create
+    try:
+        yield
+    finally:
+        AttentionInterface.get_interface = original
+        if make is not None:
+            patched.create_causal_mask = make
+
+
+def adapted(model: Any) -> bool:
+    return model.config.model_type in ("bloom", "falcon", "mpt")
+
+
+def home_of(model: Any) -> Any:
+    return sys.modules[type(model).__module__]
+
+
+def hide(mask: Any, kept: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """``mask`` with earlier tokens hidden that a KV head has not kept."""
+    q, n = query.shape[2], key.shape[2]
+    group = query.shape[1] // kept.shape[1]
+    return hide_old(mask, kept.repeat_interleave(group, dim=1), q, query, n)
+
+
+def hide_old(mask: Any, kept: Tensor, q: int, like: Tensor, n: int | None = None) -> Tensor:
+    n = kept.shape[2] + q if n is None else n
+    assert kept.shape[2] == n - q
+    shown = torch.cat([kept, torch.ones(*kept.shape[:2], q, dtype=torch.bool)], dim=2)[:, :, None]
+    causal = torch.ones(q, n, dtype=torch.bool).tril(n - q)
+    if mask is None:
+        return shown & causal
+    if mask.dtype == torch.bool:
+        return mask & shown
+    return mask.masked_fill(~shown, torch.finfo(like.dtype).min)
+
+
+def default(model: Any) -> None:
+    """The default method: runs, stays within its budget, and can say what it costs."""
+    cache = SketchCache(model.config, budget=0.5)
+    ids, mask = prompt([0, 0], 120)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        for _ in range(3):
+            mask = torch.cat([mask, mask[:, :1]], dim=1)
+            out = model(ids[:, :1], attention_mask=mask, past_key_values=cache, use_cache=True)
+    assert bool(torch.isfinite(out.logits).all())
+    summary = cache.summary()
+    assert summary["tokens"] == 123
+    assert any(layer["compressed"] for layer in summary["layers"])
+    assert summary["slots"] <= 0.52 * 123 + 2
+    for row in cache.error():
+        assert row["prompt"] is not None
+        assert all(0 <= error < 2 for error in row["prompt"])
