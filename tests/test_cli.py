@@ -269,7 +269,7 @@ def test_bad_files_of_options_are_named(tmp_path: Path, content: str | None, mes
 def test_layers_over_devices_need_accelerate(
     model: str, cases: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "is_accelerate_available", lambda: False)
+    monkeypatch.setattr("transformers.utils.is_accelerate_available", lambda: False)
     message = refused(*longeval(model, cases), "--device", "auto")
     assert "--device auto needs accelerate: pip install accelerate" in message
 

@@ -1,11 +1,14 @@
 """The command line: reads options, hands them on, shows what comes back.
 
-Heavy imports (torch, transformers) happen inside the commands, so that `--help` is quick.
+Heavy imports (torch, transformers) happen inside the commands, after all that can be refused
+without them: `--help` and every usage error are quick.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
+from kvsketch.errors import KVSketchError, unknown_name
 from kvsketch.evaluation.eval_command import (
     BUDGETS_DEFAULT,
     INTERRUPTED,
@@ -38,20 +42,49 @@ Go on with
 USAGE_ERROR = 2
 
 
+#: of the click that typer brings along, which may be another than the one that can be imported
+_ClickError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
 class _Group(TyperGroup):
-    """Turns the errors we raise on purpose into one line and an exit code."""
+    """Turns the errors we raise on purpose, and click's, into one line and an exit code."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _errors_in_one_line():  # of the options before a command
+            return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
-        from kvsketch.errors import KVSketchError
-
-        try:
+        with _errors_in_one_line(ctx):
             return super().invoke(ctx)
-        except KVSketchError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(USAGE_ERROR) from None
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            raise typer.Exit(INTERRUPTED) from None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands:
+            raise unknown_name("command", args[0], self.commands)
+        return super().resolve_command(ctx, args)
+
+
+@contextmanager
+def _errors_in_one_line(group: Any = None) -> Iterator[None]:
+    try:
+        yield
+    except KVSketchError as error:
+        message = str(error)
+    except _ClickError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # `kvsketch` alone: a page of help
+            raise
+        said: Any = error
+        if said.ctx is not None:
+            path = said.ctx.command_path
+        else:
+            path = " ".join(["kvsketch", *([group.invoked_subcommand] if group else [])])
+        message = f"{said.format_message().rstrip('.')}; see `{path} --help`"
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    else:
+        return
+    print("error:", " ".join(line.strip() for line in message.splitlines()), file=sys.stderr)
+    raise typer.Exit(USAGE_ERROR)
 
 
 app = typer.Typer(

@@ -33,5 +33,5 @@ def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> InputError:
     """The error for a name that is not in a registry; it suggests the nearest one."""
     names = sorted(allowed)
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     return InputError(f"{kind}={name!r} is unknown{hint} Allowed: {', '.join(names)}.")

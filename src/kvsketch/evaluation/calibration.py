@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import track
 
 from kvsketch.errors import InputError, unknown_name
-from kvsketch.evaluation.allocation import check_length, measure_curves
 from kvsketch.evaluation.files import read_text
-from kvsketch.evaluation.loading import load_model, load_tokenizer, resolve_model
+from kvsketch.evaluation.loading import check_device, load_model, load_tokenizer, resolve_model
+from kvsketch.evaluation.method_names import METHOD_NAMES
 from kvsketch.evaluation.settings import Settings
-from kvsketch.streaming import ALL_METHODS, Curves
-from kvsketch.streaming.curves import pooled
+
+if TYPE_CHECKING:
+    from kvsketch.streaming import Curves
 
 
 def calibrate_files(
@@ -32,12 +34,18 @@ def calibrate_files(
     Raises:
         InputError: an unknown method, a file that cannot be read, or a prompt too short.
     """
-    if method not in ALL_METHODS:
-        raise unknown_name("method", method, ALL_METHODS)
+    if method not in METHOD_NAMES:
+        raise unknown_name("method", method, METHOD_NAMES)
     if follow < 1:
         raise InputError(f"--follow {follow} must be at least 1")
     texts = [read_text(file) for file in files]
     folder = resolve_model(model_name)
+
+    # What comes now imports torch and transformers: all that can be refused without was.
+    from kvsketch.evaluation.allocation import check_length, measure_curves
+    from kvsketch.streaming.curves import pooled
+
+    check_device(settings.device)
     tokenizer = load_tokenizer(folder)
     model = load_model(folder, settings.device, settings.dtype)
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)

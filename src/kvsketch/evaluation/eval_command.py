@@ -1,6 +1,6 @@
 """`kvsketch eval`: reads options, runs the sweep, shows what comes back.
 
-Heavy imports (torch, transformers) happen inside, as in ``kvsketch.cli``.
+torch and transformers are imported once all that can be refused without them was (``Sweep.open``).
 """
 
 from __future__ import annotations
@@ -172,6 +172,7 @@ def eval_command(
     ] = False,
 ) -> None:
     """Answer the cases of one or more tasks with every method at every budget."""
+    from kvsketch.evaluation.loading import resolve_model
     from kvsketch.evaluation.settings import Settings
     from kvsketch.evaluation.setups import make_setups, parse_budget
     from kvsketch.evaluation.sweep import Sweep
@@ -212,12 +213,12 @@ def eval_command(
         form=form,
     )
     chosen = make_tasks(tasks, options)
-    sweep = Sweep.open(model, chosen, setups, settings, out)
     runner = None
     if ray is not None:
         from kvsketch.evaluation.ray_runner import RayRunner
 
-        runner = RayRunner(ray, sweep.model, settings, workers, gpus)
+        runner = RayRunner(ray, resolve_model(model), settings, workers, gpus)
+    sweep = Sweep.open(model, chosen, setups, settings, out)
     shown = {**sweep.base, "tasks": tasks, "cases": [str(f) for f in options.cases] or "generated"}
     run_sweep(sweep, f"eval {' '.join(t.name for t in chosen)}", as_json, shown, seed, runner)
 

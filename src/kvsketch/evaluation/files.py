@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from kvsketch.errors import InputError
@@ -40,3 +41,18 @@ def check_folder(folder: Path, option: str) -> None:
         raise InputError(
             f"{option} {folder} cannot be written: {error.strerror or error}"
         ) from error
+
+
+def try_folder(folder: Path, option: str) -> None:
+    """As ``check_folder``, and leave nothing behind: what comes next may still refuse.
+
+    Raises:
+        InputError: as ``check_folder``.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        check_folder(folder, option)
+    finally:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()

@@ -86,12 +86,13 @@ def build(stores: Sequence[Path], inspect: Path | None = None, png: bool = False
         InputError: a store or ``inspect`` cannot be read, or is not what it should be.
         UnsupportedError: without matplotlib.
     """
-    require_matplotlib()
     runs = read_runs(stores)
+    result = None if inspect is None else _read_inspection(inspect)
+    require_matplotlib()
     methods = list(dict.fromkeys(row["method"] for run in runs for row in run.rows))
     book = Sketchbook(methods, png)
     parts = {run.number: sections(run, book) for run in runs}
-    looked = None if inspect is None else _inspected(inspect, book)
+    looked = None if inspect is None else _inspected(inspect, result, book)
     figures = [
         figure
         for section in [
@@ -207,14 +208,17 @@ def _table_row(run: Run, row: Mapping[str, Any]) -> dict[str, Any]:
     return {"task": row["task"], "method": row["method"], "cells": cells}
 
 
-def _inspected(path: Path, book: Sketchbook) -> Section:
+def _read_inspection(path: Path) -> Any:
+    try:
+        return json.loads(read_text(path, "--inspect"))
+    except ValueError as error:
+        raise InputError(f"--inspect {path} is not JSON: {error}") from error
+
+
+def _inspected(path: Path, result: Any, book: Sketchbook) -> Section:
     """The figures of ``kvsketch inspect``, with its readings."""
     from kvsketch.evaluation import inspection_figures
 
-    try:
-        result = json.loads(read_text(path, "--inspect"))
-    except ValueError as error:
-        raise InputError(f"--inspect {path} is not JSON: {error}") from error
     figures = []
     try:
         for name, draw in inspection_figures.FIGURES.items():

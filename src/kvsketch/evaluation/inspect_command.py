@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvsketch.errors import InputError
-from kvsketch.evaluation.files import check_folder, read_text
+from kvsketch.evaluation.files import check_folder, read_text, try_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,25 +107,30 @@ def run(
         UnsupportedError: a model whose attention cannot be caught, by name.
     """
 
-    from kvsketch.evaluation import inspection, inspection_measures, loading
+    from kvsketch.evaluation import loading
     from kvsketch.evaluation.encoding import max_positions
+    from kvsketch.evaluation.inspection_readings import LEAST_TOKENS
     from kvsketch.evaluation.report import dumps, environment
-    from kvsketch.evaluation.settings import DTYPES
+    from kvsketch.evaluation.settings import Settings
 
-    if limit < inspection.LEAST_TOKENS:
-        raise InputError(f"--limit {limit} must be at least {inspection.LEAST_TOKENS}")
-    if dtype not in DTYPES:
-        raise InputError(f"--dtype {dtype!r} must be one of {', '.join(DTYPES)}")
+    if limit < LEAST_TOKENS:
+        raise InputError(f"--limit {limit} must be at least {LEAST_TOKENS}")
+    Settings(device=device, dtype=dtype)  # raises
     texts = [_read(file) for file in files]
-    loading.check_device(device)
+    if out is not None:
+        try_folder(out, "--out")
     folder = loading.resolve_model(model_name)
+
+    # What comes now imports torch and transformers: all that can be refused without was.
+    from kvsketch.evaluation import inspection, inspection_measures
+
+    loading.check_device(device)
     config = loading.load_config(folder)
     chosen = inspection.choose_layers(config, layers)
     positions = max_positions(config)
-    if positions is not None and positions < inspection.LEAST_TOKENS:
+    if positions is not None and positions < LEAST_TOKENS:
         raise InputError(
-            f"--model {model_name!r} has {positions} positions, at least "
-            f"{inspection.LEAST_TOKENS} are needed"
+            f"--model {model_name!r} has {positions} positions, at least {LEAST_TOKENS} are needed"
         )
     limit = limit if positions is None else min(limit, positions)
     tokenizer = loading.load_tokenizer(folder)

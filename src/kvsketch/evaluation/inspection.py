@@ -17,8 +17,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from kvsketch import theory
 from kvsketch.errors import InputError, KVSketchError, UnsupportedError
 from kvsketch.evaluation.activations import Activations, capture
-from kvsketch.evaluation.inspection_measures import LAST, attention, cover, embed, rounded
+from kvsketch.evaluation.inspection_measures import attention, cover, embed, rounded
 from kvsketch.evaluation.inspection_readings import (
+    KEPT,
+    LAST,
+    LEAST_TOKENS,
     RECENT,
     SINK,
     TOLERANCE_METHOD,
@@ -30,7 +33,7 @@ from kvsketch.slots import Observed, Slots
 from kvsketch.streaming import windowed
 from kvsketch.streaming.curves import LEVELS, Curves, held_out_for, measure_layer
 
-#: whose errors are measured
+#: whose errors are measured, each with ``KEPT`` of the tokens
 METHODS = (
     "uniform",
     "streaming_llm",
@@ -41,10 +44,6 @@ METHODS = (
     "cluster_merge",
     "heavy_merge",
 )
-#: the share of the tokens they keep
-KEPT = 0.25
-#: the shortest prompt that leaves all methods something to choose at ``KEPT``
-LEAST_TOKENS = 256
 
 
 def inspect_model(

@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.errors import InputError
-from kvsketch.evaluation.inspection import KEPT
-from kvsketch.evaluation.inspection_measures import LAST
-from kvsketch.evaluation.inspection_readings import CENTERS, RECENT, SINK, TOLERANCES
+from kvsketch.evaluation.inspection_readings import (
+    CENTERS,
+    KEPT,
+    LAST,
+    RECENT,
+    SINK,
+    TOLERANCES,
+)
 
 #: dots per inch: of .png, and of what is not drawn as lines in .svg
 _DPI = 100

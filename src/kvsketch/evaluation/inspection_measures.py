@@ -12,11 +12,9 @@ from torch import Tensor
 from kvsketch import theory
 from kvsketch.compressors.kcenter import farthest_first
 from kvsketch.errors import InputError
-from kvsketch.evaluation.inspection_readings import CENTERS, RECENT, SINK
+from kvsketch.evaluation.inspection_readings import CENTERS, LAST, RECENT, SINK
 from kvsketch.slots import Slots, attention_scores, causal
 
-#: queries at a prompt's end whose attention is looked at
-LAST = 64
 #: balls over tokens: where the clusterability curves are read, 1/128 .. 1/2
 SHARES = tuple(2.0 ** (-k / 2) for k in range(14, 1, -1))
 #: points of a t-SNE

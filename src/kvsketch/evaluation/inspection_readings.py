@@ -1,4 +1,5 @@
-"""What an inspection found, in one sentence per topic: from its numbers alone."""
+"""What an inspection found, in one sentence per topic: from its numbers alone. No torch here: what
+reads an inspection's numbers, or refuses to make any, must not wait for it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+#: the share of the tokens that methods keep
+KEPT = 0.25
+#: the shortest prompt that leaves all methods something to choose at ``KEPT``
+LEAST_TOKENS = 256
+#: queries at a prompt's end whose attention is looked at
+LAST = 64
 #: relative errors whose price is looked up, and the method that pays it
 TOLERANCES = (0.02, 0.05, 0.1)
 TOLERANCE_METHOD = "heavy_merge"

@@ -1,4 +1,7 @@
-"""Finds and loads the model and tokenizer of an evaluation, with errors a user can act on."""
+"""Finds and loads the model and tokenizer of an evaluation, with errors a user can act on.
+
+torch and transformers are imported where something is loaded: a wrong name is refused before.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,11 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import is_accelerate_available, logging
-
 from kvsketch.errors import InputError, KVSketchError
+from kvsketch.evaluation import hub
+from kvsketch.evaluation.devices import DEVICE_MAPS, check_device_name, needs_accelerate
 
 PACKAGED = "packaged"
-#: `--device`: transformers' ways to spread layers over all devices there are
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _CONFIGURATION = {
     "config.json",
     "generation_config.json",
@@ -32,7 +31,8 @@ def packaged_model() -> Path:
 def resolve_model(name: str) -> str:
     """Turns `--model` into a folder or a Hugging Face Hub id, without loading anything.
 
-    Raises `InputError` if it looks like a path and is not a model folder.
+    Raises `InputError` if it looks like a path and is not a model folder, or if it is no folder and
+    cannot be had from the Hub or its local cache.
     """
     path = packaged_model() if name == PACKAGED else Path(name).expanduser()
     if path.is_dir():
@@ -46,11 +46,14 @@ def resolve_model(name: str) -> str:
         )
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
         raise InputError(f"--model {name!r} is not a folder; give one, or a Hugging Face id")
+    hub.check_model(name)
     return name
 
 
 def load_config(model: str) -> Any:
     """Configuration of the model. Raises `KVSketchError` if it cannot be had."""
+    from transformers import AutoConfig
+
     try:
         return AutoConfig.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
@@ -59,6 +62,8 @@ def load_config(model: str) -> Any:
 
 def load_tokenizer(model: str) -> Any:
     """Tokenizer of the model. Raises `KVSketchError` if it cannot be had."""
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
@@ -67,6 +72,10 @@ def load_tokenizer(model: str) -> Any:
 
 def load_model(model: str, device: str, dtype: str) -> Any:
     """The model in evaluation mode. Raises `KVSketchError` if it cannot be had."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
     check_device(device)
     logging.disable_progress_bar()  # of the weights: commands have one of their own
     placed = {"device_map": device} if device in DEVICE_MAPS else {}
@@ -80,10 +89,15 @@ def load_model(model: str, device: str, dtype: str) -> Any:
 def check_device(device: str) -> None:
     """Raises `InputError` unless torch can put tensors on `device`, or transformers place layers
     (`DEVICE_MAPS`)."""
+    check_device_name(device)
     if device in DEVICE_MAPS:
-        if not is_accelerate_available():
-            raise InputError(f"--device {device} needs accelerate: pip install accelerate")
+        from transformers.utils import is_accelerate_available
+
+        if not is_accelerate_available():  # it may be too old
+            raise needs_accelerate(device)
         return
+    import torch
+
     try:
         torch.empty(0, device=torch.device(device))
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -113,11 +127,7 @@ def fingerprint(model: str) -> str:
 
 
 def _unavailable(model: str, error: Exception) -> KVSketchError:
-    # transformers explains over many lines; the first says what is wrong.
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    kind = (
-        "cannot be loaded"
-        if Path(model).is_dir()
-        else ("is no folder here and could not be fetched from the Hugging Face Hub")
-    )
-    return InputError(f"--model {model!r} {kind}: {reason}")
+    reason = hub.reason_of(error)
+    if Path(model).is_dir():
+        return InputError(f"--model {model!r} cannot be loaded: {reason}")
+    return hub.not_fetched(model, reason)

@@ -7,13 +7,15 @@ import socket
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from kvsketch.errors import InputError, KVSketchError
-from kvsketch.evaluation.answering import Answerer
-from kvsketch.evaluation.replies import Reply
 from kvsketch.evaluation.settings import Settings
 from kvsketch.evaluation.sweep import Job
+
+if TYPE_CHECKING:
+    from kvsketch.evaluation.replies import Reply
 
 #: a job whose worker died this often is at fault itself
 _TRIES = 3
@@ -50,10 +52,8 @@ class RayRunner:
             raise InputError(f"--workers {self.workers} must be at least 1")
         if self.gpus < 0:
             raise InputError(f"--gpus {self.gpus} must be at least 0")
-        try:
-            import ray  # noqa: F401
-        except ImportError as error:
-            raise InputError("--ray needs Ray: pip install 'kvsketch[ray]'") from error
+        if find_spec("ray") is None:
+            raise InputError("--ray needs Ray: pip install 'kvsketch[ray]'")
 
     def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, list[Reply]]]:
         """
@@ -155,6 +155,7 @@ class _Worker:
         import torch
 
         from kvsketch.evaluation import loading
+        from kvsketch.evaluation.answering import Answerer
 
         torch.set_num_threads(threads)
         tokenizer = loading.load_tokenizer(model)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsketch.errors import InputError
+from kvsketch.evaluation.arguments import PREFILL_MODES
+from kvsketch.evaluation.devices import check_device_name
 from kvsketch.evaluation.tasks.base import Case
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -55,13 +57,14 @@ class Settings:
             if value is not None and value < least:
                 raise InputError(f"{_option(name)} {value} must be at least {least}")
         for name, allowed in (
-            ("prefill", ("exact", "streaming")),
+            ("prefill", PREFILL_MODES),
             ("question", ("seen", "unseen")),
             ("dtype", DTYPES),
         ):
             value = getattr(self, name)
             if value not in allowed:
                 raise InputError(f"{_option(name)} {value!r} must be one of {', '.join(allowed)}")
+        check_device_name(self.device)
         if self.question == "unseen" and self.batch_size > 1:
             raise InputError(
                 f"--question unseen works on one case at a time, got --batch-size {self.batch_size}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvsketch.budget import ALLOCATIONS, Budget
 from kvsketch.errors import InputError, unknown_name
-from kvsketch.streaming import ALL_METHODS
+from kvsketch.evaluation.method_names import METHOD_NAMES
 
 EXACT = "exact"
 BITS = {"int8": 8, "int4": 4}
@@ -21,7 +21,7 @@ class Setup:
     """One way to answer.
 
     Attributes:
-        method: "exact" (transformers' own cache) or a name in ``ALL_METHODS``.
+        method: "exact" (transformers' own cache) or a name in ``METHOD_NAMES``.
         budget: slots per KV head (int) or a share of the tokens (float); None with a tolerance.
         tolerance: of the measured error, instead of a budget.
         allocation: how the budget is spent, as for ``SketchCache``; None: the method's own way.
@@ -68,8 +68,8 @@ def parse_method(text: str, allocation: str | None = None) -> Setup:
     if plus and ending not in BITS:
         raise unknown_name("the ending of a method", ending, BITS)
     name, at, spent = rest.partition("@")
-    if name != EXACT and name not in ALL_METHODS:
-        raise unknown_name("method", name, [EXACT, *ALL_METHODS])
+    if name != EXACT and name not in METHOD_NAMES:
+        raise unknown_name("method", name, [EXACT, *METHOD_NAMES])
     if name == EXACT:
         if at or plus:
             raise InputError(f"method {text!r}: the exact cache has no allocation and no bits")
@@ -115,7 +115,7 @@ def make_setups(
     """
     parsed = [parse_method(text, allocation) for text in methods]
     if not parsed:
-        raise InputError(f"--methods is empty; allowed: {', '.join([EXACT, *ALL_METHODS])}")
+        raise InputError(f"--methods is empty; allowed: {', '.join([EXACT, *METHOD_NAMES])}")
     for budget in budgets:
         Budget(budget)  # raises
     for tolerance in tolerances:

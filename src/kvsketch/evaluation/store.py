@@ -64,13 +64,14 @@ class Store:
         self.path = path
         self.records: dict[str, Record] = {}
         self._descriptor: int | None = None
+        self._made = False
         if path is None:
             return
         if not write:
             self._take(path, _read(path))
             return
         # A device such as /dev/full is written to, not read.
-        existing = path.is_file()
+        existing, self._made = path.is_file(), not path.exists()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -144,6 +145,14 @@ class Store:
         if descriptor is not None:
             with suppress(OSError):
                 os.close(descriptor)
+
+    def discard(self) -> None:
+        """Close the file, and remove it where it was made for this and holds nothing: a run that is
+        refused leaves none behind."""
+        if self._made and self.path is not None and not self.records:
+            with suppress(OSError):
+                self.path.unlink()
+        self.close()
 
     def __enter__(self) -> Store:
         return self

@@ -1,4 +1,8 @@
-"""Cases x setups: what is left to answer, in which order, and what came out."""
+"""Cases x setups: what is left to answer, in which order, and what came out.
+
+What answers them (torch, transformers) is imported where it is needed: all that can be refused
+without is refused before.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvsketch import __version__
 from kvsketch.evaluation import loading
-from kvsketch.evaluation.answering import Answerer
+from kvsketch.evaluation.arguments import check_arguments
 from kvsketch.evaluation.encoding import EncodedCase, Encoder, max_positions
-from kvsketch.evaluation.replies import Reply, new_cache
 from kvsketch.evaluation.scales import scale_of
 from kvsketch.evaluation.settings import Settings
 from kvsketch.evaluation.setups import EXACT, Setup
 from kvsketch.evaluation.store import Record, Store, key_of
 from kvsketch.evaluation.tasks.base import Case, Task
+
+if TYPE_CHECKING:
+    from kvsketch.evaluation.replies import Reply
 
 #: setups of a case: the same for all, or depending on the case
 Setups = Sequence[Setup] | Callable[[Case], Sequence[Setup]]
@@ -48,6 +54,8 @@ class Local:
     settings: Settings
 
     def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, list[Reply]]]:
+        from kvsketch.evaluation.answering import Answerer
+
         tokenizer = loading.load_tokenizer(self.model)
         model = loading.load_model(self.model, self.settings.device, self.settings.dtype)
         answerer = Answerer(model, tokenizer, self.settings)
@@ -90,23 +98,33 @@ class Sweep:
         Raises:
             KVSketchError: anything that would fail later.
         """
-        loading.check_device(settings.device)
         resolved = loading.resolve_model(model)
-        config = loading.load_config(resolved)
-        name = model if model == loading.PACKAGED else resolved
-        base = {
-            "model": name,
-            "model_fingerprint": loading.fingerprint(resolved),
-            "kvsketch": __version__,
-            **settings.identity(),
-        }
         cases = [task.cases() for task in tasks]
         every = [case for found in cases for case in found]
-        wanted = {s for case in every for s in (setups(case) if callable(setups) else setups)}
+        wanted = dict.fromkeys(
+            s for case in every for s in (setups(case) if callable(setups) else setups)
+        )
         for setup in wanted:
-            # A cache that cannot be made is an error now, not after the weights are loaded.
-            new_cache(config, settings, setup, prompt_length=1)
-        return cls(resolved, tasks, setups, settings, base, Store(out), cases)
+            _check(setup, settings)
+        store = Store(out)
+        try:
+            from kvsketch.evaluation.replies import new_cache
+
+            loading.check_device(settings.device)
+            config = loading.load_config(resolved)
+            for setup in wanted:
+                # A cache that cannot be made is an error now, not after the weights are loaded.
+                new_cache(config, settings, setup, prompt_length=1)
+            base = {
+                "model": model if model == loading.PACKAGED else resolved,
+                "model_fingerprint": loading.fingerprint(resolved),
+                "kvsketch": __version__,
+                **settings.identity(),
+            }
+        except BaseException:
+            store.discard()
+            raise
+        return cls(resolved, tasks, setups, settings, base, store, cases)
 
     def pairs(self) -> Iterator[tuple[Task, Case, Setup]]:
         """Everything asked for, in order: all setups see a case before the next one starts, so
@@ -235,6 +253,20 @@ class Sweep:
                 "answers": list(case.answers),
                 **reply.__dict__,
             },
+        )
+
+
+def _check(setup: Setup, settings: Settings) -> None:
+    if setup.method != EXACT:
+        check_arguments(
+            setup.method,
+            budget=setup.budget,
+            tolerance=setup.tolerance,
+            allocation=setup.allocation,
+            bits=setup.bits,
+            sink=settings.sink,
+            recent=settings.recent,
+            prefill=settings.prefill,
         )
 
 

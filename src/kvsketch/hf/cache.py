@@ -193,6 +193,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         if self._adapter is not None:
             self._adapter.install()
 
+    @interface.uncompiled
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
     from .layer import SketchLayer
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def uncompiled(function: _F) -> _F:
+    """``function``, which ``torch.compile`` leaves as it is: what a layer holds changes from token
+    to token and is no part of a graph."""
+    outside: _F = torch.compiler.disable(function)
+    return outside
 
 
 class _Open:
@@ -107,6 +116,7 @@ def close(layer: SketchLayer | None = None) -> None:
         del _OPEN[thread]
 
 
+@uncompiled
 def _ours(kernel: Kernel, name: str) -> Kernel:
     """The attention of the layer that was updated last, or of whatever shares its keys."""
     found = _OPEN.get(threading.get_ident())
@@ -117,14 +127,19 @@ def _ours(kernel: Kernel, name: str) -> Kernel:
     if not shared:
         del _OPEN[threading.get_ident()]
     if layer is not None:
-        return functools.partial(layer.attend, kernel, name)
+        return functools.partial(_attend, layer, kernel, name)
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         for owner in shared:
             if owner.returned(key):
-                return owner.attend(kernel, name, module, query, key, *args, **kwargs)
+                return _attend(owner, kernel, name, module, query, key, *args, **kwargs)
         return kernel(module, query, key, *args, **kwargs)
 
     return attention
+
+
+@uncompiled
+def _attend(layer: SketchLayer, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    return layer.attend(*args, **kwargs)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from kvsketch.errors import InputError, at_least, unknown_name
+from kvsketch.evaluation import hub
 from kvsketch.evaluation.tasks.base import Case, Task, mean
 from kvsketch.evaluation.tasks.longbench_metrics import METRICS, PARAGRAPH, require
 from kvsketch.evaluation.tasks.longbench_prompts import DATASETS
@@ -213,10 +214,11 @@ def _archive() -> Path:
     # a loading script.
     from huggingface_hub import hf_hub_download
 
+    hub.unreachable()  # then the download fails at once
     try:
         return Path(hf_hub_download(HUB, "data.zip", repo_type="dataset"))
     except OSError as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = hub.reason_of(error)
         raise InputError(
             f"data=None: data.zip of {HUB} could not be fetched from the Hugging Face Hub: "
             f"{reason}; unpack it somewhere and give that folder"

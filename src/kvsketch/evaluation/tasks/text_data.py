@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.errors import InputError
+from kvsketch.evaluation import hub
 from kvsketch.evaluation.files import read_text
 from kvsketch.evaluation.tasks.haystack import essays_folder, filler
 
@@ -74,6 +75,7 @@ def _text_of(record: Any, where: str) -> str:
 
 def _from_hub(name: str) -> Iterator[tuple[str, str]]:
     """Streamed, so that a book corpus is not fetched for a few of its pages."""
+    hub.unreachable()  # then reading fails at once; `datasets` looks when it is imported
     try:
         import datasets
     except ImportError as error:
@@ -92,5 +94,5 @@ def _from_hub(name: str) -> Iterator[tuple[str, str]]:
     except InputError:
         raise
     except Exception as error:  # datasets, fsspec, pyarrow and httpx have errors of their own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = hub.reason_of(error)
         raise InputError(f"--data hub:{name} could not be read: {reason}") from error

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from kvsketch.errors import InputError, at_least, unknown_name
 from kvsketch.evaluation.encoding import EncodedCase, Encoder
 from kvsketch.evaluation.longeval import QUESTION_MARK
 from kvsketch.evaluation.longeval_cases import ANSWER, generate_cases
-from kvsketch.evaluation.replies import Reply
 from kvsketch.evaluation.tasks.base import Case, Task
 from kvsketch.evaluation.tasks.text_data import load_texts
+
+if TYPE_CHECKING:
+    from kvsketch.evaluation.replies import Reply
 
 #: what of ``Reply.measured`` is a task's score
 MEASURES = {"kl": "kl", "perplexity": "nats", "attention_error": "error"}

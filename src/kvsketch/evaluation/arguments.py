@@ -1,0 +1,76 @@
+"""What a ``SketchCache`` refuses and can be told without torch: said here before torch is imported.
+
+The cache has the last word; a test holds the two together, word for word.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvsketch.budget import ALLOCATIONS, Budget
+from kvsketch.errors import InputError, unknown_name
+from kvsketch.evaluation.method_names import METHOD_NAMES
+
+PREFILL_MODES = ("exact", "streaming")
+BITS = (16, 8, 4)
+
+
+def check_arguments(
+    method: str,
+    *,
+    budget: int | float | None = None,
+    tolerance: float | None = None,
+    max_budget: int | float | None = None,
+    allocation: str | None = None,
+    bits: int = 16,
+    sink: int = 4,
+    recent: int = 32,
+    prefill: str = "exact",
+) -> None:
+    """All arguments are those of ``SketchCache``.
+
+    Raises:
+        InputError: one is out of range, or two exclude each other.
+    """
+    if prefill not in PREFILL_MODES:
+        raise InputError(f"prefill={prefill!r} must be one of {', '.join(PREFILL_MODES)}")
+    named = isinstance(allocation, (str, Path)) and Path(allocation).is_file()
+    if allocation is not None and allocation not in ALLOCATIONS and not named:
+        raise InputError(
+            f"allocation={allocation!r} must be one of {', '.join(ALLOCATIONS)}, Curves, or the "
+            "path of a file of them"
+        )
+    if tolerance is not None:
+        _check_tolerance(tolerance, budget, prefill)
+    elif max_budget is not None:
+        raise InputError(f"max_budget={max_budget!r} bounds a tolerance, which was not given")
+    for name, value in (("budget", budget), ("max_budget", max_budget)):
+        if value is None:
+            continue
+        slots = Budget(value).value
+        if isinstance(slots, int) and slots < sink + recent:
+            raise InputError(
+                f"{name}={value} is smaller than sink={sink} + recent={recent}: raise the budget "
+                "or lower sink and recent"
+            )
+    if method not in METHOD_NAMES:
+        raise unknown_name("method", method, METHOD_NAMES)
+    if isinstance(bits, bool) or bits not in BITS:
+        raise InputError(
+            f"bits={bits!r} must be one of 16 (keys and values as the model has them), 8 or 4"
+        )
+
+
+def _check_tolerance(tolerance: float, budget: int | float | None, prefill: str) -> None:
+    if budget is not None:
+        raise InputError(
+            f"budget={budget!r} and tolerance={tolerance!r} exclude each other; max_budget bounds "
+            "what a tolerance may keep"
+        )
+    number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
+    if not number or not 0 < tolerance < 1:
+        raise InputError(f"tolerance={tolerance!r} must be a relative error in (0, 1)")
+    if prefill == "streaming":
+        raise InputError(
+            f"tolerance={tolerance!r} is measured on an exact prompt: prefill must be 'exact'"
+        )

@@ -1,0 +1,33 @@
+"""The names of the methods, for what must not wait for torch, such as refusing a wrong name.
+
+The methods themselves are ``kvsketch.streaming.ALL_METHODS``; a test holds this list to it.
+"""
+
+from __future__ import annotations
+
+#: what ``SketchCache`` takes as a method, in the order of ``ALL_METHODS``
+METHOD_NAMES = (
+    "uniform",
+    "streaming_llm",
+    "h2o",
+    "observed_attention",
+    "snapkv",
+    "pyramidkv",
+    "tova",
+    "expected_attention",
+    "knorm",
+    "keydiff",
+    "kcenter",
+    "balancekv",
+    "kernel_halving",
+    "greedy_halving",
+    "cluster_merge",
+    "heavy_merge",
+    "subgen",
+    "subgen_coupled",
+    "merge_reduce",
+    "balancekv_streaming",
+    "sliding_window",
+    "sliding_window_sampled",
+    "one_dimensional",
+)

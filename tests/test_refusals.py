@@ -1,0 +1,514 @@
+"""Usage errors: one line that names the argument and what is allowed, exit code 2, and quickly:
+neither torch nor transformers is imported for them, and a Hub that is not there is asked once."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from kvsketch import SketchCache
+from kvsketch.errors import InputError
+from kvsketch.evaluation.arguments import check_arguments
+from kvsketch.evaluation.devices import DEVICE_KINDS
+from kvsketch.evaluation.files import try_folder
+from kvsketch.evaluation.method_names import METHOD_NAMES
+from kvsketch.evaluation.store import Store
+from kvsketch.streaming import ALL_METHODS
+from tiny_model import save_tiny_model, tiny_case
+
+#: nobody listens there
+CLOSED = "http://127.0.0.1:9"
+#: runs commands one after the other, and says what came of each and what has been imported by then
+RUNNER = """
+import contextlib, io, json, sys
+from {module} import main
+for words in json.load(sys.stdin):
+    out, err, code = io.StringIO(), io.StringIO(), None
+    sys.argv = ["kvsketch", *words]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    heavy = sorted({{"torch", "transformers"}} & set(sys.modules))
+    print(json.dumps([code, out.getvalue(), err.getvalue(), heavy]))
+"""
+CALIBRATE = ("calibrate", "text.txt", "--out", "c.json")
+#: a command, what names the argument, what says what is allowed
+REFUSED = [
+    # what typer looks at
+    ("--nope", "--nope", "kvsketch --help"),
+    ("evil", "command='evil'", "Allowed: calibrate, demo, eval"),
+    ("eval", "'TASK...'", "kvsketch eval --help"),
+    ("eval longeval --recents 3", "--recents", "Possible options: --lengths, --recent"),
+    ("eval longeval --recent", "'--recent' requires", "kvsketch eval --help"),
+    ("eval longeval --recent many", "'--recent'", "integer"),
+    ("eval longeval --gpus many", "'--gpus'", "valid"),
+    ("calibrate", "'FILE...'", "kvsketch calibrate --help"),
+    ("calibrate text.txt", "'--out'", "kvsketch calibrate --help"),
+    ("report", "'STORE...'", "kvsketch report --help"),
+    ("demo --seed x", "'--seed'", "integer"),
+    ("demo more", "more", "kvsketch demo --help"),
+    ("inspect --limit x", "'--limit'", "integer"),
+    ("methods --nope", "--nope", "kvsketch methods --help"),
+    # kvsketch eval
+    ("eval lngeval", "task='lngeval'", "did you mean 'longeval'? Allowed: attention_error, kl,"),
+    ("eval longeval --methods kcentre", "method='kcentre'", "did you mean 'kcenter'? Allowed:"),
+    ("eval longeval --methods kcenter@x", "allocation 'x'", "even, measured, or a file"),
+    ("eval longeval --methods h2o@measured+int5", "'int5'", "Allowed: int4, int8."),
+    ("eval longeval --methods exact+int4", "'exact+int4'", "no bits"),
+    ("eval longeval --methods ,", "--methods", "allowed: exact, uniform"),
+    ("eval longeval --allocation x", "allocation 'x'", "even, measured, or a file"),
+    ("eval longeval --budgets lots", "budget='lots'", "a share in (0, 1] such as 0.25"),
+    ("eval longeval --budgets 0", "budget=0", "an int >= 1"),
+    ("eval longeval --budgets 1.5", "budget=1.5", "must be <= 1"),
+    ("eval longeval --budgets ,", "--budgets", "shares such as 0.25"),
+    ("eval longeval --budgets 8", "budget=8", "smaller than sink=4 + recent=32"),
+    ("eval longeval --tolerances 3", "tolerance=3.0", "(0, 1)"),
+    ("eval longeval --tolerances x", "--tolerances 'x'", "numbers, with commas between"),
+    ("eval longeval --tolerances 0.1 --prefill streaming", "tolerance=0.1", "must be 'exact'"),
+    ("eval longeval --seeds x", "--seeds 'x'", "ints, with commas between"),
+    ("eval longeval --question later", "--question 'later'", "seen, unseen"),
+    ("eval longeval --prefill later", "--prefill 'later'", "exact, streaming"),
+    ("eval longeval --dtype float8", "--dtype 'float8'", "float32, bfloat16, float16"),
+    ("eval longeval --device warp", "--device 'warp'", "cpu, cuda"),
+    ("eval longeval --device cuda:x", "--device 'cuda:x'", "such as cuda:1"),
+    ("eval longeval --question unseen --batch-size 2", "--question unseen", "one case at a time"),
+    ("eval longeval --sink -1", "--sink -1", "at least 0"),
+    ("eval longeval --limit 0", "--limit 0", "at least 1"),
+    ("eval longeval --lines many", "--lines 'many'", "int >= 1"),
+    ("eval longeval --cases no.jsonl", "--cases no.jsonl", "No such file"),
+    ("eval longeval --cases text.txt", "--cases text.txt:1", "JSON"),
+    ("eval longeval text.txt", "text.txt is no task", "follow --cases"),
+    ("eval longeval --model ./none", "--model './none'", "a Hugging Face id"),
+    ("eval longeval --model .", "--model .", "config.json"),
+    ("eval longeval --model a..b", "--model 'a..b'", "no folder here"),
+    ("eval longeval --model some/name", "--model 'some/name'", f"{CLOSED} cannot be reached: "),
+    ("eval longeval --out text.txt", "text.txt:1", "give another file"),
+    ("eval longeval --out /proc/none/run.jsonl", "--out /proc/none/run.jsonl", "cannot be written"),
+    ("eval longeval --ray local --workers 0", "--workers 0", "at least 1"),
+    ("eval longbench --data none", "data='none'", "cannot read"),
+    ("eval longbench --datasets none", "datasets='none'", "Allowed: 2wikimqa"),
+    ("eval longbench", "data=None", f"{CLOSED} cannot be reached: "),
+    ("eval needle --form none", "form='none'", "Allowed: line, number, sandwich."),
+    ("eval needle --data none", "haystack none", "give one that holds .txt files"),
+    ("eval needle --depths 2", "depth=2", "[0, 1]"),
+    ("eval ruler --subtasks none", "subtask='none'", "Allowed: cwe, fwe"),
+    ("eval kl --data none", "--data none", "allowed: a .txt or .jsonl file"),
+    ("eval kl --lengths 0", "--lengths '0'", "int >= 1"),
+    # its file of options
+    ("eval longeval --config none.yaml", "--config none.yaml", "No such file"),
+    ("eval longeval --config no.yaml", "--config no.yaml", "is not YAML"),
+    ("eval longeval --config list.yaml", "--config list.yaml", "a mapping of options to values"),
+    ("eval longeval --config unknown.yaml", "option='method'", "did you mean 'methods'"),
+    ("eval longeval --config type.yaml", "'--recent'", "integer"),
+    ("eval longeval --config value.yaml", "budget=2.5", "must be <= 1"),
+    # the others
+    ((*CALIBRATE, "--method", "snapv"), "method='snapv'", "did you mean 'snapkv'"),
+    ((*CALIBRATE, "--follow", "0"), "--follow 0", "at least 1"),
+    ((*CALIBRATE, "--dtype", "x"), "--dtype 'x'", "float32, bfloat16, float16"),
+    ((*CALIBRATE, "--device", "x"), "--device 'x'", "cpu, cuda"),
+    ((*CALIBRATE, "--model", "some/name"), "--model 'some/name'", "cannot be reached"),
+    ("calibrate none.txt --out c.json", "none.txt", "No such file"),
+    ("calibrate text.txt --out none/c.json", "--out none/c.json", "there is no folder none"),
+    ("inspect ./none", "--model './none'", "a Hugging Face id"),
+    ("inspect packaged none.txt", "none.txt", "No such file"),
+    ("inspect --limit 0", "--limit 0", "at least 256"),
+    ("inspect --layers x", "--layers 'x'", "e.g. 0,3"),
+    ("inspect --dtype x", "--dtype 'x'", "float32, bfloat16, float16"),
+    ("inspect --device x", "--device 'x'", "cpu, cuda"),
+    ("inspect --out text.txt", "--out text.txt", "cannot be written"),
+    ("report none.jsonl", "none.jsonl", "No such file"),
+    ("report text.txt", "text.txt:1", "not a line of a results store"),
+    ("report text.txt --out none/page.html", "--out none/page.html", "there is no folder none"),
+]
+if find_spec("accelerate") is None:
+    REFUSED.append(("eval longeval --device auto", "--device auto", "pip install accelerate"))
+
+
+def words_of(command: str | tuple[str, ...]) -> list[str]:
+    return command.split() if isinstance(command, str) else list(command)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where commands run: files that are there, but wrong."""
+    found = tmp_path_factory.mktemp("refusals")
+    for name, text in {
+        "text.txt": "no store, and no case\n",
+        "no.yaml": "[1",
+        "list.yaml": "- 1",
+        "unknown.yaml": "method: h2o",
+        "type.yaml": "recent: many",
+        "value.yaml": "budgets: [2.5]",
+    }.items():
+        (found / name).write_text(text, encoding="utf-8")
+    return found
+
+
+def environment(home: Path, **changes: str) -> dict[str, str]:
+    """Ours, with a Hub that is not there and an empty cache of it."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_"))}
+    kept = {k: v for k, v in kept.items() if not k.lower().endswith("_proxy")}
+    return {**kept, "HF_ENDPOINT": CLOSED, "HF_HOME": str(home / "hf"), **changes}
+
+
+def outcomes(module: str, commands: list[list[str]], folder: Path) -> list[Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER.format(module=module)],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment(folder),
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def refusals(folder: Path) -> list[Any]:
+    """Of all commands, in one process: the first that imports torch shows it for those after it."""
+    return outcomes("kvsketch.cli", [words_of(command) for command, _, _ in REFUSED], folder)
+
+
+@pytest.mark.parametrize(
+    ("number", "named", "allowed"),
+    [(number, named, allowed) for number, (_, named, allowed) in enumerate(REFUSED)],
+    ids=[" ".join(words_of(command)) for command, _, _ in REFUSED],
+)
+def test_a_usage_error_is_one_line_and_needs_no_torch(
+    refusals: list[Any], number: int, named: str, allowed: str
+) -> None:
+    code, out, err, heavy = refusals[number]
+    assert heavy == [], f"{heavy} imported for: {err}"
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert named in line
+    assert allowed in line
+    assert (code, out) == (2, "")
+
+
+def test_nothing_is_left_behind(refusals: list[Any], folder: Path) -> None:
+    """Neither stores nor folders of commands that were refused."""
+    assert {file.name for file in folder.iterdir()} <= {
+        *("text.txt", "no.yaml", "list.yaml", "unknown.yaml", "type.yaml", "value.yaml", "hf")
+    }
+    with pytest.raises(InputError):
+        try_folder(folder / "text.txt" / "new", "--out")
+    try_folder(folder / "a" / "b", "--out")
+    assert not (folder / "a").exists()
+
+
+def test_help_needs_no_torch(folder: Path) -> None:
+    commands = [[], ["eval"], ["inspect"], ["report"], ["calibrate"], ["demo"], ["methods"]]
+    found = outcomes("kvsketch.cli", [[*words, "--help"] for words in commands], folder)
+    for code, out, err, heavy in found:
+        assert (code, err, heavy) == (0, "", [])
+        assert "Usage: kvsketch" in out
+
+
+@pytest.mark.parametrize("command", ["--help", "eval longeval --methods kcentre"])
+def test_a_second_is_enough(command: str, folder: Path) -> None:
+    """Of three tries: other tests run beside this one."""
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "kvsketch", *command.split()],
+            capture_output=True,
+            cwd=folder,
+            env=environment(folder),
+        )
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 1
+
+
+# --- the second command --------------------------------------------------------------------------
+
+
+def harness(folder: Path, *words: str) -> Any:
+    (found,) = outcomes("kvsketch.evaluation.harness", [list(words)], folder)
+    return found
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm-evaluation-harness is installed")
+def test_without_the_harness_the_extra_is_named(folder: Path) -> None:
+    code, _, _, heavy = harness(folder, "--help")
+    assert "pip install 'kvsketch[lm-eval]'" in code  # what Python prints as it exits
+    assert heavy == []
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("method=snapvk", "did you mean 'snapkv'"),
+        ("budget=1.5", "budget=1.5"),
+        ("budget=8", "budget=8 is smaller than sink"),
+        ("tolerance=2", "tolerance=2 must be"),
+        ("budget=0.3,tolerance=0.1", "exclude each other"),
+        ("sink=many", "sink='many' must be an int >= 0"),
+        ("one_shot=maybe", "one_shot='maybe'"),
+        ("bits=3", "bits=3 must be"),
+        ("prefill=chunked", "prefill='chunked'"),
+        ("allocation=fair", "allocation='fair'"),
+        ("method=exact,budget=0.3", "means nothing to method='exact'"),
+        ("budget=0.3", f"pretrained 'some/name' is no folder here .*{CLOSED} cannot be reached"),
+    ],
+)
+def test_the_harness_command_refuses_without_torch(
+    arguments: str, message: str, folder: Path
+) -> None:
+    given = f"pretrained=some/name,{arguments}"
+    code, _, _, heavy = harness(
+        folder, "--model", "kvsketch", "--tasks", "gsm8k", "--model_args", given
+    )
+    assert re.search(f"^error: .*{message}", code)
+    assert heavy == []
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed")
+def test_the_harness_knows_its_own_models_beside_ours(folder: Path) -> None:
+    code = (
+        "import sys, kvsketch.evaluation.harness\n"
+        "from lm_eval.api.registry import get_model, model_registry\n"
+        "print('torch' in sys.modules, 'hf' in model_registry)\n"
+        "print(get_model('kvsketch') is kvsketch.evaluation.harness.SketchLM)\n"
+    )
+    done = run(code, folder)
+    assert done.stdout.split() == ["False", "True", "True"], done.stderr
+
+
+# --- the Hub -------------------------------------------------------------------------------------
+
+
+class _Hub(http.server.BaseHTTPRequestHandler):
+    """Has nothing, and says so."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(404)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def run(code: str, folder: Path, **changes: str) -> Any:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment(folder, **changes),
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "named"),
+    [
+        (["longeval", "--model", "some/name"], "--model 'some/name' is no folder here and could"),
+        (["longbench"], "data=None: data.zip of zai-org/LongBench could not be fetched"),
+        (["kl", "--data", "hub:some/name"], "--data hub:some/name could not be read"),
+    ],
+)
+def test_without_a_hub_the_refusal_takes_less_than_five_seconds(
+    task: list[str], named: str, tmp_path: Path
+) -> None:
+    if task[0] == "kl":
+        pytest.importorskip("datasets")
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "kvsketch", "eval", *task],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment(tmp_path),
+    )
+    assert time.perf_counter() - start < 5
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {named}")
+    assert f"{CLOSED} cannot be reached: " in line
+    assert "not in the local cache" in line
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+ASK = "from kvsketch.evaluation.hub import unreachable; print(unreachable())"
+
+
+def test_a_hub_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        start = time.perf_counter()
+        done = run(ASK, tmp_path, HF_ENDPOINT=address, HF_HUB_ETAG_TIMEOUT="1")
+    assert time.perf_counter() - start < 4
+    assert done.stdout.startswith(f"{address} cannot be reached: ")
+
+
+def test_a_proxy_that_is_not_there_is_named(tmp_path: Path, hub: str) -> None:
+    found = run(ASK, tmp_path, HF_ENDPOINT="http://hub.invalid", http_proxy=CLOSED)
+    assert "cannot be reached" in found.stdout
+    behind = run(ASK, tmp_path, HF_ENDPOINT="http://hub.invalid", http_proxy=hub)
+    assert behind.stdout == "None\n"
+
+
+def test_a_hub_that_answers_is_asked(tmp_path: Path, hub: str) -> None:
+    code = (
+        "from kvsketch.evaluation.loading import resolve_model\n"
+        "from huggingface_hub import constants\n"
+        "print(resolve_model('some/name'), constants.HF_HUB_OFFLINE)\n"
+    )
+    assert run(code, tmp_path, HF_ENDPOINT=hub).stdout == "some/name False\n"
+    offline = run(code, tmp_path, HF_ENDPOINT=hub, HF_HUB_OFFLINE="1")
+    assert "HF_HUB_OFFLINE is set, and it is not in the local cache" in offline.stderr
+
+
+def cached(home: Path) -> None:
+    """A model as the Hub's client keeps it, under ``environment``'s HF_HOME."""
+    kept = home / "hf" / "hub" / "models--some--name"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("0" * 40, encoding="utf-8")
+    (kept / "snapshots").mkdir()
+    save_tiny_model(kept / "snapshots" / ("0" * 40))
+
+
+def test_a_model_in_the_cache_needs_no_hub(tmp_path: Path) -> None:
+    cached(tmp_path)
+    code = (
+        "from kvsketch.evaluation import loading\n"
+        "name = loading.resolve_model('some/name')\n"
+        "loading.load_tokenizer(name)\n"
+        "print(type(loading.load_model(name, 'cpu', 'float32')).__name__)\n"
+    )
+    done = run(code, tmp_path)
+    assert "LlamaForCausalLM" in done.stdout, done.stderr
+    assert "Retrying" not in done.stderr
+
+
+@pytest.mark.slow
+def test_eval_answers_with_a_model_in_the_cache(tmp_path: Path) -> None:
+    cached(tmp_path)
+    case = tiny_case(20)
+    record = {"prompt": case.prompt, "expected_number": case.expected, "num_lines": 20}
+    (tmp_path / "cases.jsonl").write_text(json.dumps(record), encoding="utf-8")
+    words = ["eval", "longeval", "--model", "some/name", "--cases", "cases.jsonl"]
+    words += ["--recent", "8", "--max-new-tokens", "2", "--methods", "exact", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvsketch", *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment(tmp_path),
+    )
+    assert json.loads(done.stdout)["results"][0]["cases"] == 1, done.stderr
+
+
+# --- what is known without torch is what torch, and ours with it, say ----------------------------
+
+
+def test_the_names_of_the_methods_are_those_of_the_classes() -> None:
+    assert list(ALL_METHODS) == list(METHOD_NAMES)
+
+
+def test_torchs_kinds_of_devices_are_known() -> None:
+    with pytest.raises(RuntimeError) as error:
+        torch.device("warp")
+    (names,) = re.findall(r"Expected one of (.*) device type", str(error.value))
+    assert set(names.split(", ")) <= set(DEVICE_KINDS)
+
+
+def small_config() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"method": "snapvk"},
+        {"budget": 1.5},
+        {"budget": 0},
+        {"budget": "a quarter"},
+        {"budget": True},
+        {"budget": 8},
+        {"budget": 8, "sink": 0, "recent": 9},
+        {"budget": 0.3, "tolerance": 0.1},
+        {"tolerance": 2.0},
+        {"tolerance": True},
+        {"tolerance": 0.1, "prefill": "streaming"},
+        {"tolerance": 0.1, "max_budget": 8},
+        {"tolerance": 0.1, "max_budget": 1.5},
+        {"max_budget": 0.5},
+        {"allocation": "fair"},
+        {"allocation": Path("no such file")},
+        {"bits": 3},
+        {"bits": True},
+        {"prefill": "chunked"},
+    ],
+    ids=str,
+)
+def test_the_cache_refuses_the_same_in_the_same_words(arguments: dict[str, Any]) -> None:
+    given = {"method": "snapkv", **arguments}
+    with pytest.raises(InputError) as ours:
+        check_arguments(**given)
+    with pytest.raises(InputError) as theirs:
+        SketchCache(small_config(), **given)
+    assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"budget": 36, "bits": 8},
+        {"tolerance": 0.1, "max_budget": 0.5, "allocation": "even"},
+        {"budget": 8, "sink": 0, "recent": 8, "prefill": "streaming"},
+    ],
+    ids=str,
+)
+def test_what_the_cache_takes_is_not_refused(arguments: dict[str, Any]) -> None:
+    given = {"method": "snapkv", **arguments}
+    check_arguments(**given)
+    SketchCache(small_config(), **given)
+
+
+def test_a_store_is_discarded_only_where_it_was_made_and_is_empty(tmp_path: Path) -> None:
+    new, old = tmp_path / "new.jsonl", tmp_path / "old.jsonl"
+    old.touch()
+    for path in (new, old):
+        Store(path).discard()
+        Store(path, write=True).close()  # no lock is left
+    Store(new).discard()
+    assert new.exists()  # it was there before
+    assert old.exists()
