@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .budget import Budget
     from .compressors import METHODS
     from .evaluation.allocation import measure_curves, measure_schedule
-    from .hf import SketchCache
+    from .hf import SketchCache, compressing
     from .slots import Observed, Slots, attend
     from .streaming import ALL_METHODS, SKETCHES, Curves
 
@@ -31,6 +31,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "attend",
+    "compressing",
     "measure_curves",
     "measure_schedule",
 ]
@@ -46,6 +47,7 @@ _LAZY = {
     "Budget": "budget",
     "Observed": "slots",
     "SketchCache": "hf",
+    "compressing": "hf",
     "Slots": "slots",
     "attend": "slots",
 }

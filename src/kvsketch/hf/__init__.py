@@ -1,5 +1,6 @@
 """The transformers integration."""
 
 from .cache import SketchCache
+from .compressing import compressing
 
-__all__ = ["SketchCache"]
+__all__ = ["SketchCache", "compressing"]

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionAndFullAttentionLayer
 
 from ..budget import Budget, Schedule, scheduled
-from ..errors import InputError
+from ..errors import InputError, UnsupportedError
 from ..streaming import (
     Curves,
     Method,
@@ -206,6 +206,7 @@ class SketchCache(Cache):  # type: ignore[misc]
                 thread; or the layer before did not come to our attention.
         """
         if layer_idx >= len(self.layers):
+            self._forward.undo()
             raise InputError(
                 f"layer_idx={layer_idx}: this SketchCache was made from a configuration of "
                 f"{len(self.layers)} layers, which is not this model's"
@@ -333,6 +334,16 @@ class SketchCache(Cache):  # type: ignore[misc]
         """Forget everything; settings stay."""
         self._forward.reset()
 
+    @property
+    def max_cache_len(self) -> int:
+        """There is none. PEFT's prefix tuning asks, before it puts a cache of its own in place of
+        this one."""
+        raise _NoFixedLengthError(
+            "this SketchCache has no max_cache_len. If PEFT asks: prefix tuning replaces the cache "
+            "it is given by one that holds its prefix, so it cannot be compressed; merge the "
+            "adapter, or use LoRA or prompt tuning"
+        )
+
     def _sketches(self) -> list[SketchLayer]:
         return self._forward.sketches
 
@@ -340,3 +351,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         """A copy, perhaps in a new process: attention has to become ours there, too."""
         self.__dict__.update(state)
         self._install()
+
+
+class _NoFixedLengthError(UnsupportedError, AttributeError):
+    """An attribute that is not there, with its reason."""

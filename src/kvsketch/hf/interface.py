@@ -30,7 +30,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def uncompiled(function: _F) -> _F:
     """``function``, which ``torch.compile`` leaves as it is: what a layer holds changes from token
     to token and is no part of a graph."""
-    outside: _F = torch.compiler.disable(function)
+    outside: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return outside
 
 

@@ -89,6 +89,7 @@ class Periodic:
         self.error: Tensor | None = None
         self._probe: Probe | None = None
         self._probed = 0  # tokens the probe has taken in
+        self._full = 0  # slots at which the page is due
         self.compressor.reset()
 
     def wants_queries(self, count: int) -> bool:
@@ -151,16 +152,23 @@ class Periodic:
                 tail = self._live.new_ones(self._live.shape[0], new.count)
                 self._live = torch.cat([self._live, tail], dim=1)
             return
+        if self._page.count >= self._full:
+            self._full = self._next_full(self.seen - new.count + 1)
         if self._page.room < new.count:
-            capacity = self._page.count + new.count
-            if new.count == 1:  # decoding: take a whole buffer at once
-                capacity = max(capacity, self.budget.slots(self.seen) + self.buffer)
-                if self._quantises_early():  # room is in full precision: only the buffer
-                    capacity = self._page.count + self.buffer
-                if self.one_shot:  # grows for good, by a few per cent at a time
-                    capacity = self._page.count + self.buffer_for(self._page.count)
-            self._page = self._page.grown(capacity)
+            # decoding takes a whole buffer at once, a chunk what it needs
+            beyond = self._full if new.count == 1 else 0
+            self._page = self._page.grown(max(self._page.count + new.count, beyond))
         self._page.append(new)
+
+    def _next_full(self, seen: int) -> int:
+        """How many slots the page may hold before it is due, once there are ``seen`` tokens."""
+        assert self._page is not None
+        count = self._page.count
+        if self.one_shot:  # grows for good, by a few per cent at a time
+            return count + self.buffer_for(count)
+        if self._quantises_early():  # room is in full precision: only the buffer
+            return count + self.buffer
+        return max(count + 1, self.budget.slots(seen) + self.buffer)
 
     def mark_padding(self, live: Tensor) -> None:
         """Say which of the tokens just appended are real. ``live``: bool ``[batch, q]``."""
@@ -218,6 +226,7 @@ class Periodic:
             self._page = Page(kept, max(self.budget.slots(self.seen), kept.count) + room)
         else:
             self._page = self._quantized(budget, room)
+        self._full = self._page.capacity
         self._dense = self._live = None
         self._observed = []
         if exact is not None and observed is not None and prefill:
@@ -266,7 +275,7 @@ class Periodic:
         if self.one_shot:
             return False
         if self._page is not None:
-            return self._page.room == 0
+            return self._page.count >= self._full
         return self._count() >= fits + self.buffer
 
     @property

@@ -1,0 +1,80 @@
+"""``with compressing(model, ...):`` compression without passing a cache, and undone afterwards."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import InputError
+from .cache import SketchCache
+
+
+@contextmanager
+def compressing(model: PreTrainedModel, *args: Any, **settings: Any) -> Iterator[list[SketchCache]]:
+    """Give every ``generate`` and every forward of ``model`` that brings no cache of its own a new
+    ``SketchCache``; afterwards the model is as it was.
+
+    Works through ``pipeline`` and whatever else calls ``model.generate``. A call that passes
+    ``past_key_values``, or ``use_cache=False``, is left alone.
+
+    Args:
+        model: a transformers causal language model.
+        args: the method; ``settings``: further arguments of ``SketchCache``.
+
+    Yields:
+        The caches made so far, newest last; the last one's ``summary()`` and ``error()`` speak of
+        the last call.
+
+    Raises:
+        InputError: no model, or bad settings; nothing has changed then.
+        UnsupportedError: a model whose cache cannot be compressed, likewise.
+
+    Example:
+        >>> with kvsketch.compressing(model, budget=0.25) as caches:      # doctest: +SKIP
+        ...     pipeline("text-generation", model=model, tokenizer=tokenizer)("Once upon a time")
+        >>> caches[-1].summary()["slots"]                                  # doctest: +SKIP
+    """
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        raise InputError(
+            f"model must be a transformers model, that generates, got {type(model).__name__}"
+        )
+    SketchCache(model.config, *args, **settings)  # wrong settings should fail now
+    caches: list[SketchCache] = []
+
+    def new_cache() -> SketchCache:
+        caches.append(SketchCache(model.config, *args, **settings))
+        return caches[-1]
+
+    generate = model.generate
+
+    @functools.wraps(generate)
+    def generating(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("past_key_values") is None and kwargs.get("use_cache", True):
+            kwargs["past_key_values"] = new_cache()
+        return generate(*args, **kwargs)
+
+    def calling(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        use_cache = kwargs.get("use_cache")
+        wanted = (
+            model.config.get_text_config(decoder=True).use_cache if use_cache is None else use_cache
+        )
+        if kwargs.get("past_key_values") is None and wanted and not model.training:
+            kwargs = {**kwargs, "past_key_values": new_cache()}
+        return args, kwargs
+
+    before = vars(model).get("generate")
+    model.generate = generating
+    hook = model.register_forward_pre_hook(calling, with_kwargs=True)
+    try:
+        yield caches
+    finally:
+        hook.remove()
+        if before is None:
+            del model.generate
+        else:
+            model.generate = before

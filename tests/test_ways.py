@@ -1,0 +1,1003 @@
+"""Every way people call a model with a SketchCache: it works, or it is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    DynamicCache,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    PretrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    StaticCache,
+    pipeline,
+)
+
+import kvsketch
+from families import VOCABULARY, build
+from kvsketch import InputError, KVSketchError, SketchCache, Slots, UnsupportedError
+from kvsketch.compressors.base import Compressor, keep_top
+from kvsketch.hf import interface
+from model_sweep import Kept, masked, visible
+from tiny_model import tiny_case, tiny_model, tiny_tokenizer
+
+WINDOW: dict[str, Any] = {"sink": 2, "recent": 6}
+SMALL: dict[str, Any] = {"budget": 20, **WINDOW}
+
+
+def ids_of(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (batch, tokens), generator=generator)
+
+
+def greedy(model: Any, ids: torch.Tensor, cache: Any, new: int = 10, **kwargs: Any) -> Any:
+    return model.generate(
+        ids,
+        attention_mask=kwargs.pop("attention_mask", torch.ones_like(ids)),
+        past_key_values=cache,
+        max_new_tokens=new,
+        do_sample=kwargs.pop("do_sample", False),
+        **kwargs,
+    )
+
+
+@torch.no_grad()
+def forward(model: Any, ids: torch.Tensor, cache: Any, **kwargs: Any) -> torch.Tensor:
+    logits: torch.Tensor = model(ids, past_key_values=cache, use_cache=True, **kwargs).logits
+    return logits
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return build("llama")
+
+
+@pytest.fixture(scope="module")
+def expected(llama: Any) -> torch.Tensor:
+    ids = greedy(llama, ids_of(1, 40), SketchCache(llama.config, "snapkv", **SMALL))
+    assert isinstance(ids, torch.Tensor)
+    return ids
+
+
+# --- nothing is left behind ----------------------------------------------------------------------
+
+
+def test_the_configuration_is_never_changed() -> None:
+    model = build("gemma3")
+    before = copy.deepcopy(vars(model.config))
+    cache = SketchCache(model.config, "snapkv", **SMALL)
+    greedy(model, ids_of(2, 40), cache)
+    assert vars(model.config) == before
+    assert not interface._OPEN  # nor is anything open between calls
+
+
+def test_model_and_config_are_pickled_as_if_we_had_never_been(tmp_path: Path) -> None:
+    """Read back by a process that knows nothing of kvsketch."""
+    model = build("llama")
+    logits = forward(model, ids_of(1, 8), None)
+    greedy(model, ids_of(1, 40), SketchCache(model.config, "snapkv", **SMALL))
+    torch.save(model, tmp_path / "model.pt")
+    (tmp_path / "config.pkl").write_bytes(pickle.dumps(model.config))
+    torch.save((ids_of(1, 8), logits), tmp_path / "logits.pt")
+    script = f"""
+import pickle, sys, torch
+sys.modules["kvsketch"] = None
+model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+config = pickle.load(open({str(tmp_path / "config.pkl")!r}, "rb"))
+ids, logits = torch.load({str(tmp_path / "logits.pt")!r})
+with torch.no_grad():
+    assert torch.equal(model(ids).logits, logits)
+    assert torch.equal(type(model)(config).eval()(ids).logits.shape and model(ids).logits, logits)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_other_caches_compile_without_a_graph_break(llama: Any) -> None:
+    SketchCache(llama.config)  # our code is there
+    caches = [StaticCache(config=llama.config, max_cache_len=64) for _ in range(2)]
+    for cache in caches:
+        forward(llama, ids_of(1, 20), cache)
+    whole = torch.compile(llama.forward, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        compiled = whole(ids_of(1, 1), past_key_values=caches[0]).logits
+    torch.testing.assert_close(compiled, forward(llama, ids_of(1, 1), caches[1]))
+
+
+def test_output_attentions_of_other_caches_stay(llama: Any) -> None:
+    eager = build("llama", attention="eager")
+    SketchCache(eager.config, "snapkv", **SMALL)
+    out = eager(ids_of(1, 12), output_attentions=True)
+    assert [a.shape for a in out.attentions] == [(1, 4, 12, 12)] * 2
+
+
+# --- the attention function accounts for what it is given -----------------------------------------
+
+
+class Meddled:
+    """The model's own attention calls, with ``change`` applied to their arguments."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+        original = AttentionInterface.get_interface
+
+        def get_interface(this: Any, name: str, default: Any) -> Any:
+            kernel = original(this, name, default)
+            return lambda *args, **kwargs: change(kernel, *args, **kwargs)
+
+        monkeypatch.setattr(AttentionInterface, "get_interface", get_interface)
+
+
+@pytest.mark.parametrize("given", [1.5, True, torch.ones(4)])
+def test_an_argument_we_do_not_know_is_an_error_at_the_first_token(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, given: Any
+) -> None:
+    cache = SketchCache(llama.config, "snapkv", **SMALL)
+    Meddled(monkeypatch, lambda kernel, *a, **k: kernel(*a, **{**k, "wobble": given}))
+    with pytest.raises(UnsupportedError, match="LlamaAttention passes wobble= to attention"):
+        forward(llama, ids_of(1, 40), cache)
+    assert cache.get_seq_length() == 0, "nothing is left of the prompt"
+    monkeypatch.undo()
+    forward(llama, ids_of(1, 40), cache)
+
+
+def test_an_argument_without_a_value_is_none(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, expected: torch.Tensor
+) -> None:
+    Meddled(monkeypatch, lambda kernel, *a, **k: kernel(*a, **{**k, "wobble": None}))
+    assert torch.equal(
+        greedy(llama, ids_of(1, 40), SketchCache(llama.config, "snapkv", **SMALL)), expected
+    )
+
+
+def test_two_attentions_over_parts_of_one_layer_are_refused(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def twice(kernel: Any, module: Any, q: Any, k: Any, v: Any, *a: Any, **kw: Any) -> Any:
+        halves = [half.repeat(1, 2, 1, 1) for half in v.chunk(2, dim=1)]
+        outs = [kernel(module, q, k, half, *a, **kw)[0] for half in halves]
+        return sum(outs), None
+
+    cache = SketchCache(llama.config, "snapkv", **SMALL)
+    Meddled(monkeypatch, twice)
+    with pytest.raises(UnsupportedError, match="changes keys or values between the cache"):
+        forward(llama, ids_of(1, 40), cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_second_attention_to_the_same_keys_is_refused(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def twice(kernel: Any, *a: Any, **kw: Any) -> Any:
+        kernel(*a, **kw)
+        return kernel(*a, **kw)
+
+    cache = SketchCache(llama.config, "snapkv", **SMALL)
+    Meddled(monkeypatch, twice)
+    with pytest.raises(UnsupportedError, match="changes keys or values"):
+        forward(llama, ids_of(1, 40), cache)
+
+
+def test_attention_without_the_interface_is_refused_at_the_second_layer(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = SketchCache(llama.config, "snapkv", **SMALL)
+    monkeypatch.setattr(interface, "_ours", lambda kernel, name: kernel)
+    with pytest.raises(UnsupportedError, match="layer 0 took keys and values, but its attention"):
+        forward(llama, ids_of(1, 40), cache)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"is_causal": False}, "look ahead"),
+        ({"sliding_window": 8}, "sliding_window=8 is shorter than the 40 tokens"),
+        ({"position_bias": torch.zeros(1)}, "position_bias="),
+    ],
+)
+def test_known_arguments_that_slots_cannot_honour(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], says: str
+) -> None:
+    cache = SketchCache(llama.config, "snapkv", **SMALL)
+    Meddled(monkeypatch, lambda kernel, *a, **k: kernel(*a, **{**k, **change}))
+    with pytest.raises(UnsupportedError, match=says):
+        forward(llama, ids_of(1, 40), cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_lossless_cache_hands_every_argument_to_the_kernel(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def noting(kernel: Any, *a: Any, **k: Any) -> Any:
+        return kernel(*a, **{**k, "sliding_window": 8})
+
+    original = AttentionInterface._global_mapping["sdpa"]
+    monkeypatch.setitem(
+        AttentionInterface._global_mapping,
+        "sdpa",
+        lambda *a, **k: seen.append(k["sliding_window"]) or original(*a, **k),
+    )
+    Meddled(monkeypatch, noting)
+    forward(llama, ids_of(1, 40), SketchCache(llama.config, "snapkv", budget=1.0))
+    assert seen == [8, 8]
+
+
+def test_output_attentions_is_refused_before_the_first_token() -> None:
+    """Eager attention has weights; over slots they would be no weights of tokens."""
+    model = build("llama", attention="eager")
+    cache = SketchCache(model.config, "snapkv", **SMALL)
+    with pytest.raises(UnsupportedError, match="output_attentions=True asks for a weight per tok"):
+        forward(model, ids_of(1, 40), cache, output_attentions=True)
+    assert cache.get_seq_length() == 0
+    roomy = SketchCache(model.config, "snapkv", budget=1000)
+    exact = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for ids in (ids_of(1, 40), ids_of(1, 1)):
+            ours, theirs = (
+                model(ids, past_key_values=c, output_attentions=True).attentions
+                for c in (roomy, exact)
+            )
+            assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+# --- attention sinks in the softmax ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{"budget": 0.5}, {"budget": 0.5, "allocation": "even"}])
+def test_sinks_matter_after_compression_and_to_the_measured_error(settings: Any) -> None:
+    import tiny_models
+
+    model = tiny_models.build("gpt_oss")
+    found = []
+    for factor in (1.0, -1.0):
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.data *= factor
+        cache = SketchCache(model.config, **settings)
+        forward(model, ids_of(1, 120), cache)
+        assert any(layer["compressed"] for layer in cache.summary()["layers"])
+        found.append((forward(model, ids_of(1, 1, 1), cache), cache.error()))
+    assert float((found[0][0] - found[1][0]).abs().max()) > 1e-3
+    assert found[0][1] != found[1][1]
+
+
+# --- masks after compression ----------------------------------------------------------------------
+
+
+def hiding(model: Any, method: str, hidden: list[int], **settings: Any) -> Any:
+    """Logits of a token whose 2-D mask hides earlier ones, compressed and exact."""
+    ids = ids_of(1, 40)
+    cache = SketchCache(model.config, method, allocation="even", **SMALL, **settings)
+    forward(model, ids, cache)
+    kept = visible(cache) if settings else {}
+    mask = torch.ones(1, 41, dtype=torch.long)
+    mask[0, hidden] = 0
+    positions = torch.tensor([[40]])
+    ours = forward(model, ids_of(1, 1, 1), cache, attention_mask=mask, position_ids=positions)
+    exact = DynamicCache(config=model.config)
+    now: dict[str, Kept] = {"kept": {}}
+    with masked(model, exact, now):
+        forward(model, ids, exact)
+        now["kept"] = kept
+        theirs = forward(model, ids_of(1, 1, 1), exact, attention_mask=mask, position_ids=positions)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt"])
+def test_a_mask_that_hides_kept_tokens_is_honoured(family: str) -> None:
+    """By their positions: a sink, kept tokens of the middle and recent ones."""
+    model = build(family)
+    if family == "opt":  # it counts positions off the mask
+        model.model.decoder.embed_positions.weight.data.zero_()
+    ours, theirs = hiding(model, "keydiff", [1, 20, 21, 22, 36, 37], track_positions=True)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    shown, _ = hiding(model, "keydiff", [], track_positions=True)
+    assert float((shown - ours).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "says"),
+    [
+        ("keydiff", {}, "track_positions=True"),
+        ("cluster_merge", {"track_positions": True}, "stand for several tokens"),
+        ("uniform", {"track_positions": True}, "stand for several tokens"),
+    ],
+)
+def test_a_mask_that_cannot_be_honoured_is_refused(
+    llama: Any, method: str, settings: Any, says: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"hides 1 tokens that it showed.*{says}"):
+        hiding(llama, method, [20], **settings)
+
+
+def test_a_mask_that_shows_padding_again_is_refused(llama: Any) -> None:
+    ids, mask = ids_of(2, 40), torch.ones(2, 41, dtype=torch.long)
+    mask[0, :5] = 0
+    cache = SketchCache(llama.config, "snapkv", **SMALL)
+    forward(llama, ids, cache, attention_mask=mask[:, :40])
+    with pytest.raises(UnsupportedError, match="shows 5 tokens that it hid when they came"):
+        forward(llama, ids_of(2, 1), cache)
+    assert cache.get_seq_length() == 40
+    forward(llama, ids_of(2, 1), cache, attention_mask=mask)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_a_tree_of_tokens_behind_a_compressed_prompt(attention: str, uneven: bool) -> None:
+    """Speculative decoding's 4-D masks: every branch as if its tokens had come in a row."""
+    model = build("llama", attention=attention)
+    settings = {**SMALL, "schedule": [[0.6, 1.4]] * 2} if uneven else SMALL
+    cache = SketchCache(model.config, "snapkv", **settings)
+    forward(model, ids_of(1, 40), cache)
+    tokens = ids_of(1, 5, 1)  # 0 -> 1 -> 2 and 0 -> 3 -> 4
+    branches = [[0, 1, 2], [0, 3, 4]]
+    tree = torch.zeros(5, 5, dtype=torch.bool)
+    for branch in branches:
+        for place, token in enumerate(branch):
+            tree[token, branch[: place + 1]] = True
+    shown = torch.cat([torch.ones(5, 40, dtype=torch.bool), tree], dim=1)[None, None]
+    additive = torch.zeros(shown.shape).masked_fill(~shown, torch.finfo(torch.float32).min)
+    depth = torch.tensor([[40, 41, 42, 41, 42]])
+    ours = forward(
+        model,
+        tokens,
+        copy.deepcopy(cache),
+        attention_mask=shown if attention == "sdpa" else additive,
+        position_ids=depth,
+    )
+    for branch in branches:
+        alone = forward(model, tokens[:, branch], copy.deepcopy(cache))
+        torch.testing.assert_close(ours[:, branch], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_mask_that_adds_numbers_to_scores_is_refused() -> None:
+    model = build("llama", attention="eager")
+    bias = torch.linspace(-1, 0, 40).expand(1, 1, 40, 40).tril()
+    cache = SketchCache(model.config, "snapkv", **SMALL)
+    with pytest.raises(UnsupportedError, match="attention_mask adds numbers"):
+        forward(model, ids_of(1, 40), cache, attention_mask=bias)
+    assert cache.get_seq_length() == 0
+
+
+# --- kernels, configurations, processes -----------------------------------------------------------
+
+
+def test_attention_implementation_changed_after_the_cache_was_made(expected: torch.Tensor) -> None:
+    model = build("llama")
+    cache = SketchCache(model.config, "snapkv", **SMALL)
+    model.set_attn_implementation("eager")
+    assert torch.equal(greedy(model, ids_of(1, 40), cache), expected)
+
+
+def test_a_copy_of_the_configuration(llama: Any, expected: torch.Tensor) -> None:
+    config = copy.deepcopy(llama.config)
+    assert torch.equal(
+        greedy(llama, ids_of(1, 40), SketchCache(config, "snapkv", **SMALL)), expected
+    )
+
+
+def padded_run(model: Any, cache: Any) -> torch.Tensor:
+    """Logits of a padded prompt, decoded tokens and a chunk."""
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[0, :5] = 0
+    found = [forward(model, ids_of(2, 40), cache, attention_mask=mask)[:, -1]]
+    for step, q in enumerate((1, 1, 1, 6)):
+        mask = torch.cat([mask, torch.ones(2, q, dtype=torch.long)], dim=1)
+        found.append(forward(model, ids_of(2, q, step), cache, attention_mask=mask)[:, -1])
+    return torch.stack(found)
+
+
+def test_flash_attention_as_the_models_kernel(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With FlashAttention's calling convention (masks of padding only, or none); the kernel itself
+    needs a GPU, and takes no part after compression but for one query over exact tokens."""
+
+    def flash(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+    ) -> Any:
+        q, n = query.shape[2], key.shape[2]
+        shown = torch.ones(q, n, dtype=torch.bool).tril(n - q)[None, None]
+        if attention_mask is not None:
+            assert attention_mask.dim() == 2
+            shown = shown & attention_mask.bool()[:, None, None, :]
+        key, value = (t.repeat_interleave(2, dim=1) for t in (key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=shown, scale=kwargs["scaling"]
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", flash)
+    model = build("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    for method in ("snapkv", "heavy_merge"):
+        caches = [SketchCache(m.config, method, **SMALL) for m in (model, llama)]
+        torch.testing.assert_close(padded_run(model, caches[0]), padded_run(llama, caches[1]))
+
+
+@pytest.mark.slow
+def test_flex_attention_as_the_models_kernel(llama: Any) -> None:
+    """Without padding: torch's CPU build does not compile its mask with padding, for any cache."""
+    model = build("llama")
+    model.config._attn_implementation = "flex_attention"
+    found = []
+    for m in (model, llama):
+        cache = SketchCache(m.config, "snapkv", **SMALL)
+        found.append([forward(m, ids_of(2, q, q), cache)[:, -1] for q in (40, 1, 1, 6)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_flex_attention_masks_are_read() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    from kvsketch.hf.masks import Masks
+
+    block = create_block_mask(
+        lambda b, h, q, k: (q + 4 >= k) & ~((b == 0) & (k < 3)), 2, None, 5, 9, device="cpu"
+    )
+    view = Masks().read(block, 2, 5, 9)
+    assert view.live is not None
+    assert view.live.tolist() == [[False] * 3 + [True] * 6, [True] * 9]
+    assert view.chunk is None
+
+
+@pytest.mark.parametrize("method", ["snapkv", "heavy_merge", "subgen", "uniform"])
+def test_a_pickled_cache_goes_on_in_a_new_process(tmp_path: Path, method: str) -> None:
+    """Whose model never met a SketchCache."""
+    model = build("llama")
+    cache = SketchCache(model.config, method, budget=0.5, **WINDOW)
+    forward(model, ids_of(1, 120), cache)
+    (tmp_path / "cache.pkl").write_bytes(pickle.dumps(cache))
+    torch.save((model, ids_of(1, 1, 7)), tmp_path / "model.pt")
+    script = f"""
+import pickle, torch
+model, ids = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+cache = pickle.load(open({str(tmp_path / "cache.pkl")!r}, "rb"))
+with torch.no_grad():
+    logits = [model(ids, past_key_values=cache).logits for _ in range(3)]
+torch.save(logits, {str(tmp_path / "logits.pt")!r})
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    for logits in torch.load(tmp_path / "logits.pt"):
+        torch.testing.assert_close(logits, forward(model, ids_of(1, 1, 7), cache))
+
+
+def test_compiled_forward_with_a_compressed_cache(llama: Any) -> None:
+    """Right, though every layer breaks the graph at its cache."""
+    compiled = torch.compile(llama.forward, backend="eager")
+    caches = [SketchCache(llama.config, "snapkv", **SMALL) for _ in range(2)]
+    with torch.no_grad():
+        for q in (40, 1, 1, 1, 5):
+            ours = compiled(ids_of(1, q, q), past_key_values=caches[0]).logits
+            theirs = forward(llama, ids_of(1, q, q), caches[1])
+            torch.testing.assert_close(ours, theirs)
+
+
+# --- generate -------------------------------------------------------------------------------------
+
+
+def test_one_context_many_questions(llama: Any) -> None:
+    """Copies go their own ways; the original stays where it is."""
+    context = SketchCache(llama.config, budget=0.5, **WINDOW)
+    forward(llama, ids_of(1, 120), context)
+    before = context.summary()
+    answers = {}
+    for question in (1, 2, 1):
+        ids = torch.cat([ids_of(1, 120), ids_of(1, 6, question)], dim=1)
+        answer = greedy(llama, ids, copy.deepcopy(context))
+        assert torch.equal(answers.setdefault(question, answer), answer)
+    assert context.summary() == before
+
+
+def test_a_streamer_gets_every_token(llama: Any, expected: torch.Tensor) -> None:
+    class Noting:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def put(self, tokens: torch.Tensor) -> None:
+            self.seen += tokens.flatten().tolist()
+
+        def end(self) -> None:
+            self.seen.append(-1)
+
+    streamer = Noting()
+    cache = SketchCache(llama.config, "snapkv", **SMALL)
+    greedy(llama, ids_of(1, 40), cache, streamer=streamer)
+    assert streamer.seen == [*expected[0].tolist(), -1]
+
+
+@pytest.mark.parametrize("method", ["snapkv", "heavy_merge", "uniform"])
+def test_several_answers_of_one_prompt(llama: Any, method: str) -> None:
+    """num_return_sequences: the same prompt in every row, sampled apart. And the rows stay one
+    group, whatever was measured."""
+    cache = SketchCache(llama.config, method, budget=0.5, **WINDOW)
+    torch.manual_seed(0)
+    answers = greedy(llama, ids_of(1, 120), cache, num_return_sequences=3, do_sample=True, new=12)
+    assert answers.shape == (3, 132)
+    assert len({tuple(row) for row in answers.tolist()}) == 3
+    assert not any(hasattr(layer.sketch, "rows") for layer in cache.layers)
+
+
+def test_inputs_embeds(llama: Any, expected: torch.Tensor) -> None:
+    embeds = llama.get_input_embeddings()(ids_of(1, 40)).detach()
+    ids = llama.generate(
+        inputs_embeds=embeds,
+        attention_mask=torch.ones(1, 40, dtype=torch.long),
+        past_key_values=SketchCache(llama.config, "snapkv", **SMALL),
+        max_new_tokens=10,
+        do_sample=False,
+    )
+    assert torch.equal(ids, expected[:, 40:])
+
+
+def test_a_text_generation_pipeline() -> None:
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(len(tokenizer))
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    text = tiny_case(20).prompt
+    settings = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
+    exact = pipe(text, **settings)
+    lossless = SketchCache(model.config, "snapkv", budget=1.0)
+    assert pipe(text, past_key_values=lossless, **settings) == exact
+    tight = SketchCache(model.config, "snapkv", budget=0.2, **WINDOW)
+    assert pipe(text, past_key_values=tight, **settings)[0]["generated_text"]
+    assert tight.summary()["kv_bytes"] < 0.3 * tight.summary()["exact_kv_bytes"]
+
+
+@pytest.mark.parametrize("assisted", ["prompt_lookup", "assistant"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2"])
+def test_assisted_decoding(family: str, assisted: str) -> None:
+    """With room for everything the ids of assisted decoding over ``DynamicCache``; compressed, the
+    tokens that were not accepted leave nothing behind."""
+    import tiny_models
+
+    model = tiny_models.build("lfm2") if family == "lfm2" else build(family)
+    helper = tiny_models.build("lfm2") if family == "lfm2" else build(family)
+    how = (
+        {"prompt_lookup_num_tokens": 3}
+        if assisted == "prompt_lookup"
+        else {"assistant_model": helper}
+    )
+    ids = ids_of(1, 40)
+    exact = greedy(model, ids, DynamicCache(config=model.config), new=24, **how)
+    roomy = SketchCache(model.config, "snapkv", budget=1000, **WINDOW)
+    assert torch.equal(greedy(model, ids, roomy, new=24, **how), exact)
+    for settings in (SMALL, {**SMALL, "schedule": [[0.6, 1.4]] * 2}):
+        cache = SketchCache(model.config, "snapkv", **settings)
+        assert greedy(model, ids, cache, new=24, **how).shape == exact.shape
+        assert cache.get_seq_length() == 63
+        assert cache.summary()["slots"] <= 22
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("snapkv", {}),
+        ("h2o", {}),
+        ("heavy_merge", {"allocation": "even"}),
+        ("heavy_merge", {"budget": 0.5, "allocation": "measured"}),
+        ("streaming_llm", {"bits": 8}),
+        ("streaming_llm", {"schedule": [[0.6, 1.4]] * 2}),
+        ("subgen", {}),
+    ],
+)
+def test_tokens_taken_back_leave_nothing_behind(llama: Any, method: str, settings: Any) -> None:
+    """After ``activate_past_recording``: some tokens and ``crop`` are the same as fewer tokens."""
+    held = []
+    for extra in (0, 3):
+        cache = SketchCache(llama.config, method, **{**SMALL, **settings})
+        cache.activate_past_recording()
+        forward(llama, torch.cat([ids_of(1, 120), ids_of(1, extra, 9)], dim=1), cache)
+        cache.crop(-extra)
+        for step in range(4):
+            ids = torch.cat([ids_of(1, 2, step), ids_of(1, extra, 9)], dim=1)
+            forward(llama, ids, cache)
+            cache.crop(-extra)
+        assert cache.get_seq_length() == 128
+        assert cache.summary()["slots"] < 30 if method != "heavy_merge" else True
+        held.append(forward(llama, ids_of(1, 1, 5), cache))
+    torch.testing.assert_close(held[0], held[1], rtol=1e-4, atol=1e-4)
+
+
+def test_crop_of_nothing_changes_nothing(llama: Any) -> None:
+    cache = SketchCache(llama.config, "snapkv", **SMALL)
+    greedy(llama, ids_of(1, 40), cache)
+    before = cache.nbytes(), cache.get_seq_length()
+    cache.crop(0)
+    assert (cache.nbytes(), cache.get_seq_length()) == before
+
+
+def test_a_conversation_with_left_padding(llama: Any) -> None:
+    """Two turns of two rows: with room for everything as ``DynamicCache``, and compressed each row
+    as it goes alone."""
+    first, second = torch.ones(2, 40, dtype=torch.long), torch.ones(2, 12, dtype=torch.long)
+    first[0, :5] = 0
+    second[1, :4] = 0
+    turns = [(ids_of(2, 40), first), (ids_of(2, 12, 1), torch.cat([first, second], dim=1))]
+
+    def talk(cache: Any, rows: slice) -> torch.Tensor:
+        out = [
+            forward(
+                llama,
+                ids[rows],
+                cache,
+                attention_mask=mask[rows],
+                position_ids=(mask.cumsum(-1) - 1).clamp(min=0)[rows, -ids.shape[1] :],
+            )
+            for ids, mask in turns
+        ]
+        return out[-1][:, -1]
+
+    both = slice(0, 2)
+    exact = talk(DynamicCache(config=llama.config), both)
+    assert torch.equal(talk(SketchCache(llama.config, "keydiff", budget=1000), both), exact)
+    tight = talk(SketchCache(llama.config, "keydiff", **SMALL), both)
+    for row in range(2):
+        one = slice(row, row + 1)
+        alone = talk(SketchCache(llama.config, "keydiff", **SMALL), one)
+        torch.testing.assert_close(tight[one], alone, rtol=1e-4, atol=1e-4)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def test_training_mode_is_refused_and_a_forgotten_no_grad_is_not(llama: Any) -> None:
+    model = build("llama")
+    cache = SketchCache(model.config, budget=0.5, **WINDOW)
+    model.train()
+    with pytest.raises(UnsupportedError, match=r"call model\.eval\(\)"):
+        model(ids_of(1, 120), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    model.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids_of(1, 120), past_key_values=cache)
+        for step in range(8):
+            logits = model(ids_of(1, 1, step), past_key_values=cache).logits
+    assert logits.requires_grad
+    assert not any(t.requires_grad for layer in cache.layers for t in layer.tensors())
+
+
+# --- images ---------------------------------------------------------------------------------------
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 120,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+
+def seeing(family: str) -> tuple[Any, dict[str, Any]]:
+    """A tiny model that sees, and a prompt with an image."""
+    torch.manual_seed(0)
+    text = ids_of(1, 60)
+    if family == "gemma3":
+        vision = {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 16,
+            "patch_size": 4,
+        }
+        kinds = ["full_attention", "full_attention"]
+        config: PretrainedConfig = Gemma3Config(
+            text_config={**_TEXT, "head_dim": 16, "layer_types": kinds},
+            vision_config=vision,
+            mm_tokens_per_image=4,
+            image_token_index=110,
+            boi_token_index=111,
+            eoi_token_index=112,
+        )
+        model = Gemma3ForConditionalGeneration(config)
+        text[0, 10:14] = 110
+        inputs = {
+            "input_ids": text,
+            "pixel_values": torch.randn(1, 3, 16, 16),
+            "token_type_ids": (text == 110).long(),
+        }
+    else:
+        rope = {"type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3]}
+        tokens = {
+            "image_token_id": 110,
+            "video_token_id": 113,
+            "vision_start_token_id": 111,
+            "vision_end_token_id": 112,
+        }
+        size = {"depth": 1, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
+        if family == "qwen2_vl":
+            vision = {**size, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 1}
+            cls, config_class = Qwen2VLForConditionalGeneration, Qwen2VLConfig
+        else:
+            vision = {
+                **size,
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "out_hidden_size": 64,
+                "window_size": 16,
+                "fullatt_block_indexes": [0],
+            }
+            cls, config_class = Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig
+        config = config_class(
+            text_config={**_TEXT, "rope_scaling": rope, "rope_parameters": rope},
+            vision_config=vision,
+            **tokens,
+        )
+        model = cls(config)
+        text[0, 10], text[0, 11:15], text[0, 15] = 111, 110, 112
+        grid = torch.tensor([[1, 4, 4]])
+        inputs = {
+            "input_ids": text,
+            "pixel_values": torch.randn(16, 3 * 2 * 4 * 4),
+            "image_grid_thw": grid,
+            "mm_token_type_ids": (text == 110).int(),
+        }
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    model.generation_config.eos_token_id = None
+    return model.eval(), {**inputs, "attention_mask": torch.ones_like(text)}
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "gemma3"])
+def test_prompts_with_images(family: str) -> None:
+    """With room for everything the ids of ``DynamicCache``; evicting, the full cache with the same
+    tokens hidden."""
+    model, inputs = seeing(family)
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(**inputs, **settings)
+    for budget in (1.0, 1000):
+        cache = SketchCache(model.config, "snapkv", budget=budget)
+        assert torch.equal(model.generate(**inputs, past_key_values=cache, **settings), expected)
+    cache = SketchCache(model.config, "keydiff", track_positions=True, **SMALL)
+    exact = DynamicCache(config=model.config)
+    now: dict[str, Kept] = {"kept": {}}
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        assert all(layer["compressed"] for layer in cache.summary()["layers"])
+        with masked(model, exact, now):
+            model(**inputs, past_key_values=exact)
+        for step in range(3):
+            now["kept"] = visible(cache)
+            ours = forward(model, ids_of(1, 1, step), cache)
+            with masked(model, exact, now):
+                theirs = forward(model, ids_of(1, 1, step), exact)
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    assert model.generate(
+        **inputs, past_key_values=SketchCache(model.config, budget=0.5, **WINDOW), **settings
+    ).shape == (1, 68)
+
+
+# --- compressing: without a cache of one's own, and undone ----------------------------------------
+
+
+def test_compressing_gives_every_call_a_cache_and_is_undone(
+    llama: Any, expected: torch.Tensor
+) -> None:
+    exact = llama.generate(ids_of(1, 40), max_new_tokens=10, do_sample=False)
+    before = dict(vars(llama))
+    with kvsketch.compressing(llama, "snapkv", **SMALL) as caches:
+        for _ in range(2):
+            ids = llama.generate(ids_of(1, 40), max_new_tokens=10, do_sample=False)
+            assert torch.equal(ids, expected)
+        assert [cache.get_seq_length() for cache in caches] == [49, 49]
+        with torch.no_grad():
+            out = llama(ids_of(1, 40))
+        assert out.past_key_values is caches[2]
+        mine = DynamicCache(config=llama.config)
+        assert torch.equal(greedy(llama, ids_of(1, 40), mine), exact)
+        llama.generate(ids_of(1, 40), max_new_tokens=2, use_cache=False)
+        assert len(caches) == 3
+    assert vars(llama) == before
+    assert torch.equal(llama.generate(ids_of(1, 40), max_new_tokens=10, do_sample=False), exact)
+
+
+def test_compressing_refuses_before_it_changes_anything(llama: Any) -> None:
+    before = dict(vars(llama))
+    with pytest.raises(InputError, match="kcentre"), kvsketch.compressing(llama, "kcentre"):
+        pass
+    with pytest.raises(InputError, match="model must be"), kvsketch.compressing(llama.config):
+        pass
+    assert vars(llama) == before
+
+
+def test_compressing_is_undone_after_an_exception(llama: Any) -> None:
+    before = dict(vars(llama))
+    with pytest.raises(ZeroDivisionError), kvsketch.compressing(llama, "snapkv", **SMALL):
+        1 / 0  # noqa: B018
+    assert vars(llama) == before
+
+
+# --- methods of one's own -------------------------------------------------------------------------
+
+
+class Largest(Compressor):
+    """Keep the largest keys."""
+
+    name = "largest"
+    paper = "none"
+
+    def __init__(self, power: float = 1.0, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.power = power
+
+    def compress(self, slots: Slots, budget: int) -> Slots:
+        return keep_top(slots, slots.keys.norm(dim=-1) ** self.power, budget)
+
+
+@pytest.mark.parametrize("method", [Largest, Largest(2.0), Largest(2.0, seed=3)])
+@pytest.mark.parametrize("allocation", ["even", "measured"])
+def test_a_method_of_ones_own(llama: Any, method: Any, allocation: str) -> None:
+    cache = SketchCache(llama.config, method, budget=0.5, allocation=allocation, **WINDOW)
+    ids = greedy(llama, ids_of(2, 120), cache)
+    assert ids.shape == (2, 130)
+    assert cache.summary()["method"] == "largest"
+    assert cache.summary()["slots"] <= 0.5 * 130 + 2
+    assert pickle.loads(pickle.dumps(cache)).summary() == cache.summary()
+
+
+def test_a_class_takes_options_and_an_object_does_not(llama: Any) -> None:
+    SketchCache(llama.config, Largest, options={"power": 2.0})
+    with pytest.raises(InputError, match="give them to Largest itself"):
+        SketchCache(llama.config, Largest(), options={"power": 2.0})
+    with pytest.raises(InputError, match="options=.*do not fit method='largest'"):
+        SketchCache(llama.config, Largest, options={"powr": 2.0})
+
+
+@pytest.mark.parametrize("bad", [3, None, dict, torch.nn.Linear(1, 1)])
+def test_what_is_no_method_is_named(llama: Any, bad: Any) -> None:
+    with pytest.raises(InputError, match="method="):
+        SketchCache(llama.config, bad)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def test_a_cache_used_by_two_models(llama: Any) -> None:
+    other, cache = build("llama"), SketchCache(llama.config, "snapkv", **SMALL)
+    greedy(llama, ids_of(1, 40), cache)
+    before = cache.get_seq_length(), cache.nbytes()
+    with pytest.raises(InputError, match="holds the context of another model"):
+        forward(other, ids_of(1, 1), cache)
+    assert (cache.get_seq_length(), cache.nbytes()) == before
+    forward(llama, ids_of(1, 1), cache)
+    cache.reset()
+    forward(other, ids_of(1, 40), cache)
+
+
+def test_a_cache_of_another_models_configuration(llama: Any) -> None:
+    short = copy.deepcopy(llama.config)
+    short.num_hidden_layers = 1
+    cache = SketchCache(short, "snapkv", **SMALL)
+    with pytest.raises(InputError, match="configuration of 1 layers, which is not this model's"):
+        forward(llama, ids_of(1, 40), cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_configuration_that_lies_about_its_heads(llama: Any) -> None:
+    lying = copy.deepcopy(llama.config)
+    lying.num_key_value_heads = 4
+    cache = SketchCache(lying, "snapkv", schedule=[[0.5, 0.5, 1.5, 1.5]] * 2, **SMALL)
+    with pytest.raises(InputError, match="4 KV heads, this process holds 2"):
+        forward(llama, ids_of(1, 40), cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_two_threads_in_one_cache(llama: Any) -> None:
+    """The second is refused; the first goes on as if nothing had been."""
+    caches = [SketchCache(llama.config, "snapkv", **SMALL) for _ in range(2)]
+    for cache in caches:
+        forward(llama, ids_of(1, 40), cache)
+    said: list[str] = []
+
+    def intrude(*_: Any) -> None:
+        def run() -> None:
+            try:
+                forward(llama, ids_of(1, 1), caches[0])
+            except UnsupportedError as error:
+                said.append(str(error))
+
+        if not said:
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+
+    hook = llama.model.layers[0].mlp.register_forward_pre_hook(intrude)
+    try:
+        disturbed = forward(llama, ids_of(1, 1, 1), caches[0])
+    finally:
+        hook.remove()
+    assert len(said) == 1
+    assert "another thread is in the middle of a forward" in said[0]
+    assert torch.equal(disturbed, forward(llama, ids_of(1, 1, 1), caches[1]))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_an_exception_in_the_middle_of_a_forward(family: str, compressed: bool) -> None:
+    """Says that it needs reset(), until it gets it."""
+    model = build(family)
+    settings = SMALL if compressed else {"budget": 1000}
+    cache = SketchCache(model.config, "snapkv", **settings)
+    first = greedy(model, ids_of(1, 40), cache)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        forward(model, ids_of(1, 1), cache)
+    hook.remove()
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=r"stopped in the middle.*call reset\(\)"):
+            forward(model, ids_of(1, 1), cache)
+    cache.reset()
+    assert torch.equal(greedy(model, ids_of(1, 40), cache), first)
+
+
+def test_an_exception_in_the_kernel_itself(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, expected: torch.Tensor
+) -> None:
+    """Of the last layer: all layers have the tokens, but one has not attended to them."""
+    cache = SketchCache(llama.config, "snapkv", **SMALL)
+    calls = []
+
+    def fail(kernel: Any, *a: Any, **k: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return kernel(*a, **k)
+
+    Meddled(monkeypatch, fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        forward(llama, ids_of(1, 40), cache)
+    monkeypatch.undo()
+    with pytest.raises(UnsupportedError, match=r"call reset\(\)"):
+        forward(llama, ids_of(1, 1), cache)
+    cache.reset()
+    assert torch.equal(greedy(llama, ids_of(1, 40), cache), expected)
+    other = build("llama")  # and other models never notice
+    forward(other, ids_of(1, 8), DynamicCache(config=other.config))
+
+
+def test_a_dropped_cache_is_freed(llama: Any) -> None:
+    import weakref
+
+    cache = SketchCache(llama.config, "snapkv", **SMALL)
+    greedy(llama, ids_of(1, 40), cache)
+    layer = weakref.ref(cache.layers[0])
+    del cache
+    gc.collect()
+    assert layer() is None
+
+
+def test_a_cache_is_not_copied_in_the_middle_of_a_forward(llama: Any) -> None:
+    cache = SketchCache(llama.config, "snapkv", **SMALL)
+    cache.update(torch.randn(1, 2, 4, 16), torch.randn(1, 2, 4, 16), 0)
+    with pytest.raises(KVSketchError, match="middle of a forward"):
+        copy.deepcopy(cache)
+    cache.reset()
+    copy.deepcopy(cache)
