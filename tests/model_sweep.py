@@ -231,3 +231,20 @@ def default(model: Any) -> None:
     for row in cache.error():
         assert row["prompt"] is not None
         assert all(0 <= error < 2 for error in row["prompt"])
+
+
+def everything(model: Any) -> dict[str, float | None]:
+    """All differences of one family; ``uneven`` is None where no budgets can differ.
+
+    Raises:
+        AssertionError: the default method does not do what it should.
+    """
+    method = "streaming_llm" if adapted(model) else "keydiff"
+    paddings = ([0, 0], [9, 0, 3])
+    found: dict[str, float | None] = {
+        "lossless": max(lossless(model, padding) for padding in paddings),
+        "evicting": max(evicting(model, padding, False, method) for padding in paddings),
+        "uneven": None if adapted(model) else evicting(model, paddings[1], True),
+    }
+    default(model)
+    return found

@@ -863,7 +863,7 @@ def test_a_class_takes_options_and_an_object_does_not(llama: Any) -> None:
     SketchCache(llama.config, Largest, options={"power": 2.0})
     with pytest.raises(InputError, match="give them to Largest itself"):
         SketchCache(llama.config, Largest(), options={"power": 2.0})
-    with pytest.raises(InputError, match="options=.*do not fit method='largest'"):
+    with pytest.raises(InputError, match=r"options=.*do not fit method='largest'"):
         SketchCache(llama.config, Largest, options={"powr": 2.0})
 
 

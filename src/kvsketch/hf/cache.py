@@ -237,6 +237,7 @@ class SketchCache(Cache):  # type: ignore[misc]
             InputError: a positive number.
             UnsupportedError: tokens that may be compressed. Nothing has changed then.
         """
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.16 passes a tensor
         if tokens_to_remove > 0:
             raise InputError(f"crop({tokens_to_remove}): pass minus the number of tokens to remove")
         self._forward.check_crop(-tokens_to_remove)

@@ -1,0 +1,124 @@
+"""Every causal language model of the installed transformers is in one of three lists: right,
+refused by name before the first token, not constructible here. The lists are in
+docs/results/model_families.json (``python -m benchmarks.model_families`` writes it); a family that
+is in none of them, or in another than it should be, fails here until someone has looked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import transformers
+from packaging.version import Version
+
+import tiny_models
+from benchmarks.model_families import PAGE, family, lists, markdown
+from kvsketch import SketchCache, UnsupportedError
+from model_sweep import CLOSE, adapted, default, evicting, lossless
+from tiny_models import MODEL_TYPES, NotConstructible
+
+LISTS = lists()
+#: the lists are of one version; an older one may lack the interface in some families
+LISTED = Version("5.23")
+OLDER = Version(transformers.__version__).release[:2] < LISTED.release[:2]
+
+
+def listed(name: str) -> list[str]:
+    return [t for t in MODEL_TYPES if LISTS.get(t, {}).get("list") == name]
+
+
+def built(model_type: str) -> Any:
+    """The model, unless an older transformers cannot make it or has no interface in it."""
+    try:
+        model = tiny_models.build(model_type)
+        SketchCache(model.config)
+    except (UnsupportedError, NotConstructible):
+        if not OLDER:
+            raise
+        pytest.skip("refused by name in this older transformers")
+    except Exception as error:
+        if not OLDER:
+            raise
+        pytest.skip(f"tiny model is of transformers {LISTED}: {type(error).__name__}")
+    return model
+
+
+def test_every_family_is_in_a_list() -> None:
+    unknown = [t for t in MODEL_TYPES if t not in LISTS]
+    assert not unknown, f"run `python -m benchmarks.model_families` and look at {unknown}"
+    gone = [t for t in LISTS if t not in MODEL_TYPES]
+    assert OLDER or not gone
+    assert not [t for t, row in LISTS.items() if row["list"] == "WRONG"]
+
+
+def test_what_the_issue_asked_for() -> None:
+    """At least 80 families, and the hybrids people run among them (Kimi Linear's attention caches
+    latents)."""
+    right = {t for t, row in LISTS.items() if row["list"] == "right"}
+    assert len(right) >= 80
+    hybrids = """qwen3_next qwen3_5 nemotron_h jamba bamba falcon_h1 granitemoehybrid lfm2 lfm3
+        olmo_hybrid ministral phimoe stablelm falcon bloom gemma3n gemma4 gpt_oss flint granite_swa
+        granitemoe_swa"""
+    assert not set(hybrids.split()) - right
+    assert "latents" in LISTS["kimi_linear"]["why"]
+
+
+@pytest.mark.parametrize("model_type", listed("refused"))
+def test_refused_by_name_when_the_cache_is_made(model_type: str) -> None:
+    try:
+        config = tiny_models.build(model_type).config
+    except Exception as error:
+        if not OLDER:
+            raise
+        pytest.skip(f"tiny model is of transformers {LISTED}: {error}")
+    with pytest.raises(UnsupportedError) as refusal:
+        SketchCache(config)
+    if not OLDER:
+        assert LISTS[model_type]["why"] in str(refusal.value)
+
+
+@pytest.mark.parametrize("model_type", listed("not constructible"))
+def test_not_constructible(model_type: str) -> None:
+    with pytest.raises(NotConstructible, match=r"\w+"):
+        tiny_models.build(model_type)
+
+
+@pytest.mark.parametrize("model_type", listed("right"))
+def test_right(model_type: str) -> None:
+    """A padded batch through a prompt, decoded tokens and a chunk: without loss the full cache's
+    logits; evicting, those of the full cache with the same tokens hidden, heads of different
+    size."""
+    model = built(model_type)
+    assert lossless(model, [9, 0, 3]) <= CLOSE
+    method = "streaming_llm" if adapted(model) else "keydiff"
+    assert evicting(model, [9, 0, 3], not adapted(model), method) <= CLOSE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", listed("right"))
+def test_right_in_every_way(model_type: str) -> None:
+    """Besides: without padding, with even budgets, with the default method."""
+    model = built(model_type)
+    assert lossless(model, [0, 0]) <= CLOSE
+    method = "streaming_llm" if adapted(model) else "keydiff"
+    for padding in ([0, 0], [9, 0, 3]):
+        assert evicting(model, padding, False, method) <= CLOSE
+    default(model)
+
+
+@pytest.mark.skipif(OLDER, reason="the page is of another version")
+def test_the_page_has_the_lists() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    rows = list(LISTS.values())
+    assert markdown(rows, {"transformers": "5.23.0"}) in text
+    counts = Counter(row["list"] for row in rows)
+    assert f"{counts['right']} are right, {counts['refused']} are refused" in text
+
+
+def test_the_script_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family whose evicted tokens are still seen is found, not listed."""
+    import model_sweep
+
+    monkeypatch.setattr(model_sweep, "evicting", lambda *a, **k: 0.1)
+    assert family("llama")["list"] == "WRONG"
