@@ -30,17 +30,20 @@ test-slow: setup
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
-# What needs lm-evaluation-harness or accelerate: tensor parallelism, layers on several devices.
+# What needs lm-evaluation-harness, accelerate, PEFT or bitsandbytes: tensor parallelism, layers on
+# several devices, models with adapters or quantised weights.
 EXTRAS := .venv-extras
 $(EXTRAS)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(EXTRAS)
 	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) torch
-	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev,lm-eval]'
+	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) \
+		-e '.[dev,lm-eval]' peft bitsandbytes
 	touch $@
 
 test-extras: $(EXTRAS)/.ready
 	$(TEST:$(BIN)/%=$(EXTRAS)/bin/%) -m "slow or not slow" \
-		tests/test_lm_eval.py tests/test_parallel.py tests/test_devices.py
+		tests/test_lm_eval.py tests/test_parallel.py tests/test_devices.py \
+		tests/test_integrations.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -31,7 +31,8 @@ def listed(name: str) -> list[str]:
 def built(model_type: str) -> Any:
     """The model, unless an older transformers cannot make it or has no interface in it."""
     try:
-        model = tiny_models.build(model_type)
+        # transformers' sdpa dropped soft-capping without a word
+        model = tiny_models.build(model_type, "eager" if OLDER else None)
         SketchCache(model.config)
     except (UnsupportedError, NotConstructible):
         if not OLDER:
