@@ -653,6 +653,53 @@ def test_a_conversation_with_left_padding(llama: Any) -> None:
         torch.testing.assert_close(tight[one], alone, rtol=1e-4, atol=1e-4)
 
 
+def test_a_generate_that_would_drop_the_cache_says_so() -> None:
+    """Phi-3 reads everything again when a text crosses the length its rotary frequencies change at;
+    a longer prompt is read with the right ones from the start."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Phi3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        original_max_position_embeddings=64,
+        rope_scaling={"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8},
+        pad_token_id=0,
+        eos_token_id=None,
+        initializer_range=0.3,
+    )
+    model = Phi3ForCausalLM(config).eval()
+    exact = greedy(model, ids_of(1, 80), None)
+    lossless = SketchCache(model.config, "snapkv", budget=1.0)
+    assert torch.equal(greedy(model, ids_of(1, 80), lossless), exact)
+    assert lossless.get_seq_length() == 89
+    cache = SketchCache(model.config, "snapkv", **SMALL)
+    greedy(model, ids_of(1, 80), cache)
+    assert cache.get_seq_length() == 89
+    cache.reset()
+    greedy(model, ids_of(1, 50), cache, new=15)
+    cache.reset()
+    with pytest.raises(UnsupportedError, match="changes its rotary frequencies after 64 tokens"):
+        greedy(model, ids_of(1, 50), cache, new=30)
+    assert cache.get_seq_length() == 64
+
+
+def test_an_assistant_that_reads_the_targets_keys_is_refused() -> None:
+    """Gemma 4's assistant models attend to what the target's cache returned."""
+    import tiny_models
+
+    model = tiny_models.build("gemma4_text")
+    cache = SketchCache(model.config, "snapkv", **SMALL)
+    with pytest.raises(UnsupportedError, match="return_shared_kv_states="):
+        forward(model, ids_of(1, 40), cache, return_shared_kv_states=True)
+    assert cache.get_seq_length() == 0
+
+
 # --- training -------------------------------------------------------------------------------------
 
 

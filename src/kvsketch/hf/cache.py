@@ -50,10 +50,11 @@ class SketchCache(Cache):  # type: ignore[misc]
         recent: last tokens kept as they are.
         buffer: slots decoding may run above the budget before it is compressed to as many below;
             default 2.5% of the budget.
-        prefill: "exact": the prompt attends to all of itself and each layer is compressed as soon
-            as its attention is done, so one layer's full cache is alive at a time. "streaming":
-            with ``generate(prefill_chunk_size=...)`` every chunk attends to slots and itself, and
-            the cache never holds more than budget + chunk.
+        prefill: "exact": the prompt attends to all of itself. Each layer is compressed as soon as
+            its attention is done, so that one layer's full cache is alive at a time, unless
+            budgets are measured on this prompt (see ``allocation``). "streaming": with
+            ``generate(prefill_chunk_size=...)`` every chunk attends to slots and itself, and the
+            cache never holds more than budget + chunk.
         prompt_length: "exact" with ``prefill_chunk_size``: tokens of the first prompt, so that
             compression waits for its last chunk (a cache cannot see how many are to come).
             Without it, chunks after the first attend to compressed ones, as in "streaming".
@@ -184,7 +185,7 @@ class SketchCache(Cache):  # type: ignore[misc]
             else:
                 layers[index] = SketchLayer(sketch, self._forward, settings)
         super().__init__(layers=layers)
-        self._forward.layers = self.layers
+        self._forward.watch(self.layers)
         self._adapter = adapter
         self._install()
 
@@ -334,6 +335,11 @@ class SketchCache(Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget everything; settings stay."""
         self._forward.reset()
+
+    def __bool__(self) -> bool:
+        """Whether it holds tokens. Phi-3's ``generate`` asks, before it drops a cache that is too
+        short for its rotary frequencies; an empty one is not."""
+        return bool(self.get_seq_length() > 0)
 
     @property
     def max_cache_len(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from torch import Tensor
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
@@ -32,6 +31,7 @@ class Forward:
     def __init__(self, config: Any) -> None:
         self._config = config
         self.layers: list[Any] = []
+        self._counted: list[int] = []  # layers that count tokens, by index
         self.masks = Masks()
         self.peak_nbytes = 0
         self._updated: set[int] = set()  # layers of this forward, by index
@@ -39,6 +39,11 @@ class Forward:
         self._thread: int | None = None
         self._before = 0  # tokens before this forward
         self._torn = False  # some layers hold tokens that others lack
+
+    def watch(self, layers: list[Any]) -> None:
+        """These are the cache's layers."""
+        self.layers = layers
+        self._counted = [i for i, x in enumerate(layers) if isinstance(x, CacheLayerMixin)]
 
     @property
     def sketches(self) -> list[SketchLayer]:
@@ -70,7 +75,7 @@ class Forward:
             )
 
     def _start(self, thread: int) -> None:
-        lengths = {layer.get_seq_length() for layer in self._attention_layers()}
+        lengths = {self.layers[index].get_seq_length() for index in self._counted}
         if self._torn or self._open or len(lengths) > 1:
             raise UnsupportedError(
                 "a forward stopped in the middle (an exception?), so the layers of this "
@@ -95,7 +100,7 @@ class Forward:
         self._end()
 
     def _end(self) -> None:
-        if not self._open and len(self._updated) == len(self._attention_layers()):
+        if not self._open and len(self._updated) == len(self._counted):
             self._thread = None
             self.masks.forget()
 
@@ -147,9 +152,6 @@ class Forward:
         self._thread = None
         interface.close()
 
-    def _attention_layers(self) -> list[Any]:
-        return [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
-
     def check_crop(self, tokens: int) -> None:
         """Raise UnsupportedError unless every layer can forget its last ``tokens`` tokens."""
         for layer in self.layers if tokens else []:
@@ -162,16 +164,9 @@ class Forward:
                     "DynamicCache"
                 )
 
-    def map_batch(self, fn: Any) -> None:
-        """``fn``, which acts on axis 0, was applied to every layer."""
-        self.masks.map_batch(fn)
-
-    def tensors(self) -> list[Tensor]:
-        return [] if self.masks.live is None else [self.masks.live]
-
     def nbytes(self) -> int:
         """Bytes of all tensors held now."""
-        own = sum(tensor.nbytes for tensor in self.tensors())
+        own = 0 if self.masks.live is None else self.masks.live.nbytes
         return own + sum(accounting.layer_nbytes(layer) for layer in self.layers)
 
     def note_bytes(self) -> None:

@@ -1,10 +1,11 @@
-"""Families whose attention does not go through transformers' attention interface."""
+"""Families that need code of their own: attention that does not go through transformers' attention
+interface, or a ``generate`` that drops caches."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from . import bloom, falcon, mpt
+from . import bloom, falcon, longrope, mpt
 from .base import Adapter
 
 __all__ = ["Adapter", "of"]
@@ -14,6 +15,9 @@ ADAPTERS: dict[str, Adapter] = {
     "bloom": bloom.ADAPTER,
     "falcon": falcon.ADAPTER,
     "mpt": mpt.ADAPTER,
+    "phi3": longrope.ADAPTER,
+    "phi4_multimodal": longrope.ADAPTER,
+    "phimoe": longrope.ADAPTER,
 }
 
 

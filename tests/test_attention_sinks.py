@@ -1,0 +1,157 @@
+"""A sink in the softmax is a slot with key 0, no value and mass exp(sink): everything that knows
+sinks says what it says with that slot in place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvsketch import InputError, Observed, Slots, attend
+from kvsketch.kernels import attend_one
+from kvsketch.slots import attention_received
+from kvsketch.streaming import windowed
+from kvsketch.streaming.error import Probe, window_error
+
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+
+
+def case(seed: int, weighted: bool, n: int = 24, q: int = 6, group: int = 1) -> Any:
+    """Slots, observed queries with sinks, and the slots with a sink's own slot before them."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, 2, 3, n, 4, generator=generator, **DOUBLE)
+    queries = torch.randn(2, 3 * group, q, 4, generator=generator, **DOUBLE)
+    sinks = torch.randn(3 * group, generator=generator, **DOUBLE) * 2
+    mass = torch.rand(2, 3, n, generator=generator, **DOUBLE) + 0.5 if weighted else None
+    slots = Slots(keys, values, mass)
+    if group > 1:
+        return slots, Observed(queries, 0.5, sinks=sinks), slots
+    zero = torch.zeros(2, 3, 1, 4, **DOUBLE)
+    taken = Slots(zero, zero, sinks.exp().view(1, 3, 1).expand(2, 3, 1))
+    return slots, Observed(queries, 0.5, sinks=sinks), Slots.cat([taken, slots])
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 999), weighted=st.booleans())
+def test_attention(seed: int, weighted: bool) -> None:
+    slots, observed, reference = case(seed, weighted)
+    sinks, queries = observed.sinks, observed.queries
+    expected = attend(queries, reference, scaling=0.5)
+    torch.testing.assert_close(attend(queries, slots, scaling=0.5, sinks=sinks), expected)
+    one = queries[:, :, :1]
+    found = attend_one(one, slots, scaling=0.5, sinks=sinks)
+    torch.testing.assert_close(found, expected[:, :, :1])
+    received = attention_received(slots, observed)
+    plain = replace(observed, sinks=None)
+    torch.testing.assert_close(received, attention_received(reference, plain)[..., 1:])
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 999), weighted=st.booleans())
+def test_every_query_head_has_its_own(seed: int, weighted: bool) -> None:
+    """Grouped queries, by a loop over heads."""
+    slots, observed, _ = case(seed, weighted, group=2)
+    assert observed.sinks is not None
+    found = attend(observed.queries, slots, scaling=0.5, sinks=observed.sinks)
+    masses = slots.masses()
+    for head in range(6):
+        weights = (0.5 * observed.queries[:, head] @ slots.keys[:, head // 2].mT).exp()
+        total = (weights * masses[:, head // 2, None]).sum(-1) + observed.sinks[head].exp()
+        expected = weights @ slots.values[:, head // 2] / total.unsqueeze(-1)
+        torch.testing.assert_close(found[:, head], expected)
+    score = torch.zeros_like(masses)
+    one = observed.queries[:, :, :1]
+    attend_one(one, slots, scaling=0.5, sinks=observed.sinks, score=score)
+    last = replace(observed, queries=one)
+    torch.testing.assert_close(score, attention_received(slots, last))
+
+
+def test_a_large_sink_takes_everything_and_overflows_nothing() -> None:
+    slots, observed, _ = case(0, True)
+    huge = torch.full((3,), 1e4, **DOUBLE)
+    for sinks in (huge, -huge):
+        out = attend(observed.queries, slots, scaling=0.5, sinks=sinks)
+        assert bool(torch.isfinite(out).all())
+    assert float(attend(observed.queries, slots, scaling=0.5, sinks=huge).abs().max()) == 0
+    torch.testing.assert_close(
+        attend(observed.queries, slots, scaling=0.5, sinks=-huge),
+        attend(observed.queries, slots, scaling=0.5),
+    )
+
+
+@pytest.mark.parametrize(
+    "method", ["h2o", "snapkv", "tova", "observed_attention", "expected_attention", "heavy_merge"]
+)
+@pytest.mark.parametrize("q", [6, 20])
+def test_scores_are_what_is_left_by_the_sink(method: str, q: int) -> None:
+    """The scores of a method's slots are those it gives them beside the sink's slot."""
+    slots, observed, reference = case(1, False, n=40, q=q)
+    mine = windowed(method, 1, 2).observe(slots, observed).score
+    plain = replace(observed, sinks=None)
+    theirs = windowed(method, 1, 2).observe(reference, plain).score
+    without = windowed(method, 1, 2).observe(slots, plain).score
+    assert mine is not None
+    assert theirs is not None
+    assert without is not None
+    if method != "snapkv":  # it smooths over neighbours, of which the sink would be one
+        torch.testing.assert_close(mine, theirs[..., 1:].to(mine.dtype), rtol=1e-5, atol=1e-7)
+    assert float((mine - without).abs().max()) > 1e-4
+
+
+def test_least_squares_fits_what_the_sink_leaves() -> None:
+    """heavy_merge's fit brings attention with sinks nearer to the exact one."""
+    slots, observed, _ = case(2, False, n=200, q=64)
+    errors = []
+    for correct in (True, False):
+        options = {"correct": correct, "window": 64}
+        kept = windowed("heavy_merge", 2, 4, options=options)(slots, 40, observed)
+        kept = replace(kept, score=None)
+        exact, answer = (
+            attend(observed.queries, s, scaling=0.5, sinks=observed.sinks) for s in (slots, kept)
+        )
+        errors.append(float((answer - exact).norm() / exact.norm()))
+    assert errors[0] < 0.9 * errors[1]
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 999))
+def test_measured_errors(seed: int) -> None:
+    slots, observed, reference = case(seed, False, n=40, q=8)
+    kept = windowed("streaming_llm", 2, 8)(slots, 20)
+
+    def attended(s: Slots, sinks: Tensor | None) -> Tensor:
+        from kvsketch.slots import causal
+
+        mask = causal(8, s.count, s.keys.device)
+        return attend(observed.queries, s, scaling=0.5, mask=mask, sinks=sinks)
+
+    exact, answer = attended(reference, None), attended(kept, observed.sinks)
+    wrong = (answer - exact).square().sum((2, 3)) / exact.square().sum((2, 3))
+    torch.testing.assert_close(window_error(slots, kept, observed, 8), wrong.sqrt())
+
+
+def test_the_running_error_knows_sinks() -> None:
+    """A probe that took its tokens in parts, against attention over all of them at once."""
+    slots, observed, _ = case(3, False, n=40, q=8)
+    probe = Probe(slots.narrow(0, 20), observed)
+    probe.extend(slots.narrow(20, 13))
+    probe.extend(slots.narrow(33, 7))
+    kept = windowed("uniform", 2, 4)(slots, 16)
+    exact, answer = (
+        attend(observed.queries, s, scaling=0.5, sinks=observed.sinks) for s in (slots, kept)
+    )
+    wrong = (answer - exact).square().sum((2, 3)) / exact.square().sum((2, 3))
+    torch.testing.assert_close(probe.error(kept), wrong.sqrt())
+    assert float(probe.error(slots).max()) < 1e-12
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 1), ()])
+def test_sinks_of_another_shape_are_named(shape: tuple[int, ...]) -> None:
+    slots, observed, _ = case(0, False)
+    with pytest.raises(InputError, match=r"sinks must have shape \(3,\)"):
+        attend(observed.queries, slots, sinks=torch.zeros(shape, **DOUBLE))
