@@ -203,8 +203,8 @@ class Observed:
 
     @property
     def plain(self) -> bool:
-        """Whether scores are products of queries and keys and nothing else, without padding."""
-        return self.softcap is None and self.slopes is None and self.live is None
+        """Whether scores are products of queries and keys and nothing else."""
+        return self.softcap is None and self.slopes is None
 
     def narrow(self, start: int, length: int) -> Observed:
         """``length`` queries from ``start`` on, as views."""

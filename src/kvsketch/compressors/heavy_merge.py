@@ -30,7 +30,8 @@ class _Seen:
 
     Attributes:
         queries: ``[R, q, head_dim]``, scaling folded in.
-        log_total: ``[R, q]``, log of the sum of exp(score) m over all slots, and of a sink.
+        log_total: ``[R, q]``, log of the sum of exp(score) m over all slots, and of a sink;
+            infinity for a query that counts for nothing (padding).
     """
 
     queries: Tensor
@@ -150,8 +151,7 @@ class HeavyMerge(Compressor):
 
     def _remember(self, slots: Slots, observed: Observed) -> _Seen | None:
         """The last ``window`` queries, if they are a prompt's and scores are plain products."""
-        few = observed.queries.shape[2] < _LEAST_QUERIES
-        if not observed.plain or few or slots.live() is not None:
+        if not observed.plain or observed.queries.shape[2] < _LEAST_QUERIES:
             return None
         queries = observed.queries[:, :, -self.window :]
         batch, _, q, dim = queries.shape
@@ -165,6 +165,11 @@ class HeavyMerge(Compressor):
         if observed.sinks is not None:  # it takes its share of what the queries gave
             sink = per_group(observed.sinks, slots.keys.shape[1], queries)
             total = torch.logaddexp(total, sink[..., 0].to(total.dtype))
+        if observed.live is not None:
+            live = observed.live[:, -q:]
+            # too few in one row are none in that row, whatever its neighbours have
+            live = live & (live.sum(-1, keepdim=True) >= min(q, _LEAST_QUERIES))
+            total = total.masked_fill(~live[:, None, None, :], torch.inf)
         scaled = queries.to(scores.dtype) * observed.scaling
         return _Seen(scaled.reshape(rows, -1, dim), total.reshape(rows, -1))
 
@@ -213,7 +218,8 @@ def _decoded_attention(
     """``recent_attention``, in a third of the operations for a few decoded queries without padding,
     soft-capping or ALiBi: decoding pays for this every few tokens."""
     batch, heads, q, dim = observed.queries.shape
-    if not observed.plain or q >= window or batch * heads * q * slots.count > _FEW_SCORES:
+    plain = observed.plain and observed.live is None
+    if not plain or q >= window or batch * heads * q * slots.count > _FEW_SCORES:
         return recent_attention(slots, observed, window)
     check_queries(observed.queries, slots, None)
     kv_heads, n = slots.keys.shape[1:3]

@@ -1,0 +1,127 @@
+"""A row's answer does not depend on its neighbours: budgets measured on a prompt are that prompt's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from families import VOCABULARY, build
+from kvsketch import SketchCache
+from kvsketch.streaming import RowGroups
+
+WINDOW: dict[str, Any] = {"sink": 2, "recent": 6}
+WAYS: list[dict[str, Any]] = [
+    {"budget": 0.4},
+    {"budget": 60},
+    {"tolerance": 0.2},
+    {"tolerance": 0.05, "max_budget": 0.3},
+    {"method": "snapkv", "budget": 0.3, "allocation": "measured"},
+]
+
+
+def prompts() -> list[torch.Tensor]:
+    """Of different kinds: any tokens, a few tokens over and over, and one line again and again."""
+    generator = torch.Generator().manual_seed(0)
+    free = torch.randint(3, VOCABULARY, (1, 160), generator=generator)
+    few = torch.randint(3, 6, (1, 160), generator=generator)
+    line = torch.randint(3, VOCABULARY, (1, 16), generator=generator).repeat(1, 10)
+    return [free, few, line]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build("llama")
+
+
+@torch.no_grad()
+def run(model: Any, rows: list[torch.Tensor], cache: SketchCache, new: int = 24) -> torch.Tensor:
+    """Logits behind the prompt and after each of the same further tokens, ``[steps, rows, ids]``."""
+    out = [model(torch.cat(rows), past_key_values=cache).logits[:, -1]]
+    generator = torch.Generator().manual_seed(1)
+    for token in torch.randint(3, VOCABULARY, (new,), generator=generator).tolist():
+        ids = torch.full((len(rows), 1), token)
+        out.append(model(ids, past_key_values=cache).logits[:, -1])
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("settings", WAYS)
+def test_a_row_goes_as_it_goes_alone(model: Any, settings: dict[str, Any]) -> None:
+    rows = prompts()
+    cache = SketchCache(model.config, **settings, **WINDOW)
+    together = run(model, rows, cache)
+    assert any(isinstance(layer.sketch, RowGroups) for layer in cache.layers)
+    slots = []
+    for number, row in enumerate(rows):
+        alone = SketchCache(model.config, **settings, **WINDOW)
+        expected = run(model, [row], alone)[:, 0]
+        torch.testing.assert_close(together[:, number], expected, rtol=1e-3, atol=1e-3)
+        slots.append(alone.summary()["slots"])
+    assert cache.summary()["slots"] == pytest.approx(sum(slots) / 3)
+    if "tolerance" in settings:
+        assert max(slots) > 1.05 * min(slots), "these prompts need different numbers of slots"
+
+
+def test_errors_are_the_worst_row_s(model: Any) -> None:
+    rows = prompts()
+    cache = SketchCache(model.config, budget=0.4, **WINDOW)
+    run(model, rows, cache, new=1)
+    alone = [SketchCache(model.config, budget=0.4, **WINDOW) for _ in rows]
+    for row, own in zip(rows, alone, strict=True):
+        run(model, [row], own, new=1)
+    for layer, found in enumerate(cache.error()):
+        own = [a.error()[layer]["prompt"] for a in alone]
+        worst = [max(errors) for errors in zip(*own, strict=True)]
+        assert found["prompt"] == pytest.approx(worst, rel=1e-3)
+
+
+def test_rows_take_their_budgets_with_them(model: Any) -> None:
+    """Beams, repeated and selected rows."""
+    cache = SketchCache(model.config, tolerance=0.2, **WINDOW)
+    run(model, prompts(), cache, new=3)
+    token = torch.tensor([[7]])
+    with torch.no_grad():
+        expected = model(token.repeat(3, 1), past_key_values=copy.deepcopy(cache)).logits
+        for order, change in (
+            ([2, 2, 0], lambda c: c.reorder_cache(torch.tensor([2, 2, 0]))),
+            ([0, 0, 1, 1, 2, 2], lambda c: c.batch_repeat_interleave(2)),
+            ([2, 0], lambda c: c.batch_select_indices(torch.tensor([2, 0]))),
+        ):
+            twin = copy.deepcopy(cache)
+            change(twin)
+            logits = model(token.repeat(len(order), 1), past_key_values=twin).logits
+            torch.testing.assert_close(logits, expected[order], rtol=1e-4, atol=1e-4)
+
+
+def test_beams_of_several_prompts(model: Any) -> None:
+    ids = torch.cat(prompts())
+    cache = SketchCache(model.config, tolerance=0.2, **WINDOW)
+    answer = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        num_beams=2,
+        do_sample=False,
+        max_new_tokens=8,
+    )
+    assert answer.shape == (3, 168)
+    assert cache.summary()["slots"] < 160
+
+
+def test_padding_of_a_neighbour_does_not_matter(model: Any) -> None:
+    """A row beside a padded one, and the padded row's own tokens."""
+    rows = torch.cat(prompts()[:2])
+    mask = torch.ones_like(rows)
+    mask[0, :20] = 0
+    found = []
+    with torch.no_grad():
+        for neighbour in (mask, torch.ones_like(mask)):
+            cache = SketchCache(model.config, budget=60, **WINDOW)
+            model(rows, attention_mask=neighbour, past_key_values=cache)
+            after = torch.cat([neighbour, neighbour[:, -1:]], dim=1)
+            step = torch.full((2, 1), 7)
+            out = model(step, attention_mask=after, past_key_values=cache).logits
+            found.append(out[1])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
