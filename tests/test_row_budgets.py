@@ -1,4 +1,5 @@
-"""A row's answer does not depend on its neighbours: budgets measured on a prompt are that prompt's."""
+"""A row's answer does not depend on its neighbours: budgets measured on a prompt are that prompt's
+own."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def model() -> Any:
 
 @torch.no_grad()
 def run(model: Any, rows: list[torch.Tensor], cache: SketchCache, new: int = 24) -> torch.Tensor:
-    """Logits behind the prompt and after each of the same further tokens, ``[steps, rows, ids]``."""
+    """Logits behind the prompt and after each further token, ``[steps, rows, ids]``."""
     out = [model(torch.cat(rows), past_key_values=cache).logits[:, -1]]
     generator = torch.Generator().manual_seed(1)
     for token in torch.randint(3, VOCABULARY, (new,), generator=generator).tolist():
