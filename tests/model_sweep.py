@@ -151,6 +151,7 @@ def reference(model: Any, kept: list[Kept], padding: list[int]) -> list[Tensor]:
 def masked(model: Any, cache: DynamicCache, now: dict[str, Kept]) -> Iterator[None]:
     """Every kernel that ``model`` asks for hides what the layer whose keys it gets has not kept."""
     original = AttentionInterface.get_interface
+    latents = "kv_lora_rank" in model.config.get_text_config(decoder=True).to_dict()
 
     def get_interface(self: Any, name: str, default: Any) -> Any:
         kernel = original(self, name, default)
@@ -160,7 +161,9 @@ def masked(model: Any, cache: DynamicCache, now: dict[str, Kept]) -> Iterator[No
         ) -> Any:
             mask = attention_mask
             for layer, kept in now["kept"].items():
-                if cache.layers[layer].keys is key:
+                # latents are expanded between the cache and attention
+                mine = module.layer_idx == layer if latents else cache.layers[layer].keys is key
+                if mine:
                     mask = hide(mask, kept, query, key)
             return kernel(module, query, key, value, mask, *a, **k)
 

@@ -259,22 +259,97 @@ def test_output_attentions_is_refused_before_the_first_token() -> None:
 # --- attention sinks in the softmax ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{"budget": 0.5}, {"budget": 0.5, "allocation": "even"}])
-def test_sinks_matter_after_compression_and_to_the_measured_error(settings: Any) -> None:
+SINKING: list[dict[str, Any]] = [
+    {"budget": 0.5},
+    {"budget": 0.5, "allocation": "even"},
+    {"budget": 0.5, "schedule": [[0.6, 1.4]] * 2},
+    {"method": "h2o", "budget": 0.5},
+    {"method": "keydiff", "budget": 0.5},
+    {"method": "uniform", "budget": 0.5},
+]
+
+
+@pytest.mark.parametrize("settings", SINKING)
+@pytest.mark.parametrize("q", [1, 4])
+def test_sinks_matter_after_compression(settings: dict[str, Any], q: int) -> None:
+    """Those of compressed layers alone, changed behind a compressed prompt: a token and a chunk."""
     import tiny_models
 
     model = tiny_models.build("gpt_oss")
+    cache = SketchCache(model.config, **settings)
+    forward(model, ids_of(2, 120), cache)
+    compressed = [row["layer"] for row in cache.summary()["layers"] if row["compressed"]]
+    assert compressed == [1, 2]
     found = []
-    for factor in (1.0, -1.0):
-        for name, parameter in model.named_parameters():
-            if name.endswith("sinks"):
-                parameter.data *= factor
-        cache = SketchCache(model.config, **settings)
+    for more in (0.0, 2.0):
+        for layer in compressed:
+            model.model.layers[layer].self_attn.sinks.data += more
+        found.append(forward(model, ids_of(2, q, 1), copy.deepcopy(cache)))
+    assert float((found[0] - found[1]).abs().max()) > 1e-2
+
+
+def test_sinks_matter_to_the_measured_error() -> None:
+    import tiny_models
+
+    model = tiny_models.build("gpt_oss")
+    errors = []
+    for more in (0.0, 4.0):
+        for layer in model.model.layers[1:]:
+            layer.self_attn.sinks.data += more
+        cache = SketchCache(model.config, "keydiff", budget=0.25, track_error=True)
         forward(model, ids_of(1, 120), cache)
-        assert any(layer["compressed"] for layer in cache.summary()["layers"])
-        found.append((forward(model, ids_of(1, 1, 1), cache), cache.error()))
-    assert float((found[0][0] - found[1][0]).abs().max()) > 1e-3
-    assert found[0][1] != found[1][1]
+        forward(model, ids_of(1, 1), cache)
+        errors.append(cache.error()[0])
+    assert errors[0]["prompt"] != errors[1]["prompt"]
+    assert errors[0]["now"] != errors[1]["now"]
+
+
+# --- latents --------------------------------------------------------------------------------------
+
+
+class Wrapped(torch.nn.Module):
+    """A linear layer as adapters and quantisation leave it: something that multiplies."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.hidden, self.in_features = [linear], linear.in_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.hidden[0](x)
+        return out
+
+
+@pytest.mark.parametrize("method", ["snapkv", "heavy_merge", "uniform"])
+def test_latents_are_expanded_by_whatever_the_model_has(method: str) -> None:
+    import tiny_models
+
+    model = tiny_models.build("deepseek_v3")
+    found = []
+    for wrapped in (False, True):
+        if wrapped:
+            for layer in model.model.layers:
+                layer.self_attn.kv_b_proj = Wrapped(layer.self_attn.kv_b_proj)
+        cache = SketchCache(model.config, method, budget=0.5, allocation="even", **WINDOW)
+        forward(model, ids_of(2, 80), cache)
+        assert all(layer["compressed"] for layer in cache.summary()["layers"])
+        found.append(torch.cat([forward(model, ids_of(2, q, q), cache) for q in (1, 1, 5)], dim=1))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
+
+def test_bytes_of_latents_are_told_as_they_are() -> None:
+    """Once while they wait, twice when compressed."""
+    import tiny_models
+
+    model = tiny_models.build("deepseek_v3")
+    text = model.config
+    rank, rotated = text.kv_lora_rank, text.qk_rope_head_dim
+    exact = SketchCache(model.config, "streaming_llm", budget=1.0)
+    half = SketchCache(model.config, "streaming_llm", budget=0.5, **WINDOW)
+    for cache in (exact, half):
+        forward(model, ids_of(1, 80), cache)
+        assert cache.exact_nbytes() == 80 * (rank + rotated) * 4 * len(cache.layers)
+    assert exact.nbytes() == exact.exact_nbytes()
+    assert half.nbytes() == 40 * (2 * rank + rotated) * 4 * len(half.layers)
 
 
 # --- masks after compression ----------------------------------------------------------------------

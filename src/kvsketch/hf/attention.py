@@ -78,14 +78,14 @@ def attention(
     if not layer.lossless:
         check_arguments(layer, module, args, kwargs)
     sketch, q = layer.sketch, query.shape[2]
-    layer.check_queries(query)
+    asked = layer.to_slots(module, query)
+    layer.check_queries(asked)
     view = layer.forward.masks.read(attention_mask, query.shape[0], q, sketch.seen)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer.mark(view)
     observed = None
     if layer.wants_queries():
-        asked = query.detach()
-        observed = Observed(asked, scale, softcap, live=view.causal, sinks=s_aux)
+        observed = Observed(asked.detach(), scale, softcap, live=view.causal, sinks=s_aux)
     if not sketch.compressed:
         for given, number in (("softcap", softcap), ("s_aux", s_aux)):
             if number is not None:
@@ -96,15 +96,16 @@ def attention(
         layer.after_attention(observed)
         return out, weights
     exactly = None
-    if q == 1 and name in _PLAIN_KERNELS:
+    if q == 1 and name in _PLAIN_KERNELS and asked is query:
 
         def exactly(keys: Tensor, values: Tensor) -> Tensor:
             given = {**kwargs, **({} if s_aux is None else {"s_aux": s_aux})}
             out, _ = kernel(module, query, keys, values, None, scaling=scaling, **given)
             return out.transpose(1, 2)
 
-    asks = Asked(query, scale, softcap, None, s_aux, exactly, layer.counts_attention)
+    asks = Asked(asked, scale, softcap, None, s_aux, exactly, layer.counts_attention)
     out, counted = attend_compressed(asks, sketch, view)
+    out = layer.from_slots(module, out)
     layer.after_attention(None if counted else observed)
     return out.transpose(1, 2).contiguous(), None
 

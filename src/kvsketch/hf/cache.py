@@ -25,6 +25,7 @@ from ..streaming import (
 from . import accounting, adapters, interface, models
 from .forward import Forward
 from .goal import check_curves, make_goal
+from .latent import LatentSketchLayer
 from .layer import HybridSketchLayer, LayerSettings, SketchLayer
 
 PREFILL_MODES = ("exact", "streaming")
@@ -183,7 +184,8 @@ class SketchCache(Cache):  # type: ignore[misc]
                 states = layers[index].number_of_states
                 layers[index] = HybridSketchLayer(sketch, self._forward, settings, states)
             else:
-                layers[index] = SketchLayer(sketch, self._forward, settings)
+                kind = LatentSketchLayer if models.has_latents(config) else SketchLayer
+                layers[index] = kind(sketch, self._forward, settings)
         super().__init__(layers=layers)
         self._forward.watch(self.layers)
         self._adapter = adapter

@@ -135,17 +135,35 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         q = key_states.shape[2]
         if self.sketch.compressed and key_states.requires_grad:
             key_states, value_states = key_states.detach(), value_states.detach()
-        positions = self._positions(key_states) if self.settings.track_positions else None
-        self.sketch.extend(Slots(key_states, value_states, positions=positions))
+        new = self._slots_of(key_states, value_states)
+        if self.settings.track_positions:
+            new = replace(new, positions=self._positions(key_states))
+        self.sketch.extend(new)
         self.pending = q
-        slots = self.sketch.slots
+        self._returned = self._to_return(key_states, value_states)
         if q > 1:
             self.forward.note_bytes()
-        self._returned = (slots.keys, slots.values)
         if self.readers > 1:
             interface.share(self)
         interface.updated(self)
         return self._returned
+
+    def _slots_of(self, key_states: Tensor, value_states: Tensor) -> Slots:
+        """What the sketch gets of new tokens."""
+        return Slots(key_states, value_states)
+
+    def _to_return(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """What the model gets of all tokens."""
+        slots = self.sketch.slots
+        return slots.keys, slots.values
+
+    def to_slots(self, module: nn.Module, query: Tensor) -> Tensor:
+        """Queries as slots are asked."""
+        return query
+
+    def from_slots(self, module: nn.Module, out: Tensor) -> Tensor:
+        """Attention over slots, ``[batch, num_attention_heads, q, ...]``, as the model wants it."""
+        return out
 
     def returned(self, key: Tensor) -> bool:
         """Whether ``key`` is what ``update`` returned last."""
@@ -179,7 +197,8 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
 
     def check_queries(self, query: Tensor) -> None:
         """Raise InputError unless ``[batch, num_attention_heads, q, head_dim]`` fits the keys."""
-        batch, heads, _, dim = self.token_shape
+        batch, heads = self.token_shape[:2]
+        dim = self.sketch.slots.keys.shape[3]
         if query.shape[0] != batch or query.shape[3] != dim or query.shape[1] % heads:
             raise InputError(
                 f"queries {tuple(query.shape)} do not fit keys of {batch} rows, {heads} KV heads "

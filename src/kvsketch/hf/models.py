@@ -16,9 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ..errors import UnsupportedError
 from . import adapters
 
-_LATENT = (
-    "caches latents from which keys and values are made afterwards (multi-head latent attention)"
-)
+_LATENT = "caches latents of two sizes in one model (multi-head latent attention)"
 _BIAS = "adds a position bias to its scores, by the distance of tokens"
 #: Families that hand keys to the cache and attend to something else, by model type. ``forward`` and
 #: ``attention`` would notice at the first layer; this says it when the cache is made.
@@ -36,6 +34,12 @@ REFUSED = {
     "mllama": "keeps cross-attention to images and self-attention in one cache",
     "mllama_text_model": "keeps cross-attention to images and self-attention in one cache",
     "xlstm": "has no attention",
+}
+#: what transformers' layers hold instead of all keys and values
+_KINDS = {
+    "DynamicIndexedLayer": "sparse attention to tokens that an indexer picks",
+    "DynamicSlidingWindowLayer": "a sliding window",
+    "LinearAttentionLayer": "a linear-attention or convolution state",
 }
 _COMPRESSIBLE = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
 
@@ -63,8 +67,6 @@ def check_supported(config: PretrainedConfig) -> None:
     model = model[0] if isinstance(model, (list, tuple)) else model
     name = type(config).__name__ if model is None else model.__name__
     reason = REFUSED.get(text.model_type)
-    if reason is None and text.to_dict().get("kv_lora_rank") is not None:
-        reason = _LATENT
     if reason is None and model is not None and not _has_interface(model):
         reason = (
             "does not use transformers' attention interface, so its attention cannot be replaced"
@@ -99,9 +101,10 @@ def layers_of(config: PretrainedConfig) -> tuple[list[Any], list[int]]:
     chosen = [i for i, layer in enumerate(layers) if type(layer) in _COMPRESSIBLE]
     if not chosen:
         kinds = sorted({type(layer).__name__ for layer in layers})
+        named = ", ".join(f"{_KINDS[kind]} ({kind})" if kind in _KINDS else kind for kind in kinds)
         raise UnsupportedError(
-            f"{type(text).__name__} has no full-attention layer to compress: transformers gives "
-            f"its layers {', '.join(kinds) or 'no cache'}"
+            f"{type(text).__name__} has no full-attention layer to compress; its layers have "
+            f"{named or 'no cache'}"
         )
     return layers, chosen
 
@@ -133,12 +136,20 @@ def max_positions(config: PretrainedConfig) -> int | None:
     return None
 
 
+def has_latents(config: PretrainedConfig) -> bool:
+    """Whether the model caches latents instead of keys and values (see ``latent``)."""
+    text = config.get_text_config(decoder=True)
+    return text.to_dict().get("kv_lora_rank") is not None
+
+
 def kv_heads_of(config: PretrainedConfig, index: int) -> int:
     """KV heads of cache layer ``index``, as the configuration has it.
 
     Raises:
         UnsupportedError: it does not say.
     """
+    if has_latents(config):
+        return 1
     text = config.get_text_config(decoder=True)
     layered = getattr(text, "per_layer_config", None)
     if isinstance(layered, Sequence) and index < len(layered):
