@@ -13,9 +13,13 @@ attend to the slots and, causally, to each other. In a LongEval prompt that is t
 ``kept`` is the share of the bytes of the middle (what is neither sink nor recent) that is kept, the
 same for every method, and ``bytes_per_token`` what was held, over all tokens before the held-back
 ones, one KV head: ``benchmarks.equal_bytes``. Rows of quantised caches have ``kept`` 1 and stand at
-their own bytes. ``method@measured`` spends the same bytes over heads and layers by errors measured
-on other prompts (``measure_schedule``), ``method@prompt`` by errors on the prompt itself;
-``method+int4`` stores slots in 4 bits, more of them.
+their own bytes.
+
+Methods are named as in ``kvsketch eval --methods``: a bare name is the method as ``SketchCache(
+model.config, name, budget=...)`` runs it (``heavy_merge``: ``@measured``, all others: ``@even``).
+``@even`` gives every head the same budget; ``@measured`` spends the same bytes over heads and
+layers by errors measured on this very prompt, ``@calibrated`` by errors measured beforehand on two
+other prompts (there ``@FILE``). ``+int4`` stores slots in 4 bits, more of them.
 """
 
 from __future__ import annotations
@@ -37,8 +41,10 @@ from torch import Tensor
 
 from benchmarks.equal_bytes import Fit, Held, held, held_bytes, plain_bytes, shares
 from benchmarks.figures import subplots, write
+from benchmarks.measuring import waiting
 from benchmarks.options import (
     BITS,
+    METHODS_HELP,
     USUAL,
     Method,
     among,
@@ -57,7 +63,7 @@ from kvsketch.evaluation.loading import PACKAGED
 from kvsketch.evaluation.report import dumps
 from kvsketch.streaming import SKETCHES, windowed
 from kvsketch.streaming.base import lengthened
-from kvsketch.streaming.curves import held_out_for, measure_layer, of_layers
+from kvsketch.streaming.curves import of_layers
 from kvsketch.streaming.page import QuantizedPage
 
 __all__ = ["PRESETS", "held_bytes", "relative_error", "split"]
@@ -67,7 +73,8 @@ PRESETS: dict[str, tuple[int, int, int, list[float]]] = {
     "default": (16, 64, 64, [1 / 2, 1 / 4, 1 / 8, 1 / 16]),
     "balancekv": (256, 0, 256, [1 / 2, 1 / 4, 1 / 8, 1 / 16]),
 }
-OURS = [f"heavy_merge{end}" for end in ("@prompt", "@measured", "+int4", "@measured+int4")]
+#: the bare name is among the usual ones
+OURS = [f"heavy_merge{end}" for end in ("@even", "@calibrated", "@even+int4", "@calibrated+int4")]
 #: the peers' own halvings
 HALVINGS: dict[str, Any] = {
     "peer:balancekv": balancekv,
@@ -126,11 +133,11 @@ def relative_error(
 
 
 def ours(method: Method, sink: int, recent: int, curves: Curves | None = None) -> Compress:
-    """A method of this package; ``curves`` were measured on other prompts."""
+    """A method of this package; ``curves`` were measured beforehand on other prompts."""
     measured: dict[int, Curves] = {}
 
     def curves_for(layers: list[Layer]) -> Curves | None:
-        if method.spent != "prompt":
+        if method.spent != "measured":
             return curves
         if id(layers) not in measured:
             measured[id(layers)] = curves_on(layers, str(method.name), sink, recent)
@@ -161,14 +168,8 @@ def ours(method: Method, sink: int, recent: int, curves: Curves | None = None) -
 def curves_on(layers: list[Layer], method: str, sink: int, recent: int) -> Curves:
     """Errors of all heads on a prompt's own tokens, as ``SketchCache(allocation="measured")`` has
     them."""
-    held_out = held_out_for(layers[0].slots.count, sink, recent)
-
-    def compress(slots: Slots, budget: int, observed: Observed) -> Slots:
-        return windowed(method, sink, recent)(slots, budget, observed)
-
-    return of_layers(
-        [measure_layer(x.slots, x.observed, compress, held_out, sink, recent) for x in layers]
-    )
+    found = [waiting(x.slots, x.observed, method, sink, recent).measured() for x in layers]
+    return of_layers([curves for rows in found for curves in rows])
 
 
 def by_head(layer: Layer, sizes: list[int]) -> list[tuple[Slots, Observed, int]]:
@@ -317,7 +318,7 @@ def main(
     models: Annotated[str, typer.Option(help="Comma-separated folders or hub ids.")] = "",
     methods_: Annotated[
         str,
-        typer.Option("--methods", help="Names, with @measured or @prompt, +int4; int4."),
+        typer.Option("--methods", help=METHODS_HELP),
     ] = ",".join([*USUAL, *OURS, *BITS, *(name for name in PEERS if name != SLOW)]),
     preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "default",
     layers: Annotated[str, typer.Option(help="Comma-separated layer numbers; all if empty.")] = "",
@@ -386,7 +387,7 @@ def main(
                 if results.has(method=method.label, **part):
                     continue
                 curves = None
-                if method.spent == "measured":
+                if method.spent == "calibrated":
                     window = {"sink": sink, "recent": recent, "follow": follow}
                     curves = measure_curves(model, other, str(method.name), **window)
                     if numbers:  # the bytes of these layers are theirs alone
@@ -442,7 +443,8 @@ def figure(results: list[Row], path: Path) -> None:
         panel.minorticks_off()
         panel.grid(True, alpha=0.3)
     axes[0].set_ylabel("relative error of a layer's attention")
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    entries, columns = axes[0].get_legend_handles_labels(), 2 * len(sources)
+    fig.legend(*entries, loc="outside lower center", ncols=columns)
     write(fig, path)
 
 

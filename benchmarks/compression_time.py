@@ -5,9 +5,11 @@
 The prefill is one transformers ``LlamaDecoderLayer`` of the size of Llama 3 8B's (hidden 4096, MLP
 14336, 32 query and 8 KV heads of 128, rotary, causal sdpa) over random hidden states, run once;
 compressing is what ``SketchCache`` does after it in that layer, with that layer's own queries, keys
-and values, in the same threads: looking at the queries and compressing to the budget. Random
-weights and inputs do for times, not for errors. ``probe`` is the attention of the last ``probe``
-queries of all heads over what was kept, and over all keys: the cost of measuring an error.
+and values, in the same threads: looking at the queries and compressing to the budget, the same for
+every head (``@even``). The bare ``heavy_merge`` measures where its budget belongs before that:
+``measuring`` is the time it takes for one layer. Random weights and inputs do for times, not for
+errors. ``probe`` is the attention of the last ``probe`` queries of all heads over what was kept,
+and over all keys: the cost of measuring an error.
 """
 
 from __future__ import annotations
@@ -30,16 +32,16 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from benchmarks.measuring import waiting
+from benchmarks.options import Method, methods
 from benchmarks.page import save
 from kvsketch import METHODS, Observed, Slots, attend
-from kvsketch.budget import Budget
 from kvsketch.evaluation.report import dumps, environment
-from kvsketch.streaming import Planner, Waiting, windowed
-from kvsketch.streaming.planned import Goal
+from kvsketch.streaming import default_allocation, windowed
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-USUAL = "uniform,streaming_llm,knorm,keydiff,snapkv,cluster_merge,heavy_merge,kcenter"
-#: measures where its budget belongs, once per layer of a prompt
+USUAL = "uniform,streaming_llm,knorm,keydiff,snapkv,cluster_merge,heavy_merge@even,kcenter"
+#: measures where its budget belongs by default, once per layer of a prompt
 MEASURED = "heavy_merge"
 # What an MLP makes of a whole prompt, three tensors of 14336 numbers per token, need not fit.
 _MLP_TOKENS = 4096
@@ -83,20 +85,22 @@ def prefill(tokens: int, dtype: torch.dtype, seed: int) -> tuple[float, Slots, O
     return seconds, Slots(keys, values), Observed(queries, attention.scaling)
 
 
-def waiting(slots: Slots, seen: Observed) -> Waiting:
-    """A layer that has its prompt and is about to be measured, to tell its heads' budgets."""
+def evenly_spent(text: str) -> list[Method]:
+    """``--methods``: those that compress to one budget for all heads, which is what is timed."""
+    chosen = methods(text)
+    for method in chosen:
+        if method.name not in METHODS or method.bits != 16:
+            raise typer.BadParameter(f"--methods: {method.label!r} is not one of {_all()}")
+        if method.spent != "even":
+            raise typer.BadParameter(
+                f"--methods: {method.label!r} spends its budget by measured errors; measuring is "
+                f"timed apart, so ask for {method.name}@even"
+            )
+    return chosen
 
-    def reduce() -> Any:
-        return windowed(MEASURED)
 
-    def build(budgets: Any) -> Any:
-        raise AssertionError("nothing is compressed here")
-
-    planner = Planner(Goal(budget=Budget(0.25)), layers=1, heads=slots.keys.shape[1])
-    layer = Waiting(0, planner, reduce, build)
-    layer.extend(slots)
-    layer.settle(seen, prefill=True, hold=True)
-    return layer
+def _all() -> str:
+    return ", ".join(n if default_allocation(n) == "even" else f"{n}@even" for n in METHODS)
 
 
 def timed(fn: Callable[[], Any]) -> float:
@@ -106,7 +110,9 @@ def timed(fn: Callable[[], Any]) -> float:
 
 
 def main(
-    methods: Annotated[str, typer.Option(help="Comma-separated.")] = USUAL,
+    methods_: Annotated[
+        str, typer.Option("--methods", help="Comma-separated; with the same budget for every head.")
+    ] = USUAL,
     tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 32768,
     shares: Annotated[str, typer.Option(help="Comma-separated kept shares.")] = "0.25,0.125",
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
@@ -117,11 +123,8 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
-    """Example: python -m benchmarks.compression_time --tokens 4096 --methods heavy_merge --json"""
-    names = methods.split(",")
-    for name in names:
-        if name not in METHODS:
-            raise typer.BadParameter(f"--methods: {name!r} is not one of {', '.join(METHODS)}")
+    """Example: python -m benchmarks.compression_time --tokens 4096 --methods snapkv --json"""
+    chosen = evenly_spent(methods_)
     if dtype not in DTYPES:
         raise typer.BadParameter(f"--dtype {dtype!r} must be one of {', '.join(DTYPES)}")
     try:
@@ -139,18 +142,20 @@ def main(
     console = Console(stderr=True)
     results: list[dict[str, Any]] = []
     with Progress(console=console) as progress, torch.inference_mode():
-        task = progress.add_task("prefill", total=1 + len(names) * len(kept))
+        task = progress.add_task("prefill", total=1 + len(chosen) * len(kept))
         whole, slots, seen = prefill(tokens, DTYPES[dtype], seed)
         progress.advance(task)
         asked = seen.queries[:, :, -probe:]
         probe_all = fastest(partial(attend, asked, slots, scaling=seen.scaling), repeats)
-        measured = fastest(waiting(slots, seen).measured, repeats)
+        measured = fastest(waiting(slots, seen, MEASURED).measured, repeats)
         probes: dict[float, float] = {}
-        for name in names:
+        for method in chosen:
             for share in kept:
-                progress.update(task, description=f"{name} {share}")
+                progress.update(task, description=f"{method.label} {share}")
                 budget = round(share * tokens)
                 into = [slots]
+
+                name = str(method.name)
 
                 def compress(name: str = name, budget: int = budget, into: Any = into) -> None:
                     into[0] = windowed(name)(slots, budget, seen)
@@ -162,9 +167,11 @@ def main(
                     kept_slots = into[0]
                     over_kept = partial(attend, asked, kept_slots, scaling=seen.scaling)
                     probes[share] = fastest(over_kept, repeats)
-                row = {"method": name, "kept": share, "seconds": round(seconds, 3)}
+                row = {"method": method.label, "kept": share, "seconds": round(seconds, 3)}
                 results.append(row | {"share_of_prefill": round(seconds / whole, 5)})
-                console.print(f"{name:14s} {share:6.4f} {seconds:8.2f} s {seconds / whole:8.2%}")
+                console.print(
+                    f"{method.label:16s} {share:6.4f} {seconds:8.2f} s {seconds / whole:8.2%}"
+                )
                 progress.advance(task)
     result: dict[str, Any] = {"command": "compression_time", "results": results}
     result["prefill_seconds"] = round(whole, 2)

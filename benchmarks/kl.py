@@ -13,10 +13,13 @@ agree.
 ``kept`` and ``bytes_per_token`` are those of ``benchmarks.equal_bytes``, right after the prompt was
 compressed, over its tokens: what is fed later every cache keeps as it is. (``cache.nbytes()`` would
 count score columns too, which only another compression needs, and numbers in this model's float32.)
-Rows of quantised caches have ``kept`` 1 and stand at their own bytes. ``@measured`` spends the same
-bytes over heads and layers by errors measured on three other texts, ``@prompt`` by errors on the
-prompt itself (which ``SketchCache`` does for ``heavy_merge`` where nothing else is said; a plain
-name here means the same budget for every head). ``+int4`` stores slots in 4 bits, more of them.
+Rows of quantised caches have ``kept`` 1 and stand at their own bytes.
+
+Methods are named as in ``kvsketch eval --methods``: a bare name is the method as ``SketchCache(
+model.config, name, budget=...)`` runs it (``heavy_merge``: ``@measured``, all others: ``@even``).
+``@even`` gives every head the same budget; ``@measured`` spends the same bytes over heads and
+layers by errors measured on this very prompt, ``@calibrated`` by errors measured beforehand on
+three other texts (there ``@FILE``). ``+int4`` stores slots in 4 bits, more of them.
 """
 
 from __future__ import annotations
@@ -33,7 +36,16 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from benchmarks.equal_bytes import Fit, Held, held_by, shares
-from benchmarks.options import BITS, USUAL, Method, among, methods, paths, positive
+from benchmarks.options import (
+    BITS,
+    METHODS_HELP,
+    USUAL,
+    Method,
+    among,
+    methods,
+    paths,
+    positive,
+)
 from benchmarks.prompts import PROTOCOLS, Text, default_models, feed, load, prefill, texts_for
 from benchmarks.results import Results, Row
 from kvsketch import SketchCache
@@ -43,7 +55,8 @@ from kvsketch.evaluation.report import dumps
 SHARES = [1 / 2, 1 / 4, 1 / 8, 1 / 16]
 #: seconds per prompt: only where asked for
 SLOW = ("balancekv_streaming",)
-OURS = [f"heavy_merge{end}" for end in ("@prompt", "@measured", "+int4", "@measured+int4")]
+#: the bare name is among the usual ones
+OURS = [f"heavy_merge{end}" for end in ("@even", "@calibrated", "@even+int4", "@calibrated+int4")]
 
 
 def logits(model: Any, text: Text, cache: Any) -> Tensor:
@@ -81,7 +94,7 @@ def compressed(
             recent=recent,
             one_shot=True,
             bits=method.bits,
-            allocation="measured" if method.spent == "prompt" else "even",
+            allocation="measured" if method.spent == "measured" else "even",
             schedule=None if curves is None else shares(curves, budget / n),
             seed=seed,
         )
@@ -96,9 +109,9 @@ def compressed(
 def curves_of(
     model: Any, texts: list[Text], method: Method, sink: int = 4, recent: int = 32
 ) -> Curves | None:
-    """What ``@measured`` needs: errors of a method's heads on ``texts``, compressed where
+    """What ``@calibrated`` needs: errors of a method's heads on ``texts``, compressed where
     ``measure`` compresses."""
-    if method.spent != "measured":
+    if method.spent != "calibrated":
         return None
     follow = max(text.ids.shape[1] - text.cut for text in texts)
     window = {"follow": follow, "sink": sink, "recent": recent}
@@ -148,7 +161,7 @@ def main(
     models: Annotated[str, typer.Option(help="Comma-separated folders or hub ids.")] = "",
     methods_: Annotated[
         str,
-        typer.Option("--methods", help="Names, with @measured or @prompt, +int4; int4."),
+        typer.Option("--methods", help=METHODS_HELP),
     ] = ",".join([*(name for name in USUAL if name not in SLOW), *OURS, *BITS]),
     queries: Annotated[str, typer.Option(help="Comma-separated protocols.")] = ",".join(PROTOCOLS),
     texts: Annotated[int, typer.Option(help="Texts per model.")] = 8,
@@ -163,7 +176,7 @@ def main(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
-    """Example: python -m benchmarks.kl --methods uniform,heavy_merge@measured --texts 2 --json"""
+    """Example: python -m benchmarks.kl --methods uniform,heavy_merge@even --texts 2 --json"""
     console = Console(stderr=True)
     chosen = methods(methods_)
     protocols = among("queries", queries, PROTOCOLS)

@@ -4,10 +4,14 @@
 
 The record is read and compressed, then the question is fed one token at a time and the answer
 written with the compressed cache. Every method holds as many bytes of the record as one that keeps
-the budget's share of its tokens as they are (``benchmarks.equal_bytes``). ``@measured`` spends them
-over heads and layers by errors measured on three other generated cases, ``@prompt`` by errors on
-the record itself; ``+int4`` stores slots in 4 bits, more of them. Official cases where
+the budget's share of its tokens as they are (``benchmarks.equal_bytes``). Official cases where
 ../shared/data/longeval is there, else generated ones. Intervals are Wilson's, 95%.
+
+Methods are named as in ``kvsketch eval --methods``: a bare name is the method as ``SketchCache(
+model.config, name, budget=...)`` runs it (``heavy_merge``: ``@measured``, all others: ``@even``).
+``@even`` gives every head the same budget; ``@measured`` spends the bytes over heads and layers by
+errors measured on this very record, ``@calibrated`` by errors measured beforehand on three other
+generated cases (there ``@FILE``). ``+int4`` stores slots in 4 bits, more of them.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from transformers import Cache, DynamicCache
 
 from benchmarks.equal_bytes import Fit
 from benchmarks.kl import compressed, curves_of
-from benchmarks.options import Method, fractions, methods, positive
+from benchmarks.options import METHODS_HELP, Method, fractions, methods, positive
 from benchmarks.prompts import ANSWER_TOKENS, answered, feed, load, prefill, question_apart
 from benchmarks.results import Results, Row
 from kvsketch.evaluation.allocation import Curves
@@ -39,8 +43,8 @@ from kvsketch.evaluation.report import dumps
 OFFICIAL = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "longeval"
 METHODS = (
     "exact,uniform,streaming_llm,h2o,kcenter,snapkv,pyramidkv,tova,expected_attention,knorm,keydiff,"
-    "cluster_merge,heavy_merge,heavy_merge@prompt,snapkv@measured,keydiff@measured,"
-    "heavy_merge@measured,heavy_merge@measured+int4"
+    "cluster_merge,heavy_merge@even,heavy_merge,snapkv@calibrated,keydiff@calibrated,"
+    "heavy_merge@calibrated,heavy_merge@calibrated+int4"
 )
 
 
@@ -106,7 +110,7 @@ def main(
     lines: Annotated[int, typer.Option(help="Lines per record.")] = 200,
     count: Annotated[int, typer.Option(help="Cases.")] = 50,
     budgets: Annotated[str, typer.Option(help="Kept fractions of the bytes.")] = "0.5,0.25,0.1",
-    methods_: Annotated[str, typer.Option("--methods", help="Comma-separated.")] = METHODS,
+    methods_: Annotated[str, typer.Option("--methods", help=f"exact; {METHODS_HELP}")] = METHODS,
     seed: int = 0,
     out: Annotated[
         Path | None, typer.Option(help="Write the JSON here, and go on from it.")

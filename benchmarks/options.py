@@ -10,9 +10,17 @@ import typer
 
 from kvsketch import ALL_METHODS, InputError
 from kvsketch.errors import unknown_name
+from kvsketch.streaming import default_allocation
 
-#: how a budget is spent over heads and layers: by errors measured on other prompts, or on this one
-SPENT = {"@measured": "measured", "@prompt": "prompt"}
+#: how a budget is spent over heads and layers, in the words of ``kvsketch eval --methods``: the
+#: same for every head; by errors measured on this very prompt; by errors measured beforehand on
+#: other prompts (there ``@FILE``, written by ``kvsketch calibrate``)
+SPENT = ("even", "measured", "calibrated")
+METHODS_HELP = (
+    "comma-separated NAME[@even|@measured|@calibrated][+int8|+int4]: the same budget for every "
+    "head, or spent by errors measured on this prompt, or beforehand on others; a bare name: the "
+    "method's own way. int8, int4: all tokens."
+)
 #: a method whose slots are stored in so many bits; alone: all tokens are
 BITS = {"int8": 8, "int4": 4}
 #: one_dimensional needs head_dim 1
@@ -22,12 +30,13 @@ USUAL = tuple(name for name in ALL_METHODS if name not in LEFT_OUT)
 
 @dataclass(frozen=True)
 class Method:
-    """``name[@measured or @prompt][+int4]``, or ``int4``: all tokens, in 4 bits.
+    """``name[@even|@measured|@calibrated][+int8|+int4]``, or ``int8``, ``int4``: all tokens, in so
+    many bits. A bare name is the method as ``SketchCache(model.config, name, budget=...)`` runs it.
 
     Attributes:
         label: as it was written.
         name: the method; None where all tokens are kept.
-        spent: "even": the same budget for every head; else a value of ``SPENT``.
+        spent: one of ``SPENT``; where the label has none, the method's own.
         bits: of its slots, 16 where they are stored as they come.
     """
 
@@ -48,11 +57,11 @@ def parse(label: str) -> Method:
     if plus and ending not in BITS:
         raise unknown_name("the ending of a method", ending, BITS)
     name, at, way = rest.partition("@")
-    if at and at + way not in SPENT:
-        raise unknown_name("the way a budget is spent", at + way, SPENT)
+    if at and way not in SPENT:
+        raise unknown_name("the way a budget is spent", at + way, [f"@{known}" for known in SPENT])
     if name not in USUAL:
         raise unknown_name("method", name, (*USUAL, *BITS))
-    return Method(label, name, SPENT.get(at + way, "even"), BITS.get(ending, 16))
+    return Method(label, name, way if at else default_allocation(name), BITS.get(ending, 16))
 
 
 def methods(text: str, others: Collection[str] = ()) -> list[Method]:

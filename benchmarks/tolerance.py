@@ -4,14 +4,15 @@
 
 A prompt without its last ``follow`` tokens is read by a real cache with a tolerance; the held-back
 tokens' own queries, caught from the exact model, then attend to what the cache holds and, causally,
-to their own tokens. Error: |z - exact|_F / |exact|_F over those queries, one number per layer and
-KV head. ``within``: the share of layer-heads (over all prompts) whose error is at most 1.5 times
-the tolerance; ``reported``: what ``cache.error()`` said right after the prompt.
+to their own tokens. The method is ``SketchCache``'s default, ``heavy_merge``. Error:
+|z - exact|_F / |exact|_F over those queries, one number per layer and KV head. ``within``: the
+share of layer-heads (over all prompts) whose error is at most 1.5 times the tolerance;
+``reported``: what ``cache.error()`` said right after the prompt.
 
 ``running`` asks how well ``track_error`` knows the error while a stream is compressed again and
-again at a fixed budget: the probe's number over that of the newest queries, which the cache has
-never seen exact answers for; beside it, the same from a reservoir of exact tokens (uniform, as many
-bytes), whose own sampling error it mostly shows.
+again at a fixed budget, the same for every head (``heavy_merge@even``): the probe's number over
+that of the newest queries, which the cache has never seen exact answers for; beside it, the same
+from a reservoir of exact tokens (uniform, as many bytes), whose own sampling error it mostly shows.
 """
 
 from __future__ import annotations

@@ -12,11 +12,23 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import attention_error, kl, longeval_unseen, options, page, prompts
+from benchmarks import (
+    attention_error,
+    compression_time,
+    kl,
+    longeval_unseen,
+    options,
+    page,
+    prompts,
+)
+from benchmarks.ablation import everything
 from benchmarks.attention_error import held_bytes
 from benchmarks.equal_bytes import Fit, Held
 from benchmarks.peers import exchange
-from kvsketch import Slots
+from benchmarks.tolerance import heads_of
+from kvsketch import SketchCache, Slots
+from kvsketch.evaluation.activations import capture
+from kvsketch.evaluation.setups import parse_method
 from kvsketch.streaming.page import QuantizedPage
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,6 +76,14 @@ def test_decoding_is_timed_against_dynamic_cache():
     result = run("benchmarks.decode_speed", "--methods", methods, *small, "--json")
     assert [row["method"] for row in result["results"]] == methods.split(",")
     assert all(0.01 < row["ratio"] < 10 for row in result["results"])
+
+
+def test_prefill_peak_and_model_families_run() -> None:
+    result = run("benchmarks.prefill_peak", "--tokens", "400", "--budgets", "0.25", "--json")
+    peaks = {(r["method"], r["allocation"]): r["peak_over_exact"] for r in result["results"]}
+    assert peaks["snapkv", "even"] < 0.8 < 1 < peaks["snapkv", "measured"] < 1.5
+    result = run("benchmarks.model_families", "--families", "llama,gptj", "--json")
+    assert [row["list"] for row in result["results"]] == ["right", "refused"]
 
 
 def test_a_streaming_prefill_stays_within_its_bound():
@@ -175,12 +195,92 @@ def test_halvings_leave_any_number_of_slots(middle, kept):
 
 
 def test_a_method_is_read_with_its_endings():
-    assert options.parse("heavy_merge@measured+int4") == options.Method(
-        "heavy_merge@measured+int4", "heavy_merge", "measured", 4
+    assert options.parse("heavy_merge@calibrated+int4") == options.Method(
+        "heavy_merge@calibrated+int4", "heavy_merge", "calibrated", 4
     )
-    assert options.parse("h2o@prompt").spent == "prompt"
+    assert options.parse("heavy_merge+int4").spent == "measured"
+    assert options.parse("heavy_merge@even").spent == "even"
+    assert options.parse("h2o@measured").spent == "measured"
     assert options.parse("snapkv") == options.Method("snapkv", "snapkv")
     assert options.parse("int8") == options.Method("int8", None, bits=8)
+
+
+@pytest.fixture(scope="module")
+def packaged():
+    """The packaged model, and a record of 20 lines."""
+    model, tokenizer = prompts.load("packaged")
+    (text,) = prompts.answered(model, tokenizer, 1, 20, 0)
+    return model, text.ids[:, : text.cut]
+
+
+LABELS = ["heavy_merge@even", "heavy_merge@measured", "h2o@measured", "heavy_merge+int4"]
+LABELS += ["heavy_merge@even+int4", "subgen@measured"]
+
+
+def compressed_as(packaged, label):
+    """What the benchmarks make of a label, at the bytes of 0.3 of the tokens: budget, cache."""
+    model, prompt = packaged
+    tokens = round(0.3 * prompt.shape[1])
+    budget, held = kl.compressed(model, prompt, options.parse(label), tokens, Fit(), None)
+    return budget, held.what
+
+
+def drivers_of(cache):
+    """Of every layer, one for each group of heads with the same budget."""
+    return [getattr(layer.sketch, "drivers", [layer.sketch]) for layer in cache.layers]
+
+
+@pytest.mark.parametrize("label", [*options.USUAL, *LABELS])
+def test_a_label_means_what_it_means_in_the_command_line(packaged, label):
+    """A bare name is what ``SketchCache`` does by default, for every method; ``@even``,
+    ``@measured`` and ``+int4`` are what ``kvsketch eval --methods`` makes of them."""
+    budget, found = compressed_as(packaged, label)
+    setup, given = parse_method(label), {}
+    if label not in options.USUAL:
+        given = {"allocation": setup.allocation, "bits": setup.bits}
+    model, prompt = packaged
+    cache = SketchCache(model.config, setup.method, budget=budget, **given)
+    prompts.prefill(model, prompt, cache)
+    for ours, theirs in zip(drivers_of(found), drivers_of(cache), strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            tensors = (driver.slots.tensors() for driver in (one, other))
+            torch.testing.assert_close(*tensors, rtol=0, atol=0)
+
+
+def test_bare_names_differ_from_even_ones_only_where_the_default_is_measured(packaged):
+    """By how many groups of heads they make; else the test above could not tell them apart."""
+    labels = ("heavy_merge", "heavy_merge@even", "h2o", "h2o@even", "h2o@measured")
+    groups = {x: sum(map(len, drivers_of(compressed_as(packaged, x)[1]))) for x in labels}
+    assert groups["heavy_merge@even"] == groups["h2o"] == groups["h2o@even"] == 4
+    assert groups["heavy_merge"] > 4
+    assert groups["h2o@measured"] > 4
+
+
+@pytest.mark.parametrize("label", ["heavy_merge", "h2o@measured", "snapkv@even"])
+def test_single_layers_spend_their_budget_as_a_cache_does(label):
+    """On a prompt of more queries than a cache keeps to measure on."""
+    model, tokenizer = prompts.load("packaged")
+    (ids,) = prompts.line_prompts(tokenizer, 1, 60, 0)
+    window = {"sink": 16, "recent": 64}
+    layers = [attention_error.layer_of(x, 64) for x in capture(model, ids)]
+    n = layers[0].slots.count
+    method, budget = options.parse(label), round(0.4 * n)
+    held = attention_error.ours(method, *window.values())(layers, budget, 0)
+
+    cache = SketchCache(
+        model.config,
+        method.name,
+        budget=budget,
+        allocation=parse_method(label).allocation,
+        **window,
+    )
+    prompts.prefill(model, ids[:, :n], cache)
+    for slots, layer in zip(held.what, cache.layers, strict=True):
+        heads = slots.keys.shape[1]
+        live = slots.live()
+        mine = [slots.count] * heads if live is None else live.sum(-1)[0].tolist()
+        theirs = {h: part.count for own, part in heads_of(layer.sketch, heads) for h in own}
+        assert mine == [theirs[head] for head in range(heads)]
 
 
 @pytest.mark.parametrize(
@@ -191,6 +291,9 @@ def test_a_method_is_read_with_its_endings():
         (lambda: options.methods("snapkv+int3"), "'int3' is unknown; did you mean 'int"),
         (lambda: options.methods("exact"), "'exact' is unknown"),
         (lambda: options.methods("snapkv@measure"), "did you mean '@measured'"),
+        (lambda: options.methods("snapkv@prompt"), "Allowed: @calibrated, @even, @measured"),
+        (lambda: compression_time.evenly_spent("heavy_merge"), "ask for heavy_merge@even"),
+        (lambda: compression_time.evenly_spent("snapkv+int4"), "'snapkv.int4' is not one of"),
         (lambda: options.paths("nowhere.txt,pyproject.toml"), "nowhere.txt not there"),
         (lambda: options.positive(seeds=0), "--seeds 0 must be at least 1"),
         (lambda: options.among("preset", "defalt", ["default"]), "'defalt' must be one of"),
@@ -232,8 +335,8 @@ def short(monkeypatch):
 def test_every_method_holds_the_same_bytes(short, name):
     """Plain tokens, masses, merging, a streaming sketch, measured shares and slots in 4 bits: at no
     kept share more than one slot above plain tokens, and nearly as much where sizes are free."""
-    methods = "streaming_llm,uniform,heavy_merge,subgen,snapkv@measured,heavy_merge@measured"
-    methods += ",heavy_merge@prompt,heavy_merge+int4,heavy_merge@measured+int4,int4"
+    methods = "streaming_llm,uniform,heavy_merge@even,subgen,snapkv@calibrated,heavy_merge"
+    methods += ",heavy_merge@calibrated,heavy_merge@even+int4,heavy_merge@calibrated+int4,int4"
     result = invoke(MAINS[name], *short, *SMALL[name], "--methods", methods)
     assert result["complete"]
     rows = {(r["method"], r["kept"]): r for r in result["results"]}
@@ -334,7 +437,7 @@ def test_a_killed_run_loses_one_method_at_most(monkeypatch, tmp_path, short, nam
 
 def test_longeval_unseen_at_equal_bytes(monkeypatch, tmp_path):
     monkeypatch.setattr(longeval_unseen, "OFFICIAL", tmp_path)
-    methods = "exact,streaming_llm,heavy_merge@measured,heavy_merge@measured+int4,int4"
+    methods = "exact,streaming_llm,heavy_merge@calibrated,heavy_merge@calibrated+int4,int4"
     result = invoke(
         longeval_unseen.main,
         *["--lines", "20", "--count", "2", "--budgets", "0.5", "--methods", methods],
@@ -344,9 +447,9 @@ def test_longeval_unseen_at_equal_bytes(monkeypatch, tmp_path):
     assert rows["exact"]["accuracy"] == rows["int4"]["accuracy"] == 1.0
     assert {r["queries"] for r in rows.values()} == {"agnostic"}
     plain = rows["streaming_llm"]
-    for name in ("heavy_merge@measured", "heavy_merge@measured+int4"):
+    for name in ("heavy_merge@calibrated", "heavy_merge@calibrated+int4"):
         assert rows[name]["bytes_per_token"] <= plain["bytes_per_token"] + 1e-3
-    assert rows["heavy_merge@measured+int4"]["slots_per_token"] > plain["slots_per_token"]
+    assert rows["heavy_merge@calibrated+int4"]["slots_per_token"] > plain["slots_per_token"]
 
 
 @pytest.mark.parametrize(
@@ -405,3 +508,49 @@ def test_the_page_is_written_from_what_the_benchmarks_leave(monkeypatch, tmp_pat
     said = capsys.readouterr().out
     assert "attention_error_balancekv.json is not complete" in said
     assert "longeval_unseen.json is not there" in said
+
+
+def test_the_readme_says_which_methods_were_compared(tmp_path):
+    """Its last row is the best of others' methods as they run by default: neither ours, nor with
+    a budget spent our way, nor caches of all tokens, is among them; what was not run is named."""
+    accuracy = {
+        "snapkv": 0.2,
+        "merge_reduce": 0.3,
+        "cluster_merge": 0.5,
+        "heavy_merge@even": 0.4,
+        "heavy_merge": 0.9,
+        "snapkv@calibrated": 0.8,
+        "heavy_merge@calibrated+int4": 0.7,
+    }
+    rows = [{"method": m, "budget": 0.5, "accuracy": a, "cases": 7} for m, a in accuracy.items()]
+    whole = {"budget": 1.0, "accuracy": 1.0, "cases": 7}
+    rows += [{"method": "exact", **whole}, {"method": "int4", **whole}]
+    result = {"results": rows, "lines": 20, "source": "generated"}
+    assert page.compared(result) == ["snapkv", "merge_reduce"]
+    readme = tmp_path / "README.md"
+    readme.write_text("before <!-- unseen:begin -->old<!-- unseen:end --> after")
+    page.write_readme(result, readme)
+    text = readme.read_text()
+    assert text.startswith("before ")
+    assert text.endswith(" after")
+    assert "old" not in text
+    assert "| heavy_merge | 0.90 |\n| heavy_merge@calibrated+int4 | 0.70 |" in text
+    assert "| best of the compared methods | 0.30 (merge_reduce) |" in text
+    assert "Compared in the last row: snapkv, merge_reduce;" in text
+    assert "`snapkv@calibrated`" in text
+    assert page.not_compared() in text
+    assert "KVzip 18/18/8, KVgrad 20/20/11, our default (`heavy_merge`) 20/18/3" in text
+
+
+def test_no_label_of_the_results_is_unknown():
+    """Every row of docs/results that names a method does so in the vocabulary of ``options``."""
+    for name in ("attention_error", "attention_error_balancekv", "kl", "longeval_unseen"):
+        result = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())
+        others = ["exact", *attention_error.PEERS]
+        labels = {row["method"] for row in result["results"]} | set(result["methods"])
+        found = {method.label for method in options.methods(",".join(labels), others)}
+        assert found == labels
+    ablation = json.loads((ROOT / "docs" / "results" / "ablation.json").read_text())
+    assert {row["part"] for row in ablation["results"]} == set(everything())
+    times = json.loads((ROOT / "docs" / "results" / "compression_time.json").read_text())
+    compression_time.evenly_spent(",".join(row["method"] for row in times["results"]))

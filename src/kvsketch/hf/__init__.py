@@ -1,6 +1,6 @@
 """The transformers integration."""
 
 from .cache import SketchCache
-from .compressing import compressing
+from .context import compressing
 
 __all__ = ["SketchCache", "compressing"]
