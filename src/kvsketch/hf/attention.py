@@ -75,8 +75,18 @@ def attention(
         InputError: a cache of another model.
     """
     layer.check_returned(module, key, value)
-    if not layer.lossless:
-        check_arguments(layer, module, args, kwargs)
+    for given, number in (("softcap", softcap), ("s_aux", s_aux)):
+        if number is not None:
+            kwargs[given] = number
+
+    def usual(keys: Tensor, values: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
+        return kernel(module, query, keys, values, mask, *args, scaling=scaling, **kwargs)
+
+    if layer.lossless:  # nothing to account for: the kernel gets it all
+        out, weights = usual(key, value, attention_mask)
+        layer.after_attention(None)
+        return out, weights
+    check_arguments(layer, module, args, kwargs)
     sketch, q = layer.sketch, query.shape[2]
     asked = layer.to_slots(module, query)
     layer.check_queries(asked)
@@ -87,21 +97,14 @@ def attention(
     if layer.wants_queries():
         observed = Observed(asked.detach(), scale, softcap, live=view.causal, sinks=s_aux)
     if not sketch.compressed:
-        for given, number in (("softcap", softcap), ("s_aux", s_aux)):
-            if number is not None:
-                kwargs[given] = number
-        out, weights = kernel(
-            module, query, key, value, attention_mask, *args, scaling=scaling, **kwargs
-        )
+        out, weights = usual(key, value, attention_mask)
         layer.after_attention(observed)
         return out, weights
     exactly = None
     if q == 1 and name in _PLAIN_KERNELS and asked is query:
 
         def exactly(keys: Tensor, values: Tensor) -> Tensor:
-            given = {**kwargs, **({} if s_aux is None else {"s_aux": s_aux})}
-            out, _ = kernel(module, query, keys, values, None, scaling=scaling, **given)
-            return out.transpose(1, 2)
+            return usual(keys, values, None)[0].transpose(1, 2)
 
     asks = Asked(asked, scale, softcap, None, s_aux, exactly, layer.counts_attention)
     out, counted = attend_compressed(asks, sketch, view)
@@ -142,7 +145,7 @@ def check_arguments(
         raise UnsupportedError(
             f"is_causal=False: tokens of {what} look ahead, which slots cannot honour"
         )
-    handled = {"dropout", "sliding_window", "is_causal"}
+    handled = {"dropout", "sliding_window", "is_causal", "softcap", "s_aux"}
     for name, value in kwargs.items():
         if value is None or name in handled or name in _OF_THE_FORWARD:
             continue
