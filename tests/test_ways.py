@@ -552,15 +552,84 @@ torch.save(logits, {str(tmp_path / "logits.pt")!r})
         torch.testing.assert_close(logits, forward(model, ids_of(1, 1, 7), cache))
 
 
-def test_compiled_forward_with_a_compressed_cache(llama: Any) -> None:
-    """Right, though every layer breaks the graph at its cache."""
-    compiled = torch.compile(llama.forward, backend="eager")
-    caches = [SketchCache(llama.config, "snapkv", **SMALL) for _ in range(2)]
+def compiled_run(model: Any, caches: Any, first: bool, **how: Any) -> None:
+    """A padded prompt, tokens and a chunk through a compiled forward and through the plain one."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model.forward, backend="eager", **how)
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[0, :5] = 0
     with torch.no_grad():
-        for q in (40, 1, 1, 1, 5):
-            ours = compiled(ids_of(1, q, q), past_key_values=caches[0]).logits
-            theirs = forward(llama, ids_of(1, q, q), caches[1])
-            torch.testing.assert_close(ours, theirs)
+        for step, q in enumerate((40, 1, 1, 1, 1, 1, 1, 5)):
+            mask = mask if step == 0 else torch.cat([mask, mask[:, -1:].expand(-1, q)], dim=1)
+            ids, settings = ids_of(2, q, step), {"attention_mask": mask, "use_cache": True}
+            call = model if step == 0 and not first else compiled
+            ours = call(ids, past_key_values=caches[0], **settings).logits
+            theirs = model(ids, past_key_values=caches[1], **settings).logits
+            live = mask[:, -q:].bool()
+            torch.testing.assert_close(ours[live], theirs[live], rtol=1e-4, atol=1e-4)
+
+
+COMPILED: list[dict[str, Any]] = [
+    {"method": "snapkv"},
+    {"method": "h2o"},
+    {"method": "heavy_merge", "schedule": [[0.6, 1.4]] * 2},
+    {"method": "subgen"},
+    {"method": "streaming_llm", "bits": 8},
+]
+
+
+@pytest.mark.parametrize("settings", COMPILED)
+@pytest.mark.parametrize("family", ["llama", "opt", "eager"])
+def test_a_compiled_forward_has_no_graph_break(family: str, settings: dict[str, Any]) -> None:
+    """And after two tokens no new graph, however long the text gets."""
+    if family == "opt" and "schedule" in settings:
+        settings = {**settings, "schedule": [[0.6, 1.0, 1.0, 1.4]] * 2}
+    model = build("llama" if family == "eager" else family, "eager" if family == "eager" else None)
+    caches = [SketchCache(model.config, **{**SMALL, **settings}) for _ in range(2)]
+    compiled_run(model, caches, first=False, fullgraph=True)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+
+
+def test_a_prompt_in_a_graph(llama: Any) -> None:
+    """Before any forward has shown which module asks: exact attention of our own."""
+    caches = [SketchCache(llama.config, "snapkv", **SMALL) for _ in range(2)]
+    compiled_run(llama, caches, first=True, fullgraph=True)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3n_text", "deepseek_v3", "mpt"])
+def test_other_caches_break_the_graph_and_are_right(family: str) -> None:
+    import tiny_models
+
+    model = tiny_models.build(family)
+    caches = [SketchCache(model.config, "snapkv", **SMALL) for _ in range(2)]
+    compiled_run(model, caches, first=False)
+
+
+def test_a_graph_serves_many_caches_and_refuses_one_that_is_gone(llama: Any) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(llama.forward, backend="eager", fullgraph=True)
+    for _ in range(4):
+        caches = [SketchCache(llama.config, "snapkv", **SMALL) for _ in range(2)]
+        for cache in caches:
+            forward(llama, ids_of(1, 40), cache)
+        twin = copy.deepcopy(caches[0])
+        for cache in (caches[0], twin):
+            with torch.no_grad():
+                ours = compiled(ids_of(1, 1), past_key_values=cache).logits
+        torch.testing.assert_close(ours, forward(llama, ids_of(1, 1), caches[1]))
+    assert not interface._OPEN
+    q, k = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 1, 16)
+    with pytest.raises(UnsupportedError, match="SketchCache that is gone"):
+        torch.ops.kvsketch.attend(q, k, k, None, 10**6, 0, "sdpa", None, None, None)
+
+
+@pytest.mark.slow
+def test_generate_with_a_model_compiled_by_inductor(expected: torch.Tensor) -> None:
+    model = build("llama")
+    model.forward = torch.compile(model.forward, fullgraph=True)
+    cache = SketchCache(model.config, "snapkv", **SMALL)
+    assert torch.equal(greedy(model, ids_of(1, 40), cache), expected)
 
 
 # --- generate -------------------------------------------------------------------------------------

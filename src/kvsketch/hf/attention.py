@@ -47,7 +47,7 @@ def attention(
     layer: SketchLayer,
     kernel: Kernel,
     name: str,
-    module: nn.Module,
+    module: nn.Module | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -63,6 +63,7 @@ def attention(
     Args:
         layer: whose keys and values ``key`` and ``value`` are.
         kernel: the function the model asked for by ``name``.
+        module: the attention module; None in a compiled graph that is run before any other forward.
         query: ``[batch, num_attention_heads, q, head_dim]``.
         attention_mask: see ``masks.Masks.read``.
         s_aux: ``[num_attention_heads]``, logits of attention sinks.
@@ -86,7 +87,8 @@ def attention(
         out, weights = usual(key, value, attention_mask)
         layer.after_attention(None)
         return out, weights
-    check_arguments(layer, module, args, kwargs)
+    if module is not None:  # a graph has checked what it hands on
+        check_arguments(layer, module, args, kwargs)
     sketch, q = layer.sketch, query.shape[2]
     asked = layer.to_slots(module, query)
     layer.check_queries(asked)

@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.cache_utils import Cache, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
+)
 
 from ..budget import Budget, Schedule, scheduled
 from ..errors import InputError, UnsupportedError
@@ -22,7 +27,7 @@ from ..streaming import (
     default_allocation,
     default_schedule,
 )
-from . import accounting, adapters, interface, models
+from . import accounting, adapters, compiled, interface, models
 from .forward import Forward
 from .goal import check_curves, make_goal
 from .latent import LatentSketchLayer
@@ -189,18 +194,34 @@ class SketchCache(Cache):  # type: ignore[misc]
         super().__init__(layers=layers)
         self._forward.watch(self.layers)
         self._adapter = adapter
+        #: whether a compiled forward needs no break: every layer that counts tokens is plainly ours
+        self._graphs = adapter is None and all(
+            (type(layer) is SketchLayer and layer.readers == 1)
+            or not isinstance(layer, CacheLayerMixin)
+            for layer in layers
+        )
         self._install()
 
     def _install(self) -> None:
         interface.install()
+        self._number = compiled.number(self)
         if self._adapter is not None:
             self._adapter.install()
 
-    @interface.uncompiled
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As ``Cache.update``.
+        """As ``Cache.update``; see ``take``."""
+        if self._graphs and torch.compiler.is_compiling():
+            compiled.traced(self._number, layer_idx, key_states)
+            return key_states, value_states
+        return self.take(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @interface.uncompiled
+    def take(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append new keys and values to a layer and return what to attend to.
 
         Raises:
             InputError: a prompt that runs beyond the model's positions, bad keys or values, or a

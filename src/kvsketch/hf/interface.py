@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from .compiled import graph_attention
+
 if TYPE_CHECKING:
     from .layer import SketchLayer
 
@@ -61,6 +63,9 @@ def install() -> None:
     @functools.wraps(original)
     def get_interface(self: Any, attn_implementation: str, default: Kernel) -> Kernel:
         kernel: Kernel = original(self, attn_implementation, default)
+        if torch.compiler.is_compiling() and not _OPEN and not _WATCHING:
+            graphed: Kernel = graph_attention(kernel, attn_implementation)
+            return graphed
         if _OPEN:
             kernel = _ours(kernel, attn_implementation)
         for around in _WATCHING:

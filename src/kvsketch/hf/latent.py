@@ -36,7 +36,7 @@ class LatentSketchLayer(SketchLayer):
         slots = self.sketch.slots
         return slots.values, slots.keys[..., key_states.shape[-1] :]
 
-    def check_returned(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
+    def check_returned(self, module: nn.Module | None, key: Tensor, value: Tensor) -> None:
         """Raise UnsupportedError unless a module expanded just what ``update`` returned."""
         parts = ("expand_kv", "kv_b_proj", "qk_nope_head_dim", "v_head_dim")
         known = all(hasattr(module, name) for name in parts)
@@ -47,6 +47,7 @@ class LatentSketchLayer(SketchLayer):
                 f"{type(module).__name__} makes keys and values from latents in a way kvsketch "
                 "does not know; use DynamicCache for this model"
             )
+        assert module is not None  # no graph takes latents
         self.claim(module)
 
     def to_slots(self, module: Any, query: Tensor) -> Tensor:

@@ -157,11 +157,11 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         slots = self.sketch.slots
         return slots.keys, slots.values
 
-    def to_slots(self, module: nn.Module, query: Tensor) -> Tensor:
+    def to_slots(self, module: nn.Module | None, query: Tensor) -> Tensor:
         """Queries as slots are asked."""
         return query
 
-    def from_slots(self, module: nn.Module, out: Tensor) -> Tensor:
+    def from_slots(self, module: nn.Module | None, out: Tensor) -> Tensor:
         """Attention over slots, ``[batch, num_attention_heads, q, ...]``, as the model wants it."""
         return out
 
@@ -169,7 +169,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         """Whether ``key`` is what ``update`` returned last."""
         return self._returned is not None and key is self._returned[0]
 
-    def check_returned(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
+    def check_returned(self, module: nn.Module | None, key: Tensor, value: Tensor) -> None:
         """Raise UnsupportedError unless a module attends to just what ``update`` returned."""
         if self._returned is None or key is not self._returned[0] or value is not self._returned[1]:
             raise UnsupportedError(
@@ -177,7 +177,8 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
                 "(it caches latents, or attends in several parts), so its cache cannot be "
                 "compressed; use DynamicCache for this model"
             )
-        self.claim(module)
+        if module is not None:
+            self.claim(module)
 
     def claim(self, module: nn.Module) -> None:
         """Take note of whose cache this is.

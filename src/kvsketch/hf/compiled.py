@@ -1,0 +1,152 @@
+"""``torch.compile``: a compressed layer as one operation of a graph.
+
+What a layer holds changes from token to token, so it cannot be part of a graph. But all of it, from
+taking the new keys to giving back the attention, can be one custom operation that the graph calls:
+while a model is traced, ``SketchCache.update`` only takes note of the layer, and the kernel the
+model then asks for is ``kvsketch::attend``, which does at run time what happens without a compiler.
+
+For caches whose layers are all compressed ones of the plain kind; others break the graph at every
+layer and are right all the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from ..errors import UnsupportedError
+from ..slots import Slots, attend
+
+if TYPE_CHECKING:
+    from .cache import SketchCache
+
+# Live caches by number: a graph holds the number, not the cache.
+_CACHES: weakref.WeakValueDictionary[int, SketchCache] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count(1)
+# While tracing: cache, layer and new keys of the update whose attention has not been traced yet.
+_TRACED: list[tuple[int, int, Tensor]] = []
+# Arguments that may have a value in a graph; see ``attention`` for what they mean.
+_HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_hidden_states"})
+
+
+def number(cache: SketchCache) -> int:
+    """A number for a cache, by which graphs find it."""
+    found = next(_NUMBERS)
+    _CACHES[found] = cache
+    return found
+
+
+def traced(cache: int, layer: int, keys: Tensor) -> None:
+    """Take note of an update; called while tracing."""
+    _TRACED[:] = [(cache, layer, keys)]
+
+
+def graph_attention(kernel: Any, name: str) -> Any:
+    """The kernel of the update just traced, or ``kernel`` if there was none."""
+    if not _TRACED:
+        return kernel
+    cache, layer, keys = _TRACED.pop()
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        given = [n for n, v in kwargs.items() if v is not None and n not in _HARMLESS]
+        given = [n for n in given if not (n == "dropout" and kwargs[n] == 0.0)]
+        if given or module.training or key is not keys:
+            raise UnsupportedError(
+                f"a compiled graph cannot take {given or 'training mode or changed keys'}; run "
+                "this model without torch.compile"
+            )
+        out = torch.ops.kvsketch.attend(
+            query, key, value, attention_mask, cache, layer, name, scaling, softcap, s_aux
+        )
+        return out, None
+
+    return attention
+
+
+@torch.library.custom_op("kvsketch::attend", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    cache: int,
+    layer: int,
+    name: str,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    held = _CACHES.get(cache)
+    if held is None:
+        raise UnsupportedError("a compiled graph was called with a SketchCache that is gone")
+    from . import interface  # which imports this file
+
+    keys, values = held.take(key, value, layer)
+    found = held.layers[layer]
+    interface.close(found)  # nobody will ask for its kernel
+    module = None if found.module is None else found.module()
+    out, _ = found.attend(
+        _kernel(module, name),
+        name,
+        module,
+        query,
+        keys,
+        values,
+        attention_mask,
+        scaling=scaling,
+        softcap=softcap,
+        s_aux=s_aux,
+    )
+    answer: Tensor = out.contiguous()
+    return answer
+
+
+@_attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    batch, heads, q, _dim = query.shape
+    return query.new_empty(batch, q, heads, value.shape[3])
+
+
+def _kernel(module: Any, name: str) -> Any:
+    """The model's own kernel, once a forward outside a graph has shown the module; else ours."""
+    if module is None:
+        return _reference
+    if name == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return AttentionInterface._global_mapping[name]
+
+
+def _reference(
+    module: None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """Exact attention, where no kernel is known."""
+    q, n = query.shape[2], key.shape[2]
+    mask = torch.ones(q, n, dtype=torch.bool, device=query.device).tril(n - q)[None, None]
+    if attention_mask is not None:
+        boolean = attention_mask.dtype == torch.bool
+        mask = attention_mask if boolean else attention_mask == 0
+    out = attend(query, Slots(key, value), scaling=scaling, softcap=softcap, mask=mask, sinks=s_aux)
+    return out.transpose(1, 2).contiguous(), None
