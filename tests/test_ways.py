@@ -579,8 +579,14 @@ COMPILED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", COMPILED)
-@pytest.mark.parametrize("family", ["llama", "opt", "eager"])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        pytest.param(family, settings, marks=[] if family == "llama" else pytest.mark.slow)
+        for family in ("llama", "opt", "eager")
+        for settings in COMPILED
+    ],
+)
 def test_a_compiled_forward_has_no_graph_break(family: str, settings: dict[str, Any]) -> None:
     """And after two tokens no new graph, however long the text gets."""
     if family == "opt" and "schedule" in settings:
@@ -597,6 +603,7 @@ def test_a_prompt_in_a_graph(llama: Any) -> None:
     compiled_run(llama, caches, first=True, fullgraph=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", "gemma3n_text", "deepseek_v3", "mpt"])
 def test_other_caches_break_the_graph_and_are_right(family: str) -> None:
     import tiny_models
