@@ -450,6 +450,35 @@ def test_a_mask_that_adds_numbers_to_scores_is_refused() -> None:
     assert cache.get_seq_length() == 0
 
 
+def test_padding_whose_keys_shine_is_not_seen(llama: Any) -> None:
+    """A dead slot with a score far above all others: it must not even shift the softmax."""
+    from kvsketch.budget import Budget
+    from kvsketch.hf.compressed import Asked, attend_compressed
+    from kvsketch.hf.masks import PLAIN
+    from kvsketch.streaming import Periodic, windowed
+
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 1, 2, 40, 16)
+    keys[:, :, :5] = 100.0  # padding
+    live = torch.ones(1, 40, dtype=torch.bool)
+    live[:, :5] = False
+    driver = Periodic(windowed("uniform", 2, 4), Budget(38))
+    driver.extend(Slots(keys, values))
+    driver.mark_padding(live)
+    driver.settle(None, prefill=True)
+    assert driver.compressed
+    driver.extend(Slots(*torch.randn(2, 1, 2, 1, 16)))
+    query = torch.rand(1, 4, 1, 16) + 1
+    slots = driver.slots
+    assert float(slots.keys.max()) == 100, "a padded slot is still there, dead"
+    out, _ = attend_compressed(Asked(query, 1.0), driver, PLAIN)
+    wide = Slots(slots.keys.double(), slots.values.double(), slots.masses().double())
+    alive = wide.masses() > 0
+    exact = kvsketch.attend(query.double(), wide.only(alive), scaling=1.0)
+    assert float(exact.abs().max()) > 0
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-5)
+
+
 # --- kernels, configurations, processes -----------------------------------------------------------
 
 
