@@ -412,6 +412,20 @@ def test_a_mask_that_shows_padding_again_is_refused(llama: Any) -> None:
     forward(llama, ids_of(2, 1), cache, attention_mask=mask)
 
 
+def test_padding_that_is_shown_before_anything_was_compressed_is_kept(llama: Any) -> None:
+    """As the full cache does; nothing is lost yet."""
+    mask = torch.ones(1, 40, dtype=torch.long)
+    mask[0, :5] = 0
+    cache = SketchCache(llama.config, "streaming_llm", budget=60, track_positions=True, **WINDOW)
+    forward(llama, ids_of(1, 40), cache, attention_mask=mask)
+    forward(llama, ids_of(1, 1), cache)
+    forward(llama, ids_of(1, 40, 1), cache)
+    kept = visible(cache)[0]
+    assert cache.layers[0].sketch.compressed
+    assert kept[..., :2].all(), "the first tokens are sinks"
+    assert int(kept.sum(-1).min()) == 60
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("uneven", [False, True])
 def test_a_tree_of_tokens_behind_a_compressed_prompt(attention: str, uneven: bool) -> None:
@@ -788,6 +802,9 @@ def test_tokens_taken_back_leave_nothing_behind(llama: Any, method: str, setting
             ids = torch.cat([ids_of(1, 2, step), ids_of(1, extra, 9)], dim=1)
             forward(llama, ids, cache)
             cache.crop(-extra)
+        if extra:  # a lone token, taken back
+            forward(llama, ids_of(1, 1, 8), cache)
+            cache.crop(-1)
         assert cache.get_seq_length() == 128
         assert cache.summary()["slots"] < 30 if method != "heavy_merge" else True
         held.append(forward(llama, ids_of(1, 1, 5), cache))
