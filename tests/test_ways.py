@@ -776,6 +776,7 @@ def test_assisted_decoding(family: str, assisted: str) -> None:
         assert greedy(model, ids, cache, new=24, **how).shape == exact.shape
         assert cache.get_seq_length() == 63
         assert cache.summary()["slots"] <= 22
+        assert all(row["prompt"] is not None for row in cache.error())
 
 
 @pytest.mark.parametrize(
