@@ -234,11 +234,12 @@ def test_kernel_halving_is_a_fair_choice():
 
 def test_greedy_takes_the_smaller_residual():
     slots = Slots(torch.zeros(1, 1, 6, 1), torch.tensor([3.0, 0, 5, 0, 1, 0]).view(1, 1, 6, 1))
-    half = GreedyHalving(seed=0).half(slots)
-    kept = half.of(slots).values.flatten().tolist()
-    first = kept[0]
+    found = set()
+    for seed in range(8):
+        half = GreedyHalving(seed=seed).half(slots)
+        found.add(tuple(half.of(slots).values.flatten().tolist()))
     # whichever the coin keeps of (3, 0), the larger 5 goes to the other side, 1 evens out
-    assert kept == ([3.0, 0.0, 0.0] if first == 3 else [0.0, 5.0, 0.0])
+    assert found == {(3.0, 0.0, 1.0), (0.0, 5.0, 0.0)}
 
 
 def schedule(j, t, top):

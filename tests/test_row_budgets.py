@@ -65,6 +65,19 @@ def test_a_row_goes_as_it_goes_alone(model: Any, settings: dict[str, Any]) -> No
         assert max(slots) > 1.05 * min(slots), "these prompts need different numbers of slots"
 
 
+@pytest.mark.parametrize("method", ["uniform", "balancekv", "subgen"])
+@pytest.mark.parametrize("allocation", ["even", "measured"])
+def test_random_choices_are_a_row_s_own(model: Any, method: str, allocation: str) -> None:
+    """The third row beside others, and beside other others: by its number in the batch."""
+    free, few, line = prompts()
+    settings = {"budget": 0.4, "allocation": allocation, **WINDOW}
+    found = []
+    for neighbours in ([free, few], [line, line]):
+        cache = SketchCache(model.config, method, **settings)
+        found.append(run(model, [*neighbours, free], cache)[:, 2])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
 def test_errors_are_the_worst_row_s(model: Any) -> None:
     rows = prompts()
     cache = SketchCache(model.config, budget=0.4, **WINDOW)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..random_numbers import derived, uniform
 from ..slots import Slots
 from .balance import Lifted, walk, walk_threshold
 from .halving import Half, Halving, flat
@@ -17,10 +18,10 @@ class SoftmaxBalance(Halving):
     """SoftmaxBalance, Algorithm 2 of BalanceKV as written: the self-balancing walk on
     phi(k) (x) u; the smaller of the two sides is kept.
 
-    Runs on u alone, or on m where all u are 0 (the denominator: values of 1), as the paper's
-    separate instances do. Theorem 3.2 holds for the value dimension s when ``delta`` is delta/s
-    (its proof says so, the algorithm's text does not). Keeping the smaller side makes the kept
-    mass, 2|C'|, a little too small on average: at most the theorem's error.
+    Runs on u alone, or on m in a head whose u are all 0 (the denominator: values of 1), as the
+    paper's separate instances do. Theorem 3.2 holds for the value dimension s when ``delta`` is
+    delta/s (its proof says so, the algorithm's text does not). Keeping the smaller side makes the
+    kept mass, 2|C'|, a little too small on average: at most the theorem's error.
 
     Args:
         seed: of the walk.
@@ -60,8 +61,8 @@ class SoftmaxBalance(Halving):
         self.r_key, self.r_value = r_key, r_value
         self.delta, self.constant, self.on_fail = delta, constant, on_fail
 
-    def half(self, slots: Slots) -> Half:
-        signs, failed = self.signs(slots)
+    def half(self, slots: Slots, streams: Tensor | None = None) -> Half:
+        signs, failed = self.signs(slots, self.streams_for(slots) if streams is None else streams)
         n = slots.count
         up = signs > 0
         live = slots.live()
@@ -72,11 +73,13 @@ class SoftmaxBalance(Halving):
         index = kept.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., : n // 2]
         return Half(index, kept.gather(-1, index), failed)
 
-    def signs(self, slots: Slots) -> tuple[Tensor, Tensor]:
-        """The walk's signs ``[batch, heads, n]`` and whether it failed, bool ``[batch, heads]``."""
+    def signs(self, slots: Slots, streams: Tensor) -> tuple[Tensor, Tensor]:
+        """The walk's signs ``[batch, heads, n]`` and whether it failed, bool ``[batch, heads]``;
+        ``streams`` as for ``half``."""
         batch, heads, n = slots.keys.shape[:3]
         keys, values, mass = flat(slots)
-        vectors = torch.cat([values, mass * (values == 0).all()], dim=-1)
+        without = (values == 0).flatten(1).all(1)[:, None, None]
+        vectors = torch.cat([values, mass * without], dim=-1)
         key_norm = keys.norm(dim=-1).amax(-1)
         value_norm = vectors.norm(dim=-1).amax(-1)
         r_key = key_norm if self.r_key is None else torch.full_like(key_norm, self.r_key)
@@ -90,12 +93,11 @@ class SoftmaxBalance(Halving):
             )
         scaling = self.scale(slots)
         shift = scaling * r_key.square()  # R^2 = exp(shift) r_value^2; the exponential is left out
-        uniform = self.random((batch * heads, n), keys.device)
         signs, failed = walk(
             Lifted(keys, vectors, scaling, shift),
             walk_threshold(n, self.delta, self.constant),
             r_value.square(),
-            uniform,
+            uniform(streams.flatten(), n),
         )
         if self.on_fail == "raise" and bool(failed.any()):
             raise InputError(
@@ -134,29 +136,29 @@ class BalanceKV(SoftmaxBalance):
             raise InputError(f"block={block!r} must be an int >= 2 (tokens)")
         self.block = block
 
-    def half(self, slots: Slots) -> Half:
+    def half(self, slots: Slots, streams: Tensor | None = None) -> Half:
         batch, heads, n = slots.keys.shape[:3]
-        blocks = -(-n // self.block)
-        fill = blocks * self.block - n
-        index = torch.arange(n + fill, device=slots.keys.device)
-        padded = slots
-        if fill:
-            where = index.clamp(max=n - 1).expand(batch, heads, -1)
-            padded = slots.take(where).only((index < n).expand(batch, heads, -1))
-        # [n] -> [block, blocks]: heads x blocks become the heads of the walk.
-        split = padded.map(
-            lambda t: (
-                t.reshape(batch, heads, self.block, blocks, *t.shape[3:])
-                .transpose(2, 3)
-                .reshape(batch, heads * blocks, self.block, *t.shape[3:])
-            )
-        )
-        signs, failed = self.signs(split)
-        signs = signs.view(batch, heads, blocks, self.block).transpose(2, 3).flatten(2)[..., :n]
+        streams = self.streams_for(slots) if streams is None else streams
         live = slots.live()
+        there = torch.ones_like(slots.keys[..., 0], dtype=torch.bool) if live is None else live
+        # Number i of a head's live slots goes to place i // own of block i % own, own being the
+        # number of blocks that this head needs.
+        number = there.cumsum(-1) - 1
+        own = (there.sum(-1, keepdim=True) - 1).clamp(min=0) // self.block + 1
+        blocks = int(own.max())
+        place = (number % own * self.block + number // own).masked_fill(~there, blocks * self.block)
+        column = torch.arange(n, device=place.device).expand_as(place)
+        source = place.new_full((batch, heads, blocks * self.block + 1), n)
+        source = source.scatter(-1, place, column)[..., :-1]
+        padded = slots.take(source.clamp(max=n - 1)).only(source < n)
+        # Heads x blocks become the heads of the walk.
+        split = padded.map(lambda t: t.reshape(batch, heads * blocks, self.block, *t.shape[3:]))
+        each = derived(streams.unsqueeze(-1), torch.arange(blocks, device=place.device))
+        signs, failed = self.signs(split, each.flatten(1))
+        signs = signs.reshape(batch, heads, -1).gather(-1, place.clamp(max=blocks * self.block - 1))
         if live is not None:  # dead slots go first
             signs = signs.masked_fill(~live, -2.0)
-        tie = self.random((batch, heads, n), signs.device)
+        tie = uniform(derived(streams, -1), n)
         kept = (signs + 0.5 * tie).topk(n // 2, dim=-1).indices
         real = torch.ones_like(kept, dtype=torch.bool)
         if live is not None:  # half of what a head really has

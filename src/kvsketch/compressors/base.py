@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .. import random_numbers
 from ..errors import InputError
 from ..slots import Observed, Slots
 
@@ -18,6 +19,10 @@ class Compressor(ABC):
 
     Input may be weighted (the output of an earlier compression) and may hold dead slots; the
     order of the slots is the order of the tokens, and the output keeps it.
+
+    What a row of the batch keeps depends on its own slots and queries, its number in the batch, the
+    seed and the calls before: neither on what other rows hold nor on how many there are, but for
+    the rounding of products that are computed together.
 
     Args:
         seed: seeds the object's own ``torch.Generator``; the same seed gives the same bytes.
@@ -35,6 +40,10 @@ class Compressor(ABC):
 
     #: how many of a prompt's last queries it looks at; None: all of them
     window: int | None = None
+
+    #: the numbers of its rows, int64 ``[batch]``, if they are part of a larger batch; None: 0, 1, 2
+    #: and so on. Rows of different numbers choose independently of each other.
+    rows: Tensor | None = None
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -72,9 +81,17 @@ class Compressor(ABC):
     def compress(self, slots: Slots, budget: int) -> Slots:
         """Reduce to exactly ``budget`` slots (0 <= budget < n); may use ``slots.score``."""
 
+    def streams(self, batch: int, heads: int, device: torch.device) -> Tensor:
+        """A fresh random stream for every row and head: keys, int64 ``[batch, heads]``. Takes one
+        number of the object's generator, so call it as often whatever the rows hold."""
+        rows = torch.arange(batch) if self.rows is None else self.rows
+        number = random_numbers.drawn(self.generator)
+        return random_numbers.streams(number, rows.to(device), heads)
+
     def random(self, shape: torch.Size | tuple[int, ...], device: torch.device) -> Tensor:
-        """Uniform float64 numbers in [0, 1) from the object's generator."""
-        return torch.rand(shape, generator=self.generator, dtype=torch.float64).to(device)
+        """Uniform float64 numbers in [0, 1) of a shape ``[batch, heads, ...]``, from fresh
+        ``streams``: a row's do not depend on how many other rows there are."""
+        return random_numbers.uniform(self.streams(shape[0], shape[1], device), *shape[2:])
 
     def __deepcopy__(self, memo: dict[int, object]) -> Compressor:
         """Copies continue the random stream from the same state (torch.Generator itself cannot be

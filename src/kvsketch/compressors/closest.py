@@ -9,17 +9,17 @@ from .groups import Groups
 
 #: Pairs are looked for within smaller ones: no worse, and less to compute.
 _PAIR_BLOCK = 256
-# Costs of pairs formed at a time, few enough to stay near the cache; and the width of the first of
-# two levels in which their least is found: torch's argmin takes ten times as long as its amin.
+# Costs of pairs formed at a time, few enough to stay near the cache.
 _BLOCK_COSTS = 1 << 17
-_WIDTH = 32
+#: What ``least`` takes the columns of a table by.
+WIDTH = 32
 # How much values count beside keys when pairs are chosen.
 _VALUES = 0.25
 
 
 def group_closest(
     keys: Tensor, values: Tensor, weight: Tensor, count: int, share: float
-) -> Groups | None:
+) -> tuple[Groups, Tensor]:
     """Group keys, with their values beside them, by merging the closest in rounds, each of which
     leaves all but ``share`` of the slots (``group_pairs``): a full page that is only a little too
     full takes one round, a prompt several.
@@ -36,7 +36,8 @@ def group_closest(
         share: in (0, 1/2].
 
     Returns:
-        None if ``group_pairs`` found too few in some round.
+        The groups, and bool ``[R]``: False for a row in which ``group_pairs`` found too few in
+        some round, whose groups mean nothing.
     """
     points = torch.cat([keys, values], dim=-1)
     live = (weight > 0).unsqueeze(-1)
@@ -53,23 +54,22 @@ def group_closest(
         for x in (points[..., :dim], points[..., dim:])
     ]
     points[..., dim:] *= _VALUES**0.5 * spread[0] / spread[1].clamp(min=1e-30)
-    index = None
+    index = found = None
     while True:
         n = points.shape[1]
         left = max(count, n - max(1, int(share * n)))
-        groups = group_pairs(points, weight, left)
-        if groups is None:
-            return None
+        groups, enough = group_pairs(points, weight, left)
         index = groups.index if index is None else groups.index.gather(1, index)
-        if left == count:
-            return Groups(index, count)
+        found = enough if found is None else found & enough
+        if left == count or not bool(found.any()):
+            return Groups(index, count), found
         total = groups.sum(weight.unsqueeze(-1))
         # In place: for a long prompt most of the time goes into memory never used before.
         points = groups.sum(points.mul_(weight.unsqueeze(-1))).div_(total.clamp(min=1e-30))
         weight = total.squeeze(-1)
 
 
-def group_pairs(points: Tensor, weight: Tensor, count: int) -> Groups | None:
+def group_pairs(points: Tensor, weight: Tensor, count: int) -> tuple[Groups, Tensor]:
     """Group by merging only the closest: n - count edges of the nearest-neighbour forest.
 
     What it costs to merge two slots is what k-means loses by it (Ward 1963): m1 m2 / (m1 + m2)
@@ -84,8 +84,8 @@ def group_pairs(points: Tensor, weight: Tensor, count: int) -> Groups | None:
         count: groups per row, 1 <= count < n.
 
     Returns:
-        None if some row's forest has too few edges: more than half its slots must go, or many
-        costs are equal.
+        The groups, and bool ``[R]``: False for a row whose forest has too few edges, because more
+        than half its slots must go or many costs are equal; its groups mean nothing.
     """
     rows, n, _ = points.shape
     live = weight > 0
@@ -98,15 +98,16 @@ def group_pairs(points: Tensor, weight: Tensor, count: int) -> Groups | None:
     price = cost.masked_fill(~falling, torch.inf)
     cheapest, index = price.topk(n - count, largest=False, sorted=True)
     taken = torch.arange(n - count, device=points.device) < wanted
-    if bool((taken & torch.isinf(cheapest)).any()):
-        return None
+    found = ~(taken & torch.isinf(cheapest)).any(1)
     taken = torch.zeros_like(live).scatter_(1, index, taken)
     root = torch.where(taken, partner, own)
     for _ in range((n - count).bit_length()):  # no path has more than n - count edges
         root = root.gather(1, root)
     number = (live & ~taken).cumsum(1) - 1
     spare = (total - wanted).clamp(max=count - 1)
-    return Groups(torch.where(live, number.gather(1, root), spare), count)
+    group = torch.where(live, number.gather(1, root), spare)
+    # Without enough edges a path may be a circle, which leads to no group.
+    return Groups(torch.where(found.unsqueeze(1), group, 0), count), found
 
 
 def _cheapest(points: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,8 +116,7 @@ def _cheapest(points: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, n, _ = points.shape
     blocks = max(1, round(n / _PAIR_BLOCK))
     each = -(-n // blocks)
-    folds = -(-each // _WIDTH)
-    size, whole = folds * _WIDTH, n // each
+    size, whole = -(-each // WIDTH) * WIDTH, n // each
 
     def blocked(x: Tensor) -> Tensor:
         """Blocks as rows, filled up with 0."""
@@ -140,11 +140,8 @@ def _cheapest(points: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         cost += norm.unsqueeze(2)
         cost /= extra.unsqueeze(2) + extra.unsqueeze(1)
         cost.diagonal(0, 1, 2).fill_(torch.inf)
-        # Column j is (j // _WIDTH, j % _WIDTH): the least over the former, then over the latter.
-        folded = cost.view(*cost.shape[:2], folds, _WIDTH)
-        low, column = folded.amin(2).min(-1)
-        at = column[..., None, None].expand(-1, -1, folds, 1)
-        partners.append(folded.gather(3, at).squeeze(3).argmin(-1) * _WIDTH + column)
+        low, column = least(cost)
+        partners.append(column)
         costs.append(low)
     start = each * torch.arange(blocks, device=points.device).view(1, -1, 1)
     partner = torch.cat(partners).view(rows, blocks, -1)[..., :each] + start
@@ -152,3 +149,13 @@ def _cheapest(points: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     # Costs below 0 are rounding; a slot without partners may have found one beyond the end.
     cost = found.reshape(rows, -1)[:, :n].clamp(min=0.0)
     return cost, partner.reshape(rows, -1)[:, :n].clamp(max=n - 1)
+
+
+def least(table: Tensor) -> tuple[Tensor, Tensor]:
+    """The least of every row of ``[R, n, m]``, m a multiple of ``WIDTH``, and its column: in two
+    levels, since torch's argmin takes ten times as long as its amin."""
+    # Column j is (j // WIDTH, j % WIDTH): the least over the former, then over the latter.
+    folded = table.view(*table.shape[:2], -1, WIDTH)
+    low, column = folded.amin(2).min(-1)
+    at = column[..., None, None].expand(-1, -1, folded.shape[2], 1)
+    return low, folded.gather(3, at).squeeze(3).argmin(-1) * WIDTH + column

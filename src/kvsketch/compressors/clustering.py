@@ -30,7 +30,13 @@ def group(
     steps: int,
     share: float,
 ) -> Groups:
-    """``group_closest`` with weights ``price``, or where that finds too few or ``share`` is 0,
-    ``group_keys`` with weights ``weight``. Arguments as theirs."""
-    closest = group_closest(keys, values, price, count, share) if share else None
-    return group_keys(keys, weight, count, steps) if closest is None else closest
+    """``group_closest`` with weights ``price``, or ``group_keys`` with weights ``weight``: where
+    that finds too few, row by row, and everywhere if ``share`` is 0. Arguments as theirs."""
+    if not share:
+        return group_keys(keys, weight, count, steps)
+    closest, found = group_closest(keys, values, price, count, share)
+    if bool(found.all()):
+        return closest
+    rows = (~found).nonzero().squeeze(1)
+    others = group_keys(keys[rows], weight[rows], count, steps)
+    return Groups(closest.index.index_copy(0, rows, others.index), count)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..random_numbers import derived
 from ..slots import Slots, compute_dtype
 from .base import Compressor
 
@@ -50,8 +51,18 @@ class Halving(Compressor):
         self.scaling = scaling
 
     @abstractmethod
-    def half(self, slots: Slots) -> Half:
-        """Choose half of an even number of slots; dead ones take part as zero vectors."""
+    def half(self, slots: Slots, streams: Tensor | None = None) -> Half:
+        """Choose half of an even number of slots; dead ones take part as zero vectors.
+
+        Args:
+            slots: ``[batch, heads, n, ...]``.
+            streams: keys of the random streams to use, int64 ``[batch, heads]``; None: fresh ones.
+        """
+
+    def streams_for(self, slots: Slots) -> Tensor:
+        """Fresh random streams for the rows and heads of ``slots``."""
+        batch, heads = slots.keys.shape[:2]
+        return self.streams(batch, heads, slots.keys.device)
 
     def scale(self, slots: Slots) -> float:
         return slots.keys.shape[-1] ** -0.5 if self.scaling is None else self.scaling
@@ -59,11 +70,14 @@ class Halving(Compressor):
     def compress(self, slots: Slots, budget: int) -> Slots:
         if budget == 0:
             return slots.narrow(0, 0)
+        streams, rounds = self.streams_for(slots), 0
         while slots.count > budget:
-            slots = self._reduce(slots, max(budget, (slots.count + 1) // 2))
+            target = max(budget, (slots.count + 1) // 2)
+            slots = self._reduce(slots, target, derived(streams, rounds))
+            rounds += 1
         return slots
 
-    def _reduce(self, slots: Slots, target: int) -> Slots:
+    def _reduce(self, slots: Slots, target: int, streams: Tensor) -> Slots:
         """To ``target`` slots, at least half of what there is."""
         n = slots.count
         live = slots.live()
@@ -85,7 +99,7 @@ class Halving(Compressor):
             within = column[:width] < 2 * excess
             chosen = torch.where(within, chosen, n).sort(dim=-1).values
             part = slots.take(chosen.clamp(max=n - 1)).only(within)
-            half = self.half(part)
+            half = self.half(part, streams)
             kept = chosen.gather(-1, half.index).clamp(max=n - 1)
             index = torch.cat([kept, index], dim=-1)
             real = torch.cat([half.real & within.gather(-1, half.index), real], dim=-1)

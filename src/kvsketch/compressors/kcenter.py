@@ -22,7 +22,7 @@ class KCenter(Compressor):
     the shorter traversal. A periodic recompression therefore needs no new one: the few fresh
     tokens (score 0) get their distance to everything older and the smallest distances go. That is
     SubGen's online rule (a new center only if farther than delta from all) with delta set so that
-    the budget is met. When over a quarter of the slots is fresh, the traversal is done anew.
+    the budget is met. A head over a quarter of whose slots is fresh does the traversal anew.
     """
 
     name = "kcenter"
@@ -33,12 +33,10 @@ class KCenter(Compressor):
             return slots.narrow(0, 0)
         keys = slots.keys.float()
         live = slots.live()
-        fresh_count = slots.count if slots.score is None else _trailing_fresh(slots.score)
-        if 4 * fresh_count > slots.count or slots.score is None:
+        if slots.score is None:
             distance = farthest_first(keys, live, budget)
         else:
-            fresh = _distance_to_older(keys, live, fresh_count)
-            distance = torch.cat([slots.score[..., :-fresh_count], fresh], dim=-1)
+            distance = _updated(slots.score, keys, live, budget)
         slots = replace(slots, score=distance)
         return keep_top(slots, distance, budget)
 
@@ -78,10 +76,24 @@ def farthest_first(keys: Tensor, live: Tensor | None, budget: int) -> Tensor:
     return inserted.reshape(batch, heads, n)
 
 
-def _trailing_fresh(score: Tensor) -> int:
-    """How many slots at the end carry no score yet, in the head that has most of them."""
-    scored = (score > 0).any(0).any(0)
-    return int(scored.flip(0).to(torch.uint8).argmax()) if bool(scored.any()) else score.shape[-1]
+def _updated(score: Tensor, keys: Tensor, live: Tensor | None, budget: int) -> Tensor:
+    """Insertion distances where some slots, but for those at the end, have theirs already."""
+    n = score.shape[-1]
+    scored = (score > 0).flip(-1)
+    fresh = scored.to(torch.uint8).argmax(-1)  # slots at the end without a score
+    fresh = torch.where(scored.any(-1), fresh, n)
+    anew = 4 * fresh > n
+    most = int(fresh.masked_fill(anew, 0).max())
+    if most:
+        distance = _distance_to_older(keys, live, most)
+        mine = torch.arange(most, 0, -1, device=score.device) <= fresh.unsqueeze(-1)
+        last = torch.where(mine, distance, score[..., n - most :])
+        score = torch.cat([score[..., : n - most], last], dim=-1)
+    if bool(anew.any()):
+        some = None if live is None else live[anew].unsqueeze(0)
+        distance = farthest_first(keys[anew].unsqueeze(0), some, budget)[0]
+        score = score.masked_scatter(anew.unsqueeze(-1), distance)
+    return score
 
 
 def _distance_to_older(keys: Tensor, live: Tensor | None, fresh_count: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..random_numbers import uniform
 from ..slots import Slots
 from .balance import Decide, Lifted, Vectors, balance
 from .halving import Half, Halving, flat, with_mass
@@ -46,8 +47,9 @@ class _PairHalving(Halving):
     serves numerator and denominator.
     """
 
-    def half(self, slots: Slots) -> Half:
+    def half(self, slots: Slots, streams: Tensor | None = None) -> Half:
         batch, heads, n = slots.keys.shape[:3]
+        streams = self.streams_for(slots) if streams is None else streams
         live = slots.live()
         if live is not None:  # a pair is dead or alive as far as that goes
             order = live.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
@@ -57,7 +59,7 @@ class _PairHalving(Halving):
         scaling = self.scale(slots)
         shift = scaling * keys.square().sum(-1).amax(-1)
         pairs = _Pairs(Lifted(keys, vectors, scaling, shift))
-        signs = balance(pairs, self.decide(pairs)).view(batch, heads, -1)
+        signs = balance(pairs, self.decide(pairs, streams.flatten())).view(batch, heads, -1)
         second = signs < 0
         if live is not None:  # of a live and a dead one the live one stays
             second &= live[..., 1::2]
@@ -68,8 +70,8 @@ class _PairHalving(Halving):
         return Half(index, real, real.new_zeros(batch, heads))
 
     @abstractmethod
-    def decide(self, pairs: _Pairs) -> Decide:
-        """A fresh rule for the signs; +1 keeps the first of a pair."""
+    def decide(self, pairs: _Pairs, streams: Tensor) -> Decide:
+        """A fresh rule for the signs; +1 keeps the first of a pair. ``streams``: ``[R]``."""
 
 
 class KernelHalving(_PairHalving):
@@ -92,8 +94,8 @@ class KernelHalving(_PairHalving):
             raise InputError(f"delta={delta!r} must lie in (0, 1)")
         self.delta = delta
 
-    def decide(self, pairs: _Pairs) -> Decide:
-        uniform = self.random((pairs.rows, pairs.count), pairs.singles.keys.device)
+    def decide(self, pairs: _Pairs, streams: Tensor) -> Decide:
+        chance = uniform(streams, pairs.count)
         spread = pairs.singles.keys.new_zeros(pairs.rows)  # sigma^2 of the sub-Gaussian signed sum
         factor = 2 * math.log(2 / self.delta)
 
@@ -103,7 +105,7 @@ class KernelHalving(_PairHalving):
             limit = limit.clamp(min=torch.finfo(limit.dtype).tiny)
             ratio = spread / limit
             spread.add_(norm * (1 + (norm / limit - 2) * ratio).clamp(min=0.0))
-            up = uniform[:, step] < 0.5 - pending / (2 * limit)
+            up = chance[:, step] < 0.5 - pending / (2 * limit)
             return torch.where(up, 1.0, -1.0).to(pending.dtype)
 
         return rule
@@ -123,8 +125,8 @@ class GreedyHalving(_PairHalving):
     name = "greedy_halving"
     paper = "ours"
 
-    def decide(self, pairs: _Pairs) -> Decide:
-        coin = self.random((pairs.rows, pairs.count), pairs.singles.keys.device) < 0.5
+    def decide(self, pairs: _Pairs, streams: Tensor) -> Decide:
+        coin = uniform(streams, pairs.count) < 0.5
 
         def rule(pending: Tensor, norm: Tensor, step: int) -> Tensor:
             tie = torch.where(coin[:, step], 1.0, -1.0).to(pending.dtype)

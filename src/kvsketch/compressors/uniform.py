@@ -49,8 +49,9 @@ def inclusion_probabilities(size: Tensor, budget: int) -> Tensor:
     have a positive size). ``size``: float64 ``[batch, heads, n]``, >= 0."""
     total = size.sum(-1, keepdim=True)
     plain = size * (budget / total.clamp(min=1e-300))
-    if bool((plain <= 1).all()) and bool((total > 0).all()):
-        return plain  # nothing to cap
+    free = (plain <= 1).all(-1, keepdim=True)  # nothing to cap
+    if bool(free.all()):
+        return plain
     ordered = size.sort(dim=-1, descending=True).values
     rest = ordered.flip(-1).cumsum(-1).flip(-1)  # sum of this size and all smaller ones
     capped = torch.arange(size.shape[-1], device=size.device)
@@ -60,4 +61,5 @@ def inclusion_probabilities(size: Tensor, budget: int) -> Tensor:
     fits = (ordered <= tau) & (left > 0)
     first = fits.to(torch.uint8).argmax(-1, keepdim=True)
     tau = torch.where(fits.any(-1, keepdim=True), tau.gather(-1, first), 0.0)
-    return torch.where(size > 0, (size / tau.clamp(min=1e-300)).clamp(max=1.0), 0.0)
+    below = torch.where(size > 0, (size / tau.clamp(min=1e-300)).clamp(max=1.0), 0.0)
+    return torch.where(free, plain, below)

@@ -58,10 +58,17 @@ class Windowed:
     def reset(self) -> None:
         """Forget what the method holds."""
         self.compressor.reset()
+        self.compressor.rows = None
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Queries held for a fit belong to other rows now: forget them."""
+        """Queries held for a fit belong to other rows now: forget them. Rows are numbered anew."""
         self.compressor.reset()
+        self.compressor.rows = None
+
+    def number_rows(self, rows: Tensor) -> None:
+        """Say that the rows are part of a larger batch and which ones (int64 ``[batch]``): they
+        then keep from here on what they would keep there."""
+        self.compressor.rows = rows
 
     def tensors(self) -> list[Tensor]:
         """What the method holds."""

@@ -11,10 +11,14 @@ from torch import Tensor
 
 from ..compressors import SoftmaxBalance
 from ..errors import InputError, at_least
+from ..random_numbers import derived
 from ..slots import Slots
 from .base import Sketch, merged_options
 from .levels import Levels
-from .merge_reduce import batch_for, even
+from .merge_reduce import batch_for, even, most_slots
+
+# What a budget is for: the denominator and so many buckets.
+_BUCKETS = 3
 
 
 class BalanceKVStreaming(Sketch):
@@ -25,6 +29,11 @@ class BalanceKVStreaming(Sketch):
     tokens become slots (k, 2^l v, 0). One more instance, on (k, 1), gives the slots (k, 0, 2^l).
     Buckets with 2^i <= eps/(2n) e^(-r^2/sqrt(d)) v_max are erased (line 9 prints 2^n; the proof of
     Theorem 3.1 needs 2n). Values of norm 0 enter no bucket, only the denominator.
+
+    How many slots there are depends on the values: in a batch the fullest row decides. In a cache
+    that changes nothing for the others while no row needs more than the denominator and three
+    buckets of the same size (``reserved``); beyond that, it decides when the exact tokens of all
+    rows are taken in.
 
     Bound (Theorem 3.1), with ``kvsketch.theory.balancekv`` for the batch size: error at most
     eps |softmax(Kq)|_2 |V|_F, in O*(d t log(n/t)) memory per bucket.
@@ -94,7 +103,7 @@ class BalanceKVStreaming(Sketch):
     def for_budget(cls, slots: int, seed: int = 0, **options: Any) -> BalanceKVStreaming:
         """A batch size for about ``slots`` slots over 2^20 tokens, if the values fall into three
         buckets; more buckets take more."""
-        size = options.pop("batch_size", None) or batch_for(slots, instances=4)
+        size = options.pop("batch_size", None) or batch_for(slots, instances=1 + _BUCKETS)
         return cls(**merged_options(options, batch_size=size), seed=seed)
 
     @property
@@ -105,6 +114,12 @@ class BalanceKVStreaming(Sketch):
         if self.buckets:
             total = total + self._split(self._numerator().failed).sum(-1)
         return total + self.state["beyond"]
+
+    @property
+    def reserved(self) -> int:
+        """The denominator, and as many buckets as ``for_budget`` counts on."""
+        most = most_slots(self.batch_size, self.seen, self.levels)
+        return most + min(self.seen, _BUCKETS * most)
 
     @property
     def buckets(self) -> int:
@@ -148,6 +163,7 @@ class BalanceKVStreaming(Sketch):
         self.state["beyond"] = self.state["beyond"] + beyond.sum(-1)
         self.state["v_max"] = torch.maximum(self.state["v_max"], norm.amax(-1))
         self.state["k_max"] = torch.maximum(self.state["k_max"], key_norm.amax(-1))
+        keys = self.streams()
         number = torch.frexp(norm).exponent  # 2^(i-1) <= norm < 2^i
         bucketed = norm > self._erased_below().unsqueeze(-1)
         if bool(bucketed.any()):
@@ -159,9 +175,17 @@ class BalanceKVStreaming(Sketch):
                 self._numerator().start(self._spread(new.narrow(0, 1)))
             index = torch.arange(self.buckets, device=norm.device) + self.meta["lowest"]
             mine = (number.unsqueeze(2) == index.view(1, 1, -1, 1)) & bucketed.unsqueeze(2)
-            self._numerator().push(0, self._spread(new), mine.flatten(1, 2))
+            self._numerator().push(
+                0, self._spread(new), mine.flatten(1, 2), self._bucket_keys(keys)
+            )
         self._erase()
-        denominator.push(0, _ones(new), there)
+        denominator.push(0, _ones(new), there, self.streams())
+
+    def _bucket_keys(self, keys: Tensor) -> Tensor:
+        """Random streams of the buckets, ``[batch, heads * buckets]``: those of a bucket depend on
+        its own number, not on which others there are."""
+        number = torch.arange(self.buckets, device=keys.device) + self.meta["lowest"]
+        return derived(keys.unsqueeze(-1), number).flatten(1)
 
     def _erased_below(self) -> Tensor:
         """eps/(2n) e^(-r^2/sqrt(d)) v_max, ``[batch, heads]``."""
@@ -184,6 +208,8 @@ class BalanceKVStreaming(Sketch):
         levels.erase(gone.flatten(1, 2))
         unneeded = int(gone.all(0).all(0).long().cumprod(0).sum())
         if 0 < unneeded < self.buckets:
+            failed = self._split(levels.failed)[:, :, :unneeded].sum(-1)
+            self.state["beyond"] = self.state["beyond"] + failed  # failures are never forgotten
             levels.map_streams(lambda t: self._split(t)[:, :, unneeded:].flatten(1, 2))
             self.meta["buckets"] = self.buckets - unneeded
             self.meta["lowest"] = self.meta["lowest"] + unneeded
@@ -208,6 +234,7 @@ class BalanceKVStreaming(Sketch):
         for name in ("v_max", "k_max"):
             self.state[name] = torch.maximum(self.state[name], other.state[name])
         self.state["beyond"] = self.state["beyond"] + other.state["beyond"]
+        keys = self.streams()
         if other.buckets and not self.buckets:
             for name, tensor in other.state.items():
                 if name.startswith("numerator"):
@@ -218,8 +245,8 @@ class BalanceKVStreaming(Sketch):
             other = copy.deepcopy(other)
             self._cover(other.meta["lowest"], other.meta["lowest"] + other.buckets - 1)
             other._cover(self.meta["lowest"], self.meta["lowest"] + self.buckets - 1)
-            self._numerator().absorb(other._numerator())
-        self._denominator().absorb(other._denominator())
+            self._numerator().absorb(other._numerator(), self._bucket_keys(keys))
+        self._denominator().absorb(other._denominator(), self.streams())
         self._erase()
 
     @property

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from .. import random_numbers
 from ..compressors.base import all_finite
 from ..errors import InputError
 from ..slots import FIELDS, Slots
@@ -31,6 +32,10 @@ class Sketch(ABC):
     slots fill them up. Until nothing can fail any more, ``_extend`` and ``_merge`` replace entries
     of ``state`` instead of writing into tensors that are in use, so that an error leaves the
     sketch as it was.
+
+    What a row of the batch holds depends on its own tokens, its number in the batch, the seed and
+    the sizes of the chunks: neither on what other rows hold nor on how many there are, but for the
+    rounding of products that are computed together.
 
     Args:
         seed: seeds the object's own ``torch.Generator``; the same seed gives the same bytes.
@@ -58,6 +63,8 @@ class Sketch(ABC):
         self.seen = 0
         self.state: dict[str, Tensor] = {}
         self.meta: dict[str, Any] = {}
+        # Of one call: the number that its random numbers come from, and each head's next stream.
+        self._number, self._next = 0, torch.zeros(0, 0, dtype=torch.int64)
 
     @classmethod
     @abstractmethod
@@ -73,6 +80,13 @@ class Sketch(ABC):
         Raises:
             InputError: nothing was seen yet.
         """
+
+    @property
+    def reserved(self) -> int:
+        """Slots per KV head that a cache should set aside, for ``slots`` to be no more than these
+        whatever is in the fullest head: else one row of a batch would decide how much room is left
+        for the exact tokens of another. 0 where the number of tokens alone decides."""
+        return 0
 
     @abstractmethod
     def _extend(self, new: Slots, live: Tensor | None) -> None:
@@ -101,6 +115,7 @@ class Sketch(ABC):
         try:
             if not self.state:
                 self.meta["token"] = _token_layout(new)
+            self._renew()
             self._extend(new, live)
         except Exception:
             self._restore(before)
@@ -144,6 +159,7 @@ class Sketch(ABC):
             # Neither's next numbers: the other one may have used, or will use, those.
             self.generator.manual_seed(_mixed(self.generator, other.generator))
             if self.state:
+                self._renew()
                 self._merge(other)
             else:
                 self.state = {name: tensor.clone() for name, tensor in other.state.items()}
@@ -190,11 +206,17 @@ class Sketch(ABC):
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``fn`` (which acts on axis 0, the batch) to everything held: beam search,
-        repeating or selecting rows."""
+        repeating or selecting rows. Rows are numbered anew: 0, 1, 2 and so on."""
         self.state = {name: fn(tensor).contiguous() for name, tensor in self.state.items()}
+        self.meta.pop("rows", None)
         if self.state:
             batch = next(iter(self.state.values())).shape[0]
             self.meta["token"] = {**self.meta["token"], "batch": batch}
+
+    def number_rows(self, rows: Tensor) -> None:
+        """Say that the rows are part of a larger batch and which ones (int64 ``[batch]``): they
+        then hold from here on what they would hold there."""
+        self.meta["rows"] = rows.tolist()
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held, for byte counting."""
@@ -205,10 +227,33 @@ class Sketch(ABC):
         storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in self.tensors())}
         return sum(storages.values())
 
-    def random(self, *shape: int) -> Tensor:
-        """Uniform float64 numbers in [0, 1) from the object's generator, on the keys' device."""
-        numbers = torch.rand(shape, generator=self.generator, dtype=torch.float64)
-        return numbers.to(self.meta["token"]["device"])
+    def random(self, *shape: int, where: Tensor | None = None) -> Tensor:
+        """Uniform float64 numbers in [0, 1), ``[batch, heads, *shape]``; ``where`` as for
+        ``streams``."""
+        return random_numbers.uniform(self.streams(where), *shape)
+
+    def streams(self, where: Tensor | None = None) -> Tensor:
+        """A fresh random stream for every row and head: keys, int64 ``[batch, heads]``.
+
+        It is the head's next one within this ``extend`` or ``merge``, so that what other heads
+        take decides nothing.
+
+        Args:
+            where: bool ``[batch, heads]``, the heads that take one, by what they hold themselves;
+                the others' streams mean nothing. None: all.
+        """
+        found = random_numbers.derived(torch.tensor(self._number), self._next)
+        self._next = self._next + (1 if where is None else where)
+        return found
+
+    def _renew(self) -> None:
+        """Make random streams for the next call, by one number of the object's generator."""
+        if not self.randomised:
+            return
+        token = self.meta["token"]
+        rows = torch.tensor(self.meta.get("rows", range(token["batch"])), device=token["device"])
+        self._number = random_numbers.drawn(self.generator)
+        self._next = random_numbers.places(rows, token["heads"])
 
     def put(self, prefix: str, slots: Slots) -> None:
         """Store slots in ``state`` as ``prefix.keys``, ``prefix.values`` and so on."""

@@ -194,6 +194,11 @@ class HeadGroups:
             driver.map_batch(fn)
         self._observed = [observed.map_batch(fn) for observed in self._observed]
 
+    def number_rows(self, rows: Tensor) -> None:
+        """As ``Periodic.number_rows``, for every group."""
+        for driver in self.drivers:
+            driver.number_rows(rows)
+
     def crop(self, tokens: int) -> None:
         for driver in self.drivers:
             if driver.compressed and tokens:

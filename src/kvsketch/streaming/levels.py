@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..compressors import Halving
+from ..random_numbers import derived
 from ..slots import Slots
 from .base import Sketch, lengthened
 
@@ -43,7 +44,7 @@ class Levels:
     ) -> None:
         self.sketch, self.prefix = sketch, prefix
         self.halving, self.batch_size, self.top, self.careful = halving, batch_size, top, careful
-        halving.generator = sketch.generator
+        self._taken: Tensor | None = None  # random streams used for each stream of slots, ``[R]``
 
     @property
     def depth(self) -> int:
@@ -78,12 +79,14 @@ class Levels:
         self.sketch.state[f"{self.prefix}{level}.fill"] = zero
         self.sketch.meta[f"{self.prefix}.depth"] = level + 1
 
-    def push(self, level: int, new: Slots, there: Tensor) -> None:
+    def push(self, level: int, new: Slots, there: Tensor, keys: Tensor) -> None:
         """Append slots to a level of every stream, halving batches as they fill.
 
         Args:
             new: ``[batch, streams, q, ...]``.
             there: bool ``[batch, streams, q]``: which of them exist for a stream.
+            keys: of the random numbers, int64 ``[batch, streams]``; the same in all calls for one
+                object.
         """
         order = there.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
         left = there.sum(-1)
@@ -94,9 +97,9 @@ class Levels:
         packed = _with_mass(new.take(order[..., :width])).tensors()
         rows = (left.flatten() > 0).nonzero().squeeze(1)
         flat = {name: t.reshape(batch * streams, *t.shape[2:])[rows] for name, t in packed.items()}
-        self._push(level, rows, flat, left.flatten()[rows])
+        self._push(level, rows, flat, left.flatten()[rows], keys.flatten())
 
-    def _push(self, level: int, rows: Tensor, new: Flat, left: Tensor) -> None:
+    def _push(self, level: int, rows: Tensor, new: Flat, left: Tensor, keys: Tensor) -> None:
         """``push`` for some of the R streams: row i of ``new`` goes to stream ``rows[i]``."""
         done = torch.zeros_like(left)
         column = torch.arange(next(iter(new.values())).shape[1], device=rows.device)
@@ -115,22 +118,24 @@ class Levels:
             fill = fill.index_fill(0, full, 0)
             self.sketch.state[f"{self.prefix}{level}.fill"] = fill.view(self.fill(level).shape)
             if full.numel():
-                self._halve(level, full)
+                self._halve(level, full, keys)
             if not bool((done < left).any()):
                 return
 
-    def _halve(self, level: int, rows: Tensor) -> None:
+    def _halve(self, level: int, rows: Tensor, keys: Tensor) -> None:
         """Halve the full batches of some streams into the next level."""
         batch = self.held(level).narrow(0, self.batch_size)
         part = batch.map(lambda t: t.flatten(0, 1)[rows].unsqueeze(0))
-        half = self.halving.half(part)
+        taken = torch.zeros_like(keys) if self._taken is None else self._taken
+        half = self.halving.half(part, derived(keys[rows], taken[rows]).unsqueeze(0))
+        self._taken = taken.index_add(0, rows, torch.ones_like(rows))
         failed = self.failed.flatten().index_add(0, rows, half.failed[0].long())
         self.sketch.state[f"{self.prefix}.failed"] = failed.view(self.failed.shape)
         if level + 1 == self.depth:
             self._open(level + 1, self.held(level))
         kept = {name: t[0] for name, t in _with_mass(half.of(part)).tensors().items()}
         everything = torch.full_like(rows, self.batch_size // 2)
-        self._push(level + 1, rows, kept, everything)
+        self._push(level + 1, rows, kept, everything, keys)
 
     def _reserve(self, level: int, places: int) -> None:
         held = self.held(level)
@@ -158,14 +163,15 @@ class Levels:
             name = f"{self.prefix}{level}.fill"
             self.sketch.state[name] = self.sketch.state[name].masked_fill(gone, 0)
 
-    def absorb(self, other: Levels) -> None:
-        """Push every level of other streams onto these; ``other`` stays as it is."""
+    def absorb(self, other: Levels, keys: Tensor) -> None:
+        """Push every level of other streams onto these; ``other`` stays as it is. ``keys`` as for
+        ``push``."""
         for level in range(other.depth):
             while level >= self.depth:
                 self._open(self.depth, other.held(level))
             held, fill = other.held(level), other.fill(level)
             column = torch.arange(held.count, device=fill.device)
-            self.push(level, held, column < fill.unsqueeze(-1))
+            self.push(level, held, column < fill.unsqueeze(-1), keys)
         name = f"{self.prefix}.failed"
         self.sketch.state[name] = self.sketch.state[name] + other.failed
 

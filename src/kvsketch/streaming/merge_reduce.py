@@ -83,10 +83,11 @@ class MergeReduce(Sketch):
         levels = self._levels()
         if not levels.depth:
             levels.start(new)
-        levels.push(0, new, torch.ones_like(new.keys[..., 0]).bool() if live is None else live)
+        there = torch.ones_like(new.keys[..., 0]).bool() if live is None else live
+        levels.push(0, new, there, self.streams())
 
     def _merge(self, other: MergeReduce) -> None:
-        self._levels().absorb(other._levels())
+        self._levels().absorb(other._levels(), self.streams())
 
     @property
     def slots(self) -> Slots:
@@ -100,6 +101,16 @@ def even(name: str, value: object) -> int:
     if number % 2:
         raise InputError(f"{name}={value!r} must be even (a batch is halved)")
     return number
+
+
+def most_slots(batch_size: int, tokens: int, levels: int | None = None) -> int:
+    """What one merge-and-reduce tree may hold after so many tokens, or fewer."""
+    size = batch_size
+    used = (tokens // size).bit_length()  # levels that a half batch has come to
+    if levels is None or used < levels:
+        return min(tokens, size + used * size // 2)
+    last = tokens // (size << (levels - 1)) * size // 2
+    return min(tokens, size + (levels - 1) * size // 2 + last)
 
 
 def batch_for(slots: int, tokens: int = 1 << 20, instances: int = 1) -> int:

@@ -109,7 +109,8 @@ class OneDimensional(Sketch):
         check_queries(queries, both, None)
         scores = attention_scores(queries, both, scaling, None, None, None).flatten(2, 3).double()
         scores, lazy = scores[..., rest.count :], scores[..., : rest.count]
-        noise = self.random(draws, *scores.shape).log_().neg_().log_().neg_()  # Gumbel(0, 1)
+        self._renew()
+        noise = self._random(draws, *scores.shape[2:]).log_().neg_().log_().neg_()  # Gumbel(0, 1)
         noisy = (scores + noise).masked_fill(~self._alive("ends").unsqueeze(2), -torch.inf)
         if rest.count:
             # Lines 3 and 4. All keys of the rest lie between the two inner ends, so that the higher
@@ -133,11 +134,11 @@ class OneDimensional(Sketch):
         ``cutoff`` (``[draws, batch, heads, queries]``) at m random places, -inf elsewhere."""
         above = -torch.expm1(-torch.exp(-cutoff))  # Pr[Gumbel > cutoff]
         number = self._outside().double()[..., None].expand_as(above)
-        m = torch.binomial(number.cpu(), above.cpu(), generator=self.generator).to(above.device)
+        m = self._binomial(number, above)
         size = self._sampled()[..., None, None]
         m = m.long().unsqueeze(-1)
         self.meta["shortfalls"] = self.shortfalls + int((m > size).sum())
-        order = self.random(*cutoff.shape, scores.shape[-1])
+        order = self._random(len(cutoff), *scores.shape[2:])
         order = order.masked_fill(~self._alive("rest").unsqueeze(2), 2.0)
         rank = order.argsort(-1).argsort(-1)
         # m points spread over the reservoir as evenly as possible: at most one each if m <= R.
@@ -145,9 +146,23 @@ class OneDimensional(Sketch):
         copies = m // size + (rank < m % size)
         # The largest of c Gumbels above the cutoff: u^(1/c) is the largest of c uniform numbers,
         # and -log of a Gumbel's distribution function is an exponential variable.
-        low = -torch.expm1(self.random(*order.shape).log() / copies)
+        low = -torch.expm1(self._random(len(cutoff), *scores.shape[2:]).log() / copies)
         gumbel = -torch.log(-torch.log1p(-above.unsqueeze(-1) * low))
         return torch.where(copies > 0, scores + gumbel, -torch.inf)
+
+    def _random(self, draws: int, *shape: int) -> Tensor:
+        """``random`` for every draw, ``[draws, batch, heads, *shape]``."""
+        return self.random(draws, *shape).movedim(2, 0)
+
+    def _binomial(self, number: Tensor, chance: Tensor) -> Tensor:
+        """Binomial numbers, ``[draws, batch, ...]``: the rows one by one, each with a generator of
+        its own, since what a binomial number takes from it depends on its parameters."""
+        drawn = []
+        for row, key in enumerate(self.streams()[:, 0].tolist()):
+            generator = torch.Generator().manual_seed(key)
+            of_row = number[:, row].cpu(), chance[:, row].cpu()
+            drawn.append(torch.binomial(*of_row, generator=generator))
+        return torch.stack(drawn, dim=1).to(chance.device)
 
     def _extend(self, new: Slots, live: Tensor | None) -> None:
         if new.keys.shape[3] != 1:
@@ -169,7 +184,7 @@ class OneDimensional(Sketch):
         self.put("ends", joined.take(order.gather(-1, column + middle * (column >= self.buffer))))
         if joined.count > 2 * self.buffer:
             left = joined.take(order[..., self.buffer : joined.count - self.buffer])
-            tags = self.random(*left.keys.shape[:3])
+            tags = self.random(left.count)
             none = torch.arange(left.count, device=order.device) >= middle
             self._sample_from(replace(left, score=tags.masked_fill(none, torch.inf)))
 

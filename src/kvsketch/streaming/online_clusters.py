@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from ..compressors.closest import WIDTH, least
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,10 @@ def assign(
     else to a new cluster that the point represents (Algorithm 1, lines 11-20).
 
     Equals the loop over single points. Distances to the representatives that are there come in
-    bulk; only the points beyond delta are gone through in order. Candidates for the nearest
-    representative come from a float32 (or float64) expansion of |x - k|^2; the comparison with
-    delta uses the difference itself.
+    bulk; only the points beyond delta are gone through in order. Distances come from an expansion
+    of |x - k|^2, whose rounding depends on what is multiplied together with it; where that could
+    decide anything, it is done again in float64. The comparison of single points with delta uses
+    the difference itself.
 
     Args:
         points: ``[R, c, d]``, floating point.
@@ -57,7 +62,7 @@ def assign(
     where = beyond.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
     candidates = _rows(points, where)
     open_ = beyond.gather(1, where)
-    close = _squared(candidates, candidates) <= limit.unsqueeze(1)
+    close = _within(candidates, limit)
     chosen = torch.zeros_like(open_)
     order = torch.arange(most, device=points.device)
     row = torch.arange(rows, device=points.device)
@@ -79,12 +84,12 @@ def assign(
         return Assignment(torch.where(live, old, 0), is_new, overflow)
     source = is_new.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :new_count]
     real = is_new.gather(1, source)
-    squared = _squared(points, _rows(points, source))
-    # A representative exists for its own point and later ones; its own distance is exactly 0.
+    # A representative exists for its own point and later ones.
     position = torch.arange(count, device=points.device)
-    squared.masked_fill_(source.unsqueeze(1) == position[None, :, None], 0.0)
-    squared.masked_fill_(~real.unsqueeze(1) | (source.unsqueeze(1) > position[:, None]), torch.inf)
-    nearest_new, new = squared.min(2)
+    given = torch.zeros_like(source.unsqueeze(1).expand(-1, count, -1), dtype=points.dtype)
+    given.masked_fill_(source.unsqueeze(1) > position[:, None], torch.inf)
+    given.masked_fill_(real.unsqueeze(1) & (source.unsqueeze(1) == position[:, None]), -torch.inf)
+    nearest_new, new = _least(points, _rows(points, source), real, given)
     take_new = is_new | (nearest_new < nearest)
     return Assignment(
         torch.where(live, torch.where(take_new, used.unsqueeze(1) + new, old), 0), is_new, overflow
@@ -98,22 +103,73 @@ def _nearest(points: Tensor, centers: Tensor, used: Tensor) -> tuple[Tensor, Ten
     if most == 0:
         far = torch.full((rows, count), torch.inf, dtype=points.dtype, device=points.device)
         return far, torch.zeros(rows, count, dtype=torch.int64, device=points.device)
-    centers = centers[:, :most]
-    # |k|^2 is the same for every center: leave it out of the search.
+    there = torch.arange(most, device=points.device) < used.unsqueeze(1)
+    return _least(points, centers[:, :most], there)
+
+
+def _least(
+    points: Tensor, centers: Tensor, there: Tensor, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Squared distance to, and number of, the nearest center; infinite, and any number, where there
+    is none.
+
+    Args:
+        points: ``[R, c, d]``.
+        centers: ``[R, M, d]``, M >= 1.
+        there: bool ``[R, M]``, which of them exist.
+        given: ``[R, c, M]``, infinite for pairs that must not meet, minus infinite for those that
+            must, 0 for all others.
+    """
+    extra = -centers.shape[1] % WIDTH
+    centers, there = F.pad(centers, (0, 0, 0, extra)), F.pad(there, (0, extra))
     norms = centers.square().sum(-1)
-    absent = torch.arange(most, device=points.device) >= used.unsqueeze(1)
-    norms = norms.masked_fill(absent, torch.inf).unsqueeze(1)
-    found = torch.baddbmm(norms, points, centers.transpose(1, 2), alpha=-2).argmin(2)
+    distance = _expanded(points, centers, norms.masked_fill(~there, torch.inf))
+    if given is not None:
+        given = F.pad(given, (0, extra))
+        distance += given
+    low, found = least(distance)
+    runner_up = distance.scatter_(2, found.unsqueeze(2), torch.inf).amin(2)
+    margin = _margin(points, norms.masked_fill_(~there, 0.0))
+    doubtful = (runner_up <= low + margin.squeeze(2)) & torch.isfinite(low)
+    if bool(doubtful.any()):
+        most = int(doubtful.sum(1).max())
+        where = doubtful.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
+        finer = centers.double()
+        norms = finer.square().sum(-1).masked_fill_(~there, torch.inf)
+        distance = _expanded(_rows(points, where).double(), finer, norms)
+        if given is not None:
+            distance += _rows(given, where)
+        mine = torch.where(doubtful.gather(1, where), least(distance)[1], found.gather(1, where))
+        found = found.scatter(1, where, mine)
     exact = (points - _rows(centers, found)).square().sum(-1)
-    return exact.masked_fill(used.unsqueeze(1) == 0, torch.inf), found
+    return exact.masked_fill(low == torch.inf, torch.inf), found
 
 
-def _squared(points: Tensor, others: Tensor) -> Tensor:
-    """|x - y|^2, ``[R, c, m]``."""
-    squared = torch.baddbmm(
-        others.square().sum(-1).unsqueeze(1), points, others.transpose(1, 2), alpha=-2
-    )
-    return squared.add_(points.square().sum(-1).unsqueeze(2)).clamp_(min=0.0)
+def _within(points: Tensor, limit: Tensor) -> Tensor:
+    """Whether points are within a squared distance (``[R, 1]``) of each other, ``[R, c, c]``."""
+
+    def above(points: Tensor) -> Tensor:
+        norms = points.square().sum(-1)
+        distance = _expanded(points, points, norms)
+        return distance.add_(norms.unsqueeze(2)).sub_(limit.unsqueeze(2))
+
+    difference = above(points)
+    close = difference <= 0
+    doubtful = difference.abs_() <= _margin(points, points.square().sum(-1))
+    if bool(doubtful.any()):
+        close = torch.where(doubtful, above(points.double()) <= 0, close)
+    return close
+
+
+def _expanded(points: Tensor, centers: Tensor, norms: Tensor) -> Tensor:
+    """|k|^2 - 2 <x, k>, ``[R, c, M]``: |x|^2 is the same for every center. ``norms``: |k|^2."""
+    return torch.baddbmm(norms.unsqueeze(1), points, centers.mT, alpha=-2)
+
+
+def _margin(points: Tensor, norms: Tensor) -> Tensor:
+    """More than rounding does to squared distances, ``[R, c, 1]``; ``norms``: |k|^2, ``[R, M]``."""
+    share = math.sqrt(points.shape[2]) * torch.finfo(points.dtype).eps
+    return share * (points.square().sum(-1) + norms.amax(1, keepdim=True)).unsqueeze(2)
 
 
 def _rows(tensor: Tensor, index: Tensor) -> Tensor:

@@ -348,6 +348,10 @@ class Periodic:
         self.error = None if self.error is None else fn(self.error)
         self._observed = [observed.map_batch(fn) for observed in self._observed]
 
+    def number_rows(self, rows: Tensor) -> None:
+        """Say which rows of a larger batch these are, for random choices to be theirs."""
+        self.compressor.number_rows(rows)
+
     def crop(self, tokens: int) -> None:
         """Forget the last ``tokens`` tokens; only possible while nothing was compressed.
 

@@ -42,6 +42,12 @@ class RowGroups:
         if rows != list(range(len(rows))):
             raise InputError(f"groups must hold every row of the batch once, got {rows}")
         self.groups = list(groups)
+        self._number()
+
+    def _number(self) -> None:
+        """A row's random choices are its own, whatever group it is in."""
+        for group in self.groups:
+            group.driver.number_rows(group.rows)
 
     @property
     def drivers(self) -> list[Periodic | HeadGroups]:
@@ -183,6 +189,7 @@ class RowGroups:
                 group.driver.map_batch(_rows(local[rows]))
                 groups.append(RowGroup(rows, group.driver))
         self.groups = groups
+        self._number()
 
     def tensors(self) -> list[Tensor]:
         return [tensor for driver in self.drivers for tensor in driver.tensors()]

@@ -179,7 +179,8 @@ class SlidingWindowSampled(SlidingWindow):
         scores = attention_scores(queries, window, scaling, None, None, None).flatten(2, 3).double()
         rest = outside.double().log()[..., None, None].expand(*scores.shape[:3], 1)
         chances = torch.cat([scores, rest], dim=-1).softmax(-1)
-        drawn = self.random(*scores.shape[:3], draws)
+        self._renew()
+        drawn = self.random(scores.shape[2], draws)
         index = torch.searchsorted(chances.cumsum(-1), drawn, right=True).clamp_(max=window.count)
         reservoir = torch.arange(draws, device=index.device) % self.samples
         index = torch.where(index == window.count, window.count + reservoir, index)
@@ -235,4 +236,4 @@ class SlidingWindowSampled(SlidingWindow):
 
     def _draw(self) -> Tensor:
         """A uniform number per reservoir."""
-        return self.random(*self.state["reservoir"].shape[:3])
+        return self.random(self.samples)

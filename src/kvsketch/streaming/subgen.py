@@ -14,9 +14,8 @@ from .base import Sketch, lengthened, merged_options
 from .online_clusters import assign, within_cluster
 
 OVERFLOW = ("widen", "nearest", "error")
-# Tokens are clustered in blocks of this many, fewer where distances would take over 64 MB.
+# Tokens are clustered in blocks of this many.
 _BLOCK = 512
-_BLOCK_DISTANCES = 1 << 24
 
 
 class _Clusters(Sketch):
@@ -73,6 +72,11 @@ class _Clusters(Sketch):
         return self.state["delta"]
 
     @property
+    def reserved(self) -> int:
+        """With ``max_clusters`` all that these may take; without it there is no bound."""
+        return self.t * (self.max_clusters or 0)
+
+    @property
     def overflowed(self) -> Tensor:
         """Tokens that found no cluster within delta and no room for a new one
         (``overflow="nearest"``), int64 ``[batch, heads]``."""
@@ -127,6 +131,8 @@ class _Clusters(Sketch):
             weight: float64 ``[batch, heads, points]``: tokens each point stands for, 0 for none.
         """
         batch, heads, count = weight.shape
+        if not bool((weight > 0).any()):
+            return
         rows = batch * heads
         origin = self.state["origin"].unsqueeze(2)
         flat = (points - origin).reshape(rows, count, -1)
@@ -147,7 +153,10 @@ class _Clusters(Sketch):
         # Line 16: at its arrival a point of weight w takes each sample with probability
         # w / (size of the cluster with it). The last one that did is what the loop leaves there.
         chance = torch.where(weights > 0, weights / size.clamp(min=1), 0.0).unsqueeze(2)
-        hit = self.random(rows, count, self.t) < chance
+        # Only heads that have points here take random numbers: others may be here because of
+        # neighbours, to widen or with more clusters.
+        takes_part = (weight > 0).any(-1)
+        hit = self.random(count, self.t, where=takes_part).flatten(0, 1) < chance
         r, c, j = hit.nonzero(as_tuple=True)
         target = (r * before.shape[1] + cluster[r, c]) * self.t + j
         last = torch.full((rows * before.shape[1] * self.t,), -1, device=c.device)
@@ -179,25 +188,27 @@ class _Clusters(Sketch):
                 known[r, found.cluster[r, c]] = flat[r, c]
                 own = known.gather(1, found.cluster.unsqueeze(2).expand_as(flat))
                 away = (flat - own).square().sum(2) > delta.square().unsqueeze(1).to(flat.dtype)
-                lost = (away & (weights > 0)).sum(1)
+                lost = (away & (weights > 0) & found.overflow.unsqueeze(1)).sum(1)
                 self.state["overflowed"] = self.state["overflowed"] + lost.view(
                     self.state["overflowed"].shape
                 )
                 return found.cluster, found.is_new
-            wide = torch.where(found.overflow, 2 * delta, delta)
-            self._widen(wide.view(self.state["delta"].shape))
+            self._widen(2 * self.state["delta"], found.overflow.view(self.state["delta"].shape))
 
-    def _widen(self, delta: Tensor) -> None:
-        """Cluster the clusters again with a larger delta (the doubling idea of Charikar et al.,
-        which SubGen cites): the policy ``overflow="widen"``."""
-        old = {name: self.state[name] for name in ("count", "center")}
-        samples = self.get("cluster")
-        self.state["delta"] = delta
-        self.state["count"] = old["count"][..., :0]
-        self.state["center"] = old["center"][..., :0, :]
-        self.put("cluster", samples.narrow(0, 0))
-        if old["count"].shape[2]:
-            self._absorb(old["center"] + self.state["origin"].unsqueeze(2), old["count"], samples)
+    def _widen(self, delta: Tensor, heads: Tensor) -> None:
+        """Cluster the clusters of some heads (bool ``[batch, heads]``) again with a larger delta
+        (the doubling idea of Charikar et al., which SubGen cites): the policy
+        ``overflow="widen"``."""
+        count, center, samples = self.state["count"], self.state["center"], self.get("cluster")
+        self.state["delta"] = torch.where(heads, delta, self.state["delta"])
+        left = count.masked_fill(heads.unsqueeze(-1), 0.0)
+        most = int((left > 0).sum(-1).max())  # clones: clusters are written in place
+        self.state["count"] = left[..., :most].clone()
+        self.state["center"] = center[..., :most, :].clone()
+        self.put("cluster", samples.narrow(0, most * self.t).map(torch.clone))
+        if count.shape[2]:
+            points = center + self.state["origin"].unsqueeze(2)
+            self._absorb(points, count * heads.unsqueeze(-1), samples)
 
     def _absorb(self, centers: Tensor, counts: Tensor, samples: Slots) -> None:
         """Take in whole clusters, in the order of their age."""
@@ -212,8 +223,9 @@ class _Clusters(Sketch):
 
     def _merge(self, other: _Clusters) -> None:
         delta = torch.maximum(self.state["delta"], other.state["delta"])
-        if bool((delta > self.state["delta"]).any()):
-            self._widen(delta)
+        larger = delta > self.state["delta"]
+        if bool(larger.any()):
+            self._widen(delta, larger)
         self._absorb(
             other.state["center"] + other.state["origin"].unsqueeze(2),
             other.state["count"],
@@ -304,6 +316,10 @@ class SubGen(_Clusters):
         cap = max(1, (slots - s) // t)
         return cls(**merged_options(options, s=s, t=t, max_clusters=cap), seed=seed)
 
+    @property
+    def reserved(self) -> int:
+        return self.s + super().reserved if self.max_clusters else 0
+
     def _start(self, new: Slots, live: Tensor) -> None:
         super()._start(new, live)
         self.state["mu"] = live.new_zeros(live.shape[:2], dtype=torch.float64)
@@ -318,7 +334,7 @@ class SubGen(_Clusters):
         upper = weight.cumsum(-1)
         total = upper[..., -1:]
         mu = self.state["mu"].unsqueeze(-1)
-        at = self.random(*weight.shape[:2], self.s) * (mu + total) - mu
+        at = self.random(self.s) * (mu + total) - mu
         hit = (at >= 0) & (total > 0)
         # Rounding must not lead past the last token that has a weight.
         final = torch.where(weight > 0, torch.arange(weight.shape[2], device=mu.device), 0).amax(-1)
@@ -334,7 +350,7 @@ class SubGen(_Clusters):
         assert isinstance(other, SubGen)
         super()._merge(other)
         mine, theirs = self.state["mu"].unsqueeze(-1), other.state["mu"].unsqueeze(-1)
-        hit = self.random(*mine.shape[:2], self.s) * (mine + theirs) >= mine
+        hit = self.random(self.s) * (mine + theirs) >= mine
         target = (hit & (theirs > 0)).flatten().nonzero().squeeze(1)
         self._write("sample", target, other.get("sample"), target)
         self.state["mu"] = self.state["mu"] + other.state["mu"]

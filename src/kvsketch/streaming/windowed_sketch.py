@@ -11,7 +11,7 @@ from torch import Tensor
 from ..compressors.base import check_input
 from ..compressors.windowed import check_window, split
 from ..slots import Observed, Slots
-from .base import Sketch
+from .base import Sketch, lengthened
 
 
 class WindowedSketch:
@@ -20,6 +20,9 @@ class WindowedSketch:
 
     Between calls it remembers the sketch, so the slots handed back must come in again, with the
     new tokens behind them. The sketch's own state and its slots are both held (and counted).
+
+    Dead slots fill up what the sketch asks to have ``reserved``: how many exact tokens fit beside
+    it, and so when a cache compresses, is then the same whatever other rows of a batch hold.
 
     Args:
         build: makes the sketch for a number of slots, at the first compression.
@@ -47,6 +50,7 @@ class WindowedSketch:
     def reset(self) -> None:
         """Forget the sketch."""
         self.sketch: Sketch | None = None
+        self._rows: Tensor | None = None
         self._sinks = self._window = 0  # sink and recent as far as the first budget had room
         self._dtype: torch.dtype | None = None  # of the values that came in first
         self._before = 0  # slots in front of the recent window: sinks and sketch
@@ -69,6 +73,8 @@ class WindowedSketch:
             self._window = min(self.recent, budget - self.least - self._sinks)
             first, middle, last = split(slots, self._sinks, self._window)
             self.sketch = self.build(budget - self._sinks - self._window)
+            if self._rows is not None:
+                self.sketch.number_rows(self._rows)
         else:
             first = slots.narrow(0, self._sinks)
             rest = slots.narrow(self._before, slots.count - self._before)
@@ -79,13 +85,23 @@ class WindowedSketch:
         self._dtype = self._dtype or slots.values.dtype
         self.sketch.extend(replace(middle, values=middle.values.to(self._dtype), score=None))
         middle = self.sketch.slots
+        room = self.sketch.reserved - middle.count
+        if room > 0:
+            middle = replace(middle, mass=middle.masses()).map(lambda t: lengthened(t, room))
         self._before = first.count + middle.count
         return Slots.cat([first, middle, last])
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply ``fn`` to the batch axis of what the sketch holds."""
+        """Apply ``fn`` to the batch axis of what the sketch holds; rows are numbered anew."""
+        self._rows = None
         if self.sketch is not None:
             self.sketch.map_batch(fn)
+
+    def number_rows(self, rows: Tensor) -> None:
+        """Say which rows of a larger batch these are, see ``Sketch.number_rows``."""
+        self._rows = rows
+        if self.sketch is not None:
+            self.sketch.number_rows(rows)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor the sketch holds."""

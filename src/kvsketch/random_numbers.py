@@ -1,0 +1,98 @@
+"""Uniform numbers by their place: number i of a stream depends on the stream's key and i alone.
+
+A generator that hands its numbers out one after the other gives a row of a batch other ones when
+its neighbours change. Here an object's ``torch.Generator`` gives one 64-bit number per call
+(``drawn``); from it every row and head gets the key of a stream of its own (``streams``), in which
+numbers are found by their coordinates (``uniform``), the same on every device.
+
+This is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA
+2014; constants as in Vigna's splitmix64.c): number i of key k is mix(k + (i + 1) gamma), mix being
+Stafford's 13th variant of MurmurHash3's finaliser. Keys of further streams take MurmurHash3's own
+finaliser instead, so that no key is one of the numbers. All of it is arithmetic modulo 2^64, which
+int64 tensors do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Numbers made at a time: 256 kB.
+_BLOCK = 1 << 15
+
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+#: a finaliser: shift right and xor, multiply, and again; then shift right and xor
+_Mix = tuple[int, int, int, int, int]
+_NUMBERS: _Mix = (30, 0xBF58476D1CE4E5B9 - (1 << 64), 27, 0x94D049BB133111EB - (1 << 64), 31)
+_KEYS: _Mix = (33, 0xFF51AFD7ED558CCD - (1 << 64), 33, 0xC4CEB9FE1A85EC53 - (1 << 64), 33)
+
+
+def drawn(generator: torch.Generator) -> int:
+    """A 64-bit number (signed). The generator moves on by as much whatever it is used for."""
+    return int(torch.randint(-(1 << 63), (1 << 63) - 1, (), generator=generator))
+
+
+def streams(number: int, rows: Tensor, heads: int) -> Tensor:
+    """Keys of independent streams, int64 ``[batch, heads]``.
+
+    Args:
+        number: what they all come from, ``drawn``.
+        rows: numbers of the rows, int64 ``[batch]``; equal ones get equal streams.
+        heads: how many there are in each.
+    """
+    return derived(torch.tensor(number), places(rows, heads))
+
+
+def places(rows: Tensor, heads: int) -> Tensor:
+    """A number for every row and head, int64 ``[batch, heads]``, 2^20 or more apart: room for as
+    many streams of a head. For fewer than 2^23 rows and 2^20 heads."""
+    return (rows.unsqueeze(1) << 40) + (torch.arange(heads, device=rows.device) << 20)
+
+
+def derived(keys: Tensor, numbers: Tensor | int) -> Tensor:
+    """Keys of further streams, one for each key and number (int64, broadcast together)."""
+    return _mixed(torch.as_tensor(numbers + 1) * _GAMMA + keys, _KEYS)
+
+
+def uniform(keys: Tensor, *shape: int) -> Tensor:
+    """The first numbers of every stream, float64 in [0, 1), ``[*keys.shape, *shape]``.
+
+    The number at (i, j, ...) is the one at its place in the row-major order of ``shape``: it does
+    not depend on the size of the first axis, but on that of the others.
+    """
+    count = math.prod(shape)
+    flat = keys.reshape(-1, 1)
+    place = torch.arange(1, count + 1, device=keys.device).mul_(_GAMMA)
+    numbers = torch.empty(len(flat), count, dtype=torch.float64, device=keys.device)
+    for rows, columns in _blocks(len(flat), count):
+        # The upper 53 bits: as many as float64 holds.
+        numbers[rows, columns] = _shifted(_mixed(flat[rows] + place[columns], _NUMBERS), 11)
+    return numbers.mul_(2.0**-53).view(*keys.shape, *shape)
+
+
+def _blocks(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
+    """Parts of a table, small enough for the cache: twice as fast as all of it, pass by pass."""
+    width = max(1, min(columns, _BLOCK))
+    height = _BLOCK // width
+    for start in range(0, rows, height):
+        for first in range(0, columns, width):
+            yield slice(start, start + height), slice(first, first + width)
+
+
+def _mixed(x: Tensor, mix: _Mix) -> Tensor:
+    """``x``, which is overwritten, mixed: a bijection that lets every bit depend on all."""
+    first, factor, second, other, third = mix
+    x ^= _shifted(x, first)
+    x *= factor
+    x ^= _shifted(x, second)
+    x *= other
+    x ^= _shifted(x, third)
+    return x
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """``x`` as an unsigned number shifted to the right; torch's own shift repeats the sign."""
+    return (x >> by).bitwise_and_((1 << (64 - by)) - 1)

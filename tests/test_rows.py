@@ -1,0 +1,478 @@
+"""What a row of a batch keeps does not depend on its neighbours, for every method.
+
+A row has its own tokens, queries and padding; its neighbours, and how many there are, change.
+Compared are the live slots: with how many dead ones a row is filled up is the fullest row's doing.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+from families import EVERY_METHOD, VOCABULARY, build
+from kvsketch import Observed, SketchCache, Slots
+from kvsketch.budget import Budget
+from kvsketch.compressors import HALVINGS, METHODS, make
+from kvsketch.random_numbers import derived, drawn, places, streams, uniform
+from kvsketch.streaming import (
+    ALL_METHODS,
+    SKETCHES,
+    BalanceKVStreaming,
+    MergeReduce,
+    OneDimensional,
+    Periodic,
+    SlidingWindowSampled,
+    SubGen,
+    SubGenCoupled,
+    windowed,
+)
+from kvsketch.streaming.online_clusters import assign
+
+HEADS, QUERY_HEADS, DIM = 2, 4, 6
+SIGNIFICANCE = 1e-3
+KINDS = ("spread", "clustered", "large")
+
+
+def row(kind, seed, n, dim=DIM):
+    """One row's keys, values and queries."""
+    g = torch.Generator().manual_seed(seed)
+    keys = torch.randn(1, HEADS, n, dim, generator=g)
+    values = torch.randn(1, HEADS, n, 3, generator=g)
+    queries = torch.randn(1, QUERY_HEADS, n, dim, generator=g)
+    if kind == "clustered":
+        centers = 4 * torch.randn(1, HEADS, 3, dim, generator=g)
+        keys = centers[:, :, torch.randint(3, (n,), generator=g)] + 0.01 * keys
+    elif kind == "large":  # values over three orders of magnitude
+        keys, values = 20 * keys, values * 1000.0 ** torch.rand(1, HEADS, n, 1, generator=g)
+    elif kind == "equal":  # all tokens: ties wherever a method compares
+        keys, values = keys[:, :, :1].expand_as(keys), values[:, :, :1].expand_as(values)
+    return keys, values, queries
+
+
+def batch(rows):
+    keys, values, queries = (torch.cat(parts).contiguous() for parts in zip(*rows, strict=True))
+    return Slots(keys, values), queries
+
+
+def batches(kind, n, dim=DIM):
+    """Batches that have a row in common, and its place in all of them."""
+    own = row(kind, 1, n, dim)
+    spread, clustered, large, equal = (
+        row(other, 7 + i, n, dim) for i, other in enumerate((*KINDS, "equal"))
+    )
+    yield 0, [[own], [own, spread], [own, clustered], [own, equal], [own, large, spread]]
+    yield 1, [[spread, own], [clustered, own], [equal, own], [large, own, spread]]
+
+
+def live_parts(slots, b):
+    """Row b's live slots, field by field and head by head, in their order."""
+    slots = Slots(slots.keys, slots.values, slots.masses())
+    live = slots.live()
+    live = torch.ones_like(slots.mass).bool() if live is None else live
+    return [t[b, h][live[b, h]] for t in slots.tensors().values() for h in range(HEADS)]
+
+
+def assert_same_row(one, b, other, c, exactly=True):
+    """Row b here is row c there: bit for bit, or but for rounding."""
+    for mine, theirs in zip(live_parts(one, b), live_parts(other, c), strict=True):
+        assert mine.shape == theirs.shape
+        if exactly:
+            assert torch.equal(mine, theirs)
+        else:
+            assert float((mine - theirs).norm()) <= 1e-5 * float(mine.norm())
+
+
+def dim_of(method):
+    return 1 if method == "one_dimensional" else DIM
+
+
+def is_exact(method):
+    """All but the one that solves equations: a batch of one row rounds differently."""
+    return method != "heavy_merge"
+
+
+# What the budget gives is 2, which takes many steps for each token.
+OPTIONS = {"balancekv_streaming": {"batch_size": 8}}
+CHUNKS = ((150, 1), (1, 25), (1, 16), (30, 1), (1, 9))  # sizes and how many: prompts and decoding
+TOKENS = sum(size * times for size, times in CHUNKS)
+
+
+def streamed(method, rows, padding=None, numbers=None, seed=5):
+    """A cache's slots after every group of chunks. ``padding``: tokens in front of each row that
+    do not exist."""
+    slots, queries = batch(rows)
+    cache = Periodic(windowed(method, 2, 5, seed, OPTIONS.get(method)), Budget(40), 4)
+    if numbers is not None:
+        cache.compressor.number_rows(torch.tensor(numbers))
+    live = torch.arange(TOKENS) >= torch.tensor(padding or [0] * len(rows)).unsqueeze(1)
+    seen, start = [], 0
+    for count, times in CHUNKS:
+        for _ in range(times):
+            part = slice(start, start + count)
+            cache.extend(slots.narrow(start, count))
+            there = None
+            if padding is not None and not bool(live[:, part].all()):
+                there = live[:, part]
+                cache.mark_padding(there)
+            observed = Observed(queries[:, :, part], 0.4, live=there)
+            cache.settle(observed, prefill=count > 1)
+            start += count
+        seen.append(cache.visible)
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_a_row_of_a_cache_is_what_it_is_beside_others(method, kind):
+    for b, (first, *others) in batches(kind, TOKENS, dim_of(method)):
+        expected = streamed(method, first)
+        for rows in others:
+            for one, other in zip(expected, streamed(method, rows), strict=True):
+                assert_same_row(one, b, other, b, is_exact(method))
+
+
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_a_row_told_its_number_is_what_it_is_in_the_batch(method):
+    own, other, third = (row("spread", seed, TOKENS, dim_of(method)) for seed in (1, 2, 3))
+    whole = streamed(method, [other, third, own])
+    alone = streamed(method, [own], numbers=[2])
+    pair = streamed(method, [own, other], numbers=[2, 0])
+    for one, mine, both in zip(whole, alone, pair, strict=True):
+        assert_same_row(one, 2, mine, 0, is_exact(method))
+        assert_same_row(one, 2, both, 0, is_exact(method))
+        assert_same_row(one, 0, both, 1, is_exact(method))
+
+
+@pytest.mark.parametrize("method", EVERY_METHOD)
+def test_answers_of_a_row_are_what_they_are_beside_others(method):
+    """Logits of a model: a prompt of 90 tokens and 25 further ones, read one by one."""
+    model = build("llama").double()
+    g = torch.Generator().manual_seed(0)
+    own, other, third = torch.randint(3, VOCABULARY, (3, 115), generator=g)
+
+    def logits(*rows):
+        ids = torch.stack(rows)
+        cache = SketchCache(model.config, method, budget=24, sink=2, recent=6, allocation="even")
+        with torch.no_grad():
+            steps = [model(ids[:, :90], past_key_values=cache, use_cache=True)]
+            for i in range(90, 115):
+                steps.append(model(ids[:, i : i + 1], past_key_values=cache, use_cache=True))
+        return torch.stack([step.logits[:, -1] for step in steps], dim=1)
+
+    first = logits(own, other)[0]
+    for found in (logits(own)[0], logits(own, third)[0], logits(own, third, other)[0]):
+        torch.testing.assert_close(found, first, rtol=1e-9, atol=1e-9)
+    second = logits(other, own)[1]
+    torch.testing.assert_close(logits(third, own)[1], second, rtol=1e-9, atol=1e-9)
+
+
+# merge_reduce: how much the fullest row holds decides how many exact tokens fit beside it, and
+# with padding that is not the same for all rows (``Sketch.reserved``). Its sketch is tested below.
+@pytest.mark.parametrize("own", [0, 20])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", sorted(set(ALL_METHODS) - {"merge_reduce"}))
+def test_padding_of_other_rows_changes_nothing(method, kind, own):
+    for b, (first, *others) in batches(kind, TOKENS, dim_of(method)):
+        expected = streamed(method, first, [own] * len(first))
+        for i, rows in enumerate(others):
+            padding = [(0, 60, 140)[(i + j) % 3] for j in range(len(rows))]
+            padding[b] = own
+            for one, other in zip(expected, streamed(method, rows, padding), strict=True):
+                assert_same_row(one, b, other, b, is_exact(method))
+
+
+@pytest.mark.parametrize("method", sorted({n for n, c in METHODS.items() if not c.needs_queries}))
+def test_dead_slots_of_other_rows_change_nothing(method):
+    """Any slots may be dead, in any pattern, in several compressions without windows."""
+    options = {"block": 16} if method == "balancekv" else {}
+    g = torch.Generator().manual_seed(0)
+    there = torch.rand(6, HEADS, 300, generator=g) < torch.tensor([1, 1, 0.9, 0.5, 0.2, 0.0]).view(
+        6, 1, 1
+    )
+    for b, (first, *others) in batches("spread", 300):
+        for own in there[[0, 2, 4]]:
+            found = []
+            for i, rows in enumerate([first, *others]):
+                live = torch.stack([there[(i + j) % 6] for j in range(len(rows))])
+                live[b] = own
+                slots = batch(rows)[0].only(live)
+                compressor = METHODS[method](seed=3, **options)
+                middle = compressor(slots.narrow(0, 270), 110)
+                found.append(compressor(Slots.cat([middle, slots.narrow(270, 30)]), 37))
+            for other in found[1:]:
+                assert_same_row(found[0], b, other, b)
+
+
+# A walk whose coins are not fair.
+OF_HALVINGS = {name: {"constant": 0.05} if "balance" in name else {} for name in HALVINGS}
+BUILDERS = {
+    **{name: lambda seed, cls=cls: cls.for_budget(60, seed=seed) for name, cls in SKETCHES.items()},
+    "balancekv_streaming": lambda seed: BalanceKVStreaming(batch_size=8, seed=seed),
+    "subgen that widens often": lambda seed: SubGen(s=7, t=3, max_clusters=3, seed=seed),
+    "subgen of one radius": lambda seed: SubGen(2.0, s=7, t=2, seed=seed),
+    "subgen with a cap": lambda seed: SubGen(
+        0.5, s=7, t=2, max_clusters=9, overflow="nearest", seed=seed
+    ),
+    "coupled with a cap": lambda seed: SubGenCoupled(t=2, max_clusters=20, seed=seed),
+    **{
+        f"merge_reduce of {name}": lambda seed, name=name, options=options: MergeReduce(
+            name, batch_size=16, levels=3, options=options, seed=seed
+        )
+        for name, options in OF_HALVINGS.items()
+    },
+    "balancekv_streaming that erases": lambda seed: BalanceKVStreaming(
+        batch_size=8, max_tokens=4, constant=0.01, eps=1.0, scaling=1e-6, seed=seed
+    ),
+}
+
+
+def tokens_of(name):
+    """More than a block of SubGen's; a merge-and-reduce tree takes many steps for each token."""
+    return 700 if "subgen" in name or "coupled" in name else 240
+
+
+def extended(name, rows, live=None, seed=3, start=0, stop=None):
+    """A sketch of tokens ``start`` to ``stop``, in chunks of all sizes."""
+    slots, _ = batch(rows)
+    slots = slots if live is None else slots.only(live)
+    sketch = BUILDERS[name](seed)
+    for count in (40, 1, 7, slots.count - 100, 20, 1, 31):
+        count = min(count, (stop or slots.count) - start)
+        sketch.extend(slots.narrow(start, count))
+        start += count
+    return sketch
+
+
+def assert_same_sketch_row(one, other, b):
+    assert_same_row(one.slots, b, other.slots, b)
+    for name in ("failures", "overflowed", "radius"):
+        if hasattr(one, name):
+            assert torch.equal(getattr(one, name)[b], getattr(other, name)[b])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_row_of_a_sketch_is_what_it_is_beside_others(name, kind):
+    for b, (first, *others) in batches(kind, tokens_of(name), dim_of(name)):
+        expected = extended(name, first)
+        for rows in others:
+            assert_same_sketch_row(expected, extended(name, rows), b)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_row_of_a_padded_sketch_is_what_it_is_beside_others(name):
+    """Padding in any pattern, so that rows take other numbers of tokens in with every chunk."""
+    g, n = torch.Generator().manual_seed(0), tokens_of(name)
+    there = torch.rand(5, 1, n, generator=g) < torch.tensor([1, 0.9, 0.5, 0.1, 0]).view(5, 1, 1)
+    there[2, :, : n // 3] = False
+    for b, (first, *others) in batches("spread", n, dim_of(name)):
+        for own in there[[0, 2]]:
+            live = torch.stack([own] * len(first))
+            expected = extended(name, first, live)
+            for i, rows in enumerate(others):
+                live = torch.stack([there[(i + j) % 5] for j in range(len(rows))])
+                live[b] = own
+                assert_same_sketch_row(expected, extended(name, rows, live), b)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_row_of_a_merge_is_what_it_is_beside_others(name):
+    n = tokens_of(name)
+    for b, (first, *others) in batches("spread", n, dim_of(name)):
+        merged = []
+        for rows in (first, *others):
+            sketch = extended(name, rows, stop=n - 100)
+            sketch.merge(extended(name, rows, seed=4, start=n - 100))
+            sketch.extend(batch(rows)[0].narrow(0, 50))
+            merged.append(sketch)
+        for other in merged[1:]:
+            assert_same_sketch_row(merged[0], other, b)
+
+
+def test_what_a_walk_balances_is_its_own_affair():
+    """The mass where a head has no values; beside heads that have some, too."""
+    keys, values, queries = row("spread", 1, 240)
+    empty, other = (keys, 0 * values, queries), row("spread", 2, 240)
+    name = "merge_reduce of softmax_balance"
+    assert_same_sketch_row(extended(name, [empty]), extended(name, [empty, other]), 0)
+
+
+def test_failures_of_erased_buckets_still_count():
+    """Whether or not another row still needs the bucket."""
+    name = "balancekv_streaming that erases"
+    keys, values, queries = row("spread", 1, 240)
+    values = torch.where(torch.arange(240).view(-1, 1) < 100, values, 1000 * values)
+    own, other = (keys, values, queries), row("spread", 2, 240)
+    alone, beside = extended(name, [own]), extended(name, [own, other])
+    assert alone.buckets < beside.buckets
+    assert_same_sketch_row(alone, beside, 0)
+
+
+def test_keys_go_to_the_nearest_cluster_beside_any_others():
+    """Clusters within clusters, so close that the rounding of products decides, and keys at a
+    distance of exactly delta: as float64 says, whatever else is multiplied."""
+    g = torch.Generator().manual_seed(0)
+    n, clusters = 512, 400
+    kind = torch.randint(3, (n,), generator=g)
+    far = (2048 * torch.randn(4, 3, 32, generator=g)).round()[:, kind]
+    points = (far + torch.randint(-1, 2, (4, n, 32), generator=g)) / 256  # exact in float64
+    centers = points[:, torch.randperm(n, generator=g)[:clusters]]
+    centers = centers + 0.002 * torch.randn(4, clusters, 32, generator=g)
+    live = torch.ones(4, n, dtype=torch.bool)
+    used = torch.tensor([clusters, 30, clusters, 0])
+    for delta in (1.0, 6 / 256, 5 / 256):  # the old clusters; more and more new ones
+        wide = torch.full((4,), delta, dtype=torch.float64)
+        whole = assign(points, live, centers, used, wide, used + n)
+        for r in range(4):
+            part, mine = slice(r, r + 1), centers[r : r + 1, : used[r]]
+            some = (x[part] for x in (used, wide, used + n))
+            alone = assign(points[part], live[part], mine, *some)
+            assert torch.equal(alone.cluster[0], whole.cluster[r])
+            assert torch.equal(alone.is_new[0], whole.is_new[r])
+        if delta == 1.0:
+            apart = torch.cdist(points[:1].double(), centers[:1].double())
+            assert torch.equal(whole.cluster[:1], apart.argmin(2))
+        fresh = points[3, whole.is_new[3]].double()
+        apart = torch.cdist(fresh, fresh, compute_mode="donot_use_mm_for_euclid_dist")
+        assert float(apart.fill_diagonal_(9.0).min()) > delta
+
+
+@pytest.mark.parametrize("make_sketch", [OneDimensional, SlidingWindowSampled])
+def test_a_row_of_draws_is_what_it_is_beside_others(make_sketch):
+    for b, (first, *others) in batches("spread", 300, 1):
+        draws = []
+        for rows in (first, *others):
+            slots, queries = batch(rows)
+            sketch = make_sketch(40, seed=1)
+            sketch.extend(slots)
+            drawn = [sketch.sample(queries[:, :, :9], 5) for _ in range(2)]
+            draws.append(torch.stack(drawn)[:, :, b])
+            assert not torch.equal(*drawn)
+        for other in draws[1:]:
+            assert torch.equal(draws[0], other)
+
+
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_the_generator_moves_on_by_as_much_whatever_the_batch(method):
+    """So that later calls are alike, too."""
+    states = []
+    for rows in (["spread"], ["equal", "large"], ["clustered", "clustered", "large"]):
+        slots, queries = batch(
+            [row(kind, i, TOKENS, dim_of(method)) for i, kind in enumerate(rows)]
+        )
+        reducer = windowed(method, 2, 5, 3)
+        part, start = slots.narrow(0, 0), 0
+        for count in (150, 60):
+            part = Slots.cat([part, slots.narrow(start, count)])
+            observed = Observed(queries[:, :, start : start + count], 0.4)
+            part = reducer(part, 40, observed)
+            start += count
+        holder = reducer.compressor if method in METHODS else reducer.sketch
+        states.append(holder.generator.get_state())
+    assert torch.equal(states[0], states[1])
+    assert torch.equal(states[0], states[2])
+
+
+RANDOM = {
+    "uniform": {},
+    "balancekv": {},
+    "kernel_halving": {},
+    "subgen": {},
+    "subgen_coupled": {},
+    "merge_reduce": {"halving": "kernel_halving"},
+    "balancekv_streaming": {"batch_size": 16},
+    "sliding_window_sampled": {"samples": 8},
+    "one_dimensional": {},
+}
+
+
+@pytest.mark.parametrize("method", RANDOM)
+def test_rows_and_heads_choose_independently(method):
+    """Of the same tokens, 12 rows of 2 heads keep 24 different samples."""
+    keys, values, _ = row("spread", 1, 150, dim_of(method))
+    slots = Slots(*(t[:, :1].expand(12, HEADS, *t.shape[2:]).contiguous() for t in (keys, values)))
+    kept = windowed(method, 2, 5, options=RANDOM[method])(slots, 40)
+    found = {t.numpy().tobytes() for t in kept.values.flatten(0, 1)}
+    assert len(found) == 12 * HEADS
+
+
+def test_numbers_are_those_of_splitmix64():
+    """Vigna's splitmix64.c with x = 1234567 (the values given on Rosetta Code)."""
+    expected = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    found = uniform(torch.tensor([1234567]), 5)
+    assert found.tolist() == [[(number >> 11) / 2**53 for number in expected]]
+
+
+def test_numbers_have_their_place():
+    keys = streams(7, torch.tensor([0, 5, 3]), 4)
+    whole = uniform(keys, 1000, 60)  # several blocks
+    assert whole.dtype == torch.float64
+    assert 0 <= float(whole.min()) < float(whole.max()) < 1
+    assert torch.equal(whole[:, :, :10], uniform(keys, 10, 60))
+    assert torch.equal(whole[1, 2], uniform(keys[1, 2], 1000, 60))
+    assert torch.equal(whole[1:], uniform(streams(7, torch.tensor([5, 3]), 4), 1000, 60))
+    assert torch.equal(whole, uniform(streams(7, torch.tensor([0, 5, 3]), 9)[:, :4], 1000, 60))
+    assert uniform(keys).shape == (3, 4)
+    assert uniform(keys, 0, 5).shape == (3, 4, 0, 5)
+    assert uniform(keys[:0], 5).shape == (0, 4, 5)
+
+
+def test_numbers_are_uniform_and_independent():
+    """Chi-square of single numbers, of their low bits, and of pairs: neighbours within a stream,
+    the same place in neighbouring rows, heads, further streams, and calls."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.arange(50)
+    first, second = (streams(drawn(generator), rows, 8) for _ in range(2))
+    x = uniform(first, 1000)
+    more = uniform(derived(first, 0), 1000), uniform(derived(first, 1), 1000)
+    pairs = {
+        "place": (x[..., :-1], x[..., 1:]),
+        "row": (x[:-1], x[1:]),
+        "head": (x[:, :-1], x[:, 1:]),
+        "call": (x, uniform(second, 1000)),
+        "further streams": more,
+        "a stream and a further one": (x, more[0]),
+        "keys of rows and heads": (x[0, 1:], x[1:8, 0]),
+    }
+    single = torch.bincount((100 * x).long().flatten(), minlength=100)
+    assert stats.chisquare(single).pvalue > SIGNIFICANCE
+    low = ((x * 2**53).long() % 64).flatten()
+    assert stats.chisquare(torch.bincount(low, minlength=64)).pvalue > SIGNIFICANCE
+    for name, (one, other) in pairs.items():
+        cells = (16 * one).long() * 16 + (16 * other).long()
+        counts = torch.bincount(cells.flatten(), minlength=256)
+        assert stats.chisquare(counts).pvalue > SIGNIFICANCE, name
+    # Sums over rows, heads and places would show a lattice.
+    for dim in range(3):
+        count = x.shape[dim]
+        sums = (x.sum(dim) - count / 2) / math.sqrt(count / 12)
+        assert stats.kstest(sums.flatten().numpy(), "norm").pvalue > SIGNIFICANCE
+
+
+def test_keys_of_streams_differ():
+    number = drawn(torch.Generator().manual_seed(1))
+    keys = streams(number, torch.arange(3000), 16)
+    later = derived(torch.tensor(number), places(torch.arange(3000), 16) + 1)
+    further = derived(keys.unsqueeze(-1), torch.arange(-1, 7))
+    every = torch.cat([keys.flatten(), later.flatten(), further.flatten()])
+    assert len(every.unique()) == 10 * 3000 * 16
+
+
+def test_a_copy_goes_on_with_the_same_numbers():
+    compressor = make("uniform", 3)
+    compressor.rows = torch.tensor([4, 2])
+    first = compressor.random((2, 3, 5), torch.device("cpu"))
+    twin = copy.deepcopy(compressor)
+    again = compressor.random((2, 3, 5), torch.device("cpu"))
+    assert torch.equal(again, twin.random((2, 3, 5), torch.device("cpu")))
+    assert not torch.equal(first, again)
