@@ -37,7 +37,13 @@ def generate(model, cache, padding, **kwargs):
     )
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name in ("llama", "gemma2", "mpt") else pytest.param(name, marks=pytest.mark.slow)
+        for name in CONFIGS
+    ],
+)
 def test_budget_above_tokens_equals_dynamic_cache(family):
     """Every method, prefill mode, chunking and batch shape: exactly the same ids in float32."""
     model = build(family)
