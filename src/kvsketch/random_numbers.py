@@ -8,8 +8,8 @@ numbers are found by their coordinates (``uniform``), the same on every device.
 This is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA
 2014; constants as in Vigna's splitmix64.c): number i of key k is mix(k + (i + 1) gamma), mix being
 Stafford's 13th variant of MurmurHash3's finaliser. Keys of further streams take MurmurHash3's own
-finaliser instead, so that no key is one of the numbers. All of it is arithmetic modulo 2^64, which
-int64 tensors do.
+finaliser instead, so that they are other numbers than the stream's own. All of it is arithmetic
+modulo 2^64, which int64 tensors do.
 """
 
 from __future__ import annotations
