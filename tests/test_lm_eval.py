@@ -8,9 +8,10 @@ import sys
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GPTNeoConfig
 
 from kvsketch.errors import InputError, UnsupportedError
-from tiny_model import save_tiny_model, tiny_case
+from tiny_model import save_tiny_model, tiny_case, tiny_tokenizer
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (kvsketch[lm-eval])")
 pytest.importorskip("accelerate", reason="the harness's Hugging Face models need accelerate")
@@ -260,6 +261,16 @@ def test_bad_arguments_are_named_before_weights_are_loaded(model, monkeypatch, a
     assert message in str(error.value)
 
 
-def test_a_kernel_that_cannot_be_wrapped_is_refused_at_once(model):
-    with pytest.raises(UnsupportedError, match="flex_attention"):
-        SketchLM(model, device="cpu", attn_implementation="flex_attention")
+def test_a_model_that_cannot_be_compressed_is_refused_at_once(tmp_path):
+    tokenizer = tiny_tokenizer()
+    config = GPTNeoConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        attention_types=[[["global"], 1]],
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="GPTNeoForCausalLM does not use"):
+        SketchLM(str(tmp_path), device="cpu")
