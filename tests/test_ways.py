@@ -803,13 +803,61 @@ def test_tokens_taken_back_leave_nothing_behind(llama: Any, method: str, setting
             ids = torch.cat([ids_of(1, 2, step), ids_of(1, extra, 9)], dim=1)
             forward(llama, ids, cache)
             cache.crop(-extra)
-        if extra:  # a lone token, taken back
-            forward(llama, ids_of(1, 1, 8), cache)
-            cache.crop(-1)
         assert cache.get_seq_length() == 128
         assert cache.summary()["slots"] < 30 if method != "heavy_merge" else True
         held.append(forward(llama, ids_of(1, 1, 5), cache))
     torch.testing.assert_close(held[0], held[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_lone_token_taken_back_has_not_looked_at_anything(llama: Any) -> None:
+    cache = SketchCache(llama.config, "h2o", **SMALL)
+    cache.activate_past_recording()
+    forward(llama, ids_of(1, 40), cache)
+    cache.crop(0)
+    before = [layer.sketch._scored().score.clone() for layer in cache.layers]
+    forward(llama, ids_of(1, 1), cache)
+    cache.crop(-1)
+    for layer, score in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.sketch._scored().score, score)
+
+
+@pytest.mark.parametrize(
+    ("order", "change"),
+    [
+        ([1, 0], lambda cache: cache.reorder_cache(torch.tensor([1, 0]))),
+        ([0, 0, 1, 1], lambda cache: cache.batch_repeat_interleave(2)),
+        ([1], lambda cache: cache.batch_select_indices(torch.tensor([1]))),
+    ],
+)
+def test_rows_take_their_padding_with_them(llama: Any, order: list[int], change: Any) -> None:
+    mask = torch.ones(2, 41, dtype=torch.long)
+    mask[0, :5] = 0
+    cache = SketchCache(llama.config, "keydiff", **SMALL)
+    forward(llama, ids_of(2, 40), cache, attention_mask=mask[:, :40])
+    twin = copy.deepcopy(cache)
+    change(twin)
+    ours = forward(llama, ids_of(2, 1)[order], twin, attention_mask=mask[order])
+    theirs = forward(llama, ids_of(2, 1), cache, attention_mask=mask)
+    torch.testing.assert_close(ours, theirs[order], rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_taken_back_beside_padding(llama: Any) -> None:
+    """What was padding, and how much of it is known, goes back with the tokens."""
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[0, :5] = 0
+    found = []
+    for extra in (0, 3):
+        cache = SketchCache(llama.config, "keydiff", **SMALL)
+        cache.activate_past_recording()
+        for start, end in ((0, 40), (40, 42), (42, 44)):
+            ids = torch.cat([ids_of(2, end - start, start), ids_of(2, extra, 9)], dim=1)
+            forward(llama, ids, cache, attention_mask=mask[:, : end + extra])
+            cache.crop(-extra)
+        live = cache._forward.masks.live
+        assert live is not None
+        assert live.tolist() == mask[:, :44].bool().tolist()
+        found.append(forward(llama, ids_of(2, 1, 1), cache, attention_mask=mask[:, :45]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 def test_crop_of_nothing_changes_nothing(llama: Any) -> None:
