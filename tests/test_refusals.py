@@ -22,12 +22,12 @@ import torch
 from transformers import LlamaConfig
 
 from kvsketch import SketchCache
+from kvsketch.arguments import check_arguments
 from kvsketch.errors import InputError
-from kvsketch.evaluation.arguments import check_arguments
 from kvsketch.evaluation.devices import DEVICE_KINDS
 from kvsketch.evaluation.files import try_folder
-from kvsketch.evaluation.method_names import METHOD_NAMES
 from kvsketch.evaluation.store import Store
+from kvsketch.method_names import METHOD_NAMES
 from kvsketch.streaming import ALL_METHODS
 from tiny_model import save_tiny_model, tiny_case
 

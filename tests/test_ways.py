@@ -674,6 +674,26 @@ def test_a_graph_serves_many_caches_and_refuses_one_that_is_gone(llama: Any) -> 
         torch.ops.kvsketch.attend(q, k, k, None, 10**6, 0, "sdpa", None, None, None)
 
 
+def test_a_graph_leaves_out_only_what_says_nothing() -> None:
+    from kvsketch.hf.compiled import _says_nothing
+
+    for name, value in (
+        ("wobble", None),
+        ("dropout", 0.0),
+        ("is_causal", True),
+        ("use_cache", True),
+    ):
+        assert _says_nothing(name, value)
+    for name, value in (
+        ("wobble", 1.5),
+        ("dropout", 0.1),
+        ("is_causal", False),
+        ("sliding_window", 8),
+        ("output_attentions", True),  # the operation returns no weights
+    ):
+        assert not _says_nothing(name, value)
+
+
 @pytest.mark.slow
 def test_generate_with_a_model_compiled_by_inductor(expected: torch.Tensor) -> None:
     model = build("llama")
@@ -858,6 +878,26 @@ def test_tokens_taken_back_beside_padding(llama: Any) -> None:
         assert live.tolist() == mask[:, :44].bool().tolist()
         found.append(forward(llama, ids_of(2, 1, 1), cache, attention_mask=mask[:, :45]))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_repeated_and_selected_rows(family: str) -> None:
+    """Also the states of a layer that has linear attention beside its keys."""
+    import tiny_models
+
+    model = tiny_models.build(family)
+    cache = SketchCache(model.config, "keydiff", **SMALL)
+    forward(model, ids_of(2, 40), cache)
+    for order, change in (
+        ([1, 0], lambda c: c.layers[0].reorder_cache(torch.tensor([1, 0]))),
+        ([0, 0, 1, 1], lambda c: c.layers[0].batch_repeat_interleave(2)),
+        ([1], lambda c: c.layers[0].batch_select_indices(torch.tensor([1]))),
+    ):
+        twin = copy.deepcopy(cache)
+        before = [t.clone() for t in twin.layers[0].tensors()]
+        change(twin)
+        for old, new in zip(before, twin.layers[0].tensors(), strict=True):
+            assert torch.equal(old[order], new)
 
 
 def test_crop_of_nothing_changes_nothing(llama: Any) -> None:

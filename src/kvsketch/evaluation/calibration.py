@@ -12,8 +12,8 @@ from rich.progress import track
 from kvsketch.errors import InputError, unknown_name
 from kvsketch.evaluation.files import read_text
 from kvsketch.evaluation.loading import check_device, load_model, load_tokenizer, resolve_model
-from kvsketch.evaluation.method_names import METHOD_NAMES
 from kvsketch.evaluation.settings import Settings
+from kvsketch.method_names import METHOD_NAMES
 
 if TYPE_CHECKING:
     from kvsketch.streaming import Curves

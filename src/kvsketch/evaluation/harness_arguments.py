@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvsketch.arguments import check_arguments
 from kvsketch.errors import InputError, at_least
 from kvsketch.evaluation import hub
-from kvsketch.evaluation.arguments import check_arguments
 from kvsketch.evaluation.setups import EXACT
 
 _GOAL = ("budget", "tolerance", "max_budget", "allocation", "bits")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvsketch.arguments import PREFILL_MODES
 from kvsketch.errors import InputError
-from kvsketch.evaluation.arguments import PREFILL_MODES
 from kvsketch.evaluation.devices import check_device_name
 from kvsketch.evaluation.tasks.base import Case
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvsketch.budget import ALLOCATIONS, Budget
 from kvsketch.errors import InputError, unknown_name
-from kvsketch.evaluation.method_names import METHOD_NAMES
+from kvsketch.method_names import METHOD_NAMES
 
 EXACT = "exact"
 BITS = {"int8": 8, "int4": 4}

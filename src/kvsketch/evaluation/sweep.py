@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvsketch import __version__
+from kvsketch.arguments import check_arguments
 from kvsketch.evaluation import loading
-from kvsketch.evaluation.arguments import check_arguments
 from kvsketch.evaluation.encoding import EncodedCase, Encoder, max_positions
 from kvsketch.evaluation.scales import scale_of
 from kvsketch.evaluation.settings import Settings

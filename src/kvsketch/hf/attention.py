@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _PLAIN_KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 # Arguments that say nothing about how a query attends to a key; transformers hands them through.
-_OF_THE_FORWARD = frozenset(
+OF_THE_FORWARD = frozenset(
     {
         "cache_position",
         "head_mask",
@@ -83,7 +83,7 @@ def attention(
     def usual(keys: Tensor, values: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
         return kernel(module, query, keys, values, mask, *args, scaling=scaling, **kwargs)
 
-    if layer.lossless:  # nothing to account for: the kernel gets it all
+    if layer.settings.lossless:  # nothing to account for: the kernel gets it all
         out, weights = usual(key, value, attention_mask)
         layer.after_attention(None)
         return out, weights
@@ -149,7 +149,7 @@ def check_arguments(
         )
     handled = {"dropout", "sliding_window", "is_causal", "softcap", "s_aux"}
     for name, value in kwargs.items():
-        if value is None or name in handled or name in _OF_THE_FORWARD:
+        if value is None or name in handled or name in OF_THE_FORWARD:
             continue
         raise UnsupportedError(
             f"{what} passes {name}= to attention, which kvsketch does not know; it would be "

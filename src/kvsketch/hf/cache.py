@@ -15,6 +15,7 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
 )
 
+from ..arguments import PREFILL_MODES
 from ..budget import Budget, Schedule, scheduled
 from ..errors import InputError, UnsupportedError
 from ..streaming import (
@@ -32,8 +33,6 @@ from .forward import Forward
 from .goal import check_curves, make_goal
 from .latent import LatentSketchLayer
 from .layer import HybridSketchLayer, LayerSettings, SketchLayer
-
-PREFILL_MODES = ("exact", "streaming")
 
 
 class SketchCache(Cache):  # type: ignore[misc]
@@ -196,7 +195,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         self._adapter = adapter
         #: whether a compiled forward needs no break: every layer that counts tokens is plainly ours
         self._graphs = adapter is None and all(
-            (type(layer) is SketchLayer and layer.readers == 1)
+            (type(layer) is SketchLayer and layer.settings.readers == 1)
             or not isinstance(layer, CacheLayerMixin)
             for layer in layers
         )

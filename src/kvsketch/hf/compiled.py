@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 
 from ..errors import UnsupportedError
 from ..slots import Slots, attend
+from .attention import OF_THE_FORWARD
 
 if TYPE_CHECKING:
     from .cache import SketchCache
@@ -31,8 +32,6 @@ _CACHES: weakref.WeakValueDictionary[int, SketchCache] = weakref.WeakValueDictio
 _NUMBERS = itertools.count(1)
 # While tracing: cache, layer and new keys of the update whose attention has not been traced yet.
 _TRACED: list[tuple[int, int, Tensor]] = []
-# Arguments that may have a value in a graph; see ``attention`` for what they mean.
-_HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_hidden_states"})
 
 
 def number(cache: SketchCache) -> int:
@@ -64,8 +63,7 @@ def graph_attention(kernel: Any, name: str) -> Any:
         s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        given = [n for n, v in kwargs.items() if v is not None and n not in _HARMLESS]
-        given = [n for n in given if not (n == "dropout" and kwargs[n] == 0.0)]
+        given = [n for n, v in kwargs.items() if not _says_nothing(n, v)]
         if given or module.training or key is not keys:
             raise UnsupportedError(
                 f"a compiled graph cannot take {given or 'training mode or changed keys'}; run "
@@ -77,6 +75,15 @@ def graph_attention(kernel: Any, name: str) -> Any:
         return out, None
 
     return attention
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    """Whether a graph may leave an argument out; see ``attention`` for those it uses."""
+    if value is None or (value is False and name != "is_causal"):
+        return True
+    if name in ("dropout", "is_causal"):
+        return bool(value == (name == "is_causal"))
+    return name in OF_THE_FORWARD and name != "output_attentions"
 
 
 @torch.library.custom_op("kvsketch::attend", mutates_args=())

@@ -65,7 +65,7 @@ class Forward:
             )
         if self._thread is None or index in self._updated:
             self._start(thread)
-        unread = [layer for layer in self._open if layer.readers == 1]
+        unread = [layer for layer in self._open if layer.settings.readers == 1]
         if unread:
             self.undo()
             raise UnsupportedError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..arguments import check_tolerance
 from ..budget import ALLOCATIONS, Budget, Schedule
 from ..errors import InputError
 from ..streaming import Curves, Goal
@@ -34,18 +35,7 @@ def make_goal(
         if max_budget is not None:
             raise InputError(f"max_budget={max_budget!r} bounds a tolerance, which was not given")
         return Goal(Budget(0.5 if budget is None else budget), curves=curves)
-    if budget is not None:
-        raise InputError(
-            f"budget={budget!r} and tolerance={tolerance!r} exclude each other; max_budget bounds "
-            "what a tolerance may keep"
-        )
-    number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
-    if not number or not 0 < tolerance < 1:
-        raise InputError(f"tolerance={tolerance!r} must be a relative error in (0, 1)")
-    if prefill == "streaming":
-        raise InputError(
-            f"tolerance={tolerance!r} is measured on an exact prompt: prefill must be 'exact'"
-        )
+    check_tolerance(tolerance, budget, prefill)
     most = None if max_budget is None else Budget(max_budget)
     return Goal(None, float(tolerance), most, curves)
 

@@ -69,8 +69,6 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             sketch.on_told = self.take
         self.forward = forward
         self.settings = settings
-        self.readers = settings.readers
-        self.lossless = settings.lossless
         self.token_shape: tuple[int, ...] = ()
         self.dtype: torch.dtype | None = None
         self.token_bytes = 0  # keys and values of one token, all rows and heads, uncompressed
@@ -143,7 +141,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         self._returned = self._to_return(key_states, value_states)
         if q > 1:
             self.forward.note_bytes()
-        if self.readers > 1:
+        if self.settings.readers > 1:
             interface.share(self)
         interface.updated(self)
         return self._returned
@@ -232,7 +230,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
     @property
     def counts_attention(self) -> bool:
         """Whether a decode kernel may add attention to ``slots.score`` as it goes."""
-        alone = self.readers == 1 and not self.record_past
+        alone = self.settings.readers == 1 and not self.record_past
         return alone and self.sketch.compressor.accumulates
 
     def wants_queries(self) -> bool:
@@ -249,12 +247,12 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         self._reads += 1
         if observed is not None:
             self._waiting.append(observed)
-        if self._reads < self.readers:
+        if self._reads < self.settings.readers:
             return
         together = _side_by_side(self._waiting, self.token_shape[1])
         q, self.pending = self.pending, 0
         self._waiting, self._returned, self._reads = [], None, 0
-        if self.readers > 1:
+        if self.settings.readers > 1:
             interface.close(self)
         if self.record_past:
             self._unverified.append(together)
@@ -455,9 +453,11 @@ class HybridSketchLayer(SketchLayer, LinearAttentionAndFullAttentionLayer):  # t
         LinearAttentionLayer.reset(self)
         SketchLayer.reset(self)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
-        SketchLayer.reorder_cache(self, beam_idx)
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        SketchLayer.map_batch(self, fn)
+        for states in (self.conv_states, self.recurrent_states):
+            for number, state in states.items():
+                states[number] = None if state is None else fn(state)
 
     def tensors(self) -> list[Tensor]:
         return SketchLayer.tensors(self) + linear_states(self)

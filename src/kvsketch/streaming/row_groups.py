@@ -48,6 +48,16 @@ class RowGroups:
         """A row's random choices are its own, whatever group it is in."""
         for group in self.groups:
             group.driver.number_rows(group.rows)
+        self._indices: dict[torch.device, tuple[list[Tensor], Tensor]] = {}
+
+    def _index(self, device: torch.device) -> tuple[list[Tensor], Tensor]:
+        """Each group's rows, and the way back to the order of the batch. Remembered: a decoded
+        token should move no index to a device."""
+        if device not in self._indices:
+            rows = [group.rows for group in self.groups]
+            order = torch.cat(rows).argsort()
+            self._indices[device] = [part.to(device) for part in rows], order.to(device)
+        return self._indices[device]
 
     @property
     def drivers(self) -> list[Periodic | HeadGroups]:
@@ -127,19 +137,19 @@ class RowGroups:
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Each group's rows of ``[batch, ...]``."""
-        return [tensor.index_select(0, g.rows.to(tensor.device)) for g in self.groups]
+        return [tensor.index_select(0, rows) for rows in self._index(tensor.device)[0]]
 
     def assemble(self, parts: Sequence[Tensor]) -> Tensor:
         """The groups' rows as one tensor, in the order of the batch."""
-        order = torch.cat([group.rows for group in self.groups]).argsort()
         whole = torch.cat(list(parts))
-        return whole.index_select(0, order.to(whole.device))
+        return whole.index_select(0, self._index(whole.device)[1])
 
     def split_observed(self, observed: Observed | None) -> list[Observed | None]:
         """Each group's part of observed queries."""
         if observed is None:
             return [None] * len(self.groups)
-        return [observed.map_batch(_rows(group.rows)) for group in self.groups]
+        index = self._index(observed.queries.device)[0]
+        return [observed.map_batch(_rows(rows)) for rows in index]
 
     def wants_queries(self, count: int) -> bool:
         return any(driver.wants_queries(count) for driver in self.drivers)

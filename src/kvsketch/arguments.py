@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvsketch.budget import ALLOCATIONS, Budget
 from kvsketch.errors import InputError, unknown_name
-from kvsketch.evaluation.method_names import METHOD_NAMES
+from kvsketch.method_names import METHOD_NAMES
 
 PREFILL_MODES = ("exact", "streaming")
 BITS = (16, 8, 4)
@@ -41,7 +41,7 @@ def check_arguments(
             "path of a file of them"
         )
     if tolerance is not None:
-        _check_tolerance(tolerance, budget, prefill)
+        check_tolerance(tolerance, budget, prefill)
     elif max_budget is not None:
         raise InputError(f"max_budget={max_budget!r} bounds a tolerance, which was not given")
     for name, value in (("budget", budget), ("max_budget", max_budget)):
@@ -61,7 +61,8 @@ def check_arguments(
         )
 
 
-def _check_tolerance(tolerance: float, budget: int | float | None, prefill: str) -> None:
+def check_tolerance(tolerance: float, budget: int | float | None, prefill: str) -> None:
+    """Raise InputError unless a tolerance may stand, beside the other two."""
     if budget is not None:
         raise InputError(
             f"budget={budget!r} and tolerance={tolerance!r} exclude each other; max_budget bounds "
