@@ -144,7 +144,7 @@ def ours(method: Method, sink: int, recent: int, curves: Curves | None = None) -
         return measured[id(layers)]
 
     def compress(layers: list[Layer], budget: int, seed: int) -> Held:
-        found, held_by_heads = [], []
+        found, held_by_heads, reducers = [], [], []
         n = layers[0].slots.count
         known = curves_for(layers)
         schedule = None if known is None else shares(known, budget / n)
@@ -154,13 +154,15 @@ def ours(method: Method, sink: int, recent: int, curves: Curves | None = None) -
                 parts = by_head(layer, [round(share * budget) for share in schedule[number]])
             kept = []
             for head, (slots, observed, size) in enumerate(parts):
+                reducers.append(None)
                 if method.name is not None:
                     size = min(n, max(sink + recent + 1, size))
-                    slots = windowed(method.name, sink, recent, seed + head)(slots, size, observed)
+                    reducers[-1] = windowed(method.name, sink, recent, seed + head)
+                    slots = reducers[-1](slots, size, observed)
                 kept.append(slots)
             held_by_heads += kept
             found.append(together([stored(part, method.bits, sink, recent) for part in kept]))
-        return held(found, held_by_heads, method.bits, sink, recent)
+        return held(found, held_by_heads, method.bits, sink, recent, reducers)
 
     return compress
 

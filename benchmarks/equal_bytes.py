@@ -2,8 +2,9 @@
 
 What attention needs is counted, per KV head: keys and values at 2 bytes a number (bfloat16), masses
 at 4 where a method has them, slots in 8 or 4 bits with their scales, zero points and units as they
-are stored. Scores, waiting queries and a sketch's own state serve further compressions only and
-are not counted.
+are stored. Of a streaming sketch its whole state is counted: attention reads nothing else, and
+keys and values in it take 2 bytes a number, all else what it takes. Scores and waiting queries
+serve further compressions only and are not counted.
 
 ``kept`` is the share of the middle's bytes: a method may hold as many bytes as one that keeps
 ``kept`` of the tokens as they are. Whatever its slots cost decides how many it gets.
@@ -12,16 +13,19 @@ are not counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvsketch import SketchCache, Slots
 from kvsketch.evaluation.allocation import Curves
 from kvsketch.quantized import predicted_bytes, slot_bytes
+from kvsketch.streaming import Sketch
 
 # Runs to come near the bytes allowed, and to get below them at all.
 _TRIES, _MOST_TRIES = 3, 10
+# Tensors of a sketch that have the model's dtype.
+_MODEL = (".keys", ".values", "reservoir")
 
 
 @dataclass(frozen=True)
@@ -58,26 +62,54 @@ def held_bytes(slots: Slots, bits: int = 16, sink: int = 0, recent: int = 0) -> 
     return predicted_bytes(middle, slots.count - middle, *widths, bits, itemsize=2, columns=columns)
 
 
-def held(what: Any, parts: list[Slots], bits: int = 16, sink: int = 0, recent: int = 0) -> Held:
-    """``what`` holds ``parts``: the mean over all their heads."""
+def held(
+    what: Any,
+    parts: list[Slots],
+    bits: int = 16,
+    sink: int = 0,
+    recent: int = 0,
+    reducers: Sequence[Any] = (),
+) -> Held:
+    """``what`` holds ``parts``: the mean over all their heads. ``reducers``: what made each of
+    them, if that may be a sketch."""
     heads = [part.keys.shape[1] for part in parts]
 
-    def mean(of: Callable[[Slots], float]) -> float:
-        return sum(n * of(part) for n, part in zip(heads, parts, strict=True)) / sum(heads)
+    def mean(values: Iterable[float]) -> float:
+        return sum(n * x for n, x in zip(heads, values, strict=True)) / sum(heads)
 
+    sketches = [getattr(reducer, "sketch", None) for reducer in reducers] or [None] * len(parts)
+    both = list(zip(parts, sketches, strict=True))
     return Held(
         what,
-        mean(lambda part: held_bytes(part, bits, sink, recent)),
-        mean(lambda part: _slot(part, bits)),
-        mean(plain_bytes),
+        mean(
+            held_bytes(part, bits, sink, recent) if sketch is None else around(sketch, part)
+            for part, sketch in both
+        ),
+        mean(_slot(part, bits) for part in parts),
+        mean(plain_bytes(part) for part in parts),
     )
+
+
+def around(sketch: Sketch, slots: Slots) -> float:
+    """Bytes per KV head of a sketch and the exact tokens before and behind it; ``slots``: all."""
+    return state_bytes(sketch) + (slots.count - sketch.slots.count) * plain_bytes(slots)
+
+
+def state_bytes(sketch: Sketch) -> float:
+    """Bytes of a sketch's state per KV head."""
+    layout = sketch.meta["token"]
+    size = sum(
+        2 * t.numel() if name.endswith(_MODEL) else t.nbytes for name, t in sketch.state.items()
+    )
+    return size / (layout["batch"] * layout["heads"])
 
 
 def held_by(cache: SketchCache, bits: int, sink: int, recent: int) -> Held:
     """What the layers that a cache compresses hold of a prompt just read."""
     sketches = [layer.sketch for layer in cache.layers if hasattr(layer, "sketch")]
     drivers = [driver for sketch in sketches for driver in getattr(sketch, "drivers", [sketch])]
-    return held(cache, [driver.slots for driver in drivers], bits, sink, recent)
+    reducers = [driver.compressor for driver in drivers]
+    return held(cache, [driver.slots for driver in drivers], bits, sink, recent, reducers)
 
 
 def _slot(slots: Slots, bits: int) -> float:

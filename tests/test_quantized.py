@@ -348,34 +348,6 @@ def test_one_shot_keeps_decoded_tokens_exact():
     assert torch.equal(held.slots.keys[:, :, -232:], keys[:, :, -232:])
 
 
-@pytest.mark.parametrize(
-    ("method", "dtype"),
-    [
-        ("subgen_coupled", torch.bfloat16),
-        ("merge_reduce", torch.bfloat16),
-        ("sliding_window", torch.float32),
-    ],
-)
-def test_a_sketch_sees_exact_tokens(method, dtype):
-    """Only its slots on the page have fewer bits: its state is that of a 16-bit run."""
-    keys, values = rows_of(1, 2, 600, 16), rows_of(1, 2, 600, 16, seed=1)
-    states = []
-    for bits in (16, 8):
-        held = Periodic(windowed(method), Budget(150), bits=bits)
-        for at in range(0, 600, 25):
-            held.extend(Slots(*(x[:, :, at : at + 25].to(dtype) for x in (keys, values))))
-            held.settle(None, prefill=True)
-        for at in range(70):  # decoded
-            held.extend(Slots(*(x[:, :, at : at + 1].to(dtype) for x in (values, keys))))
-            held.settle(None, prefill=False)
-        states.append((held.compressor.sketch.state, held.slots))
-    (exact, slots), (state, stored) = states
-    assert slots.count == stored.count
-    assert {k: v.tolist() for k, v in exact.items()} == {k: v.tolist() for k, v in state.items()}
-    queries = rows_of(1, 2, 8, 16, seed=2)
-    assert rms(attend(queries, slots) - attend(queries, stored)) < 0.05 * rms(values.mean(2) + 1)
-
-
 def test_scores_are_added_to_in_place():
     """What a decode kernel writes into ``slots.score`` is what the next compression sees."""
     held = driver("h2o", 100, 4)
@@ -488,7 +460,7 @@ def test_bytes_of_a_cache_are_as_predicted(bits):
     assert cache.summary()["bits"] == bits
 
 
-@pytest.mark.parametrize("method", ["h2o", "kcenter", "uniform", "balancekv", "subgen_coupled"])
+@pytest.mark.parametrize("method", ["h2o", "kcenter", "uniform", "balancekv"])
 @pytest.mark.parametrize("family", ["llama", "mpt", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_next_token_logits_with_padding(method, family, dtype):

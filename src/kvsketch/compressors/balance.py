@@ -66,12 +66,15 @@ class Lifted(Vectors):
         values: ``[R, n, s]``.
         scaling: of the scores; 1/sqrt(d) in the paper.
         shift: ``[R]``.
+        groups: ``[R, n]``: vectors of different groups are orthogonal, so that every group is a
+            sequence of its own; None: one group.
     """
 
     keys: Tensor
     values: Tensor
     scaling: float
     shift: Tensor
+    groups: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -87,7 +90,10 @@ class Lifted(Vectors):
         exponent = torch.baddbmm(-shift, keys, others, alpha=self.scaling)
         # Keys beyond the stated radius (a recorded failure) must not turn into infinities.
         products = self.values[:, first] @ self.values[:, second].transpose(1, 2)
-        return exponent.clamp_(max=60.0).exp_().mul_(products)
+        found = exponent.clamp_(max=60.0).exp_().mul_(products)
+        if self.groups is None:
+            return found
+        return found.mul_(self.groups[:, first].unsqueeze(2) == self.groups[:, second].unsqueeze(1))
 
 
 def balance(vectors: Vectors, decide: Decide) -> Tensor:
@@ -140,7 +146,7 @@ def walk(
 
     Args:
         threshold: c.
-        bound: R^2 per sequence, ``[R]``.
+        bound: R^2 per sequence, ``[R]``, or per vector, ``[R, n]``: that of its group.
         uniform: random numbers in [0, 1), ``[R, n]``.
 
     Returns:
@@ -148,9 +154,11 @@ def walk(
         probability is then cut to 0 or 1 and the walk goes on).
     """
     limit = (threshold * bound).clamp(min=torch.finfo(bound.dtype).tiny)
-    failed = torch.zeros_like(bound, dtype=torch.bool)
+    failed = torch.zeros(vectors.rows, dtype=torch.bool, device=bound.device)
+    limits = limit.unsqueeze(1).expand(-1, vectors.count) if limit.dim() == 1 else limit
 
     def decide(pending: Tensor, norm: Tensor, step: int) -> Tensor:
+        limit = limits[:, step]
         failed.logical_or_(pending.abs() > limit)
         up = uniform[:, step] < 0.5 - pending / (2 * limit)
         return torch.where(up, 1.0, -1.0).to(pending.dtype)

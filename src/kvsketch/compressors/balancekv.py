@@ -73,9 +73,16 @@ class SoftmaxBalance(Halving):
         index = kept.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., : n // 2]
         return Half(index, kept.gather(-1, index), failed)
 
-    def signs(self, slots: Slots, streams: Tensor) -> tuple[Tensor, Tensor]:
+    def signs(
+        self, slots: Slots, streams: Tensor, groups: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The walk's signs ``[batch, heads, n]`` and whether it failed, bool ``[batch, heads]``;
-        ``streams`` as for ``half``."""
+        ``streams`` as for ``half``.
+
+        Args:
+            groups: int64 ``[batch, heads, n]``: slots of different groups are balanced apart, each
+                group with the largest norm in it for r_value unless given.
+        """
         batch, heads, n = slots.keys.shape[:3]
         keys, values, mass = flat(slots)
         without = (values == 0).flatten(1).all(1)[:, None, None]
@@ -93,10 +100,15 @@ class SoftmaxBalance(Halving):
             )
         scaling = self.scale(slots)
         shift = scaling * r_key.square()  # R^2 = exp(shift) r_value^2; the exponential is left out
+        bound = r_value.square()
+        if groups is not None:
+            groups = groups.flatten(0, 1)
+            if self.r_value is None:
+                bound = _largest(vectors.norm(dim=-1), groups).square()
         signs, failed = walk(
-            Lifted(keys, vectors, scaling, shift),
+            Lifted(keys, vectors, scaling, shift, groups),
             walk_threshold(n, self.delta, self.constant),
-            r_value.square(),
+            bound,
             uniform(streams.flatten(), n),
         )
         if self.on_fail == "raise" and bool(failed.any()):
@@ -105,6 +117,13 @@ class SoftmaxBalance(Halving):
                 f"{self.delta} and constant={self.constant} allow this, on_fail='record' goes on"
             )
         return signs.view(batch, heads, n), (failed | beyond).view(batch, heads)
+
+
+def _largest(norms: Tensor, groups: Tensor) -> Tensor:
+    """The largest of the norms in each vector's own group, ``[R, n]``."""
+    number = groups - groups.amin()
+    most = norms.new_zeros(len(norms), int(number.max()) + 1)
+    return most.scatter_reduce(1, number, norms, "amax").gather(1, number)
 
 
 class BalanceKV(SoftmaxBalance):

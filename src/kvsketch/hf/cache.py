@@ -46,8 +46,8 @@ class SketchCache(Cache):  # type: ignore[misc]
     Args:
         config: the model's configuration.
         method: a name in ``kvsketch.streaming.ALL_METHODS``, or a class of one's own, or a
-            ``Compressor``. A natively streaming sketch gets the budget left by sinks and recent
-            tokens at its first compression (each says in ``for_budget`` how close to it it stays).
+            ``Compressor``. A natively streaming sketch gets what sinks and recent tokens leave of
+            the budget: as many slots as its whole state may have for the bytes of these tokens.
         budget: slots kept per KV head (int) or kept fraction of the tokens seen (float in (0, 1]),
             sinks and recent tokens included; default 0.5, unless there is a tolerance. Where a
             fraction leaves no room for them (a short prompt), the recent window shrinks first.
@@ -66,6 +66,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         one_shot: compress prompts only and keep decoded tokens exactly.
         bits: 16: slots are stored as they come. 8 or 4: those between sinks and recent window in
             so many bits (keys per channel, values per token); ``budget=1.0`` then only quantises.
+            Not with a natively streaming sketch.
         schedule: shares of the budget, one per compressed layer or one per layer and KV head,
             with mean 1. Default: the method's own (pyramidkv), else the same everywhere. Heads of
             equal share are kept together; memory falls as the shares say.
@@ -128,7 +129,8 @@ class SketchCache(Cache):  # type: ignore[misc]
             raise InputError(f"prefill={prefill!r} must be one of {', '.join(PREFILL_MODES)}")
         if prompt_length is not None and prompt_length < 1:
             raise InputError(f"prompt_length={prompt_length!r} must be an int >= 1")
-        self.method = class_of(method).name
+        cls = class_of(method)
+        self.method = cls.name
         if allocation is None:
             own = schedule is None and tolerance is None and prefill == "exact"
             allocation = default_allocation(method) if own else "even"
@@ -141,6 +143,13 @@ class SketchCache(Cache):  # type: ignore[misc]
                     f"{name}={given.value} is smaller than sink={sink} + recent={recent}: raise "
                     "the budget or lower sink and recent"
                 )
+        grows = goal.budget is not None and goal.budget.is_fraction and goal.budget.value < 1
+        if grows and prefill == "streaming" and not getattr(cls, "grows", True):
+            raise InputError(
+                f"budget={budget!r} with prefill='streaming' grows with the prompt, and the size "
+                f"of {cls.name!r} is for good once it is made: pass an int (slots per KV head), "
+                "or prefill='exact'"
+            )
         models.check_supported(config)
         self.max_positions = models.max_positions(config)
         layers, chosen = models.layers_of(config)

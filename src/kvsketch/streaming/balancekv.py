@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..compressors import SoftmaxBalance
-from ..errors import InputError, at_least
+from ..errors import at_least
 from ..random_numbers import derived
 from ..slots import Slots
-from .base import Sketch, merged_options
+from .balancekv_bounded import BalanceKVBounded
+from .base import Sketch
+from .bounded import even
 from .levels import Levels
-from .merge_reduce import batch_for, even, most_slots
-
-# What a budget is for: the denominator and so many buckets.
-_BUCKETS = 3
+from .small_values import Erased, norm_bucket
 
 
 class BalanceKVStreaming(Sketch):
@@ -30,10 +28,8 @@ class BalanceKVStreaming(Sketch):
     Buckets with 2^i <= eps/(2n) e^(-r^2/sqrt(d)) v_max are erased (line 9 prints 2^n; the proof of
     Theorem 3.1 needs 2n). Values of norm 0 enter no bucket, only the denominator.
 
-    How many slots there are depends on the values: in a batch the fullest row decides. In a cache
-    that changes nothing for the others while no row needs more than the denominator and three
-    buckets of the same size (``reserved``); beyond that, it decides when the exact tokens of all
-    rows are taken in.
+    The stream decides how many slots there are. Within a budget, and so in a cache, the algorithm
+    runs as ``BalanceKVBounded``, which says what it does otherwise.
 
     Bound (Theorem 3.1), with ``kvsketch.theory.balancekv`` for the batch size: error at most
     eps |softmax(Kq)|_2 |V|_F, in O*(d t log(n/t)) memory per bucket.
@@ -57,6 +53,7 @@ class BalanceKVStreaming(Sketch):
 
     name = "balancekv_streaming"
     paper = "Han et al., BalanceKV Algorithm 1 (2502.07861)"
+    least_slots = BalanceKVBounded.least_slots
     parameters = (
         "r",
         "batch_size",
@@ -82,13 +79,11 @@ class BalanceKVStreaming(Sketch):
         scaling: float | None = None,
         seed: int = 0,
     ) -> None:
-        if not 0 < eps <= 1:
-            raise InputError(f"eps={eps!r} must lie in (0, 1]")
+        self._erased = Erased(r, eps, max_tokens, scaling)
         self.r, self.eps = r, eps
         self.batch_size = even("batch_size", batch_size)
         self.levels = levels if levels is None else at_least("levels", levels, 1)
-        self.max_tokens = at_least("max_tokens", max_tokens, 1)
-        self.delta = delta
+        self.max_tokens, self.delta = max_tokens, delta
         self.constant, self.on_fail, self.scaling = constant, on_fail, scaling
         self._balance = SoftmaxBalance(
             scaling=scaling,
@@ -100,11 +95,9 @@ class BalanceKVStreaming(Sketch):
         super().__init__(seed)
 
     @classmethod
-    def for_budget(cls, slots: int, seed: int = 0, **options: Any) -> BalanceKVStreaming:
-        """A batch size for about ``slots`` slots over 2^20 tokens, if the values fall into three
-        buckets; more buckets take more."""
-        size = options.pop("batch_size", None) or batch_for(slots, instances=1 + _BUCKETS)
-        return cls(**merged_options(options, batch_size=size), seed=seed)
+    def for_budget(cls, slots: int, seed: int = 0, **options: Any) -> BalanceKVBounded:
+        """``BalanceKVBounded`` with at most ``slots`` slots, at every length of the stream."""
+        return BalanceKVBounded.for_budget(slots, seed, **options)
 
     @property
     def failures(self) -> Tensor:
@@ -114,12 +107,6 @@ class BalanceKVStreaming(Sketch):
         if self.buckets:
             total = total + self._split(self._numerator().failed).sum(-1)
         return total + self.state["beyond"]
-
-    @property
-    def reserved(self) -> int:
-        """The denominator, and as many buckets as ``for_budget`` counts on."""
-        most = most_slots(self.batch_size, self.seen, self.levels)
-        return most + min(self.seen, _BUCKETS * most)
 
     @property
     def buckets(self) -> int:
@@ -147,25 +134,14 @@ class BalanceKVStreaming(Sketch):
 
     def _extend(self, new: Slots, live: Tensor | None) -> None:
         there = torch.ones_like(new.keys[..., 0]).bool() if live is None else live
-        norm = new.values.double().norm(dim=-1) * there
-        key_norm = new.keys.double().norm(dim=-1) * there
-        beyond = key_norm > (math.inf if self.r is None else self.r * (1 + 1e-6))
-        if self.on_fail == "raise" and bool(beyond.any()):
-            raise InputError(
-                f"a key has norm {float(key_norm.max()):.6g}, beyond r={self.r}; sketch unchanged"
-            )
         denominator = self._denominator()
         if not denominator.depth:
-            self.state["v_max"] = norm.new_zeros(norm.shape[:2])
-            self.state["k_max"] = norm.new_zeros(norm.shape[:2])
-            self.state["beyond"] = torch.zeros_like(there[..., 0], dtype=torch.int64)
+            self._erased.begin(self.state, new)
             denominator.start(_ones(new))
-        self.state["beyond"] = self.state["beyond"] + beyond.sum(-1)
-        self.state["v_max"] = torch.maximum(self.state["v_max"], norm.amax(-1))
-        self.state["k_max"] = torch.maximum(self.state["k_max"], key_norm.amax(-1))
+        bucketed, below = self._erased.update(self.state, new, there, self.on_fail == "raise")
+        self._erase(below)
         keys = self.streams()
-        number = torch.frexp(norm).exponent  # 2^(i-1) <= norm < 2^i
-        bucketed = norm > self._erased_below().unsqueeze(-1)
+        number = norm_bucket(new.values)
         if bool(bucketed.any()):
             lowest, highest = int(number[bucketed].min()), int(number[bucketed].max())
             if self.buckets:
@@ -173,12 +149,11 @@ class BalanceKVStreaming(Sketch):
             else:
                 self.meta["lowest"], self.meta["buckets"] = lowest, highest - lowest + 1
                 self._numerator().start(self._spread(new.narrow(0, 1)))
-            index = torch.arange(self.buckets, device=norm.device) + self.meta["lowest"]
+            index = torch.arange(self.buckets, device=number.device) + self.meta["lowest"]
             mine = (number.unsqueeze(2) == index.view(1, 1, -1, 1)) & bucketed.unsqueeze(2)
             self._numerator().push(
                 0, self._spread(new), mine.flatten(1, 2), self._bucket_keys(keys)
             )
-        self._erase()
         denominator.push(0, _ones(new), there, self.streams())
 
     def _bucket_keys(self, keys: Tensor) -> Tensor:
@@ -187,21 +162,13 @@ class BalanceKVStreaming(Sketch):
         number = torch.arange(self.buckets, device=keys.device) + self.meta["lowest"]
         return derived(keys.unsqueeze(-1), number).flatten(1)
 
-    def _erased_below(self) -> Tensor:
-        """eps/(2n) e^(-r^2/sqrt(d)) v_max, ``[batch, heads]``."""
-        scaling = self.meta["token"]["head_dim"] ** -0.5 if self.scaling is None else self.scaling
-        r = self.state["k_max"] if self.r is None else torch.full_like(self.state["k_max"], self.r)
-        factor = self.eps / (2 * self.max_tokens)
-        return factor * torch.exp(-scaling * r.square()) * self.state["v_max"]
-
-    def _erase(self) -> None:
-        """Line 9; what no head needs any more is given back."""
+    def _erase(self, below: Tensor) -> None:
+        """Line 9: buckets with 2^i <= ``below`` (``[batch, heads]``) are emptied; what no head
+        needs any more is given back."""
         if not self.buckets:
             return
-        upper = 2.0 ** (
-            torch.arange(self.buckets, device=self.state["v_max"].device) + self.meta["lowest"]
-        )
-        gone = upper <= self._erased_below().unsqueeze(-1)
+        index = torch.arange(self.buckets, device=below.device) + self.meta["lowest"]
+        gone = torch.exp2(index.double()) <= below.unsqueeze(-1)
         if not bool(gone.any()):
             return
         levels = self._numerator()
@@ -231,9 +198,7 @@ class BalanceKVStreaming(Sketch):
             self.meta["lowest"] = self.meta["lowest"] - below
 
     def _merge(self, other: BalanceKVStreaming) -> None:
-        for name in ("v_max", "k_max"):
-            self.state[name] = torch.maximum(self.state[name], other.state[name])
-        self.state["beyond"] = self.state["beyond"] + other.state["beyond"]
+        self._erased.merge(self.state, other.state)
         keys = self.streams()
         if other.buckets and not self.buckets:
             for name, tensor in other.state.items():
@@ -247,7 +212,7 @@ class BalanceKVStreaming(Sketch):
             other._cover(self.meta["lowest"], self.meta["lowest"] + self.buckets - 1)
             self._numerator().absorb(other._numerator(), self._bucket_keys(keys))
         self._denominator().absorb(other._denominator(), self.streams())
-        self._erase()
+        self._erase(self._erased.now(self.state, self.meta["token"]["head_dim"]))
 
     @property
     def slots(self) -> Slots:

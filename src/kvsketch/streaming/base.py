@@ -49,6 +49,8 @@ class Sketch(ABC):
     randomised: ClassVar[bool] = True
     #: what ``for_budget`` takes at least
     least_slots: ClassVar[int] = 1
+    #: whether ``widen`` makes it larger
+    grows: ClassVar[bool] = True
 
     def __init__(self, seed: int = 0) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int):
@@ -68,9 +70,8 @@ class Sketch(ABC):
 
     @classmethod
     @abstractmethod
-    def for_budget(cls: type[S], slots: int, seed: int = 0, **options: Any) -> S:
-        """A sketch that keeps about ``slots`` slots per KV head; ``options`` go to the
-        constructor. What "about" means is stated by each sketch."""
+    def for_budget(cls, slots: int, seed: int = 0, **options: Any) -> Sketch:
+        """A sketch of at most ``slots`` slots per KV head; ``options`` go to the constructor."""
 
     @property
     @abstractmethod
@@ -81,12 +82,20 @@ class Sketch(ABC):
             InputError: nothing was seen yet.
         """
 
-    @property
-    def reserved(self) -> int:
-        """Slots per KV head that a cache should set aside, for ``slots`` to be no more than these
-        whatever is in the fullest head: else one row of a batch would decide how much room is left
-        for the exact tokens of another. 0 where the number of tokens alone decides."""
-        return 0
+    def most_bytes(self, token: Slots) -> int | None:
+        """Bytes per KV head that ``state`` comes to at most, whatever the stream.
+
+        Args:
+            token: tokens like those that come; their number does not matter.
+
+        Returns:
+            None where the stream decides.
+        """
+        return None
+
+    def widen(self, like: Sketch) -> None:  # noqa: B027 - a size may be for good
+        """Take over the size of a sketch that ``for_budget`` made for more slots, with the same
+        options. What was dropped does not come back. A sketch whose size is for good stays."""
 
     @abstractmethod
     def _extend(self, new: Slots, live: Tensor | None) -> None:
@@ -332,6 +341,12 @@ def _mixed(*generators: torch.Generator) -> int:
     for generator in generators:
         digest.update(generator.get_state().numpy().tobytes())
     return int.from_bytes(digest.digest(), "little")
+
+
+def token_bytes(token: Slots) -> int:
+    """Bytes of one token, kept as it is, per KV head."""
+    columns = 0 if token.positions is None else token.positions.element_size()
+    return columns + sum(t.shape[-1] * t.element_size() for t in (token.keys, token.values))
 
 
 def lengthened(tensor: Tensor, extra: int) -> Tensor:

@@ -2,18 +2,74 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..compressors import HALVINGS
+from ..compressors import HALVINGS, Halving
 from ..errors import InputError, at_least, unknown_name
 from ..slots import Slots
-from .base import Sketch, merged_options
+from .base import Sketch
+from .bounded import Bounded, even, no_levels
 from .levels import Levels
+
+
+class MergeReduceBounded(Bounded):
+    """MergeAndReduce within a budget: the same slots serve numerator and denominator, any halving
+    halves batches, when room is needed (see ``Bounded``). What ``merge_reduce`` is in a cache.
+
+    Args:
+        capacity: slots per KV head that are held at most, >= 2.
+        halving: name of the halving.
+        batch_size: t, see ``Bounded``.
+        options: further arguments of the halving.
+        seed: of every random choice.
+
+    Raises:
+        InputError: an argument out of range, an unknown halving or option.
+    """
+
+    name = "merge_reduce_bounded"
+    paper = "ours, after Han et al., BalanceKV Algorithm 3 (2502.07861)"
+    parameters = ("capacity", "halving", "batch_size", "options")
+
+    def __init__(
+        self,
+        capacity: int,
+        halving: str = "greedy_halving",
+        batch_size: int | None = None,
+        options: Mapping[str, Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.halving, self.options = halving, dict(options or {})
+        self._halving = _halving(halving, self.options)
+        super().__init__(capacity, batch_size, seed)
+
+    @classmethod
+    def for_budget(cls, slots: int, seed: int = 0, **options: Any) -> MergeReduceBounded:
+        """At most ``slots`` slots; ``levels`` would leave their number to the stream."""
+        no_levels(options)
+        return cls(slots, seed=seed, **options)
+
+    def _weigh(self, new: Slots, there: Tensor) -> Tensor:
+        return there.unsqueeze(-1).float()
+
+    def _halve(self, batch: Slots, weights: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:
+        weight = weights[..., 0]
+        sums = batch.values * weight.unsqueeze(-1).to(batch.values.dtype)
+        half = self._halving.half(Slots(batch.keys, sums, weight), streams)
+        kept = torch.zeros_like(weight).scatter(2, half.index, half.real.to(weight.dtype))
+        # The smaller side of a walk may be empty: the batch is then halved again.
+        kept = torch.where((weight * kept).sum(-1, keepdim=True) > 0, kept, 1.0)
+        share = (weight * kept).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True)
+        return (weight * kept / share.clamp(min=1e-30)).unsqueeze(-1), half.failed.long()
+
+    @property
+    def slots(self) -> Slots:
+        self._require_tokens()
+        return self._held().scaled(self._live_weights()[..., 0])
 
 
 class MergeReduce(Sketch):
@@ -40,6 +96,7 @@ class MergeReduce(Sketch):
 
     name = "merge_reduce"
     paper = "Han et al., BalanceKV Algorithm 3 (2502.07861)"
+    least_slots = MergeReduceBounded.least_slots
     parameters = ("halving", "batch_size", "levels", "options")
 
     def __init__(
@@ -50,24 +107,17 @@ class MergeReduce(Sketch):
         options: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
-        if halving not in HALVINGS:
-            raise unknown_name("halving", halving, HALVINGS)
         self.halving = halving
         self.batch_size = even("batch_size", batch_size)
         self.levels = levels if levels is None else at_least("levels", levels, 1)
         self.options = dict(options or {})
-        try:
-            self._halving = HALVINGS[halving](**self.options)
-        except TypeError as error:
-            raise InputError(f"options={self.options!r} do not fit {halving}: {error}") from None
+        self._halving = _halving(halving, self.options)
         super().__init__(seed)
 
     @classmethod
-    def for_budget(cls, slots: int, seed: int = 0, **options: Any) -> MergeReduce:
-        """The batch size with which 2^20 tokens take at most ``slots`` slots at any time; a longer
-        stream takes half a batch more per doubling."""
-        size = options.pop("batch_size", None) or batch_for(slots)
-        return cls(**merged_options(options, batch_size=size), seed=seed)
+    def for_budget(cls, slots: int, seed: int = 0, **options: Any) -> MergeReduceBounded:
+        """``MergeReduceBounded`` with at most ``slots`` slots, at every length of the stream."""
+        return MergeReduceBounded.for_budget(slots, seed, **options)
 
     @property
     def failures(self) -> Tensor:
@@ -95,28 +145,10 @@ class MergeReduce(Sketch):
         return self._levels().slots()
 
 
-def even(name: str, value: object) -> int:
-    """``value`` if it is an even int >= 2."""
-    number = at_least(name, value, 2)
-    if number % 2:
-        raise InputError(f"{name}={value!r} must be even (a batch is halved)")
-    return number
-
-
-def most_slots(batch_size: int, tokens: int, levels: int | None = None) -> int:
-    """What one merge-and-reduce tree may hold after so many tokens, or fewer."""
-    size = batch_size
-    used = (tokens // size).bit_length()  # levels that a half batch has come to
-    if levels is None or used < levels:
-        return min(tokens, size + used * size // 2)
-    last = tokens // (size << (levels - 1)) * size // 2
-    return min(tokens, size + (levels - 1) * size // 2 + last)
-
-
-def batch_for(slots: int, tokens: int = 1 << 20, instances: int = 1) -> int:
-    """The largest even batch size t with which ``instances`` merge-and-reduce trees over ``tokens``
-    tokens in all hold at most ``slots`` slots: t in level 0, t/2 in each of log2(n/t) + 1 more."""
-    size = max(2, slots // instances // 2 * 2)
-    while size > 2 and instances * size * (1 + (math.log2(tokens / size) + 1) / 2) > slots:
-        size -= 2
-    return size
+def _halving(name: str, options: Mapping[str, Any]) -> Halving:
+    if name not in HALVINGS:
+        raise unknown_name("halving", name, HALVINGS)
+    try:
+        return HALVINGS[name](**options)
+    except TypeError as error:
+        raise InputError(f"options={options!r} do not fit {name}: {error}") from None

@@ -108,7 +108,18 @@ def windowed(
         if issubclass(cls, Compressor):
             return Windowed(cls(seed=seed, **options), sink, recent)
         build: Callable[[int], Sketch] = functools.partial(cls.for_budget, seed=seed, **options)
-        build(64)  # wrong options should fail now, not at the first compression
-        return WindowedSketch(build, sink, recent, cls.least_slots)
+        build(1024)  # wrong options should fail now, not at the first compression
+        return WindowedSketch(build, sink, recent, _least(build, cls.least_slots))
     except TypeError as error:
         raise InputError(f"options={options!r} do not fit method={cls.name!r}: {error}") from None
+
+
+def _least(build: Callable[[int], Sketch], slots: int) -> int:
+    """The smallest number of slots that a sketch can be built for, which options may raise."""
+    while True:
+        try:
+            build(slots)
+        except InputError:
+            slots += 1
+        else:
+            return slots

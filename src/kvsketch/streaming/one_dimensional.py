@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError, at_least
 from ..slots import Slots, attention_scores, check_queries, compute_dtype
-from .base import Sketch, merged_options
+from .base import Sketch, merged_options, token_bytes
 
 
 class OneDimensional(Sketch):
@@ -47,6 +47,7 @@ class OneDimensional(Sketch):
     name = "one_dimensional"
     paper = "Haris and Onak, Compression Barriers, Appendix E"
     least_slots = 3
+    grows = False  # what left the extremes, or the sample, does not come back
     parameters = ("max_tokens", "buffer", "reservoir")
 
     def __init__(
@@ -67,6 +68,10 @@ class OneDimensional(Sketch):
         """``slots`` >= 3 slots per KV head, a third for each of the three parts."""
         k = at_least("slots", slots, 3) // 3
         return cls(**merged_options(options, buffer=k, reservoir=slots - 2 * k), seed=seed)
+
+    def most_bytes(self, token: Slots) -> int:
+        ends = 2 * self.buffer * token_bytes(token)
+        return ends + self.reservoir * (token_bytes(token) + 8) + 8
 
     @property
     def slots(self) -> Slots:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ class Page:
         slots: the first content; decides dtype, device and which fields exist.
         capacity: slots per KV head, at least ``slots.count``. Equal means no copy is made.
     """
+
+    #: whether ``slots`` are a copy that lives from ``append`` to ``release``
+    transient: ClassVar[bool] = False
 
     def __init__(self, slots: Slots, capacity: int) -> None:
         self.count = slots.count
@@ -53,7 +57,8 @@ class Page:
         incoming = new.tensors()
         if "mass" in incoming and "mass" not in self._buffers:
             mass = incoming["mass"]
-            self._buffers["mass"] = mass.new_ones(*mass.shape[:2], self.capacity)
+            places = self._place("mass", self.capacity)
+            self._buffers["mass"] = mass.new_ones(*mass.shape[:2], places)
         for name in FIELDS:
             if name in self._buffers:
                 tensor = incoming.get(name)
@@ -64,6 +69,9 @@ class Page:
                     target.copy_(tensor)
         self.count = start + length
         self._view = None
+
+    def release(self) -> None:
+        """The attention over ``slots`` is done."""
 
     def drop(self, tokens: int) -> None:
         """Forget the last ``tokens`` slots, which were appended."""
@@ -193,6 +201,8 @@ class QuantizedPage(Page):
             middle.mul_(weight)
         out[:, :, end:] = used[:, :, self._first :]
         return out
+
+    transient = True
 
     def append(self, new: Slots) -> None:
         """Write ``new`` behind the slots in use, as given; it must fit into ``room``."""

@@ -15,6 +15,7 @@ from ..quantized import check_bits
 from ..slots import Observed, Slots
 from .error import Probe, window_error
 from .page import Page, QuantizedPage
+from .sketch_page import SketchPage
 from .windowed_sketch import WindowedSketch
 
 Reducer = Windowed | WindowedSketch
@@ -44,9 +45,9 @@ class Periodic:
         bits: 16: keys and values are stored as they come. 8 or 4: those between sinks and recent
             window are stored in so many bits from the end of the prompt on, whether or not the
             prompt fits the budget (a budget of 1.0 only quantises); sinks, recent window, buffer,
-            masses and scores stay as they are. A sketch gets all tokens as they come and only its
-            slots are stored so. ``slots`` is then a dequantised copy, which lives from ``extend``
-            to ``settle``.
+            masses and scores stay as they are. ``slots`` is then a dequantised copy, which lives
+            from ``extend`` to ``settle``. Not with a sketch, whose state has the dtype of the
+            tokens.
         track_error: keep the exact answers of a few queries up to date (``running_error``).
 
     Attributes:
@@ -55,7 +56,7 @@ class Periodic:
 
 
     Raises:
-        InputError: buffer < 1, or bits not 16, 8 or 4.
+        InputError: buffer < 1, or bits not 16, 8 or 4, or not 16 with a sketch.
     """
 
     def __init__(
@@ -69,10 +70,16 @@ class Periodic:
     ) -> None:
         if buffer is not None and (isinstance(buffer, bool) or buffer < 1):
             raise InputError(f"buffer={buffer!r} must be an int >= 1 (tokens per recompression)")
+        if check_bits(bits) != 16 and isinstance(compressor, WindowedSketch):
+            raise InputError(
+                f"bits={bits}: a streaming sketch keeps its state as the tokens come, so storing "
+                "what attention sees in fewer bits would save nothing; bits must be 16 with a "
+                "sketch"
+            )
         self.compressor = compressor
         self.budget = budget
         self.one_shot = one_shot
-        self.bits = check_bits(bits)
+        self.bits = bits
         self.track_error = track_error
         self._buffer = buffer
         self._observed: list[Observed] = []
@@ -138,7 +145,8 @@ class Periodic:
     def quiet(self) -> bool:
         """Whether ``settle`` would leave everything as it is after a decoded token, but for taking
         note of its query."""
-        return not (isinstance(self._page, QuantizedPage) or self._due(prefill=False))
+        transient = self._page is not None and self._page.transient
+        return not (transient or self._due(prefill=False))
 
     def extend(self, new: Slots) -> None:
         """Append tokens, ``[batch, num_key_value_heads, q, ...]``."""
@@ -208,7 +216,7 @@ class Periodic:
                 self._keep_last(self.compressor.window)
             elif prefill or waited_enough(self._observed, self.tensors):
                 self.fold()
-            if isinstance(self._page, QuantizedPage):
+            if self._page is not None:
                 self._page.release()
             return False
         exact = self._masked(self.slots) if self._page is None else None
@@ -220,12 +228,13 @@ class Periodic:
             room = self.buffer
             floor = min(budget, self.compressor.sink + self.compressor.recent)
             budget = max(budget - room, floor, 1)
-        if self.bits == 16:
+        if isinstance(self.compressor, WindowedSketch):
+            self._page = self._sketched(self.compressor, budget, room)
+        elif self.bits == 16:
             kept = self.compressor(self._masked(self._scored()), budget)
-            # A sketch may hold more or less than the budget: room for what comes next, in any case.
             self._page = Page(kept, max(self.budget.slots(self.seen), kept.count) + room)
         else:
-            self._page = self._quantized(budget, room)
+            self._page = self._quantized(self.compressor, budget, room)
         self._full = self._page.capacity
         self._dense = self._live = None
         self._observed = []
@@ -247,23 +256,33 @@ class Periodic:
     def _update_probe(self) -> None:
         """Show the probe the tokens appended since it last looked: they are still exact."""
         if self._probe is not None:
-            new = self.seen - self._probed
-            self._probe.extend(self.slots.narrow(self._count() - new, new))
+            new, slots = self.seen - self._probed, self.slots
+            self._probe.extend(slots.narrow(slots.count - new, new))
             self._probed = self.seen
 
-    def _quantized(self, budget: int, room: int) -> QuantizedPage:
+    def _sketched(self, sketching: WindowedSketch, budget: int, room: int) -> Page:
+        """The next page around a sketch, which takes in what is between sinks and recent window."""
+        page = self._page if isinstance(self._page, SketchPage) else None
+        exact = self._masked(self.slots) if page is None else page.exact
+        parts = sketching.take(exact, budget)
+        limit = self.budget.slots(self.seen)
+        if parts is None:
+            return Page(exact, max(limit, exact.count) + room)
+        first, last = parts
+        assert sketching.sketch is not None
+        capacity = max(limit, first.count + sketching.worth + last.count) + room
+        return SketchPage(first, sketching.sketch, sketching.worth, last, capacity)
+
+    def _quantized(self, compressor: Windowed, budget: int, room: int) -> QuantizedPage:
         """The next page, in fewer bits; with fewer slots only where there are too many."""
         page = self._page if isinstance(self._page, QuantizedPage) else None
-        limit, window = self.budget.slots(self.seen), (self.compressor.sink, self.compressor.recent)
-        sketching = isinstance(self.compressor, WindowedSketch)  # wants the dtype of the tokens
-        slots = self.slots if page is None or sketching else page.read(exactly=True)
+        limit, window = self.budget.slots(self.seen), (compressor.sink, compressor.recent)
+        slots = self.slots if page is None else page.read(exactly=True)
         kept = self._masked(self._scored(slots))
-        if sketching or kept.count > limit:
-            kept = self.compressor(kept, budget)
-        # as with 16 bits: what a sketch leaves of the budget is for exact tokens
-        capacity = max(limit, kept.count) + room
-        if not sketching:  # room is in full precision: only what comes
-            capacity = min(capacity, kept.count + 2 * room)
+        if kept.count > limit:
+            kept = compressor(kept, budget)
+        # room is in full precision: only what comes
+        capacity = min(max(limit, kept.count) + room, kept.count + 2 * room)
         return QuantizedPage(kept, capacity, self.bits, *window, page)
 
     def _due(self, prefill: bool) -> bool:

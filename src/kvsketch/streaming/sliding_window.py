@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import InputError, at_least
 from ..slots import Slots, attend, attention_scores, compute_dtype
-from .base import Sketch, merged_options
+from .base import Sketch, merged_options, token_bytes
 
 
 class SlidingWindow(Sketch):
@@ -47,6 +47,14 @@ class SlidingWindow(Sketch):
         at_least("slots", slots, 2)
         return cls(**merged_options(options, window=slots - 1), seed=seed)
 
+    def most_bytes(self, token: Slots) -> int:
+        return self.window * token_bytes(token) + 8 * token.values.shape[3] + 16
+
+    def widen(self, like: Sketch) -> None:
+        """As ``Sketch.widen``: the window fills up before tokens leave it again."""
+        assert isinstance(like, SlidingWindow)
+        self.window = max(self.window, like.window)
+
     @property
     def slots(self) -> Slots:
         """The window, oldest token first, then what stands for the outside (dead where nothing
@@ -64,24 +72,33 @@ class SlidingWindow(Sketch):
         if live is not None:  # the dead ones first: they leave, or fill up a short row
             alive = torch.cat([self._alive(), live], dim=-1)
             joined = joined.take(alive.byte().argsort(dim=-1, stable=True))
-        before = self._outside()
         self.state["count"] = self.state["count"] + (new.count if live is None else live.sum(-1))
+        leaving = (self.state["count"] - self._outside() - self.window).clamp(min=0)
+        self.state["outside"] = self._outside() + leaving
         surplus = max(0, joined.count - self.window)
         # clone: a view would keep the whole chunk alive
         self.put("window", joined.narrow(surplus, joined.count - surplus).map(torch.clone))
         if surplus:
-            self._leave(joined.narrow(0, surplus), self._outside() - before)
+            self._leave(joined.narrow(0, surplus), leaving)
 
     def _merge(self, other: SlidingWindow) -> None:
         # What is outside there lies between our window and theirs, which is full then: pushing it
         # in pushes all of ours out, as a single stream would have.
+        full = other._alive().sum(-1) == other.window
+        if bool(((other._outside() > 0) & ~full).any()):
+            raise InputError(
+                f"merge: the other sketch's window was made larger (window={other.window}) and is "
+                "not full again yet"
+            )
         self._extend(other.get("window"), other._alive())
         self._absorb(other)
         self.state["count"] = self.state["count"] + other._outside()
+        self.state["outside"] = self._outside() + other._outside()
 
     def _begin(self, tokens: Slots) -> None:
         values = tokens.values[:, :, 0]
         self.state["count"] = torch.zeros_like(values[..., 0], dtype=torch.int64)  # live tokens
+        self.state["outside"] = torch.zeros_like(self.state["count"])  # of those
         self.state["sum"] = torch.zeros_like(values, dtype=torch.float64)
         self.put("window", tokens.narrow(0, 0))
 
@@ -89,11 +106,11 @@ class SlidingWindow(Sketch):
         """bool ``[batch, heads, slots in the window]``; a short row is dead at the front."""
         width = self.state["window.keys"].shape[2]
         column = torch.arange(width, device=self.state["count"].device)
-        return column >= width - self.state["count"].unsqueeze(-1)
+        return column >= width - (self.state["count"] - self._outside()).unsqueeze(-1)
 
     def _outside(self) -> Tensor:
         """How many live tokens left the window, int64 ``[batch, heads]``."""
-        return (self.state["count"] - self.window).clamp(min=0)
+        return self.state["outside"]
 
     def _outside_slots(self) -> Slots:
         """What stands for the tokens outside."""
@@ -154,6 +171,10 @@ class SlidingWindowSampled(SlidingWindow):
         samples = at_least("samples", options.get("samples", 1), 1)
         at_least("slots", slots, samples + 1)
         return cls(**merged_options(options, window=slots - samples), seed=seed)
+
+    def most_bytes(self, token: Slots) -> int:
+        value = token.values.shape[3] * token.values.element_size()
+        return self.window * token_bytes(token) + self.samples * value + 16
 
     def sample(self, queries: Tensor, draws: int = 1, *, scaling: float | None = None) -> Tensor:
         """Outputs of lines 14 to 18: a value of the window in proportion to exp(score) with

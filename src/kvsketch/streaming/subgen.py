@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import InputError, at_least
 from ..slots import Slots, compute_dtype
-from .base import Sketch, lengthened, merged_options
+from .base import Sketch, lengthened, merged_options, token_bytes
 from .online_clusters import assign, within_cluster
 
 OVERFLOW = ("widen", "nearest", "error")
@@ -71,10 +71,18 @@ class _Clusters(Sketch):
         self._require_tokens()
         return self.state["delta"]
 
-    @property
-    def reserved(self) -> int:
-        """With ``max_clusters`` all that these may take; without it there is no bound."""
-        return self.t * (self.max_clusters or 0)
+    def most_bytes(self, token: Slots) -> int | None:
+        """With ``max_clusters``: the samples, representatives and counts of so many clusters."""
+        if self.max_clusters is None:
+            return None
+        sample = token_bytes(self._payload(token))
+        wide = compute_dtype(token.keys.dtype).itemsize * token.keys.shape[3]
+        return self.max_clusters * (self.t * sample + wide + 8) + wide + 16
+
+    def widen(self, like: Sketch) -> None:
+        assert isinstance(like, _Clusters)
+        if self.max_clusters is not None and like.max_clusters is not None:
+            self.max_clusters = max(self.max_clusters, like.max_clusters)
 
     @property
     def overflowed(self) -> Tensor:
@@ -316,9 +324,21 @@ class SubGen(_Clusters):
         cap = max(1, (slots - s) // t)
         return cls(**merged_options(options, s=s, t=t, max_clusters=cap), seed=seed)
 
-    @property
-    def reserved(self) -> int:
-        return self.s + super().reserved if self.max_clusters else 0
+    def most_bytes(self, token: Slots) -> int | None:
+        """With ``max_clusters``: the clusters' and those of the numerator's samples."""
+        clusters = super().most_bytes(token)
+        return None if clusters is None else clusters + self.s * token_bytes(token) + 8
+
+    def widen(self, like: Sketch) -> None:
+        """As ``Sketch.widen``. A sample that is added starts as a copy of an older one: its law is
+        right from the start (Lemma 1), but it is independent only of what comes from here on."""
+        super().widen(like)
+        assert isinstance(like, SubGen)
+        if like.s > self.s and self.state:
+            number = torch.arange(like.s) % self.s
+            samples = self.get("sample")
+            self.put("sample", samples.map(lambda t: t[:, :, number.to(t.device)].contiguous()))
+        self.s = max(self.s, like.s)
 
     def _start(self, new: Slots, live: Tensor) -> None:
         super()._start(new, live)

@@ -1,0 +1,298 @@
+"""BalanceKV's figure 2 as printed, layer by layer, and what the walk's constant does to it.
+
+    python -m benchmarks.figure2 --out docs/results/figure2.json --plot docs/figures/figure2.svg
+    python -m benchmarks.figure2 --model meta-llama/Llama-3.1-8B-Instruct --device cuda \\
+        --dtype bfloat16 --layers 1,2,5 --records triviaqa.jsonl --out figure2.json
+
+The protocol of section 4.1: the first 256 tokens and, for query j of the last 256, those from
+n - 256 to j are kept; of the others exactly 2^-T are, T = 1..4; the error is
+|z - Attn|_F / |Attn|_F over all queries and heads of a layer, averaged over prompts, with the
+standard deviation over 10 seeds. A model with too few positions for that has 128 tokens and 128
+queries (its rows say so).
+
+``uniform`` keeps a uniform sample whose members count 2^T times each, as BalanceKV's do;
+``uniform, unweighted`` lets them count once, beside the exact tokens. ``balancekv c=30`` is the
+paper's constant in c = constant log(n / delta); smaller ones follow.
+
+Then made-up keys, to see where balancing helps: clusters of a given spread, by dimension, block and
+constant; the same error over that of uniform.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json as json_
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from benchmarks.figures import subplots, write
+from benchmarks.options import integers, paths, positive
+from benchmarks.prompts import default_models, load, prompts_for
+from benchmarks.results import Results
+from kvsketch import Slots
+from kvsketch.compressors import BalanceKV, Compressor, Uniform
+from kvsketch.evaluation.activations import Activations, capture
+from kvsketch.evaluation.allocation import answer_later
+from kvsketch.evaluation.loading import load_model, load_tokenizer, resolve_model
+from kvsketch.evaluation.report import dumps
+
+KEPT, SMALL = 256, 128  # tokens kept at either end
+RATES = (1, 2, 3, 4)
+#: 30 is the paper's
+CONSTANTS = (30.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01)
+#: made-up keys: spread of a cluster, head_dim, block
+SPREADS, DIMS, BLOCKS = (0.0, 0.1, 0.3, 1.0), (4, 16, 64), (64, 256, 1024)
+MADE_UP = 2048
+LONGBENCH = (
+    "Answer the question based on the given passage. Only give me the answer and do not output "
+    "any other words. The following are some examples.\n\n{context}\n\n{input}"
+)
+
+Row = dict[str, Any]
+
+
+def samplers(constants: Iterable[float], block: int = KEPT) -> dict[str, type[Compressor] | Any]:
+    """What is compared: name -> seed -> compressor."""
+    found: dict[str, Any] = {"uniform": Uniform, "uniform, unweighted": Uniform}
+    for constant in constants:
+        found[f"balancekv c={constant:g}"] = lambda seed, constant=constant: BalanceKV(
+            seed, constant=constant, block=block
+        )
+    return found
+
+
+def compressed(middle: Slots, name: str, sampler: Any, rate: int, seed: int) -> Slots:
+    kept = sampler(seed)(middle, middle.count >> rate)
+    return Slots(kept.keys, kept.mean_values()) if name == "uniform, unweighted" else kept
+
+
+def layer_errors(
+    caught: Activations, kept: int, rates: Iterable[int], found: dict[str, Any], seeds: range
+) -> dict[tuple[str, int], list[float]]:
+    """Errors by sampler and rate, one per seed, of one layer and prompt."""
+    n = caught.keys.shape[2]
+    tokens = Slots(caught.keys, caught.values)
+    held_back, queries = tokens.narrow(n - kept, kept), caught.queries[:, :, n - kept :]
+    before = tokens.narrow(0, n - kept)
+    exact = answer_later(before, held_back, queries, caught.scaling)
+    first, middle = before.narrow(0, kept), before.narrow(kept, n - 2 * kept)
+    errors: dict[tuple[str, int], list[float]] = {}
+    for (name, sampler), rate in itertools.product(found.items(), rates):
+        for seed in seeds:
+            slots = Slots.cat([first, compressed(middle, name, sampler, rate, seed)])
+            answer = answer_later(slots, held_back, queries, caught.scaling)
+            error = float((answer - exact).norm() / exact.norm())
+            errors.setdefault((name, rate), []).append(error)
+    return errors
+
+
+def on_model(
+    texts: list[Tensor],
+    model: Any,
+    layers: list[int] | None,
+    kept: int,
+    found: dict[str, Any],
+    seeds: range,
+) -> list[Row]:
+    """A row per layer, sampler and rate, and those of all layers together (layer "all")."""
+    everything: dict[tuple[int, str, int], list[list[float]]] = {}
+    for text in texts:
+        for caught in capture(model, text, layers):
+            for (name, rate), errors in layer_errors(caught, kept, RATES, found, seeds).items():
+                everything.setdefault((caught.layer, name, rate), []).append(errors)
+    rows = []
+    by_layer: dict[tuple[str, int], list[list[float]]] = {}
+    for (layer, name, rate), errors in everything.items():
+        by_layer.setdefault((name, rate), []).extend(errors)
+        rows.append({"layer": layer, "sampler": name, "rate": rate, **over_seeds(errors)})
+    return rows + [
+        {"layer": "all", "sampler": name, "rate": rate, **over_seeds(errors)}
+        for (name, rate), errors in by_layer.items()
+    ]
+
+
+def over_seeds(errors: list[list[float]]) -> dict[str, float]:
+    """Mean over prompts for every seed; of these the mean and standard deviation."""
+    means = [statistics.fmean(of_seed) for of_seed in zip(*errors, strict=True)]
+    spread = statistics.stdev(means) if len(means) > 1 else 0.0
+    return {"error": statistics.fmean(means), "std": spread}
+
+
+def made_up(spread: float, dim: int, seed: int) -> tuple[Slots, Tensor, Slots]:
+    """``MADE_UP`` keys of norm about sqrt(d) in 16 clusters, values that follow the clusters as far
+    as keys do, and queries; 4 heads."""
+    g = torch.Generator().manual_seed(seed)
+    own = torch.randint(16, (MADE_UP,), generator=g)
+
+    def around(size: int) -> Tensor:
+        centers = torch.randn(1, 4, 16, size, generator=g)
+        noise = torch.randn(1, 4, MADE_UP, size, generator=g)
+        return (centers[:, :, own] + spread * noise) / (1 + spread**2) ** 0.5
+
+    slots = Slots(around(dim), 1 + around(dim))
+    queries = torch.randn(1, 4, 64, dim, generator=g)
+    empty = slots.narrow(0, 0)
+    return slots, queries, empty
+
+
+def on_made_up(spread: float, dim: int, block: int, seeds: range, seed: int) -> list[Row]:
+    """Errors over uniform's, half of the tokens kept."""
+    slots, queries, empty = made_up(spread, dim, seed)
+    exact = answer_later(slots, empty, queries, dim**-0.5)
+    errors: dict[str, list[float]] = {}
+    for name, sampler in samplers(CONSTANTS, block).items():
+        for s in seeds:
+            kept = compressed(slots, name, sampler, 1, s)
+            answer = answer_later(kept, empty, queries, dim**-0.5)
+            errors.setdefault(name, []).append(float((answer - exact).norm() / exact.norm()))
+    base = statistics.fmean(errors["uniform"])
+    return [
+        {"sampler": name, "error": statistics.fmean(e), "over_uniform": statistics.fmean(e) / base}
+        for name, e in errors.items()
+    ]
+
+
+def figure(rows: list[Row], path: Path) -> None:
+    """One panel per model: BalanceKV over uniform by constant; then the made-up keys."""
+    sources = list(dict.fromkeys(r["source"] for r in rows if r["part"] == "model"))
+    shown = [(16, 256), (4, 256), (16, 1024)]
+    panels = len(sources) + len(shown)
+    fig, axes = subplots(panels, 3.6 * panels, 3.8)
+    names = [f"balancekv c={c:g}" for c in CONSTANTS]
+    for panel, source in zip(axes, sources, strict=False):
+        part = [r for r in rows if r.get("source") == source]
+        for layer in dict.fromkeys(r["layer"] for r in part):
+            here = {(r["sampler"], r["rate"]): r["error"] for r in part if r["layer"] == layer}
+            line = [here[name, 1] / here["uniform", 1] for name in names]
+            width = 2.5 if layer == "all" else 1.0
+            panel.plot(CONSTANTS, line, marker="o", ms=3, lw=width, label=f"layer {layer}")
+        panel.set(title=source)
+    for panel, (dim, block) in zip(axes[len(sources) :], shown, strict=True):
+        for spread in SPREADS:
+            part = [
+                r
+                for r in rows
+                if r["part"] == "made-up"
+                and (r["dim"], r["block"], r["spread"]) == (dim, block, spread)
+            ]
+            here = {r["sampler"]: r["over_uniform"] for r in part}
+            panel.plot(
+                CONSTANTS, [here[n] for n in names], marker="o", ms=3, label=f"spread {spread:g}"
+            )
+        panel.set(title=f"made-up keys, d={dim}, b={block}")
+    for panel in axes:
+        panel.axhline(1.0, color="k", lw=0.8, ls="--")
+        panel.set(xscale="log", xlabel="constant of c", ylim=(0, 1.3))
+        panel.legend(fontsize=6)
+        panel.grid(True, alpha=0.3)
+    axes[0].set_ylabel("error over uniform's, T = 1")
+    write(fig, path)
+
+
+def records_of(tokenizer: Any, file: Path, limit: int, count: int) -> list[Tensor]:
+    """LongBench records of TriviaQA's schema in its prompt, the middle cut as LongBench does."""
+    lines = file.read_text(encoding="utf-8").splitlines()[:count]
+    found = []
+    for record in map(json_.loads, lines):
+        text = LONGBENCH.format(context=record["context"], input=record["input"])
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        if ids.shape[1] > limit:
+            half = limit // 2
+            ids = torch.cat([ids[:, :half], ids[:, ids.shape[1] - half :]], dim=1)
+        found.append(ids)
+    return found
+
+
+def main(
+    model: Annotated[
+        str | None, typer.Option(help="Model folder or hub id; default: every model at hand.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda, with --model.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, with --model.")] = "float32",
+    layers: Annotated[
+        str | None, typer.Option(help="Layer indices; default all. The paper: 1,2,5.")
+    ] = None,
+    files: Annotated[str, typer.Option(help="Text files as prompts.")] = "",
+    records: Annotated[
+        Path | None, typer.Option(help="LongBench records (triviaqa.jsonl) as prompts.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(help="Prompts.")] = 3,
+    tokens: Annotated[int, typer.Option(help="Tokens of a record's prompt at most.")] = 8192,
+    seeds: Annotated[int, typer.Option(help="Seeds; the paper has 10.")] = 10,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the JSON here, and go on from it.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the figure (.svg or .png).")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+) -> None:
+    """Example: python -m benchmarks.figure2 --model ./my-model --layers 1,2,5 --json"""
+    console = Console(stderr=True)
+    positive(prompts=prompts, seeds=seeds, tokens=tokens)
+    if records is not None and not records.is_file():
+        raise typer.BadParameter(f"--records: {str(records)!r} is not a file")
+    given, numbers = paths(files), integers("layers", layers)
+    names = [model] if model else default_models()
+    results = Results(
+        out,
+        command="figure2",
+        models=[Path(name).name for name in names],
+        layers=numbers,
+        files=[str(path) for path in given],
+        records=None if records is None else records.name,
+        prompts=prompts,
+        tokens=tokens,
+        seeds=seeds,
+        seed=seed,
+    )
+    each = range(seed, seed + seeds)
+    for name in names:
+        if results.has(part="model", model=Path(name).name):
+            continue
+        if model:
+            folder = resolve_model(name)
+            loaded, tokenizer = load_model(folder, device, dtype), load_tokenizer(folder)
+        else:
+            loaded, tokenizer = load(name)
+        limit = int(loaded.config.max_position_embeddings)
+        if records is not None:
+            source = records.stem
+            texts = records_of(tokenizer, records, min(limit, tokens), prompts)
+        else:
+            source, texts = prompts_for(name, loaded, tokenizer, prompts, seed, given)
+        shortest = min(text.shape[1] for text in texts)
+        kept = KEPT if shortest >= 3 * KEPT else SMALL
+        if shortest < 3 * kept:
+            raise typer.BadParameter(
+                f"{name}: a prompt of {shortest} tokens is too short, {3 * kept} are needed"
+            )
+        console.print(f"{name}: {len(texts)} prompts of {source}, {kept} tokens kept at each end")
+        found = samplers(CONSTANTS)
+        about = {"part": "model", "model": Path(name).name, "kept_at_ends": kept}
+        about["source"] = f"{Path(name).name}:{source}"
+        rows = on_model(texts, loaded, numbers, kept, found, each)
+        results.add([{**about, **row} for row in rows])
+    grid = list(itertools.product(SPREADS, DIMS, BLOCKS)) if model is None else []
+    with Progress(console=console) as progress:
+        for spread, dim, block in progress.track(grid, description="made-up keys"):
+            about = {"part": "made-up", "spread": spread, "dim": dim, "block": block}
+            if not results.has(**about):
+                rows = on_made_up(spread, dim, block, range(seed, seed + min(seeds, 5)), seed)
+                results.add([{**about, **row} for row in rows])
+    result = results.finish()
+    if plot is not None and model is None:
+        figure(results.rows, plot)
+    if json:
+        print(dumps(result))
+
+
+if __name__ == "__main__":
+    typer.run(main)
