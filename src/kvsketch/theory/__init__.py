@@ -1,6 +1,13 @@
 """For theorists: size a sketch from a theorem, check a bound on real activations, attack a method
 with the hard instances of the lower bounds."""
 
+from .balance import (
+    BalanceKVSize,
+    MergeAndReduceSize,
+    balancekv,
+    break_even,
+    merge_and_reduce,
+)
 from .clusterability import ClusterCurve, clusterability
 from .hard_instances import (
     IndexGame,
@@ -12,10 +19,8 @@ from .hard_instances import (
 )
 from .norms import ErrorBounds, error_bounds, measured_error, smallest_eps
 from .parameters import (
-    BalanceKVSize,
     SlidingWindowSize,
     SubGenSize,
-    balancekv,
     clusters_for_diameter,
     covering_number,
     sliding_window,
@@ -27,11 +32,13 @@ __all__ = [
     "ClusterCurve",
     "ErrorBounds",
     "IndexGame",
+    "MergeAndReduceSize",
     "NonAdaptivePair",
     "Recovery",
     "SlidingWindowSize",
     "SubGenSize",
     "balancekv",
+    "break_even",
     "clusterability",
     "clusters_for_diameter",
     "covering_number",
@@ -39,6 +46,7 @@ __all__ = [
     "error_bounds",
     "index_game",
     "measured_error",
+    "merge_and_reduce",
     "non_adaptive_pair",
     "sliding_window",
     "smallest_eps",
