@@ -17,6 +17,14 @@ from .hard_instances import (
     index_game,
     non_adaptive_pair,
 )
+from .low_dimension import (
+    UNIT_BALL_DELTA,
+    Barrier,
+    barrier,
+    clusters_in_ball,
+    index_bits,
+    low_dimensional,
+)
 from .norms import ErrorBounds, error_bounds, measured_error, smallest_eps
 from .parameters import (
     SlidingWindowSize,
@@ -28,7 +36,9 @@ from .parameters import (
 )
 
 __all__ = [
+    "UNIT_BALL_DELTA",
     "BalanceKVSize",
+    "Barrier",
     "ClusterCurve",
     "ErrorBounds",
     "IndexGame",
@@ -38,13 +48,17 @@ __all__ = [
     "SlidingWindowSize",
     "SubGenSize",
     "balancekv",
+    "barrier",
     "break_even",
     "clusterability",
     "clusters_for_diameter",
+    "clusters_in_ball",
     "covering_number",
     "detection_rate",
     "error_bounds",
+    "index_bits",
     "index_game",
+    "low_dimensional",
     "measured_error",
     "merge_and_reduce",
     "non_adaptive_pair",
