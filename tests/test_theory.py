@@ -342,8 +342,8 @@ def sums(query, slots):
 @pytest.mark.parametrize("batch", ["as calculated", "of two"])
 def test_theorem_3_3_holds_after_every_token_at_the_computed_batch_size(batch):
     """Values of one norm are one bucket, so BalanceKVStreaming is MergeAndReduce on (k, v) beside
-    one on (k, 1). 300 of each (20 of those with batches of two); the sums are looked at between batches too. The bound is proven for
-    one query and one step at a time."""
+    one on (k, 1). 300 of each (20 of those with batches of two); the sums are looked at between
+    batches too. The bound is proven for one query and one step at a time."""
     n, r, eps, failure = 1536, 0.2, 0.5, 0.05
     size = merge_and_reduce(eps, r, n, 1, failure, constant=1.0)
     assert size.slots < n  # it saves something, and several levels are at work

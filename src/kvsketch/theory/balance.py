@@ -125,7 +125,7 @@ def balancekv(
       at most eps where anything is sampled at all.
 
     Typos: Algorithm 1 line 4 means 2^(i-1) <= |v| <= 2^i, line 9 2n instead of 2^n; section 2.3
-    halves log2(n/t) times, not 2^log(n/t) times.
+    halves log2(n/t) times, not 2^log(n/t) times; the proof's "Algorithm 2" is Algorithm 1.
 
     Args:
         eps: in (0, 1].

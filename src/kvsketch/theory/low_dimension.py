@@ -133,7 +133,8 @@ def low_dimensional(
 
     The number of tokens is not among the arguments: the log n of Theorem 11 is a union bound over
     clusters, and there are at most m of them however long the stream. (The theorem lets queries
-    grow, r = O(log log n), and t = O(e^(2 delta r) log m/eps^2) with them.)
+    grow, r = O(log log n), and t = O(e^(2 delta r) log m/eps^2) with them. Its "bits" are numbers,
+    as in SubGen.)
 
     Args:
         eps: in (0, 1].

@@ -83,6 +83,11 @@ def subgen(
 
     Together, as |Attn|_2 <= |softmax|_2 |V|_op: (e + e)/(1 - e) <= eps for eps <= 1.
 
+    Memory. d (m t + s) numbers. Corollary 1 (B.5) has m n^o(1) d/eps^2 for delta r = o(log n): t is
+    n^o(1) then, but s = O(d/eps^2) is left out, so d must be at most m n^o(1). (Theorem 1 says
+    that the output satisfies equation 1, which defines attention; 3 is meant, ClusterGen's 2. The
+    second half of ClusterGen's B.5 repeats the first; SubGen has d n^(1 - Omega(1)) there.)
+
     Args:
         eps: in (0, 1].
         delta: cluster radius, > 0, in units of the keys. After a merge, or where delta was
@@ -162,7 +167,8 @@ def sliding_window(
     it). T = 3 v_max/(eps^2 mean) makes one average fail with probability at most 1/3 (Chebyshev).
     The median fails only if Q/2 averages do, in either direction: e^(-Q/18) by Hoeffding, so
     Q = 18 ln(n d/failure). The paper's e^(-Q/12) drops a 3 (the Chernoff bound it uses is
-    e^(-Q/36)) and is false: the true exponent is about Q/17.
+    e^(-Q/36)) and is false: the true exponent is about Q/17. Equation 56 has log(d/failure) where
+    the union bound over all steps needs log(n d/failure).
 
     ``kvsketch.streaming.sliding_window.SlidingWindow`` needs none of this: it keeps the sum of the
     values outside, which is exact, in one slot.
