@@ -14,7 +14,7 @@ from scipy import stats
 from kvsketch import InputError, Slots, attend
 from kvsketch.streaming import SubGen, SubGenCoupled
 from kvsketch.streaming.online_clusters import assign, within_cluster
-from kvsketch.theory import error_bounds, measured_error
+from kvsketch.theory import error_bounds, low_dimensional, measured_error
 
 SIGNIFICANCE = 1e-3
 
@@ -272,6 +272,8 @@ def test_theorem_15_in_the_unit_ball():
     assert stats.binomtest(failures, heads, failure, "greater").pvalue > SIGNIFICANCE
     assert float((error / bound).max()) > 0.01
     assert int(sketch.clusters.max()) <= sketch.max_clusters == 8
+    size = low_dimensional(eps, 1.0, dim, failure)
+    assert (sketch.s, sketch.t) == (size.s, size.t)
     long = feed(SubGen.for_ball(dim, 1.0, eps, failure), in_ball(1, 20_000, dim, 1))
     assert long.slots.count <= long.reserved == sketch.reserved
 

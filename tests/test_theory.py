@@ -20,6 +20,8 @@ from kvsketch.streaming import BalanceKVStreaming, SubGen
 from kvsketch.streaming.sliding_window import SlidingWindow, SlidingWindowSampled
 from kvsketch.theory import (
     UNIT_BALL_DELTA,
+    BalanceKVSize,
+    MergeAndReduceSize,
     balancekv,
     barrier,
     break_even,
@@ -385,6 +387,16 @@ def test_break_even_is_the_first_n_that_saves_anything():
 
     assert break_even(single) == next(n for n in range(1, 10**4) if single(n).slots < n)
 
+    def steep(n):  # batches that grow at once: no interval may hide what comes before
+        t = 2 if n < 8 else 10**6
+        return MergeAndReduceSize(t, max(1, math.ceil(math.log2(n / t))), 0.1)
+
+    def stepped(n):  # a level more makes slots jump: 150 of them for n <= 160, then 180
+        return BalanceKVSize(10, max(1, math.ceil(math.log2(n / 10))), 2, 0.1)
+
+    assert break_even(steep) == 7
+    assert break_even(stepped) == 151
+
 
 def test_theorem_3_1_saves_nothing_below_nine_hundred_thousand_tokens():
     """eps = 1, r = 0, d = 1 is the best case there is: every other asks for more. With values of
@@ -554,6 +566,9 @@ def test_theorem_15_asks_for_the_same_however_long_the_stream():
     assert wide.clusters == 8
     assert wide.t == low_dimensional(0.9, 3.0, 2).t  # <q, k> is what counts
     assert size.verdict(10**6).startswith("needs 6,725 slots, 0.7%")
+    likelier = low_dimensional(0.9, 1.0, 2, failure=0.1)
+    assert 10 * likelier.s == pytest.approx(size.s, abs=10)
+    assert likelier.t < size.t
     assert low_dimensional(0.9, 1.0, 2, value_dim=6).s == pytest.approx(3 * size.s, abs=3)
 
 
