@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import InputError, at_least
 from ..slots import Slots, compute_dtype
+from ..theory.low_dimension import UNIT_BALL_DELTA, low_dimensional
 from .base import Sketch, lengthened, merged_options, token_bytes
 from .online_clusters import assign, within_cluster
 
@@ -339,6 +340,38 @@ class SubGen(_Clusters):
             samples = self.get("sample")
             self.put("sample", samples.map(lambda t: t[:, :, number.to(t.device)].contiguous()))
         self.s = max(self.s, like.s)
+
+    @classmethod
+    def for_ball(
+        cls,
+        d: int,
+        r: float,
+        eps: float,
+        failure: float = 0.01,
+        value_dim: int | None = None,
+        radius: float = 1.0,
+        seed: int = 0,
+    ) -> SubGen:
+        """Theorem 15 of Compression Barriers: few dimensions need no assumption of clusters.
+
+        Balls of radius delta = (e/3) radius around the representatives cover all keys, and there
+        are never more of them than ``theory.clusters_in_ball`` says. s and t are those of
+        ``theory.low_dimensional``: error at most eps |softmax(Kq)|_2 |V|_op with probability
+        1 - failure for one query of norm at most r (scaling included), in ``s + t * max_clusters``
+        slots however long the stream. (A merge may double the clusters' radius: give twice the r
+        then.)
+
+        Args:
+            radius: bound on the norms of the keys. Keys beyond it harm no guarantee; if they need
+                more clusters than the ball can hold, ``extend`` raises InputError.
+            others: as for ``theory.low_dimensional``.
+
+        Raises:
+            InputError: an argument out of range.
+        """
+        size = low_dimensional(eps, r, d, failure, value_dim, radius)
+        delta = UNIT_BALL_DELTA * radius
+        return cls(delta, size.s, size.t, size.clusters, "error", seed)
 
     def _start(self, new: Slots, live: Tensor) -> None:
         super()._start(new, live)
