@@ -391,8 +391,8 @@ def _rate(row: dict[str, Any]) -> str:
 SEEN = {"agnostic": ", queries unseen", "aware": ", queries right before seen", None: ""}
 EQUAL_BYTES = (
     "Equal bytes: every method gets those of one that keeps the share of the tokens as they are. "
-    "Slots with a mass cost 4 bytes more and are fewer; slots in 4 bits (`+int4`) are more; a "
-    "streaming sketch whose size comes in steps may hold less. "
+    "Slots with a mass cost 4 bytes more and are fewer; slots in 4 bits (`+int4`) are more; of a "
+    "streaming sketch the whole state is counted. "
 )
 #: benchmarks/options.py reads these names
 SPENT = (
