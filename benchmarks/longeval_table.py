@@ -22,6 +22,8 @@ import typer
 
 from benchmarks import longeval_markdown as markdown
 from kvsketch.errors import KVSketchError
+from kvsketch.evaluation.presets import SUBGEN_SHARES as PAPER_SHARES
+from kvsketch.evaluation.presets import h2o_window, subgen_windows
 from kvsketch.evaluation.progress import run_with_progress
 from kvsketch.evaluation.report import report
 from kvsketch.evaluation.settings import Settings
@@ -31,15 +33,24 @@ from kvsketch.evaluation.tasks import Options, make_tasks
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ["exact", "heavy_merge", "streaming_llm", "h2o", "kcenter", "uniform"]
-PAPER_SHARES = {200: 0.65, 300: 0.58, 400: 0.50}
 SMALL_SHARES = [0.25, 0.10]
 
 
 def setups_by_lines() -> dict[int, Sequence[Setup]]:
-    """The shares the paper kept at each length, and two smaller ones."""
+    """The shares the paper kept at each length, and two smaller ones; then the papers' own windows,
+    where they are others than the 4 + 32 tokens that all methods share here."""
     return {
-        lines: make_setups(METHODS, [share, *SMALL_SHARES]) for lines, share in PAPER_SHARES.items()
+        lines: make_setups(METHODS, [share, *SMALL_SHARES]) + own_windows(lines, share)
+        for lines, share in PAPER_SHARES.items()
     }
+
+
+def own_windows(lines: int, share: float) -> list[Setup]:
+    """H2O and k-center as their papers ran them. Sink's own window, 4 first tokens and all the rest
+    recent, is ``streaming_llm`` in any window of 4 first tokens; k-center's recent tokens fit into
+    the paper's shares only."""
+    h2o = [make_setups([h2o_window(kept)], [kept])[0] for kept in (share, *SMALL_SHARES)]
+    return h2o + make_setups(subgen_windows(lines), [share])
 
 
 def case_files(data: Path) -> list[Path]:

@@ -31,6 +31,7 @@ _PROTOCOL = {
     "model": "model",
     "model_fingerprint": "fingerprint",
     "kvsketch": "kvsketch",
+    "preset": "preset: a paper's table",
     "question": "question at compression",
     "prefill": "prefill",
     "prefill_chunk_size": "prefill chunk, tokens",

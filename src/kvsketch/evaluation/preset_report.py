@@ -1,0 +1,53 @@
+"""What a preset's run shows besides its own tables: the paper's, what is missing, how it is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvsketch.evaluation.html_parts import Grid
+from kvsketch.evaluation.html_published import beside
+from kvsketch.evaluation.preset_run import Plan
+from kvsketch.evaluation.runs import run_of
+from kvsketch.evaluation.sweep import Sweep
+
+
+def show(plan: Plan, sweep: Sweep, console: Console) -> dict[str, Any]:
+    """Prints it; returns what ``--json`` tells of it."""
+    records = sweep.done()
+    grids = beside(run_of(records)) if records else []
+    for grid in grids:
+        console.print()
+        console.print(_table(grid))
+        console.print(grid.note, markup=False, highlight=False)
+    for title, lines in (("Not run", plan.missing), ("How the paper is read", plan.notes)):
+        if lines:
+            console.print(f"\n{title}:", highlight=False)
+        for line in lines:
+            console.print(f"  - {line}", markup=False, highlight=False)
+    return {
+        "preset": plan.preset.name,
+        "published": [
+            {
+                "title": grid.title,
+                "note": grid.note,
+                "rows": [dict(zip(grid.header, row, strict=True)) for row in grid.rows],
+            }
+            for grid in grids
+        ],
+        "missing": list(plan.missing),
+        "notes": list(plan.notes),
+    }
+
+
+def _table(grid: Grid) -> Table:
+    table = Table(title=grid.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in grid.header:
+        table.add_column(name, overflow="fold")
+    for row in grid.rows:
+        table.add_row(*(escape(cell) for cell in row))
+    return table
