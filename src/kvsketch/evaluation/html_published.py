@@ -94,8 +94,8 @@ def _longbench(
                 mine = (_score(row, split), _kept(row, unit), str(row["cases"]))
                 lines.append([kind, row["method"], *printed, *mine])
             elif preset is not None:
-                names = table["datasets"].get(kind, preset.datasets)  # of an average, all
-                lacks = [name for name in names if name not in there]
+                names = set(table["datasets"].get(kind, ()))
+                lacks = sorted(names - there) if names & there else []
                 lines.append([kind, method, *printed, _without(lacks), "", ""])
     same = "number of slots" if unit == "slots" else "share"
     together = "sum" if table["sums"] else "mean"
@@ -110,9 +110,9 @@ def _longbench(
     )
 
 
-def _nearest(rows: Iterable[Row], method: str, unit: str, goal: float) -> Row | None:
+def _nearest(rows: Iterable[Row], method: str, unit: str, goal: float) -> dict[str, Any] | None:
     """The row of a method that keeps most nearly as much; of several windows of it that keep as
-    much, the one that scores best."""
+    much, the one that scores best, with the window in its name."""
     windows: dict[str, Row] = {}
     for row in rows:
         name = row["method"]
@@ -125,12 +125,11 @@ def _nearest(rows: Iterable[Row], method: str, unit: str, goal: float) -> Row | 
         return None
     least = min(abs(row[unit] - goal) for row in windows.values())
     equal = [row for row in windows.values() if abs(row[unit] - goal) <= least + 0.02 * goal]
-    return max(equal, key=lambda row: float(row["score"]))
+    best = max(equal, key=lambda row: float(row["score"]))
+    return {**best, "method": best["method"] if len(windows) > 1 else method}
 
 
 def _without(names: Sequence[str]) -> str:
-    if len(names) > 3:
-        names = [*names[:2], f"{len(names) - 2} more"]
     return f"{NOT_RUN}: {', '.join(names)}" if names else NOT_RUN
 
 

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvsketch.evaluation.html_parts import Grid
-from kvsketch.evaluation.html_published import beside
+from kvsketch.evaluation.html_published import NOT_RUN, beside
 from kvsketch.evaluation.preset_run import Plan
 from kvsketch.evaluation.runs import run_of
 from kvsketch.evaluation.sweep import Sweep
@@ -24,11 +24,11 @@ def show(plan: Plan, sweep: Sweep, console: Console) -> dict[str, Any]:
         console.print()
         console.print(_table(grid))
         console.print(grid.note, markup=False, highlight=False)
-    for title, lines in (("Not run", plan.missing), ("How the paper is read", plan.notes)):
-        if lines:
-            console.print(f"\n{title}:", highlight=False)
-        for line in lines:
-            console.print(f"  - {line}", markup=False, highlight=False)
+    if plan.missing:
+        console.print(f"\nNot run: {'; '.join(plan.missing)}.", markup=False, highlight=False)
+    console.print("\nHow the paper is read:", highlight=False)
+    for line in plan.notes:
+        console.print(f"- {line}", markup=False, highlight=False)
     return {
         "preset": plan.preset.name,
         "published": [
@@ -47,7 +47,9 @@ def show(plan: Plan, sweep: Sweep, console: Console) -> dict[str, Any]:
 def _table(grid: Grid) -> Table:
     table = Table(title=grid.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in grid.header:
-        table.add_column(name, overflow="fold")
+        table.add_column(name, no_wrap=name in ("lines", "task type", "method", "paper"))
     for row in grid.rows:
-        table.add_row(*(escape(cell) for cell in row))
+        # What a task type lacks is said below the table.
+        cells = (NOT_RUN if cell.startswith(NOT_RUN) else cell for cell in row)
+        table.add_row(*map(escape, cells))
     return table
