@@ -120,7 +120,7 @@ def _intro(results: Mapping[str, Any]) -> str:
         f"{max(row['cases'] for row in rows)} official ones of each length. Mean prompt in "
         f"tokens: {tokens} (one token per word; the paper's 7B model needs 5k, 7k and 9k). "
         f"Always kept, whatever the method: the first {settings['sink']} and last "
-        f"{settings['recent']} tokens; under \"In each paper's own window\" what its paper kept. "
+        f'{settings["recent"]} tokens; under "In each paper\'s own window" what its paper kept. '
         "An answer is right if its last integer is the number asked for, LongEval's own rule. "
         "Brackets hold 95% Wilson intervals. KV MB are bytes of live tensors per case after the "
         "prompt, 1 MB = 1,000,000 bytes.\n\n"
@@ -183,14 +183,15 @@ def _windows() -> str:
     )
     return (
         "The papers' own windows: SubGen keeps recent tokens without saying how many; ClusterGen, "
-        "section 4, has the same table and says it: the better of r = 2,048 and 3,072, where r does "
-        "not exceed the compressed length. Here r is that share of its 5,000, 7,000 or 9,000 tokens, "
-        "of our shorter prompts. H2O gives half of its budget to recent tokens (its code; the papers "
-        "do not say), Sink all but 4 first ones, which is how `streaming_llm` runs anyway. Two things "
-        "to know: ClusterGen's text calls (l + k)/n = 0.35 at 5k what its table calls 35% less; and "
-        "the printed GB, if they are 2^30 bytes and the cache is Llama-2-7B's in 16 bits, are "
-        f"{kept} tokens kept of {whole}, so about 3,072, 4,096 and 4,608 and an answer: at 200 lines "
-        "r = 3,072 then leaves no budget for centers, and the paper's 0.86 is r = 2,048's."
+        "section 4, has the same table and says it: the better of r = 2,048 and 3,072, where r "
+        "does not exceed the compressed length. Here r is the same share of each prompt as it is "
+        "of the paper's 5,000, 7,000 or 9,000 tokens. H2O gives half of its budget to recent "
+        "tokens (its own default; neither paper says), Sink all but 4 first ones, which is how "
+        "`streaming_llm` runs anyway. Two things to know: ClusterGen's text calls (l + k)/n = 0.35 "
+        "at 5k what its table calls 35% less; and the printed GB, if they are 2^30 bytes and the "
+        f"cache is Llama-2-7B's in 16 bits, are {kept} tokens kept of {whole}, so about 3,072, "
+        "4,096 and 4,608 and an answer: at 200 lines r = 3,072 then leaves no budget for centers, "
+        "and the paper's 0.86 is r = 2,048's."
     )
 
 
@@ -264,7 +265,9 @@ def _own_best(
     rows: Sequence[Mapping[str, Any]], share: Mapping[int, float], lines: int
 ) -> dict[str, float]:
     """Accuracies in the papers' windows, of k-center the better one, as the paper has it."""
-    found = {m: _own_rows(rows, m, lines, share[lines]) for m in ("streaming_llm", "h2o", "kcenter")}
+    found = {
+        m: _own_rows(rows, m, lines, share[lines]) for m in ("streaming_llm", "h2o", "kcenter")
+    }
     return {m: max(row["accuracy"] for row in mine) for m, mine in found.items() if mine}
 
 

@@ -7,8 +7,8 @@ heavy_merge (as ``SketchCache`` runs it) at the shares the paper kept, and at 0.
 the question seen (the paper's protocol) and unseen when the record is compressed. It writes
 docs/results/longeval.json, docs/longeval.md and the block between the `longeval` marks of
 README.md. All methods keep the first 4 and last 32 tokens; H2O and k-center run a second time in
-the windows of their own papers (``presets``). Finished answers are kept in build/longeval/, so an interrupted run goes on where it
-stopped.
+the windows of their own papers (``presets``). Finished answers are kept in build/longeval/, so an
+interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations

@@ -199,7 +199,8 @@ def eval_command(
         from kvsketch.errors import InputError
 
         raise InputError(
-            f"no task given; allowed: {', '.join(TASKS)}; or a paper's table with --preset"
+            f"Missing argument 'TASK...': {', '.join(TASKS)}; or a paper's table with --preset; "
+            "see `kvsketch eval --help`"
         )
     named = None
     if preset is not None:
@@ -272,9 +273,7 @@ def _given(ctx: typer.Context) -> dict[str, Any]:
     }
 
 
-def _runner(
-    ray: tuple[str, int, float] | None, model: str, settings: Settings
-) -> Runner | None:
+def _runner(ray: tuple[str, int, float] | None, model: str, settings: Settings) -> Runner | None:
     """What answers: None is this process."""
     if ray is None:
         return None
@@ -317,7 +316,8 @@ def _eval_preset(
         max_new_tokens=new,
     )
     found, longest = fitted_prompts(found, model, new)
-    settings = replace(settings, max_prompt_tokens=longest)
+    # Every method has a window of its own; the run's must not look like one.
+    settings = replace(settings, max_prompt_tokens=longest, sink=0, recent=0)
     runner = _runner(ray, model, settings)
     sweep = Sweep.open(model, found.tasks, found.setups, settings, out, preset.name)
     shown = {**sweep.base, "tasks": [preset.task], "cases": str(data or "the published ones")}

@@ -76,9 +76,7 @@ def _pictures(views: Sequence[dict[str, Any]]) -> str:
     found: dict[tuple[str, int], list[float]] = {}
     for view in views:
         found.setdefault((view["what"], view["layer"]), []).append(view["radius"])
-    parts = [
-        f"{mean(radii):.2f} ({what}, layer {layer})" for (what, layer), radii in found.items()
-    ]
+    parts = [f"{mean(radii):.2f} ({what}, layer {layer})" for (what, layer), radii in found.items()]
     pairs = list(zip(views[::2], views[1::2], strict=True))
     better = sum(keys["radius"] < values["radius"] for keys, values in pairs)
     return (

@@ -1,4 +1,5 @@
-"""What a preset's run shows besides its own tables: the paper's, what is missing, how it is read."""
+"""What a preset's run shows besides its own tables: the paper's, what is missing, how it is
+read."""
 
 from __future__ import annotations
 
@@ -45,9 +46,16 @@ def show(plan: Plan, sweep: Sweep, console: Console) -> dict[str, Any]:
 
 
 def _table(grid: Grid) -> Table:
-    table = Table(title=grid.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for name in grid.header:
-        table.add_column(name, no_wrap=name in ("lines", "task type", "method", "paper"))
+    table = Table(
+        title=grid.title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for name in grid.header:  # 80 columns hold it all, but for what was kept in slots
+        table.add_column(name, no_wrap=not name.endswith("kept"))
     for row in grid.rows:
         # What a task type lacks is said below the table.
         cells = (NOT_RUN if cell.startswith(NOT_RUN) else cell for cell in row)

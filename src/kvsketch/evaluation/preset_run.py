@@ -193,8 +193,8 @@ def _longbench(
         suffix = "_e.jsonl" if extended else ".jsonl"
         named = datasets or preset.datasets
         raise InputError(
-            f"--data {data} holds no records of {preset.name} ({', '.join(named)}): give the folder "
-            f"of LongBench's NAME{suffix}, or no --data for the Hugging Face Hub's archive"
+            f"--data {data} holds no records of {preset.name} ({', '.join(named)}): give the "
+            f"folder of LongBench's NAME{suffix}, or no --data for the Hugging Face Hub's archive"
         )
     tasks: list[Task] = [
         LongBench(names, data, split, limit, chat=preset.chat)

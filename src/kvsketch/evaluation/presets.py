@@ -65,8 +65,7 @@ SUBGEN_RECENT = (2_048, 3_072)
 
 
 def h2o_window(share: float) -> str:
-    """H2O keeps half of its budget for recent tokens (its code: ``recent_ratio = heavy_ratio``) and
-    no first ones."""
+    """H2O keeps half of its budget for recent tokens, its own default, and no first ones."""
     return f"h2o:0:{share / 2:g}"
 
 
@@ -90,7 +89,7 @@ _SUBGEN = Preset(
         "kcenter keeps the paper's 2,048 or 3,072 recent tokens as shares of its 5,000, 7,000 and "
         "9,000 (another tokenizer needs fewer tokens for the same lines); the better of the two "
         "stands beside the paper, which printed the better one (ClusterGen, section 4).",
-        "H2O keeps half of its budget for recent tokens, as its own code does; Sink keeps 4 first "
+        "H2O keeps half of its budget for recent tokens, its own default; Sink keeps 4 first "
         "tokens, the rest recent. Neither paper says more.",
     ),
 )
@@ -114,13 +113,13 @@ _BALANCEKV = Preset(
     max_prompt_tokens=100_000,
     chat=False,
     notes=(
-        "balancekv: blocks of 256 tokens; half of the tokens goes in each of T = 2 rounds, and in a "
-        "third, partial one what the 64 tokens always kept would add to the budget: every method "
+        "balancekv: blocks of 256 tokens; half of the tokens goes in each of T = 2 rounds, and in "
+        "a third, partial one what the 64 tokens always kept would add to the budget: every method "
         "holds 0.25.",
         "The windows, the prompts without a chat template and their limit of 100,000 tokens are "
         "those of the authors' run_longbench.py (ksheth96/BalanceKV: 32 first, 32 recent tokens); "
-        "its own blocks are of 128 tokens unless told, the paper's of 256. SnapKV's and PyramidKV's "
-        "32 recent tokens and StreamingLLM's 128 first ones are MInference's settings, which the "
+        "its own blocks are of 128 tokens unless told, the paper's of 256. SnapKV's and "
+        "PyramidKV's 32 recent tokens and StreamingLLM's 128 first ones are MInference's settings, which the "
         "paper says it used.",
     ),
 )

@@ -120,7 +120,8 @@ def _window(text: str, window: str) -> Window:
     """``first:last``, each a number of tokens or a share of the tokens in (0, 1)."""
     parts = window.split(":")
     found = [
-        int(p) if p.isdecimal() else float(p) if re.fullmatch(r"0?\.\d+", p) else None for p in parts
+        int(p) if p.isdecimal() else float(p) if re.fullmatch(r"0?\.\d+", p) else None
+        for p in parts
     ]
     first, last = found if len(found) == 2 else (None, None)
     if first is None or last is None:

@@ -160,7 +160,11 @@ class LongBench(Task):
             answers=answers,
             max_new_tokens=dataset.max_new_tokens,
             group=group,
-            details={"all_classes": classes, "chat": self.chat and dataset.chat, "stop": list(dataset.stop)},
+            details={
+                "all_classes": classes,
+                "chat": self.chat and dataset.chat,
+                "stop": list(dataset.stop),
+            },
             where=where,
         )
 
@@ -224,7 +228,7 @@ def _archive() -> Path:
         reason = hub.reason_of(error)
         raise InputError(
             f"data=None: data.zip of {HUB} could not be fetched from the Hugging Face Hub: "
-            f"{reason}; unpack it somewhere and give that folder"
+            f"{reason}; unpack it somewhere and give that folder with --data"
         ) from error
 
 
