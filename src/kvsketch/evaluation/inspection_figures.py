@@ -58,8 +58,8 @@ def caption(name: str, result: Mapping[str, Any]) -> str:
 _SHOWN = {
     "norms": (
         "Norms of queries, keys and values by layer: shade is the share of tokens, the line the "
-        "mean, small crosses the means of the heads and dots the largest; last, norm of query times "
-        "norm of key times the scaling."
+        "mean, small crosses the means of the heads and dots the largest; last, norm of query "
+        "times norm of key times the scaling."
     ),
     "clusterability": (
         "Left: balls of a radius that cover all keys (values) of a head, as a share of the tokens, "

@@ -119,8 +119,8 @@ _BALANCEKV = Preset(
         "The windows, the prompts without a chat template and their limit of 100,000 tokens are "
         "those of the authors' run_longbench.py (ksheth96/BalanceKV: 32 first, 32 recent tokens); "
         "its own blocks are of 128 tokens unless told, the paper's of 256. SnapKV's and "
-        "PyramidKV's 32 recent tokens and StreamingLLM's 128 first ones are MInference's settings, which the "
-        "paper says it used.",
+        "PyramidKV's 32 recent tokens and StreamingLLM's 128 first ones are MInference's "
+        "settings, which the paper says it used.",
     ),
 )
 
