@@ -142,8 +142,13 @@ def _earlier(results: Mapping[str, Any]) -> str:
     if earlier is None:
         return ""
     versions = ", ".join(f"{name} {version}" for name, version in earlier["versions"].items())
-    checked, gap = earlier["checked"]["rows"], earlier["checked"]["largest_difference"]
-    same = "and came out the same" if gap == 0 else f"and differ by {gap:.2f} at most"
+    checked = earlier["checked"]["rows"]
+    others = ", ".join(
+        f"{NAMES[row['method']]} at {row['lines']} lines ({row['now']:.2f} now, {row['then']:.2f} "
+        "then)"
+        for row in earlier["checked"]["differing"]
+    )
+    same = "and came out the same" + (f" but for {others}" if others else "")
     return (
         "\n\nTwo runs: rows in a paper's own window are from this one; all others, and all speeds "
         f"and peaks, are from an earlier one ({versions}, {earlier['hardware']['processor']}). Of "

@@ -66,11 +66,12 @@ def default_data() -> Path:
     return shared / "longeval"
 
 
-def again_by_lines() -> dict[int, Sequence[Setup]]:
-    """The papers' own windows, and what is quick of the paper's shares in the common one, to check
-    that the rows kept from an earlier run still hold."""
+def again_by_lines(question: str) -> dict[int, Sequence[Setup]]:
+    """The papers' own windows, and with the question seen what is quick of the paper's shares in
+    the common one: whether the rows kept from an earlier run still hold."""
+    checked = QUICK if question == "seen" else []
     return {
-        lines: make_setups(QUICK, [share]) + own_windows(lines, share)
+        lines: [*(make_setups(checked, [share]) if checked else []), *own_windows(lines, share)]
         for lines, share in PAPER_SHARES.items()
     }
 
@@ -101,18 +102,22 @@ def with_earlier(
 
     Returns:
         The rows, those of this run marked ``"run": "windows"``; and what the earlier run was: its
-        versions and hardware, and of the rows that both have how many there are and the largest
-        difference of their accuracies.
+        versions and hardware, and of the rows that both have how many there are and those whose
+        accuracies differ.
     """
     names = ("question", "lines", "method", "budget")
     known = {tuple(row[n] for n in names): row for row in before["results"] if "run" not in row}
     new = [{**r, "run": "windows"} for r in rows if tuple(r[n] for n in names) not in known]
-    gaps = [
-        abs(row["accuracy"] - known[key]["accuracy"])
-        for row in rows
-        if (key := tuple(row[n] for n in names)) in known
-    ]
-    checked = {"rows": len(gaps), "largest_difference": max(gaps, default=0.0)}
+    pairs = [(row, known.get(tuple(row[n] for n in names))) for row in rows]
+    both = [(now, then) for now, then in pairs if then is not None]
+    checked = {
+        "rows": len(both),
+        "differing": [
+            {**{n: now[n] for n in names}, "now": now["accuracy"], "then": then["accuracy"]}
+            for now, then in both
+            if now["accuracy"] != then["accuracy"]
+        ],
+    }
     origin = before.get("earlier") or {n: before[n] for n in ("versions", "hardware")}
     return [*known.values(), *new], {**origin, "checked": checked}
 
@@ -156,8 +161,10 @@ def main(
         print(f"skipped: the official LongEval cases are not here ({', '.join(missing)})")
         return
     try:
-        chosen = again_by_lines() if windows else setups_by_lines()
-        sweeps = {q: measure(data, q, store, limit, chosen) for q in questions.split(",")}
+        sweeps = {
+            q: measure(data, q, store, limit, again_by_lines(q) if windows else None)
+            for q in questions.split(",")
+        }
     except KVSketchError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
