@@ -18,6 +18,7 @@ from kvsketch import InputError, UnsupportedError
 from kvsketch.cli import _Group
 from kvsketch.evaluation import inspect_command, inspection_measures
 from kvsketch.evaluation.activations import Activations, capture
+from kvsketch.evaluation.allocation import measure_curves
 from kvsketch.evaluation.inspection import (
     LEAST_TOKENS,
     METHODS,
@@ -29,7 +30,7 @@ from kvsketch.evaluation.inspection_measures import SHARES, attention, cover
 from kvsketch.evaluation.inspection_readings import TOLERANCES
 from kvsketch.evaluation.inspection_rows import BINS, EIGHTH
 from kvsketch.evaluation.loading import packaged_model
-from kvsketch.slots import attend, causal
+from kvsketch.slots import Observed, Slots, attend, causal
 from tiny_model import POSITIONS, save_tiny_model, tiny_case, tiny_model, tiny_tokenizer
 
 TOKENS = 280
@@ -150,7 +151,6 @@ def test_planted_clusters_are_found():
 
 def test_errors_are_those_of_the_curves(llama, measured):
     """One layer, one method, against ``measure_layer`` as ``measure_curves`` calls it."""
-    from kvsketch.slots import Observed, Slots
     from kvsketch.streaming import windowed
     from kvsketch.streaming.curves import held_out_for, measure_layer
 
@@ -306,6 +306,20 @@ def test_what_is_caught_of_mpt_is_what_its_attention_computes():
         torch.testing.assert_close(mine, out, rtol=1e-4, atol=1e-4)
         without = attend(c.queries, c.slots, scaling=c.scaling, mask=mask)
         assert not torch.allclose(without, heads, atol=1e-3)
+
+
+def test_mpt_is_measured_with_its_positions(monkeypatch):
+    """Curves of an MPT are those of its own attention: with the slopes left out they differ."""
+    model, ids = build("mpt"), ids_of()
+    found = measure_curves(model, [ids], "snapkv", follow=64)
+    assert found.error.shape[:2] == (2, 4)
+    monkeypatch.setattr(Activations, "slots", property(lambda c: Slots(c.keys, c.values)))
+    with pytest.raises(InputError, match="positions"):
+        measure_curves(model, [ids], "snapkv", follow=64)
+    without = property(lambda c: Observed(c.queries, c.scaling))
+    monkeypatch.setattr(Activations, "observed", without)
+    other = measure_curves(model, [ids], "snapkv", follow=64)
+    assert not torch.allclose(other.error, found.error, rtol=1e-2)
 
 
 def test_alibi_is_part_of_where_attention_goes():

@@ -164,7 +164,9 @@ _ACROSS = 8
 def _scattered(ax: Any, view: Mapping[str, Any]) -> None:
     ax.axis("on")
     x, y = zip(*view["points"], strict=True)
-    ax.scatter(x, y, c=view["positions"], s=5, cmap="viridis", rasterized=True)
+    # squares without soft edges: a third of the bytes
+    flat = {"marker": "s", "linewidths": 0, "antialiased": False, "rasterized": True}
+    ax.scatter(x, y, c=view["positions"], s=4, cmap="viridis", **flat)
     picked = [view["points"][i] for i in view["centers"]]
     ax.plot(*zip(*picked, strict=True), "x", color="tab:red", ms=7, mew=1.5)
     ax.set_title(f"{view['what']}, layer {view['layer']}, head {view['head']}", fontsize=8)
