@@ -322,6 +322,22 @@ def test_mpt_is_measured_with_its_positions(monkeypatch):
     assert not torch.allclose(other.error, found.error, rtol=1e-2)
 
 
+def test_mpt_attention_is_read_with_its_slopes():
+    model, ids = build("mpt"), ids_of(LEAST_TOKENS)
+    rows = inspect_model(model, [ids], methods=("uniform",))["layers"]
+    for row, c in zip(rows, capture(model, ids), strict=True):
+        entropy = attention(c.queries, c.keys, c.scaling, slopes=c.slopes)["entropy"][0]
+        assert row["attention"]["heads"]["entropy"] == pytest.approx(entropy.tolist(), rel=1e-4)
+        without = attention(c.queries, c.keys, c.scaling)["entropy"][0]
+        assert not torch.allclose(without, entropy, rtol=1e-2)
+
+
+def test_every_layer_that_is_named_gets_a_picture():
+    assert inspect_command.pictured([1, 3, 5, 7, 9], named=True) == [1, 3, 5, 7, 9]
+    assert inspect_command.pictured([1, 3, 5, 7, 9], named=False) == [1, 5, 9]
+    assert inspect_command.pictured([4], named=False) == [4]
+
+
 def test_alibi_is_part_of_where_attention_goes():
     """Queries and keys of nothing: a slope of log 2 halves the attention with every step back."""
     nothing, n = torch.zeros(1, 2, 100, 4), 100

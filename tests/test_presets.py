@@ -14,7 +14,7 @@ from kvsketch.errors import InputError
 from kvsketch.evaluation import loading
 from kvsketch.evaluation.html_published import NOT_RUN
 from kvsketch.evaluation.html_report import build
-from kvsketch.evaluation.preset_run import find_preset, plan
+from kvsketch.evaluation.preset_run import find_preset, fitted_prompts, plan
 from kvsketch.evaluation.presets import PRESETS
 from kvsketch.evaluation.published import BALANCEKV_TABLE_1, CLUSTERGEN_TABLE_2, SUBGEN_TABLE_1
 from kvsketch.evaluation.replies import new_cache
@@ -155,6 +155,7 @@ def test_the_protocols_are_the_papers() -> None:
     )
     assert len(clustergen.datasets) == 11
     assert (balancekv.task, balancekv.budgets, balancekv.chat) == ("longbench_e", {0: 0.25}, False)
+    assert balancekv.max_prompt_tokens == 100_000
     assert set(balancekv.datasets) == {n for n, d in DATASETS.items() if d.extended}
     seeded = balancekv.setups(seeds=[0, 1])
     assert [s.seed for s in seeded if s.method == "balancekv"] == [0, 1]
@@ -271,6 +272,7 @@ def test_clustergen_is_run_whole(whole: tuple[dict[str, Any], Path]) -> None:
         "clustergen-table2",
     )
     assert (shown["missing"], shown["settings"]["one_shot"]) == ([], True)
+    assert (shown["settings"]["sink"], shown["settings"]["recent"]) == (0, 0)  # methods have theirs
     assert shown["settings"]["max_prompt_tokens"] is None  # the tiny model has 1,024 positions
     assert any("1,024 positions" in note for note in shown["notes"])
     (table,) = shown["published"]
@@ -315,7 +317,10 @@ def test_what_is_there_is_run_and_what_is_missing_named(model: str, tmp_path: Pa
     data = longbench(tmp_path / "data", ["lcc", "repobench-p", "multi_news"])
     longbench(data, ["lcc"], "_e")
     out = tmp_path / "run.jsonl"
-    shown = preset("balancekv-table1", model, data, "--max-new-tokens", "8", "--out", str(out))
+    words = ("--max-new-tokens", "8", "--seeds", "0,1", "--out", str(out))
+    shown = preset("balancekv-table1", model, data, *words)
+    answers = {row["method"].partition(":")[0]: row["answers"] for row in shown["results"]}
+    assert (answers["exact"], answers["balancekv"], answers["uniform"]) == (1, 2, 2)
     assert {row["task"] for row in shown["results"]} == {
         "longbench_e/lcc",
         "longbench/repobench-p",
@@ -380,6 +385,22 @@ def test_of_several_windows_the_better_one_stands_beside_the_paper(
     (line,) = grid.rows
     assert line[:3] == ["200", f"kcenter:0:{better}", "0.86"]
     assert line[4].startswith("1.00")
+
+
+@pytest.mark.parametrize(("positions", "longest"), [(20_512, 20_000), (20_511, None)])
+def test_prompts_are_cut_where_the_paper_cut_them_or_the_model_has_to(
+    positions: int, longest: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A summary may have 512 tokens."""
+    pytest.importorskip("rouge")
+    found = planned("clustergen-table2", data=longbench(tmp_path / "data", ["multi_news"]))
+    config = tiny_model(40).config
+    config.max_position_embeddings = positions
+    monkeypatch.setattr(loading, "resolve_model", str)
+    monkeypatch.setattr(loading, "load_config", lambda _: config)
+    again, cut = fitted_prompts(found, "m", None)
+    assert cut == longest
+    assert (again.notes == found.notes) is (longest is not None)
 
 
 def test_balancekv_asks_without_a_chat_template(tmp_path: Path) -> None:

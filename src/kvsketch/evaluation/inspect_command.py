@@ -152,9 +152,7 @@ def run(
             inspection.check_prompt(prompts[-1])
         except InputError as error:
             raise InputError(f"{files[i] if files else source}: {error}") from error
-    # as many as were asked for, every KV head of each (ClusterGen, appendix C.2)
-    some = sorted({chosen[0], chosen[len(chosen) // 2], chosen[-1]})
-    projected = some if layers is None else chosen
+    projected = pictured(chosen, named=layers is not None)
     if out is None:
         projected = []  # a picture alone
     else:
@@ -208,6 +206,12 @@ def run(
                 f"{out / 'inspect.json'} cannot be written: {error.strerror or error}"
             ) from error
     return result
+
+
+def pictured(layers: Sequence[int], named: bool) -> list[int]:
+    """Layers whose KV heads get a t-SNE: those that were named (ClusterGen, appendix C.2), else the
+    first, the middle and the last."""
+    return sorted(layers if named else {layers[0], layers[len(layers) // 2], layers[-1]})
 
 
 def sampled(model: Any, count: int, tokens: int, seed: int, layers: Sequence[int]) -> list[Tensor]:
