@@ -14,7 +14,8 @@ from kvsketch.errors import InputError
 from kvsketch.evaluation import loading
 from kvsketch.evaluation.html_published import NOT_RUN
 from kvsketch.evaluation.html_report import build
-from kvsketch.evaluation.preset_run import find_preset, fitted_prompts, plan
+from kvsketch.evaluation.preset_options import find_preset
+from kvsketch.evaluation.preset_run import fitted_prompts, plan
 from kvsketch.evaluation.presets import PRESETS
 from kvsketch.evaluation.published import BALANCEKV_TABLE_1, CLUSTERGEN_TABLE_2, SUBGEN_TABLE_1
 from kvsketch.evaluation.replies import new_cache
@@ -275,6 +276,7 @@ def test_clustergen_is_run_whole(whole: tuple[dict[str, Any], Path]) -> None:
     assert (shown["settings"]["sink"], shown["settings"]["recent"]) == (0, 0)  # methods have theirs
     assert shown["settings"]["max_prompt_tokens"] is None  # the tiny model has 1,024 positions
     assert any("1,024 positions" in note for note in shown["notes"])
+    assert "Nothing was compressed in longbench/qasper" in shown["notes"][-1]  # 2,048 slots
     (table,) = shown["published"]
     rows = {(row["task type"], row["method"]): row for row in table["rows"]}
     theirs = CLUSTERGEN_TABLE_2["results"]
@@ -329,6 +331,7 @@ def test_what_is_there_is_run_and_what_is_missing_named(model: str, tmp_path: Pa
     assert len(shown["missing"]) == 10
     assert "qasper: qasper_e.jsonl is not there" in shown["missing"]
     assert any("repobench-p.jsonl stands in" in note for note in shown["notes"])
+    assert not any("Nothing was compressed" in note for note in shown["notes"])
     assert any("at most 8 tokens (--max-new-tokens)" in note for note in shown["notes"])
     (table,) = shown["published"]
     ours = {(row["task type"], row["method"]): row["ours [95%]"] for row in table["rows"]}

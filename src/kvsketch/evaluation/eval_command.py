@@ -204,7 +204,7 @@ def eval_command(
         )
     named = None
     if preset is not None:
-        from kvsketch.evaluation.preset_run import find_preset
+        from kvsketch.evaluation.preset_options import find_preset
 
         named = find_preset(preset, _given(ctx))
     settings = Settings(

@@ -3,6 +3,7 @@ read."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,6 +15,7 @@ from kvsketch.evaluation.html_parts import Grid
 from kvsketch.evaluation.html_published import NOT_RUN, beside
 from kvsketch.evaluation.preset_run import Plan
 from kvsketch.evaluation.runs import run_of
+from kvsketch.evaluation.setups import EXACT
 from kvsketch.evaluation.sweep import Sweep
 
 
@@ -28,7 +30,8 @@ def show(plan: Plan, sweep: Sweep, console: Console) -> dict[str, Any]:
     if plan.missing:
         console.print(f"\nNot run: {'; '.join(plan.missing)}.", markup=False, highlight=False)
     console.print("\nHow the paper is read:", highlight=False)
-    for line in plan.notes:
+    notes = [*plan.notes, *_nothing_lost(sweep.rows())]
+    for line in notes:
         console.print(f"- {line}", markup=False, highlight=False)
     return {
         "preset": plan.preset.name,
@@ -41,8 +44,19 @@ def show(plan: Plan, sweep: Sweep, console: Console) -> dict[str, Any]:
             for grid in grids
         ],
         "missing": list(plan.missing),
-        "notes": list(plan.notes),
+        "notes": notes,
     }
+
+
+def _nothing_lost(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Prompts that fit into a budget are not compressed: what then stands beside the paper is the
+    exact cache."""
+    whole = dict.fromkeys(
+        row["task"]
+        for row in rows
+        if row["method"] != EXACT and row["slots"] >= row["prompt_tokens"] > 0
+    )
+    return [f"Nothing was compressed in {', '.join(whole)}: the prompts fit."] if whole else []
 
 
 def _table(grid: Grid) -> Table:
