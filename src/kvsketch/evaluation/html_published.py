@@ -106,7 +106,7 @@ def _longbench(
         f"{table['source']}: {table['model']}, {table['protocol']}. Ours: {run.title}, "
         f"{_SPLITS[split]}, all lengths together, the {together} over the same data sets where all "
         f"of them were run, the budget that keeps most nearly the same {same}{_BETTER}. The models "
-        "differ: compare the order.",
+        f"differ: compare the order. {table.get('remark', '')}".rstrip(),
     )
 
 
