@@ -39,6 +39,7 @@ def figure2(result: Row) -> str:
             "--records triviaqa.jsonl`); TriviaQA's records and the paper's models are not at hand "
             "here.",
             *(_by_layer(models, source) for source in dict.fromkeys(r["source"] for r in models)),
+            "![uniform and BalanceKV by layer](figures/figure2_layers.svg)",
             "**What comes out.** " + _conclusion(models, rows),
             "Made-up keys (2,048 in 16 clusters, half kept), error over uniform's, by the spread "
             "of a cluster (0: all its keys are equal; 1: hardly a cluster):",
