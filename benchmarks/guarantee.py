@@ -10,12 +10,18 @@ for more than there is.
 - ``real``: the parameters at the norms of a real model, in words.
 - ``index``: the barrier. Bits of the INDEX instance (Theorem 6) that Bob recovers from a cache of
   n/4 slots, and from the exact one. ``advantage`` is 2 x (fraction right) - 1: guessing scores 0.
+- ``covering``, ``sparsity``, ``merge_and_reduce``, ``saves``, ``break_even``: see
+  ``benchmarks.theorems``.
+
+Some parts take long. ``--only covering,sparsity --out FILE`` measures those and keeps the others
+that the file has; ``environments`` says for each part with what it was made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from json import loads
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,12 +29,22 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from scipy.stats import binomtest
 from torch import Tensor
 
 from benchmarks.figures import subplots, write
 from benchmarks.page import save
 from benchmarks.prompts import default_models, load
+from benchmarks.theorems import (
+    MERGE_AND_REDUCE,
+    SAVES,
+    break_even_rows,
+    covering_rows,
+    in_ball,
+    merge_and_reduce_case,
+    saving_case,
+    sparsity_rows,
+    summary,
+)
 from kvsketch import METHODS, SKETCHES, InputError, Slots, attend, theory
 from kvsketch.compressors import make
 from kvsketch.evaluation.activations import capture
@@ -45,17 +61,20 @@ SUBGEN = [
     {"eps": 0.9, "delta": 0.5, "r": 1.0, "n": 65536, "d": 8, "clusters": 32},
     {"eps": 0.9, "delta": 0.1, "r": 3.0, "n": 65536, "d": 4, "clusters": 256},
 ]
+PARTS = (
+    "results",
+    "real",
+    "index",
+    "covering",
+    "sparsity",
+    "merge_and_reduce",
+    "saves",
+    "break_even",
+)
 BALANCEKV = [
     {"eps": 1.0, "r": 0.5, "n": 32768, "d": 4},
     {"eps": 1.0, "r": 0.25, "n": 32768, "d": 2},
 ]
-
-
-def in_ball(shape: tuple[int, ...], radius: float, generator: torch.Generator) -> Tensor:
-    """Points of norm at most ``radius``, uniform directions."""
-    points = torch.randn(shape, generator=generator)
-    length = torch.rand((*shape[:-1], 1), generator=generator)
-    return points * (radius * length / points.norm(dim=-1, keepdim=True))
 
 
 def run_trials(
@@ -84,20 +103,6 @@ def run_trials(
         for _ in mine:
             advance()
     return torch.cat(errors)
-
-
-def summary(eps: float, ratio: Tensor) -> dict[str, Any]:
-    """Failure rate of error <= eps bound, with its interval; ``ratio`` is error / bound."""
-    failures = int((ratio > eps).sum())
-    interval = binomtest(failures, ratio.numel()).proportion_ci(0.95)
-    return {
-        "trials": ratio.numel(),
-        "failures": failures,
-        "failure_rate": failures / ratio.numel(),
-        "ci95": [round(interval.low, 5), round(interval.high, 5)],
-        "median_eps": round(float(ratio.median()), 5),
-        "largest_eps": round(float(ratio.max()), 5),
-    }
 
 
 def subgen_case(case: dict[str, Any], trials: int, seed: int, tick: Any) -> dict[str, Any]:
@@ -246,10 +251,16 @@ def figure(result: dict[str, Any], path: Path) -> None:
 def main(
     trials: Annotated[int, typer.Option(help="Sketches per SubGen case.")] = 400,
     balance_trials: Annotated[int, typer.Option(help="Sketches per BalanceKV case.")] = 200,
+    saves_trials: Annotated[int, typer.Option(help="Sketches where memory is saved.")] = 20,
+    covering_trials: Annotated[int, typer.Option(help="Streams in the unit ball.")] = 20,
     models: Annotated[
         str, typer.Option(help="Comma-separated: whose norms to look at; folders or hub ids.")
     ] = "",
     rows: Annotated[int, typer.Option(help="Rows of the INDEX instance.")] = 512,
+    saves_tokens: Annotated[int, typer.Option(help="No longer streams where memory is saved.")] = (
+        1 << 22
+    ),
+    only: Annotated[str, typer.Option(help=f"Comma-separated, of: {', '.join(PARTS)}.")] = "",
     seed: int = 0,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the figure (.svg or .png).")] = None,
@@ -257,36 +268,59 @@ def main(
 ) -> None:
     """Example: python -m benchmarks.guarantee --trials 100 --balance-trials 20 --json"""
     console = Console(stderr=True)
-    for name, value in (("--trials", trials), ("--balance-trials", balance_trials)):
+    for name, value in (
+        ("--trials", trials),
+        ("--balance-trials", balance_trials),
+        ("--saves-trials", saves_trials),
+        ("--covering-trials", covering_trials),
+    ):
         if value < 1:
             raise typer.BadParameter(f"{name} {value} must be at least 1")
     if rows < 8:
         raise typer.BadParameter(f"--rows {rows} must be at least 8")
+    parts = only.split(",") if only else list(PARTS)
+    if unknown := set(parts) - set(PARTS):
+        raise typer.BadParameter(f"--only {','.join(unknown)} must be of {', '.join(PARTS)}")
     chosen = models.split(",") if models else default_models()
-    results = []
+    result: dict[str, Any] = {"command": "guarantee"}
+    if only and out is not None and out.is_file():
+        result = loads(out.read_text(encoding="utf-8"))
+    environments = result.pop("environments", {})
+    saved = [case for case in SAVES if case["n"] <= saves_tokens]
     with Progress(console=console) as progress:
-        total = trials * len(SUBGEN) + balance_trials * len(BALANCEKV)
-        task = progress.add_task("trials", total=total)
+        task = progress.add_task("trials", total=None)
 
         def tick() -> None:
             progress.advance(task)
 
-        for case in SUBGEN:
-            results.append(subgen_case(case, trials, seed, tick))
-            console.print(results[-1])
-        for case in BALANCEKV:
-            results.append(balancekv_case(case, balance_trials, seed, tick))
-            console.print(results[-1])
-    real = [row for model in chosen for row in real_norms(model, seed)]
-    for row in real:
-        row["model"] = Path(row["model"]).name
-    index = index_rows(rows, seed)
-    for row in [*real, *index]:
-        console.print(row)
-    result = {"command": "guarantee", "results": results, "real": real, "index": index}
-    result |= {"seed": seed, "threads": torch.get_num_threads(), **environment()}
+        def bounds() -> list[dict[str, Any]]:
+            found = [subgen_case(case, trials, seed, tick) for case in SUBGEN]
+            return found + [balancekv_case(case, balance_trials, seed, tick) for case in BALANCEKV]
+
+        measured: dict[str, Callable[[], list[dict[str, Any]]]] = {
+            "results": bounds,
+            "real": lambda: [row for model in chosen for row in real_norms(model, seed)],
+            "index": lambda: index_rows(rows, seed),
+            "covering": lambda: covering_rows(covering_trials, seed),
+            "sparsity": lambda: sparsity_rows(seed),
+            "merge_and_reduce": lambda: [
+                merge_and_reduce_case(case, balance_trials, seed, tick) for case in MERGE_AND_REDUCE
+            ],
+            "saves": lambda: [saving_case(case, saves_trials, seed, tick) for case in saved],
+            "break_even": break_even_rows,
+        }
+        for part in parts:
+            result[part] = measured[part]()
+            environments[part] = {"seed": seed, **environment()}
+            for row in result[part]:
+                if "model" in row:
+                    row["model"] = Path(row["model"]).name
+                console.print(row)
+    result["environments"] = environments
+    if not only:
+        result |= {"seed": seed, "threads": torch.get_num_threads(), **environment()}
     save(result, out)
-    if plot is not None:
+    if plot is not None and {"results", "index"} <= result.keys():
         figure(result, plot)
     if json:
         print(dumps(result))

@@ -177,7 +177,6 @@ def guarantee(result: dict[str, Any]) -> str:
         regime = f"n={r['n']:,}, d={r['d']}, r={r['r']}"
         if "delta" in r:
             regime += f", delta={r['delta']}, m={r['clusters']}"
-        rate = f"{r['failure_rate']:.3f} ({r['ci95'][0]:.4f}-{r['ci95'][1]:.4f})"
         rows.append(
             [
                 r["sketch"],
@@ -186,7 +185,7 @@ def guarantee(result: dict[str, Any]) -> str:
                 asked,
                 r["verdict"],
                 f"{r['failures']} of {r['trials']}",
-                rate,
+                _rate(r),
                 f"{r['median_eps']:.3f}",
                 f"{r['largest_eps']:.3f}",
             ]
@@ -228,8 +227,159 @@ def guarantee(result: dict[str, Any]) -> str:
         "he recovers beyond guessing; a method that keeps a quarter of the rows gets a "
         "quarter.\n\n"
         + _table(["method", "slots", "bits right", "advantage"], index)
-        + f"\n\n{_where(result)}\n"
+        + f"\n\n{_where(result)}\n{theorems(result)}"
     )
+
+
+def theorems(result: dict[str, Any]) -> str:
+    """The parts of ``benchmarks.theorems``, each with what it was made with."""
+    even = result["break_even"]
+    best = min(r["tokens"] for r in even if r["constant"] == 30 and r["norm_ratio"] is None)
+    one = min(r["tokens"] for r in even if r["constant"] == 30 and r["norm_ratio"] == 1)
+    norms = {None: "any", 1.0: "one"}
+    covering, first = result["covering"], result["merge_and_reduce"][0]
+    sections = {
+        "break_even": (
+            "### From how many tokens on BalanceKV's Theorem 3.1 saves memory\n\n"
+            "The least n for which the theorem asks for fewer than n slots, by a calculation over "
+            "all n (`kvsketch.theory.break_even`), failure probability 0.01. The first row is the "
+            "best case there is: with the paper's constant of the walk (30) and no knowledge of "
+            f"the value norms, the theorem saves nothing below {best:,} tokens; "
+            f"where all values are known to have one norm, nothing below {one:,}. The "
+            "constant 1 is what the proof of Theorem 3.4 needs.",
+            _table(
+                ["eps", "r", "d", "constant", "value norms", "saves from n ="],
+                [
+                    [
+                        f"{r['eps']}",
+                        f"{r['r']}",
+                        f"{r['d']}",
+                        f"{r['constant']:.0f}",
+                        norms[r["norm_ratio"]],
+                        f"{r['tokens']:,}",
+                    ]
+                    for r in even
+                ],
+            ),
+        ),
+        "saves": (
+            "### Where it does\n\n"
+            "Two such regimes, as run (eps = 1, constant 30; values of one norm in the first, "
+            "Gaussian in the second, whose one sketch answers all queries, so that no interval is "
+            "given). Slots held are those of a fullest head at the end, bytes everything the "
+            "sketch holds, against keys and values of all tokens.",
+            _table(
+                [
+                    "regime",
+                    "calculated",
+                    "which",
+                    "failures",
+                    "rate (95%)",
+                    "median eps",
+                    "largest eps",
+                    "slots held",
+                    "bytes held / exact",
+                ],
+                [
+                    [
+                        f"n={r['n']:,}, d={r['d']}, r={r['r']}",
+                        f"t={r['batch_size']:,}, T={r['levels']}, {r['buckets']} buckets",
+                        r["verdict"],
+                        f"{r['failures']} of {r['trials']} ({r['sketches']} sketches)",
+                        "-" if r["ci95"] is None else _rate(r),
+                        f"{r['median_eps']:.4f}",
+                        f"{r['largest_eps']:.4f}",
+                        f"{r['slots_held']:,}",
+                        f"{r['bytes_held'] / r['exact_bytes']:.2f}",
+                    ]
+                    for r in result["saves"]
+                ],
+            ),
+        ),
+        "merge_and_reduce": (
+            "### MergeAndReduce: BalanceKV's Theorem 3.3\n\n"
+            "Sums that are not divided, for values of one norm: z_j on (k, v) and on (k, 1), "
+            f"looked at after {first['steps']} steps j, between batches too. A trial is one sketch "
+            "and one query; it fails if either sum is off by more than eps j e^(-r^2/sqrt(d)) at "
+            "any of the steps (the theorem promises one step at a time).",
+            _table(
+                [
+                    "regime",
+                    "eps",
+                    "calculated",
+                    "which",
+                    "failures",
+                    "rate (95%)",
+                    "median eps",
+                    "largest eps",
+                ],
+                [
+                    [
+                        f"n={r['n']:,}, d={r['d']}, r={r['r']}",
+                        f"{r['eps']}",
+                        f"t={r['batch_size']:,}, T={r['levels']}",
+                        r["verdict"],
+                        f"{r['failures']} of {r['trials']}",
+                        _rate(r),
+                        f"{r['median_eps']:.4f}",
+                        f"{r['largest_eps']:.4f}",
+                    ]
+                    for r in result["merge_and_reduce"]
+                ],
+            ),
+        ),
+        "covering": (
+            "### Few dimensions: Compression Barriers, Theorem 15\n\n"
+            "The most clusters of radius e/3 that SubGen finds among keys of norm at most 1 "
+            f"({covering[0]['trials']} streams of {covering[0]['n']:,} keys each): uniform in the "
+            "ball, on its surface, and farthest first, the order that makes many. Beside them what "
+            "is proven (`kvsketch.theory.clusters_in_ball`), Lemma 14's e^d, and the slots that "
+            "`SubGen.for_ball` takes at eps = 0.9, r = 1, however long the stream.",
+            _table(
+                ["d", "in the ball", "surface", "farthest first", "at most", "e^d", "slots"],
+                [
+                    [
+                        f"{r['d']}",
+                        f"{r['inside']}",
+                        f"{r['surface']}",
+                        f"{r['farthest_first']}",
+                        f"{r['proven']}",
+                        f"{r['e_to_the_d']}",
+                        f"{r['slots']:,}",
+                    ]
+                    for r in covering
+                ],
+            ),
+        ),
+        "sparsity": (
+            "### Sparsity does not help: Compression Barriers, Corollary 16\n\n"
+            "How sparse the INDEX instance is. All of Alice's queries are 0, so almost all entries "
+            "of QK^T are; in Bob's own row one weight counts. The table above is the other half: a "
+            "quarter of the slots answers a quarter of his questions all the same.",
+            _table(
+                ["rows", "entries of QK^T that are 0", "least own weight", "other weights > 0.01"],
+                [
+                    [
+                        f"{r['rows']:,}",
+                        f"{r['zero_share']:.3%}",
+                        f"{r['own_weight']:.3f}",
+                        f"{r['others_beyond_1_percent']}",
+                    ]
+                    for r in result["sparsity"]
+                ],
+            ),
+        ),
+    }
+    return "".join(
+        f"\n{text}\n\n{table}\n\n{_where(result['environments'][part])}\n"
+        for part, (text, table) in sections.items()
+    )
+
+
+def _rate(row: dict[str, Any]) -> str:
+    """A failure rate with its exact interval."""
+    low, high = row["ci95"]
+    return f"{row['failure_rate']:.3f} ({low:.4f}-{high:.4f})"
 
 
 #: what a method may have seen of the queries, see benchmarks/prompts.py

@@ -119,6 +119,12 @@ def test_guarantee_holds_at_the_calculated_parameters(tmp_path):
         "2",
         "--rows",
         "128",
+        "--covering-trials",
+        "1",
+        "--saves-trials",
+        "4",
+        "--saves-tokens",
+        "300000",
         "--json",
         "--plot",
         str(figure),
@@ -133,6 +139,15 @@ def test_guarantee_holds_at_the_calculated_parameters(tmp_path):
         assert name == "exact" or row["advantage"] < 0.4, row
     assert any("says nothing useful" in row["subgen"] for row in result["real"])
     assert figure.exists()
+    for row in [*result["merge_and_reduce"], *result["saves"]]:
+        assert row["failures"] == 0
+        assert row["slots_needed"] < row["n"]
+    assert all(row["slots_held"] < row["slots_needed"] for row in result["saves"])
+    for row in result["covering"]:
+        found = max(row["inside"], row["surface"], row["farthest_first"])
+        assert found <= min(row["proven"], row["e_to_the_d"])
+    assert min(row["zero_share"] for row in result["sparsity"]) >= 0.99
+    assert min(row["tokens"] for row in result["break_even"] if row["constant"] == 30) > 17_000
 
 
 # --- error benchmarks -----------------------------------------------------------------------------

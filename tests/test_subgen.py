@@ -14,6 +14,7 @@ from scipy import stats
 from kvsketch import InputError, Slots, attend
 from kvsketch.streaming import SubGen, SubGenCoupled
 from kvsketch.streaming.online_clusters import assign, within_cluster
+from kvsketch.theory import error_bounds, low_dimensional, measured_error
 
 SIGNIFICANCE = 1e-3
 
@@ -247,6 +248,46 @@ def test_theorem_1_error_falls_like_one_over_sqrt_s():
         sketch = feed(SubGen(0.5, s=40 * factor, t=8 * factor, seed=1), slots)
         errors.append(float((attend(queries, sketch.slots) - exact).norm(dim=-1).mean()))
     assert 1.7 < errors[0] / errors[1] < 2.3
+
+
+def in_ball(seed, n, dim, heads):
+    """n tokens, the same in every head, their keys uniform in the unit ball."""
+    g = torch.Generator().manual_seed(seed)
+    keys = torch.randn(n, dim, generator=g)
+    keys = keys / keys.norm(dim=-1, keepdim=True) * torch.rand(n, 1, generator=g) ** (1 / dim)
+    slots = Slots(keys[None, None], torch.randn(1, 1, n, dim, generator=g))
+    return slots.map(lambda x: x.expand(1, heads, n, dim).contiguous())
+
+
+def test_theorem_15_in_the_unit_ball():
+    """The bound at the calculated size, over 300 heads, in slots that do not grow with the stream:
+    keys anywhere in the ball, no assumption of clusters."""
+    heads, dim, eps, failure = 300, 2, 0.9, 0.2
+    slots = in_ball(0, 800, dim, heads)
+    query = torch.tensor([0.6, 0.8]).expand(1, heads, 1, dim)
+    bound = error_bounds(query, slots.keys, slots.values, scaling=1.0).operator
+    sketch = feed(SubGen.for_ball(dim, 1.0, eps, failure, seed=4), slots, (300,))
+    error = measured_error(query, sketch.slots, slots.keys, slots.values, scaling=1.0)
+    failures = int((error > eps * bound).sum())
+    assert stats.binomtest(failures, heads, failure, "greater").pvalue > SIGNIFICANCE
+    assert float((error / bound).max()) > 0.01
+    assert int(sketch.clusters.max()) <= sketch.max_clusters == 8
+    size = low_dimensional(eps, 1.0, dim, failure)
+    assert (sketch.s, sketch.t) == (size.s, size.t)
+    long = feed(SubGen.for_ball(dim, 1.0, eps, failure), in_ball(1, 20_000, dim, 1))
+    assert long.slots.count <= sketch.s + sketch.t * sketch.max_clusters
+
+
+def test_theorem_15_refuses_what_no_ball_could_hold():
+    slots = in_ball(2, 100, 2, 1)
+    sketch = feed(SubGen.for_ball(2, 0.5, 0.9), slots)
+    wide = Slots(20 * slots.keys, slots.values)
+    with pytest.raises(InputError, match="max_clusters=8"):
+        sketch.extend(wide)
+    assert sketch.seen == 100
+    feed(SubGen.for_ball(2, 0.025, 0.9, radius=20.0), wide)
+    with pytest.raises(InputError, match="radius=0"):
+        SubGen.for_ball(2, 0.5, 0.9, radius=0)
 
 
 @settings(max_examples=40, deadline=None)

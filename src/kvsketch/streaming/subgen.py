@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import InputError, at_least
 from ..slots import Slots, compute_dtype
+from ..theory.low_dimension import UNIT_BALL_DELTA, low_dimensional
 from .base import Sketch, lengthened, merged_options, token_bytes
 from .online_clusters import assign, within_cluster
 
@@ -323,6 +324,37 @@ class SubGen(_Clusters):
         s = options.get("s", max(1, slots // 2))
         cap = max(1, (slots - s) // t)
         return cls(**merged_options(options, s=s, t=t, max_clusters=cap), seed=seed)
+
+    @classmethod
+    def for_ball(
+        cls,
+        d: int,
+        r: float,
+        eps: float,
+        failure: float = 0.01,
+        value_dim: int | None = None,
+        radius: float = 1.0,
+        seed: int = 0,
+    ) -> SubGen:
+        """Theorem 15 of Compression Barriers: few dimensions need no assumption of clusters.
+
+        Balls of radius delta = (e/3) radius around the representatives cover all keys, and there
+        are never more of them than ``theory.clusters_in_ball`` says. s and t are those of
+        ``theory.low_dimensional``: error at most eps |softmax(Kq)|_2 |V|_op with probability
+        1 - failure for one query of norm at most r (scaling included), in s + t m slots (m clusters)
+        however long the stream. (A merge may double the clusters' radius: give twice the r then.)
+
+        Args:
+            radius: bound on the norms of the keys. Keys beyond it harm no guarantee; if they need
+                more clusters than the ball can hold, ``extend`` raises InputError.
+            others: as for ``theory.low_dimensional``.
+
+        Raises:
+            InputError: an argument out of range.
+        """
+        size = low_dimensional(eps, r, d, failure, value_dim, radius)
+        delta = UNIT_BALL_DELTA * radius
+        return cls(delta, size.s, size.t, size.clusters, "error", seed)
 
     def most_bytes(self, token: Slots) -> int | None:
         """With ``max_clusters``: the clusters' and those of the numerator's samples."""

@@ -1,6 +1,13 @@
 """For theorists: size a sketch from a theorem, check a bound on real activations, attack a method
 with the hard instances of the lower bounds."""
 
+from .balance import (
+    BalanceKVSize,
+    MergeAndReduceSize,
+    balancekv,
+    break_even,
+    merge_and_reduce,
+)
 from .clusterability import ClusterCurve, clusterability
 from .hard_instances import (
     IndexGame,
@@ -10,12 +17,18 @@ from .hard_instances import (
     index_game,
     non_adaptive_pair,
 )
+from .low_dimension import (
+    UNIT_BALL_DELTA,
+    Barrier,
+    barrier,
+    clusters_in_ball,
+    index_bits,
+    low_dimensional,
+)
 from .norms import ErrorBounds, error_bounds, measured_error, smallest_eps
 from .parameters import (
-    BalanceKVSize,
     SlidingWindowSize,
     SubGenSize,
-    balancekv,
     clusters_for_diameter,
     covering_number,
     sliding_window,
@@ -23,22 +36,31 @@ from .parameters import (
 )
 
 __all__ = [
+    "UNIT_BALL_DELTA",
     "BalanceKVSize",
+    "Barrier",
     "ClusterCurve",
     "ErrorBounds",
     "IndexGame",
+    "MergeAndReduceSize",
     "NonAdaptivePair",
     "Recovery",
     "SlidingWindowSize",
     "SubGenSize",
     "balancekv",
+    "barrier",
+    "break_even",
     "clusterability",
     "clusters_for_diameter",
+    "clusters_in_ball",
     "covering_number",
     "detection_rate",
     "error_bounds",
+    "index_bits",
     "index_game",
+    "low_dimensional",
     "measured_error",
+    "merge_and_reduce",
     "non_adaptive_pair",
     "sliding_window",
     "smallest_eps",

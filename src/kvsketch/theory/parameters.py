@@ -14,7 +14,7 @@ from ..errors import InputError, at_least
 _LARGEST_EXPONENT = 600.0
 
 
-class _Size(ABC):
+class Size(ABC):
     """What a theorem asks for."""
 
     @property
@@ -39,7 +39,7 @@ class _Size(ABC):
 
 
 @dataclass(frozen=True)
-class SubGenSize(_Size):
+class SubGenSize(Size):
     """Parameters for ``kvsketch.streaming.SubGen``.
 
     Attributes:
@@ -83,6 +83,11 @@ def subgen(
 
     Together, as |Attn|_2 <= |softmax|_2 |V|_op: (e + e)/(1 - e) <= eps for eps <= 1.
 
+    Memory. d (m t + s) numbers. Corollary 1 (B.5) has m n^o(1) d/eps^2 for delta r = o(log n): t is
+    n^o(1) then, but s = O(d/eps^2) is left out, so d must be at most m n^o(1). (Theorem 1 says
+    that the output satisfies equation 1, which defines attention; 3 is meant, ClusterGen's 2. The
+    second half of ClusterGen's B.5 repeats the first; SubGen has d n^(1 - Omega(1)) there.)
+
     Args:
         eps: in (0, 1].
         delta: cluster radius, > 0, in units of the keys. After a merge, or where delta was
@@ -97,14 +102,14 @@ def subgen(
     Raises:
         InputError: an argument out of range, or 2 delta r > 600.
     """
-    eps, failure = _eps(eps), _failure(failure)
+    eps, failure = eps_in_range(eps), failure_in_range(failure)
     delta = number("delta", delta, "> 0", lambda x: x > 0)
     r = number("r", r, ">= 0", lambda x: x >= 0)
     at_least("n", n, 1)
     at_least("d", d, 1)
     if m is not None:
         at_least("m", m, 1)
-    factor = _exp("2 delta r", 2 * delta * r)
+    factor = exponential("2 delta r", 2 * delta * r)
     tails = samples_within(factor, eps / 3, failure / 2 / (n if m is None else m))
     tail = min(tails, key=lambda name: tails[name])
     return SubGenSize(math.ceil(18 * d / (eps**2 * failure)), tails[tail], tail, m)
@@ -131,113 +136,7 @@ def samples_within(factor: float, error: float, failure: float) -> dict[str, int
 
 
 @dataclass(frozen=True)
-class BalanceKVSize(_Size):
-    """Parameters for ``kvsketch.streaming.BalanceKVStreaming``.
-
-    Attributes:
-        t: batch size, even.
-        levels: T = log2(n/t), rounded up, at least 1.
-        buckets: value-norm buckets that can be alive at once.
-        delta: the walk's failure parameter, c = constant log(t/delta).
-    """
-
-    t: int
-    levels: int
-    buckets: int
-    delta: float
-
-    @property
-    def slots(self) -> int:
-        """All cells full in every bucket and in the denominator: (buckets + 1)(T + 1) t."""
-        return (self.buckets + 1) * (self.levels + 1) * self.t
-
-
-def balancekv(
-    eps: float,
-    r: float,
-    n: int,
-    d: int,
-    failure: float = 0.01,
-    value_dim: int | None = None,
-    constant: float = 30.0,
-    queries: int = 1,
-) -> BalanceKVSize:
-    """Batch size and levels of BalanceKV, Theorem 3.1: |z - Attn|_2 <= eps |softmax|_2 |V|_F with
-    probability at least 1 - failure for ``queries`` queries fixed in advance (n: one per step).
-
-    With rho = r^2/sqrt(d) and s = value_dim:
-
-    - The walk (Theorem 3.4). With a = c R^2, its signed sum is sub-Gaussian; its proxy grows by
-      sigma^2 <- sigma^2 + |f|^2 (1 + sigma^2 (|f|^2 - 2a)/a^2)_+, so it never exceeds the fixed
-      point sigma^2 = R^2 c^2/(2c - 1) (Dwivedi and Mackey, Kernel Thinning, Theorem 3). It fails
-      with probability at most 2t e^(1/2 - c) <= 2 sqrt(e) delta, as constant >= 1.
-    - One call (Theorem 3.2). |u| = e^(rho/2), R = e^(rho/2) v_max; a union bound over coordinates
-      gives an error of sqrt(s) kappa e^rho v_max, kappa = c/sqrt(2c-1) sqrt(2 ln(2s/beta)), with
-      probability 1 - beta. (The proof runs the walk with delta/s, Algorithm 2 prints delta; with s
-      in kappa it does not matter.)
-    - All calls, fewer than N = 4n/t: delta = failure/(8N), beta = failure/(2N queries).
-    - Levels (Theorem 3.3). Keeping the smaller side biases the errors, so they add up: T (n/t)
-      times that of one call. As exp(<k,q>/sqrt(d)) >= e^-rho, this is T kappa e^(2 rho)/t of the
-      denominator.
-    - Buckets (Theorem 3.1). Bucket i holds 2^(i-1) <= |v| <= 2^i, so its sum of norms may be half
-      of the sum of the 2^i: the proof, which has 2^(i-1) as the upper end too, loses a factor 2.
-      Numerator: 2 T sqrt(s) kappa e^(2 rho)/t = eps/3, hence t = 6 T sqrt(s) kappa e^(2 rho)/eps,
-      solved for the smallest even t (it is also in T and N).
-    - The denominator's error is then at most eps/6 and what line 9 erases adds at most
-      eps/(2 sqrt(n)), which the proof leaves out: (1/3 + 1/6 + 1/(2 sqrt(n))) eps/(1 - eps/6) is
-      at most eps where anything is sampled at all.
-
-    Typos: Algorithm 1 line 4 means 2^(i-1) <= |v| <= 2^i, line 9 2n instead of 2^n.
-
-    Args:
-        eps: in (0, 1].
-        r: bound on the norms of queries and keys, >= 0; scores are <q, k>/sqrt(d).
-        n: tokens at most.
-        d: head_dim.
-        failure: in (0, 1).
-        value_dim: s, default d.
-        constant: of c, >= 1; the paper has 30.
-        queries: >= 1.
-
-    Raises:
-        InputError: an argument out of range, or 2 r^2/sqrt(d) > 600.
-    """
-    eps, failure = _eps(eps), _failure(failure)
-    r = number("r", r, ">= 0", lambda x: x >= 0)
-    constant = number("constant", constant, ">= 1", lambda x: x >= 1)
-    at_least("n", n, 1)
-    at_least("d", d, 1)
-    at_least("queries", queries, 1)
-    s = d if value_dim is None else at_least("value_dim", value_dim, 1)
-    rho = r * r / math.sqrt(d)
-    growth = _exp("2 r^2/sqrt(d)", 2 * rho)
-
-    def levels(t: int) -> int:
-        return max(1, math.ceil(math.log2(n / t)))
-
-    def delta(t: int) -> float:
-        return failure / (32 * max(1.0, n / t))
-
-    def required(t: int) -> float:
-        c = constant * math.log(t / delta(t))
-        beta = 4 * delta(t) / queries
-        kappa = c / math.sqrt(2 * c - 1) * math.sqrt(2 * math.log(2 * s / beta))
-        return 6 * levels(t) * math.sqrt(s) * kappa * growth / eps
-
-    # required() falls in t up to n and then grows like the root of a logarithm: one crossing
-    low, high = 0, 1
-    while 2 * high < required(2 * high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if 2 * middle >= required(2 * middle) else (middle, high)
-    t = 2 * high
-    buckets = min(n, math.ceil((math.log(4 * n / eps) + rho) / math.log(2)))
-    return BalanceKVSize(t, levels(t), buckets, delta(t))
-
-
-@dataclass(frozen=True)
-class SlidingWindowSize(_Size):
+class SlidingWindowSize(Size):
     """Parameters for ``SlidingWindowSampled`` (samples = per_mean x means) and its ``estimate``
     (groups = means).
 
@@ -268,7 +167,8 @@ def sliding_window(
     it). T = 3 v_max/(eps^2 mean) makes one average fail with probability at most 1/3 (Chebyshev).
     The median fails only if Q/2 averages do, in either direction: e^(-Q/18) by Hoeffding, so
     Q = 18 ln(n d/failure). The paper's e^(-Q/12) drops a 3 (the Chernoff bound it uses is
-    e^(-Q/36)) and is false: the true exponent is about Q/17.
+    e^(-Q/36)) and is false: the true exponent is about Q/17. Equation 56 has log(d/failure) where
+    the union bound over all steps needs log(n d/failure).
 
     ``kvsketch.streaming.sliding_window.SlidingWindow`` needs none of this: it keeps the sum of the
     values outside, which is exact, in one slot.
@@ -284,7 +184,7 @@ def sliding_window(
     Raises:
         InputError: an argument out of range.
     """
-    eps, failure = _eps(eps), _failure(failure)
+    eps, failure = eps_in_range(eps), failure_in_range(failure)
     v_max = number("v_max", v_max, "> 0", lambda x: x > 0)
     mean = number("mean", mean, f"in (0, v_max={v_max}]", lambda x: 0 < x <= v_max)
     at_least("n", n, 1)
@@ -345,11 +245,11 @@ def number(name: str, value: object, allowed: str, ok: Callable[[float], bool]) 
     return float(value)
 
 
-def _eps(eps: float) -> float:
+def eps_in_range(eps: float) -> float:
     return number("eps", eps, "in (0, 1]", lambda x: 0 < x <= 1)
 
 
-def _failure(failure: float) -> float:
+def failure_in_range(failure: float) -> float:
     return number("failure", failure, "in (0, 1)", lambda x: 0 < x < 1)
 
 
@@ -361,7 +261,7 @@ def _ratio(d: int, delta: float, radius: float) -> Fraction:
     return Fraction(repr(radius)) / Fraction(repr(delta))
 
 
-def _exp(name: str, exponent: float) -> float:
+def exponential(name: str, exponent: float) -> float:
     if exponent > _LARGEST_EXPONENT:
         raise InputError(
             f"{name}={exponent:.6g} must be at most {_LARGEST_EXPONENT:.0f}: the theorem's "
@@ -371,5 +271,5 @@ def _exp(name: str, exponent: float) -> float:
 
 
 def _power(base: Fraction, d: int) -> int:
-    _exp("d log(base)", d * math.log(base))
+    exponential("d log(base)", d * math.log(base))
     return math.floor(base**d)
