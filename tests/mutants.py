@@ -110,7 +110,7 @@ def run(tree: Path, tests: Iterable[str]) -> tuple[int, str]:
 
 
 def outcome(mutant: Mutant, tree: Path) -> tuple[str, str]:
-    """"killed", "survived" or "error" (its tests could not run), and what pytest said last."""
+    """ "killed", "survived" or "error" (its tests could not run), and what pytest said last."""
     path = tree / mutant.file
     source = path.read_text(encoding="utf-8")
     path.write_text(mutant.applied(source), encoding="utf-8")

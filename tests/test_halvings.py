@@ -87,7 +87,9 @@ def test_the_lightest_are_halved_and_neighbours_are_pairs():
     mass = torch.full((1, 1, 16), 8.0)
     for place, weight in ((1, 2.0), (4, 1.0), (6, 2.0), (9, 2.0), (11, 1.0), (14, 2.0)):
         mass[..., place] = weight
-    slots = Slots(torch.randn(1, 1, 16, 3), torch.ones(1, 1, 16, 3), mass, torch.arange(16.0)[None, None])
+    slots = Slots(
+        torch.randn(1, 1, 16, 3), torch.ones(1, 1, 16, 3), mass, torch.arange(16.0)[None, None]
+    )
     seen = []
 
     class Watched(KernelHalving):
@@ -117,9 +119,7 @@ def test_fresh_keys_get_their_distance_to_what_is_older(fresh, anew, monkeypatch
     """Up to a quarter of the slots; beyond that the traversal is done anew."""
     slots, score = fresh_and_old(fresh)
     calls, original = [], kcenter.farthest_first
-    monkeypatch.setattr(
-        kcenter, "farthest_first", lambda *a: calls.append(a) or original(*a)
-    )
+    monkeypatch.setattr(kcenter, "farthest_first", lambda *a: calls.append(a) or original(*a))
     out = kcenter._updated(score, slots.keys, None, 30)
     assert bool(calls) == anew
     if not anew:

@@ -9,6 +9,7 @@ import torch
 
 from kvsketch import Slots
 from kvsketch.streaming import SubGen, SubGenCoupled
+from kvsketch.streaming.online_clusters import assign
 
 
 def tokens(seed, n, heads=2, dim=3):
@@ -67,3 +68,43 @@ def test_samples_that_are_added_are_copies_of_each_in_turn():
     sketch.widen(SubGen(delta=100.0, s=8, t=1, max_clusters=7))
     assert torch.equal(sketch.get("sample").keys[0, 0], before[[0, 1, 2, 0, 1, 2, 0, 1]])
     assert math.isfinite(float(sketch.slots.values.sum()))
+
+
+def assigned(points, delta):
+    """``assign`` from nothing."""
+    rows, count, dim = points.shape
+    return assign(
+        points,
+        torch.ones(rows, count, dtype=torch.bool),
+        points.new_zeros(rows, 0, dim),
+        torch.zeros(rows, dtype=torch.int64),
+        torch.full((rows,), delta, dtype=torch.float64),
+        torch.full((rows,), 10**6),
+    )
+
+
+def test_a_representative_is_in_the_cluster_it_opened():
+    """Also where keys differ by less than rounding does to their distance."""
+    g = torch.Generator().manual_seed(0)
+    points = torch.randn(500, 1, 4, generator=g).double()
+    points = points + 1e-9 * torch.randn(500, 6, 4, generator=g).double()
+    found = assigned(points, 1e-12)
+    for cluster, is_new in zip(found.cluster, found.is_new, strict=True):
+        assert cluster[is_new].tolist() == list(range(int(is_new.sum())))
+
+
+def test_float32_does_not_decide_between_near_representatives():
+    """Keys of norm 3,000, representatives 3 apart: |x|^2 - 2 <x, k> + |k|^2 in float32 is off by
+    more than the distances differ. The loop in float64."""
+    g = torch.Generator().manual_seed(1)
+    points = 1500 + torch.randn(1, 300, 4, generator=g)
+    found = assigned(points, 1.5)
+    centers, expected = [], []
+    for point in points[0].double():
+        distance = [float((point - c).norm()) for c in centers]
+        if not distance or min(distance) > 1.5:
+            centers.append(point)
+            distance.append(0.0)
+        expected.append(distance.index(min(distance)))
+    assert 10 < len(centers) < 100
+    assert found.cluster[0].tolist() == expected
