@@ -1,4 +1,4 @@
-"""Line 9 of BalanceKV's Algorithm 1 when sketches are merged, and failures, which nothing erases."""
+"""Line 9 of BalanceKV Algorithm 1 when sketches are merged; failures, which nothing erases."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ class SubGen(_Clusters):
         Balls of radius delta = (e/3) radius around the representatives cover all keys, and there
         are never more of them than ``theory.clusters_in_ball`` says. s and t are those of
         ``theory.low_dimensional``: error at most eps |softmax(Kq)|_2 |V|_op with probability
-        1 - failure for one query of norm at most r (scaling included), in s + t m slots (m clusters)
+        1 - failure for one query of norm at most r (scaling included), in s + t m slots
         however long the stream. (A merge may double the clusters' radius: give twice the r then.)
 
         Args:
