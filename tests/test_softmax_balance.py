@@ -91,12 +91,12 @@ def test_signs_equal_the_printed_loop(seed, n, constant, delta, r_key, r_value, 
 def test_long_sequences_equal_the_loop(held, monkeypatch):
     """Several panels, and the past of a panel in several parts."""
     monkeypatch.setattr(balance, "_HELD", held)
-    slots = tokens(5, 400)
-    signs, _ = SoftmaxBalance(constant=0.05).signs(slots, STREAMS)
+    slots = tokens(5, 400, spread=0.3)
+    signs, _ = SoftmaxBalance(constant=0.01).signs(slots, STREAMS)
     for head in range(3):
         keys, values = slots.keys[0, head], slots.values[0, head]
         r_key, r_value = (float(t.norm(dim=-1).max()) for t in (keys, values))
-        c = 0.05 * math.log(400 / 0.01)
+        c = 0.01 * math.log(400 / 0.01)
         numbers = uniform(STREAMS, 400)[0, head]
         expected, _ = algorithm_2(keys, values, r_key, r_value, c, numbers, 3**-0.5)
         assert torch.equal(signs[0, head], expected)
