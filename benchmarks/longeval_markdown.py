@@ -7,6 +7,11 @@ from typing import Any
 
 from kvsketch.evaluation.published import SUBGEN_TABLE_1 as PAPER
 
+#: recent tokens of a k-center row that has as many in every prompt: 3,072 of 5,000, of the 2,053
+#: that a prompt of 200 lines has here on average
+FIXED_RECENT = 1261
+#: bytes of a token in Llama-2-7B's cache: 32 layers, keys and values of 4,096 numbers in 16 bits
+_TOKEN_BYTES = 32 * 2 * 4096 * 2
 BEGIN, END = "<!-- longeval:begin -->", "<!-- longeval:end -->"
 NAMES = {
     "exact": "exact",
@@ -43,8 +48,10 @@ def page(results: Mapping[str, Any]) -> str:
             parts.append(_ranking(mine, shares[0]))
         parts.append(f"Kept as in the paper's Table 1: {_kept(shares[0])}.")
         parts.append(_table(mine, shares[0], with_paper=question == "seen"))
+        parts += _own(mine, shares[0], with_paper=question == "seen")
         for share in shares[1:]:
             parts += [f"Kept {next(iter(share.values()))}:", _table(mine, share, with_paper=False)]
+            parts += _half(mine, share)
         parts += ["Speed and peak memory:", _costs(mine)]
     return "\n\n".join(parts) + "\n"
 
@@ -68,11 +75,27 @@ def readme_block(results: Mapping[str, Any]) -> str:
     note = (
         f"Accuracy of the packaged model, {cases} official LongEval cases per length, question "
         f"seen; in brackets the {PAPER['model']} numbers of {PAPER['source']}. "
-        f"{_ranking(rows, _shares(rows)[0])} "
+        f"{_ranking(rows, _shares(rows)[0])} {_own_note(rows)}"
         "More, with intervals, bytes and speed: [docs/longeval.md](docs/longeval.md)."
     )
     header = ["lines", "kept", *(NAMES[method] for method in methods)]
     return f"{_markdown(header, table)}\n\n{note}"
+
+
+def _own_note(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One sentence of README.md."""
+    share = _shares(rows)[0]
+    best = [_own_best(rows, share, lines) for lines in share]
+    if not all("kcenter" in scores for scores in best):
+        return ""
+
+    def each(method: str) -> str:
+        return " / ".join(f"{scores[method]:.2f}" for scores in best)
+
+    return (
+        f"In their papers' own windows k-center gets {each('kcenter')} and H2O {each('h2o')} at "
+        f"{' / '.join(map(str, share))} lines. "
+    )
 
 
 def replace_block(text: str, block: str) -> str | None:
@@ -97,18 +120,39 @@ def _intro(results: Mapping[str, Any]) -> str:
         f"{max(row['cases'] for row in rows)} official ones of each length. Mean prompt in "
         f"tokens: {tokens} (one token per word; the paper's 7B model needs 5k, 7k and 9k). "
         f"Always kept, whatever the method: the first {settings['sink']} and last "
-        f"{settings['recent']} tokens (the papers' own windows differ: H2O gives half its budget "
-        "to recent tokens, SubGen does not say how many it kept). "
+        f'{settings["recent"]} tokens; under "In each paper\'s own window" what its paper kept. '
         "An answer is right if its last integer is the number asked for, LongEval's own rule. "
         "Brackets hold 95% Wilson intervals. KV MB are bytes of live tensors per case after the "
         "prompt, 1 MB = 1,000,000 bytes.\n\n"
         f"The paper's numbers are from {PAPER['source']}, model {PAPER['model']}, "
         f"{PAPER['cases']} cases per length. Models differ, so compare how methods rank and how "
         "much each loses, not the numbers themselves.\n\n"
+        f"{_windows()}\n\n"
         f"kvsketch {versions['kvsketch']}, torch {versions['torch']}, transformers "
         f"{versions['transformers']}, Python {versions['python']}, {hardware['processor']}, "
         f"{hardware['torch_threads']} threads per process. Speeds are shown relative to the exact "
         "cache in the same run."
+        f"{_earlier(results)}"
+    )
+
+
+def _earlier(results: Mapping[str, Any]) -> str:
+    """Which rows come from which run, where there was more than one."""
+    earlier = results.get("earlier")
+    if earlier is None:
+        return ""
+    versions = ", ".join(f"{name} {version}" for name, version in earlier["versions"].items())
+    checked = earlier["checked"]["rows"]
+    others = ", ".join(
+        f"{NAMES[row['method']]} at {row['lines']} lines ({row['now']:.2f} now, {row['then']:.2f} "
+        "then)"
+        for row in earlier["checked"]["differing"]
+    )
+    same = "and came out the same" + (f" but for {others}" if others else "")
+    return (
+        "\n\nTwo runs: rows in a paper's own window are from this one; all others, and all speeds "
+        f"and peaks, are from an earlier one ({versions}, {earlier['hardware']['processor']}). Of "
+        f"those, {checked} were answered again in this run {same}."
     )
 
 
@@ -131,6 +175,133 @@ def _table(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float], with_p
     return _markdown(header, table)
 
 
+def _windows() -> str:
+    """What the papers say of their windows, and what their bytes say."""
+    results = PAPER["results"]
+
+    def tokens(lines: str, method: str) -> str:
+        return f"{results[lines][method][0] * 2**30 / _TOKEN_BYTES:,.0f}"
+
+    kept, whole = (
+        ", ".join(tokens(lines, method) for lines in results)
+        for method in ("streaming_llm", "exact")
+    )
+    return (
+        "The papers' own windows: SubGen keeps recent tokens without saying how many; ClusterGen, "
+        "section 4, has the same table and says it: the better of r = 2,048 and 3,072, where r "
+        "does not exceed the compressed length. Here r is the same share of each prompt as it is "
+        "of the paper's 5,000, 7,000 or 9,000 tokens. H2O gives half of its budget to recent "
+        "tokens (its own default; neither paper says), Sink all but 4 first ones, which is how "
+        "`streaming_llm` runs anyway. Two things to know: ClusterGen's text calls (l + k)/n = 0.35 "
+        "at 5k what its table calls 35% less; and the printed GB, if they are 2^30 bytes and the "
+        f"cache is Llama-2-7B's in 16 bits, are {kept} tokens kept of {whole}, so about 3,072, "
+        "4,096 and 4,608 and an answer: at 200 lines r = 3,072 then leaves no budget for centers, "
+        "and the paper's 0.86 is r = 2,048's."
+    )
+
+
+def _own(
+    rows: Sequence[Mapping[str, Any]], share: Mapping[int, float], with_paper: bool
+) -> list[str]:
+    """Each method in its paper's window beside the 4 + 32 tokens of the other tables."""
+    windows = list(dict.fromkeys(row["method"] for row in rows if ":" in row["method"]))
+    if not windows:
+        return []
+    header = ["method"]
+    for lines in share:
+        header += [f"{lines} lines: recent kept", "own window", "4 + 32"]
+        header += ["paper"] * int(with_paper)
+    table = []
+    for method, place in (("streaming_llm", 0), ("h2o", 0), ("kcenter", 0), ("kcenter", 1)):
+        cells = [NAMES[method] + ("", ", r = 3,072 of the paper's")[place]]
+        if method == "kcenter" and place == 0:
+            cells = [NAMES[method] + ", r = 2,048 of the paper's"]
+        for lines, kept in share.items():
+            found = _own_rows(rows, method, lines, kept)
+            row = found[place] if place < len(found) else None
+            common = _find(rows, method, share, lines)
+            cells += [_recent(row, kept) if row else "", _accuracy(row) if row else ""]
+            cells.append(f"{common['accuracy']:.2f}" if common else "")
+            if with_paper:
+                cells.append(f"{PAPER['results'][str(lines)][method][1]:.2f}")
+        table.append(cells)
+    said = [
+        "In each paper's own window:",
+        _markdown(header, table),
+    ]
+    if with_paper:
+        said.append(_own_ranking(rows, share))
+    return [*said, *_fixed(rows, share)]
+
+
+def _half(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float]) -> list[str]:
+    """H2O's own window at a share that the paper does not have."""
+    found = {lines: _own_rows(rows, "h2o", lines, kept) for lines, kept in share.items()}
+    if not all(found.values()):
+        return []
+    parts = (f"{_accuracy(mine[0])} at {lines} lines" for lines, mine in found.items())
+    return [f"H2O with half of its budget for recent tokens: {', '.join(parts)}."]
+
+
+def _own_rows(
+    rows: Sequence[Mapping[str, Any]], method: str, lines: int, kept: float
+) -> list[Mapping[str, Any]]:
+    """The rows of a method in its paper's windows, the shortest first; Sink has the one it has."""
+    if method == "streaming_llm":
+        found = _find(rows, method, {lines: kept}, lines)
+        return [found] if found else []
+    mine = [
+        row
+        for row in rows
+        if row["method"].startswith(f"{method}:0:0.")
+        and (row["lines"], row["budget"]) == (lines, kept)
+    ]
+    return sorted(mine, key=lambda row: float(row["method"].rpartition(":")[2]))
+
+
+def _recent(row: Mapping[str, Any], kept: float) -> str:
+    if row["method"] == "streaming_llm":
+        return f"{row['slots'] - 4:,.0f} of {row['slots']:,.0f}"
+    recent = float(row["method"].rpartition(":")[2]) * row["prompt_tokens"]
+    return f"{recent:,.0f} of {row['slots']:,.0f}"
+
+
+def _own_best(
+    rows: Sequence[Mapping[str, Any]], share: Mapping[int, float], lines: int
+) -> dict[str, float]:
+    """Accuracies in the papers' windows, of k-center the better one, as the paper has it."""
+    found = {
+        m: _own_rows(rows, m, lines, share[lines]) for m in ("streaming_llm", "h2o", "kcenter")
+    }
+    return {m: max(row["accuracy"] for row in mine) for m, mine in found.items() if mine}
+
+
+def _own_ranking(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float]) -> str:
+    parts = []
+    for lines in share:
+        theirs = {m: v[1] for m, v in PAPER["results"][str(lines)].items()}
+        parts.append(
+            f"{lines} lines: {_order(_own_best(rows, share, lines))} (paper: {_order(theirs)})"
+        )
+    return (
+        "Ranking in the papers' windows, of k-center the better r as in the paper. "
+        + "; ".join(parts)
+        + "."
+    )
+
+
+def _fixed(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float]) -> list[str]:
+    """k-center with as many recent tokens in every prompt."""
+    for row in rows:
+        if row["method"] == f"kcenter:0:{FIXED_RECENT}":
+            return [
+                f"With {FIXED_RECENT:,} recent tokens in every prompt of {row['lines']} lines, "
+                f"instead of the share of each that this is on average, k-center gets "
+                f"{_accuracy(row)}."
+            ]
+    return []
+
+
 def _costs(rows: Sequence[Mapping[str, Any]]) -> str:
     header = ["lines", "method", "kept", "slots", "KV MB", "peak KV MB"]
     header += ["prefill speed / exact", "decode speed / exact"]
@@ -149,6 +320,8 @@ def _costs(rows: Sequence[Mapping[str, Any]]) -> str:
                 _ratio(row, exact.get(row["lines"]), "decode_tokens_per_s"),
             ]
             for row in rows
+            # in another run's seconds nothing can be compared
+            if row.get("run") != "windows"
         ],
     )
 
@@ -170,6 +343,7 @@ def _kept(share: Mapping[int, float]) -> str:
 
 
 def _methods(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """In the common window."""
     present = {row["method"] for row in rows}
     return [method for method in NAMES if method in present]
 

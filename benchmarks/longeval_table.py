@@ -6,8 +6,9 @@ answers the official 200, 300 and 400 line cases with the paper's methods, unifo
 heavy_merge (as ``SketchCache`` runs it) at the shares the paper kept, and at 0.25 and 0.10, with
 the question seen (the paper's protocol) and unseen when the record is compressed. It writes
 docs/results/longeval.json, docs/longeval.md and the block between the `longeval` marks of
-README.md. Finished answers are kept in build/longeval/, so an interrupted run goes on where it
-stopped.
+README.md. All methods keep the first 4 and last 32 tokens; H2O and k-center run a second time in
+the windows of their own papers (``presets``). Finished answers are kept in build/longeval/, so an
+interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import typer
 
 from benchmarks import longeval_markdown as markdown
 from kvsketch.errors import KVSketchError
+from kvsketch.evaluation.presets import SUBGEN_SHARES as PAPER_SHARES
+from kvsketch.evaluation.presets import h2o_window, subgen_windows
 from kvsketch.evaluation.progress import run_with_progress
 from kvsketch.evaluation.report import report
 from kvsketch.evaluation.settings import Settings
@@ -31,15 +34,27 @@ from kvsketch.evaluation.tasks import Options, make_tasks
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ["exact", "heavy_merge", "streaming_llm", "h2o", "kcenter", "uniform"]
-PAPER_SHARES = {200: 0.65, 300: 0.58, 400: 0.50}
+QUICK = [method for method in METHODS if method != "heavy_merge"]
 SMALL_SHARES = [0.25, 0.10]
 
 
 def setups_by_lines() -> dict[int, Sequence[Setup]]:
-    """The shares the paper kept at each length, and two smaller ones."""
+    """The shares the paper kept at each length, and two smaller ones; then the papers' own windows,
+    where they are others than the 4 + 32 tokens that all methods share here."""
     return {
-        lines: make_setups(METHODS, [share, *SMALL_SHARES]) for lines, share in PAPER_SHARES.items()
+        lines: make_setups(METHODS, [share, *SMALL_SHARES]) + own_windows(lines, share)
+        for lines, share in PAPER_SHARES.items()
     }
+
+
+def own_windows(lines: int, share: float) -> list[Setup]:
+    """H2O and k-center as their papers ran them. Sink's own window, 4 first tokens and all the rest
+    recent, is ``streaming_llm`` in any window of 4 first tokens; k-center's recent tokens fit into
+    the paper's shares only. At 200 lines also with one number of recent tokens for all prompts, of
+    which it is a share otherwise."""
+    h2o = [make_setups([h2o_window(kept)], [kept])[0] for kept in (share, *SMALL_SHARES)]
+    fixed = [f"kcenter:0:{markdown.FIXED_RECENT}"] if lines == 200 else []
+    return h2o + make_setups([*subgen_windows(lines), *fixed], [share])
 
 
 def case_files(data: Path) -> list[Path]:
@@ -51,17 +66,60 @@ def default_data() -> Path:
     return shared / "longeval"
 
 
-def measure(data: Path, question: str, store: Path, limit: int | None) -> Sweep:
+def again_by_lines(question: str) -> dict[int, Sequence[Setup]]:
+    """The papers' own windows, and with the question seen what is quick of the paper's shares in
+    the common one: whether the rows kept from an earlier run still hold."""
+    checked = QUICK if question == "seen" else []
+    return {
+        lines: [*(make_setups(checked, [share]) if checked else []), *own_windows(lines, share)]
+        for lines, share in PAPER_SHARES.items()
+    }
+
+
+def measure(
+    data: Path,
+    question: str,
+    store: Path,
+    limit: int | None,
+    by_lines: Mapping[int, Sequence[Setup]] | None = None,
+) -> Sweep:
     """Answers what `store` does not hold yet of one protocol. Raises `KVSketchError`."""
     # One shot, as in section 3.2: the prompt is compressed once, the answer is kept exactly.
     settings = Settings(question=question, one_shot=True)
     tasks = make_tasks(["longeval"], Options(cases=case_files(data), limit=limit))
-    by_lines = setups_by_lines()
+    by_lines = by_lines or setups_by_lines()
     out = store / f"{question}.jsonl"
     sweep = Sweep.open("packaged", tasks, lambda case: by_lines[case.group["lines"]], settings, out)
     with sweep.store:
         run_with_progress(sweep)
     return sweep
+
+
+def with_earlier(
+    rows: Sequence[Mapping[str, Any]], before: Mapping[str, Any]
+) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+    """An earlier run's rows, and after them the new ones that it lacks.
+
+    Returns:
+        The rows, those of this run marked ``"run": "windows"``; and what the earlier run was: its
+        versions and hardware, and of the rows that both have how many there are and those whose
+        accuracies differ.
+    """
+    names = ("question", "lines", "method", "budget")
+    known = {tuple(row[n] for n in names): row for row in before["results"] if "run" not in row}
+    new = [{**r, "run": "windows"} for r in rows if tuple(r[n] for n in names) not in known]
+    pairs = [(row, known.get(tuple(row[n] for n in names))) for row in rows]
+    both = [(now, then) for now, then in pairs if then is not None]
+    checked = {
+        "rows": len(both),
+        "differing": [
+            {**{n: now[n] for n in names}, "now": now["accuracy"], "then": then["accuracy"]}
+            for now, then in both
+            if now["accuracy"] != then["accuracy"]
+        ],
+    }
+    origin = before.get("earlier") or {n: before[n] for n in ("versions", "hardware")}
+    return [*known.values(), *new], {**origin, "checked": checked}
 
 
 def write(results: Mapping[str, Any], docs: Path, readme: Path) -> list[Path]:
@@ -87,6 +145,14 @@ def main(
     store: Annotated[Path, typer.Option(help="Where answers are kept.")] = ROOT / "build/longeval",
     docs: Annotated[Path, typer.Option(help="Where the page goes.")] = ROOT / "docs",
     readme: Annotated[Path, typer.Option(help="File with the marks.")] = ROOT / "README.md",
+    windows: Annotated[
+        bool,
+        typer.Option(
+            "--windows",
+            help="Run the papers' own windows and a check of what is quick; keep the other rows of "
+            "docs/results/longeval.json.",
+        ),
+    ] = False,
 ) -> None:
     """Run Table 1 (resumable) and write it into the documentation."""
     data = data or default_data()
@@ -95,14 +161,23 @@ def main(
         print(f"skipped: the official LongEval cases are not here ({', '.join(missing)})")
         return
     try:
-        sweeps = {q: measure(data, q, store, limit) for q in questions.split(",")}
+        sweeps = {
+            q: measure(data, q, store, limit, again_by_lines(q) if windows else None)
+            for q in questions.split(",")
+        }
     except KVSketchError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     first = next(iter(sweeps.values()))
+    rows: list[Mapping[str, Any]] = [row for sweep in sweeps.values() for row in sweep.rows()]
+    more = {}
+    if windows:
+        before = json.loads((docs / "results" / "longeval.json").read_text(encoding="utf-8"))
+        rows, more["earlier"] = with_earlier(rows, before)
     results = report(
         "benchmarks.longeval_table",
-        [row for sweep in sweeps.values() for row in sweep.rows()],
+        rows,
+        **more,
         paper=markdown.PAPER,
         settings={
             **dict(first.base),

@@ -13,6 +13,9 @@ left in docs/results/.
     python -m benchmarks.attention_error --preset balancekv \
         --out docs/results/attention_error_balancekv.json \
         --plot docs/figures/attention_error_balancekv.svg
+    python -m benchmarks.figure2 --out docs/results/figure2.json --plot docs/figures/figure2.svg
+    python -m benchmarks.sketch_budget --out docs/results/sketch_budget.json \
+        --plot docs/figures/sketch_budget.svg
     python -m benchmarks.kl --out docs/results/kl.json
     python -m benchmarks.longeval_unseen --out docs/results/longeval_unseen.json
     python -m benchmarks.ablation --out docs/results/ablation.json
@@ -27,6 +30,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks import page_balance
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -386,8 +391,8 @@ def _rate(row: dict[str, Any]) -> str:
 SEEN = {"agnostic": ", queries unseen", "aware": ", queries right before seen", None: ""}
 EQUAL_BYTES = (
     "Equal bytes: every method gets those of one that keeps the share of the tokens as they are. "
-    "Slots with a mass cost 4 bytes more and are fewer; slots in 4 bits (`+int4`) are more; a "
-    "streaming sketch whose size comes in steps may hold less. "
+    "Slots with a mass cost 4 bytes more and are fewer; slots in 4 bits (`+int4`) are more; of a "
+    "streaming sketch the whole state is counted. "
 )
 #: benchmarks/options.py reads these names
 SPENT = (
@@ -623,6 +628,7 @@ PAGES: dict[str, tuple[str, dict[str, Callable[[dict[str, Any]], str]]]] = {
             "decode_speed": decode_speed,
             "prefill_peak": prefill_peak,
             "streaming_memory": streaming_memory,
+            "sketch_budget": page_balance.sketch_budget,
             "ray_throughput": ray_throughput,
         },
     ),
@@ -635,6 +641,7 @@ PAGES: dict[str, tuple[str, dict[str, Callable[[dict[str, Any]], str]]]] = {
         {
             "attention_error": attention_error,
             "attention_error_balancekv": attention_error_balancekv,
+            "figure2": page_balance.figure2,
             "kl": kl,
             "longeval_unseen": longeval_unseen,
             "tolerance": tolerance,

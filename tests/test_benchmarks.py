@@ -23,12 +23,13 @@ from benchmarks import (
 )
 from benchmarks.ablation import everything
 from benchmarks.attention_error import held_bytes
-from benchmarks.equal_bytes import Fit, Held
+from benchmarks.equal_bytes import Fit, Held, held
 from benchmarks.peers import exchange
 from benchmarks.tolerance import heads_of
 from kvsketch import SketchCache, Slots
 from kvsketch.evaluation.activations import capture
 from kvsketch.evaluation.setups import parse_method
+from kvsketch.streaming import SKETCHES, windowed
 from kvsketch.streaming.page import QuantizedPage
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -169,6 +170,24 @@ def test_bytes_are_counted_by_one_rule():
     assert held_bytes(slots, 4, 10, 20) == stored + 30 * 32 + 200 * 4
     dead = slots.only(torch.arange(200) < 150)
     assert held_bytes(dead) == 150 * 36
+
+
+@pytest.mark.parametrize("method", [name for name in SKETCHES if name != "one_dimensional"])
+def test_a_sketchs_state_is_counted(method):
+    """Everything it holds: keys and values at 2 bytes a number, all else as it is stored; and the
+    exact tokens around it."""
+    slots = slots_of(n=300)
+    reducer = windowed(method, 4, 20)
+    found = reducer(slots, 100)
+    counted = held(None, [found], reducers=[reducer])
+    state = 0
+    for name, tensor in reducer.sketch.state.items():
+        of_the_model = name.endswith(("keys", "values")) or name == "reservoir"
+        state += tensor.numel() * (2 if of_the_model else tensor.element_size())
+    assert counted.bytes == state / 2 + 24 * 32
+    assert counted.bytes > held_bytes(found) / 2
+    # without the sketch, only what attention sees would be
+    assert held(None, [found]).bytes == held_bytes(found) != counted.bytes
 
 
 @pytest.mark.parametrize(

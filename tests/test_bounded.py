@@ -278,7 +278,7 @@ def allowed(cache, slots, batch):
 
 
 @pytest.mark.parametrize("method", [m for m in SKETCHES if m != "one_dimensional"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [2])
 def test_everything_held_stays_within_the_budget(method, batch):
     """After the prompt and after 500 decoded tokens: 1.05 x the bytes of the budget's tokens."""
     model, budget = model_for(method), 160

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from transformers import BloomConfig
 from typer.testing import CliRunner
 
 from families import CONFIGS, VOCABULARY, build
@@ -17,6 +18,7 @@ from kvsketch import InputError, UnsupportedError
 from kvsketch.cli import _Group
 from kvsketch.evaluation import inspect_command, inspection_measures
 from kvsketch.evaluation.activations import Activations, capture
+from kvsketch.evaluation.allocation import measure_curves
 from kvsketch.evaluation.inspection import (
     LEAST_TOKENS,
     METHODS,
@@ -28,6 +30,7 @@ from kvsketch.evaluation.inspection_measures import SHARES, attention, cover
 from kvsketch.evaluation.inspection_readings import TOLERANCES
 from kvsketch.evaluation.inspection_rows import BINS, EIGHTH
 from kvsketch.evaluation.loading import packaged_model
+from kvsketch.slots import Observed, Slots, attend, causal
 from tiny_model import POSITIONS, save_tiny_model, tiny_case, tiny_model, tiny_tokenizer
 
 TOKENS = 280
@@ -148,7 +151,6 @@ def test_planted_clusters_are_found():
 
 def test_errors_are_those_of_the_curves(llama, measured):
     """One layer, one method, against ``measure_layer`` as ``measure_curves`` calls it."""
-    from kvsketch.slots import Observed, Slots
     from kvsketch.streaming import windowed
     from kvsketch.streaming.curves import held_out_for, measure_layer
 
@@ -211,12 +213,22 @@ def test_the_same_seed_gives_the_same_numbers(llama, monkeypatch):
         return inspect_model(llama, [ids_of()], projected=[1], seed=seed, **kwargs)
 
     first, again, other = once(3, advance=advance), once(3), once(4)
-    assert count == steps(1, 2, len(METHODS), 1)
+    assert count == steps(1, 2, len(METHODS), projected=2)  # KV heads
     assert first == again
     assert json.loads(json.dumps(first, allow_nan=False)) == first
     assert first["errors"]["uniform"] != other["errors"]["uniform"]
     assert first["errors"]["snapkv"] == other["errors"]["snapkv"]  # no randomness in it
-    assert [(v["layer"], v["what"]) for v in first["tsne"]] == [(1, "keys"), (1, "values")]
+    assert [(v["layer"], v["head"], v["what"]) for v in first["tsne"]] == [
+        (1, head, what) for head in (0, 1) for what in ("keys", "values")
+    ]
+    radii = {(v["head"], v["what"]): v["radius"] for v in first["tsne"]}
+    better = sum(radii[head, "keys"] < radii[head, "values"] for head in (0, 1))
+    assert f"in {better} of 2 heads the keys need smaller ones" in first["readings"]["tsne"]
+    (caught,) = capture(llama, ids_of(), [1])
+    for view in first["tsne"]:  # every head is read, and each as itself
+        points = (caught.keys if view["what"] == "keys" else caught.values)[0, view["head"]]
+        alone = inspection_measures.embed(points, 3)
+        assert (view["points"], view["centers"]) == (alone["points"], alone["centers"])
     for view in first["tsne"]:
         assert len(view["points"]) == 100
         assert len(set(view["centers"])) == 16
@@ -239,7 +251,7 @@ def test_every_family(family):
     try:
         capture(model, ids_of(8))
     except Exception:  # whatever stops capture, the model is refused by name
-        assert family in ("gemma2", "mpt")
+        assert family == "gemma2"  # whose softcap transformers 5.3's sdpa refuses
         with pytest.raises(UnsupportedError, match=type(model).__name__):
             inspect_model(model, [ids_of()])
         return
@@ -265,8 +277,76 @@ def test_layers_are_checked_without_weights():
     config.layer_types = ["sliding_attention"] * 3
     with pytest.raises(UnsupportedError, match="Gemma2Config has no full-attention layer"):
         choose_layers(config)
-    with pytest.raises(UnsupportedError, match="MptForCausalLM does not use"):
-        choose_layers(CONFIGS["mpt"]())
+    assert choose_layers(CONFIGS["mpt"]()) == [0, 1]
+    with pytest.raises(UnsupportedError, match="BloomForCausalLM does not use"):
+        choose_layers(BloomConfig(n_layer=2, n_head=4, hidden_size=64))
+
+
+def test_what_is_caught_of_mpt_is_what_its_attention_computes():
+    """The heads' outputs from what was caught, ALiBi and all, are the module's own."""
+    model, ids = build("mpt"), ids_of(40)
+    outputs: list[torch.Tensor] = []
+    hooks = [
+        block.attn.register_forward_hook(lambda module, _, out: outputs.append(out[0]))
+        for block in model.transformer.blocks
+    ]
+    caught = capture(model, ids)
+    for hook in hooks:
+        hook.remove()
+    assert [c.layer for c in caught] == [0, 1]
+    assert [c.layer for c in capture(model, ids, [1])] == [1]
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    for c, out in zip(caught, outputs, strict=True):
+        assert c.keys.shape == c.values.shape == (1, 4, 40, 16)
+        mask = causal(40, 40, ids.device)
+        o = c.observed
+        heads = attend(c.queries, c.slots, scaling=c.scaling, mask=mask, slopes=o.slopes)
+        module = model.transformer.blocks[c.layer].attn
+        mine = module.out_proj(heads.transpose(1, 2).flatten(2))
+        torch.testing.assert_close(mine, out, rtol=1e-4, atol=1e-4)
+        without = attend(c.queries, c.slots, scaling=c.scaling, mask=mask)
+        assert not torch.allclose(without, heads, atol=1e-3)
+
+
+def test_mpt_is_measured_with_its_positions(monkeypatch):
+    """Curves of an MPT are those of its own attention: with the slopes left out they differ."""
+    model, ids = build("mpt"), ids_of()
+    found = measure_curves(model, [ids], "snapkv", follow=64)
+    assert found.error.shape[:2] == (2, 4)
+    monkeypatch.setattr(Activations, "slots", property(lambda c: Slots(c.keys, c.values)))
+    with pytest.raises(InputError, match="positions"):
+        measure_curves(model, [ids], "snapkv", follow=64)
+    without = property(lambda c: Observed(c.queries, c.scaling))
+    monkeypatch.setattr(Activations, "observed", without)
+    other = measure_curves(model, [ids], "snapkv", follow=64)
+    assert not torch.allclose(other.error, found.error, rtol=1e-2)
+
+
+def test_mpt_attention_is_read_with_its_slopes():
+    model, ids = build("mpt"), ids_of(LEAST_TOKENS)
+    rows = inspect_model(model, [ids], methods=("uniform",))["layers"]
+    for row, c in zip(rows, capture(model, ids), strict=True):
+        entropy = attention(c.queries, c.keys, c.scaling, slopes=c.slopes)["entropy"][0]
+        assert row["attention"]["heads"]["entropy"] == pytest.approx(entropy.tolist(), rel=1e-4)
+        without = attention(c.queries, c.keys, c.scaling)["entropy"][0]
+        assert not torch.allclose(without, entropy, rtol=1e-2)
+
+
+def test_every_layer_that_is_named_gets_a_picture():
+    assert inspect_command.pictured([1, 3, 5, 7, 9], named=True) == [1, 3, 5, 7, 9]
+    assert inspect_command.pictured([1, 3, 5, 7, 9], named=False) == [1, 5, 9]
+    assert inspect_command.pictured([4], named=False) == [4]
+
+
+def test_alibi_is_part_of_where_attention_goes():
+    """Queries and keys of nothing: a slope of log 2 halves the attention with every step back."""
+    nothing, n = torch.zeros(1, 2, 100, 4), 100
+    slopes = torch.tensor([0.0, math.log(2)])
+    found = attention(nothing, nothing, 1.0, slopes=slopes)
+    assert float(found["entropy"][0, 0]) == pytest.approx(1.0)
+    assert float(found["holding"][0, 1]) == 4  # 1/2 + 1/4 + 1/8 + 1/16 >= 0.9
+    bits = 2 * math.log(2) / torch.arange(n - 63, n + 1).double().log()
+    assert float(found["entropy"][0, 1]) == pytest.approx(float(bits.mean()), rel=1e-6)
 
 
 def test_prompts_are_checked(llama):

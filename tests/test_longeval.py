@@ -161,3 +161,80 @@ def test_table_is_skipped_without_the_official_cases(
     longeval_table.main(data=tmp_path, docs=tmp_path / "docs")
     assert "skipped: the official LongEval cases are not here" in capsys.readouterr().out
     assert not (tmp_path / "docs").exists()
+
+
+def own() -> dict[str, Any]:
+    """A run of the papers' windows at 200 lines: h2o gets none right, k-center by its window."""
+    scores = {"kcenter:0:0.4096": 0.0, "kcenter:0:0.6144": 1.0, "kcenter:0:1261": 1.0}
+    setups = [*longeval_table.setups_by_lines()[200]]
+    records = []
+    for setup in setups:
+        score = scores.get(setup.label, float(setup.method == EXACT))
+        records.append(record_of(setup, score, group={"lines": 200}, prompt_tokens=2053))
+    settings = {**Settings().__dict__, "model_fingerprint": "abc"}
+    return report("table", aggregate(records), settings=settings, seed=0)
+
+
+def test_methods_run_in_their_papers_windows_too() -> None:
+    by_lines = longeval_table.setups_by_lines()
+    assert set(by_lines) == {200, 300, 400}
+    for lines, setups in by_lines.items():
+        share = longeval_table.PAPER_SHARES[lines]
+        named = [(s.label, s.budget) for s in setups]
+        assert ("kcenter", share) in named  # the window that all methods share stays
+        assert (f"h2o:0:{share / 2:g}", share) in named
+        assert ("h2o:0:0.125", 0.25) in named
+        centers = [s for s in setups if s.method == "kcenter" and s.window]
+        assert all(s.budget == share for s in centers)
+        tokens = {200: 5000, 300: 7000, 400: 9000}[lines]
+        shares = [s.window[1] for s in centers if s.window and isinstance(s.window[1], float)]
+        assert shares == [pytest.approx(r / tokens, abs=1e-4) for r in (2048, 3072)]
+    quick = {s.label for s in longeval_table.again_by_lines("seen")[300]}
+    assert "kcenter" in quick
+    assert not any(name.startswith("heavy_merge") for name in quick)
+    assert all(":" in s.label for s in longeval_table.again_by_lines("unseen")[300])
+
+
+def test_the_page_has_each_papers_own_window_beside_the_common_one() -> None:
+    page = markdown.page(own())
+    (line,) = (x for x in page.splitlines() if "r = 3,072 of the paper's" in x)
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[1] == "1,261 of 50"  # of 2,053; the record's slots
+    assert cells[2].startswith("1.00")
+    assert cells[3:5] == ["0.00", "0.86"]
+    assert "200 lines: kcenter > streaming_llm = h2o (paper: kcenter > h2o > stream" in page
+    assert "With 1,261 recent tokens in every prompt of 200 lines" in page
+    assert "H2O with half of its budget for recent tokens: 0.00" in page
+    assert "3,095, 4,121, 4,633 tokens kept of 4,815, 7,143, 9,447" in page
+    assert "SubGen does not say" not in page
+    assert "k-center gets 1.00 and H2O 0.00 at 200 lines" in markdown.readme_block(own())
+    assert "own window" not in markdown.page(table_rows()).split("## Question seen")[1]
+
+
+def test_rows_of_an_earlier_run_are_kept_and_named() -> None:
+    before, now = table_rows(), own()["results"]
+    rows, earlier = longeval_table.with_earlier(now, before)
+    kept = [row for row in rows if "run" not in row]
+    assert kept == before["results"]
+    assert all(row["run"] == "windows" for row in rows[len(kept) :])
+    assert {row["method"] for row in rows[len(kept) :]} >= {"h2o:0:0.325", "kcenter:0:0.6144"}
+    names = {(row["question"], row["method"], row["budget"]) for row in before["results"]}
+    both = [row for row in now if (row["question"], row["method"], row["budget"]) in names]
+    assert earlier["checked"] == {"rows": len(both), "differing": []}
+    changed = [{**row, "accuracy": 0.5} if row["method"] == "h2o" else row for row in now]
+    _, earlier = longeval_table.with_earlier(changed, before)
+    assert {(d["method"], d["now"], d["then"]) for d in earlier["checked"]["differing"]} == {
+        ("h2o", 0.5, 0.0)
+    }
+    page = markdown.page({**before, "results": rows, "earlier": earlier})
+    assert "h2o (H2O) at 200 lines (0.50 now, 0.00 then)" in page
+    assert page.count("| 200 | h2o:0") == 0  # speeds of different runs are not compared
+    again, still = longeval_table.with_earlier(now, {**before, "results": rows, "earlier": earlier})
+    assert [row for row in again if "run" not in row] == kept
+    assert still["versions"] == before["versions"]
+
+
+def test_the_page_is_what_its_results_say() -> None:
+    results = json.loads((ROOT / "docs" / "results" / "longeval.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "longeval.md").read_text(encoding="utf-8")
+    assert page == markdown.page(results)

@@ -403,6 +403,7 @@ def test_longbench_is_shown_beside_balancekv(tmp_path: Path, task: str) -> None:
     for words in ("arXiv:2502.07861v1, Table 1", "Llama-3.1-8B-Instruct", f"seen, {title}, all"):
         assert words in grid.note
     assert "compare the order" in grid.note
+    assert "coin flips" in grid.note  # figure 2 does not come out
     table = BALANCEKV_TABLE_1["results"]
     assert [line[:3] for line in grid.rows] == [
         [kind, method, f"{table[kind][method]:.2f}"]

@@ -180,7 +180,7 @@ def predicted_bytes(
         itemsize: bytes of an element in the model's dtype.
         columns: how many of mass, positions and score there are (4 bytes per slot each).
 
-    Centres and units (``8 * head_dim + 4`` per head) are counted; a sketch's own state is not.
+    Centres and units (``8 * head_dim + 4`` per head) are counted.
     """
     if check_bits(bits) == 16:
         full, quantised, grid = full + quantised, 0, 0

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from kvsketch.errors import InputError, UnsupportedError
+from kvsketch.hf.adapters import mpt
+from kvsketch.hf.compressed import Asked
 from kvsketch.hf.interface import Kernel, watched
-from kvsketch.slots import Observed
+from kvsketch.slots import Observed, Slots
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Activations:
         scaling: multiplies <q, k>.
         softcap: of the scores (Gemma 2), or None.
         sinks: logits of attention sinks, ``[num_attention_heads]``, or None.
+        slopes: of ALiBi (MPT), ``[num_attention_heads]``, or None: scores gain them per position.
     """
 
     layer: int
@@ -35,11 +38,22 @@ class Activations:
     scaling: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    slopes: Tensor | None = None
 
     @property
     def observed(self) -> Observed:
         """The queries with all that turns them into scores."""
-        return Observed(self.queries, self.scaling, self.softcap, sinks=self.sinks)
+        return Observed(
+            self.queries, self.scaling, self.softcap, slopes=self.slopes, sinks=self.sinks
+        )
+
+    @property
+    def slots(self) -> Slots:
+        """The tokens as slots, with their positions where scores depend on them."""
+        if self.slopes is None:
+            return Slots(self.keys, self.values)
+        place = torch.arange(self.keys.shape[2], device=self.keys.device, dtype=torch.float32)
+        return Slots(self.keys, self.values, positions=place.expand(self.keys.shape[:3]))
 
 
 def capture(
@@ -61,13 +75,22 @@ def capture(
         if not 0 <= layer < count:
             raise InputError(f"layers: {layer} must be in 0 .. {count - 1}")
     caught: list[Activations] = []
-    if not getattr(model, "_supports_attention_backend", False):
+    if not can_be_caught(type(model), model.config):
         raise _unsupported(model)
-    with _catching(model, caught, layers), torch.no_grad():
+    catching = _reading if model.config.model_type == _MPT else _catching
+    with catching(model, caught, layers), torch.no_grad():
         model(input_ids.to(model.device), use_cache=False, logits_to_keep=1)
     if not caught:
         raise _unsupported(model)
     return caught
+
+
+_MPT = "mpt"
+
+
+def can_be_caught(cls: type, config: Any) -> bool:
+    """Whether ``capture`` can read what this class's attention sees; needs no weights."""
+    return config.model_type == _MPT or bool(getattr(cls, "_supports_attention_backend", False))
 
 
 def _unsupported(model: Any) -> UnsupportedError:
@@ -100,6 +123,22 @@ def _catching(
         return kernel(module, query, key, value, *args, **kwargs)
 
     return watched(model, attention)
+
+
+def _reading(
+    model: Any, caught: list[Activations], layers: Sequence[int] | None
+) -> AbstractContextManager[None]:
+    """MPT's attention goes through no interface: its queries, keys and values are projected once
+    more, before it runs."""
+
+    def seen(module: Any, asked: Asked, keys: Tensor, values: Tensor) -> None:
+        layer = int(module.layer_idx)
+        if layers is None or layer in layers:
+            q, k, v = (t.detach().float().clone() for t in (asked.queries, keys, values))
+            slopes = None if asked.slopes is None else asked.slopes.detach().float()
+            caught.append(Activations(layer, q, k, v, float(asked.scaling), slopes=slopes))
+
+    return mpt.watched(model, seen)
 
 
 def intercepted(

@@ -54,7 +54,7 @@ def measure_curves(
     for prompt in prompts:
         layers = [
             measure_layer(
-                Slots(c.keys, c.values),
+                c.slots,
                 c.observed,
                 compress,
                 follow,

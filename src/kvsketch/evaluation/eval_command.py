@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,9 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from kvsketch.evaluation.preset_run import Plan
+    from kvsketch.evaluation.presets import Preset
+    from kvsketch.evaluation.settings import Settings
     from kvsketch.evaluation.sweep import Runner, Sweep
 
 METHODS_DEFAULT = "exact,heavy_merge,streaming_llm,h2o,kcenter,uniform"
@@ -22,7 +26,9 @@ BUDGETS_DEFAULT = "0.65,0.25"
 INTERRUPTED = 128 + signal.SIGINT
 EPILOG = (
     "Example: kvsketch eval longeval --lines 200 --num-cases 20 --methods exact,heavy_merge "
-    "--budgets 0.5,0.25 --question unseen --out run.jsonl"
+    "--budgets 0.5,0.25 --question unseen --out run.jsonl\n\n"
+    "A paper's table: kvsketch eval --preset clustergen-table2 --model YOUR_MODEL --data FOLDER "
+    "--out table2.jsonl"
 )
 
 
@@ -37,14 +43,15 @@ def _config(ctx: typer.Context, path: Path | None) -> Path | None:
 
 
 def eval_command(
+    ctx: typer.Context,
     tasks: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="TASK...",
             help="longeval, longbench, longbench_e, needle, ruler; kl, perplexity, attention_error "
             "(of texts that go on). Files after --cases FILE are further case files.",
         ),
-    ],
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -54,14 +61,25 @@ def eval_command(
             help="Options from a file; those on the command line win.",
         ),
     ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TABLE",
+            help="Instead of a task, a paper's table in the paper's protocol, beside what it "
+            "printed: clustergen-table2, balancekv-table1 or subgen-table1. Takes --model, --data, "
+            "--limit, --datasets, --seeds, --out and the machine's options; the paper says the "
+            "rest.",
+        ),
+    ] = None,
     model: Annotated[
         str, typer.Option(help="Model folder or Hugging Face id. Default: the packaged model.")
     ] = "packaged",
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated, NAME[@even|@measured|@FILE][+int8|+int4]; see `kvsketch "
-            "methods`."
+            help="Comma-separated; NAME with any of :FIRST:LAST, @even, @measured or @FILE, and "
+            "+int8 or +int4 behind it. FIRST and LAST are its own --sink and --recent, or shares "
+            "of the tokens; see `kvsketch methods`."
         ),
     ] = METHODS_DEFAULT,
     budgets: Annotated[
@@ -172,25 +190,51 @@ def eval_command(
     ] = False,
 ) -> None:
     """Answer the cases of one or more tasks with every method at every budget."""
-    from kvsketch.evaluation.loading import resolve_model
     from kvsketch.evaluation.settings import Settings
     from kvsketch.evaluation.setups import make_setups, parse_budget
     from kvsketch.evaluation.sweep import Sweep
-    from kvsketch.evaluation.tasks import Options, make_tasks
+    from kvsketch.evaluation.tasks import TASKS, Options, make_tasks
 
+    if preset is None and not tasks:
+        from kvsketch.errors import InputError
+
+        raise InputError(
+            f"Missing argument 'TASK...': {', '.join(TASKS)}; or a paper's table with --preset; "
+            "see `kvsketch eval --help`"
+        )
+    named = None
+    if preset is not None:
+        from kvsketch.evaluation.preset_options import find_preset
+
+        named = find_preset(preset, _given(ctx))
     settings = Settings(
         sink=sink,
         recent=recent,
         prefill=prefill,
         prefill_chunk_size=prefill_chunk_size,
         question=question,
-        one_shot=one_shot,
+        one_shot=one_shot or named is not None,
         max_new_tokens=max_new_tokens,
         max_prompt_tokens=max_prompt_tokens,
         batch_size=batch_size,
         device=device,
         dtype=dtype,
     )
+    if named is not None:
+        _eval_preset(
+            named,
+            model,
+            settings,
+            data=data,
+            cases=cases or [],
+            datasets=_names(datasets),
+            limit=limit,
+            seeds=[int(x) for x in _numbers("--seeds", seeds, whole=True)],
+            ray=None if ray is None else (ray, workers, gpus),
+            out=out,
+            as_json=as_json,
+        )
+        return
     kept = _names(BUDGETS_DEFAULT if budgets is None and not tolerances else budgets or "")
     setups = make_setups(
         _names(methods),
@@ -212,15 +256,72 @@ def eval_command(
         depths=_numbers("--depths", depths),
         form=form,
     )
-    chosen = make_tasks(tasks, options)
-    runner = None
-    if ray is not None:
-        from kvsketch.evaluation.ray_runner import RayRunner
-
-        runner = RayRunner(ray, resolve_model(model), settings, workers, gpus)
+    chosen = make_tasks(tasks or [], options)
+    runner = _runner(None if ray is None else (ray, workers, gpus), model, settings)
     sweep = Sweep.open(model, chosen, setups, settings, out)
     shown = {**sweep.base, "tasks": tasks, "cases": [str(f) for f in options.cases] or "generated"}
     run_sweep(sweep, f"eval {' '.join(t.name for t in chosen)}", as_json, shown, seed, runner)
+
+
+def _given(ctx: typer.Context) -> dict[str, Any]:
+    """Options from the command line or ``--config``, by name."""
+    return {
+        name: value
+        for name, value in ctx.params.items()
+        if (source := ctx.get_parameter_source(name)) is not None
+        and source.name in ("COMMANDLINE", "DEFAULT_MAP")
+    }
+
+
+def _runner(ray: tuple[str, int, float] | None, model: str, settings: Settings) -> Runner | None:
+    """What answers: None is this process."""
+    if ray is None:
+        return None
+    from kvsketch.evaluation.loading import resolve_model
+    from kvsketch.evaluation.ray_runner import RayRunner
+
+    address, workers, gpus = ray
+    return RayRunner(address, resolve_model(model), settings, workers, gpus)
+
+
+def _eval_preset(
+    preset: Preset,
+    model: str,
+    settings: Settings,
+    *,
+    data: Path | None,
+    cases: list[Path],
+    datasets: list[str],
+    limit: int | None,
+    seeds: list[int],
+    ray: tuple[str, int, float] | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    from kvsketch.evaluation.loading import resolve_model
+    from kvsketch.evaluation.preset_run import fitted_prompts, plan
+    from kvsketch.evaluation.sweep import Sweep
+    from kvsketch.evaluation.tasks import Options
+
+    Options(limit=limit)  # raises
+    resolve_model(model)  # a wrong name is refused before any case is read
+    new = settings.max_new_tokens
+    found = plan(
+        preset,
+        data=data,
+        cases=cases,
+        datasets=datasets,
+        limit=limit,
+        seeds=seeds,
+        max_new_tokens=new,
+    )
+    found, longest = fitted_prompts(found, model, new)
+    # Every method has a window of its own; the run's must not look like one.
+    settings = replace(settings, max_prompt_tokens=longest, sink=0, recent=0)
+    runner = _runner(ray, model, settings)
+    sweep = Sweep.open(model, found.tasks, found.setups, settings, out, preset.name)
+    shown = {**sweep.base, "tasks": [preset.task], "cases": str(data or "the published ones")}
+    run_sweep(sweep, f"eval --preset {preset.name}", as_json, shown, 0, runner, found)
 
 
 def run_sweep(
@@ -230,8 +331,10 @@ def run_sweep(
     settings: Mapping[str, Any],
     seed: int,
     runner: Runner | None = None,
+    plan: Plan | None = None,
 ) -> None:
-    """Runs `sweep` under a progress bar, then shows table and JSON, also when interrupted."""
+    """Runs `sweep` under a progress bar, then shows table and JSON, also when interrupted; of a
+    preset, what the paper printed too."""
     from kvsketch.evaluation.progress import run_with_progress
     from kvsketch.evaluation.report import dumps, report, results_tables
 
@@ -246,10 +349,15 @@ def run_sweep(
     for table in results_tables(rows, wide=console.width >= 100):
         console.print()
         console.print(table)
+    more: dict[str, Any] = {}
+    if plan is not None:
+        from kvsketch.evaluation.preset_report import show
+
+        more = show(plan, sweep, console)
     if interrupted:
         _say_interrupted(sweep)
+        more["interrupted"] = True
     if as_json:
-        more = {"interrupted": True} if interrupted else {}
         print(dumps(report(command, rows, settings=settings, seed=seed, **more)))
     if interrupted:
         raise typer.Exit(INTERRUPTED)

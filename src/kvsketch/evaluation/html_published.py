@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvsketch.evaluation.html_parts import Grid
+from kvsketch.evaluation.presets import PRESETS, Preset
 from kvsketch.evaluation.published import (
     AVERAGE,
     BALANCEKV_TABLE_1,
@@ -22,11 +24,19 @@ Row = Mapping[str, Any]
 
 #: LongBench's two sets of cases, as tasks are called here and as papers call them
 _SPLITS = {"longbench_e": "LongBench-E", "longbench": "LongBench"}
+#: where the paper printed a number and we have none
+NOT_RUN = "not run"
+_BETTER = ", of several windows the better one"
 _HEADER = ("method", "paper", "paper kept", "ours [95%]", "ours kept", "our cases")
 
 
 def beside(run: Run) -> list[Grid]:
-    """The published tables that share a task and a method, besides exact, with the run."""
+    """The published tables that share a task and a method, besides exact, with the run; of a preset
+    its own table, all of it, with what is missing of ours."""
+    preset = PRESETS.get(str(run.common.get("preset")))
+    if preset is not None:
+        whole = _subgen if preset.task == "longeval" else partial(_longbench, table=preset.table)
+        return [whole(run, preset=preset)]
     found = [_subgen(run)]
     # the same set of cases as the paper's first
     found += [_longbench(run, BALANCEKV_TABLE_1, split) for split in _SPLITS]
@@ -34,7 +44,7 @@ def beside(run: Run) -> list[Grid]:
     return [grid for grid in found if any(line[1] != EXACT for line in grid.rows)]
 
 
-def _subgen(run: Run) -> Grid:
+def _subgen(run: Run, preset: Preset | None = None) -> Grid:
     """LongEval by lines; the paper tells what was kept in GB."""
     rows = [r for r in run.rows if r["task"] == "longeval" and set(r["group"]) == {"lines"}]
     lines = []
@@ -43,33 +53,50 @@ def _subgen(run: Run) -> Grid:
         for method, (gigabytes, accuracy) in theirs.items():
             share = gigabytes / theirs[EXACT][0]
             row = _nearest(mine, method, "kept", share)
+            printed = (f"{accuracy:.2f}", f"{share:.0%}")
             if row:
-                cells = (f"{accuracy:.2f}", f"{share:.0%}", _score(row, "longeval"))
-                lines.append([length, method, *cells, f"{row['kept']:.0%}", str(row["cases"])])
+                ours = (_score(row, "longeval"), f"{row['kept']:.0%}", str(row["cases"]))
+                lines.append([length, row["method"], *printed, *ours])
+            elif preset is not None:
+                lines.append([length, method, *printed, NOT_RUN, "", ""])
     return Grid(
         "Beside the SubGen paper",
         ("lines", *_HEADER),
         lines,
         f"{SUBGEN_TABLE_1['source']} (the same numbers: {SAME_AS_SUBGEN_TABLE_1}): "
         f"{SUBGEN_TABLE_1['model']}, {SUBGEN_TABLE_1['cases']} cases, question seen; kcenter is "
-        f"the paper's SubGen. Ours: {run.title}, the budget that keeps most nearly the same share. "
-        "The models differ: compare the order.",
+        f"the paper's SubGen. Ours: {run.title}, the budget that keeps most nearly the same share"
+        f"{_BETTER}. The models differ: compare the order.",
     )
 
 
-def _longbench(run: Run, table: Mapping[str, Any], split: str) -> Grid:
-    """LongBench by task type; the paper tells what was kept as a share or in slots."""
-    ours = _by_type(_data_sets(run, split), table)
+def _longbench(
+    run: Run, table: Mapping[str, Any], split: str = "", preset: Preset | None = None
+) -> Grid:
+    """LongBench by task type; the paper tells what was kept as a share or in slots.
+
+    Args:
+        split: whose cases, a name in ``_SPLITS``; of a preset, all that stand for the paper's.
+    """
+    splits = [split] if preset is None else list(_SPLITS)
+    rows = [row for one in splits for row in _data_sets(run, one)]
+    there = {row["group"]["dataset"] for row in rows}
+    split = split or (preset.task if preset else "")
+    ours = _by_type(rows, table)
     unit = "slots" if "slots" in table else "kept"
     lines = []
     for kind, theirs in table["results"].items():
         for method, score in theirs.items():
             row = _nearest(ours.get(kind, []), method, unit, table[unit])
+            whole = method == EXACT
+            printed = (f"{score:.2f}", f"{1:.0%}" if whole else _amount(table[unit], unit))
             if row:
-                whole = method == EXACT
-                kept = f"{1:.0%}" if whole else _amount(table[unit], unit)
-                cells = (f"{score:.2f}", kept, _score(row, split))
-                lines.append([kind, method, *cells, _kept(row, unit), str(row["cases"])])
+                mine = (_score(row, split), _kept(row, unit), str(row["cases"]))
+                lines.append([kind, row["method"], *printed, *mine])
+            elif preset is not None:
+                names = set(table["datasets"].get(kind, ()))
+                lacks = sorted(names - there) if names & there else []
+                lines.append([kind, method, *printed, _without(lacks), "", ""])
     same = "number of slots" if unit == "slots" else "share"
     together = "sum" if table["sums"] else "mean"
     return Grid(
@@ -78,15 +105,32 @@ def _longbench(run: Run, table: Mapping[str, Any], split: str) -> Grid:
         lines,
         f"{table['source']}: {table['model']}, {table['protocol']}. Ours: {run.title}, "
         f"{_SPLITS[split]}, all lengths together, the {together} over the same data sets where all "
-        f"of them were run, the budget that keeps most nearly the same {same}. The models differ: "
-        "compare the order.",
+        f"of them were run, the budget that keeps most nearly the same {same}{_BETTER}. The models "
+        f"differ: compare the order. {table.get('remark', '')}".rstrip(),
     )
 
 
-def _nearest(rows: Iterable[Row], method: str, unit: str, goal: float) -> Row | None:
-    """The row of a method that keeps most nearly as much."""
-    mine = [row for row in rows if row["method"] == method]
-    return min(mine, key=lambda row: float(abs(row[unit] - goal)), default=None)
+def _nearest(rows: Iterable[Row], method: str, unit: str, goal: float) -> dict[str, Any] | None:
+    """The row of a method that keeps most nearly as much; of several windows of it that keep as
+    much, the one that scores best, with the window in its name."""
+    windows: dict[str, Row] = {}
+    for row in rows:
+        name = row["method"]
+        if name.partition(":")[0] != method or not set(name).isdisjoint("@+"):
+            continue
+        known = windows.get(name)
+        if known is None or abs(row[unit] - goal) < abs(known[unit] - goal):
+            windows[name] = row
+    if not windows:
+        return None
+    least = min(abs(row[unit] - goal) for row in windows.values())
+    equal = [row for row in windows.values() if abs(row[unit] - goal) <= least + 0.02 * goal]
+    best = max(equal, key=lambda row: float(row["score"]))
+    return {**best, "method": best["method"] if len(windows) > 1 else method}
+
+
+def _without(names: Sequence[str]) -> str:
+    return f"{NOT_RUN}: {', '.join(names)}" if names else NOT_RUN
 
 
 def _data_sets(run: Run, split: str) -> list[dict[str, Any]]:

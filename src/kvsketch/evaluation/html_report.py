@@ -31,6 +31,7 @@ _PROTOCOL = {
     "model": "model",
     "model_fingerprint": "fingerprint",
     "kvsketch": "kvsketch",
+    "preset": "preset: a paper's table",
     "question": "question at compression",
     "prefill": "prefill",
     "prefill_chunk_size": "prefill chunk, tokens",
@@ -180,6 +181,9 @@ def _asset(environment: Environment, name: str) -> str:
 def _protocol(run: Run) -> list[tuple[str, str]]:
     named = [(label, run.common[key]) for key, label in _PROTOCOL.items() if key in run.common]
     named += [(key, value) for key, value in run.common.items() if key not in _PROTOCOL]
+    if "preset" in run.common:  # its methods have windows of their own, which their names say
+        windows = {_PROTOCOL["sink"], _PROTOCOL["recent"]}
+        named = [(label, value) for label, value in named if label not in windows]
     words = {True: "yes", False: "no"}
     return [
         (label, words[value] if isinstance(value, bool) else str(value))

@@ -46,7 +46,10 @@ def inspect_command(
     ] = None,
     layers: Annotated[
         str | None,
-        typer.Option(help="Comma-separated, e.g. 0,3. Default: all with full attention."),
+        typer.Option(
+            help="Comma-separated, e.g. 0,3; a t-SNE is drawn of each. Default: all with full "
+            "attention, a t-SNE of the first, the middle and the last."
+        ),
     ] = None,
     limit: Annotated[int, typer.Option(help="First tokens of each prompt that are read.")] = 2048,
     seed: Annotated[int, typer.Option(help="Of generated prompts, random methods, t-SNE.")] = 0,
@@ -123,6 +126,7 @@ def run(
 
     # What comes now imports torch and transformers: all that can be refused without was.
     from kvsketch.evaluation import inspection, inspection_measures
+    from kvsketch.hf.models import kv_heads_of
 
     loading.check_device(device)
     config = loading.load_config(folder)
@@ -148,7 +152,7 @@ def run(
             inspection.check_prompt(prompts[-1])
         except InputError as error:
             raise InputError(f"{files[i] if files else source}: {error}") from error
-    projected = sorted({chosen[0], chosen[len(chosen) // 2], chosen[-1]})
+    projected = pictured(chosen, named=layers is not None)
     if out is None:
         projected = []  # a picture alone
     else:
@@ -166,7 +170,8 @@ def run(
             task = progress.add_task("sampling", total=None)
             prompts = sampled(model, _PROMPTS, min(limit, _SAMPLED), seed, chosen[:1])
             progress.remove_task(task)
-        total = inspection.steps(len(prompts), len(chosen), len(inspection.METHODS), len(projected))
+        heads = sum(kv_heads_of(config, layer) for layer in projected)
+        total = inspection.steps(len(prompts), len(chosen), len(inspection.METHODS), heads)
         task = progress.add_task("measuring", total=total)
         measured = inspection.inspect_model(
             model,
@@ -201,6 +206,12 @@ def run(
                 f"{out / 'inspect.json'} cannot be written: {error.strerror or error}"
             ) from error
     return result
+
+
+def pictured(layers: Sequence[int], named: bool) -> list[int]:
+    """Layers whose KV heads get a t-SNE: those that were named (ClusterGen, appendix C.2), else the
+    first, the middle and the last."""
+    return sorted(layers if named else {layers[0], layers[len(layers) // 2], layers[-1]})
 
 
 def sampled(model: Any, count: int, tokens: int, seed: int, layers: Sequence[int]) -> list[Tensor]:

@@ -7,6 +7,7 @@ by ``evaluation.activations.capture``; the result is plain numbers, ready for JS
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvsketch import theory
 from kvsketch.errors import InputError, KVSketchError, UnsupportedError
-from kvsketch.evaluation.activations import Activations, capture
+from kvsketch.evaluation.activations import Activations, can_be_caught, capture
 from kvsketch.evaluation.inspection_measures import attention, cover, embed, rounded
 from kvsketch.evaluation.inspection_readings import (
     KEPT,
@@ -64,7 +65,8 @@ def inspect_model(
         prompts: token ids, ``[1, n]`` each, n at least ``LEAST_TOKENS``.
         layers: which; None: all with full attention.
         methods: names in ``kvsketch.streaming.ALL_METHODS``.
-        projected: layers whose first KV head gets a t-SNE on the first prompt (needs scikit-learn).
+        projected: layers whose KV heads, every one, get a t-SNE of their keys and of their values
+            on the first prompt (needs scikit-learn).
         seed: of random methods and the t-SNE.
         advance: called ``steps(...)`` times.
 
@@ -91,10 +93,11 @@ def inspect_model(
         for caught in all_caught:
             found[caught.layer].append(_measure(caught, softcap, methods, seed, advance))
             if number == 0 and caught.layer in projected:
-                for what, points in (("keys", caught.keys), ("values", caught.values)):
-                    view = embed(points[0, 0], seed)
-                    views.append({"layer": caught.layer, "head": 0, "what": what, **view})
-                    advance()
+                for head in range(caught.keys.shape[1]):
+                    for what, points in (("keys", caught.keys), ("values", caught.values)):
+                        view = embed(points[0, head], seed)
+                        views.append({"layer": caught.layer, "head": head, "what": what, **view})
+                        advance()
     result: dict[str, Any] = {"kept": KEPT, "queries": LAST, "layers": rows_of(found)}
     result["errors"] = {
         name: rounded(mean(row["errors"][name] for row in result["layers"])) for name in methods
@@ -105,7 +108,7 @@ def inspect_model(
 
 
 def steps(prompts: int, layers: int, methods: int, projected: int) -> int:
-    """How often ``inspect_model`` calls ``advance``."""
+    """How often ``inspect_model`` calls ``advance``; ``projected`` counts KV heads over layers."""
     return prompts * (1 + layers * (methods + 2)) + 2 * projected
 
 
@@ -132,7 +135,7 @@ def choose_layers(config: Any, layers: Sequence[int] | None = None) -> list[int]
     """
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     cls = found[0] if isinstance(found, (list, tuple)) else found
-    if cls is not None and not getattr(cls, "_supports_attention_backend", False):
+    if cls is not None and not can_be_caught(cls, config):
         raise UnsupportedError(
             f"{cls.__name__} does not use transformers' attention interface, so its activations "
             "cannot be caught"
@@ -184,7 +187,7 @@ def _measure(
     n = keys.shape[2]
     covers = {"keys": cover(keys), "values": cover(values)}
     advance()
-    slots, observed = Slots(keys, values), Observed(queries, caught.scaling, softcap)
+    slots, observed = caught.slots, replace(caught.observed, softcap=softcap)
     after = held_out_for(n, SINK, RECENT)
     before = n - after
     # as a share of what is neither sink nor recent
@@ -210,7 +213,9 @@ def _measure(
         delta=float(theory.clusterability(keys, max(1, n // 8)).lower[..., -1].max()),
         attention={
             name: rows[0].cpu()
-            for name, rows in attention(queries, keys, caught.scaling, softcap).items()
+            for name, rows in attention(
+                queries, keys, caught.scaling, softcap, slopes=caught.slopes
+            ).items()
         },
         errors={name: _relative(measured(name, (level,)))[0, :, 0] for name in methods},
         curves=measured(TOLERANCE_METHOD, LEVELS),

@@ -58,7 +58,8 @@ def caption(name: str, result: Mapping[str, Any]) -> str:
 _SHOWN = {
     "norms": (
         "Norms of queries, keys and values by layer: shade is the share of tokens, the line the "
-        "mean and dots the largest; last, norm of query times norm of key times the scaling."
+        "mean, small crosses the means of the heads and dots the largest; last, norm of query "
+        "times norm of key times the scaling."
     ),
     "clusterability": (
         "Left: balls of a radius that cover all keys (values) of a head, as a share of the tokens, "
@@ -66,9 +67,9 @@ _SHOWN = {
         "Right: the radius at which n/8 balls suffice, by layer; a dot is a head."
     ),
     "tsne": (
-        "t-SNE of keys (above) and values (below) of the first KV head of some layers, shaded from "
-        f"the first token (dark) to the last (bright); crosses are the first {CENTERS} points of "
-        "the greedy k-center traversal."
+        "t-SNE of keys (above) and values (below) of every KV head of some layers, shaded from the "
+        f"first token (dark) to the last (bright); crosses are the first {CENTERS} points of the "
+        "greedy k-center traversal."
     ),
     "entropy": (
         f"Attention of the last {LAST} queries. Left: entropy over log n by layer and query head. "
@@ -93,6 +94,8 @@ def _norms(result: Mapping[str, Any]) -> Any:
         columns = [list(column) for column in zip(*shade, strict=True)]
         ax.pcolormesh(edges, shown[0]["edges"], columns, cmap="Greys", rasterized=True)
         ax.plot([x["mean"] for x in shown], color="tab:blue", label="mean")
+        for place, x in enumerate(shown):
+            ax.plot([place] * len(x["heads"]), x["heads"], "x", color="tab:blue", ms=3)
         ax.plot([x["max"] for x in shown], "o", color="tab:red", ms=4, label="largest")
         ax.set(title=f"{kind} norm", ylim=(0, 1.05 * shown[0]["edges"][-1]))
     score = [row["norms"]["score"] for row in rows]
@@ -126,21 +129,47 @@ def _clusterability(result: Mapping[str, Any]) -> Any:
 
 
 def _tsne(result: Mapping[str, Any]) -> Any:
+    """Bands of up to ``_ACROSS`` heads of one layer, keys above values."""
     from matplotlib.figure import Figure
 
-    views = {what: [v for v in result["tsne"] if v["what"] == what] for what in ("keys", "values")}
-    columns = len(views["keys"])
-    fig = Figure(figsize=(3 * columns, 6), layout="constrained", dpi=_DPI)
-    grid = fig.subplots(2, columns, squeeze=False)
-    for line, what in zip(grid, views, strict=True):
-        for ax, view in zip(line, views[what], strict=True):
-            x, y = zip(*view["points"], strict=True)
-            ax.scatter(x, y, c=view["positions"], s=5, cmap="viridis", rasterized=True)
-            picked = [view["points"][i] for i in view["centers"]]
-            ax.plot(*zip(*picked, strict=True), "x", color="tab:red", ms=7, mew=1.5)
-            ax.set(title=f"{what}, layer {view['layer']}, head {view['head']}")
-            ax.set(xticks=[], yticks=[])
+    pairs: dict[int, list[list[Any]]] = {}
+    for view in result["tsne"]:
+        seen = pairs.setdefault(view["layer"], [])
+        if view["what"] == "keys":
+            seen.append([])
+        seen[-1].append(view)
+    bands = [
+        heads[start : start + _ACROSS]
+        for heads in pairs.values()
+        for start in range(0, len(heads), _ACROSS)
+    ]
+    columns = max(map(len, bands))
+    side = 3 if columns <= 3 else 2
+    fig = Figure(figsize=(side * columns, 2 * side * len(bands)), layout="constrained", dpi=_DPI)
+    grid = fig.subplots(2 * len(bands), columns, squeeze=False)
+    for ax in grid.flat:
+        ax.set(xticks=[], yticks=[])
+        ax.axis("off")
+    for number, band in enumerate(bands):
+        for column, pair in enumerate(band):
+            for below, view in enumerate(pair):
+                _scattered(grid[2 * number + below][column], view)
     return fig
+
+
+#: heads side by side in the t-SNE
+_ACROSS = 8
+
+
+def _scattered(ax: Any, view: Mapping[str, Any]) -> None:
+    ax.axis("on")
+    x, y = zip(*view["points"], strict=True)
+    # squares without soft edges: a third of the bytes
+    flat = {"marker": "s", "linewidths": 0, "antialiased": False, "rasterized": True}
+    ax.scatter(x, y, c=view["positions"], s=4, cmap="viridis", **flat)
+    picked = [view["points"][i] for i in view["centers"]]
+    ax.plot(*zip(*picked, strict=True), "x", color="tab:red", ms=7, mew=1.5)
+    ax.set_title(f"{view['what']}, layer {view['layer']}, head {view['head']}", fontsize=8)
 
 
 def _entropy(result: Mapping[str, Any]) -> Any:

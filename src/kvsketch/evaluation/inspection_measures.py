@@ -29,6 +29,7 @@ def attention(
     last: int = LAST,
     sink: int = SINK,
     recent: int = RECENT,
+    slopes: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Where the last queries look, each at itself and what is before it; means over the queries.
 
@@ -37,6 +38,7 @@ def attention(
         keys: ``[batch, num_key_value_heads, n, head_dim]``.
         scaling: multiplies <q, k>.
         softcap: of the scores (Gemma 2).
+        slopes: of ALiBi, ``[num_attention_heads]``: what a score gains per position (MPT).
 
     Returns:
         float64 ``[batch, num_attention_heads]`` each. "entropy": over the log of the tokens seen,
@@ -45,12 +47,13 @@ def attention(
         over the tokens seen.
     """
     n, q = keys.shape[2], min(last, queries.shape[2])
-    slots = Slots(keys.double(), keys.double())
+    place = torch.arange(n, device=keys.device)
+    slots = Slots(keys.double(), keys.double(), positions=place.float().expand(keys.shape[:3]))
     mask = causal(q, n, keys.device)
     asked = queries[:, :, -q:].double()
-    share = attention_scores(asked, slots, scaling, softcap, mask, None).softmax(-1).flatten(1, 2)
+    scores = attention_scores(asked, slots, scaling, softcap, mask, slopes)
+    share = scores.softmax(-1).flatten(1, 2)
     seen = torch.arange(n - q + 1, n + 1, device=keys.device, dtype=torch.float64)
-    place = torch.arange(n, device=keys.device)
     # the newest token a query sees is its own
     late = (place >= seen[:, None] - recent) & (place >= sink)
     falling = share.sort(dim=-1, descending=True).values.cumsum(-1)

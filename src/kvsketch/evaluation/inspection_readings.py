@@ -70,9 +70,18 @@ def readings(result: dict[str, Any]) -> dict[str, str]:
 
 
 def _pictures(views: Sequence[dict[str, Any]]) -> str:
-    parts = [f"{view['radius']:.2f} ({view['what']}, layer {view['layer']})" for view in views]
+    """By layer, the mean over heads; then in how many heads the keys need smaller balls."""
+    if not views:
+        return ""
+    found: dict[tuple[str, int], list[float]] = {}
+    for view in views:
+        found.setdefault((view["what"], view["layer"]), []).append(view["radius"])
+    parts = [f"{mean(radii):.2f} ({what}, layer {layer})" for (what, layer), radii in found.items()]
+    pairs = list(zip(views[::2], views[1::2], strict=True))
+    better = sum(keys["radius"] < values["radius"] for keys, values in pairs)
     return (
-        f"{CENTERS} balls cover at this many times the spread: {', '.join(parts)}." if parts else ""
+        f"{CENTERS} balls cover at this many times the spread, the mean over KV heads: "
+        f"{', '.join(parts)}; in {better} of {len(pairs)} heads the keys need smaller ones."
     )
 
 

@@ -54,6 +54,10 @@ BALANCEKV_TABLE_1: dict[str, Any] = {
     "protocol": "LongBench-E, compressed in the prefill (b = 256, T = 2), generated tokens kept",
     "kept": 0.25,
     "sums": False,
+    # measured by benchmarks/figure2.py and benchmarks/attention_error.py
+    "remark": "Figure 2's claim, an error much lower than a uniform sample's, does not come out "
+    "with our code or the authors': with the printed constant the walk cannot be told from coin "
+    "flips (docs/errors.md in kvsketch's repository).",
     "datasets": {
         "Single-Doc QA": _SINGLE,
         "Multi-Doc QA": _MULTI,

@@ -89,6 +89,7 @@ def new_cache(
     """
     if setup.method == EXACT:
         return DynamicCache(config=config)
+    sink, recent = setup.window_of(settings.sink, settings.recent, prompt_length)
     chunked = settings.prefill == "exact" and settings.prefill_chunk_size is not None
     return SketchCache(
         config,
@@ -97,8 +98,8 @@ def new_cache(
         tolerance=setup.tolerance,
         allocation=setup.allocation,
         bits=setup.bits,
-        sink=settings.sink,
-        recent=settings.recent,
+        sink=sink,
+        recent=recent,
         prefill=settings.prefill,
         # Without it a cache cannot know that more chunks are to come.
         prompt_length=prompt_length if chunked else None,

@@ -50,7 +50,10 @@ def _results_table(title: str, rows: Sequence[Mapping[str, Any]], wide: bool) ->
         pad_edge=False,
     )
     for name in ("method", "budget", "cases", "score", "95% CI", "slots", "KV kB", "kept"):
-        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+        if name == "method":  # with a window of its own a name may be long
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
     for name in (["peak kB", "prefill/s"] if wide else []) + ["tok/s"]:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:

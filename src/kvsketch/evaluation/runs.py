@@ -72,6 +72,11 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     ]
 
 
+def run_of(records: Sequence[Record]) -> Run:
+    """Answers of one sweep, at least one, as a run."""
+    return Run(1, _common(records[0]), records, rows_of(records))
+
+
 def _common(record: Record) -> dict[str, Any]:
     return {k: clean(v) for k, v in record.identity.items() if k not in _WITHIN}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from kvsketch.method_names import METHOD_NAMES
 
 EXACT = "exact"
 BITS = {"int8": 8, "int4": 4}
+#: first and last tokens that are always kept: numbers (int) or shares of the tokens (float)
+Window = tuple[int | float, int | float]
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Setup:
         allocation: how the budget is spent, as for ``SketchCache``; None: the method's own way.
         bits: of the slots.
         seed: of random methods.
+        window: (first, last) tokens always kept, instead of the run's ``--sink`` and ``--recent``.
+            A float is a share of the tokens that are compressed; None: the run's.
     """
 
     method: str
@@ -35,13 +40,32 @@ class Setup:
     allocation: str | None = None
     bits: int = 16
     seed: int = 0
+    window: Window | None = None
 
     @property
     def label(self) -> str:
-        """As it is written in ``--methods``: ``method[@allocation][+intN]``."""
+        """As it is written in ``--methods``: ``method[:first:last][@allocation][+intN]``."""
+        kept = ":{}:{}".format(*self.window) if self.window else ""
         spent = f"@{Path(self.allocation).stem}" if self.allocation else ""
         stored = f"+int{self.bits}" if self.bits != 16 else ""
-        return f"{self.method}{spent}{stored}"
+        return f"{self.method}{kept}{spent}{stored}"
+
+    def window_of(self, sink: int, recent: int, tokens: int) -> tuple[int, int]:
+        """First and last tokens always kept where ``tokens`` are compressed.
+
+        Args:
+            sink, recent: of the run, for a method without a window of its own.
+        """
+        if self.window is None:
+            return sink, recent
+        first, last = (
+            math.floor(part * tokens + 1e-9) if isinstance(part, float) else part
+            for part in self.window
+        )
+        if isinstance(self.budget, int) and not all(isinstance(part, int) for part in self.window):
+            first = min(first, self.budget)  # a share may ask for more than there is
+            last = min(last, self.budget - first)
+        return first, last
 
     @property
     def kept(self) -> str:
@@ -52,27 +76,31 @@ class Setup:
         """Everything here that an answer depends on. A seed does not matter to the exact cache."""
         if self.method == EXACT:
             return {"method": EXACT}
-        return dict(self.__dict__)
+        # Without a window the identity is what it was before there were any: stores go on.
+        return {k: v for k, v in self.__dict__.items() if k != "window" or v is not None}
 
 
 def parse_method(text: str, allocation: str | None = None) -> Setup:
-    """``name[@even|@measured|@FILE][+int8|+int4]``, without a budget yet.
+    """``name[:first:last][@even|@measured|@FILE][+int8|+int4]``, without a budget yet.
 
     Args:
         allocation: of methods that name none.
 
     Raises:
-        InputError: an unknown method, allocation or ending.
+        InputError: an unknown method, window, allocation or ending.
     """
     rest, plus, ending = text.partition("+")
     if plus and ending not in BITS:
         raise unknown_name("the ending of a method", ending, BITS)
-    name, at, spent = rest.partition("@")
+    named, at, spent = rest.partition("@")
+    name, colon, window = named.partition(":")
     if name != EXACT and name not in METHOD_NAMES:
         raise unknown_name("method", name, [EXACT, *METHOD_NAMES])
     if name == EXACT:
-        if at or plus:
-            raise InputError(f"method {text!r}: the exact cache has no allocation and no bits")
+        if at or plus or colon:
+            raise InputError(
+                f"method {text!r}: the exact cache has no window, no allocation and no bits"
+            )
         return Setup(EXACT)
     chosen = spent if at else allocation
     if chosen is not None and chosen not in ALLOCATIONS and not Path(chosen).is_file():
@@ -80,7 +108,28 @@ def parse_method(text: str, allocation: str | None = None) -> Setup:
             f"allocation {chosen!r} must be one of {', '.join(ALLOCATIONS)}, or a file written by "
             "kvsketch calibrate"
         )
-    return Setup(name, allocation=chosen, bits=BITS[ending] if plus else 16)
+    return Setup(
+        name,
+        allocation=chosen,
+        bits=BITS[ending] if plus else 16,
+        window=_window(text, window) if colon else None,
+    )
+
+
+def _window(text: str, window: str) -> Window:
+    """``first:last``, each a number of tokens or a share of the tokens in (0, 1)."""
+    parts = window.split(":")
+    found = [
+        int(p) if p.isdecimal() else float(p) if re.fullmatch(r"0?\.\d+", p) else None
+        for p in parts
+    ]
+    first, last = found if len(found) == 2 else (None, None)
+    if first is None or last is None:
+        raise InputError(
+            f"method {text!r}: its window {window!r} must be FIRST:LAST, each a number of tokens "
+            "that are always kept such as 4, or a share of the tokens such as 0.325"
+        )
+    return first, last
 
 
 def parse_budget(text: str) -> int | float:

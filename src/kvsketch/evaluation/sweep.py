@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvsketch import __version__
 from kvsketch.arguments import check_arguments
+from kvsketch.errors import InputError
 from kvsketch.evaluation import loading
 from kvsketch.evaluation.encoding import EncodedCase, Encoder, max_positions
 from kvsketch.evaluation.scales import scale_of
@@ -91,9 +92,14 @@ class Sweep:
         setups: Setups,
         settings: Settings,
         out: Path | None,
+        preset: str | None = None,
     ) -> Sweep:
         """Resolve the model, read all cases, make every cache once, open the store; loads no
         weights.
+
+        Args:
+            preset: its name becomes part of every answer's identity: what else it decides, such as
+                chat templates, does not stand there.
 
         Raises:
             KVSketchError: anything that would fail later.
@@ -120,6 +126,7 @@ class Sweep:
                 "model_fingerprint": loading.fingerprint(resolved),
                 "kvsketch": __version__,
                 **settings.identity(),
+                **({} if preset is None else {"preset": preset}),
             }
         except BaseException:
             store.discard()
@@ -192,14 +199,14 @@ class Sweep:
     def __exit__(self, *_: object) -> None:
         self.store.close()
 
+    def done(self) -> list[Record]:
+        """The answers so far, in order: of what was asked for, not of all the store holds."""
+        keys = (self.key(case, setup) for _, case, setup in self.pairs())
+        return [self.store.records[key] for key in keys if key in self.store]
+
     def rows(self) -> list[dict[str, Any]]:
         """What is done so far, one row per task, group and setup."""
-        found = [
-            (self.key(case, setup), case, setup)
-            for _, case, setup in self.pairs()
-            if self.key(case, setup) in self.store
-        ]
-        return aggregate(self.store.records[key] for key, _, _ in found)
+        return aggregate(self.done())
 
     def _encoded(self, left: Sequence[tuple[Task, Case, Setup]]) -> dict[str, EncodedCase]:
         """Token ids by case id."""
@@ -212,6 +219,11 @@ class Sweep:
                 continue
             new = self.settings.new_tokens(case)
             limit = self.settings.max_prompt_tokens or (positions or 10**9) - new
+            if limit < 2:
+                raise InputError(
+                    f"{case.where}: an answer of {new} tokens leaves no room for a prompt in the "
+                    f"model's {positions} positions; give --max-new-tokens"
+                )
             whole = task.encoded(case, encoder, limit, new)
             found[case.id] = replace(whole, ids=array("i", whole.ids))
         return found
@@ -258,14 +270,15 @@ class Sweep:
 
 def _check(setup: Setup, settings: Settings) -> None:
     if setup.method != EXACT:
+        sink, recent = setup.window_of(settings.sink, settings.recent, 0)
         check_arguments(
             setup.method,
             budget=setup.budget,
             tolerance=setup.tolerance,
             allocation=setup.allocation,
             bits=setup.bits,
-            sink=settings.sink,
-            recent=settings.recent,
+            sink=sink,
+            recent=recent,
             prefill=settings.prefill,
         )
 

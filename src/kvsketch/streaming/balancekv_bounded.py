@@ -32,8 +32,10 @@ class BalanceKVBounded(Bounded):
     weight a in its bucket's instance and a weight m in the denominator's. Batches of fewer than 16
     slots keep the same slots in both.
 
-    Exactly half of each instance's slots of a batch is kept (of an odd number, one more or less at
-    random), as in section 4, so the denominator's mass is the number of tokens.
+    As in section 4, exactly half of a batch is kept: half of the numerator's slots, all buckets
+    together, which then count double (of an odd number one more or less, at random), and half of
+    the denominator's, rounded up, which share the batch's mass, so that the mass is the number of
+    tokens at any time.
 
     Args:
         capacity: slots per KV head that are held at most, >= 2.

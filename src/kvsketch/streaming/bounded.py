@@ -162,52 +162,26 @@ class Bounded(Sketch):
         self, held: Slots, weights: Tensor, live: Tensor, streams: Tensor
     ) -> tuple[Tensor, Tensor]:
         """New weights ``[rows, slots, columns]`` of ``[1, rows, slots, ...]`` and failures."""
+        rows, slots, columns = weights.shape
         heaviest = weights.amax(-1)
         level = torch.frexp(heaviest).exponent.long().masked_fill(~live, _NOWHERE)
-        lowest = level.amin(-1, keepdim=True)
-        depth = int(torch.where(live, level - lowest, 0).max()) + 1
-        number = (level - lowest).clamp(max=depth)
-        slots_of = torch.zeros(*level.shape[:1], depth + 1, dtype=torch.int64, device=level.device)
-        slots_of = slots_of.scatter_add(1, number, torch.ones_like(number))[:, :depth]
-        # The lowest level with a whole batch, else the one with the most slots.
-        enough = slots_of >= self._size
-        chosen = torch.where(enough.any(1), enough.long().argmax(1), slots_of.argmax(1))
-        there = slots_of.gather(1, chosen.unsqueeze(1)).squeeze(1)
-        size = torch.where(there >= self._size, self._size, there // 2 * 2)
         most = max(1, int(_FREED * self.capacity / (self._size / 2)))
-        batches = torch.where(there >= self._size, (there // self._size).clamp(max=most), 1)
-        take = size * batches  # 0: every level has one slot only
-        mine = number == chosen.unsqueeze(1)
-        mine &= mine.cumsum(1) <= take.unsqueeze(1)
-        # Slot number p of those goes to place p % size of batch p // size.
-        rank = mine.cumsum(1) - 1
-        width = max(2, int(size.max()))
-        per = size.clamp(min=1).unsqueeze(1)
-        place = torch.where(mine, rank // per * width + rank % per, int(batches.max()) * width)
-        source = place.new_full((len(level), int(batches.max()) * width + 1), held.count)
-        column = torch.arange(held.count, device=level.device).expand_as(place)
-        source = source.scatter(1, place, column)[:, :-1]
-        index = source.clamp(max=held.count - 1)
-        shape = (len(level), int(batches.max()), width)
+        source, alone = _batches(level, self._size, most)
+        shape, index = source.shape, source.flatten(1).clamp(max=slots - 1)
         batch = held.take(index.unsqueeze(0)).map(lambda t: t.view(*shape, *t.shape[3:]))
-        spread = index.unsqueeze(-1).expand(*index.shape, self.columns)
-        before = weights.gather(1, spread) * (source < held.count).unsqueeze(-1)
+        spread = index.unsqueeze(-1).expand(*index.shape, columns)
+        before = weights.gather(1, spread).view(*shape, columns) * (source < slots).unsqueeze(-1)
         each = derived(streams.unsqueeze(1), torch.arange(shape[1], device=level.device))
-        after, failed = self._halve(batch, before.view(*shape, self.columns), each)
-        padded = torch.cat([weights, weights.new_zeros(len(level), 1, self.columns)], dim=1)
-        target = source.unsqueeze(-1).expand(*source.shape, self.columns)
+        after, failed = self._halve(batch, before, each)
+        target = source.flatten(1).unsqueeze(-1).expand(*index.shape, columns)
+        padded = torch.cat([weights, weights.new_zeros(rows, 1, columns)], dim=1)
         weights = padded.scatter(1, target, after.flatten(1, 2))[:, :-1]
-        alone = take == 0
         if bool(alone.any()):
+            # Every level has one slot: one of the two lightest stays, with the weight of both.
             pair = heaviest.masked_fill(~live, torch.inf).topk(2, dim=-1, largest=False).indices
-            one = _one_of(heaviest.gather(1, pair), uniform(derived(streams, -2), 1))
-            one = one.masked_fill(~alone.unsqueeze(1), 1.0)
-            weights = weights.scatter(
-                1,
-                pair.unsqueeze(-1).expand(*pair.shape, self.columns),
-                weights.gather(1, pair.unsqueeze(-1).expand(*pair.shape, self.columns))
-                * one.unsqueeze(-1),
-            )
+            factor = _one_of(heaviest.gather(1, pair), uniform(derived(streams, -2), 1))
+            factor = factor.masked_fill(~alone.unsqueeze(1), 1.0)
+            weights = weights * torch.ones_like(heaviest).scatter(1, pair, factor).unsqueeze(-1)
         return weights, failed.sum(-1)
 
     def _merge(self, other: Sketch) -> None:
@@ -222,6 +196,43 @@ class Bounded(Sketch):
         weights = self.state["weights"]
         column = torch.arange(weights.shape[2], device=weights.device)
         return weights * (column < self.state["fill"].unsqueeze(-1)).unsqueeze(-1)
+
+
+def _batches(level: Tensor, size: int, most: int) -> tuple[Tensor, Tensor]:
+    """Which slots are halved together.
+
+    Args:
+        level: int64 ``[rows, slots]``, ``_NOWHERE`` for slots that are not there.
+        size: slots of a whole batch.
+        most: batches of a row.
+
+    Returns:
+        The numbers of the slots, ``[rows, batches, t]``, in order, past the last slot where a
+        batch has fewer; and the rows in which every level has one slot, so that there is no batch.
+    """
+    slots = level.shape[1]
+    lowest = level.amin(-1, keepdim=True)
+    depth = int((level - lowest).masked_fill(level == _NOWHERE, 0).max()) + 1
+    number = (level - lowest).clamp(max=depth)
+    count = torch.zeros(len(level), depth + 1, dtype=torch.int64, device=level.device)
+    count = count.scatter_add(1, number, torch.ones_like(number))[:, :depth]
+    # The lowest level with a whole batch, else the one with the most slots.
+    whole = count >= size
+    chosen = torch.where(whole.any(1), whole.long().argmax(1), count.argmax(1))
+    there = count.gather(1, chosen.unsqueeze(1)).squeeze(1)
+    each = torch.where(there >= size, size, there // 2 * 2)
+    batches = torch.where(there >= size, (there // size).clamp(max=most), 1)
+    mine = number == chosen.unsqueeze(1)
+    rank = mine.cumsum(1) - 1
+    mine &= rank < (each * batches).unsqueeze(1)
+    # Slot number p of those goes to place p % each of batch p // each.
+    width, height = max(2, int(each.max())), int(batches.max())
+    each = each.clamp(min=1).unsqueeze(1)
+    place = torch.where(mine, rank // each * width + rank % each, height * width)
+    source = place.new_full((len(level), height * width + 1), slots)
+    column = torch.arange(slots, device=level.device).expand_as(place)
+    source = source.scatter(1, place, column)[:, :-1]
+    return source.view(len(level), height, width), there < 2
 
 
 def packed(held: Slots, weights: Tensor, fill: Tensor) -> tuple[Slots, Tensor, Tensor]:

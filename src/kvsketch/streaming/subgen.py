@@ -325,6 +325,22 @@ class SubGen(_Clusters):
         cap = max(1, (slots - s) // t)
         return cls(**merged_options(options, s=s, t=t, max_clusters=cap), seed=seed)
 
+    def most_bytes(self, token: Slots) -> int | None:
+        """With ``max_clusters``: the clusters' and those of the numerator's samples."""
+        clusters = super().most_bytes(token)
+        return None if clusters is None else clusters + self.s * token_bytes(token) + 8
+
+    def widen(self, like: Sketch) -> None:
+        """As ``Sketch.widen``. A sample that is added starts as a copy of an older one: its law is
+        right from the start (Lemma 1), but it is independent only of what comes from here on."""
+        super().widen(like)
+        assert isinstance(like, SubGen)
+        if like.s > self.s and self.state:
+            number = torch.arange(like.s) % self.s
+            samples = self.get("sample")
+            self.put("sample", samples.map(lambda t: t[:, :, number.to(t.device)].contiguous()))
+        self.s = max(self.s, like.s)
+
     @classmethod
     def for_ball(
         cls,
@@ -341,8 +357,9 @@ class SubGen(_Clusters):
         Balls of radius delta = (e/3) radius around the representatives cover all keys, and there
         are never more of them than ``theory.clusters_in_ball`` says. s and t are those of
         ``theory.low_dimensional``: error at most eps |softmax(Kq)|_2 |V|_op with probability
-        1 - failure for one query of norm at most r (scaling included), in s + t m slots
-        however long the stream. (A merge may double the clusters' radius: give twice the r then.)
+        1 - failure for one query of norm at most r (scaling included), in ``s + t * max_clusters``
+        slots however long the stream. (A merge may double the clusters' radius: give twice the r
+        then.)
 
         Args:
             radius: bound on the norms of the keys. Keys beyond it harm no guarantee; if they need
@@ -355,22 +372,6 @@ class SubGen(_Clusters):
         size = low_dimensional(eps, r, d, failure, value_dim, radius)
         delta = UNIT_BALL_DELTA * radius
         return cls(delta, size.s, size.t, size.clusters, "error", seed)
-
-    def most_bytes(self, token: Slots) -> int | None:
-        """With ``max_clusters``: the clusters' and those of the numerator's samples."""
-        clusters = super().most_bytes(token)
-        return None if clusters is None else clusters + self.s * token_bytes(token) + 8
-
-    def widen(self, like: Sketch) -> None:
-        """As ``Sketch.widen``. A sample that is added starts as a copy of an older one: its law is
-        right from the start (Lemma 1), but it is independent only of what comes from here on."""
-        super().widen(like)
-        assert isinstance(like, SubGen)
-        if like.s > self.s and self.state:
-            number = torch.arange(like.s) % self.s
-            samples = self.get("sample")
-            self.put("sample", samples.map(lambda t: t[:, :, number.to(t.device)].contiguous()))
-        self.s = max(self.s, like.s)
 
     def _start(self, new: Slots, live: Tensor) -> None:
         super()._start(new, live)

@@ -41,6 +41,7 @@ class LongBench(Task):
             published ``data.zip``; None: that file, from the Hugging Face Hub or its local cache.
         extended: LongBench-E, whose results are told by length.
         limit: only the first so many of each data set; None: all.
+        chat: False asks every chat model without its chat template.
 
     Raises:
         InputError: an unknown or repeated name, or one that LongBench-E does not have.
@@ -55,6 +56,7 @@ class LongBench(Task):
         data: Path | None,
         extended: bool = False,
         limit: int | None = None,
+        chat: bool = True,
     ) -> None:
         # A string is a sequence too, of letters.
         if isinstance(datasets, str) or not datasets or len(set(datasets)) < len(datasets):
@@ -69,6 +71,7 @@ class LongBench(Task):
         self.datasets = tuple(datasets)
         self.data = None if data is None else Path(data)
         self.extended = extended
+        self.chat = chat
         self.limit = None if limit is None else at_least("limit", limit, 1)
 
     def cases(self) -> list[Case]:
@@ -157,7 +160,11 @@ class LongBench(Task):
             answers=answers,
             max_new_tokens=dataset.max_new_tokens,
             group=group,
-            details={"all_classes": classes, "chat": dataset.chat, "stop": list(dataset.stop)},
+            details={
+                "all_classes": classes,
+                "chat": self.chat and dataset.chat,
+                "stop": list(dataset.stop),
+            },
             where=where,
         )
 
@@ -221,7 +228,7 @@ def _archive() -> Path:
         reason = hub.reason_of(error)
         raise InputError(
             f"data=None: data.zip of {HUB} could not be fetched from the Hugging Face Hub: "
-            f"{reason}; unpack it somewhere and give that folder"
+            f"{reason}; unpack it somewhere and give that folder with --data"
         ) from error
 
 

@@ -6,9 +6,11 @@ remember where they came from.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.mpt.modeling_mpt import MptAttention, build_mpt_alibi_tensor
 
 from ..compressed import Asked
@@ -28,6 +30,30 @@ def slopes_of(num_heads: int, position_bias: Tensor) -> Tensor:
     if position_bias.shape[-1] < 2:
         position_bias = build_mpt_alibi_tensor(num_heads, 2, device=position_bias.device)
     return position_bias[:, 0, -1] - position_bias[:, 0, -2]
+
+
+@contextmanager
+def watched(
+    model: nn.Module, seen: Callable[[nn.Module, Asked, Tensor, Tensor], None]
+) -> Iterator[None]:
+    """``seen(module, asked, keys, values)`` before every attention of ``model``, whatever its
+    cache: the queries ``[batch, heads, n, head_dim]`` with the slopes of their scores, and the
+    keys and values of the same tokens."""
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        asked, _ = _asked(module, *args, **kwargs)
+        seen(module, asked, *_keys_and_values(module, *args, **kwargs))
+
+    hooks = [
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        for module in model.modules()
+        if isinstance(module, MptAttention)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _cache(
