@@ -60,8 +60,8 @@ def test_scaling_decides_what_is_small_and_padding_does_not(kind):
     """e^(-scaling r^2) with scaling = 2 and |k| = 1: the bound is 0.034 for norm 1; a padding key
     of norm 9 would make it 0."""
     sketch = build(kind, eps=1.0, max_tokens=2, scaling=2.0)
-    slots = tokens([0.02, 0.04, 1.0, 0.0], torch.tensor([1.0, 1.0, 1.0, 9.0]))
-    mass = torch.tensor([[[1.0, 1.0, 1.0, 0.0]]])
+    slots = tokens([0.0, 0.02, 0.04, 1.0], torch.tensor([9.0, 1.0, 1.0, 1.0]))
+    mass = torch.tensor([[[0.0, 1.0, 1.0, 1.0]]])
     sketch.extend(Slots(slots.keys, slots.values, mass))
     assert numerator(sketch) == pytest.approx([0.04, 1.0])
     exact = build(kind, r=1.5, eps=1.0, max_tokens=2, scaling=2.0)  # 2^-6 > e^-4.5/4 = 0.0028

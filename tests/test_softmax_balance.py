@@ -230,12 +230,12 @@ def recorded(monkeypatch, name):
     return calls
 
 
-@pytest.mark.parametrize("r", [None, 5.0])
+@pytest.mark.parametrize("r", [None, 1.0])
 @pytest.mark.parametrize(("given_delta", "delta"), [(None, 1 / 4096**2), (0.3, 0.3)])
 def test_instances_of_algorithm_1_are_the_printed_loop(r, given_delta, delta, monkeypatch):
     """The denominator balances (k, 1), a bucket its own (k, v), with r_key = r, delta = 1/n^2 and
     batches of t."""
-    slots = tokens(3, 300, heads=1)
+    slots = tokens(3, 300, heads=1, spread=0.4)
     calls = recorded(monkeypatch, "half")
     sketch = BalanceKVStreaming(r, 32, max_tokens=4096, constant=0.05, delta=given_delta, seed=1)
     sketch.extend(slots.narrow(0, 130))
@@ -292,10 +292,10 @@ def test_a_buckets_random_numbers_do_not_depend_on_the_other_buckets():
 def test_instances_within_a_budget_are_the_printed_loop(given_delta, delta, monkeypatch):
     """The denominator balances (k, 1) and not (k, v), both on the same random numbers; numerators
     the values as weighted, bucket by bucket."""
-    slots = tokens(6, 400, heads=2)
+    slots = tokens(6, 400, heads=2, spread=0.4)
     calls = recorded(monkeypatch, "signs")
     sketch = BalanceKVBounded(
-        120, 32, r=5.0, max_tokens=4096, constant=0.05, delta=given_delta, seed=1
+        120, 32, r=1.0, max_tokens=4096, constant=0.05, delta=given_delta, seed=1
     )
     sketch.extend(slots)
     numerators, denominators = calls[0::2], calls[1::2]
@@ -319,7 +319,7 @@ def test_instances_within_a_budget_are_the_printed_loop(given_delta, delta, monk
                 below = ones.masses()[row, number].double().unsqueeze(1)
                 live = below[:, 0] > 0
                 expected, _ = algorithm_2(
-                    keys * live[:, None], below, 5.0, float(below.max()), c, numbers, 3**-0.5
+                    keys * live[:, None], below, 1.0, float(below.max()), c, numbers, 3**-0.5
                 )
                 assert torch.equal(other[0][row, number], expected)
                 own = torch.frexp((values / weights.unsqueeze(1)).norm(dim=-1)).exponent
@@ -330,7 +330,7 @@ def test_instances_within_a_budget_are_the_printed_loop(given_delta, delta, monk
                     expected, _ = algorithm_2(
                         keys[at],
                         values[at],
-                        5.0,
+                        1.0,
                         float(values[at].norm(dim=-1).max()),
                         c,
                         numbers[at],
