@@ -45,17 +45,18 @@ def test_a_batch_is_halved_as_described(seed, n, constant):
     of the others first what the numerator kept; fewer than 16 slots: the same ones in both. The
     numerator's weights double, the denominator's stay in sum."""
     batch, weights = batch_of(seed, n)
+    streams = torch.tensor([[seed, seed + 1000]])
     sketch = BalanceKVBounded(64, constant=constant)
-    found, _ = sketch._halve(batch, weights, STREAMS)
+    found, _ = sketch._halve(batch, weights, streams)
     above, below = weights.unbind(-1)
     values = batch.values * above.unsqueeze(-1)
     bucket = norm_bucket(batch.values)
     bucket = (bucket - bucket.min()).masked_fill(above == 0, int(bucket.max() - bucket.min()))
-    sums = sketch._balance.signs(Slots(batch.keys, values, above), STREAMS, bucket)[0]
+    sums = sketch._balance.signs(Slots(batch.keys, values, above), streams, bucket)[0]
     ones = Slots(batch.keys, batch.values[..., :0], below)
-    masses = sketch._balance.signs(ones, STREAMS)[0]
-    ties = uniform(derived(STREAMS, -1), n)
-    coins = uniform(derived(STREAMS, -2), 1) < 0.5
+    masses = sketch._balance.signs(ones, streams)[0]
+    ties = uniform(derived(streams, -1), n)
+    coins = uniform(derived(streams, -2), 1) < 0.5
     for row in range(2):
         w = weights[0, row]
         tie, coin = ties[0, row].tolist(), coins[0, row]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 
 import pytest
 
+import mutants
 from mutants import LIST, ROOT, Mutant, listed
 
 MUTANTS = listed()
@@ -52,3 +55,44 @@ def test_the_tests_they_name_are_there():
         assert f"def {case.partition('[')[0]}" in (ROOT / name).read_text(encoding="utf-8"), test
     assert all(mutant.tests for mutant in MUTANTS)
     assert LIST.is_file()
+
+
+@pytest.mark.parametrize(
+    ("code", "equivalent", "exit_code"),
+    [(1, None, 0), (0, None, 1), (0, "a reason", 0), (1, "a reason", 1), (2, None, 1)],
+)
+def test_the_script_changes_one_file_at_a_time_and_says_what_came_of_it(
+    code, equivalent, exit_code, tmp_path, monkeypatch, capsys
+):
+    """Exit code 0 only if everything else is killed and what is equivalent survives."""
+    change = Mutant("one", "Makefile", "lint: setup", "lint: nothing", ("tests/x.py",), equivalent)
+    seen = []
+
+    def copied(to):
+        to.mkdir()
+        (to / "Makefile").write_text((ROOT / "Makefile").read_text())
+        return to
+
+    def run(tree, tests):
+        changed = "lint: nothing" in (tree / "Makefile").read_text()
+        seen.append((changed, list(tests)))
+        return (code if changed else 0), "said"
+
+    monkeypatch.setattr(mutants, "listed", lambda: [change])
+    monkeypatch.setattr(mutants, "copied", copied)
+    monkeypatch.setattr(mutants, "run", run)
+    monkeypatch.setattr(sys, "argv", ["mutants.py", "--json", "--jobs", "1", "--only", "one"])
+    with pytest.raises(SystemExit) as done:
+        mutants.main()
+    assert int(done.value.code) == exit_code
+    assert seen == [(False, ["tests/x.py"]), (True, ["tests/x.py"])]
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert row["outcome"] == {0: "survived", 1: "killed", 2: "error"}[code]
+    assert "lint: nothing" not in (ROOT / "Makefile").read_text()
+
+
+def test_nothing_is_said_where_the_tests_fail_without_a_change(monkeypatch):
+    monkeypatch.setattr(mutants, "copied", lambda to: to)
+    monkeypatch.setattr(mutants, "run", lambda tree, tests: (1, "1 failed"))
+    with pytest.raises(SystemExit, match="without any change"):
+        list(mutants.measured(MUTANTS[:1], 1))
