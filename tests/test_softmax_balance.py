@@ -190,9 +190,10 @@ def discrepancy(slots, index, queries):
     return torch.einsum("bhnq,bhnd->bhqd", weight * sign, slots.values).norm(dim=(-1, -2))[0]
 
 
-def test_balancing_helps_on_clustered_keys_and_does_not_with_the_printed_constant():
+def test_balancing_helps_on_clustered_keys_and_hardly_with_the_printed_constant():
     """500 heads, half of 256 tokens, against a uniform half: with constant 0.02 the discrepancy is
-    smaller (paired t-test); with 30 the walk is a coin (two-sided)."""
+    smaller (paired t-test), less than half; with 30, which makes c = 305 for 256 tokens, no
+    difference from a uniform half is significant."""
     slots, queries = clustered(500)
     coins = torch.rand(1, 500, 256, generator=torch.Generator().manual_seed(9))
     chance = discrepancy(slots, coins.argsort(-1)[..., :128], queries)
@@ -201,7 +202,7 @@ def test_balancing_helps_on_clustered_keys_and_does_not_with_the_printed_constan
         for c in (0.02, 30.0)
     )
     assert stats.ttest_rel(small, chance, alternative="less").pvalue < SIGNIFICANCE
-    assert float(small.mean() / chance.mean()) < 0.92
+    assert float(small.mean() / chance.mean()) < 0.5
     assert stats.ttest_rel(printed, chance).pvalue > SIGNIFICANCE
 
 
