@@ -197,6 +197,31 @@ def figure(rows: list[Row], path: Path) -> None:
     write(fig, path)
 
 
+def printed(rows: list[Row], path: Path) -> None:
+    """The figure as the paper prints it: uniform and BalanceKV side by side, layer by layer."""
+    found = [r for r in rows if r["part"] == "model"]
+    panels = list(dict.fromkeys((r["source"], r["layer"]) for r in found))
+    fig, axes = subplots(len(panels), 2.4 * len(panels), 3.2)
+    for panel, (source, layer) in zip(axes, panels, strict=True):
+        for name, shift in (("uniform", -0.15), ("balancekv c=30", 0.15)):
+            part = [
+                r for r in found if (r["source"], r["layer"], r["sampler"]) == (source, layer, name)
+            ]
+            panel.bar(
+                [r["rate"] + shift for r in part],
+                [r["error"] for r in part],
+                0.3,
+                yerr=[r["std"] for r in part],
+                label=name,
+            )
+        panel.set(title=f"{source.split(':')[0]}, layer {layer}", xlabel="T")
+        panel.title.set_fontsize(8)
+        panel.set_xticks(RATES)
+    axes[0].set_ylabel("relative error")
+    axes[0].legend(fontsize=7)
+    write(fig, path)
+
+
 def records_of(tokenizer: Any, file: Path, limit: int, count: int) -> list[Tensor]:
     """LongBench records of TriviaQA's schema in its prompt, the middle cut as LongBench does."""
     lines = file.read_text(encoding="utf-8").splitlines()[:count]
@@ -231,7 +256,7 @@ def main(
     out: Annotated[
         Path | None, typer.Option(help="Write the JSON here, and go on from it.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the figure (.svg or .png).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the figures: FILE, FILE_layers.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
     """Example: python -m benchmarks.figure2 --model ./my-model --layers 1,2,5 --json"""
@@ -288,6 +313,8 @@ def main(
                 rows = on_made_up(spread, dim, block, range(seed, seed + min(seeds, 5)), seed)
                 results.add([{**about, **row} for row in rows])
     result = results.finish()
+    if plot is not None:
+        printed(results.rows, plot.with_stem(f"{plot.stem}_layers"))
     if plot is not None and model is None:
         figure(results.rows, plot)
     if json:

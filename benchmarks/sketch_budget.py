@@ -29,6 +29,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, StoppingCriteria
 
+from benchmarks.figures import subplots, write
 from benchmarks.results import Results
 from kvsketch import SketchCache, Slots, attend
 from kvsketch.compressors import BalanceKV
@@ -201,14 +202,9 @@ def generate_row(
 
 
 def figure(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot as plt
-
     found = [row for row in rows if row["part"] == "generate"]
     budgets = list(dict.fromkeys(row["budget"] for row in found))
-    fig, axes = plt.subplots(1, len(budgets), figsize=(5 * len(budgets), 3.4))
+    fig, axes = subplots(len(budgets), 5.0 * len(budgets), 3.8)
     for axis, budget in zip(axes, budgets, strict=True):
         for method in dict.fromkeys(row["method"] for row in found):
             part = [r for r in found if r["method"] == method and r["budget"] == budget]
@@ -226,9 +222,7 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
         axis.set(xscale="log", yscale="log", xlabel="prompt tokens", title=f"budget {budget}")
     axes[0].set_ylabel("bytes held, in tokens")
     axes[-1].legend(fontsize=6)
-    fig.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, metadata={"Date": None})
+    write(fig, path)
 
 
 def main(

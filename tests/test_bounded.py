@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 
@@ -396,12 +395,11 @@ def test_samples_that_are_added_have_the_law_of_lemma_1():
 @pytest.mark.parametrize("method", SKETCHES)
 def test_most_bytes_is_an_upper_bound(method):
     dim = DIMS.get(method, 8)
-    for size in (9, 40, 200):
+    for size in (9, 40, 120):
         sketch = SKETCHES[method].for_budget(size)
-        for start in range(0, 1500, 300):
-            sketch.extend(tokens(start, 300, dim=dim, batch=2))
+        for start in range(0, 600, 200):
+            sketch.extend(tokens(start, 200, dim=dim, batch=2))
             assert sketch.nbytes() / 4 <= sketch.most_bytes(tokens(0, 1, dim=dim))
-    copy.deepcopy(sketch)
     assert SubGen(delta=1.0).most_bytes(tokens(0, 1)) is None
     assert MergeReduce().most_bytes(tokens(0, 1)) is None
     assert not OneDimensional.grows

@@ -82,6 +82,11 @@ class MergeReduce(Sketch):
     separate instance for each is ``BalanceKVStreaming``. (Line 6 reads "if p is not a multiple of
     t"; j is meant.)
 
+    With ``softmax_balance``, which keeps the smaller side, the mass falls short of the tokens at
+    every level, most with small batches; all other halvings keep it, and so does
+    ``MergeReduceBounded`` with any. The stream decides how many slots there are: within a budget,
+    and so in a cache, the algorithm runs as ``MergeReduceBounded``.
+
     Args:
         halving: name of the halving.
         batch_size: t, an even number >= 2.
