@@ -98,6 +98,7 @@ def run(tree: Path, tests: Iterable[str]) -> tuple[int, str]:
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "200",  # so that the summary says why
     }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
