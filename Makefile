@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 -q
 
 # make peers  set up the peers' own code for benchmarks and tests/test_peers.py
-.PHONY: setup demo test test-slow test-oldest test-extras lint peers docs clean
+.PHONY: setup demo test test-slow test-oldest test-extras mutants lint peers docs clean
 
 setup: $(VENV)/.ready
 
@@ -44,6 +44,10 @@ test-extras: $(EXTRAS)/.ready
 	$(TEST:$(BIN)/%=$(EXTRAS)/bin/%) -m "slow or not slow" \
 		tests/test_lm_eval.py tests/test_parallel.py tests/test_devices.py \
 		tests/test_integrations.py
+
+# Break the papers' code in some two hundred ways, one at a time: a test must fail each time.
+mutants: setup
+	$(BIN)/python tests/mutants.py
 
 lint: setup
 	$(BIN)/ruff check .

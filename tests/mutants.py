@@ -1,0 +1,182 @@
+"""Break the code on purpose and see that a test notices: ``make mutants``.
+
+    python tests/mutants.py                 # all of them, about a quarter of an hour on two cores
+    python tests/mutants.py --only ID --only ID
+    python tests/mutants.py --json
+
+``mutants.yaml`` beside this file lists changes to the papers' files: an exact old text, which must
+occur once in its file, what takes its place, and the tests that should fail then. Each change is
+made to a copy of the tree, one at a time. A change whose tests pass all the same survives: either a
+test is missing, or the change is equivalent, and the list says why. Exit code 1 if a change that is
+not declared equivalent survives, one that is gets killed, or the list does not fit the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+LIST = Path(__file__).with_suffix(".yaml")
+# Seconds until the tests of a change count as failed: it made something endless.
+_LIMIT = 300
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change.
+
+    Attributes:
+        id: what it is called.
+        file: the file it is made to, from the root.
+        old: text that occurs in it once; ``new`` takes its place.
+        tests: arguments of pytest: files or node ids.
+        equivalent: why no test can notice; None: one has to.
+    """
+
+    id: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    equivalent: str | None = None
+
+    def applied(self, source: str) -> str:
+        """``source`` with the change.
+
+        Raises:
+            ValueError: the old text does not occur exactly once, or the change is none.
+        """
+        found = source.count(self.old)
+        if found != 1 or self.old == self.new:
+            raise ValueError(f"{self.id}: its old text occurs {found} times in {self.file}")
+        return source.replace(self.old, self.new)
+
+
+def listed(path: Path = LIST) -> list[Mutant]:
+    """The changes of the list; ``tests`` of a file are those of its changes unless they have their
+    own."""
+    found = []
+    for part in yaml.safe_load(path.read_text(encoding="utf-8")):
+        for entry in part["mutants"]:
+            tests = tuple(entry.pop("tests", part.get("tests", ())))
+            found.append(Mutant(file=part["file"], tests=tests, **entry))
+    return found
+
+
+def copied(to: Path) -> Path:
+    """The tree without what git ignores, in a folder ``to``."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
+    for name in names.decode().split("\0"):
+        if name and (ROOT / name).is_file():
+            target = to / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, target)
+    return to
+
+
+def run(tree: Path, tests: Iterable[str]) -> tuple[int, str]:
+    """pytest's exit code in ``tree`` (1: a test failed, or took too long) and its last lines."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree / "src"),
+        "PYTHONDONTWRITEBYTECODE": "1",  # two changes within a second would share a .pyc
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "200",  # so that the summary says why
+    }
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=_LIMIT
+        )
+    except subprocess.TimeoutExpired:
+        return 1, f"no end after {_LIMIT} seconds"
+    return done.returncode, "\n".join(done.stdout.splitlines()[-6:])
+
+
+def outcome(mutant: Mutant, tree: Path) -> tuple[str, str]:
+    """ "killed", "survived" or "error" (its tests could not run), and what pytest said last."""
+    path = tree / mutant.file
+    source = path.read_text(encoding="utf-8")
+    path.write_text(mutant.applied(source), encoding="utf-8")
+    try:
+        code, said = run(tree, mutant.tests)
+    finally:
+        path.write_text(source, encoding="utf-8")
+    return {0: "survived", 1: "killed"}.get(code, "error"), said
+
+
+def measured(mutants: list[Mutant], jobs: int) -> Iterable[dict[str, object]]:
+    """A row per change, as they come."""
+    with tempfile.TemporaryDirectory() as folder:
+        trees: queue.Queue[Path] = queue.Queue()
+        for number in range(jobs):
+            trees.put(copied(Path(folder) / str(number)))
+        everything = sorted({test for mutant in mutants for test in mutant.tests})
+        code, said = run(Path(folder) / "0", everything)
+        if code:
+            raise SystemExit(f"the tests fail without any change:\n{said}")
+
+        def row(mutant: Mutant) -> dict[str, object]:
+            tree, start = trees.get(), time.perf_counter()
+            try:
+                found, said = outcome(mutant, tree)
+            finally:
+                trees.put(tree)
+            good = found == ("survived" if mutant.equivalent else "killed")
+            seconds = round(time.perf_counter() - start, 1)
+            return {**asdict(mutant), "outcome": found, "good": good, "s": seconds, "said": said}
+
+        with ThreadPoolExecutor(jobs) as pool:
+            yield from pool.map(row, mutants)
+
+
+def main() -> None:
+    assert __doc__
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", metavar="ID", help="this one (repeatable)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at a time")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    given = parser.parse_args()
+    mutants = listed()
+    unknown = set(given.only or ()) - {mutant.id for mutant in mutants}
+    if unknown or given.jobs < 1:
+        parser.error(f"no such mutant: {', '.join(sorted(unknown))}" if unknown else "--jobs >= 1")
+    mutants = [m for m in mutants if given.only is None or m.id in given.only]
+    for mutant in mutants:
+        mutant.applied((ROOT / mutant.file).read_text(encoding="utf-8"))
+    rows, start = [], time.perf_counter()
+    for row in measured(mutants, given.jobs):
+        rows.append(row)
+        word = f"{row['outcome']} {'' if row['good'] else '<-- wrong'}"
+        print(f"[{len(rows)}/{len(mutants)}] {row['id']}: {word} ({row['s']} s)", flush=True)
+        if row["outcome"] == "error":
+            print(row["said"])
+    print(f"\n{sum(row['outcome'] == 'killed' for row in rows)} of {len(rows)} killed")
+    for row in rows:
+        if row["outcome"] == "survived":
+            print(f"survived: {row['id']}: {row['equivalent'] or 'A TEST IS MISSING'}")
+    if given.json:
+        seconds = round(time.perf_counter() - start)
+        print(json.dumps({"command": "mutants", "seconds": seconds, "rows": rows}))
+    sys.exit(not all(row["good"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()

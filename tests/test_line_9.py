@@ -1,0 +1,112 @@
+"""Line 9 of BalanceKV Algorithm 1 when sketches are merged; failures, which nothing erases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvsketch import Slots
+from kvsketch.streaming import BalanceKVStreaming, MergeReduce
+from kvsketch.streaming.balancekv_bounded import BalanceKVBounded
+
+KINDS = [BalanceKVStreaming, BalanceKVBounded]
+
+
+def build(kind, seed=0, batch_size=8, **options):
+    size = {"capacity": 64} if kind is BalanceKVBounded else {}
+    return kind(batch_size=batch_size, seed=seed, **size, **options)
+
+
+def tokens(norms, key_norms=0.0):
+    """One head; values along an axis."""
+    n = len(norms)
+    keys = torch.ones(n) * torch.as_tensor(key_norms)
+    return Slots(keys.view(1, 1, n, 1) * torch.eye(4)[0], torch.tensor(norms).view(1, 1, n, 1))
+
+
+def numerator(sketch):
+    held = sketch.slots
+    return sorted(held.values[held.values > 0].tolist())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("larger_first", [False, True])
+def test_a_merge_erases_what_one_stream_would_have(kind, larger_first):
+    """eps/(2n) = 1/4 and e^0: norm 4 erases buckets up to 2^i = 1, on either side."""
+    small, large = build(kind, 1, eps=1.0, max_tokens=2), build(kind, 2, eps=1.0, max_tokens=2)
+    small.extend(tokens([0.3, 0.9, 1.5]))
+    large.extend(tokens([4.0, 1.2]))
+    one, other = (large, small) if larger_first else (small, large)
+    one.merge(other)
+    assert numerator(one) == pytest.approx([1.2, 1.5, 4.0])
+    assert float(one.slots.masses().sum()) == 5
+    # what is merged in is not forgotten: 0.9 is small from here on, too
+    one.extend(tokens([0.9]))
+    assert numerator(one) == pytest.approx([1.2, 1.5, 4.0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_merge_takes_over_the_longest_key(kind):
+    """r = None: with a key of norm 2 (d = 4) the bound is 4 e^-2/4 = 0.14, and 0.3 stays."""
+    small, large = build(kind, 1, eps=1.0, max_tokens=2), build(kind, 2, eps=1.0, max_tokens=2)
+    small.extend(tokens([0.3]))
+    large.extend(tokens([4.0], 2.0))
+    small.merge(large)
+    assert numerator(small) == pytest.approx([0.3, 4.0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scaling_decides_what_is_small_and_padding_does_not(kind):
+    """e^(-scaling r^2) with scaling = 2 and |k| = 1: the bound is 0.034 for norm 1; a padding key
+    of norm 9 would make it 0."""
+    sketch = build(kind, eps=1.0, max_tokens=2, scaling=2.0)
+    slots = tokens([0.0, 0.02, 0.04, 1.0], torch.tensor([9.0, 1.0, 1.0, 1.0]))
+    mass = torch.tensor([[[0.0, 1.0, 1.0, 1.0]]])
+    sketch.extend(Slots(slots.keys, slots.values, mass))
+    assert numerator(sketch) == pytest.approx([0.04, 1.0])
+    exact = build(kind, r=1.5, eps=1.0, max_tokens=2, scaling=2.0)  # 2^-6 > e^-4.5/4 = 0.0028
+    exact.extend(tokens([0.02, 1.0], 1.0))
+    assert numerator(exact) == pytest.approx([0.02, 1.0])
+
+
+def test_an_erased_bucket_is_empty_at_every_level_and_may_fill_again():
+    """With r=None a longer key lets smaller values in again: nothing of before comes back."""
+    sketch = build(BalanceKVStreaming, eps=1.0, max_tokens=2, batch_size=2)
+    sketch.extend(tokens([0.3] * 13))
+    sketch.extend(tokens([1.5]))
+    assert numerator(sketch)[-1] == 1.5
+    sketch.extend(tokens([8.0]))  # bound 2: buckets up to [1, 2) go
+    assert numerator(sketch) == [8.0]
+    sketch.extend(tokens([0.3], 3.0))
+    assert numerator(sketch) == pytest.approx([0.3, 8.0])
+
+
+def test_failures_of_erased_buckets_and_of_merged_sketches_are_not_forgotten():
+    options = {"eps": 1.0, "max_tokens": 2, "constant": 1e-3, "delta": 0.5}
+    sketch, other = (build(BalanceKVStreaming, seed, **options) for seed in (1, 2))
+    sketch.extend(tokens([0.3] * 64))
+    before = int(sketch.failures.sum())
+    assert before > int(sketch._denominator().failed.sum()) > 0
+    sketch.extend(tokens([40.0]))
+    assert numerator(sketch) == [40.0]
+    assert int(sketch.failures.sum()) == before
+    other.extend(tokens([30.0] * 8))
+    theirs = int(other.failures.sum())
+    assert theirs > 0
+    sketch.merge(other)
+    assert int(sketch.failures.sum()) >= before + theirs  # merging halves, too
+
+
+def test_failures_add_up_in_a_merge():
+    for build_one, name in (
+        (lambda seed: MergeReduce("softmax_balance", 16, seed=seed), "level.failed"),
+        (lambda seed: BalanceKVBounded(24, 8, seed=seed), "failed"),
+    ):
+        one, other = build_one(1), build_one(2)
+        one.extend(tokens([1.0] * 40))
+        other.extend(tokens([1.0] * 40))
+        one.state[name] = one.state[name] + 3
+        other.state[name] = other.state[name] + 40
+        assert int(one.failures.sum()) == 3  # none of its own: the printed constant
+        one.merge(other)
+        assert int(one.failures.sum()) == 43
