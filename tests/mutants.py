@@ -33,6 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_suffix(".yaml")
 # Seconds until the tests of a change count as failed: it made something endless.
 _LIMIT = 300
+# And until all tests that are named, without a change, do.
+_LIMIT_OF_ALL = 1800
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def copied(to: Path) -> Path:
     return to
 
 
-def run(tree: Path, tests: Iterable[str]) -> tuple[int, str]:
+def run(tree: Path, tests: Iterable[str], limit: int = _LIMIT) -> tuple[int, str]:
     """pytest's exit code in ``tree`` (1: a test failed, or took too long) and its last lines."""
     environment = {
         **os.environ,
@@ -103,10 +105,10 @@ def run(tree: Path, tests: Iterable[str]) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=_LIMIT
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=limit
         )
     except subprocess.TimeoutExpired:
-        return 1, f"no end after {_LIMIT} seconds"
+        return 1, f"no end after {limit} seconds"
     return done.returncode, "\n".join(done.stdout.splitlines()[-6:])
 
 
@@ -129,7 +131,7 @@ def measured(mutants: list[Mutant], jobs: int) -> Iterable[dict[str, object]]:
         for number in range(jobs):
             trees.put(copied(Path(folder) / str(number)))
         everything = sorted({test for mutant in mutants for test in mutant.tests})
-        code, said = run(Path(folder) / "0", everything)
+        code, said = run(Path(folder) / "0", everything, _LIMIT_OF_ALL)
         if code:
             raise SystemExit(f"the tests fail without any change:\n{said}")
 
