@@ -73,7 +73,7 @@ def test_the_script_changes_one_file_at_a_time_and_says_what_came_of_it(
         (to / "Makefile").write_text((ROOT / "Makefile").read_text())
         return to
 
-    def run(tree, tests):
+    def run(tree, tests, limit=0):
         changed = "lint: nothing" in (tree / "Makefile").read_text()
         seen.append((changed, list(tests)))
         return (code if changed else 0), "said"
@@ -93,6 +93,6 @@ def test_the_script_changes_one_file_at_a_time_and_says_what_came_of_it(
 
 def test_nothing_is_said_where_the_tests_fail_without_a_change(monkeypatch):
     monkeypatch.setattr(mutants, "copied", lambda to: to)
-    monkeypatch.setattr(mutants, "run", lambda tree, tests: (1, "1 failed"))
+    monkeypatch.setattr(mutants, "run", lambda tree, tests, limit: (1, "1 failed"))
     with pytest.raises(SystemExit, match="without any change"):
         list(mutants.measured(MUTANTS[:1], 1))
