@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import page_balance
+from benchmarks.markdown import made_with, table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -43,19 +44,6 @@ def save(result: dict[str, Any], out: Path | None) -> None:
         new = out.with_name(out.name + ".new")
         new.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         new.replace(out)
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def _where(result: dict[str, Any]) -> str:
-    """What a result was made with; before that, what else to know of it until it is made anew."""
-    note = f"{result['note']}\n\n" if "note" in result else ""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    hardware = ", ".join(f"{name} {value}" for name, value in result["hardware"].items())
-    return f"{note}Seed {result['seed']}; {versions}; {hardware}."
 
 
 def decode_speed(result: dict[str, Any]) -> str:
@@ -74,8 +62,8 @@ def decode_speed(result: dict[str, Any]) -> str:
         f"{first['tokens']} greedy tokens from {first['slots']} slots; the ratio of tokens per "
         "second (above 1: faster than DynamicCache), median of paired runs. SketchCache "
         "recompresses as it goes and stays at its budget; DynamicCache grows.\n\n"
-        + _table(["method", "ratio", "least - most", "pairs"], rows)
-        + f"\n\n{_where(result)}\n"
+        + table(["method", "ratio", "least - most", "pairs"], rows)
+        + f"\n\n{made_with(result)}\n"
     )
 
 
@@ -95,8 +83,8 @@ def prefill_peak(result: dict[str, Any]) -> str:
         "those of the exact cache, by the budget. With budgets that are known beforehand (`@even`) "
         "each layer goes as soon as it was attended to; where they are measured on this prompt "
         "(`@measured`, heavy_merge's default) all layers wait for the last.\n\n"
-        + _table(["method", *map(str, budgets)], rows)
-        + f"\n\n{_where(result)}\n"
+        + table(["method", *map(str, budgets)], rows)
+        + f"\n\n{made_with(result)}\n"
     )
 
 
@@ -119,8 +107,8 @@ def streaming_memory(result: dict[str, Any]) -> str:
         "bound is budget + chunk slots in every layer. Every head has the same budget, as always "
         "where a prompt is streamed without curves. Time is relative to the same chunked prefill "
         "with DynamicCache.\n\n"
-        + _table(["method", "peak KV bytes", "bound", "exact cache", "time / exact"], rows)
-        + f"\n\n{_where(result)}\n"
+        + table(["method", "peak KV bytes", "bound", "exact cache", "time / exact"], rows)
+        + f"\n\n{made_with(result)}\n"
     )
 
 
@@ -139,8 +127,8 @@ def ray_throughput(result: dict[str, Any]) -> str:
         "with the exact cache and with snapkv, a core for each worker. Answers per second after "
         f"the first ones; the median ratio is {result['ratio']:.2f}. Ray and the models take some "
         "seconds to start.\n\n"
-        + _table(["pair", "ratio", "start of one, s", "of two, s"], rows)
-        + f"\n\n{_where(result)}\n"
+        + table(["pair", "ratio", "start of one, s", "of two, s"], rows)
+        + f"\n\n{made_with(result)}\n"
     )
 
 
@@ -167,11 +155,11 @@ def growth(result: dict[str, Any]) -> str:
         f"{result['chunk']}, up to {last:,} tokens. Exponents are log-log slopes. BalanceKV's "
         "bytes are linear in log2(n): the same bytes more per doubling of the stream (R² of that "
         "line beside it). The 1-d sketch is built for n, whose square root decides its size.\n\n"
-        + _table([*header, f"bytes at {last:,}", "µs per token there"], rows)
+        + table([*header, f"bytes at {last:,}", "µs per token there"], rows)
         + "\n\n![bytes and time against tokens](figures/growth.svg)\n\n"
         f"SubGen takes in {million['n']:,} tokens x 8 heads (1,000 clusters, t = 8, s = 512, "
         f"head_dim 64, chunks of {result['chunk']}) in {million['seconds']:.0f} s on this "
-        f"machine, in {million['bytes'] / 1e6:.1f} MB.\n\n{_where(result)}\n"
+        f"machine, in {million['bytes'] / 1e6:.1f} MB.\n\n{made_with(result)}\n"
     )
 
 
@@ -220,19 +208,19 @@ def guarantee(result: dict[str, Any]) -> str:
         "Frobenius, Theorem 3.1). The intervals are exact binomial. The last two columns are the "
         "smallest eps for which the bound held, at the median and in the worst trial: the "
         "constants are that conservative.\n\n"
-        + _table([*head, "median eps", "largest eps"], rows)
+        + table([*head, "median eps", "largest eps"], rows)
         + "\n\n![errors against the bound, and bits recovered](figures/guarantee.svg)\n\n"
         "### At a real model's norms\n\n"
         "The same calculators (eps = 0.5) at the largest query and key norms of each layer; delta "
         "is the radius at which n/8 balls cover every head's keys.\n\n"
-        + _table(["model", "layer", "query", "key", "delta", "SubGen", "BalanceKV"], real)
+        + table(["model", "layer", "query", "key", "delta", "SubGen", "BalanceKV"], real)
         + "\n\n### The barrier: INDEX\n\n"
         f"Alice writes {first['rows']} rows of bits into values under nearly orthogonal keys "
         f"(Theorem 6); Bob reads them back from {first['rows'] // 4} slots. The advantage is what "
         "he recovers beyond guessing; a method that keeps a quarter of the rows gets a "
         "quarter.\n\n"
-        + _table(["method", "slots", "bits right", "advantage"], index)
-        + f"\n\n{_where(result)}\n{theorems(result)}"
+        + table(["method", "slots", "bits right", "advantage"], index)
+        + f"\n\n{made_with(result)}\n{theorems(result)}"
     )
 
 
@@ -252,7 +240,7 @@ def theorems(result: dict[str, Any]) -> str:
             f"the value norms, the theorem saves nothing below {best:,} tokens; "
             f"where all values are known to have one norm, nothing below {one:,}. The "
             "constant 1 is what the proof of Theorem 3.4 needs.",
-            _table(
+            table(
                 ["eps", "r", "d", "constant", "value norms", "saves from n ="],
                 [
                     [
@@ -273,7 +261,7 @@ def theorems(result: dict[str, Any]) -> str:
             "Gaussian in the second, whose one sketch answers all queries, so that no interval is "
             "given). Slots held are those of a fullest head at the end, bytes everything the "
             "sketch holds, against keys and values of all tokens.",
-            _table(
+            table(
                 [
                     "regime",
                     "calculated",
@@ -307,7 +295,7 @@ def theorems(result: dict[str, Any]) -> str:
             f"looked at after {first['steps']} steps j, between batches too. A trial is one sketch "
             "and one query; it fails if either sum is off by more than eps j e^(-r^2/sqrt(d)) at "
             "any of the steps (the theorem promises one step at a time).",
-            _table(
+            table(
                 [
                     "regime",
                     "eps",
@@ -340,7 +328,7 @@ def theorems(result: dict[str, Any]) -> str:
             "ball, on its surface, and farthest first, the order that makes many. Beside them what "
             "is proven (`kvsketch.theory.clusters_in_ball`), Lemma 14's e^d, and the slots that "
             "`SubGen.for_ball` takes at eps = 0.9, r = 1, however long the stream.",
-            _table(
+            table(
                 ["d", "in the ball", "surface", "farthest first", "at most", "e^d", "slots"],
                 [
                     [
@@ -361,7 +349,7 @@ def theorems(result: dict[str, Any]) -> str:
             "How sparse the INDEX instance is. All of Alice's queries are 0, so almost all entries "
             "of QK^T are; in Bob's own row one weight counts. The table above is the other half: a "
             "quarter of the slots answers a quarter of his questions all the same.",
-            _table(
+            table(
                 ["rows", "entries of QK^T that are 0", "least own weight", "other weights > 0.01"],
                 [
                     [
@@ -376,8 +364,8 @@ def theorems(result: dict[str, Any]) -> str:
         ),
     }
     return "".join(
-        f"\n{text}\n\n{table}\n\n{_where(result['environments'][part])}\n"
-        for part, (text, table) in sections.items()
+        f"\n{text}\n\n{shown}\n\n{made_with(result['environments'][part])}\n"
+        for part, (text, shown) in sections.items()
     )
 
 
@@ -441,16 +429,16 @@ def by_share(result: dict[str, Any], key: str, digits: int, name: str = "method"
             r for r in result["results"] if (r["source"], r.get("queries")) == (source, queries)
         ]
         shares = sorted({r["kept"] for r in rows if r["kept"] < 1}, reverse=True)
-        table = []
+        lines = []
         for method in dict.fromkeys(r[name] for r in rows):
             found = {r["kept"]: r for r in rows if r[name] == method}
             cells = [_plus_minus(found.get(share), key, digits) for share in shares]
             if 1.0 in found:  # a quantised cache keeps all tokens
                 cells[0] = f"all tokens: {found[1.0][key]:.{digits}f}"
             sizes = [f"{r['bytes_per_token']:.0f}" for r in found.values()]
-            table.append([method, *cells, " / ".join(sizes)])
+            lines.append([method, *cells, " / ".join(sizes)])
         header = [name, *(f"1/{round(1 / s)}" for s in shares), "bytes per token"]
-        parts.append(f"**{source}{SEEN[queries]}**\n\n" + _table(header, table))
+        parts.append(f"**{source}{SEEN[queries]}**\n\n" + table(header, lines))
     return "\n\n".join(parts)
 
 
@@ -480,7 +468,7 @@ def attention_error(result: dict[str, Any]) -> str:
         "a single layer does not show.\n\n"
         + by_share(result, "relative_error", 3)
         + "\n\n![error against the kept share](figures/attention_error.svg)\n\n"
-        f"{_where(result)}\n"
+        f"{made_with(result)}\n"
     )
 
 
@@ -490,7 +478,7 @@ def attention_error_balancekv(result: dict[str, Any]) -> str:
         f"{result['sink']} sinks, {result['recent']} recent tokens, {result['follow']} queries.\n\n"
         + by_share(result, "relative_error", 3)
         + "\n\n![error against the kept share](figures/attention_error_balancekv.svg)\n\n"
-        f"{_where(result)}\n"
+        f"{made_with(result)}\n"
     )
 
 
@@ -507,7 +495,7 @@ def kl(result: dict[str, Any]) -> str:
         + SPENT
         + "Bytes are those of the compressed prompt.\n\n"
         + by_share(result, "kl", 4)
-        + f"\n\n{_where(result)}\n"
+        + f"\n\n{made_with(result)}\n"
     )
 
 
@@ -528,9 +516,9 @@ def longeval_unseen(result: dict[str, Any]) -> str:
         f"Accuracy on {count} {result['source']} cases of the packaged model, with 95% intervals, "
         "by the share of the record's bytes that is kept. " + EQUAL_BYTES + SPENT + "The "
         "question is read one token at a time after compression.\n\n"
-        + _table(["method", *map(str, budgets)], rows)
+        + table(["method", *map(str, budgets)], rows)
         + f"\n\nOthers' methods compared, as they run by default: {', '.join(compared(result))}. "
-        f"{not_compared()}\n\n{_where(result)}\n"
+        f"{not_compared()}\n\n{made_with(result)}\n"
     )
 
 
@@ -539,7 +527,7 @@ def ablation(result: dict[str, Any]) -> str:
         "## What each part of our method brings\n\n"
         "Attention error as above, but every head of every row has the same number of slots, so "
         "the whole method is `heavy_merge@even` and slots with a mass take their 4 bytes more on "
-        "top.\n\n" + by_share(result, "relative_error", 3, "part") + f"\n\n{_where(result)}\n"
+        "top.\n\n" + by_share(result, "relative_error", 3, "part") + f"\n\n{made_with(result)}\n"
     )
 
 
@@ -578,14 +566,14 @@ def tolerance(result: dict[str, Any]) -> str:
         f"`within`: the share of layer-heads whose error is at most {result['slack']} times the "
         "tolerance; `reported`: the median of what `cache.error()` said right after the prompt, "
         "about queries the method had seen; `exact heads`: the share that stays whole.\n\n"
-        + _table(head, rows)
+        + table(head, rows)
         + "\n\n`track_error` while a stream is compressed again and again (`heavy_merge@even`, "
         f"budget 0.25, {result['follow']} tokens one by one): what is told over the error of the "
         "newest queries, 5% / median / 95% of layer-heads, by the probe that ships and by a "
         "reservoir of exact tokens of the same bytes, which mostly shows its own sampling "
         "error.\n\n"
-        + _table(["source", "actual, median", "probe / actual", "reservoir / actual"], known)
-        + f"\n\n{_where(result)}\n"
+        + table(["source", "actual, median", "probe / actual", "reservoir / actual"], known)
+        + f"\n\n{made_with(result)}\n"
     )
 
 
@@ -605,7 +593,7 @@ def compression_time(result: dict[str, Any]) -> str:
         _plain(result["results"]),
         measuring or "",
         *(["Probing the error of a compressed layer:", _plain(probe)] if probe else []),
-        _where(result),
+        made_with(result),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -614,7 +602,7 @@ def _plain(rows: list[dict[str, Any]]) -> str:
     """All fields of all rows."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[_cell(row.get(name, "")) for name in columns] for row in rows]
-    return _table([name.replace("_", " ") for name in columns], cells)
+    return table([name.replace("_", " ") for name in columns], cells)
 
 
 def _cell(value: object) -> str:
@@ -684,7 +672,7 @@ def readme_block(result: dict[str, Any]) -> str:
     spent = [f"`{x}`" for x in labels if x.partition("@")[0] in others and "@" in x]
     also = f" ({', '.join(spent)}: see [docs/errors.md](docs/errors.md))" if spent else ""
     return (
-        _table(["kept", *(f"{b}" for b in budgets)], rows)
+        table(["kept", *(f"{b}" for b in budgets)], rows)
         + f"\n\nLongEval, {result['lines']} lines, the question not seen when the record was "
         f"compressed; accuracy of the packaged model on {count} {result['source']} cases, at equal "
         "bytes. `heavy_merge` is what `SketchCache(model.config, budget=...)` does: its budget is "

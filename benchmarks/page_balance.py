@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from benchmarks.markdown import made_with, table
+
 Row = dict[str, Any]
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def _made_with(result: Row) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    hardware = ", ".join(f"{name} {value}" for name, value in result["hardware"].items())
-    return f"Seed {result['seed']}; {versions}; {hardware}."
 
 
 def _constant(name: str) -> float:
@@ -45,7 +36,7 @@ def figure2(result: Row) -> str:
             "of a cluster (0: all its keys are equal; 1: hardly a cluster):",
             _made_up([r for r in rows if r["part"] == "made-up"]),
             "![BalanceKV over uniform, by the walk's constant](figures/figure2.svg)",
-            _made_with(result) + "\n",
+            made_with(result) + "\n",
         ]
     )
 
@@ -60,7 +51,7 @@ def _by_layer(rows: list[Row], source: str) -> str:
             shown = [f"{part[n]['error']:.3f} ± {part[n]['std']:.3f}" for n in names]
             lines.append([str(layer), f"1/{2**rate}", *shown])
     ends = here[0]["kept_at_ends"]
-    return f"**{source}**, {ends} tokens kept at each end\n\n" + _table(
+    return f"**{source}**, {ends} tokens kept at each end\n\n" + table(
         ["layer", "kept", *names], lines
     )
 
@@ -146,7 +137,7 @@ def _made_up(rows: list[Row]) -> str:
             if (r["spread"], r["dim"], r["block"]) == key
         }
         lines.append([*(f"{x:g}" for x in key), *(f"{part[n]:.2f}" for n in names)])
-    return _table(["spread", "d", "block", *(n.split()[-1] for n in names)], lines)
+    return table(["spread", "d", "block", *(n.split()[-1] for n in names)], lines)
 
 
 def sketch_budget(result: Row) -> str:
@@ -169,7 +160,7 @@ def sketch_budget(result: Row) -> str:
             f"{result['new']} decoded tokens, and the most at any token between.",
             _inside(inside),
             "![bytes held inside generate](figures/sketch_budget.svg)",
-            _made_with(result) + "\n",
+            made_with(result) + "\n",
         ]
     )
 
@@ -191,7 +182,7 @@ def _budgets(rows: list[Row]) -> str:
                     ]
                 )
     header = ["stream", "tokens", "method", "bytes used", "mass", "error", "over balancekv"]
-    return _table(header, lines)
+    return table(header, lines)
 
 
 def _inside(rows: list[Row]) -> str:
@@ -205,4 +196,4 @@ def _inside(rows: list[Row]) -> str:
             for n in sizes
         ]
         lines.append([method, f"{budget:g}", *cells])
-    return _table(["method", "budget", *(f"{n:,} tokens" for n in sizes)], lines)
+    return table(["method", "budget", *(f"{n:,} tokens" for n in sizes)], lines)

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compressors import SoftmaxBalance
 from ..errors import at_least
 from ..random_numbers import derived
 from ..slots import Slots
-from .balancekv_bounded import BalanceKVBounded
+from .balancekv_bounded import BalanceKVBounded, balance_of
 from .base import Sketch
 from .bounded import even
 from .levels import Levels
@@ -85,13 +84,7 @@ class BalanceKVStreaming(Sketch):
         self.levels = levels if levels is None else at_least("levels", levels, 1)
         self.max_tokens, self.delta = max_tokens, delta
         self.constant, self.on_fail, self.scaling = constant, on_fail, scaling
-        self._balance = SoftmaxBalance(
-            scaling=scaling,
-            r_key=r,
-            delta=1 / max(2, self.max_tokens) ** 2 if delta is None else delta,
-            constant=constant,
-            on_fail=on_fail,
-        )
+        self._balance = balance_of(r, max_tokens, delta, constant, on_fail, scaling)
         super().__init__(seed)
 
     @classmethod

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,11 +9,30 @@ from ..compressors import SoftmaxBalance
 from ..random_numbers import derived, uniform
 from ..slots import Slots
 from .base import Sketch
-from .bounded import Bounded, no_levels, packed
+from .bounded import Bounded, packed
 from .small_values import Erased, norm_bucket
 
 # Batches smaller than this choose the same slots for numerator and denominator.
 _APART = 16
+
+
+def balance_of(
+    r: float | None,
+    max_tokens: int,
+    delta: float | None,
+    constant: float,
+    on_fail: str,
+    scaling: float | None,
+) -> SoftmaxBalance:
+    """What balances a batch of every instance of Algorithm 1. ``delta`` None: 1/n^2, a
+    1/poly(n)."""
+    return SoftmaxBalance(
+        scaling=scaling,
+        r_key=r,
+        delta=1 / max(2, max_tokens) ** 2 if delta is None else delta,
+        constant=constant,
+        on_fail=on_fail,
+    )
 
 
 class BalanceKVBounded(Bounded):
@@ -35,7 +52,7 @@ class BalanceKVBounded(Bounded):
     As in section 4, exactly half of a batch is kept: half of the numerator's slots, all buckets
     together, which then count double (of an odd number one more or less, at random), and half of
     the denominator's, rounded up, which share the batch's mass, so that the mass is the number of
-    tokens at any time.
+    tokens at any time. No bound is claimed: a bucket's part of a batch may be small.
 
     Args:
         capacity: slots per KV head that are held at most, >= 2.
@@ -78,24 +95,13 @@ class BalanceKVBounded(Bounded):
         self._erased = Erased(r, eps, max_tokens, scaling)
         self.r, self.eps, self.max_tokens, self.scaling = r, eps, max_tokens, scaling
         self.delta, self.constant, self.on_fail = delta, constant, on_fail
-        self._balance = SoftmaxBalance(
-            scaling=scaling,
-            r_key=r,
-            delta=1 / max(2, max_tokens) ** 2 if delta is None else delta,
-            constant=constant,
-            on_fail=on_fail,
-        )
+        self._balance = balance_of(r, max_tokens, delta, constant, on_fail, scaling)
         super().__init__(capacity, batch_size, seed)
-
-    @classmethod
-    def for_budget(cls, slots: int, seed: int = 0, **options: Any) -> BalanceKVBounded:
-        no_levels(options)
-        return cls(slots, seed=seed, **options)
 
     @property
     def failures(self) -> Tensor:
         """Failed walks, and keys beyond r, int64 ``[batch, heads]``."""
-        return super().failures + self._erased.beyond(self.state)
+        return super().failures + self.state["beyond"]
 
     def most_bytes(self, token: Slots) -> int:
         return super().most_bytes(token) + 24

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from ..errors import InputError, at_least
 from ..random_numbers import derived, uniform
 from ..slots import Slots
 from .base import Sketch, lengthened, token_bytes
+
+B = TypeVar("B", bound="Bounded")
 
 #: Tokens of a batch unless told: the block of BalanceKV's experiments.
 BATCH = 256
@@ -34,8 +36,8 @@ class Bounded(Sketch):
     length beforehand. A batch's weight stays with the slots kept of it, whichever side of a walk
     they are: no mass is lost.
 
-    The bound of Theorem 3.3 carries over: there are no more halvings at a level than with batches
-    of the same size halved at once.
+    While every batch is whole and the halving keeps half, the bound of Theorem 3.3 carries over:
+    there are no more halvings at a level than with batches of the same size halved at once.
 
     Args:
         capacity: slots per KV head that are held at most, >= 2.
@@ -54,6 +56,21 @@ class Bounded(Sketch):
         self.capacity = at_least("capacity", capacity, 2)
         self.batch_size = batch_size if batch_size is None else even("batch_size", batch_size)
         super().__init__(seed)
+
+    @classmethod
+    def for_budget(cls: type[B], slots: int, seed: int = 0, **options: Any) -> B:
+        """At most ``slots`` slots.
+
+        Raises:
+            InputError: ``levels``, which would leave their number to the stream.
+        """
+        if "levels" in options:
+            raise InputError(
+                f"levels={options['levels']!r}: with levels the stream decides how many slots "
+                "there are, and a budget bounds them; make the sketch itself, with batch_size and "
+                "levels"
+            )
+        return cls(slots, seed=seed, **options)
 
     @abstractmethod
     def _weigh(self, new: Slots, there: Tensor) -> Tensor:
@@ -258,12 +275,3 @@ def even(name: str, value: object) -> int:
     if number % 2:
         raise InputError(f"{name}={value!r} must be even (a batch is halved)")
     return number
-
-
-def no_levels(options: dict[str, Any]) -> None:
-    """Refuse a schedule of levels where the number of slots is what is given."""
-    if "levels" in options:
-        raise InputError(
-            f"levels={options['levels']!r}: with levels the stream decides how many slots there "
-            "are, and a budget bounds them; make the sketch itself, with batch_size and levels"
-        )

@@ -12,7 +12,7 @@ from ..compressors import HALVINGS, Halving
 from ..errors import InputError, at_least, unknown_name
 from ..slots import Slots
 from .base import Sketch
-from .bounded import Bounded, even, no_levels
+from .bounded import Bounded, even
 from .levels import Levels
 
 
@@ -46,12 +46,6 @@ class MergeReduceBounded(Bounded):
         self.halving, self.options = halving, dict(options or {})
         self._halving = _halving(halving, self.options)
         super().__init__(capacity, batch_size, seed)
-
-    @classmethod
-    def for_budget(cls, slots: int, seed: int = 0, **options: Any) -> MergeReduceBounded:
-        """At most ``slots`` slots; ``levels`` would leave their number to the stream."""
-        no_levels(options)
-        return cls(slots, seed=seed, **options)
 
     def _weigh(self, new: Slots, there: Tensor) -> Tensor:
         return there.unsqueeze(-1).float()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from ..quantized import Quantized, quantize
 from ..slots import FIELDS, Slots, compute_dtype
 
 _PACKED = ("keys", "values")
+
+T = TypeVar("T", bound="TransientPage")
 
 
 class Page:
@@ -107,15 +109,53 @@ class Page:
         return slot
 
 
-class QuantizedPage(Page):
+class TransientPage(Page):
+    """Base class of the pages whose ``slots`` are a copy, made from what is held. Between
+    ``append`` and ``release`` (while one layer's attention runs) it is kept, and counted by
+    ``tensors``; at any other time it is made for the caller alone."""
+
+    transient = True
+    _open = False  # between append and release
+
+    def append(self, new: Slots) -> None:
+        """Write ``new`` behind the slots in use, as given; it must fit into ``room``."""
+        super().append(new)
+        self._open = True
+
+    def release(self) -> None:
+        """The attention over ``slots`` is done: let the copy go."""
+        self._view = None
+        self._open = False
+
+    def grown(self: T, capacity: int) -> T:
+        """The same slots with room for more."""
+        twin = copy.copy(self)
+        twin.release()
+        twin._buffers = {
+            name: _padded(
+                b.narrow(2, 0, self._place(name, self.count)), self._place(name, capacity)
+            )
+            for name, b in self._buffers.items()
+        }
+        twin.capacity = capacity
+        return twin
+
+    def map(self: T, fn: Callable[[Tensor], Tensor]) -> T:
+        """The page with ``fn`` (which acts on axis 0, the batch) applied to its buffers."""
+        twin = copy.copy(self)
+        twin.release()
+        twin._buffers = {name: _owned(fn(tensor)) for name, tensor in self._buffers.items()}
+        return twin
+
+
+class QuantizedPage(TransientPage):
     """A page that holds its first ``sink`` and last slots, and what is appended, as given, and the
     keys and values between them in 8 or 4 bits. Masses, positions and scores stay as they are. Of
     a value-sum, u / m is stored (u where m = 0): a method that gives a slot another weight does not
     change it.
 
-    ``slots`` are a dequantised copy. Between ``append`` and ``release`` (while one layer's
-    attention runs) it is kept, and counted by ``tensors``; at any other time it is made for the
-    caller alone. Writing into ``slots.score`` writes into the page.
+    ``slots`` are a dequantised copy (``TransientPage``). Writing into ``slots.score`` writes into
+    the page.
 
     Args:
         slots: the first content. Dead slots have no influence on the others' precision.
@@ -161,7 +201,6 @@ class QuantizedPage(Page):
                 tensor = tensor.to(previous._buffers[name].dtype)
             self._buffers[name] = _padded(tensor, self._place(name, capacity))
         self._view = None
-        self._open = False  # between append and release
 
     @property
     def slots(self) -> Slots:
@@ -202,36 +241,9 @@ class QuantizedPage(Page):
         out[:, :, end:] = used[:, :, self._first :]
         return out
 
-    transient = True
-
-    def append(self, new: Slots) -> None:
-        """Write ``new`` behind the slots in use, as given; it must fit into ``room``."""
-        super().append(new)
-        self._open = True
-
-    def release(self) -> None:
-        """The attention over ``slots`` is done: let the dequantised copy go."""
-        self._view = None
-        self._open = False
-
-    def grown(self, capacity: int) -> QuantizedPage:
-        """The same slots with room for more."""
-        twin = copy.copy(self)
-        twin.release()
-        twin._buffers = {
-            name: _padded(
-                b.narrow(2, 0, self._place(name, self.count)), self._place(name, capacity)
-            )
-            for name, b in self._buffers.items()
-        }
-        twin.capacity = capacity
-        return twin
-
     def map(self, fn: Callable[[Tensor], Tensor]) -> QuantizedPage:
         """The page with ``fn`` (which acts on axis 0, the batch) applied to everything held."""
-        twin = copy.copy(self)
-        twin.release()
-        twin._buffers = {name: _owned(fn(tensor)) for name, tensor in self._buffers.items()}
+        twin = super().map(fn)
         twin._packed = {
             name: part.map(lambda t: _owned(fn(t))) for name, part in self._packed.items()
         }

@@ -48,15 +48,11 @@ class Erased:
         at_least("max_tokens", self.max_tokens, 1)
 
     def begin(self, state: dict[str, Tensor], new: Slots) -> None:
-        """Nothing seen yet."""
+        """Nothing seen yet: the largest norms, and ``beyond``, how many keys were beyond r."""
         shape, device = new.keys.shape[:2], new.keys.device
         for name in ("v_max", "k_max"):
             state[name] = torch.zeros(shape, dtype=torch.float64, device=device)
         state["beyond"] = torch.zeros(shape, dtype=torch.int64, device=device)
-
-    def beyond(self, state: dict[str, Tensor]) -> Tensor:
-        """Keys of norm beyond r so far, int64 ``[batch, heads]``."""
-        return state["beyond"]
 
     def update(
         self, state: dict[str, Tensor], new: Slots, there: Tensor, refuse: bool
