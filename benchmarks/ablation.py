@@ -31,12 +31,12 @@ from benchmarks.page import save
 from benchmarks.prompts import default_models, load, prompts_for
 from kvsketch import InputError, Slots
 from kvsketch.budget import Budget
-from kvsketch.compressors import ClusterMerge, Compressor, HeavyMerge, SnapKV, Windowed
-from kvsketch.evaluation.activations import Activations, capture
-from kvsketch.evaluation.allocation import answer_later
-from kvsketch.evaluation.report import dumps, environment
+from kvsketch.cache import Periodic
+from kvsketch.evaluation.report.report import dumps, environment
+from kvsketch.evaluation.runner.activations import Activations, capture
+from kvsketch.evaluation.runner.allocation import answer_later
+from kvsketch.methods import ClusterMerge, Compressor, HeavyMerge, SnapKV, Windowed
 from kvsketch.slots import Observed
-from kvsketch.streaming import Periodic
 
 #: what is changed, and the method that has it changed
 PARTS: dict[str, Callable[[], Compressor]] = {

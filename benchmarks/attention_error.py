@@ -57,14 +57,15 @@ from benchmarks.peers import balancekv, goodpoints, quantized_cache, thinformer
 from benchmarks.prompts import default_models, load, prompts_for, protocol_of
 from benchmarks.results import Results, Row
 from kvsketch import InputError, Observed, Slots
-from kvsketch.evaluation.activations import Activations, capture
-from kvsketch.evaluation.allocation import Curves, answer_later, measure_curves
-from kvsketch.evaluation.loading import PACKAGED
-from kvsketch.evaluation.report import dumps
-from kvsketch.streaming import SKETCHES, windowed
-from kvsketch.streaming.base import lengthened
-from kvsketch.streaming.curves import of_layers
-from kvsketch.streaming.page import QuantizedPage
+from kvsketch.cache import windowed
+from kvsketch.cache.curves import of_layers
+from kvsketch.cache.page import QuantizedPage
+from kvsketch.evaluation.report.report import dumps
+from kvsketch.evaluation.runner.activations import Activations, capture
+from kvsketch.evaluation.runner.allocation import Curves, answer_later, measure_curves
+from kvsketch.evaluation.runner.loading import PACKAGED
+from kvsketch.methods.registry import SKETCHES
+from kvsketch.methods.sketches.base import lengthened
 
 __all__ = ["PRESETS", "held_bytes", "relative_error", "split"]
 

@@ -36,8 +36,9 @@ from benchmarks.measuring import waiting
 from benchmarks.options import Method, methods
 from benchmarks.page import save
 from kvsketch import METHODS, Observed, Slots, attend
-from kvsketch.evaluation.report import dumps, environment
-from kvsketch.streaming import default_allocation, windowed
+from kvsketch.cache import windowed
+from kvsketch.evaluation.report.report import dumps, environment
+from kvsketch.methods.registry import default_allocation
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 USUAL = "uniform,streaming_llm,knorm,keydiff,snapkv,cluster_merge,heavy_merge@even,kcenter"

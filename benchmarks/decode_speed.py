@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.page import save
 from kvsketch import SketchCache
-from kvsketch.evaluation.loading import PACKAGED, resolve_model
-from kvsketch.evaluation.report import dumps, environment
-from kvsketch.evaluation.setups import parse_method
+from kvsketch.evaluation.report.report import dumps, environment
+from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+from kvsketch.evaluation.runner.setups import parse_method
 
 #: heavy_merge by itself measures where its budget belongs, so heads differ in size
 DEFAULT = (

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvsketch import SketchCache, Slots
-from kvsketch.evaluation.allocation import Curves
-from kvsketch.quantized import predicted_bytes, slot_bytes
-from kvsketch.streaming import Sketch
+from kvsketch.cache.quantized import predicted_bytes, slot_bytes
+from kvsketch.evaluation.runner.allocation import Curves
+from kvsketch.methods.sketches import Sketch
 
 # Runs to come near the bytes allowed, and to get below them at all.
 _TRIES, _MOST_TRIES = 3, 10

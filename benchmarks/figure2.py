@@ -38,11 +38,11 @@ from benchmarks.options import integers, paths, positive
 from benchmarks.prompts import default_models, load, prompts_for
 from benchmarks.results import Results
 from kvsketch import Slots
-from kvsketch.compressors import BalanceKV, Compressor, Uniform
-from kvsketch.evaluation.activations import Activations, capture
-from kvsketch.evaluation.allocation import answer_later
-from kvsketch.evaluation.loading import load_model, load_tokenizer, resolve_model
-from kvsketch.evaluation.report import dumps
+from kvsketch.evaluation.report.report import dumps
+from kvsketch.evaluation.runner.activations import Activations, capture
+from kvsketch.evaluation.runner.allocation import answer_later
+from kvsketch.evaluation.runner.loading import load_model, load_tokenizer, resolve_model
+from kvsketch.methods import BalanceKV, Compressor, Uniform
 
 KEPT, SMALL = 256, 128  # tokens kept at either end
 RATES = (1, 2, 3, 4)

@@ -26,8 +26,8 @@ from rich.progress import track
 from benchmarks.figures import subplots, write
 from benchmarks.page import save
 from kvsketch import Slots, attend
-from kvsketch.evaluation.report import dumps, environment
-from kvsketch.streaming import (
+from kvsketch.evaluation.report.report import dumps, environment
+from kvsketch.methods.sketches import (
     BalanceKVStreaming,
     MergeReduce,
     OneDimensional,

@@ -46,11 +46,11 @@ from benchmarks.theorems import (
     summary,
 )
 from kvsketch import METHODS, SKETCHES, InputError, Slots, attend, theory
-from kvsketch.compressors import make
-from kvsketch.evaluation.activations import capture
-from kvsketch.evaluation.longeval_cases import generate_cases
-from kvsketch.evaluation.report import dumps, environment
-from kvsketch.streaming import BalanceKVStreaming, Sketch, SubGen
+from kvsketch.evaluation.report.report import dumps, environment
+from kvsketch.evaluation.runner.activations import capture
+from kvsketch.evaluation.runner.longeval_cases import generate_cases
+from kvsketch.methods import make
+from kvsketch.methods.sketches import BalanceKVStreaming, Sketch, SubGen
 
 CHUNK = 4096
 #: trials that run side by side, as KV heads

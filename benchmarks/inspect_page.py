@@ -15,7 +15,7 @@ import typer
 
 from benchmarks.page import DOCS, save
 from benchmarks.prompts import default_models
-from kvsketch.evaluation.inspect_command import run
+from kvsketch.cli.inspect_command import run
 
 RESULTS = DOCS / "results" / "inspect.json"
 SHOWN = ("norms", "clusterability", "tsne", "entropy")

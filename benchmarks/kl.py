@@ -49,8 +49,8 @@ from benchmarks.options import (
 from benchmarks.prompts import PROTOCOLS, Text, default_models, feed, load, prefill, texts_for
 from benchmarks.results import Results, Row
 from kvsketch import SketchCache
-from kvsketch.evaluation.allocation import Curves, measure_curves
-from kvsketch.evaluation.report import dumps
+from kvsketch.evaluation.report.report import dumps
+from kvsketch.evaluation.runner.allocation import Curves, measure_curves
 
 SHARES = [1 / 2, 1 / 4, 1 / 8, 1 / 16]
 #: seconds per prompt: only where asked for

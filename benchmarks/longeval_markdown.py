@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvsketch.evaluation.published import SUBGEN_TABLE_1 as PAPER
+from kvsketch.evaluation.report.published import SUBGEN_TABLE_1 as PAPER
 
 #: recent tokens of a k-center row that has as many in every prompt: 3,072 of 5,000, of the 2,053
 #: that a prompt of 200 lines has here on average

@@ -23,13 +23,13 @@ import typer
 
 from benchmarks import longeval_markdown as markdown
 from kvsketch.errors import KVSketchError
-from kvsketch.evaluation.presets import SUBGEN_SHARES as PAPER_SHARES
-from kvsketch.evaluation.presets import h2o_window, subgen_windows
-from kvsketch.evaluation.progress import run_with_progress
-from kvsketch.evaluation.report import report
-from kvsketch.evaluation.settings import Settings
-from kvsketch.evaluation.setups import Setup, make_setups
-from kvsketch.evaluation.sweep import Sweep
+from kvsketch.evaluation.report.report import report
+from kvsketch.evaluation.runner.presets import SUBGEN_SHARES as PAPER_SHARES
+from kvsketch.evaluation.runner.presets import h2o_window, subgen_windows
+from kvsketch.evaluation.runner.progress import run_with_progress
+from kvsketch.evaluation.runner.settings import Settings
+from kvsketch.evaluation.runner.setups import Setup, make_setups
+from kvsketch.evaluation.runner.sweep import Sweep
 from kvsketch.evaluation.tasks import Options, make_tasks
 
 ROOT = Path(__file__).resolve().parent.parent

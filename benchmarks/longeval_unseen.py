@@ -34,11 +34,11 @@ from benchmarks.kl import compressed, curves_of
 from benchmarks.options import METHODS_HELP, Method, fractions, methods, positive
 from benchmarks.prompts import ANSWER_TOKENS, answered, feed, load, prefill, question_apart
 from benchmarks.results import Results, Row
-from kvsketch.evaluation.allocation import Curves
-from kvsketch.evaluation.intervals import wilson_interval
-from kvsketch.evaluation.loading import PACKAGED
-from kvsketch.evaluation.longeval_cases import generate_cases
-from kvsketch.evaluation.report import dumps
+from kvsketch.evaluation.report.report import dumps
+from kvsketch.evaluation.runner.allocation import Curves
+from kvsketch.evaluation.runner.intervals import wilson_interval
+from kvsketch.evaluation.runner.loading import PACKAGED
+from kvsketch.evaluation.runner.longeval_cases import generate_cases
 
 OFFICIAL = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "longeval"
 METHODS = (

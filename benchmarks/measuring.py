@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvsketch import Observed, Slots
 from kvsketch.budget import Budget
-from kvsketch.streaming import Planner, Recipe, Waiting
-from kvsketch.streaming.planned import Goal
+from kvsketch.cache import Planner, Recipe, Waiting
+from kvsketch.cache.planned import Goal
 
 
 def waiting(slots: Slots, seen: Observed, method: str, sink: int = 4, recent: int = 32) -> Waiting:

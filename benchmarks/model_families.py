@@ -31,7 +31,7 @@ from rich.progress import track
 from transformers.utils import logging
 
 from benchmarks.page import save
-from kvsketch.evaluation.report import dumps, environment
+from kvsketch.evaluation.report.report import dumps, environment
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results/model_families.json"

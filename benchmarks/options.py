@@ -10,7 +10,7 @@ import typer
 
 from kvsketch import ALL_METHODS, InputError
 from kvsketch.errors import unknown_name
-from kvsketch.streaming import default_allocation
+from kvsketch.methods.registry import default_allocation
 
 #: how a budget is spent over heads and layers, in the words of ``kvsketch eval --methods``: the
 #: same for every head; by errors measured on this very prompt; by errors measured beforehand on

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.page import save
 from kvsketch import SketchCache
-from kvsketch.evaluation.loading import PACKAGED, resolve_model
-from kvsketch.evaluation.report import dumps, environment
+from kvsketch.evaluation.report.report import dumps, environment
+from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
 
 WAYS = ("even", "measured")
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from kvsketch.evaluation.loading import PACKAGED, load_model, load_tokenizer, resolve_model
-from kvsketch.evaluation.longeval_cases import generate_cases
+from kvsketch.evaluation.runner.loading import PACKAGED, load_model, load_tokenizer, resolve_model
+from kvsketch.evaluation.runner.longeval_cases import generate_cases
 
 PROTOCOLS = ("agnostic", "aware")
 #: "agnostic": tokens between compression and what is scored, where a text has no question

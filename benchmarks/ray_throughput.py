@@ -19,11 +19,11 @@ from rich.progress import track
 
 from benchmarks import options
 from benchmarks.page import save
-from kvsketch.evaluation.ray_runner import RayRunner
-from kvsketch.evaluation.report import dumps, environment
-from kvsketch.evaluation.settings import Settings
-from kvsketch.evaluation.setups import make_setups
-from kvsketch.evaluation.sweep import Sweep
+from kvsketch.evaluation.report.report import dumps, environment
+from kvsketch.evaluation.runner.ray_runner import RayRunner
+from kvsketch.evaluation.runner.settings import Settings
+from kvsketch.evaluation.runner.setups import make_setups
+from kvsketch.evaluation.runner.sweep import Sweep
 from kvsketch.evaluation.tasks import Options, make_tasks
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.page import save
-from kvsketch.evaluation.report import environment
+from kvsketch.evaluation.report.report import environment
 
 Row = dict[str, Any]
 

@@ -32,11 +32,12 @@ from transformers import AutoModelForCausalLM, StoppingCriteria
 from benchmarks.figures import subplots, write
 from benchmarks.results import Results
 from kvsketch import SketchCache, Slots, attend
-from kvsketch.compressors import BalanceKV
-from kvsketch.evaluation.loading import PACKAGED, resolve_model
-from kvsketch.evaluation.report import dumps
-from kvsketch.streaming import SKETCHES, BalanceKVStreaming, MergeReduce, Sketch
-from kvsketch.streaming.base import token_bytes
+from kvsketch.evaluation.report.report import dumps
+from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+from kvsketch.methods import BalanceKV
+from kvsketch.methods.registry import SKETCHES
+from kvsketch.methods.sketches import BalanceKVStreaming, MergeReduce, Sketch
+from kvsketch.methods.sketches.base import token_bytes
 
 HEADS, DIM, QUERIES, CHUNK = 4, 32, 64, 500
 BOUNDED = ("merge_reduce", "balancekv_streaming")

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.page import save
 from kvsketch import METHODS, SketchCache
-from kvsketch.evaluation.loading import PACKAGED, resolve_model
-from kvsketch.evaluation.report import dumps, environment
+from kvsketch.evaluation.report.report import dumps, environment
+from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
 
 
 def prefill(model: Any, cache: Any, ids: torch.Tensor, chunk: int) -> float:

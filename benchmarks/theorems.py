@@ -15,8 +15,8 @@ from scipy.stats import binomtest
 from torch import Tensor
 
 from kvsketch import Slots, theory
-from kvsketch.compressors.kcenter import farthest_first
-from kvsketch.streaming import BalanceKVStreaming, SubGen
+from kvsketch.methods.kcenter import farthest_first
+from kvsketch.methods.sketches import BalanceKVStreaming, SubGen
 
 Row = dict[str, Any]
 

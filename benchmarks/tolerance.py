@@ -34,11 +34,11 @@ from benchmarks.prompts import default_models, load, prompts_for
 from benchmarks.results import Results
 from kvsketch import Observed, SketchCache, Slots
 from kvsketch.budget import Budget
-from kvsketch.evaluation.activations import Activations, capture
-from kvsketch.evaluation.report import dumps
-from kvsketch.streaming import HeadGroups, Periodic, windowed
-from kvsketch.streaming.curves import answers
-from kvsketch.streaming.error import QUERIES, relative_error
+from kvsketch.cache import HeadGroups, Periodic, windowed
+from kvsketch.cache.curves import answers
+from kvsketch.cache.error import QUERIES, relative_error
+from kvsketch.evaluation.report.report import dumps
+from kvsketch.evaluation.runner.activations import Activations, capture
 
 SLACK = 1.5
 WINDOW = {"sink": 4, "recent": 32}

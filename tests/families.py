@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from kvsketch.streaming import ALL_METHODS
+from kvsketch.methods.registry import ALL_METHODS
 
 VOCABULARY = 101
 #: what any model can be run with; one_dimensional needs head_dim 1

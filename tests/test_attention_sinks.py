@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsketch import InputError, Observed, Slots, attend
+from kvsketch.cache import windowed
+from kvsketch.cache.error import Probe, window_error
 from kvsketch.kernels import attend_one
 from kvsketch.slots import attention_received
-from kvsketch.streaming import windowed
-from kvsketch.streaming.error import Probe, window_error
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 

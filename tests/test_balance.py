@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from kvsketch import InputError, Slots, attend
-from kvsketch.compressors import HALVINGS, BalanceKV, GreedyHalving, SoftmaxBalance, make
-from kvsketch.compressors.balance import Lifted, Plain, balance, self_balancing_walk
-from kvsketch.streaming import BalanceKVStreaming, MergeReduce
+from kvsketch.methods import HALVINGS, BalanceKV, GreedyHalving, SoftmaxBalance, make
+from kvsketch.methods.balance import Lifted, Plain, balance, self_balancing_walk
+from kvsketch.methods.sketches import BalanceKVStreaming, MergeReduce
 
 SIGNIFICANCE = 1e-3
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from kvsketch import InputError, Slots, attend
-from kvsketch.streaming.one_dimensional import OneDimensional
-from kvsketch.streaming.sliding_window import SlidingWindow, SlidingWindowSampled
+from kvsketch.methods.sketches.one_dimensional import OneDimensional
+from kvsketch.methods.sketches.sliding_window import SlidingWindow, SlidingWindowSampled
 
 ALPHA = 1e-3
 BATCH, HEADS, GROUP, DIM = 2, 2, 3, 4

@@ -27,10 +27,11 @@ from benchmarks.equal_bytes import Fit, Held, held
 from benchmarks.peers import exchange
 from benchmarks.tolerance import heads_of
 from kvsketch import SketchCache, Slots
-from kvsketch.evaluation.activations import capture
-from kvsketch.evaluation.setups import parse_method
-from kvsketch.streaming import SKETCHES, windowed
-from kvsketch.streaming.page import QuantizedPage
+from kvsketch.cache import windowed
+from kvsketch.cache.page import QuantizedPage
+from kvsketch.evaluation.runner.activations import capture
+from kvsketch.evaluation.runner.setups import parse_method
+from kvsketch.methods.registry import SKETCHES
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -14,19 +14,19 @@ from transformers import AutoModelForCausalLM
 
 from families import CONFIGS
 from kvsketch import InputError, SketchCache, Slots, attend
-from kvsketch.compressors import HALVINGS, BalanceKV
-from kvsketch.streaming import (
-    SKETCHES,
+from kvsketch.methods import HALVINGS, BalanceKV
+from kvsketch.methods.registry import SKETCHES
+from kvsketch.methods.sketches import (
     BalanceKVStreaming,
     MergeReduce,
     OneDimensional,
     SlidingWindow,
     SubGen,
 )
-from kvsketch.streaming.balancekv_bounded import BalanceKVBounded
-from kvsketch.streaming.base import token_bytes
-from kvsketch.streaming.merge_reduce import MergeReduceBounded
-from kvsketch.streaming.small_values import Erased, norm_bucket
+from kvsketch.methods.sketches.balancekv_bounded import BalanceKVBounded
+from kvsketch.methods.sketches.base import token_bytes
+from kvsketch.methods.sketches.merge_reduce import MergeReduceBounded
+from kvsketch.methods.sketches.small_values import Erased, norm_bucket
 
 SIGNIFICANCE = 1e-3
 KINDS = ("merge_reduce", "balancekv_streaming")
@@ -298,7 +298,7 @@ def test_a_float_budget_does_not_depend_on_the_chunks(method):
     """Streaming prefill of 2,049 tokens at 0.25: the same slots for chunks of 256, 1,024 and all
     at once."""
     from kvsketch.budget import Budget
-    from kvsketch.streaming import Periodic, windowed
+    from kvsketch.cache import Periodic, windowed
 
     if method == "one_dimensional":
         with pytest.raises(InputError, match="one_dimensional"):
@@ -323,7 +323,8 @@ def test_a_float_budget_does_not_depend_on_the_chunks(method):
 def test_a_sketch_is_not_held_twice():
     """What attention sees lives from ``extend`` to ``settle`` only."""
     from kvsketch.budget import Budget
-    from kvsketch.streaming import Periodic, windowed
+    from kvsketch.cache import Periodic
+    from kvsketch.methods.registry import windowed
 
     driver = Periodic(windowed("merge_reduce"), Budget(200))
     slots = tokens(0, 900)

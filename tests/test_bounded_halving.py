@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from kvsketch import Slots
-from kvsketch.compressors import GreedyHalving
+from kvsketch.methods import GreedyHalving
+from kvsketch.methods.sketches.balancekv_bounded import BalanceKVBounded
+from kvsketch.methods.sketches.bounded import _one_of
+from kvsketch.methods.sketches.merge_reduce import MergeReduceBounded
+from kvsketch.methods.sketches.small_values import norm_bucket
 from kvsketch.random_numbers import derived, uniform
-from kvsketch.streaming.balancekv_bounded import BalanceKVBounded
-from kvsketch.streaming.bounded import _one_of
-from kvsketch.streaming.merge_reduce import MergeReduceBounded
-from kvsketch.streaming.small_values import norm_bucket
 
 SIGNIFICANCE = 1e-3
 STREAMS = torch.tensor([[7, 8]])

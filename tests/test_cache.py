@@ -19,7 +19,7 @@ from transformers import (
 
 from families import CONFIGS, EVERY_METHOD, VOCABULARY, build
 from kvsketch import METHODS, InputError, KVSketchError, SketchCache, UnsupportedError
-from kvsketch.streaming import periodic
+from kvsketch.cache import periodic
 
 WINDOW = {"sink": 2, "recent": 6}
 HIDDEN = -1e30

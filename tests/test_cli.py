@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvsketch import __version__
-from kvsketch.cli import app
-from kvsketch.evaluation import loading
-from kvsketch.evaluation.store import Store
+from kvsketch.cli.app import app
+from kvsketch.evaluation.runner import loading
+from kvsketch.evaluation.runner.store import Store
 from test_longeval import write
 from tiny_model import save_tiny_model, tiny_case
 

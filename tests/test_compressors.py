@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsketch import METHODS, InputError, Observed, Slots
-from kvsketch.compressors import Windowed, make
-from kvsketch.compressors.kcenter import farthest_first
-from kvsketch.compressors.uniform import inclusion_probabilities
-from kvsketch.compressors.windowed import split
+from kvsketch.methods import Windowed, make
+from kvsketch.methods.kcenter import farthest_first
+from kvsketch.methods.uniform import inclusion_probabilities
+from kvsketch.methods.windowed import split
 
 BATCH, HEADS, DIM = 2, 2, 4
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from kvsketch import SketchCache
-from kvsketch.cli import app
+from kvsketch.cli.app import app
 from tiny_model import save_tiny_model, small_llama, tiny_case
 
 pytest.importorskip("accelerate", reason="device_map needs accelerate")

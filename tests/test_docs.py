@@ -10,8 +10,8 @@ import pytest
 import typer
 import yaml
 
-from kvsketch.cli import app
-from kvsketch.evaluation.configuration import read_config
+from kvsketch.cli.app import app
+from kvsketch.evaluation.runner.configuration import read_config
 from kvsketch.evaluation.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from benchmarks import figure2, page_balance, sketch_budget
 from benchmarks.page import DOCS
 from kvsketch import Slots
-from kvsketch.compressors import BalanceKV, Uniform
-from kvsketch.evaluation.activations import Activations
-from kvsketch.evaluation.loading import PACKAGED
+from kvsketch.evaluation.runner.activations import Activations
+from kvsketch.evaluation.runner.loading import PACKAGED
+from kvsketch.methods import BalanceKV, Uniform
 
 
 def caught(n, heads=2, dim=4):

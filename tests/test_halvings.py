@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsketch import Slots
-from kvsketch.compressors import GreedyHalving, KernelHalving, kcenter
-from kvsketch.compressors.kcenter import KCenter
+from kvsketch.methods import GreedyHalving, KernelHalving, kcenter
+from kvsketch.methods.kcenter import KCenter
 from kvsketch.random_numbers import uniform
 
 STREAMS = torch.tensor([[5, 6]])

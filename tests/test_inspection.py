@@ -15,21 +15,22 @@ from typer.testing import CliRunner
 
 from families import CONFIGS, VOCABULARY, build
 from kvsketch import InputError, UnsupportedError
-from kvsketch.cli import _Group
-from kvsketch.evaluation import inspect_command, inspection_measures
-from kvsketch.evaluation.activations import Activations, capture
-from kvsketch.evaluation.allocation import measure_curves
-from kvsketch.evaluation.inspection import (
+from kvsketch.cli import inspect_command
+from kvsketch.cli.app import _Group
+from kvsketch.evaluation.inspection import measures as inspection_measures
+from kvsketch.evaluation.inspection.inspection import (
     LEAST_TOKENS,
     METHODS,
     choose_layers,
     inspect_model,
     steps,
 )
-from kvsketch.evaluation.inspection_measures import SHARES, attention, cover
-from kvsketch.evaluation.inspection_readings import TOLERANCES
-from kvsketch.evaluation.inspection_rows import BINS, EIGHTH
-from kvsketch.evaluation.loading import packaged_model
+from kvsketch.evaluation.inspection.measures import SHARES, attention, cover
+from kvsketch.evaluation.inspection.readings import TOLERANCES
+from kvsketch.evaluation.inspection.rows import BINS, EIGHTH
+from kvsketch.evaluation.runner.activations import Activations, capture
+from kvsketch.evaluation.runner.allocation import measure_curves
+from kvsketch.evaluation.runner.loading import packaged_model
 from kvsketch.slots import Observed, Slots, attend, causal
 from tiny_model import POSITIONS, save_tiny_model, tiny_case, tiny_model, tiny_tokenizer
 
@@ -151,8 +152,8 @@ def test_planted_clusters_are_found():
 
 def test_errors_are_those_of_the_curves(llama, measured):
     """One layer, one method, against ``measure_layer`` as ``measure_curves`` calls it."""
-    from kvsketch.streaming import windowed
-    from kvsketch.streaming.curves import held_out_for, measure_layer
+    from kvsketch.cache import windowed
+    from kvsketch.cache.curves import held_out_for, measure_layer
 
     expected = []
     for prompt in (ids_of(seed=0), ids_of(300, seed=1)):
@@ -450,7 +451,7 @@ def test_refusals_before_the_model_is_loaded(folder, text, tmp_path, monkeypatch
     def loaded(*_):
         raise AssertionError("the weights were loaded")
 
-    monkeypatch.setattr("kvsketch.evaluation.loading.load_model", loaded)
+    monkeypatch.setattr("kvsketch.evaluation.runner.loading.load_model", loaded)
     short, latin, empty = (tmp_path / name for name in ("short.txt", "latin.txt", "empty.txt"))
     short.write_text("calm-dark", encoding="utf-8")
     latin.write_bytes(b"caf\xe9")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvsketch import Slots
-from kvsketch.streaming import BalanceKVStreaming, MergeReduce
-from kvsketch.streaming.balancekv_bounded import BalanceKVBounded
+from kvsketch.methods.sketches import BalanceKVStreaming, MergeReduce
+from kvsketch.methods.sketches.balancekv_bounded import BalanceKVBounded
 
 KINDS = [BalanceKVStreaming, BalanceKVBounded]
 

@@ -21,7 +21,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from kvsketch.evaluation.harness import SketchLM
+from kvsketch.evaluation.runner.harness import SketchLM
 
 GENERATE = """
 task: tiny_generate
@@ -156,7 +156,7 @@ def test_the_command(model, tasks, tmp_path):
             [
                 sys.executable,
                 "-m",
-                "kvsketch.evaluation.harness",
+                "kvsketch.evaluation.runner.harness",
                 "--model",
                 "kvsketch",
                 *arguments,

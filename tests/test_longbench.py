@@ -17,9 +17,9 @@ from transformers import LlamaConfig
 
 from data import record_longbench_metrics as recorder
 from kvsketch.errors import InputError, UnsupportedError
-from kvsketch.evaluation.encoding import Encoder
-from kvsketch.evaluation.loading import load_tokenizer, resolve_model
-from kvsketch.evaluation.settings import Settings
+from kvsketch.evaluation.runner.encoding import Encoder
+from kvsketch.evaluation.runner.loading import load_tokenizer, resolve_model
+from kvsketch.evaluation.runner.settings import Settings
 from kvsketch.evaluation.tasks import longbench, longbench_metrics
 from kvsketch.evaluation.tasks.base import Case
 from kvsketch.evaluation.tasks.longbench import LongBench

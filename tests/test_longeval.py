@@ -12,14 +12,14 @@ import pytest
 from benchmarks import longeval_markdown as markdown
 from benchmarks import longeval_table
 from kvsketch.errors import InputError
-from kvsketch.evaluation import longeval as task
-from kvsketch.evaluation.longeval import QUESTION_MARK
-from kvsketch.evaluation.longeval_cases import ANSWER
-from kvsketch.evaluation.report import report
-from kvsketch.evaluation.settings import Settings
-from kvsketch.evaluation.setups import EXACT, Setup
-from kvsketch.evaluation.store import Record
-from kvsketch.evaluation.sweep import aggregate
+from kvsketch.evaluation.report.report import report
+from kvsketch.evaluation.runner import longeval as task
+from kvsketch.evaluation.runner.longeval import QUESTION_MARK
+from kvsketch.evaluation.runner.longeval_cases import ANSWER
+from kvsketch.evaluation.runner.settings import Settings
+from kvsketch.evaluation.runner.setups import EXACT, Setup
+from kvsketch.evaluation.runner.store import Record
+from kvsketch.evaluation.runner.sweep import aggregate
 from test_sweep import METHODS, record_of
 from tiny_model import tiny_case
 

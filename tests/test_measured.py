@@ -17,12 +17,12 @@ from transformers import DynamicCache
 from families import CONFIGS, VOCABULARY, build
 from kvsketch import InputError, Observed, SketchCache, Slots, attend
 from kvsketch.budget import Budget
-from kvsketch.compressors import METHODS, Windowed
-from kvsketch.evaluation.activations import capture
+from kvsketch.cache import Curves, Periodic, Waiting, windowed
+from kvsketch.cache.curves import MARGIN, held_out_for, least_tokens, measure_layer, pooled
+from kvsketch.cache.error import Probe, relative_error, window_error
+from kvsketch.evaluation.runner.activations import capture
+from kvsketch.methods import METHODS, Windowed
 from kvsketch.slots import causal
-from kvsketch.streaming import Curves, Periodic, Waiting, windowed
-from kvsketch.streaming.curves import MARGIN, held_out_for, least_tokens, measure_layer, pooled
-from kvsketch.streaming.error import Probe, relative_error, window_error
 
 WINDOW = {"sink": 2, "recent": 6}
 DOUBLE = {"dtype": torch.float64}

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from families import build
 from kvsketch import InputError, Observed, SketchCache, Slots, attend
 from kvsketch.budget import Budget
-from kvsketch.compressors import ClusterMerge, HeavyMerge, Windowed, make
-from kvsketch.compressors.closest import group_closest, group_pairs
-from kvsketch.compressors.groups import Groups, merge
-from kvsketch.compressors.heavy_merge import _decoded_attention, gaussian_factor
-from kvsketch.compressors.kmeans import group_keys
-from kvsketch.compressors.snapkv import recent_attention
-from kvsketch.evaluation.allocation import Curves, measure_curves, measure_schedule
-from kvsketch.streaming import Periodic, windowed
+from kvsketch.cache import Periodic, windowed
+from kvsketch.evaluation.runner.allocation import Curves, measure_curves, measure_schedule
+from kvsketch.methods import ClusterMerge, HeavyMerge, Windowed, make
+from kvsketch.methods.closest import group_closest, group_pairs
+from kvsketch.methods.groups import Groups, merge
+from kvsketch.methods.heavy_merge import _decoded_attention, gaussian_factor
+from kvsketch.methods.kmeans import group_keys
+from kvsketch.methods.snapkv import recent_attention
 
 
 def tokens(seed, n, heads=2, dim=4, batch=2):

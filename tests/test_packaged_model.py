@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
 
-from kvsketch.evaluation.loading import packaged_model
-from kvsketch.evaluation.longeval import load_case_files, read_answer
-from kvsketch.evaluation.longeval_cases import generate_cases
+from kvsketch.evaluation.runner.loading import packaged_model
+from kvsketch.evaluation.runner.longeval import load_case_files, read_answer
+from kvsketch.evaluation.runner.longeval_cases import generate_cases
 
 ROOT = Path(__file__).resolve().parent.parent
 OFFICIAL = Path(os.environ.get("KVSKETCH_DATA", ROOT.parent / "shared" / "data")) / "longeval"

@@ -14,7 +14,7 @@ from torch import distributed, multiprocessing
 from transformers import AutoModelForCausalLM
 
 from kvsketch import InputError, SketchCache
-from kvsketch.streaming.curves import LEVELS, Curves
+from kvsketch.cache.curves import LEVELS, Curves
 from tiny_model import small_llama
 
 pytest.importorskip("accelerate", reason="transformers shards a model only with accelerate")

@@ -24,8 +24,8 @@ from benchmarks.peers import (
 from benchmarks.peers.exchange import PeerError
 from benchmarks.peers.kvpress import Job
 from kvsketch import InputError, Observed, Slots, attend
-from kvsketch.compressors import METHODS, Windowed, pyramid_shares
-from kvsketch.evaluation.activations import Activations
+from kvsketch.evaluation.runner.activations import Activations
+from kvsketch.methods import METHODS, Windowed, pyramid_shares
 
 #: batch, query heads, KV heads, tokens, head_dim, kept: equal heads, GQA, MQA, an odd everything
 SHAPES = [

@@ -10,19 +10,23 @@ from typing import Any
 import pytest
 
 from kvsketch import SketchCache
+from kvsketch.cli.preset_options import find_preset
 from kvsketch.errors import InputError
-from kvsketch.evaluation import loading
-from kvsketch.evaluation.html_published import NOT_RUN
-from kvsketch.evaluation.html_report import build
-from kvsketch.evaluation.preset_options import find_preset
-from kvsketch.evaluation.preset_run import fitted_prompts, plan
-from kvsketch.evaluation.presets import PRESETS
-from kvsketch.evaluation.published import BALANCEKV_TABLE_1, CLUSTERGEN_TABLE_2, SUBGEN_TABLE_1
-from kvsketch.evaluation.replies import new_cache
-from kvsketch.evaluation.runs import read_runs
-from kvsketch.evaluation.settings import Settings
-from kvsketch.evaluation.setups import Setup, parse_method
-from kvsketch.evaluation.store import Record, Store
+from kvsketch.evaluation.report.html import build
+from kvsketch.evaluation.report.published import (
+    BALANCEKV_TABLE_1,
+    CLUSTERGEN_TABLE_2,
+    SUBGEN_TABLE_1,
+)
+from kvsketch.evaluation.report.published_panel import NOT_RUN
+from kvsketch.evaluation.runner import loading
+from kvsketch.evaluation.runner.preset_run import fitted_prompts, plan
+from kvsketch.evaluation.runner.presets import PRESETS
+from kvsketch.evaluation.runner.replies import new_cache
+from kvsketch.evaluation.runner.runs import read_runs
+from kvsketch.evaluation.runner.settings import Settings
+from kvsketch.evaluation.runner.setups import Setup, parse_method
+from kvsketch.evaluation.runner.store import Record, Store
 from kvsketch.evaluation.tasks.longbench_prompts import DATASETS
 from test_cli import kvsketch, refused
 from test_longeval import write
@@ -98,7 +102,7 @@ def test_a_share_of_a_window_is_of_the_tokens_compressed(monkeypatch: pytest.Mon
         made.append((kwargs["sink"], kwargs["recent"]))
         return SketchCache(*args, **kwargs)
 
-    monkeypatch.setattr("kvsketch.evaluation.replies.SketchCache", recorded)
+    monkeypatch.setattr("kvsketch.evaluation.runner.replies.SketchCache", recorded)
     for wanted in (setup, Setup("kcenter", 0.5)):
         new_cache(config, Settings(), wanted, 1000)
     assert made == [(0, 614), (4, 32)]
@@ -235,7 +239,7 @@ def test_a_configuration_file_contradicts_too(model: str, tmp_path: Path) -> Non
 def test_the_archive_is_named_where_it_cannot_be_had(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvsketch.evaluation.hub.unreachable", lambda: "no network")
+    monkeypatch.setattr("kvsketch.evaluation.runner.hub.unreachable", lambda: "no network")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     line = refused("eval", "--preset", "balancekv-table1", "--model", model)
     assert "data.zip of zai-org/LongBench could not be fetched" in line
@@ -382,7 +386,7 @@ def test_of_several_windows_the_better_one_stands_beside_the_paper(
             store.add(record)
     (run,) = read_runs([tmp_path / "a.jsonl"])
     assert len(run.rows) == 2  # windows tell rows apart, not runs
-    from kvsketch.evaluation.html_published import beside
+    from kvsketch.evaluation.report.published_panel import beside
 
     (grid,) = beside(run)
     (line,) = grid.rows

@@ -15,12 +15,12 @@ from benchmarks.peers import quantized_cache
 from families import VOCABULARY, build
 from kvsketch import InputError, SketchCache, Slots, UnsupportedError, attend
 from kvsketch.budget import Budget
-from kvsketch.evaluation.activations import capture
-from kvsketch.evaluation.loading import load_model, load_tokenizer, packaged_model
-from kvsketch.evaluation.longeval_cases import generate_cases
-from kvsketch.quantized import predicted_bytes, quantize, slot_bytes
+from kvsketch.cache import Page, Periodic, windowed
+from kvsketch.cache.quantized import predicted_bytes, quantize, slot_bytes
+from kvsketch.evaluation.runner.activations import capture
+from kvsketch.evaluation.runner.loading import load_model, load_tokenizer, packaged_model
+from kvsketch.evaluation.runner.longeval_cases import generate_cases
 from kvsketch.slots import Observed
-from kvsketch.streaming import Page, Periodic, windowed
 
 BITS = [8, 4]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvsketch import InputError, Observed, Slots
 from kvsketch import slots as slots_module
 from kvsketch.budget import Budget
-from kvsketch.compressors import METHODS, Windowed, make, pyramid_shares
+from kvsketch.methods import METHODS, Windowed, make, pyramid_shares
 
 BATCH, HEADS, DIM = 2, 2, 5
 QUERY_AWARE = ["snapkv", "pyramidkv", "tova", "observed_attention", "expected_attention"]

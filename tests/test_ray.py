@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from kvsketch import InputError, KVSketchError
-from kvsketch.evaluation.ray_runner import RayRunner
-from kvsketch.evaluation.settings import Settings
-from kvsketch.evaluation.setups import make_setups
-from kvsketch.evaluation.store import Store
-from kvsketch.evaluation.sweep import Sweep
+from kvsketch.evaluation.runner.ray_runner import RayRunner
+from kvsketch.evaluation.runner.settings import Settings
+from kvsketch.evaluation.runner.setups import make_setups
+from kvsketch.evaluation.runner.store import Store
+from kvsketch.evaluation.runner.sweep import Sweep
 from kvsketch.evaluation.tasks.longeval import LongEval
 from test_sweep import timeless
 from tiny_model import save_tiny_model, tiny_case

@@ -24,11 +24,11 @@ from transformers import LlamaConfig
 from kvsketch import SketchCache
 from kvsketch.arguments import check_arguments
 from kvsketch.errors import InputError
-from kvsketch.evaluation.devices import DEVICE_KINDS
-from kvsketch.evaluation.files import try_folder
-from kvsketch.evaluation.store import Store
+from kvsketch.evaluation.runner.devices import DEVICE_KINDS
+from kvsketch.evaluation.runner.files import try_folder
+from kvsketch.evaluation.runner.store import Store
 from kvsketch.method_names import METHOD_NAMES
-from kvsketch.streaming import ALL_METHODS
+from kvsketch.methods.registry import ALL_METHODS
 from tiny_model import save_tiny_model, tiny_case
 
 #: nobody listens there
@@ -244,7 +244,7 @@ def test_a_second_is_enough(command: str, folder: Path) -> None:
 
 
 def harness(folder: Path, *words: str) -> Any:
-    (found,) = outcomes("kvsketch.evaluation.harness", [list(words)], folder)
+    (found,) = outcomes("kvsketch.evaluation.runner.harness", [list(words)], folder)
     return found
 
 
@@ -287,10 +287,10 @@ def test_the_harness_command_refuses_without_torch(
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed")
 def test_the_harness_knows_its_own_models_beside_ours(folder: Path) -> None:
     code = (
-        "import sys, kvsketch.evaluation.harness\n"
+        "import sys, kvsketch.evaluation.runner.harness\n"
         "from lm_eval.api.registry import get_model, model_registry\n"
         "print('torch' in sys.modules, 'hf' in model_registry)\n"
-        "print(get_model('kvsketch') is kvsketch.evaluation.harness.SketchLM)\n"
+        "print(get_model('kvsketch') is kvsketch.evaluation.runner.harness.SketchLM)\n"
     )
     done = run(code, folder)
     assert done.stdout.split() == ["False", "True", "True"], done.stderr
@@ -359,7 +359,7 @@ def test_without_a_hub_the_refusal_takes_less_than_five_seconds(
     assert (done.returncode, done.stdout) == (2, "")
 
 
-ASK = "from kvsketch.evaluation.hub import unreachable; print(unreachable())"
+ASK = "from kvsketch.evaluation.runner.hub import unreachable; print(unreachable())"
 
 
 def test_a_hub_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_a_proxy_that_is_not_there_is_named(tmp_path: Path, hub: str) -> None:
 
 def test_a_hub_that_answers_is_asked(tmp_path: Path, hub: str) -> None:
     code = (
-        "from kvsketch.evaluation.loading import resolve_model\n"
+        "from kvsketch.evaluation.runner.loading import resolve_model\n"
         "from huggingface_hub import constants\n"
         "print(resolve_model('some/name'), constants.HF_HUB_OFFLINE)\n"
     )

@@ -18,23 +18,23 @@ import typer
 from typer.testing import CliRunner
 
 from kvsketch import InputError, UnsupportedError
-from kvsketch.cli import _Group
-from kvsketch.evaluation.html_panels import headline, summary
-from kvsketch.evaluation.html_parts import Grid
-from kvsketch.evaluation.html_published import beside
-from kvsketch.evaluation.html_report import build, check_outputs, save
-from kvsketch.evaluation.published import (
+from kvsketch.cli.app import _Group
+from kvsketch.cli.report_command import EPILOG, report_command
+from kvsketch.evaluation.report.html import build, check_outputs, save
+from kvsketch.evaluation.report.panels import headline, summary
+from kvsketch.evaluation.report.parts import Grid
+from kvsketch.evaluation.report.published import (
     AVERAGE,
     BALANCEKV_TABLE_1,
     CLUSTERGEN_TABLE_2,
     SUBGEN_TABLE_1,
 )
-from kvsketch.evaluation.report_command import EPILOG, report_command
-from kvsketch.evaluation.runs import pooled, read_runs
-from kvsketch.evaluation.setups import Setup
-from kvsketch.evaluation.store import Record, Store
+from kvsketch.evaluation.report.published_panel import beside
+from kvsketch.evaluation.runner.runs import pooled, read_runs
+from kvsketch.evaluation.runner.setups import Setup
+from kvsketch.evaluation.runner.store import Record, Store
 from kvsketch.evaluation.tasks.longbench_prompts import DATASETS
-from kvsketch.streaming.methods import ALL_METHODS
+from kvsketch.methods.registry import ALL_METHODS
 from test_sweep import record_of
 
 pytest.importorskip("matplotlib")

@@ -11,7 +11,7 @@ import torch
 
 from families import VOCABULARY, build
 from kvsketch import SketchCache
-from kvsketch.streaming import RowGroups
+from kvsketch.cache import RowGroups
 
 WINDOW: dict[str, Any] = {"sink": 2, "recent": 6}
 WAYS: list[dict[str, Any]] = [

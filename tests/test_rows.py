@@ -16,21 +16,19 @@ from scipy import stats
 from families import EVERY_METHOD, VOCABULARY, build
 from kvsketch import Observed, SketchCache, Slots
 from kvsketch.budget import Budget
-from kvsketch.compressors import HALVINGS, METHODS, make
-from kvsketch.random_numbers import derived, drawn, places, streams, uniform
-from kvsketch.streaming import (
-    ALL_METHODS,
-    SKETCHES,
+from kvsketch.cache import Periodic, windowed
+from kvsketch.methods import HALVINGS, METHODS, make
+from kvsketch.methods.registry import ALL_METHODS, SKETCHES
+from kvsketch.methods.sketches import (
     BalanceKVStreaming,
     MergeReduce,
     OneDimensional,
-    Periodic,
     SlidingWindowSampled,
     SubGen,
     SubGenCoupled,
-    windowed,
 )
-from kvsketch.streaming.online_clusters import assign
+from kvsketch.methods.sketches.online_clusters import assign
+from kvsketch.random_numbers import derived, drawn, places, streams, uniform
 
 HEADS, QUERY_HEADS, DIM = 2, 4, 6
 SIGNIFICANCE = 1e-3

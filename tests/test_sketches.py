@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from scipy import stats
 
 from kvsketch import InputError, Slots, attend
-from kvsketch.streaming import SKETCHES, BalanceKVStreaming, MergeReduce
+from kvsketch.methods.registry import SKETCHES
+from kvsketch.methods.sketches import BalanceKVStreaming, MergeReduce
 
 BATCH, HEADS = 2, 3
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from kvsketch import Slots
-from kvsketch.compressors import BalanceKV, SoftmaxBalance, balance
+from kvsketch.methods import BalanceKV, SoftmaxBalance, balance
+from kvsketch.methods.sketches import BalanceKVStreaming
+from kvsketch.methods.sketches.balancekv_bounded import BalanceKVBounded
 from kvsketch.random_numbers import derived, uniform
-from kvsketch.streaming import BalanceKVStreaming
-from kvsketch.streaming.balancekv_bounded import BalanceKVBounded
 
 SIGNIFICANCE = 1e-3
 STREAMS = torch.tensor([[11, 22, 33]])

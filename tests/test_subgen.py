@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from kvsketch import InputError, Slots, attend
-from kvsketch.streaming import SubGen, SubGenCoupled
-from kvsketch.streaming.online_clusters import assign, within_cluster
+from kvsketch.methods.sketches import SubGen, SubGenCoupled
+from kvsketch.methods.sketches.online_clusters import assign, within_cluster
 from kvsketch.theory import error_bounds, low_dimensional, measured_error
 
 SIGNIFICANCE = 1e-3

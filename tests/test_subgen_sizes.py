@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvsketch import Slots
-from kvsketch.streaming import SubGen, SubGenCoupled
-from kvsketch.streaming.online_clusters import assign
+from kvsketch.methods.sketches import SubGen, SubGenCoupled
+from kvsketch.methods.sketches.online_clusters import assign
 
 
 def tokens(seed, n, heads=2, dim=3):

@@ -21,15 +21,15 @@ from transformers import DynamicCache
 
 from kvsketch import KVSketchError, SketchCache
 from kvsketch.errors import InputError
-from kvsketch.evaluation import longeval
-from kvsketch.evaluation.answering import Answerer
-from kvsketch.evaluation.encoding import EncodedCase, Encoder
-from kvsketch.evaluation.intervals import mean_interval, wilson_interval
-from kvsketch.evaluation.replies import Reply
-from kvsketch.evaluation.settings import Settings
-from kvsketch.evaluation.setups import Setup, make_setups, parse_budget, parse_method
-from kvsketch.evaluation.store import Record, Store, key_of
-from kvsketch.evaluation.sweep import Sweep, aggregate
+from kvsketch.evaluation.runner import longeval
+from kvsketch.evaluation.runner.answering import Answerer
+from kvsketch.evaluation.runner.encoding import EncodedCase, Encoder
+from kvsketch.evaluation.runner.intervals import mean_interval, wilson_interval
+from kvsketch.evaluation.runner.replies import Reply
+from kvsketch.evaluation.runner.settings import Settings
+from kvsketch.evaluation.runner.setups import Setup, make_setups, parse_budget, parse_method
+from kvsketch.evaluation.runner.store import Record, Store, key_of
+from kvsketch.evaluation.runner.sweep import Sweep, aggregate
 from kvsketch.evaluation.tasks.longeval import LongEval
 from tiny_model import POSITIONS, save_tiny_model, tiny_case, tiny_model, tiny_tokenizer
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from kvsketch.errors import InputError
-from kvsketch.evaluation import longeval as official
-from kvsketch.evaluation.loading import load_tokenizer, resolve_model
+from kvsketch.evaluation.runner import longeval as official
+from kvsketch.evaluation.runner.loading import load_tokenizer, resolve_model
 from kvsketch.evaluation.tasks.base import Case
 from kvsketch.evaluation.tasks.fitting import Lengths, largest
 from kvsketch.evaluation.tasks.haystack import (

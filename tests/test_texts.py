@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from families import CONFIGS, VOCABULARY, build
 from kvsketch import InputError, SketchCache, UnsupportedError
-from kvsketch.cli import app
-from kvsketch.evaluation.activations import capture
-from kvsketch.evaluation.encoding import EncodedCase, Encoder
-from kvsketch.evaluation.following import ATTENTION, Follower
-from kvsketch.evaluation.scales import scale_of
-from kvsketch.evaluation.settings import Settings
-from kvsketch.evaluation.setups import EXACT, Setup
+from kvsketch.cli.app import app
+from kvsketch.evaluation.runner.activations import capture
+from kvsketch.evaluation.runner.encoding import EncodedCase, Encoder
+from kvsketch.evaluation.runner.following import ATTENTION, Follower
+from kvsketch.evaluation.runner.scales import scale_of
+from kvsketch.evaluation.runner.settings import Settings
+from kvsketch.evaluation.runner.setups import EXACT, Setup
 from kvsketch.evaluation.tasks import TASKS, Options, make_tasks
 from kvsketch.evaluation.tasks.text_data import load_texts
 from kvsketch.evaluation.tasks.texts import GAP, MEASURES, Texts, pieces

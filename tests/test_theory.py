@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from kvsketch import InputError, Slots, attend
-from kvsketch.compressors import Windowed, make
-from kvsketch.compressors.balance import self_balancing_walk
-from kvsketch.compressors.kcenter import farthest_first
-from kvsketch.streaming import BalanceKVStreaming, SubGen
-from kvsketch.streaming.sliding_window import SlidingWindow, SlidingWindowSampled
+from kvsketch.methods import Windowed, make
+from kvsketch.methods.balance import self_balancing_walk
+from kvsketch.methods.kcenter import farthest_first
+from kvsketch.methods.sketches import BalanceKVStreaming, SubGen
+from kvsketch.methods.sketches.sliding_window import SlidingWindow, SlidingWindowSampled
 from kvsketch.theory import (
     UNIT_BALL_DELTA,
     BalanceKVSize,

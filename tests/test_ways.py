@@ -31,8 +31,8 @@ from transformers import (
 import kvsketch
 from families import VOCABULARY, build
 from kvsketch import InputError, KVSketchError, SketchCache, Slots, UnsupportedError
-from kvsketch.compressors.base import Compressor, keep_top
 from kvsketch.hf import interface
+from kvsketch.methods.base import Compressor, keep_top
 from model_sweep import Kept, masked, visible
 from tiny_model import tiny_case, tiny_model, tiny_tokenizer
 
@@ -467,9 +467,9 @@ def test_a_mask_that_adds_numbers_to_scores_is_refused() -> None:
 def test_padding_whose_keys_shine_is_not_seen(llama: Any) -> None:
     """A dead slot with a score far above all others: it must not even shift the softmax."""
     from kvsketch.budget import Budget
+    from kvsketch.cache import Periodic, windowed
     from kvsketch.hf.compressed import Asked, attend_compressed
     from kvsketch.hf.masks import PLAIN
-    from kvsketch.streaming import Periodic, windowed
 
     torch.manual_seed(0)
     keys, values = torch.randn(2, 1, 2, 40, 16)

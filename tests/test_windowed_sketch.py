@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsketch import Slots
-from kvsketch.streaming import SKETCHES
-from kvsketch.streaming.base import token_bytes
-from kvsketch.streaming.sketch_page import SketchPage
-from kvsketch.streaming.windowed_sketch import WindowedSketch
+from kvsketch.cache.sketch_page import SketchPage
+from kvsketch.cache.windowed_sketch import WindowedSketch
+from kvsketch.methods.registry import SKETCHES
+from kvsketch.methods.sketches.base import token_bytes
 
 NAMES = [name for name in SKETCHES if name != "one_dimensional"]
 

@@ -10,8 +10,8 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvsketch.evaluation.longeval import Case
-from kvsketch.evaluation.longeval_cases import HEADER, QUESTION, format_line
+from kvsketch.evaluation.runner.longeval import Case
+from kvsketch.evaluation.runner.longeval_cases import HEADER, QUESTION, format_line
 
 POSITIONS = 1024
 _WORDS = ["brave", "calm", "dark", "early", "fair", "glad", "huge", "idle"]

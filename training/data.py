@@ -10,7 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from kvsketch.evaluation.longeval_cases import ANSWER, HEADER, MAX_NUMBER, QUESTION, word_lists
+from kvsketch.evaluation.runner.longeval_cases import (
+    ANSWER,
+    HEADER,
+    MAX_NUMBER,
+    QUESTION,
+    word_lists,
+)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from kvsketch.evaluation.longeval import read_answer
-from kvsketch.evaluation.longeval_cases import ANSWER, generate_cases
+from kvsketch.evaluation.runner.longeval import read_answer
+from kvsketch.evaluation.runner.longeval_cases import ANSWER, generate_cases
 
 GENERATED_SEED = 987_654_321
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvsketch.evaluation.longeval_cases import HEADER, word_lists
+from kvsketch.evaluation.runner.longeval_cases import HEADER, word_lists
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from kvsketch.evaluation.longeval_cases import generate_cases
+from kvsketch.evaluation.runner.longeval_cases import generate_cases
 from training.data import Batch, Sequences
 from training.evaluate import forced
 from training.schedule import STAGES, Stage

@@ -9,11 +9,12 @@ from .errors import InputError, KVSketchError, UnsupportedError
 
 if TYPE_CHECKING:
     from .budget import Budget
-    from .compressors import METHODS
-    from .evaluation.allocation import measure_curves, measure_schedule
+    from .cache import Curves
+    from .evaluation.runner.allocation import measure_curves, measure_schedule
     from .hf import SketchCache, compressing
+    from .methods import METHODS
+    from .methods.registry import ALL_METHODS, SKETCHES
     from .slots import Observed, Slots, attend
-    from .streaming import ALL_METHODS, SKETCHES, Curves
 
 __version__ = "0.1.0"
 
@@ -38,12 +39,12 @@ __all__ = [
 
 # Imported when first asked for: torch and transformers take seconds, `kvsketch --help` must not.
 _LAZY = {
-    "ALL_METHODS": "streaming",
-    "METHODS": "compressors",
-    "measure_curves": "evaluation.allocation",
-    "measure_schedule": "evaluation.allocation",
-    "Curves": "streaming",
-    "SKETCHES": "streaming",
+    "ALL_METHODS": "methods.registry",
+    "METHODS": "methods",
+    "measure_curves": "evaluation.runner.allocation",
+    "measure_schedule": "evaluation.runner.allocation",
+    "Curves": "cache",
+    "SKETCHES": "methods.registry",
     "Budget": "budget",
     "Observed": "slots",
     "SketchCache": "hf",

@@ -1,6 +1,6 @@
 """The names of the methods, for what must not wait for torch, such as refusing a wrong name.
 
-The methods themselves are ``kvsketch.streaming.ALL_METHODS``; a test holds this list to it.
+The methods themselves are ``kvsketch.ALL_METHODS``; a test holds this list to it.
 """
 
 from __future__ import annotations

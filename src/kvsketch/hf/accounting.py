@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ..streaming import HeadGroups, Periodic, RowGroups
+from ..cache import HeadGroups, Periodic, RowGroups
 from .layer import SketchLayer, linear_states
 
 

@@ -17,17 +17,9 @@ from transformers.cache_utils import (
 
 from ..arguments import PREFILL_MODES
 from ..budget import Budget, Schedule, scheduled
+from ..cache import Curves, Planner, Recipe, Waiting
 from ..errors import InputError, UnsupportedError
-from ..streaming import (
-    Curves,
-    Method,
-    Planner,
-    Recipe,
-    Waiting,
-    class_of,
-    default_allocation,
-    default_schedule,
-)
+from ..methods.registry import Method, class_of, default_allocation, default_schedule
 from . import accounting, adapters, compiled, interface, models
 from .forward import Forward
 from .goal import check_curves, make_goal
@@ -45,7 +37,7 @@ class SketchCache(Cache):  # type: ignore[misc]
 
     Args:
         config: the model's configuration.
-        method: a name in ``kvsketch.streaming.ALL_METHODS``, or a class of one's own, or a
+        method: a name in ``kvsketch.ALL_METHODS``, or a class of one's own, or a
             ``Compressor``. A natively streaming sketch gets what sinks and recent tokens leave of
             the budget: as many slots as its whole state may have for the bytes of these tokens.
         budget: slots kept per KV head (int) or kept fraction of the tokens seen (float in (0, 1]),

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..cache import HeadGroups, Periodic, RowGroups
 from ..errors import UnsupportedError
 from ..kernels import attend_one
 from ..slots import Slots, attend, causal
-from ..streaming import HeadGroups, Periodic, RowGroups
 from .masks import View, over_slots
 
 _FULL_PRECISION = (torch.float32, torch.float64)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ..arguments import check_tolerance
 from ..budget import ALLOCATIONS, Budget, Schedule
+from ..cache import Curves, Goal
 from ..errors import InputError
-from ..streaming import Curves, Goal
 
 
 def make_goal(

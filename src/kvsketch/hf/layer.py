@@ -15,10 +15,10 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ..compressors.base import all_finite
+from ..cache import HeadGroups, Periodic, RowGroups, Waiting, joined
 from ..errors import InputError, KVSketchError, UnsupportedError
+from ..methods.base import all_finite
 from ..slots import Observed, Slots
-from ..streaming import HeadGroups, Periodic, RowGroups, Waiting, joined
 from . import interface
 from .attention import attention
 from .masks import View

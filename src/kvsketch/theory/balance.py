@@ -33,7 +33,7 @@ class MergeAndReduceSize(Size):
 
 @dataclass(frozen=True)
 class BalanceKVSize(Size):
-    """Parameters for ``kvsketch.streaming.BalanceKVStreaming``.
+    """Parameters for ``kvsketch.methods.sketches.BalanceKVStreaming``.
 
     Attributes:
         t: batch size, even.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..compressors.kcenter import farthest_first
 from ..errors import InputError, at_least
+from ..methods.kcenter import farthest_first
 from .parameters import number
 
 

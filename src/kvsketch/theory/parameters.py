@@ -40,7 +40,7 @@ class Size(ABC):
 
 @dataclass(frozen=True)
 class SubGenSize(Size):
-    """Parameters for ``kvsketch.streaming.SubGen``.
+    """Parameters for ``kvsketch.methods.sketches.SubGen``.
 
     Attributes:
         s: numerator samples.
@@ -170,7 +170,7 @@ def sliding_window(
     e^(-Q/36)) and is false: the true exponent is about Q/17. Equation 56 has log(d/failure) where
     the union bound over all steps needs log(n d/failure).
 
-    ``kvsketch.streaming.sliding_window.SlidingWindow`` needs none of this: it keeps the sum of the
+    ``methods.sketches.sliding_window.SlidingWindow`` needs none of this: it keeps the sum of the
     values outside, which is exact, in one slot.
 
     Args:

@@ -51,7 +51,7 @@ class Options:
 
 
 def _longeval(options: Options) -> Task:
-    from kvsketch.evaluation import longeval
+    from kvsketch.evaluation.runner import longeval
     from kvsketch.evaluation.tasks.longeval import LongEval
 
     if options.cases:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from kvsketch.evaluation.encoding import EncodedCase, Encoder
-    from kvsketch.evaluation.replies import Reply
+    from kvsketch.evaluation.runner.encoding import EncodedCase, Encoder
+    from kvsketch.evaluation.runner.replies import Reply
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from kvsketch.errors import InputError
-from kvsketch.evaluation.files import read_text
+from kvsketch.evaluation.runner.files import read_text
 
 _ENDS = re.compile(r"[.!?][\"')\]\u201d\u2019]*$")
 #: RULER's "noise" haystack, five sentences a line (scripts/data/synthetic/niah.py)

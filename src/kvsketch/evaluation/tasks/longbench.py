@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from kvsketch.errors import InputError, at_least, unknown_name
-from kvsketch.evaluation import hub
+from kvsketch.evaluation.runner import hub
 from kvsketch.evaluation.tasks.base import Case, Task, mean
 from kvsketch.evaluation.tasks.longbench_metrics import METRICS, PARAGRAPH, require
 from kvsketch.evaluation.tasks.longbench_prompts import DATASETS
 
 if TYPE_CHECKING:
-    from kvsketch.evaluation.encoding import EncodedCase, Encoder
+    from kvsketch.evaluation.runner.encoding import EncodedCase, Encoder
 
 HUB = "zai-org/LongBench"
 BUCKETS = ("0-4k", "4-8k", "8k+")  # words (Chinese: characters), by the records' own count

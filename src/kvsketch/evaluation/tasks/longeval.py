@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvsketch.errors import InputError
-from kvsketch.evaluation import longeval
-from kvsketch.evaluation.longeval import QUESTION_MARK, read_answer
+from kvsketch.evaluation.runner import longeval
+from kvsketch.evaluation.runner.longeval import QUESTION_MARK, read_answer
 from kvsketch.evaluation.tasks.base import Case, Task
 
 

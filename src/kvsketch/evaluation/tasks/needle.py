@@ -17,8 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.errors import InputError, unknown_name
-from kvsketch.evaluation.longeval import read_answer
-from kvsketch.evaluation.longeval_cases import HEADER, MAX_NUMBER, QUESTION, format_line, make_key
+from kvsketch.evaluation.runner.longeval import read_answer
+from kvsketch.evaluation.runner.longeval_cases import (
+    HEADER,
+    MAX_NUMBER,
+    QUESTION,
+    format_line,
+    make_key,
+)
 from kvsketch.evaluation.tasks.base import Case
 from kvsketch.evaluation.tasks.fitting import (
     Draft,

@@ -17,13 +17,7 @@ from typing import Any
 
 from kvsketch.errors import InputError, unknown_name
 from kvsketch.evaluation.tasks.base import Case
-from kvsketch.evaluation.tasks.fitting import (
-    Draft,
-    Lengths,
-    check_room,
-    filled,
-    roughly_filled,
-)
+from kvsketch.evaluation.tasks.fitting import Draft, Lengths, check_room, filled, roughly_filled
 from kvsketch.evaluation.tasks.ruler_chains import chains
 from kvsketch.evaluation.tasks.ruler_needles import NEEDLES, needles
 from kvsketch.evaluation.tasks.ruler_words import common_words, frequent_words

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvsketch.evaluation.longeval_cases import make_key
+from kvsketch.evaluation.runner.longeval_cases import make_key
 from kvsketch.evaluation.tasks.fitting import Draft
 from kvsketch.evaluation.tasks.haystack import Haystack, inserted, noise_lines
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.errors import InputError
-from kvsketch.evaluation import hub
-from kvsketch.evaluation.files import read_text
+from kvsketch.evaluation.runner import hub
+from kvsketch.evaluation.runner.files import read_text
 from kvsketch.evaluation.tasks.haystack import essays_folder, filler
 
 _FIELD = "text"

@@ -12,14 +12,14 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvsketch.errors import InputError, at_least, unknown_name
-from kvsketch.evaluation.encoding import EncodedCase, Encoder
-from kvsketch.evaluation.longeval import QUESTION_MARK
-from kvsketch.evaluation.longeval_cases import ANSWER, generate_cases
+from kvsketch.evaluation.runner.encoding import EncodedCase, Encoder
+from kvsketch.evaluation.runner.longeval import QUESTION_MARK
+from kvsketch.evaluation.runner.longeval_cases import ANSWER, generate_cases
 from kvsketch.evaluation.tasks.base import Case, Task
 from kvsketch.evaluation.tasks.text_data import load_texts
 
 if TYPE_CHECKING:
-    from kvsketch.evaluation.replies import Reply
+    from kvsketch.evaluation.runner.replies import Reply
 
 #: what of ``Reply.measured`` is a task's score
 MEASURES = {"kl": "kl", "perplexity": "nats", "attention_error": "error"}

@@ -1,0 +1,254 @@
+"""Keys and values in 8 or 4 bits, such that quantising them again changes nothing.
+
+KIVI (2402.02750) gives every channel of the keys a scale per group of neighbouring slots, because
+a few channels are far larger than the others. Slots, however, come and go: at every recompression
+the groups are other ones, every survivor is rounded to another grid, and the errors add up
+(measured: 3.4 times the error after 80 recompressions). Here the two jobs of those scales are done
+apart. Each channel of the keys has a centre and a unit, found once per head from the first slots
+quantised: that takes care of the large channels. Each slot then has its own scale and zero point,
+as KIVI gives them to values: they travel with the slot, whoever its neighbours are. A slot that is
+read and quantised again gets the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+
+ALLOWED_BITS = (16, 8, 4)
+#: at most so many channels of a slot share a scale and a zero point
+GROUP = 64
+# Centres and units found from fewer slots than this are found anew once there are twice as many.
+_ENOUGH = 64
+# Centres and units are found from about so many slots at most.
+_SAMPLE = 1024
+
+
+def check_bits(bits: object) -> int:
+    """``bits`` if it is 16 (stored as given), 8 or 4.
+
+    Raises:
+        InputError: it is not.
+    """
+    if isinstance(bits, bool) or not isinstance(bits, int) or bits not in ALLOWED_BITS:
+        raise InputError(
+            f"bits={bits!r} must be one of 16 (keys and values as the model has them), 8 or 4"
+        )
+    return bits
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Keys or values ``[batch, heads, slots, dim]`` as ``offset + unit * (low + step * code)``.
+
+    Attributes:
+        bits: 8 or 4.
+        dim: channels of a slot.
+        codes: uint8 ``[batch, heads, slots, bytes]``. 4 bits: byte i holds channel i in its lower
+            half and channel ``bytes + i`` in its upper one. Channels are filled up, by repeating
+            the last one, where they do not divide into groups and bytes.
+        low: zero points, float16 ``[batch, heads, slots, groups]``.
+        step: scales, likewise.
+        unit: float32 ``[batch, heads, 1, dim or 1]``: per channel for keys, per head for values.
+        offset: float32 ``[batch, heads, 1, dim]``: centre of each channel; None for values, so
+            that a value of 0 stays exactly 0.
+
+    The error of an element is at most ``unit * max(step / 2, 2**-16)``, float rounding aside.
+    """
+
+    bits: int
+    dim: int
+    codes: Tensor
+    low: Tensor
+    step: Tensor
+    unit: Tensor
+    offset: Tensor | None
+
+    @property
+    def count(self) -> int:
+        """Slots per head."""
+        return self.codes.shape[2]
+
+    def read(self, out: Tensor) -> None:
+        """Write the dequantised slots into ``out`` ``[batch, heads, slots, dim]``, any floating
+        point dtype; computed in float32."""
+        groups, width = _layout(self.dim, self.bits)
+        in_place = out.dtype == torch.float32 and groups * width == self.dim
+        shape = (*self.codes.shape[:3], groups * width)
+        work = out if in_place else torch.empty(shape, device=out.device)
+        if self.bits == 4:
+            half = self.codes.shape[-1]
+            work[..., :half] = self.codes & 15
+            work[..., half:] = self.codes >> 4
+        else:
+            work.copy_(self.codes)
+        parts = work.view(*shape[:3], groups, width)
+        parts.mul_(self.step.float().unsqueeze(-1)).add_(self.low.float().unsqueeze(-1))
+        work = work if in_place else work[..., : self.dim]
+        work.mul_(self.unit)
+        if self.offset is not None:
+            work.add_(self.offset)
+        if not in_place:
+            out.copy_(work)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Quantized:
+        """Apply ``fn`` (which acts on axis 0, the batch) to every tensor."""
+        return replace(
+            self,
+            codes=fn(self.codes),
+            low=fn(self.low),
+            step=fn(self.step),
+            unit=fn(self.unit),
+            offset=None if self.offset is None else fn(self.offset),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held, for byte counting."""
+        held = [self.codes, self.low, self.step, self.unit]
+        return held if self.offset is None else [*held, self.offset]
+
+
+def quantize(
+    rows: Tensor,
+    bits: int,
+    *,
+    per_channel: bool,
+    live: Tensor | None = None,
+    previous: Quantized | None = None,
+) -> Quantized:
+    """Keys (``per_channel=True``) or values (False) in 8 or 4 bits.
+
+    Args:
+        rows: finite floating point ``[batch, heads, slots, dim]``. Slots read from ``previous``
+            come out with the same codes if they are given in float32.
+        bits: 8 or 4.
+        per_channel: every channel has a centre and a unit of its own.
+        live: bool ``[batch, heads, slots]``; the others have no say in centres and units, and are
+            stored as the centre.
+        previous: where centres and units come from. A unit doubles where the slots have outgrown
+            it (mean distance from the centre above the unit), which a stream can do only a
+            logarithmic number of times; else it never changes.
+    """
+    x = rows.float()
+    offset, unit = _grid(x, live, per_channel, previous)
+    x = (x / unit) if offset is None else (x - offset).div_(unit)
+    if live is not None:
+        x = x.masked_fill(~live.unsqueeze(-1), 0.0)
+    dim = x.shape[-1]
+    groups, width = _layout(dim, bits)
+    if groups * width > dim:  # a repeated channel does not widen the range
+        x = torch.cat([x, x[..., -1:].expand(*x.shape[:3], groups * width - dim)], dim=-1)
+    x = x.reshape(*x.shape[:3], groups, width)
+    levels = 2**bits - 1
+    least, most = x.aminmax(dim=-1)
+    low = least.half()
+    zero = low.float()
+    # Rounding to float16 moves the zero point by less than 1/2000 of it: half a step at most.
+    step = torch.maximum((most - zero) / levels, zero.abs() / 1000).half()
+    scale = torch.where(step > 0, step.float(), 1.0)
+    x = (x - zero.unsqueeze(-1)).div_(scale.unsqueeze(-1)).round_().clamp_(0, levels)
+    codes = x.flatten(-2).to(torch.uint8)
+    if bits == 4:
+        half = codes.shape[-1] // 2
+        codes = codes[..., :half] | codes[..., half:] << 4
+    return Quantized(bits, dim, codes.contiguous(), low, step, unit, offset)
+
+
+def predicted_bytes(
+    quantised: int,
+    full: int,
+    head_dim: int,
+    value_dim: int,
+    bits: int,
+    *,
+    heads: int = 1,
+    itemsize: int = 4,
+    columns: int = 0,
+) -> int:
+    """Bytes of one layer's slots, for all its KV heads.
+
+    Args:
+        quantised: slots per head in ``bits``: all but sinks, recent window and buffer.
+        full: slots per head in the model's dtype, room not filled yet included.
+        heads: batch rows times KV heads.
+        itemsize: bytes of an element in the model's dtype.
+        columns: how many of mass, positions and score there are (4 bytes per slot each).
+
+    Centres and units (``8 * head_dim + 4`` per head) are counted.
+    """
+    if check_bits(bits) == 16:
+        full, quantised, grid = full + quantised, 0, 0
+    else:
+        grid = 8 * head_dim + 4
+    small = slot_bytes(head_dim, bits) + slot_bytes(value_dim, bits) if quantised else 0
+    slots = quantised * small + full * (head_dim + value_dim) * itemsize
+    return heads * (slots + 4 * columns * (quantised + full) + (grid if quantised else 0))
+
+
+def slot_bytes(dim: int, bits: int) -> int:
+    """Bytes of one key or value in 8 or 4 bits, scale and zero point included."""
+    groups, width = _layout(dim, bits)
+    return groups * width * bits // 8 + 4 * groups
+
+
+def _layout(dim: int, bits: int) -> tuple[int, int]:
+    """Groups of a slot and channels of a group, filled up so that 4 bits end on a byte."""
+    groups = math.ceil(dim / GROUP)
+    width = math.ceil(dim / groups)
+    return groups, width + (width % 2 if bits == 4 else 0)
+
+
+def _grid(
+    x: Tensor, live: Tensor | None, per_channel: bool, previous: Quantized | None
+) -> tuple[Tensor | None, Tensor]:
+    """Centres and units for ``x``."""
+    if previous is not None and previous.count >= min(_ENOUGH, x.shape[2] / 2):
+        offset, unit = previous.offset, previous.unit
+        growth = (_distance(x, offset, live, per_channel) / unit).log2().ceil().clamp(min=0)
+        return offset, unit * growth.exp2()
+    offset = None
+    if per_channel:
+        least, most = _range(x, live)
+        offset, unit = (least + most) / 2, (most - least) / 2
+        # A channel that happened to be constant may not stay so.
+        unit = unit.clamp(min=unit.mean(-1, keepdim=True) / 128)
+        unit = torch.maximum(unit, _distance(x, offset, live, per_channel))
+    else:
+        unit = 2 * _distance(x, offset, live, per_channel)
+    return offset, torch.where(unit > 0, unit, 1.0)
+
+
+def _range(x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
+    """First and last percentile of every channel, ``[batch, heads, 1, dim]`` each: a few odd slots
+    have no say. From about a thousand slots, evenly spread."""
+    stride = max(1, x.shape[2] // _SAMPLE)
+    x = x[:, :, ::stride]
+    live = torch.ones_like(x[..., 0], dtype=torch.bool) if live is None else live[:, :, ::stride]
+    ordered = x.masked_fill(~live.unsqueeze(-1), torch.inf).sort(2).values
+    last = (live.sum(-1) - 1).clamp(min=0)
+    index = torch.stack([last // 100, last - last // 100], dim=-1)
+    index = index.unsqueeze(-1).expand(*index.shape, x.shape[-1])
+    # without live slots, all are infinite
+    both = ordered.gather(2, index).nan_to_num(posinf=0.0)
+    return both[:, :, :1], both[:, :, 1:]
+
+
+def _distance(x: Tensor, offset: Tensor | None, live: Tensor | None, per_channel: bool) -> Tensor:
+    """Mean distance of the live slots from the centre, per channel ``[batch, heads, 1, dim]`` or
+    per head: one large slot hardly moves it. At least so much that float16 holds every distance
+    divided by it."""
+    distance = (x if offset is None else x - offset).abs()
+    count: Tensor | int = x.shape[2]
+    if live is not None:
+        distance = distance.masked_fill(~live.unsqueeze(-1), 0.0)
+        count = live.sum(2).clamp(min=1)[..., None, None]
+    mean, most = distance.sum(2, keepdim=True) / count, distance.amax(2, keepdim=True)
+    if not per_channel:
+        mean, most = mean.mean(-1, keepdim=True), most.amax(-1, keepdim=True)
+    return torch.maximum(mean, most / 2**14)

@@ -1,0 +1,176 @@
+"""Sink + recent window around a natively streaming sketch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..methods.base import check_input
+from ..methods.sketches.base import Sketch, token_bytes
+from ..methods.windowed import check_window, split
+from ..slots import Observed, Slots
+
+
+class WindowedSketch:
+    """For ``Periodic`` what ``Windowed`` is to a compressor: the first ``sink`` and last ``recent``
+    live tokens stay as they are, everything between goes into a sketch, once and for all.
+
+    A budget bounds the bytes of everything held: exact tokens and the sketch's whole state, which
+    gets as many slots as fit into the bytes of the tokens that the budget leaves it. A budget that
+    grows (a share of the tokens seen) makes the window and the sketch larger, too. What a sketch
+    counts as (``worth``) follows from its size and not from what is in it, so that when a cache
+    compresses does not depend on other rows of a batch.
+
+    Args:
+        build: makes the sketch for a number of slots, at the first compression.
+        sink: tokens kept from the start, >= 0.
+        recent: tokens kept from the end, >= 0.
+        least: slots the sketch is built for at least.
+
+    Raises:
+        InputError: sink or recent negative or not an int.
+    """
+
+    needs_queries = False
+    accumulates = False
+    window: int | None = None
+    #: its slots may have u without m and m without u
+    split_sums = True
+
+    def __init__(
+        self, build: Callable[[int], Sketch], sink: int = 4, recent: int = 32, least: int = 1
+    ) -> None:
+        check_window(sink, recent)
+        self.build, self.sink, self.recent, self.least = build, sink, recent, least
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the sketch."""
+        self.sketch: Sketch | None = None
+        self.worth = 0  # tokens whose bytes the sketch takes at most
+        self._rows: Tensor | None = None
+        self._sinks = self._window = 0  # sink and recent as far as the budgets had room
+        self._room = 0  # tokens the sketch was sized for
+        self._dtype: torch.dtype | None = None  # of the tokens' values
+        self._before = 0  # slots in front of the recent window, as handed back by ``__call__``
+
+    def recent_at(self, budget: int) -> int:
+        """Recent tokens that are kept as they are: what the budgets had room for."""
+        return self._window
+
+    def observe(self, slots: Slots, observed: Observed | None) -> Slots:
+        return slots
+
+    def take(self, exact: Slots, budget: int) -> tuple[Slots, Slots] | None:
+        """Hand the exact tokens between sinks and recent window over to the sketch.
+
+        Args:
+            exact: all exact tokens held, in order; at the first call all tokens.
+            budget: tokens whose bytes may be held in all.
+
+        Returns:
+            The exact tokens before and behind the sketch; None where the budget is less than the
+            smallest sketch takes, so that nothing can be compressed.
+
+        Raises:
+            InputError: non-finite keys or values, or options that make the sketch too large.
+        """
+        check_input(exact, budget)
+        if self.sketch is None:
+            least = _worth(self.build(self.least), exact)
+            if budget < least:
+                return None
+            self._sinks = min(self.sink, budget - least)
+        else:
+            least = self.worth
+        self._window = max(self._window, min(self.recent, budget - least - self._sinks))
+        self._fit(exact, budget - self._sinks - self._window)
+        assert self.sketch is not None
+        rest = exact.narrow(self._sinks, exact.count - self._sinks)
+        if self.sketch.seen:
+            first = exact.narrow(0, self._sinks)
+            if rest.count <= self._window:
+                return first, rest
+            _, middle, last = split(rest, 0, self._window)
+        else:
+            first, middle, last = split(exact, self._sinks, min(self._window, rest.count))
+        self.sketch.extend(replace(middle, score=None))
+        return first, last
+
+    def __call__(self, slots: Slots, budget: int, observed: Observed | None = None) -> Slots:
+        """As ``Windowed.__call__``: slots as attention sees them. Those handed back must come in
+        again, with the new tokens behind them."""
+        check_input(slots, budget)
+        if self.sketch is None:
+            exact = slots
+            if slots.count <= budget:
+                return slots
+        else:
+            last = slots.narrow(self._before, slots.count - self._before)
+            exact = Slots.cat([slots.narrow(0, self._sinks), last])
+            # Sums of a sketch may be float32 and make all so; tokens come back unrounded.
+            exact = replace(exact, values=exact.values.to(self._dtype))
+        self._dtype = exact.values.dtype
+        parts = self.take(exact, budget)
+        if parts is None:
+            return slots
+        assert self.sketch is not None
+        middle = self.sketch.slots
+        self._before = parts[0].count + middle.count
+        return Slots.cat([parts[0], middle, parts[1]])
+
+    def _fit(self, token: Slots, room: int) -> None:
+        """Make the sketch, or make it larger: the largest whose bytes are those of ``room`` tokens
+        at most."""
+        if self.sketch is not None and (room <= self._room or not self.sketch.grows):
+            return
+        low, high = self.least, max(self.least, room)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if _worth(self.build(middle), token) <= room:
+                low = middle
+            else:
+                high = middle - 1
+        fitting = self.build(low)
+        if self.sketch is None:
+            self.sketch = fitting
+            if self._rows is not None:
+                self.sketch.number_rows(self._rows)
+        else:
+            self.sketch.widen(fitting)
+        self._room, self.worth = room, _worth(self.sketch, token)
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``fn`` to the batch axis of what the sketch holds; rows are numbered anew."""
+        self._rows = None
+        if self.sketch is not None:
+            self.sketch.map_batch(fn)
+
+    def number_rows(self, rows: Tensor) -> None:
+        """Say which rows of a larger batch these are, see ``Sketch.number_rows``."""
+        self._rows = rows
+        if self.sketch is not None:
+            self.sketch.number_rows(rows)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor the sketch holds."""
+        return [] if self.sketch is None else self.sketch.tensors()
+
+
+def _worth(sketch: Sketch, token: Slots) -> int:
+    """Tokens whose bytes a sketch takes at most, rounded up.
+
+    Raises:
+        InputError: the options leave its size to the stream.
+    """
+    most = sketch.most_bytes(token)
+    if most is None:
+        raise InputError(
+            f"method={sketch.name!r}: its options leave its size to the stream, and a budget needs "
+            "a bound"
+        )
+    return -(-most // token_bytes(token))

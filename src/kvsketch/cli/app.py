@@ -1,0 +1,248 @@
+"""The command line: reads options, hands them on, shows what comes back.
+
+Heavy imports (torch, transformers) happen inside the commands, after all that can be refused
+without them: `--help` and every usage error are quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from typer.core import TyperGroup
+
+from kvsketch.cli.eval_command import (
+    BUDGETS_DEFAULT,
+    INTERRUPTED,
+    METHODS_DEFAULT,
+    console_for,
+    eval_command,
+    run_sweep,
+)
+from kvsketch.cli.eval_command import EPILOG as EVAL_EXAMPLE
+from kvsketch.cli.inspect_command import EPILOG as INSPECT_EXAMPLE
+from kvsketch.cli.inspect_command import inspect_command
+from kvsketch.cli.report_command import EPILOG as REPORT_EXAMPLE
+from kvsketch.cli.report_command import report_command
+from kvsketch.errors import KVSketchError, unknown_name
+
+GO_ON = """
+Go on with
+  kvsketch eval longeval --lines 400 --num-cases 20 --budgets 0.5,0.1 --out run.jsonl
+  kvsketch eval longeval --model YOUR_MODEL --question unseen
+  kvsketch eval longbench needle ruler --model YOUR_MODEL --budgets 0.25 --out run.jsonl
+  kvsketch methods"""
+USAGE_ERROR = 2
+
+
+#: of the click that typer brings along, which may be another than the one that can be imported
+_ClickError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+class _Group(TyperGroup):
+    """Turns the errors we raise on purpose, and click's, into one line and an exit code."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _errors_in_one_line():  # of the options before a command
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _errors_in_one_line(ctx):
+            return super().invoke(ctx)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands:
+            raise unknown_name("command", args[0], self.commands)
+        return super().resolve_command(ctx, args)
+
+
+@contextmanager
+def _errors_in_one_line(group: Any = None) -> Iterator[None]:
+    try:
+        yield
+    except KVSketchError as error:
+        message = str(error)
+    except _ClickError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # `kvsketch` alone: a page of help
+            raise
+        said: Any = error
+        if said.ctx is not None:
+            path = said.ctx.command_path
+        else:
+            path = " ".join(["kvsketch", *([group.invoked_subcommand] if group else [])])
+        message = f"{said.format_message().rstrip('.')}; see `{path} --help`"
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    else:
+        return
+    print("error:", " ".join(line.strip() for line in message.splitlines()), file=sys.stderr)
+    raise typer.Exit(USAGE_ERROR)
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Keeps the KV cache of long-context language models small while it streams.",
+    epilog="Example: kvsketch demo",
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from kvsketch import __version__
+
+        print(f"kvsketch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("methods", epilog="Example: kvsketch methods --json")
+def list_methods(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, on one line.")] = False,
+) -> None:
+    """List the compression methods and the papers they come from."""
+    from kvsketch.evaluation.report.report import dumps
+    from kvsketch.methods.registry import ALL_METHODS
+
+    rows = [
+        {"name": name, "summary": _first_sentence(cls.__doc__), "paper": cls.paper}
+        for name, cls in ALL_METHODS.items()
+    ]
+    if as_json:
+        print(dumps({"command": "methods", "methods": rows}))
+        return
+    table = Table()
+    for column in ("name", "summary", "paper"):
+        table.add_column(column, no_wrap=column == "name")
+    for row in rows:
+        table.add_row(*(escape(row[column]) for column in ("name", "summary", "paper")))
+    Console().print(table)
+
+
+def _first_sentence(doc: str | None) -> str:
+    text = " ".join((doc or "").split("\n\n")[0].split())
+    head, dot, _ = text.partition(". ")
+    return head + "." if dot else text
+
+
+@app.command(
+    epilog="Example: kvsketch calibrate one.txt two.txt --model YOUR_MODEL --out curves.json"
+)
+def calibrate(
+    prompts: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Text files: prompts of your kind.")
+    ],
+    out: Annotated[Path, typer.Option(help="Where the curves go (JSON).")],
+    model: Annotated[
+        str, typer.Option(help="Model folder or Hugging Face id. Default: the packaged model.")
+    ] = "packaged",
+    method: Annotated[str, typer.Option(help="See `kvsketch methods`.")] = "heavy_merge",
+    follow: Annotated[
+        int, typer.Option(help="Last tokens of each prompt, held back as questions about the rest.")
+    ] = 64,
+    sink: Annotated[int, typer.Option(help="First tokens that are always kept.")] = 4,
+    recent: Annotated[int, typer.Option(help="Last tokens that are always kept.")] = 32,
+    seed: Annotated[int, typer.Option(help="Of random methods.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
+    ] = False,
+) -> None:
+    """Measure which layers and heads need their tokens, for `--allocation` and SketchCache."""
+    from kvsketch.errors import InputError
+    from kvsketch.evaluation.report.report import dumps
+    from kvsketch.evaluation.runner.calibration import calibrate_files
+    from kvsketch.evaluation.runner.settings import Settings
+
+    settings = Settings(sink=sink, recent=recent, device=device, dtype=dtype)
+    if not out.parent.is_dir():  # said now, not after minutes of measuring
+        raise InputError(f"--out {out}: there is no folder {out.parent}")
+    curves = calibrate_files(model, prompts, method, follow, settings, seed, Console(stderr=True))
+    curves.save(out)
+    layers, heads, _ = curves.error.shape
+    needed = {t: float(curves.within(t)[0].mean()) for t in (0.02, 0.05, 0.1)}
+    console = console_for(as_json)
+    console.print(f"{layers} layers x {heads} KV heads, written to {out}")
+    for tolerance, kept in needed.items():
+        console.print(f"  tolerance {tolerance}: keeps {kept:.0%} of the tokens")
+    console.print(
+        f'Use it: SketchCache(model.config, "{method}", budget=0.25, allocation="{out}")',
+        soft_wrap=True,
+    )
+    if as_json:
+        print(
+            dumps(
+                {
+                    "command": "calibrate",
+                    "out": str(out),
+                    "method": method,
+                    "seed": seed,
+                    "layers": layers,
+                    "heads": heads,
+                    "kept_by_tolerance": {str(t): k for t, k in needed.items()},
+                }
+            )
+        )
+
+
+app.command("eval", epilog=EVAL_EXAMPLE)(eval_command)
+app.command("inspect", epilog=INSPECT_EXAMPLE)(inspect_command)
+app.command("report", epilog=REPORT_EXAMPLE)(report_command)
+
+
+@app.command(epilog="Example: kvsketch demo --quick --json")
+def demo(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the generated cases.")] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two cases: a look, not a result.")
+    ] = False,
+) -> None:
+    """Show on real long prompts what each method keeps and what that costs in answers."""
+    from kvsketch.evaluation.runner.settings import Settings
+    from kvsketch.evaluation.runner.setups import make_setups, parse_budget
+    from kvsketch.evaluation.runner.sweep import Sweep
+    from kvsketch.evaluation.tasks import Options, make_tasks
+
+    count = 2 if quick else 20
+    setups = make_setups(
+        METHODS_DEFAULT.split(","), [parse_budget(b) for b in BUDGETS_DEFAULT.split(",")]
+    )
+    tasks = make_tasks(["longeval"], Options(lines=[200], num_cases=count, seed=seed))
+    sweep = Sweep.open("packaged", tasks, setups, Settings(), None)
+    console_for(as_json).print(
+        f"A small Llama that ships with kvsketch reads {count} records of 200 lines and is asked "
+        "for the number in one of them.\nThe exact cache keeps every token; each method keeps the "
+        "share in the column [bold]budget[/bold] and answers from that."
+    )
+    # JSON comes last on standard output; with --json this text goes to standard error.
+    run_sweep(sweep, "demo", as_json, {**sweep.base, "cases": "generated"}, seed)
+    console_for(as_json).print(GO_ON, soft_wrap=True, highlight=False)
+
+
+def main() -> None:
+    """Entry point of the command `kvsketch`."""
+    app(prog_name="kvsketch")

@@ -1,0 +1,405 @@
+"""`kvsketch eval`: reads options, runs the sweep, shows what comes back.
+
+torch and transformers are imported once all that can be refused without them was (``Sweep.open``).
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from kvsketch.evaluation.runner.preset_run import Plan
+    from kvsketch.evaluation.runner.presets import Preset
+    from kvsketch.evaluation.runner.settings import Settings
+    from kvsketch.evaluation.runner.sweep import Runner, Sweep
+
+METHODS_DEFAULT = "exact,heavy_merge,streaming_llm,h2o,kcenter,uniform"
+BUDGETS_DEFAULT = "0.65,0.25"
+INTERRUPTED = 128 + signal.SIGINT
+EPILOG = (
+    "Example: kvsketch eval longeval --lines 200 --num-cases 20 --methods exact,heavy_merge "
+    "--budgets 0.5,0.25 --question unseen --out run.jsonl\n\n"
+    "A paper's table: kvsketch eval --preset clustergen-table2 --model YOUR_MODEL --data FOLDER "
+    "--out table2.jsonl"
+)
+
+
+def _config(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Values of a YAML file become the defaults of this command's options."""
+    if path is not None:
+        from kvsketch.evaluation.runner.configuration import read_config
+
+        names = {p.name for p in ctx.command.params if p.name not in (None, "config", "help")}
+        ctx.default_map = {**(ctx.default_map or {}), **read_config(path, names)}
+    return path
+
+
+def eval_command(
+    ctx: typer.Context,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TASK...",
+            help="longeval, longbench, longbench_e, needle, ruler; kl, perplexity, attention_error "
+            "(of texts that go on). Files after --cases FILE are further case files.",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN.yaml",
+            callback=_config,
+            is_eager=True,
+            help="Options from a file; those on the command line win.",
+        ),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TABLE",
+            help="Instead of a task, a paper's table in the paper's protocol, beside what it "
+            "printed: clustergen-table2, balancekv-table1 or subgen-table1. Takes --model, --data, "
+            "--limit, --datasets, --seeds, --out and the machine's options; the paper says the "
+            "rest.",
+        ),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Model folder or Hugging Face id. Default: the packaged model.")
+    ] = "packaged",
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated; NAME with any of :FIRST:LAST, @even, @measured or @FILE, and "
+            "+int8 or +int4 behind it. FIRST and LAST are its own --sink and --recent, or shares "
+            "of the tokens; see `kvsketch methods`."
+        ),
+    ] = METHODS_DEFAULT,
+    budgets: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated: 0.25 is a share of the tokens, 1024 slots per KV head. "
+            f"[default: {BUDGETS_DEFAULT}, unless there are tolerances]"
+        ),
+    ] = None,
+    tolerances: Annotated[
+        str, typer.Option(help="Comma-separated measured errors instead of budgets, e.g. 0.05.")
+    ] = "",
+    seeds: Annotated[str, typer.Option(help="Comma-separated seeds of random methods.")] = "0",
+    allocation: Annotated[
+        str | None,
+        typer.Option(
+            help="How a budget is spent over layers and heads: even, measured (on each prompt) or "
+            "a file of `kvsketch calibrate`. [default: each method's own]"
+        ),
+    ] = None,
+    question: Annotated[
+        str, typer.Option(help="Is the question seen or unseen when the context is compressed?")
+    ] = "seen",
+    limit: Annotated[
+        int | None, typer.Option(help="First N cases of each file, data set or length.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of generated cases.")] = 0,
+    cases: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE...", help="longeval: case files in LongEval's own format."),
+    ] = None,
+    lines: Annotated[
+        str | None,
+        typer.Option(
+            help="longeval, --form line: generate cases with this many lines, e.g. 200,300. "
+            "[default: 200]"
+        ),
+    ] = None,
+    num_cases: Annotated[
+        int | None, typer.Option(help="Generated cases for each length. [default: 20]")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="longbench: folder of NAME.jsonl [default: the hub]; needle, ruler: of texts; kl, "
+            "perplexity, attention_error: a .txt or .jsonl file, a folder of them, or "
+            "hub:NAME[:CONFIGURATION[:SPLIT]]."
+        ),
+    ] = None,
+    datasets: Annotated[str, typer.Option(help="longbench: comma-separated. [default: all]")] = "",
+    subtasks: Annotated[str, typer.Option(help="ruler: comma-separated. [default: all]")] = "",
+    lengths: Annotated[
+        str, typer.Option(help="needle, ruler, texts: lengths in tokens, e.g. 1000,2000.")
+    ] = "1000,1800",
+    depths: Annotated[
+        str, typer.Option(help="needle: where it is hidden, 0 (start) to 1 (end).")
+    ] = "0,0.25,0.5,0.75,1",
+    form: Annotated[
+        str | None,
+        typer.Option(
+            help="needle: sandwich, number, or line (for the packaged model); kl, perplexity, "
+            "attention_error: text, or line."
+        ),
+    ] = None,
+    sink: Annotated[int, typer.Option(help="First tokens that are always kept.")] = 4,
+    recent: Annotated[int, typer.Option(help="Last tokens that are always kept.")] = 32,
+    prefill: Annotated[
+        str, typer.Option(help="exact: compress after the prompt. streaming: while reading it.")
+    ] = "exact",
+    prefill_chunk_size: Annotated[
+        int | None,
+        typer.Option(help="Tokens read at once. [default: the whole prompt; streaming: 512]"),
+    ] = None,
+    one_shot: Annotated[
+        bool, typer.Option("--one-shot", help="Compress the prompt only; keep answers exact.")
+    ] = False,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(help="Longest answer; tokens measured of a text. [default: the task's own]"),
+    ] = None,
+    max_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(help="Longer prompts are cut as the task says. [default: the model's limit]"),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Cases answered at once.")] = 1,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="local|ADDRESS", help="Answer on a Ray cluster (pip install kvsketch[ray])."
+        ),
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Ray: models loaded at once.")] = 2,
+    gpus: Annotated[float, typer.Option(help="Ray: GPUs per worker; fractions share one.")] = 0.0,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN.jsonl", help="Keep finished cases here, and resume from it."),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="cpu, cuda, cuda:1; or auto, balanced, sequential: layers over all devices there "
+            "are (needs accelerate)."
+        ),
+    ] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
+    ] = False,
+) -> None:
+    """Answer the cases of one or more tasks with every method at every budget."""
+    from kvsketch.evaluation.runner.settings import Settings
+    from kvsketch.evaluation.runner.setups import make_setups, parse_budget
+    from kvsketch.evaluation.runner.sweep import Sweep
+    from kvsketch.evaluation.tasks import TASKS, Options, make_tasks
+
+    if preset is None and not tasks:
+        from kvsketch.errors import InputError
+
+        raise InputError(
+            f"Missing argument 'TASK...': {', '.join(TASKS)}; or a paper's table with --preset; "
+            "see `kvsketch eval --help`"
+        )
+    named = None
+    if preset is not None:
+        from kvsketch.cli.preset_options import find_preset
+
+        named = find_preset(preset, _given(ctx))
+    settings = Settings(
+        sink=sink,
+        recent=recent,
+        prefill=prefill,
+        prefill_chunk_size=prefill_chunk_size,
+        question=question,
+        one_shot=one_shot or named is not None,
+        max_new_tokens=max_new_tokens,
+        max_prompt_tokens=max_prompt_tokens,
+        batch_size=batch_size,
+        device=device,
+        dtype=dtype,
+    )
+    if named is not None:
+        _eval_preset(
+            named,
+            model,
+            settings,
+            data=data,
+            cases=cases or [],
+            datasets=_names(datasets),
+            limit=limit,
+            seeds=[int(x) for x in _numbers("--seeds", seeds, whole=True)],
+            ray=None if ray is None else (ray, workers, gpus),
+            out=out,
+            as_json=as_json,
+        )
+        return
+    kept = _names(BUDGETS_DEFAULT if budgets is None and not tolerances else budgets or "")
+    setups = make_setups(
+        _names(methods),
+        [parse_budget(b) for b in kept],
+        _numbers("--tolerances", tolerances),
+        [int(x) for x in _numbers("--seeds", seeds, whole=True)],
+        allocation,
+    )
+    options = Options(
+        cases=cases or [],
+        lines=None if lines is None else _counts("--lines", lines),
+        num_cases=num_cases,
+        limit=limit,
+        seed=seed,
+        data=data,
+        datasets=_names(datasets),
+        subtasks=_names(subtasks),
+        lengths=_counts("--lengths", lengths),
+        depths=_numbers("--depths", depths),
+        form=form,
+    )
+    chosen = make_tasks(tasks or [], options)
+    runner = _runner(None if ray is None else (ray, workers, gpus), model, settings)
+    sweep = Sweep.open(model, chosen, setups, settings, out)
+    shown = {**sweep.base, "tasks": tasks, "cases": [str(f) for f in options.cases] or "generated"}
+    run_sweep(sweep, f"eval {' '.join(t.name for t in chosen)}", as_json, shown, seed, runner)
+
+
+def _given(ctx: typer.Context) -> dict[str, Any]:
+    """Options from the command line or ``--config``, by name."""
+    return {
+        name: value
+        for name, value in ctx.params.items()
+        if (source := ctx.get_parameter_source(name)) is not None
+        and source.name in ("COMMANDLINE", "DEFAULT_MAP")
+    }
+
+
+def _runner(ray: tuple[str, int, float] | None, model: str, settings: Settings) -> Runner | None:
+    """What answers: None is this process."""
+    if ray is None:
+        return None
+    from kvsketch.evaluation.runner.loading import resolve_model
+    from kvsketch.evaluation.runner.ray_runner import RayRunner
+
+    address, workers, gpus = ray
+    return RayRunner(address, resolve_model(model), settings, workers, gpus)
+
+
+def _eval_preset(
+    preset: Preset,
+    model: str,
+    settings: Settings,
+    *,
+    data: Path | None,
+    cases: list[Path],
+    datasets: list[str],
+    limit: int | None,
+    seeds: list[int],
+    ray: tuple[str, int, float] | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    from kvsketch.evaluation.runner.loading import resolve_model
+    from kvsketch.evaluation.runner.preset_run import fitted_prompts, plan
+    from kvsketch.evaluation.runner.sweep import Sweep
+    from kvsketch.evaluation.tasks import Options
+
+    Options(limit=limit)  # raises
+    resolve_model(model)  # a wrong name is refused before any case is read
+    new = settings.max_new_tokens
+    found = plan(
+        preset,
+        data=data,
+        cases=cases,
+        datasets=datasets,
+        limit=limit,
+        seeds=seeds,
+        max_new_tokens=new,
+    )
+    found, longest = fitted_prompts(found, model, new)
+    # Every method has a window of its own; the run's must not look like one.
+    settings = replace(settings, max_prompt_tokens=longest, sink=0, recent=0)
+    runner = _runner(ray, model, settings)
+    sweep = Sweep.open(model, found.tasks, found.setups, settings, out, preset.name)
+    shown = {**sweep.base, "tasks": [preset.task], "cases": str(data or "the published ones")}
+    run_sweep(sweep, f"eval --preset {preset.name}", as_json, shown, 0, runner, found)
+
+
+def run_sweep(
+    sweep: Sweep,
+    command: str,
+    as_json: bool,
+    settings: Mapping[str, Any],
+    seed: int,
+    runner: Runner | None = None,
+    plan: Plan | None = None,
+) -> None:
+    """Runs `sweep` under a progress bar, then shows table and JSON, also when interrupted; of a
+    preset, what the paper printed too."""
+    from kvsketch.evaluation.report.report import dumps, report, results_tables
+    from kvsketch.evaluation.runner.progress import run_with_progress
+
+    interrupted = False
+    with sweep.store:
+        try:
+            run_with_progress(sweep, runner)
+        except KeyboardInterrupt:
+            interrupted = True
+    rows = sweep.rows()
+    console = console_for(as_json)
+    for table in results_tables(rows, wide=console.width >= 100):
+        console.print()
+        console.print(table)
+    more: dict[str, Any] = {}
+    if plan is not None:
+        from kvsketch.evaluation.report.preset_report import show
+
+        more = show(plan, sweep, console)
+    if interrupted:
+        _say_interrupted(sweep)
+        more["interrupted"] = True
+    if as_json:
+        print(dumps(report(command, rows, settings=settings, seed=seed, **more)))
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _say_interrupted(sweep: Sweep) -> None:
+    done = sweep.total() - sweep.remaining()
+    kept = (
+        f"kept in {sweep.store.path}; the same command goes on from there"
+        if sweep.store.path
+        else "not kept: give --out FILE to be able to resume"
+    )
+    print(f"interrupted: {done} of {sweep.total()} answers are done, {kept}", file=sys.stderr)
+
+
+def console_for(as_json: bool) -> Console:
+    """People's output goes to standard error when standard output is for a program."""
+    return Console(stderr=as_json)
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _counts(option: str, text: str) -> list[int]:
+    from kvsketch.errors import InputError
+
+    counts = []
+    for part in _names(text):
+        if not part.isdecimal() or int(part) < 1:
+            raise InputError(f"{option} {part!r} must be an int >= 1, or several with commas")
+        counts.append(int(part))
+    if not counts:
+        raise InputError(f"{option} {text!r} names no length; give e.g. 200 or 200,300")
+    return list(dict.fromkeys(counts))
+
+
+def _numbers(option: str, text: str, whole: bool = False) -> list[float]:
+    from kvsketch.errors import InputError
+
+    try:
+        return [int(part) if whole else float(part) for part in _names(text)]
+    except ValueError as error:
+        kind = "ints" if whole else "numbers"
+        raise InputError(f"{option} {text!r} must be {kind}, with commas between") from error

@@ -1,0 +1,327 @@
+"""`kvsketch inspect`: measure a model's activations, show them, keep them.
+
+Heavy imports (torch, transformers) happen inside, as in ``kvsketch.cli``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvsketch.errors import InputError
+from kvsketch.evaluation.runner.files import check_folder, read_text, try_folder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: register it with ``app.command("inspect", epilog=EPILOG)(inspect_command)``
+EPILOG = "Example: kvsketch inspect YOUR_MODEL prompt1.txt prompt2.txt --out inspected"
+#: where no files are given: so many prompts, LongEval's with so many lines, others so many tokens
+_PROMPTS, _LINES, _SAMPLED = 2, 100, 1024
+
+
+def inspect_command(
+    model: Annotated[
+        str,
+        typer.Argument(help="Model folder or Hugging Face id. Default: the packaged model."),
+    ] = "packaged",
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[FILE]...",
+            help="Text files, each one prompt. Default: LongEval prompts for the packaged model, "
+            "else text sampled from the model.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write inspect.json and figures (.svg, .png) here."),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated, e.g. 0,3; a t-SNE is drawn of each. Default: all with full "
+            "attention, a t-SNE of the first, the middle and the last."
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(help="First tokens of each prompt that are read.")] = 2048,
+    seed: Annotated[int, typer.Option(help="Of generated prompts, random methods, t-SNE.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
+    ] = False,
+) -> None:
+    """Look at a model's queries, keys and values: norms, clusters, attention, errors by method."""
+    from kvsketch.evaluation.report.report import dumps
+
+    result = run(
+        model,
+        files or [],
+        layers=None if layers is None else _layers(layers),
+        limit=limit,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        out=out,
+    )
+    console = Console(stderr=as_json)
+    for table in tables(result):
+        console.print()
+        console.print(table)
+    console.print()
+    for topic, text in result["readings"].items():
+        if text:
+            console.print(f"[bold]{topic}[/bold] {text}", highlight=False)
+    if out is not None:
+        console.print(f"\ninspect.json and the figures are in {out}", soft_wrap=True)
+    if as_json:
+        print(dumps(result))
+
+
+def run(
+    model_name: str,
+    files: Sequence[Path] = (),
+    *,
+    layers: Sequence[int] | None = None,
+    limit: int = 2048,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: str = "float32",
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """What the command measures, shows and, where ``out`` is given, writes.
+
+    Returns:
+        ``inspection.inspect_model``'s result, with the model, where its prompts come from, the
+        figures' names and captions, and the versions and hardware.
+
+    Raises:
+        InputError: files that cannot be read, are empty or too short; layers the model lacks; a
+            folder that cannot be written; an option out of range. All but what needs the weights
+            is said before they are loaded.
+        UnsupportedError: a model whose attention cannot be caught, by name.
+    """
+
+    from kvsketch.evaluation.inspection.readings import LEAST_TOKENS
+    from kvsketch.evaluation.report.report import dumps, environment
+    from kvsketch.evaluation.runner import loading
+    from kvsketch.evaluation.runner.encoding import max_positions
+    from kvsketch.evaluation.runner.settings import Settings
+
+    if limit < LEAST_TOKENS:
+        raise InputError(f"--limit {limit} must be at least {LEAST_TOKENS}")
+    Settings(device=device, dtype=dtype)  # raises
+    texts = [_read(file) for file in files]
+    if out is not None:
+        try_folder(out, "--out")
+    folder = loading.resolve_model(model_name)
+
+    # What comes now imports torch and transformers: all that can be refused without was.
+    from kvsketch.evaluation.inspection import inspection
+    from kvsketch.evaluation.inspection import measures as inspection_measures
+    from kvsketch.hf.models import kv_heads_of
+
+    loading.check_device(device)
+    config = loading.load_config(folder)
+    chosen = inspection.choose_layers(config, layers)
+    positions = max_positions(config)
+    if positions is not None and positions < LEAST_TOKENS:
+        raise InputError(
+            f"--model {model_name!r} has {positions} positions, at least {LEAST_TOKENS} are needed"
+        )
+    limit = limit if positions is None else min(limit, positions)
+    tokenizer = loading.load_tokenizer(folder)
+    source, prompts = "sampled", list["Tensor"]()
+    if texts:
+        source = "files"
+    elif model_name == loading.PACKAGED:
+        from kvsketch.evaluation.runner.longeval_cases import generate_cases
+
+        source = f"longeval-{_LINES}"
+        texts = [case["prompt"] for case in generate_cases(_LINES, _PROMPTS, seed)]
+    for i, text in enumerate(texts):
+        prompts.append(tokenizer(text, return_tensors="pt").input_ids[:, :limit])
+        try:
+            inspection.check_prompt(prompts[-1])
+        except InputError as error:
+            raise InputError(f"{files[i] if files else source}: {error}") from error
+    projected = pictured(chosen, named=layers is not None)
+    if out is None:
+        projected = []  # a picture alone
+    else:
+        inspection_measures.require("matplotlib", "sklearn")
+        check_folder(out, "--out")
+    model = loading.load_model(folder, device, dtype)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as progress:
+        if not prompts:
+            task = progress.add_task("sampling", total=None)
+            prompts = sampled(model, _PROMPTS, min(limit, _SAMPLED), seed, chosen[:1])
+            progress.remove_task(task)
+        heads = sum(kv_heads_of(config, layer) for layer in projected)
+        total = inspection.steps(len(prompts), len(chosen), len(inspection.METHODS), heads)
+        task = progress.add_task("measuring", total=total)
+        measured = inspection.inspect_model(
+            model,
+            prompts,
+            layers=chosen,
+            projected=projected,
+            seed=seed,
+            advance=lambda: progress.advance(task),
+        )
+    result = {
+        "command": "inspect",
+        "model": model_name,
+        "source": source,
+        "files": [str(file) for file in files],
+        "tokens": [int(prompt.shape[1]) for prompt in prompts],
+        "limit": limit,
+        "seed": seed,
+        "device": device,
+        "dtype": dtype,
+        **measured,
+        "figures": {},
+        **environment(),
+    }
+    if out is not None:
+        from kvsketch.evaluation.inspection.figures import draw
+
+        result["figures"] = draw(result, out)
+        try:
+            (out / "inspect.json").write_text(dumps(result) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"{out / 'inspect.json'} cannot be written: {error.strerror or error}"
+            ) from error
+    return result
+
+
+def pictured(layers: Sequence[int], named: bool) -> list[int]:
+    """Layers whose KV heads get a t-SNE: those that were named (ClusterGen, appendix C.2), else the
+    first, the middle and the last."""
+    return sorted(layers if named else {layers[0], layers[len(layers) // 2], layers[-1]})
+
+
+def sampled(model: Any, count: int, tokens: int, seed: int, layers: Sequence[int]) -> list[Tensor]:
+    """Texts of the model itself, ``[1, tokens]`` each, sampled at temperature 1 from its first
+    token: what it knows best.
+
+    Args:
+        layers: some that will be looked at: a model whose attention cannot be caught is refused
+            before it writes anything.
+
+    Raises:
+        UnsupportedError: as ``inspection.catch``.
+    """
+    import torch
+
+    from kvsketch.evaluation.inspection.inspection import catch
+
+    first = model.config.get_text_config(decoder=True).bos_token_id
+    start = torch.full((count, 1), 1 if first is None else int(first), device=model.device)
+    catch(model, start[:1], layers)
+    with torch.random.fork_rng():  # the caller's random numbers stay as they are
+        torch.manual_seed(seed)
+        found = model.generate(
+            start,
+            attention_mask=torch.ones_like(start),
+            max_new_tokens=tokens - 1,
+            min_new_tokens=tokens - 1,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+        )
+    return list(found.split(1))
+
+
+def tables(result: Mapping[str, Any]) -> list[Table]:
+    """What is shown of a result: by layer, then by method. 80 columns wide."""
+    rows = result["layers"]
+    norms = _table(
+        "norms: mean (largest); radius / spread of n/8 balls",
+        ("layer", "queries", "keys", "values", "|q||k|s", "keys r", "values r"),
+        [
+            [
+                str(row["layer"]),
+                *(
+                    f"{row['norms'][kind]['mean']:.1f} ({row['norms'][kind]['max']:.1f})"
+                    for kind in ("query", "key", "value", "score")
+                ),
+                *(f"{row['clusterability'][what]['eighth']:.2f}" for what in ("keys", "values")),
+            ]
+            for row in rows
+        ],
+    )
+    looked = _table(
+        "attention at the end; tokens a tolerance needs",
+        ("layer", "entropy", "sinks", "recent", "90% on", "0.02", "0.05", "0.1"),
+        [
+            [
+                str(row["layer"]),
+                f"{row['attention']['entropy']:.2f}",
+                f"{row['attention']['sink']:.0%}",
+                f"{row['attention']['recent']:.0%}",
+                f"{row['attention']['holding']:.0f} ({row['attention']['holding_share']:.0%})",
+                *(f"{share:.0%}" for share in row["within"].values()),
+            ]
+            for row in rows
+        ],
+    )
+    ranked = sorted(result["errors"].items(), key=lambda item: item[1])
+    errors = _table(
+        f"relative error, {result['kept']:.0%} kept",
+        ("method", "mean", *(f"layer {row['layer']}" for row in rows[:_COLUMNS])),
+        [
+            [name, f"{mean:.3f}", *(f"{row['errors'][name]:.3f}" for row in rows[:_COLUMNS])]
+            for name, mean in ranked
+        ],
+    )
+    return [norms, looked, errors]
+
+
+#: layers with a column of their own: what 80 columns hold
+_COLUMNS = 6
+
+
+def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for name in names:
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _layers(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise InputError(f"--layers {text!r} must be layers with commas, e.g. 0,3")
+    return [int(part) for part in parts]
+
+
+def _read(file: Path) -> str:
+    text = read_text(file)
+    if not text.strip():
+        raise InputError(f"{file} is empty")
+    return text

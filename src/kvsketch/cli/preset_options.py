@@ -1,0 +1,70 @@
+"""Which preset is meant, and whether what else was said agrees with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvsketch.errors import InputError, unknown_name
+from kvsketch.evaluation.runner.presets import PRESETS, Preset
+
+#: options of ``kvsketch eval`` that no paper's protocol decides
+FREE = {
+    *("config", "preset", "model", "limit", "data", "cases", "datasets", "seeds", "batch_size"),
+    *("ray", "workers", "gpus", "out", "device", "dtype", "as_json", "prefill_chunk_size"),
+    "max_new_tokens",
+}
+
+
+def find_preset(name: str, given: Mapping[str, Any]) -> Preset:
+    """The preset by name, if nothing given contradicts it.
+
+    Args:
+        given: options that the user gave, by name, without those left at their default.
+
+    Raises:
+        InputError: an unknown preset, or an option that says something else, naming both.
+    """
+    if name not in PRESETS:
+        raise unknown_name("--preset", name, PRESETS)
+    preset = PRESETS[name]
+    for option, value in given.items():
+        if option in FREE and not (option == "cases" and preset.task != "longeval"):
+            continue
+        if option in preset.options and preset.options[option] == value:
+            continue
+        raise InputError(
+            f"--preset {name} and {_written(option, value)} exclude each other: "
+            f"{_said(preset, option)}; leave out one of the two"
+        )
+    return preset
+
+
+def _written(option: str, value: Any) -> str:
+    if option == "tasks":
+        return "the task " + " ".join(value)
+    name = "--" + option.replace("_", "-")
+    if value is True:
+        return name
+    if isinstance(value, (list, tuple)):
+        value = " ".join(map(str, value))
+    return f"{name} {value}"
+
+
+def _said(preset: Preset, option: str) -> str:
+    """What the preset says of an option, in words."""
+    name = "--" + option.replace("_", "-")
+    if option in preset.options:
+        value = preset.options[option]
+        return f"the paper's is {name}" + ("" if value is True else f" {value}")
+    if option == "tasks":
+        return f"it runs {preset.task}"
+    if option == "budgets":
+        return "the paper kept " + ", ".join(map(str, preset.budgets.values()))
+    if option == "methods":
+        return "the paper's are " + ", ".join(next(iter(preset.methods.values())))
+    if option in ("sink", "recent"):
+        return "each method has its own window, " + ", ".join(next(iter(preset.methods.values())))
+    if option == "max_prompt_tokens" and preset.max_prompt_tokens is not None:
+        return f"the paper's is {name} {preset.max_prompt_tokens}"
+    return "the paper's table has no such thing"

@@ -1,0 +1,82 @@
+"""`kvsketch report`: one page from results stores.
+
+Heavy imports happen inside, as in ``kvsketch.cli``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+#: register it with ``app.command("report", epilog=EPILOG)(report_command)``
+EPILOG = "Example: kvsketch report run.jsonl -o report.html"
+
+
+def report_command(
+    stores: Annotated[
+        list[Path],
+        typer.Argument(metavar="STORE...", help="Results that kvsketch eval --out wrote."),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="Where the page goes.")
+    ] = Path("report.html"),
+    inspect: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="inspect.json that kvsketch inspect --out wrote."),
+    ] = None,
+    figures: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write every figure (.svg, .png) here, too."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
+    ] = False,
+) -> None:
+    """Make one self-contained HTML page of results: figures, heat maps, tables."""
+    from kvsketch.evaluation.report.html import build, check_outputs, save
+    from kvsketch.evaluation.report.panels import headline, summary
+    from kvsketch.evaluation.report.report import dumps
+
+    check_outputs(out, figures)
+    page = build(stores, inspect, png=figures is not None)
+    files = save(page, out, figures)
+    console = Console(stderr=as_json)
+    for run in page.runs:
+        console.print(
+            f"run {run.number}: {run.title}\n  {headline(run)}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+    console.print(
+        f"{len(page.figures)} figures are in {out} ({len(page.html.encode()) / 1000:,.0f} kB)",
+        markup=False,
+        soft_wrap=True,
+    )
+    if as_json:
+        print(
+            dumps(
+                {
+                    "command": "report",
+                    "out": str(out),
+                    "stores": [str(path) for path in stores],
+                    "runs": [
+                        {
+                            **run.common,
+                            "rows": len(run.rows),
+                            "answers": len(run.records),
+                            "summary": [
+                                dict(zip(summary(run).header, line, strict=True))
+                                for line in summary(run).rows
+                            ],
+                        }
+                        for run in page.runs
+                    ],
+                    "figures": [{"name": f.name, "title": f.title} for f in page.figures],
+                    "files": files,
+                }
+            )
+        )

@@ -1,0 +1,250 @@
+"""One HTML page from results stores: nothing in it comes from elsewhere, and it works without
+scripts. The same stores give the same bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from kvsketch import __version__
+from kvsketch.errors import InputError
+from kvsketch.evaluation.report.figures import Figure, Sketchbook, require_matplotlib, write
+from kvsketch.evaluation.report.panels import headline, sections, summary
+from kvsketch.evaluation.report.parts import Grid, Section
+from kvsketch.evaluation.runner.files import check_folder, read_text
+from kvsketch.evaluation.runner.runs import Run, clean, read_runs
+from kvsketch.evaluation.runner.scales import scale_of
+
+#: what is said of a run, in this order, where it is known
+_PROTOCOL = {
+    "model": "model",
+    "model_fingerprint": "fingerprint",
+    "kvsketch": "kvsketch",
+    "preset": "preset: a paper's table",
+    "question": "question at compression",
+    "prefill": "prefill",
+    "prefill_chunk_size": "prefill chunk, tokens",
+    "one_shot": "answers kept exact",
+    "sink": "first tokens kept",
+    "recent": "last tokens kept",
+    "max_prompt_tokens": "longest prompt, tokens",
+    "device": "device",
+    "dtype": "dtype",
+}
+COLUMNS = (
+    "run",
+    "task",
+    "group",
+    "method",
+    "budget",
+    "cases",
+    "score",
+    "95%",
+    "kept %",
+    "KV kB",
+    "peak kB",
+    "tokens",
+    "prefill/s",
+    "decode/s",
+)
+SPEEDS = ("prefill_tokens_per_s", "decode_tokens_per_s")
+
+
+@dataclass(frozen=True)
+class Page:
+    """A report.
+
+    Attributes:
+        html: the page.
+        figures: all that it shows, in order.
+        runs: what it is about.
+    """
+
+    html: str
+    figures: Sequence[Figure]
+    runs: Sequence[Run]
+
+
+def build(stores: Sequence[Path], inspect: Path | None = None, png: bool = False) -> Page:
+    """Read stores and draw a page of them.
+
+    Args:
+        inspect: inspect.json that ``kvsketch inspect --out`` wrote.
+        png: figures are also drawn as PNG.
+
+    Raises:
+        InputError: a store or ``inspect`` cannot be read, or is not what it should be.
+        UnsupportedError: without matplotlib.
+    """
+    runs = read_runs(stores)
+    result = None if inspect is None else _read_inspection(inspect)
+    require_matplotlib()
+    methods = list(dict.fromkeys(row["method"] for run in runs for row in run.rows))
+    book = Sketchbook(methods, png)
+    parts = {run.number: sections(run, book) for run in runs}
+    looked = None if inspect is None else _inspected(inspect, result, book)
+    figures = [
+        figure
+        for section in [
+            *(s for found in parts.values() for s in found),
+            *([looked] if looked else []),
+        ]
+        for figure in section.figures
+    ]
+    environment = Environment(
+        loader=PackageLoader("kvsketch.evaluation"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["svg"] = lambda figure: Markup(figure.inline)
+    script, style = (_asset(environment, name) for name in ("report.js", "report.css"))
+    html = environment.get_template("report.html").render(
+        version=__version__,
+        stores=[clean(path.name) for path in stores],
+        runs=[
+            {
+                "number": run.number,
+                "title": run.title,
+                "protocol": _protocol(run),
+                "headline": headline(run),
+                "summary": summary(run),
+                "sections": parts[run.number],
+            }
+            for run in runs
+        ],
+        looked=looked,
+        methods=[(method, book.color(method)) for method in methods],
+        tasks=list(dict.fromkeys(row["task"] for run in runs for row in run.rows)),
+        columns=COLUMNS,
+        rows=[_table_row(run, row) for run in runs for row in run.rows],
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        style=Markup(f"{style}{book.rules}\n"),
+    )
+    return Page(html, figures, runs)
+
+
+def check_outputs(page: Path, figures: Path | None) -> None:
+    """Say now what would fail after all the drawing; makes the folder of figures.
+
+    Raises:
+        InputError: the page or the folder cannot be written.
+    """
+    if page.is_dir():
+        raise InputError(f"--out {page} is a folder; give a file, such as report.html")
+    if not page.parent.is_dir():
+        raise InputError(f"--out {page}: there is no folder {page.parent}")
+    try:
+        if not page.exists():
+            with tempfile.TemporaryFile(dir=page.parent):
+                pass
+        elif not os.access(page, os.W_OK):
+            raise PermissionError(13, "permission denied")
+    except OSError as error:
+        raise InputError(f"--out {page} cannot be written: {error.strerror or error}") from error
+    if figures is not None:
+        check_folder(figures, "--figures")
+
+
+def save(page: Page, path: Path, figures: Path | None) -> list[str]:
+    """Write a page and, with a folder, its figures; returns the figures' file names.
+
+    Raises:
+        InputError: something cannot be written.
+    """
+    try:
+        path.write_text(page.html, encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise InputError(f"--out {path} cannot be written: {error.strerror or error}") from error
+    return write(page.figures, figures) if figures is not None else []
+
+
+def _asset(environment: Environment, name: str) -> str:
+    """A file beside the template, as it is."""
+    assert environment.loader is not None
+    return environment.loader.get_source(environment, name)[0]
+
+
+def _protocol(run: Run) -> list[tuple[str, str]]:
+    named = [(label, run.common[key]) for key, label in _PROTOCOL.items() if key in run.common]
+    named += [(key, value) for key, value in run.common.items() if key not in _PROTOCOL]
+    if "preset" in run.common:  # its methods have windows of their own, which their names say
+        windows = {_PROTOCOL["sink"], _PROTOCOL["recent"]}
+        named = [(label, value) for label, value in named if label not in windows]
+    words = {True: "yes", False: "no"}
+    return [
+        (label, words[value] if isinstance(value, bool) else str(value))
+        for label, value in named
+        if value is not None
+    ]
+
+
+def _table_row(run: Run, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Cells of the table of everything."""
+    scale = scale_of(row["task"])
+    cells = [
+        f"{run.number}",
+        row["task"],
+        ", ".join(f"{name} {value}" for name, value in row["group"].items()),
+        row["method"],
+        row["goal"],
+        f"{row['cases']}",
+        scale.shown(row["score"]),
+        scale.interval(row["ci95"]),
+        f"{100 * row['kept']:.1f}",
+        *(f"{row[name] / 1000:,.0f}" for name in ("kv_bytes", "peak_kv_bytes")),
+        f"{row['prompt_tokens']:,.0f}",
+        *("-" if row[name] is None else f"{row[name]:,.0f}" for name in SPEEDS),
+    ]
+    return {"task": row["task"], "method": row["method"], "cells": cells}
+
+
+def _read_inspection(path: Path) -> Any:
+    try:
+        return json.loads(read_text(path, "--inspect"))
+    except ValueError as error:
+        raise InputError(f"--inspect {path} is not JSON: {error}") from error
+
+
+def _inspected(path: Path, result: Any, book: Sketchbook) -> Section:
+    """The figures of ``kvsketch inspect``, with its readings."""
+    from kvsketch.evaluation.inspection import figures as inspection_figures
+
+    figures = []
+    try:
+        for name, draw in inspection_figures.FIGURES.items():
+            if name != "tsne" or result["tsne"]:
+                words = inspection_figures.caption(name, result)
+
+                def drawn(draw: Any = draw) -> Any:
+                    return draw(result)
+
+                figures.append(book.take(f"inspect: {name}", words, drawn))
+        theory = str(result["readings"].get("theory", ""))
+        errors = sorted(result["errors"].items(), key=lambda item: item[1])
+        grid = Grid(
+            f"Relative attention error, {result['kept']:.0%} kept",
+            ("method", "error"),
+            [[name, f"{value:.3f}"] for name, value in errors],
+        )
+        tokens = ", ".join(f"{count:,}" for count in result["tokens"])
+        title = clean(f"Activations: {result['model']}")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InputError(
+            f"--inspect {path} is not an inspect.json of kvsketch inspect --out: "
+            f"{type(error).__name__} {error}"
+        ) from error
+    return Section(title, f"Prompts of {tokens} tokens. {theory}", figures, [grid])

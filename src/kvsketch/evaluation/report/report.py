@@ -1,0 +1,137 @@
+"""How a run is shown: a table for people, one JSON object for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from kvsketch.evaluation.runner.scales import Scale, scale_of
+
+
+def results_tables(rows: Sequence[Mapping[str, Any]], wide: bool = False) -> Iterator[Table]:
+    """Tables of `sweep.aggregate` rows, one per task and group (lines, data set, length, ...)."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(_title(row), []).append(row)
+    for title, group in groups.items():
+        yield _results_table(title, group, wide)
+
+
+def _title(row: Mapping[str, Any]) -> str:
+    # what lies between the task and the protocol is the group
+    names = list(row)[list(row).index("task") + 1 : list(row).index("question")]
+    within = str(row["task"]).partition("/")[2]  # the task may say a part of it already
+    group = ", ".join(
+        f"{row[name]} {name}" if name == "lines" else f"{name} {row[name]}"
+        for name in names
+        if row[name] != within
+    )
+    return f"{row['task']}: {group}" if group else str(row["task"])
+
+
+def _results_table(title: str, rows: Sequence[Mapping[str, Any]], wide: bool) -> Table:
+    """kB are 1,000 bytes per case. Fits 80 columns; `wide` adds peak memory and prefill speed
+    (100 columns)."""
+    tokens = sum(row["prompt_tokens"] for row in rows) / len(rows)
+    scale = scale_of(rows[0]["task"])
+    better = "; less is better" if scale.is_error else ""
+    table = Table(
+        title=f"{title}; {tokens:,.0f} tokens, question {rows[0]['question']}{better}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for name in ("method", "budget", "cases", "score", "95% CI", "slots", "KV kB", "kept"):
+        if name == "method":  # with a window of its own a name may be long
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+    for name in (["peak kB", "prefill/s"] if wide else []) + ["tok/s"]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        speeds = [_rate(row["decode_tokens_per_s"])]
+        if wide:
+            peak = f"{row['peak_kv_bytes'] / 1000:,.0f}"
+            speeds = [peak, _rate(row["prefill_tokens_per_s"]), *speeds]
+        table.add_row(
+            row["method"],
+            str(row["budget"]) if row["tolerance"] is None else f"tol {row['tolerance']}",
+            str(row["cases"]),
+            _share(scale, row["score"]),
+            _interval(scale, row),
+            f"{row['slots']:,.0f}",
+            f"{row['kv_bytes'] / 1000:,.0f}",
+            f"{row['kv_bytes'] / row['exact_kv_bytes']:.1%}",
+            *speeds,
+        )
+    return table
+
+
+def _share(scale: Scale, score: float) -> str:
+    """Scores of every task in [0, 1], as in the store; errors on their own scale."""
+    return scale.shown(score) if scale.is_error else f"{score:.2f}"
+
+
+def _interval(scale: Scale, row: Mapping[str, Any]) -> str:
+    if scale.is_error:  # of a single case nothing is known
+        return scale.interval(row["ci95"]) if row["answers"] > 1 else "-"
+    return "-".join(f"{end:.2f}" for end in row["ci95"])
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def report(command: str, rows: Sequence[Mapping[str, Any]], **rest: Any) -> dict[str, Any]:
+    """The object that `--json` prints."""
+    return {"command": command, "results": list(rows), **rest, **environment()}
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware that the numbers were measured with."""
+    import torch
+    import transformers
+
+    from kvsketch import __version__
+
+    hardware: dict[str, Any] = {
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cpus": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        hardware["gpu"] = torch.cuda.get_device_name()
+    return {
+        "versions": {
+            "kvsketch": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "hardware": hardware,
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [
+                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
+            ]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def dumps(value: Mapping[str, Any]) -> str:
+    """JSON on one line; a NaN would not be JSON, so it is an error here rather than downstream."""
+    return json.dumps(value, allow_nan=False)

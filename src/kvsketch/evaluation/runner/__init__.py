@@ -1,0 +1,1 @@
+"""Cases through setups: what is run, where its results survive."""

@@ -1,0 +1,98 @@
+"""Spend the same bytes where they matter: shares per layer and head from measured errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kvsketch.budget import Budget
+from kvsketch.cache import windowed
+from kvsketch.cache.curves import LEVELS, Curves, answers, measure_layer, of_layers, pooled
+from kvsketch.errors import InputError
+from kvsketch.evaluation.runner.activations import capture
+from kvsketch.slots import Observed, Slots
+
+
+def measure_curves(
+    model: Any,
+    prompts: Sequence[Tensor],
+    method: str,
+    *,
+    follow: int = 64,
+    sink: int = 4,
+    recent: int = 32,
+    levels: Sequence[float] = LEVELS,
+    options: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> Curves:
+    """Errors of every head at every level, on prompts of the user's own kind.
+
+    The last ``follow`` tokens of a prompt are held back, as questions about the rest (see
+    ``streaming.curves.measure_layer``).
+
+    Args:
+        model: a transformers causal language model.
+        prompts: token ids, ``[1, n]`` each; n above sink + recent + follow.
+        method: a name in ``kvsketch.ALL_METHODS``.
+        levels: kept shares of what is neither sink nor recent, rising, the last one 1.
+        options: the method's own arguments.
+
+    Raises:
+        InputError: a prompt too short, or no prompt.
+    """
+    if not prompts:
+        raise InputError("prompts is empty: at least one is needed to measure with")
+    for prompt in prompts:
+        check_length(prompt, sink + recent + follow, len(levels))
+
+    def compress(slots: Slots, budget: int, observed: Observed) -> Slots:
+        return windowed(method, sink, recent, seed, options)(slots, budget, observed)
+
+    found = []
+    for prompt in prompts:
+        layers = [
+            measure_layer(
+                c.slots,
+                c.observed,
+                compress,
+                follow,
+                sink,
+                recent,
+                levels,
+            )
+            for c in capture(model, prompt)
+        ]
+        found.append(of_layers(layers))
+    return pooled(found)
+
+
+def check_length(prompt: Tensor, exact: int, levels: int = len(LEVELS)) -> None:
+    """Raise InputError unless a prompt has tokens to compress besides ``exact`` ones."""
+    tokens, least = int(prompt.shape[-1]), exact + levels
+    if tokens <= least:
+        raise InputError(f"a prompt of {tokens} tokens is too short: more than {least} are needed")
+
+
+def answer_later(slots: Slots, later: Slots, queries: Tensor, scaling: float) -> Tensor:
+    """Attention of held-back queries over slots and, causally, over their own tokens."""
+    return answers(slots, later, Observed(queries, scaling))
+
+
+def measure_schedule(
+    model: Any, prompts: Sequence[Tensor], method: str, budget: float, **settings: Any
+) -> list[list[float]]:
+    """A schedule for ``SketchCache(schedule=...)``: the same total as ``budget`` everywhere, spent
+    where the measured error falls most. Depends on the model, the method and the kind of prompt,
+    not on one prompt: measure once, keep the list (or the curves, for every budget:
+    ``SketchCache(allocation=curves)``).
+
+    Args:
+        budget: kept fraction of the tokens (float in (0, 1]); others as for ``measure_curves``.
+
+    Raises:
+        InputError: as ``measure_curves`` and ``Curves.allocate``.
+    """
+    fraction = Budget(float(budget)).value
+    return measure_curves(model, prompts, method, **settings).allocate(float(fraction))

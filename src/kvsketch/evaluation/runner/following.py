@@ -1,0 +1,177 @@
+"""How far a compressed cache leads a model astray on a text that goes on: KL, perplexity, and the
+error of single layers' attention.
+
+The first ``record`` ids are the prompt, read as ``generate`` would. What lies between them and the
+last ``new_tokens`` is read next, in one piece (a question, or a gap: nothing, where the question is
+seen). Then the text's own tokens are fed one at a time, as decoding would, and what the model makes
+of them is compared with the exact cache's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from kvsketch.evaluation.runner.activations import intercepted
+from kvsketch.evaluation.runner.encoding import EncodedCase
+from kvsketch.evaluation.runner.replies import Reply, clock, costs, footprint, new_cache
+from kvsketch.evaluation.runner.settings import Settings
+from kvsketch.evaluation.runner.setups import Setup
+from kvsketch.hf import SketchCache
+
+#: single layers' attention; everything else is read off the predictions
+ATTENTION = "attention_error"
+
+
+@dataclass(frozen=True)
+class _Truth:
+    """What the exact cache makes of a case behind its prompt.
+
+    Attributes:
+        log_probs: of what follows each token that is fed, ``[new_tokens, vocabulary]``.
+        attention: by layer, ``[tokens behind the prompt, heads * value_dim]``; only for ATTENTION.
+    """
+
+    log_probs: Tensor
+    attention: Mapping[int, Tensor]
+
+
+class Follower:
+    """A model that follows texts, and remembers what the exact cache made of the last one."""
+
+    def __init__(self, model: Any, settings: Settings) -> None:
+        self.model = model
+        self.settings = settings
+        self._last: tuple[Any, _Truth] | None = None
+
+    @torch.inference_mode()
+    def reply(self, case: EncodedCase, setup: Setup) -> Reply:
+        """What one cache makes of a case. ``measured`` by name:
+
+        - "kl": KL(exact || cache) of the next token in nats, the mean over the tokens fed; "top1":
+          the share of them after which both find the same token most likely;
+        - "nats": mean -log p of the text's own next token, "exact_nats" the exact cache's;
+        - or, for attention: "error", the relative error |z - exact|_F / |exact|_F of a layer's
+          output over heads and tokens fed, the mean over layers that can be compressed, and
+          "worst_layer", the largest. Every layer is asked the exact run's queries: what a layer
+          gets wrong does not reach the next one (except in a prompt read with a streaming prefill).
+        """
+        truth = self._truth(case)
+        ids = torch.tensor([list(case.ids)], device=self.model.device)
+        cache = new_cache(self.model.config, self.settings, setup, case.record)
+        start = self._clock()
+        self._read(ids[:, : case.record], cache)
+        prefilled = self._clock()
+        after = footprint(cache)
+        resumed = self._clock()
+        lean = not truth.attention
+        measured = (
+            self._predictions(ids, case, cache, truth)
+            if lean
+            else self._attention(ids, case, cache, truth)
+        )
+        end, final = self._clock(), footprint(cache)
+        return Reply(
+            text="",
+            prompt_tokens=case.record,
+            new_tokens=case.new_tokens,
+            **costs(after, final),
+            prefill_seconds=prefilled - start,
+            decode_tokens=case.new_tokens if lean else 0,  # comparing layers takes its own time
+            decode_seconds=end - resumed if lean else 0.0,
+            measured=measured,
+        )
+
+    def _predictions(
+        self, ids: Tensor, case: EncodedCase, cache: Any, truth: _Truth
+    ) -> dict[str, float]:
+        asked = len(case.ids) - 1 - case.new_tokens
+        found = []
+        self._ask(ids[:, case.record : asked], cache)
+        for i, exact in enumerate(truth.log_probs):
+            at, right = asked + i, case.ids[asked + i + 1]
+            ours = self._forward(ids[:, at : at + 1], cache).logits[0, -1].double().log_softmax(-1)
+            kl = (exact.exp() * (exact - ours)).sum()
+            same = (exact.argmax() == ours.argmax()).double()
+            found.append(torch.stack([kl, same, -ours[right], -exact[right]]))
+        # fetched once: a wait for the device per token would be part of the speed
+        means = torch.stack(found).mean(0).tolist()
+        return dict(zip(("kl", "top1", "nats", "exact_nats"), means, strict=True))
+
+    def _attention(
+        self, ids: Tensor, case: EncodedCase, cache: Any, truth: _Truth
+    ) -> dict[str, float]:
+        asked = len(case.ids) - 1 - case.new_tokens
+        wrong: dict[int, Tensor | float] = {}
+        right: dict[int, Tensor | float] = {}
+        at = case.record
+
+        def forced(module: nn.Module, out: Tensor) -> Tensor:
+            """Notes how far ``out`` is off, and goes on with what is right."""
+            layer = int(module.layer_idx)  # type: ignore[arg-type]
+            exact = truth.attention[layer][at - case.record :][: out.shape[1]]
+            if at >= asked:
+                found = out.flatten(2)[0].double()
+                wrong[layer] = wrong.get(layer, 0.0) + (found - exact).square().sum()
+                right[layer] = right.get(layer, 0.0) + exact.double().square().sum()
+            return exact.to(out.dtype).reshape(out.shape)
+
+        with intercepted(self.model, forced):
+            self._ask(ids[:, at:asked], cache)
+            for at in range(asked, len(case.ids) - 1):
+                self._forward(ids[:, at : at + 1], cache)
+        layers = [layer for layer in right if _compressible(cache, layer)]
+        pairs = [(float(wrong[layer]), float(right[layer])) for layer in layers]
+        errors = [(w / r) ** 0.5 if r else 0.0 for w, r in pairs]
+        return {"error": sum(errors) / len(errors), "worst_layer": max(errors)}
+
+    def _truth(self, case: EncodedCase) -> _Truth:
+        """The exact cache's part; that of the last case is remembered."""
+        whole = case.measure == ATTENTION
+        key = (tuple(case.ids), case.record, case.new_tokens, whole)
+        if self._last is not None and self._last[0] == key:
+            return self._last[1]
+        self._last = None  # one at a time in memory
+        ids = torch.tensor([list(case.ids)], device=self.model.device)
+        cache = DynamicCache(config=self.model.config)
+        self._read(ids[:, : case.record], cache)
+        caught: dict[int, Tensor] = {}
+
+        def noted(module: nn.Module, out: Tensor) -> Tensor:
+            caught[int(module.layer_idx)] = out.flatten(2)[0].clone()  # type: ignore[arg-type]
+            return out
+
+        rest = ids[:, case.record : -1]
+        if whole:
+            with intercepted(self.model, noted):
+                output = self._forward(rest, cache, case.new_tokens)
+        else:
+            output = self._forward(rest, cache, case.new_tokens)
+        truth = _Truth(output.logits[0].double().log_softmax(-1), caught)
+        self._last = (key, truth)
+        return truth
+
+    def _read(self, prompt: Tensor, cache: Any) -> None:
+        """As ``generate`` prefills."""
+        for part in torch.split(prompt, self.settings.prefill_chunk_size or prompt.shape[1], dim=1):
+            self._ask(part, cache)
+
+    def _ask(self, ids: Tensor, cache: Any) -> None:
+        if ids.shape[1]:
+            self._forward(ids, cache, 1)
+
+    def _forward(self, ids: Tensor, cache: Any, keep: int = 1) -> Any:
+        return self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=keep)
+
+    def _clock(self) -> float:
+        return clock(self.model.device)
+
+
+def _compressible(cache: Any, layer: int) -> bool:
+    """Sliding-window layers stay as they are; with the exact cache, all do."""
+    return not isinstance(cache, SketchCache) or hasattr(cache.layers[layer], "sketch")

@@ -1,0 +1,44 @@
+"""The ``--model_args`` of ``kvsketch-lm-eval``, as far as they can be told wrong without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvsketch.arguments import check_arguments
+from kvsketch.errors import InputError, at_least
+from kvsketch.evaluation.runner import hub
+from kvsketch.evaluation.runner.setups import EXACT
+
+_GOAL = ("budget", "tolerance", "max_budget", "allocation", "bits")
+_REST = ("sink", "recent", "prefill")
+#: what says that not a model's usual configuration is meant
+_ELSEWHERE = ("revision", "subfolder", "gguf_file")
+
+
+def check_model_args(given: Mapping[str, Any]) -> None:
+    """All that is given, by name; what is the harness's own is left to it.
+
+    Raises:
+        InputError: a bad value, or a model that is neither here nor to be had from the Hub.
+    """
+    for name in ("sink", "recent", "seed"):
+        if name in given:
+            at_least(name, given[name], 0)
+    if not isinstance(given.get("one_shot", False), bool):
+        raise InputError(f"one_shot={given['one_shot']!r} must be True or False")
+    method = given.get("method", "heavy_merge")
+    goal = {name: given[name] for name in _GOAL if name in given}
+    if method != EXACT:
+        check_arguments(method, **goal, **{name: given[name] for name in _REST if name in given})
+    else:
+        for name, value in goal.items():
+            if value not in (None, 16):
+                raise InputError(f"{name}={value!r} means nothing to method={EXACT!r}")
+    model = given.get("pretrained")
+    if isinstance(model, str) and not Path(model).is_dir():
+        if any(given.get(name) for name in _ELSEWHERE):
+            hub.unreachable()  # then it is refused at once by what loads it
+        else:
+            hub.check_model(model, "pretrained")

@@ -1,0 +1,133 @@
+"""Finds and loads the model and tokenizer of an evaluation, with errors a user can act on.
+
+torch and transformers are imported where something is loaded: a wrong name is refused before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from kvsketch.errors import InputError, KVSketchError
+from kvsketch.evaluation.runner import hub
+from kvsketch.evaluation.runner.devices import DEVICE_MAPS, check_device_name, needs_accelerate
+
+PACKAGED = "packaged"
+_CONFIGURATION = {
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+_WHOLE_FILE = 64 * 2**20  # bytes; larger weights are told apart by size and first megabyte
+
+
+def packaged_model() -> Path:
+    """Folder of the line-retrieval model that ships with the package."""
+    return Path(__file__).resolve().parents[2] / "models" / "longeval"
+
+
+def resolve_model(name: str) -> str:
+    """Turns `--model` into a folder or a Hugging Face Hub id, without loading anything.
+
+    Raises `InputError` if it looks like a path and is not a model folder, or if it is no folder and
+    cannot be had from the Hub or its local cache.
+    """
+    path = packaged_model() if name == PACKAGED else Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"--model {path} has no config.json, so it is not a model folder")
+        return str(path)
+    if name == PACKAGED:
+        raise InputError(
+            f"the packaged model is missing ({path}); reinstall kvsketch, "
+            "or give a model folder or Hugging Face id with --model"
+        )
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
+        raise InputError(f"--model {name!r} is not a folder; give one, or a Hugging Face id")
+    hub.check_model(name)
+    return name
+
+
+def load_config(model: str) -> Any:
+    """Configuration of the model. Raises `KVSketchError` if it cannot be had."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unavailable(model, error) from error
+
+
+def load_tokenizer(model: str) -> Any:
+    """Tokenizer of the model. Raises `KVSketchError` if it cannot be had."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unavailable(model, error) from error
+
+
+def load_model(model: str, device: str, dtype: str) -> Any:
+    """The model in evaluation mode. Raises `KVSketchError` if it cannot be had."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    check_device(device)
+    logging.disable_progress_bar()  # of the weights: commands have one of their own
+    placed = {"device_map": device} if device in DEVICE_MAPS else {}
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), **placed)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unavailable(model, error) from error
+    return (loaded if placed else loaded.to(device)).eval()
+
+
+def check_device(device: str) -> None:
+    """Raises `InputError` unless torch can put tensors on `device`, or transformers place layers
+    (`DEVICE_MAPS`)."""
+    check_device_name(device)
+    if device in DEVICE_MAPS:
+        from transformers.utils import is_accelerate_available
+
+        if not is_accelerate_available():  # it may be too old
+            raise needs_accelerate(device)
+        return
+    import torch
+
+    try:
+        torch.empty(0, device=torch.device(device))
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(
+            f"--device {device!r} cannot be used here: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def fingerprint(model: str) -> str:
+    """Short hash of a model folder's weights and config; the id itself for a Hub model.
+
+    Results of a model that was trained further must not be mixed with older ones.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return model
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        weights = file.suffix in {".safetensors", ".bin"}
+        if not (weights or file.name in _CONFIGURATION) or not file.is_file():
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}:".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(size if size <= _WHOLE_FILE else 2**20))
+    return digest.hexdigest()[:16]
+
+
+def _unavailable(model: str, error: Exception) -> KVSketchError:
+    reason = hub.reason_of(error)
+    if Path(model).is_dir():
+        return InputError(f"--model {model!r} cannot be loaded: {reason}")
+    return hub.not_fetched(model, reason)

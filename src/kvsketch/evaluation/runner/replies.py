@@ -1,0 +1,115 @@
+"""What comes back for a case, what a cache holds meanwhile, and how the cache is made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from kvsketch.evaluation.runner.settings import Settings
+from kvsketch.evaluation.runner.setups import EXACT, Setup
+from kvsketch.hf import SketchCache
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer and what it cost, per case: seconds of a batch are divided by its rows.
+
+    `slots` and the bytes are measured when the first answer token is out, `final_` ones after the
+    last; the first token is the prefill's, `decode_tokens` come after it. `measured`: by name, of
+    what is not answered in words (`following`)."""
+
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    slots: float
+    kv_bytes: float
+    exact_kv_bytes: float
+    final_kv_bytes: float
+    final_exact_kv_bytes: float
+    peak_kv_bytes: float
+    prefill_seconds: float
+    decode_tokens: int
+    decode_seconds: float
+    measured: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a cache holds, over the whole batch. Bytes are of live tensors."""
+
+    slots: float
+    kv_bytes: int
+    exact_kv_bytes: int
+    peak_kv_bytes: int
+
+
+def costs(after: Footprint, final: Footprint, rows: int = 1) -> dict[str, Any]:
+    """A ``Reply``'s bytes, of one of ``rows`` cases that were answered together."""
+    return {
+        "slots": after.slots,
+        "kv_bytes": after.kv_bytes / rows,
+        "exact_kv_bytes": after.exact_kv_bytes / rows,
+        "final_kv_bytes": final.kv_bytes / rows,
+        "final_exact_kv_bytes": final.exact_kv_bytes / rows,
+        "peak_kv_bytes": max(after.peak_kv_bytes, final.peak_kv_bytes) / rows,
+    }
+
+
+def footprint(cache: SketchCache | DynamicCache) -> Footprint:
+    """Measures `cache`. An exact cache is its own yardstick."""
+    if isinstance(cache, SketchCache):
+        summary = cache.summary()
+        return Footprint(
+            float(summary["slots"]),
+            int(summary["kv_bytes"]),
+            int(summary["exact_kv_bytes"]),
+            int(summary["peak_kv_bytes"]),
+        )
+    tensors = [
+        tensor
+        for layer in cache.layers
+        for tensor in (layer.keys, layer.values)
+        if tensor is not None
+    ]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return Footprint(float(cache.get_seq_length()), size, size, size)
+
+
+def new_cache(
+    config: Any, settings: Settings, setup: Setup, prompt_length: int
+) -> SketchCache | DynamicCache:
+    """An empty cache for a model with `config`; "exact" is transformers' own.
+
+    Raises `KVSketchError` if the method, the budget or the model do not allow it.
+    """
+    if setup.method == EXACT:
+        return DynamicCache(config=config)
+    sink, recent = setup.window_of(settings.sink, settings.recent, prompt_length)
+    chunked = settings.prefill == "exact" and settings.prefill_chunk_size is not None
+    return SketchCache(
+        config,
+        setup.method,
+        budget=setup.budget,
+        tolerance=setup.tolerance,
+        allocation=setup.allocation,
+        bits=setup.bits,
+        sink=sink,
+        recent=recent,
+        prefill=settings.prefill,
+        # Without it a cache cannot know that more chunks are to come.
+        prompt_length=prompt_length if chunked else None,
+        one_shot=settings.one_shot,
+        seed=setup.seed,
+    )
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

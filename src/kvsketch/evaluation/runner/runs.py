@@ -1,0 +1,177 @@
+"""What results stores hold, sorted into runs: answers that may be compared with each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from kvsketch.errors import InputError
+from kvsketch.evaluation.runner.setups import EXACT, Setup
+from kvsketch.evaluation.runner.store import Record, Store
+from kvsketch.evaluation.runner.sweep import aggregate
+
+#: what tells answers within a run apart; everything else in an identity is the run's
+_WITHIN = {"task", "case", "max_new_tokens", *(x.name for x in fields(Setup))}
+#: families whose data sets are also looked at together
+_FAMILIES = ("longbench", "ruler")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Answers of one model in one protocol with one version.
+
+    Attributes:
+        number: 1, 2, ... in order of first appearance.
+        common: what all answers share: model, model_fingerprint, kvsketch, question, ...
+        records: the answers.
+        rows: ``rows_of`` them, by task, group and setup.
+    """
+
+    number: int
+    common: Mapping[str, Any]
+    records: Sequence[Record]
+    rows: Sequence[Mapping[str, Any]]
+
+    @property
+    def title(self) -> str:
+        return f"{self.common['model']}, question {self.common['question']}"
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """The runs in stores; a case that several hold is taken from the last.
+
+    Raises:
+        InputError: no store, one that cannot be read, is damaged or holds nothing.
+    """
+    if not paths:
+        raise InputError("no results store is given: name files that kvsketch eval --out wrote")
+    found: dict[str, Record] = {}
+    for path in paths:
+        store = Store(path, write=False)
+        if not len(store):
+            raise InputError(f"{path} is empty: kvsketch eval --out {path} fills it")
+        for record in store:
+            try:
+                rows_of([record])
+                _ = [record.identity[name] for name in ("kvsketch", "model_fingerprint")]
+            except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+                raise InputError(
+                    f"{path}: record {record.key} cannot be read: {type(error).__name__} {error}; "
+                    "give a store that kvsketch eval --out wrote"
+                ) from error
+            found[record.key] = record
+    groups: dict[str, list[Record]] = {}
+    for record in found.values():
+        groups.setdefault(json.dumps(_common(record), sort_keys=True), []).append(record)
+    return [
+        Run(number, _common(records[0]), records, rows_of(records))
+        for number, records in enumerate(groups.values(), start=1)
+    ]
+
+
+def run_of(records: Sequence[Record]) -> Run:
+    """Answers of one sweep, at least one, as a run."""
+    return Run(1, _common(records[0]), records, rows_of(records))
+
+
+def _common(record: Record) -> dict[str, Any]:
+    return {k: clean(v) for k, v in record.identity.items() if k not in _WITHIN}
+
+
+def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """``sweep.aggregate``'s rows, with
+
+    - "group": what lies between task and question there, and "title": it and the task, in words;
+    - "kept": bytes over the exact cache's; "goal": what it may keep, in words ("25%");
+    - "series": method, and whether its points are tolerances.
+    """
+    rows = []
+    for row in aggregate(records):
+        row = {clean(key): clean(value) for key, value in row.items()}
+        names = list(row)[list(row).index("task") + 1 : list(row).index("question")]
+        row["group"] = {name: row[name] for name in names}
+        within = row["task"].partition("/")[2]  # the task may say a part of the group already
+        more = [_named(k, v) for k, v in row["group"].items() if v != within]
+        row["title"] = ", ".join([row["task"], *more])
+        row["kept"] = row["kv_bytes"] / row["exact_kv_bytes"]
+        row["goal"] = _goal(row)
+        row["series"] = row["method"] + (" (tolerance)" if row["tolerance"] is not None else "")
+        rows.append(row)
+    return rows
+
+
+def pooled(
+    records: Sequence[Record], without: Collection[str] = (), by_family: bool = False
+) -> list[dict[str, Any]]:
+    """Rows over all answers that differ only in some entries of their group.
+
+    Args:
+        without: which; all with ``by_family``.
+        by_family: pool the data sets of LongBench, and RULER's subtasks, too.
+    """
+
+    def kept(record: Record) -> Record:
+        task, group = str(record.identity["task"]), record.result["group"]
+        return Record(
+            {**record.identity, "task": family(task) if by_family else task},
+            {
+                **record.result,
+                "group": {}
+                if by_family
+                else {name: value for name, value in group.items() if name not in without},
+            },
+        )
+
+    return rows_of([kept(record) for record in records])
+
+
+def family(task: str) -> str:
+    """ "longbench" for "longbench/multi_news"; other tasks stand for themselves."""
+    name = task.partition("/")[0]
+    return name if name in _FAMILIES else task
+
+
+def is_exact(row: Mapping[str, Any]) -> bool:
+    return bool(row["method"] == EXACT)
+
+
+def goals(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What methods may keep, from most bytes to least; without the exact cache."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if not is_exact(row):
+            found.setdefault(row["goal"], []).append(row["kept"])
+    return sorted(found, key=lambda goal: -sum(found[goal]) / len(found[goal]))
+
+
+def grouped(
+    rows: Sequence[Mapping[str, Any]], key: Callable[[Mapping[str, Any]], Any]
+) -> dict[Any, list[Mapping[str, Any]]]:
+    """Rows by a key, in order of first appearance."""
+    found: dict[Any, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
+def _named(name: str, value: Any) -> str:
+    return f"{value} lines" if name == "lines" else f"{name} {value}"
+
+
+def _goal(row: Mapping[str, Any]) -> str:
+    if is_exact(row):
+        return EXACT
+    if row["tolerance"] is not None:
+        return f"tolerance {row['tolerance']:g}"
+    budget = row["budget"]
+    return f"{budget:,} slots" if isinstance(budget, int) else f"{100 * budget:g}%"
+
+
+def clean(value: Any) -> Any:
+    """Text without characters that neither XML nor a person can read."""
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
+    return value

@@ -1,0 +1,85 @@
+"""The settings of an evaluation run, checked as they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvsketch.arguments import PREFILL_MODES
+from kvsketch.errors import InputError
+from kvsketch.evaluation.runner.devices import check_device_name
+from kvsketch.evaluation.tasks.base import Case
+
+DTYPES = ("float32", "bfloat16", "float16")
+STREAMING_CHUNK = 512  # tokens; streaming prefill without a chunk size would be one chunk
+#: what no answer depends on
+_NOT_IDENTITY = ("batch_size", "max_new_tokens")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all answers of a run have in common, besides the model.
+
+    Attributes:
+        prefill_chunk_size: tokens; None prefills the prompt in one piece (512 when streaming).
+        question: "seen" or "unseen" when the context is compressed.
+        max_new_tokens: longest answer; None: what each case allows.
+        max_prompt_tokens: prompts are made to fit this by the task's own rule, where it has one;
+            None: the model's positions without the answer's.
+        batch_size: cases answered at once.
+
+    Raises:
+        InputError: naming the option that is out of range.
+    """
+
+    sink: int = 4
+    recent: int = 32
+    prefill: str = "exact"
+    prefill_chunk_size: int | None = None
+    question: str = "seen"
+    one_shot: bool = False
+    max_new_tokens: int | None = None
+    max_prompt_tokens: int | None = None
+    batch_size: int = 1
+    device: str = "cpu"
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("sink", 0),
+            ("recent", 0),
+            ("prefill_chunk_size", 1),
+            ("max_new_tokens", 1),
+            ("max_prompt_tokens", 1),
+            ("batch_size", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InputError(f"{_option(name)} {value} must be at least {least}")
+        for name, allowed in (
+            ("prefill", PREFILL_MODES),
+            ("question", ("seen", "unseen")),
+            ("dtype", DTYPES),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise InputError(f"{_option(name)} {value!r} must be one of {', '.join(allowed)}")
+        check_device_name(self.device)
+        if self.question == "unseen" and self.batch_size > 1:
+            raise InputError(
+                f"--question unseen works on one case at a time, got --batch-size {self.batch_size}"
+            )
+        if self.prefill == "streaming" and self.prefill_chunk_size is None:
+            object.__setattr__(self, "prefill_chunk_size", STREAMING_CHUNK)
+
+    def new_tokens(self, case: Case) -> int:
+        """Longest answer to a case."""
+        return self.max_new_tokens or case.max_new_tokens
+
+    def identity(self) -> dict[str, Any]:
+        """What an answer depends on."""
+        return {k: v for k, v in self.__dict__.items() if k not in _NOT_IDENTITY}
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,69 @@
+"""Every method by name: compressors and natively streaming sketches under one roof."""
+
+from __future__ import annotations
+
+from ..budget import Budget
+from ..errors import InputError, unknown_name
+from . import METHODS, Compressor
+from .sketches.balancekv import BalanceKVStreaming
+from .sketches.base import Sketch
+from .sketches.merge_reduce import MergeReduce
+from .sketches.one_dimensional import OneDimensional
+from .sketches.sliding_window import SlidingWindow, SlidingWindowSampled
+from .sketches.subgen import SubGen, SubGenCoupled
+
+#: The natively streaming sketches, by name. To add one: write its file, add its class here.
+SKETCHES: dict[str, type[Sketch]] = {
+    cls.name: cls
+    for cls in (
+        SubGen,
+        SubGenCoupled,
+        MergeReduce,
+        BalanceKVStreaming,
+        SlidingWindow,
+        SlidingWindowSampled,
+        OneDimensional,
+    )
+}
+
+#: Everything ``SketchCache`` takes as a method.
+ALL_METHODS: dict[str, type[Compressor] | type[Sketch]] = {**METHODS, **SKETCHES}
+
+
+#: What says how a cache compresses: a name in ``ALL_METHODS``, one's own class, or a compressor
+Method = str | Compressor | type[Compressor] | type[Sketch]
+
+
+def class_of(method: Method) -> type[Compressor] | type[Sketch]:
+    """The class of a method.
+
+    Raises:
+        InputError: an unknown name, or no method at all.
+    """
+    if isinstance(method, str):
+        if method not in ALL_METHODS:
+            raise unknown_name("method", method, ALL_METHODS)
+        return ALL_METHODS[method]
+    cls = method if isinstance(method, type) else type(method)
+    if isinstance(method, Sketch) or not issubclass(cls, (Compressor, Sketch)):
+        raise InputError(
+            f"method={method!r} must be a name (see `kvsketch methods`), a Compressor or its "
+            "class, or the class of a Sketch, which is made when its size is known"
+        )
+    if not isinstance(getattr(cls, "name", None), str):
+        raise InputError(f"method={method!r} has no name: give its class a `name`")
+    return cls
+
+
+def default_schedule(
+    method: Method, layers: int, budget: Budget, recent: int
+) -> list[float] | None:
+    """A method's own shares of the budget per layer, or None: the same everywhere."""
+    shares = getattr(class_of(method), "shares", None)
+    return None if shares is None else shares(layers, budget, recent)
+
+
+def default_allocation(method: Method) -> str:
+    """A method's own way to spend a budget: "measured" or "even"."""
+    found: str = getattr(class_of(method), "allocation", "even")
+    return found

@@ -1,0 +1,360 @@
+"""What a streaming sketch is: extend, slots, merge, save and load."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from ... import random_numbers
+from ...errors import InputError
+from ...slots import FIELDS, Slots
+from ..base import all_finite
+from .storage import read_sketch, write_sketch
+
+S = TypeVar("S", bound="Sketch")
+
+
+class Sketch(ABC):
+    """Base class of the natively streaming sketches: one object holds every batch row and KV head.
+
+    Four verbs: ``extend`` with tokens, read ``slots`` (which ``kvsketch.attend`` turns into
+    attention), ``merge`` a sketch of another stream into this one, ``save`` and ``load``.
+
+    A subclass keeps all its tensors in ``state``, each with axes ``[batch, heads, ...]``, and all
+    else it must remember in ``meta`` (what JSON can hold); copying, saving, batch selection and
+    byte counting then need no code of its own. Heads may hold different amounts (ragged): dead
+    slots fill them up. Until nothing can fail any more, ``_extend`` and ``_merge`` replace entries
+    of ``state`` instead of writing into tensors that are in use, so that an error leaves the
+    sketch as it was.
+
+    What a row of the batch holds depends on its own tokens, its number in the batch, the seed and
+    the sizes of the chunks: neither on what other rows hold nor on how many there are, but for the
+    rounding of products that are computed together.
+
+    Args:
+        seed: seeds the object's own ``torch.Generator``; the same seed gives the same bytes.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    #: constructor arguments, read back from attributes of the same name by ``save``
+    parameters: ClassVar[tuple[str, ...]] = ()
+    #: whether anything it does depends on the random stream
+    randomised: ClassVar[bool] = True
+    #: what ``for_budget`` takes at least
+    least_slots: ClassVar[int] = 1
+    #: whether ``widen`` makes it larger
+    grows: ClassVar[bool] = True
+
+    def __init__(self, seed: int = 0) -> None:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise InputError(f"seed={seed!r} must be an int")
+        self.seed = seed
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything; parameters stay and the random stream starts again."""
+        # On the CPU whatever the device of the keys, so that a seed means the same everywhere.
+        self.generator = torch.Generator().manual_seed(self.seed)
+        self.seen = 0
+        self.state: dict[str, Tensor] = {}
+        self.meta: dict[str, Any] = {}
+        # Of one call: the number that its random numbers come from, and each head's next stream.
+        self._number, self._next = 0, torch.zeros(0, 0, dtype=torch.int64)
+
+    @classmethod
+    @abstractmethod
+    def for_budget(cls, slots: int, seed: int = 0, **options: Any) -> Sketch:
+        """A sketch of at most ``slots`` slots per KV head; ``options`` go to the constructor."""
+
+    @property
+    @abstractmethod
+    def slots(self) -> Slots:
+        """What attention sees: ``[batch, num_key_value_heads, slots, ...]``.
+
+        Raises:
+            InputError: nothing was seen yet.
+        """
+
+    def most_bytes(self, token: Slots) -> int | None:
+        """Bytes per KV head that ``state`` comes to at most, whatever the stream.
+
+        Args:
+            token: tokens like those that come; their number does not matter.
+
+        Returns:
+            None where the stream decides.
+        """
+        return None
+
+    def widen(self, like: Sketch) -> None:  # noqa: B027 - a size may be for good
+        """Take over the size of a sketch that ``for_budget`` made for more slots, with the same
+        options. What was dropped does not come back. A sketch whose size is for good stays."""
+
+    @abstractmethod
+    def _extend(self, new: Slots, live: Tensor | None) -> None:
+        """Take in checked tokens; those where ``live`` is False do not exist."""
+
+    @abstractmethod
+    def _merge(self: S, other: S) -> None:
+        """Take in a checked sketch; ``other`` must not be changed."""
+
+    def extend(self, new: Slots) -> None:
+        """Append exact tokens.
+
+        Args:
+            new: ``[batch, num_key_value_heads, q, ...]``, floating point; dead ones (m = 0, u = 0:
+                padding) are ignored. Any number of tokens at a time: chunks give the same
+                distribution as single tokens.
+
+        Raises:
+            InputError: not floating point or not finite, weighted (m not 0 or 1), or another
+                shape, dtype or device than before. The sketch is unchanged then.
+        """
+        live = self._check_tokens(new)
+        if new.count == 0:
+            return
+        before = self._snapshot()
+        try:
+            if not self.state:
+                self.meta["token"] = _token_layout(new)
+            self._renew()
+            self._extend(new, live)
+        except Exception:
+            self._restore(before)
+            raise
+        self.seen += new.count
+
+    def merge(self: S, other: S) -> None:
+        """Make this the sketch of its own stream followed by that of ``other`` (unchanged).
+
+        Sketches of the same seed make the same choices, so their merge would not have the law of
+        one sketch: build them with different seeds.
+
+        Raises:
+            InputError: another kind of sketch, other parameters, shapes, dtypes or devices, or the
+                same seed. The sketch is unchanged then.
+        """
+        if type(other) is not type(self):
+            raise InputError(
+                f"merge: {type(other).__name__} cannot be merged into {type(self).__name__}"
+            )
+        if other is self:
+            raise InputError("merge: a sketch cannot be merged into itself")
+        for name in self.parameters:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise InputError(f"merge: {name} differs, {mine!r} here and {theirs!r} there")
+        if not other.seen:
+            return
+        if self.seen and self.meta["token"] != other.meta["token"]:
+            raise InputError(
+                f"merge: this sketch holds tokens {self.meta['token']}, the other "
+                f"{other.meta['token']}"
+            )
+        if self.seen and self.randomised and self.seed == other.seed:
+            raise InputError(
+                f"merge: both sketches have seed={self.seed}, so their random choices are the same "
+                "ones; give each its own seed"
+            )
+        before = self._snapshot()
+        try:
+            # Neither's next numbers: the other one may have used, or will use, those.
+            self.generator.manual_seed(_mixed(self.generator, other.generator))
+            if self.state:
+                self._renew()
+                self._merge(other)
+            else:
+                self.state = {name: tensor.clone() for name, tensor in other.state.items()}
+                self.meta = dict(other.meta)
+        except Exception:
+            self._restore(before)
+            raise
+        self.seen += other.seen
+
+    def save(self, path: str | Path) -> None:
+        """Write everything, the state of the random stream included, to one safetensors file with
+        a JSON header. The file appears whole or not at all.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
+        header = {
+            "sketch": self.name,
+            "parameters": {name: getattr(self, name) for name in self.parameters},
+            "seed": self.seed,
+            "seen": self.seen,
+            "meta": self.meta,
+        }
+        write_sketch(Path(path), header, self.state, self.generator.get_state())
+
+    @classmethod
+    def load(cls: type[S], path: str | Path, device: str | torch.device = "cpu") -> S:
+        """Read back what ``save`` wrote; the loaded sketch continues as the saved one would have.
+
+        Raises:
+            InputError: missing, truncated or foreign file, another kind of sketch, or a version
+                this one cannot read.
+        """
+        header, state, generator = read_sketch(Path(path), cls.name, device)
+        try:
+            sketch = cls(**header["parameters"], seed=header["seed"])
+        except TypeError as error:
+            raise InputError(f"{str(path)!r} has parameters {cls.name} lacks: {error}") from error
+        sketch.state, sketch.meta, sketch.seen = state, header["meta"], header["seen"]
+        if "token" in sketch.meta:
+            sketch.meta["token"] = {**sketch.meta["token"], "device": str(torch.device(device))}
+        sketch.generator.set_state(generator)
+        return sketch
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``fn`` (which acts on axis 0, the batch) to everything held: beam search,
+        repeating or selecting rows. Rows are numbered anew: 0, 1, 2 and so on."""
+        self.state = {name: fn(tensor).contiguous() for name, tensor in self.state.items()}
+        self.meta.pop("rows", None)
+        if self.state:
+            batch = next(iter(self.state.values())).shape[0]
+            self.meta["token"] = {**self.meta["token"], "batch": batch}
+
+    def number_rows(self, rows: Tensor) -> None:
+        """Say that the rows are part of a larger batch and which ones (int64 ``[batch]``): they
+        then hold from here on what they would hold there."""
+        self.meta["rows"] = rows.tolist()
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held, for byte counting."""
+        return list(self.state.values())
+
+    def nbytes(self) -> int:
+        """Bytes of every tensor held, room not filled yet included."""
+        storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in self.tensors())}
+        return sum(storages.values())
+
+    def random(self, *shape: int, where: Tensor | None = None) -> Tensor:
+        """Uniform float64 numbers in [0, 1), ``[batch, heads, *shape]``; ``where`` as for
+        ``streams``."""
+        return random_numbers.uniform(self.streams(where), *shape)
+
+    def streams(self, where: Tensor | None = None) -> Tensor:
+        """A fresh random stream for every row and head: keys, int64 ``[batch, heads]``.
+
+        It is the head's next one within this ``extend`` or ``merge``, so that what other heads
+        take decides nothing.
+
+        Args:
+            where: bool ``[batch, heads]``, the heads that take one, by what they hold themselves;
+                the others' streams mean nothing. None: all.
+        """
+        found = random_numbers.derived(torch.tensor(self._number), self._next)
+        self._next = self._next + (1 if where is None else where)
+        return found
+
+    def _renew(self) -> None:
+        """Make random streams for the next call, by one number of the object's generator."""
+        if not self.randomised:
+            return
+        token = self.meta["token"]
+        rows = torch.tensor(self.meta.get("rows", range(token["batch"])), device=token["device"])
+        self._number = random_numbers.drawn(self.generator)
+        self._next = random_numbers.places(rows, token["heads"])
+
+    def put(self, prefix: str, slots: Slots) -> None:
+        """Store slots in ``state`` as ``prefix.keys``, ``prefix.values`` and so on."""
+        for name in FIELDS:
+            self.state.pop(f"{prefix}.{name}", None)
+        self.state.update({f"{prefix}.{name}": t for name, t in slots.tensors().items()})
+
+    def get(self, prefix: str) -> Slots:
+        """The slots stored by ``put``."""
+        return Slots(
+            **{
+                name: self.state[f"{prefix}.{name}"]
+                for name in FIELDS
+                if f"{prefix}.{name}" in self.state
+            }
+        )
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Sketch:
+        """Copies continue the random stream from the same state."""
+        twin = self.__class__.__new__(self.__class__)
+        twin.__dict__.update(self.__dict__)
+        twin.generator = self.generator.clone_state()
+        twin.state = {name: tensor.clone() for name, tensor in self.state.items()}
+        twin.meta = dict(self.meta)
+        return twin
+
+    def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any], Tensor]:
+        return dict(self.state), dict(self.meta), self.generator.get_state()
+
+    def _restore(self, snapshot: tuple[dict[str, Tensor], dict[str, Any], Tensor]) -> None:
+        self.state, self.meta = snapshot[0], snapshot[1]
+        self.generator.set_state(snapshot[2])
+
+    def _require_tokens(self) -> None:
+        if not self.state:
+            raise InputError("the sketch is empty: extend() it first")
+
+    def _check_tokens(self, new: Slots) -> Tensor | None:
+        """Raise unless ``new`` may be appended; return which tokens are live (None: all)."""
+        for name, tensor in (("keys", new.keys), ("values", new.values)):
+            if not tensor.is_floating_point():
+                raise InputError(f"{name} must be floating point, got {tensor.dtype}")
+            if not all_finite(tensor):
+                raise InputError(f"{name} are not finite (NaN or infinity); sketch unchanged")
+        layout = _token_layout(new)
+        if self.state and layout != self.meta["token"]:
+            raise InputError(
+                f"tokens {layout} do not fit this sketch, which holds {self.meta['token']}"
+            )
+        if new.mass is None:
+            return None
+        if not bool(((new.mass == 0) | (new.mass == 1)).all()):
+            raise InputError("a sketch takes exact tokens: mass must be 1 (or 0 for padding)")
+        if bool((new.values[new.mass == 0] != 0).any()):
+            raise InputError("a sketch takes exact tokens: a slot of mass 0 must have value 0")
+        return new.live()
+
+
+def _token_layout(new: Slots) -> dict[str, Any]:
+    """What every chunk must agree on."""
+    return {
+        "batch": new.keys.shape[0],
+        "heads": new.keys.shape[1],
+        "head_dim": new.keys.shape[3],
+        "value_dim": new.values.shape[3],
+        "keys": str(new.keys.dtype),
+        "values": str(new.values.dtype),
+        "device": str(new.keys.device),
+        "positions": new.positions is not None,
+    }
+
+
+def _mixed(*generators: torch.Generator) -> int:
+    """A seed that depends on all of their states."""
+    digest = blake2b(digest_size=7)
+    for generator in generators:
+        digest.update(generator.get_state().numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little")
+
+
+def token_bytes(token: Slots) -> int:
+    """Bytes of one token, kept as it is, per KV head."""
+    columns = 0 if token.positions is None else token.positions.element_size()
+    return columns + sum(t.shape[-1] * t.element_size() for t in (token.keys, token.values))
+
+
+def lengthened(tensor: Tensor, extra: int) -> Tensor:
+    """Zeros for ``extra`` more slots behind ``[batch, heads, slots, ...]``."""
+    shape = (*tensor.shape[:2], extra, *tensor.shape[3:])
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim=2)
+
+
+def merged_options(options: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+    """``defaults`` overridden by what the user gave."""
+    return {**defaults, **options}

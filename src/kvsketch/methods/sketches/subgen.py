@@ -1,0 +1,488 @@
+"""SubGen (ClusterGen) Algorithm 1: a reservoir for the numerator, clusters for the denominator."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError, at_least
+from ...slots import Slots, compute_dtype
+from ...theory.low_dimension import UNIT_BALL_DELTA, low_dimensional
+from .base import Sketch, lengthened, merged_options, token_bytes
+from .online_clusters import assign, within_cluster
+
+OVERFLOW = ("widen", "nearest", "error")
+# Tokens are clustered in blocks of this many.
+_BLOCK = 512
+
+
+class _Clusters(Sketch):
+    """What SubGen and its coupled form share: online clusters of the keys, each with t i.i.d.
+    uniform samples of its tokens (UpdateSoftmaxNormalizer, Algorithm 1 lines 11-22; Lemma 2).
+
+    Rounding: see ``online_clusters.assign``. Merging places the other sketch's clusters by their
+    representatives, so after a merge (and after ``overflow="widen"``) keys lie within 2 delta of
+    their representative (within delta without); representatives stay more than delta apart.
+    """
+
+    parameters: ClassVar[tuple[str, ...]] = ("delta", "t", "max_clusters", "overflow")
+    keeps_values: ClassVar[bool] = False  # whether the cluster samples carry values
+
+    def __init__(
+        self,
+        delta: float | None,
+        t: int,
+        max_clusters: int | None,
+        overflow: str,
+        seed: int,
+    ) -> None:
+        if delta is not None and (
+            isinstance(delta, bool)
+            or not isinstance(delta, (int, float))
+            or not math.isfinite(delta)
+            or delta <= 0
+        ):
+            raise InputError(f"delta={delta!r} must be a finite number > 0 (a distance of keys)")
+        if overflow not in OVERFLOW:
+            raise InputError(f"overflow={overflow!r} must be one of {', '.join(OVERFLOW)}")
+        if max_clusters is not None:
+            at_least("max_clusters", max_clusters, 1)
+        if delta is None and (max_clusters is None or overflow != "widen"):
+            raise InputError(
+                "delta=None (start small and widen) needs max_clusters and overflow='widen'"
+            )
+        self.delta = delta
+        self.t = at_least("t", t, 1)
+        self.max_clusters = max_clusters
+        self.overflow = overflow
+        super().__init__(seed)
+
+    @property
+    def clusters(self) -> Tensor:
+        """How many clusters there are, int64 ``[batch, heads]``: m' of Theorem 1."""
+        self._require_tokens()
+        return (self.state["count"] > 0).sum(-1)
+
+    @property
+    def radius(self) -> Tensor:
+        """delta as it is now (widened or not), float64 ``[batch, heads]``."""
+        self._require_tokens()
+        return self.state["delta"]
+
+    def most_bytes(self, token: Slots) -> int | None:
+        """With ``max_clusters``: the samples, representatives and counts of so many clusters."""
+        if self.max_clusters is None:
+            return None
+        sample = token_bytes(self._payload(token))
+        wide = compute_dtype(token.keys.dtype).itemsize * token.keys.shape[3]
+        return self.max_clusters * (self.t * sample + wide + 8) + wide + 16
+
+    def widen(self, like: Sketch) -> None:
+        assert isinstance(like, _Clusters)
+        if self.max_clusters is not None and like.max_clusters is not None:
+            self.max_clusters = max(self.max_clusters, like.max_clusters)
+
+    @property
+    def overflowed(self) -> Tensor:
+        """Tokens that found no cluster within delta and no room for a new one
+        (``overflow="nearest"``), int64 ``[batch, heads]``."""
+        self._require_tokens()
+        return self.state["overflowed"]
+
+    def _extend(self, new: Slots, live: Tensor | None) -> None:
+        batch, heads, count, _ = new.keys.shape
+        alive = live if live is not None else new.keys.new_ones(batch, heads, count).bool()
+        if "count" not in self.state:
+            self._start(new, alive)
+        for start in range(0, count, _BLOCK):
+            length = min(_BLOCK, count - start)
+            part = new.narrow(start, length)
+            weight = alive.narrow(2, start, length).double()
+            self._place(part, part.keys.to(self.state["origin"].dtype), weight, copies=1)
+            if not self.keeps_values:
+                self._sample(part, weight)
+
+    def _sample(self, new: Slots, weight: Tensor) -> None:
+        """UpdateMatrixProduct; the coupled form has none."""
+
+    def _start(self, new: Slots, live: Tensor) -> None:
+        batch, heads, _, dim = new.keys.shape
+        dtype = compute_dtype(new.keys.dtype)
+        first = new.keys[:, :, :_BLOCK].to(dtype)
+        weight = live[:, :, :_BLOCK, None].to(dtype)
+        # Distances are taken from a point amid the keys: large norms would cost digits.
+        self.state["origin"] = (first * weight).sum(2) / weight.sum(2).clamp(min=1)
+        if self.delta is None:
+            delta = _least_distance(first, live[:, :, :_BLOCK])
+        else:
+            delta = torch.full((batch, heads), float(self.delta), dtype=torch.float64)
+        self.state["delta"] = delta.to(new.keys.device)
+        self.state["count"] = first.new_zeros(batch, heads, 0, dtype=torch.float64)
+        self.state["center"] = first.new_zeros(batch, heads, 0, dim)
+        self.state["overflowed"] = live.new_zeros(batch, heads, dtype=torch.int64)
+        self.put("cluster", self._payload(new).narrow(0, 0))
+
+    def _payload(self, new: Slots) -> Slots:
+        """What a cluster sample remembers of a token: its key, and its value if coupled."""
+        values = new.values if self.keeps_values else new.values[..., :0]
+        return Slots(new.keys, values, positions=new.positions)
+
+    def _place(self, new: Slots, points: Tensor, weight: Tensor, copies: int) -> None:
+        """Put points into clusters and update the samples.
+
+        Args:
+            new: what a sample may become, ``copies`` per point, ``[batch, heads, points * copies,
+                ...]``: the token itself (1), or the t samples of another cluster.
+            points: where the points are, ``[batch, heads, points, head_dim]``.
+            weight: float64 ``[batch, heads, points]``: tokens each point stands for, 0 for none.
+        """
+        batch, heads, count = weight.shape
+        if not bool((weight > 0).any()):
+            return
+        rows = batch * heads
+        origin = self.state["origin"].unsqueeze(2)
+        flat = (points - origin).reshape(rows, count, -1)
+        weights = weight.reshape(rows, count)
+        cluster, is_new = self._assign(flat, weights)
+
+        # counts and representatives
+        used = (self.state["count"] > 0).sum(-1).reshape(rows)
+        self._grow(int((used + is_new.sum(1)).max()))
+        before = self.state["count"].reshape(rows, -1)
+        size = before.gather(1, cluster) + within_cluster(cluster, weights)
+        self.state["count"] = before.scatter_add(1, cluster, weights).view(batch, heads, -1)
+        center = self.state["center"].reshape(rows, -1, flat.shape[2])
+        row, column = is_new.nonzero(as_tuple=True)
+        center[row, cluster[row, column]] = flat[row, column]
+        self.state["center"] = center.view(batch, heads, *center.shape[1:])
+
+        # Line 16: at its arrival a point of weight w takes each sample with probability
+        # w / (size of the cluster with it). The last one that did is what the loop leaves there.
+        chance = torch.where(weights > 0, weights / size.clamp(min=1), 0.0).unsqueeze(2)
+        # Only heads that have points here take random numbers: others may be here because of
+        # neighbours, to widen or with more clusters.
+        takes_part = (weight > 0).any(-1)
+        hit = self.random(count, self.t, where=takes_part).flatten(0, 1) < chance
+        r, c, j = hit.nonzero(as_tuple=True)
+        target = (r * before.shape[1] + cluster[r, c]) * self.t + j
+        last = torch.full((rows * before.shape[1] * self.t,), -1, device=c.device)
+        last.scatter_reduce_(0, target, c, "amax")
+        target = (last >= 0).nonzero().squeeze(1)
+        source = last[target] if copies == 1 else last[target] * copies + target % self.t
+        source = source + (target // (before.shape[1] * self.t)) * (count * copies)
+        self._write("cluster", target, self._payload(new), source)
+
+    def _assign(self, flat: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Clusters for points, by the policy for too many of them."""
+        rows = flat.shape[0]
+        while True:
+            used = (self.state["count"] > 0).sum(-1).reshape(rows)
+            limit = self.max_clusters if self.max_clusters is not None else 1 << 60
+            center = self.state["center"].reshape(rows, -1, flat.shape[2])
+            delta = self.state["delta"].reshape(rows)
+            found = assign(flat, weights > 0, center, used, delta, limit - used)
+            if not bool(found.overflow.any()):
+                return found.cluster, found.is_new
+            if self.overflow == "error":
+                raise InputError(
+                    f"the keys need more than max_clusters={limit} clusters of radius "
+                    f"delta={self.delta}; allowed policies instead of 'error': 'widen', 'nearest'"
+                )
+            if self.overflow == "nearest":
+                known = torch.cat([center, flat.new_zeros(rows, flat.shape[1], flat.shape[2])], 1)
+                r, c = found.is_new.nonzero(as_tuple=True)
+                known[r, found.cluster[r, c]] = flat[r, c]
+                own = known.gather(1, found.cluster.unsqueeze(2).expand_as(flat))
+                away = (flat - own).square().sum(2) > delta.square().unsqueeze(1).to(flat.dtype)
+                lost = (away & (weights > 0) & found.overflow.unsqueeze(1)).sum(1)
+                self.state["overflowed"] = self.state["overflowed"] + lost.view(
+                    self.state["overflowed"].shape
+                )
+                return found.cluster, found.is_new
+            self._widen(2 * self.state["delta"], found.overflow.view(self.state["delta"].shape))
+
+    def _widen(self, delta: Tensor, heads: Tensor) -> None:
+        """Cluster the clusters of some heads (bool ``[batch, heads]``) again with a larger delta
+        (the doubling idea of Charikar et al., which SubGen cites): the policy
+        ``overflow="widen"``."""
+        count, center, samples = self.state["count"], self.state["center"], self.get("cluster")
+        self.state["delta"] = torch.where(heads, delta, self.state["delta"])
+        left = count.masked_fill(heads.unsqueeze(-1), 0.0)
+        most = int((left > 0).sum(-1).max())  # clones: clusters are written in place
+        self.state["count"] = left[..., :most].clone()
+        self.state["center"] = center[..., :most, :].clone()
+        self.put("cluster", samples.narrow(0, most * self.t).map(torch.clone))
+        if count.shape[2]:
+            points = center + self.state["origin"].unsqueeze(2)
+            self._absorb(points, count * heads.unsqueeze(-1), samples)
+
+    def _absorb(self, centers: Tensor, counts: Tensor, samples: Slots) -> None:
+        """Take in whole clusters, in the order of their age."""
+        for start in range(0, counts.shape[2], _BLOCK):
+            length = min(_BLOCK, counts.shape[2] - start)
+            self._place(
+                samples.narrow(start * self.t, length * self.t),
+                centers.narrow(2, start, length),
+                counts.narrow(2, start, length),
+                copies=self.t,
+            )
+
+    def _merge(self, other: _Clusters) -> None:
+        delta = torch.maximum(self.state["delta"], other.state["delta"])
+        larger = delta > self.state["delta"]
+        if bool(larger.any()):
+            self._widen(delta, larger)
+        self._absorb(
+            other.state["center"] + other.state["origin"].unsqueeze(2),
+            other.state["count"],
+            other.get("cluster"),
+        )
+        self.state["overflowed"] = self.state["overflowed"] + other.state["overflowed"]
+
+    def _grow(self, clusters: int) -> None:
+        """Make room for ``clusters`` clusters per head, with an eighth to spare."""
+        have = self.state["count"].shape[2]
+        if clusters <= have:
+            if self.overflow == "error":  # a later block may still fail
+                self.state["center"] = self.state["center"].clone()
+            return
+        extra = max(clusters, have + have // 8) - have
+        if self.max_clusters is not None:
+            extra = min(extra, self.max_clusters - have)
+        self.state["count"] = lengthened(self.state["count"], extra)
+        self.state["center"] = lengthened(self.state["center"], extra)
+        self.put("cluster", self.get("cluster").map(lambda x: lengthened(x, extra * self.t)))
+
+    def _write(self, prefix: str, target: Tensor, new: Slots, source: Tensor) -> None:
+        """Copy rows ``source`` of ``new`` to rows ``target`` of stored slots; both count over
+        batch x heads x slots."""
+        stored = self.get(prefix)
+        incoming = new.tensors()
+        fields = {}
+        for name, tensor in stored.tensors().items():
+            if self.overflow == "error":  # a later block may still fail
+                tensor = tensor.clone()
+            flat = tensor.flatten(0, 2)  # a view: stored tensors are contiguous
+            flat[target] = incoming[name].flatten(0, 2)[source]
+            fields[name] = flat.view(tensor.shape)
+        self.put(prefix, Slots(**fields))
+
+
+class SubGen(_Clusters):
+    """SubGen, called ClusterGen in its later version: Algorithm 1 as written.
+
+    Numerator: s i.i.d. samples of the tokens with probability proportional to ``|v|^2``
+    (UpdateMatrixProduct, Lemma 1; one sentence of the paper says ``|k|^2``, the algorithm and the
+    lemma say ``|v|^2``); they become slots (k, mu/(s|v|^2) v, 0). Denominator: online clusters of
+    the keys of radius delta, each with t i.i.d. uniform samples of its keys (Lemma 2); they become
+    slots (k, 0, n_i/t). QueryStreamAttn is ``attend`` over both. The paper has no 1/sqrt(d) in the
+    scores; ``attend``'s scaling decides that here.
+
+    Bound (Theorem 1), with ``kvsketch.theory.subgen`` for s and t: error at most
+    eps |softmax(Kq)|_2 |V|_op with probability 0.99, in O(d (m t + s)) memory.
+
+    Args:
+        delta: radius of a cluster, > 0, in units of the keys. None: the least distance among the
+            first keys, widened as needed.
+        s: numerator samples, >= 1.
+        t: samples per cluster, >= 1.
+        max_clusters: cap on clusters per head; None (the paper): as many as the keys need.
+        overflow: what happens when a key needs a cluster more than that. "widen": delta doubles in
+            that head and its clusters are clustered again; "nearest": the key joins the nearest
+            cluster and is counted in ``overflowed``; "error": InputError, nothing changes.
+        seed: of every random choice.
+
+    Raises:
+        InputError: an argument out of range.
+    """
+
+    name = "subgen"
+    least_slots = 2
+    paper = "Zandieh et al., SubGen Algorithm 1 (2402.06082); ClusterGen"
+    parameters = ("delta", "s", "t", "max_clusters", "overflow")
+
+    def __init__(
+        self,
+        delta: float | None = None,
+        s: int = 256,
+        t: int = 4,
+        max_clusters: int | None = None,
+        overflow: str = "widen",
+        seed: int = 0,
+    ) -> None:
+        self.s = at_least("s", s, 1)
+        super().__init__(delta, t, max_clusters, overflow, seed)
+
+    @classmethod
+    def for_budget(cls, slots: int, seed: int = 0, **options: Any) -> SubGen:
+        """Half the slots for the numerator, half for clusters of t = 2 samples, delta found on
+        the way. At most ``slots`` slots (at least 2)."""
+        t = options.get("t", 2 if slots >= 8 else 1)
+        s = options.get("s", max(1, slots // 2))
+        cap = max(1, (slots - s) // t)
+        return cls(**merged_options(options, s=s, t=t, max_clusters=cap), seed=seed)
+
+    def most_bytes(self, token: Slots) -> int | None:
+        """With ``max_clusters``: the clusters' and those of the numerator's samples."""
+        clusters = super().most_bytes(token)
+        return None if clusters is None else clusters + self.s * token_bytes(token) + 8
+
+    def widen(self, like: Sketch) -> None:
+        """As ``Sketch.widen``. A sample that is added starts as a copy of an older one: its law is
+        right from the start (Lemma 1), but it is independent only of what comes from here on."""
+        super().widen(like)
+        assert isinstance(like, SubGen)
+        if like.s > self.s and self.state:
+            number = torch.arange(like.s) % self.s
+            samples = self.get("sample")
+            self.put("sample", samples.map(lambda t: t[:, :, number.to(t.device)].contiguous()))
+        self.s = max(self.s, like.s)
+
+    @classmethod
+    def for_ball(
+        cls,
+        d: int,
+        r: float,
+        eps: float,
+        failure: float = 0.01,
+        value_dim: int | None = None,
+        radius: float = 1.0,
+        seed: int = 0,
+    ) -> SubGen:
+        """Theorem 15 of Compression Barriers: few dimensions need no assumption of clusters.
+
+        Balls of radius delta = (e/3) radius around the representatives cover all keys, and there
+        are never more of them than ``theory.clusters_in_ball`` says. s and t are those of
+        ``theory.low_dimensional``: error at most eps |softmax(Kq)|_2 |V|_op with probability
+        1 - failure for one query of norm at most r (scaling included), in ``s + t * max_clusters``
+        slots however long the stream. (A merge may double the clusters' radius: give twice the r
+        then.)
+
+        Args:
+            radius: bound on the norms of the keys. Keys beyond it harm no guarantee; if they need
+                more clusters than the ball can hold, ``extend`` raises InputError.
+            others: as for ``theory.low_dimensional``.
+
+        Raises:
+            InputError: an argument out of range.
+        """
+        size = low_dimensional(eps, r, d, failure, value_dim, radius)
+        delta = UNIT_BALL_DELTA * radius
+        return cls(delta, size.s, size.t, size.clusters, "error", seed)
+
+    def _start(self, new: Slots, live: Tensor) -> None:
+        super()._start(new, live)
+        self.state["mu"] = live.new_zeros(live.shape[:2], dtype=torch.float64)
+        blank = Slots(new.keys, new.values, positions=new.positions).narrow(0, 1)
+        index = torch.zeros(*live.shape[:2], self.s, dtype=torch.int64, device=live.device)
+        self.put("sample", blank.take(index).map(torch.zeros_like))
+
+    def _sample(self, new: Slots, weight: Tensor) -> None:
+        # For a chunk of total weight c after mu, each sample is replaced with probability
+        # c / (mu + c) by a draw in proportion to weight: the law of the loop in lines 24-26.
+        weight = weight * new.values.double().square().sum(-1)
+        upper = weight.cumsum(-1)
+        total = upper[..., -1:]
+        mu = self.state["mu"].unsqueeze(-1)
+        at = self.random(self.s) * (mu + total) - mu
+        hit = (at >= 0) & (total > 0)
+        # Rounding must not lead past the last token that has a weight.
+        final = torch.where(weight > 0, torch.arange(weight.shape[2], device=mu.device), 0).amax(-1)
+        chosen = torch.searchsorted(upper, at.contiguous(), right=True)
+        chosen = torch.minimum(chosen, final.unsqueeze(-1))
+        rows = torch.arange(weight.shape[0] * weight.shape[1], device=mu.device).view(mu.shape)
+        target = hit.flatten().nonzero().squeeze(1)
+        source = (chosen + rows * weight.shape[2])[hit]
+        self._write("sample", target, new, source)
+        self.state["mu"] = self.state["mu"] + total.squeeze(-1)
+
+    def _merge(self, other: _Clusters) -> None:
+        assert isinstance(other, SubGen)
+        super()._merge(other)
+        mine, theirs = self.state["mu"].unsqueeze(-1), other.state["mu"].unsqueeze(-1)
+        hit = self.random(self.s) * (mine + theirs) >= mine
+        target = (hit & (theirs > 0)).flatten().nonzero().squeeze(1)
+        self._write("sample", target, other.get("sample"), target)
+        self.state["mu"] = self.state["mu"] + other.state["mu"]
+
+    @property
+    def slots(self) -> Slots:
+        self._require_tokens()
+        samples, clusters = self.get("sample"), self.get("cluster")
+        norms = samples.values.double().square().sum(-1)
+        weight = self.state["mu"].unsqueeze(-1) / (self.s * norms)
+        weight = torch.where(norms > 0, weight, 0.0).unsqueeze(-1)
+        dtype = compute_dtype(samples.values.dtype)
+        numerator = Slots(
+            samples.keys,
+            (samples.values.to(dtype) * weight.to(dtype)).to(samples.values.dtype),
+            torch.zeros_like(norms, dtype=dtype),
+            samples.positions,
+        )
+        mass = (self.state["count"] / self.t).repeat_interleave(self.t, dim=-1)
+        width = samples.values.shape[3]
+        denominator = Slots(
+            clusters.keys,
+            clusters.values.new_zeros(*clusters.keys.shape[:3], width),
+            mass.to(dtype),
+            clusters.positions,
+        )
+        return Slots.cat([numerator, denominator])
+
+
+class SubGenCoupled(_Clusters):
+    """SubGen with numerator and denominator from the same samples. Ours, not the paper's.
+
+    The t samples of a cluster keep their values and become slots (k, (n_i/t) v, n_i/t). Both sums
+    stay unbiased, and the output is a weighted mean of values, so that it cannot leave their
+    convex hull, where the separate samples of Algorithm 1 can be off by any factor. No l2
+    reservoir, hence no Theorem 1 for the numerator.
+
+    Args:
+        delta: as for ``SubGen``.
+        t: samples per cluster, >= 1.
+        max_clusters: as for ``SubGen``.
+        overflow: as for ``SubGen``.
+        seed: of every random choice.
+    """
+
+    name = "subgen_coupled"
+    paper = "ours, after SubGen Algorithm 1 (2402.06082)"
+    keeps_values = True
+
+    def __init__(
+        self,
+        delta: float | None = None,
+        t: int = 4,
+        max_clusters: int | None = None,
+        overflow: str = "widen",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(delta, t, max_clusters, overflow, seed)
+
+    @classmethod
+    def for_budget(cls, slots: int, seed: int = 0, **options: Any) -> SubGenCoupled:
+        """Clusters of one sample each, at most ``slots`` of them, delta found on the way."""
+        t = options.get("t", 1)
+        return cls(**merged_options(options, t=t, max_clusters=max(1, slots // t)), seed=seed)
+
+    @property
+    def slots(self) -> Slots:
+        self._require_tokens()
+        clusters = self.get("cluster")
+        mass = (self.state["count"] / self.t).repeat_interleave(self.t, dim=-1)
+        mass = mass.to(compute_dtype(clusters.values.dtype))
+        return Slots(clusters.keys, clusters.values, positions=clusters.positions).scaled(mass)
+
+
+def _least_distance(keys: Tensor, live: Tensor) -> Tensor:
+    """The least positive distance between two of the keys, float64 ``[batch, heads]``; where all
+    are equal, a number small against their norm."""
+    distance = torch.cdist(keys, keys, compute_mode="donot_use_mm_for_euclid_dist").double()
+    paired = live.unsqueeze(-1) & live.unsqueeze(-2) & (distance > 0)
+    least = distance.masked_fill(~paired, torch.inf).amin((-2, -1))
+    norm = keys.double().norm(dim=-1).amax(-1)
+    return torch.where(torch.isinf(least), 1e-6 * norm + 1e-12, least)
