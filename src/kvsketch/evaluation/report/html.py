@@ -103,7 +103,7 @@ def build(stores: Sequence[Path], inspect: Path | None = None, png: bool = False
         for figure in section.figures
     ]
     environment = Environment(
-        loader=PackageLoader("kvsketch.evaluation"),
+        loader=PackageLoader("kvsketch.evaluation.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
