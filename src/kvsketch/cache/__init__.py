@@ -1,25 +1,21 @@
-"""What a cache holds of a stream: pages, budgets, measured errors."""
+"""What a layer holds of a stream: its page, its budget, its measured errors."""
 
+from .budgets import HeadBudgets
 from .curves import Curves
-from .head_groups import HeadGroups
 from .page import Page
-from .periodic import Periodic, joined
-from .planned import Goal, Planner, Waiting
-from .recipe import Recipe, windowed
-from .row_groups import RowGroups
+from .plan import Plan, make_plan
+from .stream import Stream
+from .window import Windowed, windowed
 from .windowed_sketch import WindowedSketch
 
 __all__ = [
     "Curves",
-    "Goal",
-    "HeadGroups",
+    "HeadBudgets",
     "Page",
-    "Periodic",
-    "Planner",
-    "Recipe",
-    "RowGroups",
-    "Waiting",
+    "Plan",
+    "Stream",
+    "Windowed",
     "WindowedSketch",
-    "joined",
+    "make_plan",
     "windowed",
 ]

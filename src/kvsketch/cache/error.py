@@ -46,13 +46,31 @@ def window_error(tokens: Slots, kept: Slots, observed: Observed, recent: int) ->
     Returns:
         float64 ``[batch, num_key_value_heads]``.
     """
-    count = min(QUERIES, max(1, recent), kept.count, observed.queries.shape[2])
-    last = observed.narrow(observed.queries.shape[2] - count, count)
-    exact, answer = (
-        asked_of(slots, last, causal(count, slots.count, last.queries.device))
-        for slots in (tokens, kept)
-    )
-    return relative_error(exact, answer, tokens.keys.shape[1])
+    return WindowError(tokens, observed, min(recent, kept.count)).error(kept)
+
+
+class WindowError:
+    """``window_error`` in two steps: the exact answers of the last queries, then their error on what
+    the tokens have become. Arguments as there."""
+
+    def __init__(self, tokens: Slots, observed: Observed, recent: int) -> None:
+        q = observed.queries.shape[2]
+        count = min(QUERIES, max(1, recent), q)
+        last = observed.narrow(q - count, count)
+        self._asked = replace(last, queries=last.queries.clone())
+        self._exact = self._answered(tokens)
+
+    def _answered(self, slots: Slots) -> Tensor:
+        q = self._asked.queries.shape[2]
+        return asked_of(slots, self._asked, causal(q, slots.count, self._asked.queries.device))
+
+    def error(self, kept: Slots) -> Tensor:
+        """Relative error on the slots, float64 ``[batch, num_key_value_heads]``."""
+        return relative_error(self._exact, self._answered(kept), kept.keys.shape[1])
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held, for byte counting."""
+        return [self._asked.queries, self._exact]
 
 
 def asked_of(slots: Slots, asked: Observed, mask: Tensor | None = None) -> Tensor:

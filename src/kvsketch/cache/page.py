@@ -1,277 +1,266 @@
-"""A page of slots: appended to in place, read as views; its middle may be quantised."""
+"""The page of a layer: its slots in one flat tensor, heads of any size, appended to in place."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..slots import FIELDS, Slots, compute_dtype
-from .quantized import Quantized, quantize
+from ..slots import Slots, compute_dtype
+from .ragged import Ragged, flatten, unflatten
 
-_PACKED = ("keys", "values")
-
-T = TypeVar("T", bound="TransientPage")
+# Heads of different size start at multiples of about this share of their mean size ...
+_PART = 32
+# ... and of no fewer and no more slots than these: a kernel goes over slots in blocks of as many.
+_LEAST_BLOCK, _MOST_BLOCK = 16, 256
 
 
 class Page:
-    """Buffers for ``capacity`` slots per KV head, of which the first ``count`` are in use.
+    """Slots of one layer, with a start, a count and room for every row and KV head.
+
+    Flat tensors ``[batch, total, ...]`` hold them: of heads of equal size ``total`` is heads times
+    capacity, so that they are ``[batch, heads, capacity, ...]`` by a view; heads of different size
+    (or of different size in different rows) lie one behind the other. All heads get the same
+    tokens appended, so that one number, ``appended``, says how far all of them have grown.
+
+    Where there are masses, values are stored as u / m (u where m = 0): rounding to 16 bits then
+    errs as little for a slot of a thousand tokens as for one, and any kernel can take log m as a
+    bias.
 
     Args:
-        slots: the first content; decides dtype, device and which fields exist.
-        capacity: slots per KV head, at least ``slots.count``. Equal means no copy is made.
-    """
+        slots: ``[batch, heads, n, ...]``, of every head its own slots first, dead ones behind. Values
+            with masses may have more bits than keys; they are stored in the dtype of the keys.
+        sizes: how many slots each head has: int64 ``[batch, heads]``; None: all ``n``.
+        room: slots that can be appended to every head.
 
-    #: whether ``slots`` are a copy that lives from ``append`` to ``release``
-    transient: ClassVar[bool] = False
-
-    def __init__(self, slots: Slots, capacity: int) -> None:
-        self.count = slots.count
-        self.capacity = capacity
-        if capacity == slots.count:
-            # clone only views: a view would keep the larger tensor it was cut from alive
-            self._buffers = {name: _owned(tensor) for name, tensor in slots.tensors().items()}
-        else:
-            self._buffers = {
-                name: _padded(tensor, capacity) for name, tensor in slots.tensors().items()
-            }
-        self._view: Slots | None = None
-
-    @property
-    def room(self) -> int:
-        return self.capacity - self.count
-
-    @property
-    def slots(self) -> Slots:
-        """The slots in use, as views."""
-        if self._view is None:
-            self._view = Slots(
-                **{name: b.narrow(2, 0, self.count) for name, b in self._buffers.items()}
-            )
-        return self._view
-
-    def append(self, new: Slots) -> None:
-        """Write ``new`` behind the slots in use; it must fit into ``room``."""
-        start, length = self.count, new.count
-        incoming = new.tensors()
-        if "mass" in incoming and "mass" not in self._buffers:
-            mass = incoming["mass"]
-            places = self._place("mass", self.capacity)
-            self._buffers["mass"] = mass.new_ones(*mass.shape[:2], places)
-        for name in FIELDS:
-            if name in self._buffers:
-                tensor = incoming.get(name)
-                target = self._buffers[name].narrow(2, self._place(name, start), length)
-                if tensor is None:  # mass of exact tokens is 1, a new token has no score yet
-                    target.fill_(1.0 if name == "mass" else 0.0)
-                else:
-                    target.copy_(tensor)
-        self.count = start + length
-        self._view = None
-
-    def release(self) -> None:
-        """The attention over ``slots`` is done."""
-
-    def drop(self, tokens: int) -> None:
-        """Forget the last ``tokens`` slots, which were appended."""
-        self.count -= tokens
-        self._view = None
-
-    def rewrite_last(self, new: Slots) -> None:
-        """Overwrite the last ``new.count`` slots in use."""
-        self.count -= new.count
-        self.append(new)
-
-    def set_score(self, score: Tensor) -> None:
-        """Overwrite the score of all slots in use, ``[batch, heads, count]``."""
-        if "score" not in self._buffers:
-            self._buffers["score"] = score.new_zeros(*score.shape[:2], self.capacity)
-        self._buffers["score"][:, :, : self.count] = score
-        self._view = None
-
-    def grown(self, capacity: int) -> Page:
-        """The same slots with room for more."""
-        return Page(self.slots, capacity)
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> Page:
-        """The page with ``fn`` (which acts on axis 0, the batch) applied to everything held."""
-        return Page(self.slots.map(fn), self.capacity)
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor held, for byte counting."""
-        return list(self._buffers.values())
-
-    def _place(self, name: str, slot: int) -> int:
-        """Where slot number ``slot`` lies in the buffer of a field."""
-        return slot
-
-
-class TransientPage(Page):
-    """Base class of the pages whose ``slots`` are a copy, made from what is held. Between
-    ``append`` and ``release`` (while one layer's attention runs) it is kept, and counted by
-    ``tensors``; at any other time it is made for the caller alone."""
-
-    transient = True
-    _open = False  # between append and release
-
-    def append(self, new: Slots) -> None:
-        """Write ``new`` behind the slots in use, as given; it must fit into ``room``."""
-        super().append(new)
-        self._open = True
-
-    def release(self) -> None:
-        """The attention over ``slots`` is done: let the copy go."""
-        self._view = None
-        self._open = False
-
-    def grown(self: T, capacity: int) -> T:
-        """The same slots with room for more."""
-        twin = copy.copy(self)
-        twin.release()
-        twin._buffers = {
-            name: _padded(
-                b.narrow(2, 0, self._place(name, self.count)), self._place(name, capacity)
-            )
-            for name, b in self._buffers.items()
-        }
-        twin.capacity = capacity
-        return twin
-
-    def map(self: T, fn: Callable[[Tensor], Tensor]) -> T:
-        """The page with ``fn`` (which acts on axis 0, the batch) applied to its buffers."""
-        twin = copy.copy(self)
-        twin.release()
-        twin._buffers = {name: _owned(fn(tensor)) for name, tensor in self._buffers.items()}
-        return twin
-
-
-class QuantizedPage(TransientPage):
-    """A page that holds its first ``sink`` and last slots, and what is appended, as given, and the
-    keys and values between them in 8 or 4 bits. Masses, positions and scores stay as they are. Of
-    a value-sum, u / m is stored (u where m = 0): a method that gives a slot another weight does not
-    change it.
-
-    ``slots`` are a dequantised copy (``TransientPage``). Writing into ``slots.score`` writes into
-    the page.
-
-    Args:
-        slots: the first content. Dead slots have no influence on the others' precision.
-        capacity: slots per KV head.
-        bits: 8 or 4.
-        sink: slots at the start that stay as given.
-        recent: slots at the end that do.
-        previous: the page these slots come from: decides the dtype of what stays as given, and
-            keeps slots that are still the same at the same bits.
+    Attributes:
+        fields: keys, values (u / m), and mass, positions, score as far as there are any.
+        sizes: int64 ``[batch, heads]``, without the appended ones; None: ``base`` in every head.
+        base: slots of the largest head, without the appended ones.
+        appended: slots appended to every head.
+        room: slots that still can be.
+        layout: of heads of different size; None: all have ``base + appended``.
+        block: what heads of different size start at multiples of.
     """
 
     def __init__(
         self,
         slots: Slots,
-        capacity: int,
-        bits: int,
-        sink: int,
-        recent: int,
-        previous: QuantizedPage | None = None,
+        sizes: Tensor | None = None,
+        room: int = 0,
     ) -> None:
-        self.count = slots.count
-        self.capacity = capacity
-        self._bits = bits
-        self._first = min(sink, slots.count)
-        self._hidden = max(0, slots.count - sink - recent)  # slots that are quantised
-        middle = slots.narrow(self._first, self._hidden)
-        live, weight = middle.live(), _weight(middle.mass)
-        self._packed: dict[str, Quantized] = {}
-        self._buffers = {}
-        for name, tensor in slots.tensors().items():
-            if name in _PACKED and self._hidden:
-                rows = getattr(middle, name)
-                self._packed[name] = quantize(
-                    rows if name == "keys" or weight is None else rows / weight,
-                    bits,
-                    per_channel=name == "keys",
-                    live=live,
-                    previous=None if previous is None else previous._packed.get(name),
-                )
-                last = tensor[:, :, self._first + self._hidden :]
-                tensor = torch.cat([tensor[:, :, : self._first], last], dim=2)
-            if name in _PACKED and previous is not None:
-                tensor = tensor.to(previous._buffers[name].dtype)
-            self._buffers[name] = _padded(tensor, self._place(name, capacity))
-        self._view = None
+        self.batch, self.heads, self.base = slots.keys.shape[:3]
+        self.appended, self.room, self.sizes = 0, room, sizes
+        self.layout: Ragged | None = None
+        self.block = 0
+        fields = slots.tensors()
+        if slots.mass is not None:
+            weight = torch.where(slots.mass != 0, slots.mass, 1.0).unsqueeze(-1)
+            fields["values"] = (slots.values / weight).to(slots.keys.dtype)
+        if sizes is None:
+            self.fields = {n: _with_room(t, room) for n, t in fields.items()}
+        else:
+            fields["mass"] = slots.masses()
+            self._lay(fields, sizes)
+
+    def _lay(self, fields: dict[str, Tensor], sizes: Tensor) -> None:
+        """Heads of different size, one behind the other."""
+        mean = float((sizes + self.room).double().mean())
+        self.block = _block(mean)
+        self.layout = layout = Ragged.of(sizes, self.room, self.block)
+        places = layout.places(self.base)
+        self.fields = {n: flatten(t, *places, layout.total) for n, t in fields.items()}
+        row = torch.arange(self.batch, device=sizes.device).unsqueeze(1) * layout.total
+        self._next = (row + layout.start + sizes).flatten()
+        self._own_blocks(layout)
+
+    def _own_blocks(self, layout: Ragged) -> None:
+        """Which head every block of slots belongs to.
+
+        ``owner``: int64 ``[batch * blocks]``, into ``[batch * heads]``. ``foreign``: float32
+        ``[batch, heads, 1, blocks]``, 0 for a head's own blocks and -inf for the others.
+        """
+        blocks = layout.total // self.block
+        first = layout.start // self.block
+        number = torch.arange(blocks, device=first.device)
+        head = (number >= first.unsqueeze(-1)).sum(1) - 1
+        row = torch.arange(self.batch, device=first.device).unsqueeze(1) * self.heads
+        self.owner = (head + row).flatten()
+        every = torch.arange(self.heads, device=first.device).view(1, -1, 1)
+        self.foreign = torch.where(head.unsqueeze(1) == every, 0.0, -torch.inf).unsqueeze(2)
+
+    @property
+    def count(self) -> int:
+        """Slots of the largest head."""
+        return self.base + self.appended
+
+    @property
+    def held(self) -> Tensor:
+        """Slots of every row and head, int64 ``[batch, heads]``."""
+        if self.sizes is None:
+            return torch.full((self.batch, self.heads), self.count)
+        return self.sizes + self.appended
+
+    def even(self, name: str) -> Tensor | None:
+        """A field of heads of equal size, ``[batch, heads, count, ...]``, as a view."""
+        buffer = self.fields.get(name)
+        return None if buffer is None else buffer[:, :, : self.base + self.appended]
 
     @property
     def slots(self) -> Slots:
-        """The slots in use, keys and values dequantised to the dtype they came in."""
-        slots = self.read()
-        self._view = slots if self._open else None
-        return slots
-
-    def read(self, exactly: bool = False) -> Slots:
-        """As ``slots``. ``exactly``: in float32 at least, which gives back what is stored without
-        rounding it to the model's dtype."""
-        stored = {name: self._buffers[name].dtype for name in _PACKED}
-        dtypes = {name: compute_dtype(t) for name, t in stored.items()} if exactly else stored
-        if self._view is not None and dtypes == stored:
-            return self._view
-        fields = {}
-        for name, buffer in self._buffers.items():
-            used = buffer.narrow(2, 0, self._place(name, self.count))
-            if name in _PACKED:
-                fields[name] = self._dequantized(name, used, dtypes[name])
-            else:
-                fields[name] = used
+        """All slots ``[batch, heads, count, ...]``; a smaller head's are the last ones, behind dead
+        ones, so that the newest tokens of all heads are side by side. Values with masses come in
+        float32 at least, so that u / m is what it was when they come back."""
+        if self.layout is None:
+            fields = {name: self.even(name) for name in self.fields}
+        else:
+            places, shape = self._now_at(), (self.batch, self.heads, self.count)
+            fields = {n: unflatten(t, *places, shape) for n, t in self.fields.items()}
+        if fields.get("mass") is not None:
+            mass, values = fields["mass"], fields["values"]
+            assert mass is not None and values is not None
+            weight = torch.where(mass != 0, mass, 1.0).unsqueeze(-1)
+            fields["values"] = values.to(compute_dtype(values.dtype)) * weight
         return Slots(**fields)
 
-    def _dequantized(self, name: str, used: Tensor, dtype: torch.dtype) -> Tensor:
-        if not self._hidden:
-            return used.to(dtype)
-        end = self._first + self._hidden
-        batch, heads, _, dim = used.shape
-        out = used.new_empty((batch, heads, self.count, dim), dtype=dtype)
-        out[:, :, : self._first] = used[:, :, : self._first]
-        middle = out[:, :, self._first : end]
-        self._packed[name].read(middle)
-        if name == "values" and "mass" in self._buffers:
-            weight = _weight(self._buffers["mass"].narrow(2, self._first, self._hidden))
-            assert weight is not None
-            middle.mul_(weight)
-        out[:, :, end:] = used[:, :, self._first :]
-        return out
+    def append(self, new: Slots) -> None:
+        """Write ``new`` ``[batch, heads, q, ...]`` behind every head's slots; q <= ``room``."""
+        if new.mass is not None and "mass" not in self.fields:
+            self.fields["mass"] = self._filled("mass")
+        q = new.count
+        for name, buffer in self.fields.items():
+            tensor: Tensor | None = getattr(new, name)
+            if self.layout is None:
+                start = self.base + self.appended
+                target = buffer[:, :, start : start + q]
+                if tensor is not None:
+                    target.copy_(tensor)
+                else:  # the mass of an exact token is 1, a new one has no score yet
+                    target.fill_(1.0 if name == "mass" else 0.0)
+                continue
+            flat = buffer.view(-1, *buffer.shape[2:])
+            index = self._next
+            if q > 1:
+                index = (index.unsqueeze(-1) + torch.arange(q, device=index.device)).flatten()
+            if tensor is not None:
+                rows = tensor.reshape(-1, *tensor.shape[3:])
+                flat.index_copy_(0, index, rows.to(buffer.dtype))
+            else:
+                flat.index_fill_(0, index, 1.0 if name == "mass" else 0.0)
+        self._advance(q)
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> QuantizedPage:
+    def drop(self, tokens: int) -> None:
+        """Forget the last ``tokens`` slots of every head, which were appended."""
+        if self.layout is not None and tokens:
+            self._advance(-tokens)
+            behind = self._next.unsqueeze(-1) + torch.arange(tokens, device=self._next.device)
+            self.fields["mass"].view(-1).index_fill_(0, behind.flatten(), 0.0)
+        else:
+            self._advance(-tokens)
+
+    def _advance(self, tokens: int) -> None:
+        self.appended += tokens
+        self.room -= tokens
+        if self.layout is not None:
+            self._next += tokens
+
+    def mark_last(self, live: Tensor) -> None:
+        """Say which of the last tokens, just appended, are real: bool ``[batch, q]``."""
+        if "mass" not in self.fields:
+            self.fields["mass"] = self._filled("mass")
+        q, mass = live.shape[1], self.fields["mass"]
+        rows = live.unsqueeze(1).expand(-1, self.heads, -1)
+        if self.layout is None:
+            mass[:, :, self.count - q : self.count] *= rows
+            self.fields["values"][:, :, self.count - q : self.count] *= rows.unsqueeze(-1)
+            return
+        index = self._next.unsqueeze(-1) + torch.arange(-q, 0, device=mass.device)
+        index = index.flatten()
+        values = self.fields["values"].view(-1, self.fields["values"].shape[-1])
+        keep = rows.reshape(-1)
+        mass.view(-1)[index] *= keep
+        values[index] *= keep.unsqueeze(-1)
+
+    def set_score(self, score: Tensor) -> None:
+        """Overwrite the score of all slots, ``[batch, heads, count]``."""
+        if "score" not in self.fields:
+            self.fields["score"] = self._filled("score")
+        if self.layout is None:
+            self.fields["score"][:, :, : self.count] = score
+            return
+        padded, flat = self._now_at()
+        self.fields["score"].view(-1)[flat] = score.reshape(-1)[padded]
+
+    def _now_at(self) -> tuple[Tensor, Tensor]:
+        """Places of all slots in ``slots`` and in the flat tensors."""
+        assert self.layout is not None
+        grown = Ragged(self.layout.start, self.held, self.layout.total)
+        return grown.places(self.count, last=True)
+
+    def _filled(self, name: str) -> Tensor:
+        keys = self.fields["keys"]
+        shape, dtype = keys.shape[:-1], compute_dtype(self.fields["values"].dtype)
+        value = 1.0 if name == "mass" else 0.0
+        return torch.full(shape, value, dtype=dtype, device=keys.device)
+
+    def grown(self, room: int) -> Page:
+        """The same slots with ``room`` for more."""
+        if self.layout is None:
+            twin = copy.copy(self)
+            twin.base, twin.appended, twin.room = self.count, 0, room
+            twin.fields = {
+                name: _with_room(buffer[:, :, : self.count], room)
+                for name, buffer in self.fields.items()
+            }
+            return twin
+        slots, before = self.slots, self.count - self.held
+        index = torch.arange(self.count, device=before.device) + before.unsqueeze(-1)
+        first = slots.take(index.clamp(max=self.count - 1))
+        return Page(first, self.held, room)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Page:
         """The page with ``fn`` (which acts on axis 0, the batch) applied to everything held."""
-        twin = super().map(fn)
-        twin._packed = {
-            name: part.map(lambda t: _owned(fn(t))) for name, part in self._packed.items()
-        }
+        twin = copy.copy(self)
+        twin.fields = {name: _owned(fn(tensor)) for name, tensor in self.fields.items()}
+        twin.batch = twin.fields["keys"].shape[0]
+        if self.layout is not None:
+            assert self.sizes is not None
+            start, twin.sizes = fn(self.layout.start), fn(self.sizes)
+            twin.layout = Ragged(start, twin.sizes, self.layout.total)
+            row = torch.arange(twin.batch, device=start.device).unsqueeze(1) * self.layout.total
+            twin._next = (row + start + twin.held).flatten()
+            twin._own_blocks(twin.layout)
         return twin
+
+    def release(self) -> None:
+        """The attention over the page is done."""
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held, for byte counting."""
-        held = super().tensors()
-        for part in self._packed.values():
-            held += part.tensors()
-        return held if self._view is None else [*held, self._view.keys, self._view.values]
-
-    def _place(self, name: str, slot: int) -> int:
-        return slot - self._hidden if name in _PACKED else slot
+        held = list(self.fields.values())
+        return held if self.layout is None else [*held, self._next, self.owner, self.foreign]
 
 
-def _weight(mass: Tensor | None) -> Tensor | None:
-    """What value-sums are divided by, ``[batch, heads, slots, 1]``."""
-    return None if mass is None else torch.where(mass != 0, mass, 1.0).unsqueeze(-1)
+def _block(mean: float) -> int:
+    """A power of two, about 1/32 of the mean size."""
+    block = _LEAST_BLOCK
+    while block < _MOST_BLOCK and block * 2 * _PART <= mean:
+        block *= 2
+    return block
 
 
-def _owned(tensor: Tensor) -> Tensor:
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if whole and tensor.is_contiguous() else tensor.contiguous().clone()
-
-
-def _padded(tensor: Tensor, capacity: int) -> Tensor:
-    shape = (*tensor.shape[:2], capacity, *tensor.shape[3:])
+def _with_room(tensor: Tensor, room: int) -> Tensor:
+    if not room:
+        return _owned(tensor)
+    shape = (*tensor.shape[:2], tensor.shape[2] + room, *tensor.shape[3:])
     buffer = tensor.new_empty(shape)
     buffer[:, :, : tensor.shape[2]] = tensor
     return buffer
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it where it is a view, which would keep the larger one alive."""
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole and tensor.is_contiguous() else tensor.contiguous().clone()

@@ -50,7 +50,9 @@ class Quantized:
     Attributes:
         bits: 8 or 4.
         dim: channels of a slot.
-        codes: uint8 ``[batch, heads, slots, bytes]``. 4 bits: byte i holds channel i in its lower
+        count: slots of the head that has most.
+        codes: uint8 ``[batch, heads, slots, bytes]`` (``[batch, slots of all heads, bytes]`` at
+            rest where heads differ in size). 4 bits: byte i holds channel i in its lower
             half and channel ``bytes + i`` in its upper one. Channels are filled up, by repeating
             the last one, where they do not divide into groups and bytes.
         low: zero points, float16 ``[batch, heads, slots, groups]``.
@@ -64,16 +66,12 @@ class Quantized:
 
     bits: int
     dim: int
+    count: int
     codes: Tensor
     low: Tensor
     step: Tensor
     unit: Tensor
     offset: Tensor | None
-
-    @property
-    def count(self) -> int:
-        """Slots per head."""
-        return self.codes.shape[2]
 
     def read(self, out: Tensor) -> None:
         """Write the dequantised slots into ``out`` ``[batch, heads, slots, dim]``, any floating
@@ -107,6 +105,10 @@ class Quantized:
             unit=fn(self.unit),
             offset=None if self.offset is None else fn(self.offset),
         )
+
+    def map_slots(self, fn: Callable[[Tensor], Tensor]) -> Quantized:
+        """Apply ``fn``, which moves slots, to what every slot has of its own."""
+        return replace(self, codes=fn(self.codes), low=fn(self.low), step=fn(self.step))
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held, for byte counting."""
@@ -157,7 +159,7 @@ def quantize(
     if bits == 4:
         half = codes.shape[-1] // 2
         codes = codes[..., :half] | codes[..., half:] << 4
-    return Quantized(bits, dim, codes.contiguous(), low, step, unit, offset)
+    return Quantized(bits, dim, x.shape[2], codes.contiguous(), low, step, unit, offset)
 
 
 def predicted_bytes(

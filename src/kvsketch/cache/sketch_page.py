@@ -1,60 +1,265 @@
-"""A page around a sketch: exact tokens before and behind it, nothing held twice."""
+"""A page around sketches: exact tokens before and behind, nothing held twice."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor
 
-from ..methods.sketches.base import Sketch
 from ..slots import Slots
-from .page import TransientPage, _padded
+
+if TYPE_CHECKING:
+    from .windowed_sketch import WindowedSketch
 
 
-class SketchPage(TransientPage):
-    """Sinks, a sketch, then recent and appended tokens.
-
-    The sketch is held, and mapped, by whoever compresses; here is only a reference to it.
+class SketchPage:
+    """Sinks, a sketch, then recent and appended tokens; the slots that attention reads are made
+    from the sketch's state and live, counted by ``tensors``, until ``release``.
 
     Args:
         first: exact tokens before what the sketch took in.
-        sketch: what took in the tokens between.
-        worth: how many slots the sketch counts as: the tokens that its bytes would hold.
+        window: holds the sketch; None: there is none yet, all tokens are exact.
         last: exact tokens behind.
-        capacity: slots per KV head, with ``worth``.
+        room: tokens that can be appended.
     """
 
-    def __init__(
-        self, first: Slots, sketch: Sketch, worth: int, last: Slots, capacity: int
-    ) -> None:
+    sizes: Tensor | None = None
+
+    def __init__(self, first: Slots, window: WindowedSketch | None, last: Slots, room: int) -> None:
         exact = Slots.cat([first, last])
-        self._first, self._worth, self._sketch = first.count, worth, sketch
-        self.count, self.capacity = exact.count + worth, capacity
-        self._buffers = {
-            name: _padded(tensor, capacity - worth) for name, tensor in exact.tensors().items()
-        }
-        self._view = None
+        self.batch, self.heads = exact.keys.shape[:2]
+        self.window, self._first = window, first.count
+        self._exact, self._used = _with_room(exact, room), exact.count
+        self.appended, self.room = 0, room
+        self._opened: Slots | None = None
+
+    @property
+    def base(self) -> int:
+        """Slots, the sketch counted as the tokens that its bytes would hold, without appended."""
+        return self.count - self.appended
+
+    @property
+    def count(self) -> int:
+        """Slots, the sketch counted as the tokens that its bytes would hold."""
+        return self._used + (0 if self.window is None else self.window.worth)
+
+    @property
+    def held(self) -> Tensor:
+        """Slots of every row and head, int64 ``[batch, heads]``."""
+        return torch.full((self.batch, self.heads), self.count)
 
     @property
     def exact(self) -> Slots:
         """The exact tokens, as views."""
-        return Slots(
-            **{n: b.narrow(2, 0, self._place(n, self.count)) for n, b in self._buffers.items()}
-        )
+        return self._exact.narrow(0, self._used)
 
     @property
     def slots(self) -> Slots:
         """Everything that attention sees, in the order of the tokens."""
-        if self._view is not None:
-            return self._view
         exact = self.exact
+        if self.window is None or self.window.sketch is None:
+            return exact
         last = exact.narrow(self._first, exact.count - self._first)
-        slots = Slots.cat([exact.narrow(0, self._first), self._sketch.slots, last])
-        self._view = slots if self._open else None
-        return slots
+        return Slots.cat([exact.narrow(0, self._first), self.window.sketch.slots, last])
+
+    def open(self) -> Slots:
+        """The slots, for attention to read."""
+        if self._opened is None:
+            self._opened = self.slots
+        return self._opened
+
+    def release(self) -> None:
+        """The attention over the page is done."""
+        self._opened = None
+
+    def append(self, new: Slots) -> None:
+        """Write ``new`` behind the exact tokens."""
+        if new.mass is not None and self._exact.mass is None:
+            self._exact = Slots(**{**self._exact.tensors(), "mass": self._exact.masses()})
+        for name, buffer in self._exact.tensors().items():
+            tensor = getattr(new, name)
+            empty = 1.0 if name == "mass" else 0.0
+            buffer[:, :, self._used : self._used + new.count] = empty if tensor is None else tensor
+        self._advance(new.count)
+
+    def drop(self, tokens: int) -> None:
+        """Forget the last ``tokens`` tokens, which were appended."""
+        self._advance(-tokens)
+
+    def _advance(self, tokens: int) -> None:
+        self._used += tokens
+        self.appended += tokens
+        self.room -= tokens
+        self._opened = None
+
+    def mark_last(self, live: Tensor) -> None:
+        """Say which of the last tokens, just appended, are real: bool ``[batch, q]``."""
+        q = live.shape[1]
+        new = self.exact.narrow(self._used - q, q).only(live.unsqueeze(1))
+        self._advance(-q)
+        self.append(new)
+
+    def set_score(self, score: Tensor) -> None:
+        """A sketch has no scores."""
+
+    def grown(self, room: int) -> SketchPage:
+        """The same with ``room`` for more."""
+        twin = copy.copy(self)
+        twin._exact, twin.room = _with_room(self.exact, room), room
+        twin._opened = None
+        return twin
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> SketchPage:
+        """The page with ``fn`` (which acts on axis 0, the batch) applied; whoever holds the window
+        applies it to the sketch."""
+        twin = copy.copy(self)
+        twin._exact = self._exact.map(lambda t: fn(t).contiguous())
+        twin.batch, twin._opened = twin._exact.keys.shape[0], None
+        return twin
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held but the sketch's, for byte counting."""
-        held = super().tensors()
-        return held if self._view is None else [*held, *self._view.tensors().values()]
+        held = list(self._exact.tensors().values())
+        return held if self._opened is None else [*held, *self._opened.tensors().values()]
 
-    def _place(self, name: str, slot: int) -> int:
-        return slot - self._worth
+
+class SketchPages:
+    """Sketches of different size: one ``SketchPage`` for each budget, with its heads as rows.
+
+    Same verbs as ``SketchPage``. Here is the one loop over groups of heads that is left: a sketch
+    has one size for all that it holds.
+
+    Args:
+        pages: one for each group.
+        places: the group's heads, int64 ``[R]`` each, ``row * heads + head``; together all.
+        shape: batch and heads.
+    """
+
+    def __init__(
+        self, pages: Sequence[SketchPage], places: Sequence[Tensor], shape: tuple[int, int]
+    ) -> None:
+        self.pages, self.places = list(pages), list(places)
+        self.batch, self.heads = shape
+
+    @property
+    def room(self) -> int:
+        return min(page.room for page in self.pages)
+
+    @property
+    def appended(self) -> int:
+        return max(page.appended for page in self.pages)
+
+    @property
+    def count(self) -> int:
+        return max(page.count for page in self.pages)
+
+    @property
+    def base(self) -> int:
+        return max(page.base for page in self.pages)
+
+    @property
+    def held(self) -> Tensor:
+        held = torch.zeros(self.batch * self.heads, dtype=torch.int64)
+        for page, places in zip(self.pages, self.places, strict=True):
+            held[places.cpu()] = page.count
+        return held.view(self.batch, self.heads)
+
+    @property
+    def sizes(self) -> Tensor:
+        return self.held - self.appended
+
+    @property
+    def slots(self) -> Slots:
+        """All heads, the smaller ones behind dead slots."""
+        return self._together([page.slots for page in self.pages])
+
+    def open(self) -> Slots:
+        """The slots, for attention to read."""
+        return self._together([page.open() for page in self.pages])
+
+    def _together(self, parts: Sequence[Slots]) -> Slots:
+        count = max(part.count for part in parts)
+        names = {name for part in parts for name in part.tensors()} | {"mass"}
+        fields = {}
+        for name in sorted(names):
+            whole: Tensor | None = None
+            for part, places in zip(parts, self.places, strict=True):
+                field = part.masses() if name == "mass" else getattr(part, name)
+                if whole is None:
+                    shape = (self.batch * self.heads, count, *field.shape[3:])
+                    whole = field.new_zeros(shape)
+                whole[places, count - part.count :] = field.squeeze(1).to(whole.dtype)
+            assert whole is not None
+            fields[name] = whole.unflatten(0, (self.batch, self.heads))
+        return Slots(**fields)
+
+    def split(self, slots: Slots) -> list[Slots]:
+        """Each group's heads as rows, ``[R, 1, ...]``."""
+        flat = slots.map(lambda t: t.flatten(0, 1).unsqueeze(1))
+        return [flat.map(lambda t, i=i: t.index_select(0, i)) for i in self.places]  # type: ignore[misc]
+
+    def append(self, new: Slots) -> None:
+        for page, part in zip(self.pages, self.split(new), strict=True):
+            page.append(part)
+
+    def drop(self, tokens: int) -> None:
+        for page in self.pages:
+            page.drop(tokens)
+
+    def mark_last(self, live: Tensor) -> None:
+        for page, places in zip(self.pages, self.places, strict=True):
+            page.mark_last(live.index_select(0, places // self.heads))
+
+    def set_score(self, score: Tensor) -> None:
+        """A sketch has no scores."""
+
+    def release(self) -> None:
+        for page in self.pages:
+            page.release()
+
+    def grown(self, room: int) -> SketchPages:
+        shape = (self.batch, self.heads)
+        return SketchPages([page.grown(room) for page in self.pages], self.places, shape)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> SketchPages:
+        """The pages, and the sketches in them, with ``fn`` (which acts on axis 0) applied."""
+        source = fn(torch.arange(self.batch))
+        every = source.unsqueeze(1) * self.heads + torch.arange(self.heads)
+        every = every.flatten()
+        pages, places = [], []
+        for page, mine in zip(self.pages, self.places, strict=True):
+            local = torch.full((self.batch * self.heads,), -1)
+            local[mine.cpu()] = torch.arange(len(mine))
+            rows = (local[every] >= 0).nonzero().flatten()
+            if not len(rows):
+                continue
+            index = local[every][rows]
+
+            def some(tensor: Tensor, index: Tensor = index) -> Tensor:
+                return tensor.index_select(0, index.to(tensor.device))
+
+            if page.window is not None:
+                page.window.map_batch(some)
+                page.window.number_rows(rows)
+            pages.append(page.map(some))
+            places.append(rows.to(mine.device))
+        return SketchPages(pages, places, (len(source), self.heads))
+
+    def tensors(self) -> list[Tensor]:
+        held = [tensor for page in self.pages for tensor in page.tensors()]
+        for page in self.pages:
+            held += [] if page.window is None else page.window.tensors()
+        return held
+
+
+def _with_room(slots: Slots, room: int) -> Slots:
+    def roomy(tensor: Tensor) -> Tensor:
+        shape = (*tensor.shape[:2], tensor.shape[2] + room, *tensor.shape[3:])
+        buffer = tensor.new_zeros(shape)
+        buffer[:, :, : tensor.shape[2]] = tensor
+        return buffer
+
+    return slots.map(roomy)

@@ -13,6 +13,7 @@ from ..methods.base import check_input
 from ..methods.sketches.base import Sketch, token_bytes
 from ..methods.windowed import check_window, split
 from ..slots import Observed, Slots
+from .sketch_page import SketchPage
 
 
 class WindowedSketch:
@@ -36,10 +37,7 @@ class WindowedSketch:
     """
 
     needs_queries = False
-    accumulates = False
     window: int | None = None
-    #: its slots may have u without m and m without u
-    split_sums = True
 
     def __init__(
         self, build: Callable[[int], Sketch], sink: int = 4, recent: int = 32, least: int = 1
@@ -58,12 +56,27 @@ class WindowedSketch:
         self._dtype: torch.dtype | None = None  # of the tokens' values
         self._before = 0  # slots in front of the recent window, as handed back by ``__call__``
 
-    def recent_at(self, budget: int) -> int:
-        """Recent tokens that are kept as they are: what the budgets had room for."""
-        return self._window
+    def fresh(self) -> WindowedSketch:
+        """Another one, which holds nothing: for heads with a budget of their own."""
+        return WindowedSketch(self.build, self.sink, self.recent, self.least)
 
-    def observe(self, slots: Slots, observed: Observed | None) -> Slots:
-        return slots
+    def page(self, exact: Slots, budget: int, limit: int, room: int) -> SketchPage:
+        """Hand over what is between sinks and recent window (``take``) and make the page around the
+        sketch.
+
+        Args:
+            exact: as for ``take``.
+            budget: as for ``take``.
+            limit: tokens whose bytes are held before room for more is made.
+            room: tokens above it.
+        """
+        parts = self.take(exact, budget)
+        if parts is None:
+            empty = exact.narrow(0, 0)
+            return SketchPage(exact, None, empty, max(limit, exact.count) + room - exact.count)
+        first, last = parts
+        count = first.count + self.worth + last.count
+        return SketchPage(first, self, last, max(limit, count) + room - count)
 
     def take(self, exact: Slots, budget: int) -> tuple[Slots, Slots] | None:
         """Hand the exact tokens between sinks and recent window over to the sketch.

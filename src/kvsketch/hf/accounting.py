@@ -7,32 +7,32 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ..cache import HeadGroups, Periodic, RowGroups
+from ..cache.stream import Stream
 from .layer import SketchLayer, linear_states
 
 
 def held(layer: Any) -> float:
     if isinstance(layer, SketchLayer):
-        return layer.sketch.held if layer.sketch.seen else 0
+        return float(layer.stream.held.double().mean()) if layer.stream.seen else 0
     keys = getattr(layer, "keys", None)
     return 0 if keys is None or keys.dim() < 4 else int(keys.shape[2])
 
 
 def exact_heads(layer: Any) -> list[int]:
     """KV heads of a compressible layer that hold all tokens, in every row."""
-    if not isinstance(layer, SketchLayer) or not layer.sketch.seen:
+    if not isinstance(layer, SketchLayer) or not layer.stream.seen:
         return []
-    held = layer.sketch.held_by_head
-    return [head for head, count in enumerate(held) if count >= layer.sketch.seen]
+    held = layer.stream.held.amin(0).tolist()
+    return [head for head, count in enumerate(held) if count >= layer.stream.seen]
 
 
-def errors(sketch: Periodic | HeadGroups | RowGroups, error: Tensor | None) -> list[float] | None:
+def errors(stream: Stream, error: Tensor | None) -> list[float] | None:
     if error is not None:
         largest: list[float] = error.amax(0).tolist()
         return largest
-    if sketch.compressed or not sketch.seen:
+    if stream.compressed or not stream.seen:
         return None
-    return [0.0] * sketch.slots.keys.shape[1]
+    return [0.0] * stream.slots.keys.shape[1]
 
 
 def tokens(layer: Any) -> int:
@@ -56,7 +56,7 @@ def layer_nbytes(layer: Any) -> int:
 def exact_nbytes(layer: Any) -> int:
     if not isinstance(layer, SketchLayer):
         return layer_nbytes(layer)
-    exact = layer.sketch.seen * layer.token_bytes
+    exact = layer.stream.seen * layer.token_bytes
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         exact += sum(state.nbytes for state in linear_states(layer))
     return exact

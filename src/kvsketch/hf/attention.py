@@ -8,21 +8,20 @@ nothing about slots, or refused by name.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ..attention import attend_to
 from ..errors import UnsupportedError
 from ..slots import Observed
-from .compressed import Asked, attend_compressed
+from .masks import View, mask_over
 
 if TYPE_CHECKING:
     from .interface import Kernel
     from .layer import SketchLayer
-
-# Kernels that attend to the keys they are given, whatever the cache; without a mask, to all.
-_PLAIN_KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 # Arguments that say nothing about how a query attends to a key; transformers hands them through.
 OF_THE_FORWARD = frozenset(
@@ -89,30 +88,40 @@ def attention(
         return out, weights
     if module is not None:  # a graph has checked what it hands on
         check_arguments(layer, module, args, kwargs)
-    sketch, q = layer.sketch, query.shape[2]
-    asked = layer.to_slots(module, query)
-    layer.check_queries(asked)
-    view = layer.forward.masks.read(attention_mask, query.shape[0], q, sketch.seen)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    stream, (batch, _, q, dim) = layer.stream, query.shape
+    queries = layer.to_slots(module, query)
+    layer.check_queries(queries)
+    view = layer.forward.masks.read(attention_mask, batch, q, stream.seen)
     layer.mark(view)
-    observed = None
-    if layer.wants_queries():
-        observed = Observed(asked.detach(), scale, softcap, live=view.causal, sinks=s_aux)
-    if not sketch.compressed:
+    scale = dim**-0.5 if scaling is None else scaling
+    observed = Observed(queries.detach(), scale, softcap, live=view.causal, sinks=s_aux)
+    if not stream.compressed:
         out, weights = usual(key, value, attention_mask)
         layer.after_attention(observed)
         return out, weights
-    exactly = None
-    if q == 1 and name in _PLAIN_KERNELS and asked is query:
+    asked = observed if queries is observed.queries else replace(observed, queries=queries)
+    out = attend_slots(layer, asked, view)
+    layer.after_attention(observed)
+    return layer.from_slots(module, out).transpose(1, 2).contiguous(), None
 
-        def exactly(keys: Tensor, values: Tensor) -> Tensor:
-            return usual(keys, values, None)[0].transpose(1, 2)
 
-    asks = Asked(asked, scale, softcap, None, s_aux, exactly, layer.counts_attention)
-    out, counted = attend_compressed(asks, sketch, view)
-    out = layer.from_slots(module, out)
-    layer.after_attention(None if counted else observed)
-    return out.transpose(1, 2).contiguous(), None
+def attend_slots(layer: SketchLayer, asked: Observed, view: View) -> Tensor:
+    """Attention of the newest tokens over what a compressed layer holds, themselves included.
+
+    Args:
+        asked: their queries ``[batch, num_attention_heads, q, head_dim]``.
+        view: what the model's mask says.
+
+    Returns:
+        ``[batch, num_attention_heads, q, value_dim]``.
+
+    Raises:
+        UnsupportedError: a mask that slots cannot honour.
+    """
+    stream, mask = layer.stream, None
+    if not view.plain:
+        mask = mask_over(view, stream.slots, *asked.queries.shape[1:3])
+    return attend_to(asked, stream.open(), mask, stream.padded)
 
 
 def check_arguments(
@@ -126,7 +135,7 @@ def check_arguments(
     what = type(module).__name__
     if args:
         raise UnsupportedError(f"{what} passes {len(args)} arguments to attention without a name")
-    if kwargs.get("output_attentions") and layer.sketch.compresses_next(layer.pending):
+    if kwargs.get("output_attentions") and layer.compresses_next():
         raise UnsupportedError(
             "output_attentions=True asks for a weight per token, and this cache is compressed: a "
             "slot is no token. Use DynamicCache, or a budget >= the number of tokens"
@@ -138,9 +147,9 @@ def check_arguments(
             "dropout does not reach them: call model.eval()"
         )
     window = kwargs.get("sliding_window")
-    if window is not None and window < layer.sketch.seen:
+    if window is not None and window < layer.stream.seen:
         raise UnsupportedError(
-            f"sliding_window={window} is shorter than the {layer.sketch.seen} tokens seen, in a "
+            f"sliding_window={window} is shorter than the {layer.stream.seen} tokens seen, in a "
             f"layer whose cache has no window ({what})"
         )
     if kwargs.get("is_causal") is False and layer.pending > 1:

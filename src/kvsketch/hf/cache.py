@@ -16,13 +16,12 @@ from transformers.cache_utils import (
 )
 
 from ..arguments import PREFILL_MODES
-from ..budget import Budget, Schedule, scheduled
-from ..cache import Curves, Planner, Recipe, Waiting
+from ..budget import Schedule
+from ..cache import Curves, HeadBudgets, Stream, make_plan, windowed
 from ..errors import InputError, UnsupportedError
 from ..methods.registry import Method, class_of, default_allocation, default_schedule
 from . import accounting, adapters, compiled, interface, models
 from .forward import Forward
-from .goal import check_curves, make_goal
 from .latent import LatentSketchLayer
 from .layer import HybridSketchLayer, LayerSettings, SketchLayer
 
@@ -126,16 +125,16 @@ class SketchCache(Cache):  # type: ignore[misc]
         if allocation is None:
             own = schedule is None and tolerance is None and prefill == "exact"
             allocation = default_allocation(method) if own else "even"
-        goal = make_goal(budget, tolerance, max_budget, allocation, schedule, prefill)
-        self.budget, self.tolerance = goal.budget, goal.tolerance
+        self.plan = plan = make_plan(budget, tolerance, max_budget, allocation, schedule, prefill)
+        self.budget, self.tolerance = plan.budget, plan.tolerance
         self.bits = bits
-        for name, given in (("budget", goal.budget), ("max_budget", goal.max_budget)):
+        for name, given in (("budget", plan.budget), ("max_budget", plan.max_budget)):
             if given is not None and isinstance(given.value, int) and given.value < sink + recent:
                 raise InputError(
                     f"{name}={given.value} is smaller than sink={sink} + recent={recent}: raise "
                     "the budget or lower sink and recent"
                 )
-        grows = goal.budget is not None and goal.budget.is_fraction and goal.budget.value < 1
+        grows = plan.budget is not None and plan.budget.is_fraction and plan.budget.value < 1
         if grows and prefill == "streaming" and not getattr(cls, "grows", True):
             raise InputError(
                 f"budget={budget!r} with prefill='streaming' grows with the prompt, and the size "
@@ -149,35 +148,14 @@ class SketchCache(Cache):  # type: ignore[misc]
         adapter = adapters.of(config.get_text_config(decoder=True))
         track_positions = track_positions or (adapter is not None and adapter.needs_positions)
         heads = models.kv_heads_of(config, chosen[0])
-        self._forward = Forward(config)
-        whole = goal.budget is not None and goal.budget.is_fraction and goal.budget.value >= 1
-        planned = tolerance is not None or allocation != "even"
-        if planned:
-            check_curves(goal.curves, len(chosen), heads)
-        elif schedule is None and goal.budget is not None:
-            schedule = default_schedule(method, len(chosen), goal.budget, recent)
-        self._planner = Planner(goal, len(chosen), heads)
-        per_layer: list[list[Budget]] = []
-        if not planned and goal.budget is not None:
-            per_layer = scheduled(goal.budget, schedule, len(chosen), [heads] * len(chosen))
-        recipe = Recipe(
-            method=method,
-            sink=sink,
-            recent=recent,
-            seed=seed,
-            stride=len(layers),
-            options=dict(options or {}),
-            buffer=buffer,
-            one_shot=one_shot,
-            bits=bits,
-            track_error=track_error,
-        )
-        recipe.build([Budget(1.0)])  # bad arguments should fail now, not after the prompt
+        self._forward = Forward(config, plan)
+        whole = plan.budget is not None and plan.budget.is_fraction and plan.budget.value >= 1
+        if plan.kind == "even" and plan.budget is not None:
+            plan.schedule = default_schedule(method, len(chosen), plan.budget, recent)
+        budgets: list[HeadBudgets | None] = plan.begin(len(chosen), heads)
         for place, index in enumerate(chosen):
-            made = recipe.at(index)
-            sketch = (
-                Waiting(place, self._planner, made) if planned else made.build(per_layer[place])
-            )
+            made = windowed(method, sink, recent, seed + index, options)
+            stream = Stream(made, budgets[place], buffer, one_shot, bits, track_error)
             settings = LayerSettings(
                 exact_prefill=prefill == "exact",
                 prompt_length=prompt_length,
@@ -187,10 +165,10 @@ class SketchCache(Cache):  # type: ignore[misc]
             )
             if isinstance(layers[index], LinearAttentionAndFullAttentionLayer):
                 states = layers[index].number_of_states
-                layers[index] = HybridSketchLayer(sketch, self._forward, settings, states)
+                layers[index] = HybridSketchLayer(stream, self._forward, settings, states)
             else:
                 kind = LatentSketchLayer if models.has_latents(config) else SketchLayer
-                layers[index] = kind(sketch, self._forward, settings)
+                layers[index] = kind(stream, self._forward, settings)
         super().__init__(layers=layers)
         self._forward.watch(self.layers)
         self._adapter = adapter
@@ -212,12 +190,17 @@ class SketchCache(Cache):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """As ``Cache.update``; see ``take``."""
-        if self._graphs and torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
+            return self.take(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._graphs:
             compiled.traced(self._number, layer_idx, key_states)
             return key_states, value_states
-        return self.take(key_states, value_states, layer_idx, *args, **kwargs)
+        return self._outside(key_states, value_states, layer_idx, *args, **kwargs)
 
     @interface.uncompiled
+    def _outside(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.take(*args, **kwargs)
+
     def take(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -303,7 +286,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         layers = [
             {
                 "layer": index,
-                "compressed": isinstance(layer, SketchLayer) and layer.sketch.compressed,
+                "compressed": isinstance(layer, SketchLayer) and layer.stream.compressed,
                 "tokens": accounting.tokens(layer),
                 "slots": accounting.held(layer),
                 "exact_heads": accounting.exact_heads(layer),
@@ -315,7 +298,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         if self.tolerance is not None:
             numbers = [i for i, layer in enumerate(self.layers) if isinstance(layer, SketchLayer)]
             for number, index in enumerate(numbers):
-                above = self._planner.above.get(number)
+                above = self.plan.above.get(number)
                 heads = [] if above is None else above.nonzero().flatten().tolist()
                 layers[index]["above_tolerance"] = heads
         held = [accounting.held(layer) for layer in self._sketches()]
@@ -345,12 +328,12 @@ class SketchCache(Cache):  # type: ignore[misc]
         rows = []
         for index, layer in enumerate(self.layers):
             if isinstance(layer, SketchLayer):
-                sketch = layer.sketch
+                stream = layer.stream
                 rows.append(
                     {
                         "layer": index,
-                        "prompt": accounting.errors(sketch, sketch.error),
-                        "now": accounting.errors(sketch, sketch.running_error),
+                        "prompt": accounting.errors(stream, stream.error),
+                        "now": accounting.errors(stream, stream.running_error),
                     }
                 )
         return rows

@@ -12,6 +12,8 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from ..cache.plan import Plan
+from ..cache.stream import Stream
 from ..errors import UnsupportedError
 from . import accounting, interface
 from .layer import SketchLayer
@@ -24,12 +26,14 @@ class Forward:
 
     Attributes:
         layers: the cache's own list of layers.
+        plan: how the budget is spent.
         masks: what the masks of this stream say.
         peak_nbytes: the most bytes the cache ever held.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, plan: Plan) -> None:
         self._config = config
+        self.plan = plan
         self.layers: list[Any] = []
         self._counted: list[int] = []  # layers that count tokens, by index
         self.masks = Masks()
@@ -48,6 +52,25 @@ class Forward:
     @property
     def sketches(self) -> list[SketchLayer]:
         return [layer for layer in self.layers if isinstance(layer, SketchLayer)]
+
+    def ready(self, stream: Stream, prefill: bool) -> bool:
+        """Whether the plan hands a budget down to a stream that waits, once its tokens settle."""
+        return stream.waits and self.plan.ready(stream, prefill)
+
+    def plan_for(self, layer: SketchLayer, prefill: bool, hold: bool) -> bool:
+        """Ask the plan what follows from the prompt of a layer whose stream waits, and hand it down.
+        Returns whether any layer was compressed."""
+        most = self.plan.queries_for(layer.stream)
+        if most is not None and layer.stream.queries.count > 2 * most:
+            layer.stream.queries.keep_last(most)
+        if hold or not self.ready(layer.stream, prefill):
+            return False
+        streams = [sketch.stream for sketch in self.sketches]
+        found = self.plan.next_budgets(streams.index(layer.stream), streams)
+        self.note_bytes()
+        for number, budget, provisional in found:
+            streams[number].spend(budget, provisional)
+        return bool(found)
 
     def begin(self, index: int) -> None:
         """Layer ``index`` is about to be updated.
@@ -182,4 +205,4 @@ def _can_crop(layer: Any) -> bool:
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         recurrent = any(layer.is_recurrent_states_initialized.values())
         return bool(layer.record_past) and not recurrent
-    return not isinstance(layer, SketchLayer) or not layer.sketch.compressed or layer.record_past
+    return not isinstance(layer, SketchLayer) or not layer.stream.compressed or layer.record_past

@@ -67,7 +67,9 @@ def install() -> None:
             graphed: Kernel = graph_attention(kernel, attn_implementation)
             return graphed
         if _OPEN:
-            kernel = _ours(kernel, attn_implementation)
+            compiling = torch.compiler.is_compiling()
+            ours = _ours_outside if compiling else _ours
+            kernel = ours(kernel, attn_implementation)
         for around in _WATCHING:
             kernel = functools.partial(around, kernel)
         return kernel
@@ -121,7 +123,6 @@ def close(layer: SketchLayer | None = None) -> None:
         del _OPEN[thread]
 
 
-@uncompiled
 def _ours(kernel: Kernel, name: str) -> Kernel:
     """The attention of the layer that was updated last, or of whatever shares its keys."""
     found = _OPEN.get(threading.get_ident())
@@ -145,6 +146,17 @@ def _ours(kernel: Kernel, name: str) -> Kernel:
     return attention
 
 
-@uncompiled
 def _attend(layer: SketchLayer, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    if torch.compiler.is_compiling():
+        return _attend_outside(layer, *args, **kwargs)
     return layer.attend(*args, **kwargs)
+
+
+@uncompiled
+def _attend_outside(layer: SketchLayer, *args: Any, **kwargs: Any) -> Any:
+    return layer.attend(*args, **kwargs)
+
+
+@uncompiled
+def _ours_outside(kernel: Kernel, name: str) -> Kernel:
+    return _ours(kernel, name)

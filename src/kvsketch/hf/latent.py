@@ -31,9 +31,9 @@ class LatentSketchLayer(SketchLayer):
     def _to_return(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """All latents and rotated keys while nothing was compressed, for the model to expand;
         afterwards the new ones, since what it makes of them is not used."""
-        if self.sketch.compressed:
+        if self.stream.compressed:
             return key_states, value_states
-        slots = self.sketch.slots
+        slots = self.stream.slots
         return slots.values, slots.keys[..., key_states.shape[-1] :]
 
     def check_returned(self, module: nn.Module | None, key: Tensor, value: Tensor) -> None:

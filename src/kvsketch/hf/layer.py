@@ -15,7 +15,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ..cache import HeadGroups, Periodic, RowGroups, Waiting, joined
+from ..cache.queries import joined
+from ..cache.stream import Stream
 from ..errors import InputError, KVSketchError, UnsupportedError
 from ..methods.base import all_finite
 from ..slots import Observed, Slots
@@ -47,29 +48,24 @@ class LayerSettings:
 
 
 class SketchLayer(DynamicLayer):  # type: ignore[misc]
-    """Glue between transformers' layer protocol and the ``Periodic`` driver, which does the work.
+    """Glue between transformers' layer protocol and the ``Stream``, which does the work.
 
     ``update`` appends and returns the keys and values to attend to; the kernel that the model then
     asks for is ``attend`` (see ``interface``), which compresses once all have attended.
 
     Args:
-        sketch: the driver, or one per group of heads; or what will ``take`` it when budgets are
-            known, and comes back at ``reset``.
+        stream: what holds the layer's slots.
         forward: the cache's account of the forward that runs.
     """
 
     is_sliding = False
 
-    def __init__(
-        self, sketch: Periodic | HeadGroups, forward: Forward, settings: LayerSettings
-    ) -> None:
-        self.sketch: Periodic | HeadGroups | RowGroups = sketch
-        self._first = sketch
-        if isinstance(sketch, Waiting):
-            sketch.on_told = self.take
+    def __init__(self, stream: Stream, forward: Forward, settings: LayerSettings) -> None:
+        self.stream = stream
         self.forward = forward
         self.settings = settings
         self.token_shape: tuple[int, ...] = ()
+        self.key_dim = 0  # of a slot
         self.dtype: torch.dtype | None = None
         self.token_bytes = 0  # keys and values of one token, all rows and heads, uncompressed
         self.module: weakref.ref[nn.Module] | None = None  # whose cache this is
@@ -85,15 +81,11 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         self._unverified: list[Observed | None] = []  # of forwards that ``crop`` will settle
         self._unverified_tokens = 0
 
-    def take(self, sketch: Periodic | HeadGroups | RowGroups) -> None:
-        """Go on with another driver, which has all tokens."""
-        self.sketch = sketch
-        self.forward.note_bytes()
-
-    # keys and values are what the sketch holds; transformers' base class only ever clears them
+    # keys and values are what the stream holds; transformers' base class only ever clears them
     @property
     def keys(self) -> Tensor | None:
-        return self.sketch.slots.keys if self.sketch.seen else None
+        """Keys of all slots; where heads differ in size, the smaller ones' behind dead ones."""
+        return self.stream.slots.keys if self.stream.seen else None
 
     @keys.setter
     def keys(self, value: None) -> None:
@@ -101,7 +93,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
 
     @property
     def values(self) -> Tensor | None:
-        return self.sketch.slots.values if self.sketch.seen else None
+        return self.stream.slots.values if self.stream.seen else None
 
     @values.setter
     def values(self, value: None) -> None:
@@ -110,6 +102,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.token_shape = (*key_states.shape[:2], 1, key_states.shape[3])
+        self.key_dim = self._slots_of(key_states, value_states).keys.shape[3]
         self.token_bytes = (
             (key_states.shape[-1] + value_states.shape[-1])
             * (key_states.shape[0] * key_states.shape[1])
@@ -131,12 +124,12 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             self._check(key_states, value_states)
             self.lazy_initialization(key_states, value_states)
         q = key_states.shape[2]
-        if self.sketch.compressed and key_states.requires_grad:
+        if self.stream.compressed and key_states.requires_grad:
             key_states, value_states = key_states.detach(), value_states.detach()
         new = self._slots_of(key_states, value_states)
         if self.settings.track_positions:
             new = replace(new, positions=self._positions(key_states))
-        self.sketch.extend(new)
+        self.stream.extend(new)
         self.pending = q
         self._returned = self._to_return(key_states, value_states)
         if q > 1:
@@ -147,13 +140,16 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         return self._returned
 
     def _slots_of(self, key_states: Tensor, value_states: Tensor) -> Slots:
-        """What the sketch gets of new tokens."""
+        """What the stream gets of new tokens."""
         return Slots(key_states, value_states)
 
     def _to_return(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """What the model gets of all tokens."""
-        slots = self.sketch.slots
-        return slots.keys, slots.values
+        """What the model gets: all tokens while nothing was compressed, for its own kernel; then the
+        new ones, since it is the slots that are attended to."""
+        if self.stream.compressed:
+            return key_states, value_states
+        assert self.stream.tokens is not None
+        return self.stream.tokens.keys, self.stream.tokens.values
 
     def to_slots(self, module: nn.Module | None, query: Tensor) -> Tensor:
         """Queries as slots are asked."""
@@ -197,7 +193,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
     def check_queries(self, query: Tensor) -> None:
         """Raise InputError unless ``[batch, num_attention_heads, q, head_dim]`` fits the keys."""
         batch, heads = self.token_shape[:2]
-        dim = self.sketch.slots.keys.shape[3]
+        dim = self.key_dim
         if query.shape[0] != batch or query.shape[3] != dim or query.shape[1] % heads:
             raise InputError(
                 f"queries {tuple(query.shape)} do not fit keys of {batch} rows, {heads} KV heads "
@@ -215,37 +211,32 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
 
     def mark(self, view: View) -> None:
         """Take note of which tokens are padding; once for each chunk of tokens."""
-        if self._waiting:
+        if self._reads:
             return
-        if self.sketch.compressed:
+        if self.stream.compressed:
             if view.newest is not None:
-                self.sketch.mark_padding(view.newest)
+                self.stream.mark_padding(view.newest)
         elif view.live is not None:
-            self.sketch.mark_padding(view.live)
-        elif self.sketch.padded:  # a mask that shows all again, before anything was dropped
+            self.stream.mark_padding(view.live)
+        elif self.stream.padded:  # a mask that shows all again, before anything was dropped
             rows = self.token_shape[0]
-            live = torch.ones(rows, self.sketch.seen, dtype=torch.bool, device=self.device)
-            self.sketch.mark_padding(live)
+            live = torch.ones(rows, self.stream.seen, dtype=torch.bool, device=self.device)
+            self.stream.mark_padding(live)
 
-    @property
-    def counts_attention(self) -> bool:
-        """Whether a decode kernel may add attention to ``slots.score`` as it goes."""
-        alone = self.settings.readers == 1 and not self.record_past
-        return alone and self.sketch.compressor.accumulates
-
-    def wants_queries(self) -> bool:
-        """Whether the queries of the newest tokens are of use."""
-        return self.sketch.wants_queries(self.pending)
+    def compresses_next(self) -> bool:
+        """Whether slots are no tokens, or will not be once the pending tokens settle."""
+        stream, prefill = self.stream, self.pending > 1
+        return stream.compressed or stream.due(prefill) or self.forward.ready(stream, prefill)
 
     def after_attention(self, observed: Observed | None) -> None:
         """One reader's attention to the tokens just appended is done: compress if due, once all
         have attended.
 
         Args:
-            observed: its queries; None if they are of no use.
+            observed: its queries; None if nothing will ever be compressed.
         """
         self._reads += 1
-        if observed is not None:
+        if observed is not None and self.stream.wants_queries(self.pending):
             self._waiting.append(observed)
         if self._reads < self.settings.readers:
             return
@@ -265,25 +256,28 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         hold = (
             self.settings.exact_prefill
             and self.settings.prompt_length is not None
-            and self.sketch.seen < self.settings.prompt_length
+            and self.stream.seen < self.settings.prompt_length
         )
         with torch.no_grad():
-            if self.sketch.settle(observed, prefill=prefill, hold=hold) or prefill:
-                self.forward.note_bytes()
-        if self.sketch.compressed:
+            done = self.stream.settle(observed, prefill=prefill, hold=hold)
+            if self.stream.waits:
+                done = self.forward.plan_for(self, prefill, hold)
+        if done or prefill:
+            self.forward.note_bytes()
+        if self.stream.compressed:
             self.forward.masks.settled = True
 
     def get_seq_length(self) -> int:
         """Tokens seen, however few slots they became: positions stay right."""
-        return self.sketch.seen
+        return self.stream.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Masks are made over all tokens seen, as for an uncompressed cache; see ``masks``."""
-        return self.sketch.seen + query_length, 0
+        return self.stream.seen + query_length, 0
 
     @property
     def is_croppable(self) -> bool:
-        return self.record_past or not self.sketch.compressed
+        return self.record_past or not self.stream.compressed
 
     def activate_past_recording(self) -> None:
         """From now on tokens wait, exact, until ``crop`` says how many of them are to stay
@@ -297,7 +291,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             UnsupportedError: they may be compressed already.
         """
         exact = self._unverified_tokens if self.record_past else 0
-        if tokens > exact and self.sketch.compressed:
+        if tokens > exact and self.stream.compressed:
             raise UnsupportedError(
                 f"crop({-tokens}) needs the last {tokens} tokens one by one, but this cache is "
                 "already compressed; use a budget >= the number of tokens, DynamicCache, or call "
@@ -312,9 +306,9 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         tokens = -tokens_to_remove
         self.check_crop(tokens)
         if tokens <= self._unverified_tokens:
-            self.sketch.drop(tokens)
+            self.stream.drop(tokens)
         else:
-            self.sketch.crop(tokens)
+            self.stream.crop(tokens)
         if self._unverified_tokens:
             self._verified(max(0, self._unverified_tokens - tokens))
         self.forward.note_bytes()
@@ -326,12 +320,11 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         if count == 0:
             return
         observed = joined(held).narrow(0, count) if held else None
-        self._settle(observed, prefill=self.sketch.above_budget)
+        self._settle(observed, prefill=self.stream.above_budget)
 
     def reset(self) -> None:
         interface.close(self)
-        self.sketch = self._first
-        self.sketch.reset()
+        self.stream.reset()
         self._clear()
         self._reads, self._returned, self.module = 0, None, None
         self.token_shape = ()
@@ -343,7 +336,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         """Forget the tokens that were appended and not attended to."""
         interface.close(self)
         if self.pending:
-            self.sketch.drop(self.pending)
+            self.stream.drop(self.pending)
         self.pending = self._reads = 0
         self._waiting, self._returned = [], None
 
@@ -359,7 +352,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``fn``, which acts on axis 0, the batch, to everything held."""
-        self.sketch.map_batch(fn)
+        self.stream.map_batch(fn)
         self._unverified = [None if o is None else o.map_batch(fn) for o in self._unverified]
         if self.token_shape:  # the batch may have another size now
             batch = fn(torch.arange(self.token_shape[0])).shape[0]
@@ -368,7 +361,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held, for byte counting."""
-        return self.sketch.tensors() + [o.queries for o in self._unverified if o is not None]
+        return self.stream.tensors() + [o.queries for o in self._unverified if o is not None]
 
     def offload(self) -> None:
         raise UnsupportedError("SketchCache does not offload; it is small enough to stay")
@@ -383,7 +376,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         return {**self.__dict__, "module": None, "_returned": None}
 
     def _positions(self, keys: Tensor) -> Tensor:
-        start = self.sketch.seen
+        start = self.stream.seen
         index = torch.arange(start, start + keys.shape[2], device=keys.device).float()
         return index.expand(*keys.shape[:3])
 
@@ -393,12 +386,13 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
                 "keys and values must be [batch, num_key_value_heads, q, head_dim], got "
                 f"{tuple(keys.shape)} and {tuple(values.shape)}"
             )
-        if isinstance(self.sketch, HeadGroups) and len(self.sketch.order) != keys.shape[1]:
+        budget = self.stream.budget
+        if budget is not None and budget.even is None and budget.heads != keys.shape[1]:
             raise InputError(
-                f"schedule has {len(self.sketch.order)} KV heads, this process holds "
-                f"{keys.shape[1]}: under tensor parallelism give one share per layer"
+                f"schedule has {budget.heads} KV heads, this process holds {keys.shape[1]}: under "
+                "tensor parallelism give one share per layer"
             )
-        if self.sketch.seen:
+        if self.stream.seen:
             held = self.token_shape
             if keys.shape[:2] != held[:2] or keys.shape[3] != held[3]:
                 raise InputError(
@@ -422,12 +416,12 @@ class HybridSketchLayer(SketchLayer, LinearAttentionAndFullAttentionLayer):  # t
 
     def __init__(
         self,
-        sketch: Periodic | HeadGroups,
+        stream: Stream,
         forward: Forward,
         settings: LayerSettings,
         number_of_states: int,
     ) -> None:
-        SketchLayer.__init__(self, sketch, forward, settings)
+        SketchLayer.__init__(self, stream, forward, settings)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
@@ -439,7 +433,7 @@ class HybridSketchLayer(SketchLayer, LinearAttentionAndFullAttentionLayer):  # t
     @property
     def is_croppable(self) -> bool:
         recurrent = any(self.is_recurrent_states_initialized.values())
-        return not recurrent and (self.record_past or not self.sketch.compressed)
+        return not recurrent and (self.record_past or not self.stream.compressed)
 
     def activate_past_recording(self) -> None:
         LinearAttentionLayer.activate_past_recording(self)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from ..errors import UnsupportedError
+from ..slots import Slots, causal
 
 # Additive masks hide with the lowest number of their dtype, or half of it (several are summed).
 _HIDES = 0.4
@@ -45,22 +46,10 @@ class View:
     shown: int = 0
     causal: Tensor | None = None
 
-    def rows(self, index: Tensor) -> View:
-        """What it says of some rows of the batch."""
-        if self is PLAIN:
-            return self
-
-        def mine(part: Tensor | None) -> Tensor | None:
-            return None if part is None else part.index_select(0, index.to(part.device))
-
-        return View(
-            live=mine(self.live),
-            newest=mine(self.newest),
-            chunk=mine(self.chunk),
-            hidden=mine(self.hidden),
-            shown=self.shown,
-            causal=mine(self.causal),
-        )
+    @property
+    def plain(self) -> bool:
+        """Whether the new tokens see all earlier ones and, causally, each other, padding aside."""
+        return self.hidden is None and self.chunk is None and not self.shown
 
 
 PLAIN = View()
@@ -241,3 +230,30 @@ def over_slots(
     hidden = view.hidden.expand(batch, heads, -1, -1)
     index = positions.long().repeat_interleave(heads // kv_heads, dim=1).unsqueeze(2)
     return ~hidden.gather(3, index.expand(-1, -1, hidden.shape[2], -1))
+
+
+def mask_over(view: View, slots: Slots, heads: int, q: int) -> Tensor | None:
+    """What ``view`` says as a mask over slots, the newest ``q`` of them last.
+
+    Args:
+        view: what the model's mask says.
+        slots: everything that is attended to.
+        heads: num_attention_heads.
+        q: new tokens.
+
+    Returns:
+        bool, broadcastable to ``[batch, num_attention_heads, q, slots]``, True where a query may
+        look; None: everything before it.
+
+    Raises:
+        UnsupportedError: see ``over_slots``.
+    """
+    device, old = slots.keys.device, slots.narrow(0, slots.count - q)
+    earlier = over_slots(view, heads, old.positions, old.mass)
+    if earlier is None and view.chunk is None:
+        return None
+    chunk = causal(q, q, device) if view.chunk is None else view.chunk
+    if earlier is None:
+        earlier = torch.ones(1, 1, q, old.count, dtype=torch.bool, device=device)
+    rows, wide = (max(earlier.shape[i], chunk.shape[i]) for i in (0, 1))
+    return torch.cat([part.expand(rows, wide, q, -1) for part in (earlier, chunk)], dim=-1)

@@ -1,5 +1,1 @@
-"""Fast forms of ``attend``, each tested against it."""
-
-from .decode import attend_one
-
-__all__ = ["attend_one"]
+"""Fast forms of attention over slots, each tested against ``slots.attend``."""

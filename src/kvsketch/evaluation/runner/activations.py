@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.hf.adapters import mpt
-from kvsketch.hf.compressed import Asked
+from kvsketch.slots import Observed
 from kvsketch.hf.interface import Kernel, watched
 from kvsketch.slots import Observed, Slots
 
@@ -131,7 +131,7 @@ def _reading(
     """MPT's attention goes through no interface: its queries, keys and values are projected once
     more, before it runs."""
 
-    def seen(module: Any, asked: Asked, keys: Tensor, values: Tensor) -> None:
+    def seen(module: Any, asked: Observed, keys: Tensor, values: Tensor) -> None:
         layer = int(module.layer_idx)
         if layers is None or layer in layers:
             q, k, v = (t.detach().float().clone() for t in (asked.queries, keys, values))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...errors import KVSketchError
 from ...slots import Observed
 from .. import interface
-from ..compressed import Asked, attend_compressed
+from ..attention import attend_slots
 from ..layer import SketchLayer
 
 
@@ -32,7 +32,7 @@ class Adapter:
 def wrap(
     module_class: type[nn.Module],
     cache_of: Callable[..., Any],
-    asked_of: Callable[..., tuple[Asked, Any]],
+    asked_of: Callable[..., tuple[Observed, Any]],
     project: Callable[..., tuple[Tensor, Tensor]],
     finish: Callable[..., Any],
 ) -> None:
@@ -57,7 +57,7 @@ def wrap(
         layer = layers[self.layer_idx] if layers and self.layer_idx < len(layers) else None
         if not isinstance(layer, SketchLayer):
             return original(self, *args, **kwargs)
-        compressed = layer.sketch.compressed
+        compressed = layer.stream.compressed
         if not compressed:
             result = original(self, *args, **kwargs)
         else:
@@ -67,13 +67,11 @@ def wrap(
             layer.claim(self)
             asked, mask = asked_of(self, *args, **kwargs)
             batch, _, q, _ = asked.queries.shape
-            view = layer.forward.masks.read(mask, batch, q, layer.sketch.seen)
+            view = layer.forward.masks.read(mask, batch, q, layer.stream.seen)
             layer.mark(view)
-            observed = Observed(
-                asked.queries.detach(), asked.scaling, slopes=asked.slopes, live=view.causal
-            )
+            observed = replace(asked, queries=asked.queries.detach(), live=view.causal)
             if compressed:
-                out, _ = attend_compressed(asked, layer.sketch, view)
+                out = attend_slots(layer, asked, view)
                 result = finish(out.transpose(1, 2).flatten(2), self, *args, **kwargs)
             layer.after_attention(observed)
         except KVSketchError:

@@ -12,7 +12,7 @@ from transformers.models.bloom.modeling_bloom import (
     dropout_add,
 )
 
-from ..compressed import Asked
+from ...slots import Observed
 from .base import Adapter, wrap
 
 
@@ -43,12 +43,12 @@ def _asked(
     alibi: Tensor,
     attention_mask: Tensor | None,
     **_: Any,
-) -> tuple[Asked, Any]:
+) -> tuple[Observed, Any]:
     # The slopes do not depend on the tokens: padding shifts a row's positions by a constant.
     two = torch.ones(1, 2, device=alibi.device)
     slopes = build_alibi_tensor(two, module.num_heads, alibi.dtype)[:, 0, 1] * module.beta
     queries = _project(module, hidden_states)[0]
-    return Asked(queries, module.inv_norm_factor, slopes=slopes), attention_mask
+    return Observed(queries, module.inv_norm_factor, slopes=slopes), attention_mask
 
 
 def _keys_and_values(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
-from ..compressed import Asked
+from ...slots import Observed
 from .base import Adapter, wrap
 
 
@@ -40,9 +40,9 @@ def _asked(
     *_: Any,
     position_embeddings: tuple[Tensor, Tensor],
     **__: Any,
-) -> tuple[Asked, Any]:
+) -> tuple[Observed, Any]:
     queries = _project(module, hidden_states, position_embeddings)[0]
-    return Asked(queries, module.inv_norm_factor), attention_mask
+    return Observed(queries, module.inv_norm_factor), attention_mask
 
 
 def _keys_and_values(

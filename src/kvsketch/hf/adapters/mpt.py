@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.mpt.modeling_mpt import MptAttention, build_mpt_alibi_tensor
 
-from ..compressed import Asked
+from ...slots import Observed
 from .base import Adapter, wrap
 
 
@@ -34,7 +34,7 @@ def slopes_of(num_heads: int, position_bias: Tensor) -> Tensor:
 
 @contextmanager
 def watched(
-    model: nn.Module, seen: Callable[[nn.Module, Asked, Tensor, Tensor], None]
+    model: nn.Module, seen: Callable[[nn.Module, Observed, Tensor, Tensor], None]
 ) -> Iterator[None]:
     """``seen(module, asked, keys, values)`` before every attention of ``model``, whatever its
     cache: the queries ``[batch, heads, n, head_dim]`` with the slopes of their scores, and the
@@ -74,12 +74,12 @@ def _asked(
     past_key_values: Any = None,
     attention_mask: Tensor | None = None,
     **_: Any,
-) -> tuple[Asked, Any]:
+) -> tuple[Observed, Any]:
     # MPT's mask is True where a query may NOT look.
     mask = None if attention_mask is None else ~attention_mask
     slopes = slopes_of(module.n_heads, position_bias)
     queries = _project(module, hidden_states)[0]
-    return Asked(queries, float(module.softmax_scale), slopes=slopes), mask
+    return Observed(queries, float(module.softmax_scale), slopes=slopes), mask
 
 
 def _keys_and_values(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Any:

@@ -1,0 +1,300 @@
+"""The plan: how a budget is spent over layers and KV heads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import check_tolerance
+from ..budget import ALLOCATIONS, Budget, Schedule, scheduled
+from ..errors import InputError
+from ..slots import Observed, Slots
+from .budgets import HeadBudgets
+from .curves import Curves, held_out_for, least_tokens, measure_rows, of_layers
+from .error import QUERIES
+from .shard import Shard
+from .stream import Stream
+from .windowed_sketch import WindowedSketch
+
+# Tokens that errors are measured on at most.
+_MEASURED_TOKENS = 4096
+# Peak of a prefill that the plan aims at, as a share of the exact cache, if the budget is less.
+_PEAK = 0.5
+# A bound on a head is worth a compression where it takes away so much of what the head holds.
+_WORTH = 0.9
+
+
+class Plan:
+    """One of five ways to spend a budget:
+
+    - ``even``: the same budget for every head.
+    - ``schedule``: shares of it, given per layer or per layer and head.
+    - ``curves``: where errors fall most, by curves measured before on other prompts.
+    - ``measured``: the same, by curves measured on this prompt.
+    - ``tolerance``: the fewest slots that keep every head's error within it, by curves of either
+      kind; on average no more than ``max_budget``.
+
+    The cache owns the plan. When the attention of a layer is done, it asks ``next_budgets`` what
+    follows and hands that down to the layers.
+
+    Args:
+        kind: see above.
+        budget: the average over layers and heads; None with a tolerance.
+        schedule: as for ``scheduled``.
+        curves: measured before.
+        tolerance: of every head's relative error.
+        max_budget: what a tolerance may cost on average; None: as much as it takes.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        budget: Budget | None,
+        schedule: Schedule | None = None,
+        curves: Curves | None = None,
+        tolerance: float | None = None,
+        max_budget: Budget | None = None,
+    ) -> None:
+        self.kind, self.budget, self.schedule, self.curves = kind, budget, schedule, curves
+        self.tolerance, self.max_budget = tolerance, max_budget
+        self._layers, self._heads = 0, 0
+        #: heads above the tolerance in any row, bool ``[heads]``, by layer
+        self.above: dict[int, Tensor] = {}
+        self._measured: dict[int, list[Curves]] = {}  # one per row
+        self._bounded: set[int] = set()
+
+    def begin(self, layers: int, heads: int) -> list[HeadBudgets | None]:
+        """What is known before the first token: the budgets of every layer, None where they follow
+        from the prompt.
+
+        Args:
+            layers: how many are compressed.
+            heads: KV heads of the model. A layer that has fewer is one of a tensor-parallel rank:
+                budgets are then spread over the heads of all ranks.
+
+        Raises:
+            InputError: a schedule or curves that do not fit.
+        """
+        self._layers, self._heads = layers, heads
+        if self.curves is not None and tuple(self.curves.error.shape[:2]) != (layers, heads):
+            found = self.curves.error.shape
+            raise InputError(
+                f"allocation: the curves are of {found[0]} layers x {found[1]} KV heads, the model "
+                f"compresses {layers} x {heads}"
+            )
+        if self.kind not in ("even", "schedule"):
+            return [None] * layers
+        assert self.budget is not None
+        every = scheduled(self.budget, self.schedule, layers, [heads] * layers)
+        return [HeadBudgets([row]) for row in every]
+
+    @property
+    def measures(self) -> bool:
+        """Whether it measures on the prompt, for which it takes the prompt's queries."""
+        return self.kind in ("measured", "tolerance") and self.curves is None
+
+    def queries_for(self, stream: Stream) -> int | None:
+        """How many of a prompt's last queries are measured on; None: all of them."""
+        window = stream.method.window
+        if stream.needs_queries and window is None:
+            return None
+        return 128 + max(QUERIES, window or 0)
+
+    def ready(self, stream: Stream, prefill: bool) -> bool:
+        """Whether a layer that waits has enough tokens for its budget to be worked out."""
+        if self.budget is not None and not self.budget.is_fraction:
+            budget = self.budget.slots(stream.seen)
+            above = 0 if prefill else stream._buffer_for(budget)
+            return stream.seen > budget and stream.seen >= budget + above
+        return self.curves is not None or _measurable(stream)
+
+    def next_budgets(
+        self, number: int, streams: Sequence[Stream]
+    ) -> list[tuple[int, HeadBudgets, bool]]:
+        """What to hand down now that layer ``number`` has its prompt: layers, their budgets, and
+        whether these are upper bounds that a later call replaces.
+
+        What is measured on a prompt is for that prompt alone: every row of the batch gets its own
+        budgets. Unless a layer's budgets follow from that layer alone, they follow from all: a
+        layer that is measured is meanwhile compressed to what its heads may need at most
+        (``_bounds``).
+        """
+        stream = streams[number]
+        heads, rows = stream.slots.keys.shape[1], stream.slots.keys.shape[0]
+        shard = Shard.of(heads, self._heads)
+        if self.curves is not None:
+            found, above = self._spent(self.curves, stream.seen)
+            self._note_above(number, [above[number]], shard)
+            return [(number, HeadBudgets([shard.own(found[number])]), False)]
+        if not _measurable(stream):  # a number of slots, which may not be exceeded
+            assert self.budget is not None
+            return [(number, HeadBudgets([[self.budget] * heads]), False)]
+        alone = self.kind == "tolerance" and self.max_budget is None
+        self._measured[number] = _measure(stream, None if alone else shard)
+        if alone:
+            told = [self._spent(curves, stream.seen) for curves in self._measured.pop(number)]
+            self._note_above(number, [above[0] for _, above in told])
+            return [(number, HeadBudgets([found[0] for found, _ in told]), False)]
+        numbers = sorted(self._measured)
+        whole = [
+            shard.whole(of_layers([self._measured[n][row] for n in numbers])) for row in range(rows)
+        ]
+        if len(numbers) < self._layers:
+            return self._bounds(numbers, whole, streams, shard)
+        told = [self._spent(curves, stream.seen) for curves in whole]
+        self._measured = {}
+        for place, n in enumerate(numbers):
+            self._note_above(n, [above[place] for _, above in told], shard)
+        return [
+            (n, HeadBudgets([shard.own(found[place]) for found, _ in told]), False)
+            for place, n in enumerate(numbers)
+        ]
+
+    def _bounds(
+        self, numbers: list[int], whole: list[Curves], streams: Sequence[Stream], shard: Shard
+    ) -> list[tuple[int, HeadBudgets, bool]]:
+        """Upper bounds for the layers measured so far: what these would get if they could spend all
+        that keeps the peak of the prefill, with one more layer exact, where it should be."""
+        tokens = streams[numbers[0]].seen
+        most = self.budget or self.max_budget
+        assert most is not None
+        final = min(1.0, most.slots(tokens) / tokens)
+        peak = max(_PEAK, final + (1 - final) / self._layers)
+        allowed = (peak * self._layers - 1) / len(numbers)
+        # As little as the layers to come will leave, so that once is enough for most.
+        coming = max((peak * self._layers - 1) / (self._layers - 1), final)
+        if allowed >= 1:
+            return []
+        kept = max(min(allowed, coming if self._layers <= 8 else (allowed + coming) / 2), final)
+        found = []
+        shares = [
+            torch.tensor(curves.allocate(max(kept, float(curves.kept[0])))) for curves in whole
+        ]
+        for place, n in enumerate(numbers):
+            rows = [(share[place] * kept).clamp(max=1.0).tolist() for share in shares]
+            budgets = HeadBudgets([[Budget(1.0, x) for x in shard.own(row)] for row in rows])
+            slots = torch.as_tensor(budgets.slots(tokens, len(rows)))
+            held = streams[n].held
+            if float(torch.minimum(slots, held).sum()) <= _WORTH * float(held.sum()):
+                found.append((n, budgets, True))
+        return found
+
+    def _spent(self, curves: Curves, tokens: int) -> tuple[list[list[Budget]], Tensor]:
+        """The budget of every head of every layer, and which heads (bool ``[layers, heads]``) are
+        kept above the tolerance by ``max_budget``."""
+        if self.tolerance is None:
+            assert self.budget is not None
+            fraction = min(1.0, self.budget.slots(tokens) / tokens)
+            shares = torch.ones(curves.error.shape[:2])
+            if fraction >= float(curves.kept[0]):  # less: nothing is left to spend anywhere
+                shares = torch.tensor(curves.allocate(fraction))
+            found = [[Budget(self.budget.value, x) for x in row] for row in shares.tolist()]
+            return found, torch.zeros(shares.shape, dtype=torch.bool)
+        most = 1.0 if self.max_budget is None else self.max_budget.slots(tokens) / tokens
+        kept, above = curves.within(self.tolerance, min(1.0, most))
+        limit = self.max_budget.value if self.max_budget is not None else None
+        # An int stays the limit however long the stream gets.
+        limits = (
+            (kept / kept.mean() * limit).long().clamp(min=1).tolist()
+            if isinstance(limit, int)
+            else [[None] * kept.shape[1]] * kept.shape[0]
+        )
+        found = [
+            [Budget(1.0, share, most) for share, most in zip(*rows, strict=True)]
+            for rows in zip(kept.tolist(), limits, strict=True)
+        ]
+        return found, above
+
+    def _note_above(self, number: int, rows: Sequence[Tensor], shard: Shard | None = None) -> None:
+        above = torch.stack(list(rows)).any(0)
+        if shard is not None:
+            above = above.chunk(shard.ranks)[shard.rank]
+        self.above[number] = above
+
+    def forget(self, number: int) -> None:
+        """A layer is not what it was when it was measured."""
+        self._measured.pop(number, None)
+        self.above.pop(number, None)
+
+
+def _measurable(stream: Stream) -> bool:
+    """Whether there are enough tokens and queries to measure on."""
+    method = stream.method
+    enough = stream.seen >= least_tokens(method.sink, method.recent)
+    return enough and stream.queries.count >= min(stream.seen, 64)
+
+
+def _measure(stream: Stream, shard: Shard | None) -> list[Curves]:
+    """A layer's curves on the tokens it holds, one per row; of a long prompt, on its sinks and last
+    tokens: errors at equal shares change little with length, the time to measure them does. Of a
+    shard: its heads' part of the error of the whole layer."""
+    method = stream.method
+    sink, recent = method.sink, method.recent
+    slots, observed = stream.visible, stream.queries.all()
+    assert observed is not None
+    if slots.count > _MEASURED_TOKENS:
+        last = _MEASURED_TOKENS - sink
+        slots = Slots.cat([slots.narrow(0, sink), slots.narrow(slots.count - last, last)])
+        queries = min(observed.queries.shape[2], last)
+        observed = observed.narrow(observed.queries.shape[2] - queries, queries)
+    held_out = held_out_for(slots.count, sink, recent)
+    held_out = min(held_out, observed.queries.shape[2] // 2)
+    total = None if shard is None else shard.summed
+    if isinstance(method, WindowedSketch):
+
+        def compress(slots: Slots, budget: int, before: Observed) -> Slots:
+            return method.fresh()(slots, budget, before)
+
+        return measure_rows(slots, observed, compress, held_out, sink, recent, total=total)
+
+    def compressed(slots: Slots, budget: int, before: Observed) -> Slots:
+        twin = copy.deepcopy(method.compressor)
+        return twin.compress(slots, budget, before, sink=sink, recent=recent)
+
+    return measure_rows(slots, observed, compressed, held_out, sink, recent, total=total)
+
+
+def make_plan(
+    budget: int | float | None,
+    tolerance: float | None,
+    max_budget: int | float | None,
+    allocation: str | Path | Curves,
+    schedule: Schedule | None,
+    prefill: str,
+) -> Plan:
+    """The plan that a cache's arguments ask for.
+
+    Raises:
+        InputError: an argument out of range, or two that exclude each other.
+    """
+    curves = None
+    if isinstance(allocation, Curves):
+        curves = allocation
+    elif isinstance(allocation, Path) or allocation not in ALLOCATIONS:
+        curves = _loaded(allocation)
+    if schedule is not None and (allocation != "even" or tolerance is not None):
+        given = f"tolerance={tolerance!r}" if tolerance is not None else f"{allocation=}"
+        raise InputError(f"schedule and {given} both say how the budget is spent: give one")
+    if tolerance is None:
+        if max_budget is not None:
+            raise InputError(f"max_budget={max_budget!r} bounds a tolerance, which was not given")
+        kind = "curves" if curves is not None else "schedule" if schedule is not None else None
+        spent = Budget(0.5 if budget is None else budget)
+        return Plan(kind or str(allocation), spent, schedule, curves)
+    check_tolerance(tolerance, budget, prefill)
+    most = None if max_budget is None else Budget(max_budget)
+    return Plan("tolerance", None, None, curves, float(tolerance), most)
+
+
+def _loaded(allocation: Any) -> Curves:
+    if not isinstance(allocation, (str, Path)) or not Path(allocation).is_file():
+        raise InputError(
+            f"allocation={allocation!r} must be one of {', '.join(ALLOCATIONS)}, Curves, or the "
+            "path of a file of them"
+        )
+    return Curves.load(allocation)

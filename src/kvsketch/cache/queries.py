@@ -1,0 +1,80 @@
+"""Queries that wait to be turned into scores: one buffer for a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..slots import Observed
+
+#: Decoded queries wait until there are this many: fewer groups cost less time, smaller ones less
+#: memory.
+FOLD_EVERY = 32
+
+
+class Queries:
+    """The queries of a layer's newest tokens that no score knows of yet, in the order of the
+    tokens."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Observed] = []
+        self.count = 0
+
+    def add(self, observed: Observed) -> None:
+        """Append the queries of the newest tokens."""
+        self._waiting.append(observed)
+        self.count += observed.queries.shape[2]
+
+    def all(self) -> Observed | None:
+        """All of them as one, None if there are none."""
+        return joined(self._waiting) if self._waiting else None
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._waiting, self.count = [], 0
+
+    def keep_last(self, count: int) -> None:
+        """Forget all but the last ``count``, and let go of the memory of the others."""
+        if self.count <= count:
+            return
+        together = joined(self._waiting)
+        live = None if together.live is None else together.live[:, -count:].clone()
+        queries = together.queries[:, :, -count:].clone()
+        self._waiting, self.count = [replace(together, queries=queries, live=live)], count
+
+    def many(self, held_bytes: int) -> bool:
+        """Whether decoded queries should be turned into scores now: there are ``FOLD_EVERY``, or
+        one more would be above 1% of the bytes held beside them."""
+        if not self.count or self.count >= FOLD_EVERY:
+            return self.count > 0
+        each = self._waiting[0].queries.nbytes // self._waiting[0].queries.shape[2]
+        return each * (self.count + 1) > 0.01 * held_bytes
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``fn``, which acts on axis 0, the batch."""
+        self._waiting = [observed.map_batch(fn) for observed in self._waiting]
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held, for byte counting."""
+        return [observed.queries for observed in self._waiting]
+
+
+def joined(observed: Sequence[Observed]) -> Observed:
+    """Queries of successive tokens as one."""
+    if len(observed) == 1:
+        return observed[0]
+    queries = torch.cat([o.queries for o in observed], dim=2)
+    live = None
+    if any(o.live is not None for o in observed):
+        live = torch.cat([_live_queries(o) for o in observed], dim=1)
+    return replace(observed[0], queries=queries, live=live)
+
+
+def _live_queries(observed: Observed) -> Tensor:
+    queries = observed.queries
+    if observed.live is not None:
+        return observed.live
+    return torch.ones(queries.shape[0], queries.shape[2], dtype=torch.bool, device=queries.device)

@@ -1,0 +1,499 @@
+"""The stream of one layer: what it holds of its tokens, and when it compresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..budget import Budget
+from ..errors import InputError, UnsupportedError
+from ..slots import Observed, Slots
+from .budgets import HeadBudgets
+from .error import Probe, WindowError
+from .page import Page
+from .quantized import check_bits
+from .quantized_page import QuantizedPage
+from .queries import Queries
+from .sketch_page import SketchPage, SketchPages
+from .window import Windowed
+from .windowed_sketch import WindowedSketch
+
+Held = Page | QuantizedPage | SketchPage | SketchPages
+
+
+class Stream:
+    """Slots of one attention layer as a stream.
+
+    Three verbs, in this order for every chunk of tokens: ``extend`` with the new tokens, let the
+    model attend to what is ``open``, ``settle`` (take note of the queries, compress if due).
+    Nothing is compressed while all tokens fit the budget, nor while there is no budget: a plan that
+    measures hands it down later (``spend``). Once something was compressed, the slots live on a
+    page: every head has its budget and a buffer, which decoding fills; when it is full, all heads
+    are compressed to a buffer below their budgets. No token allocates in between.
+
+    Args:
+        method: a method with its sink and recent window.
+        budget: how many slots may be kept, of all heads or head by head; None: not known yet.
+        buffer: how far decoding may run above (and compresses below) the budget, in slots, >= 1;
+            a compression every ``2 * buffer`` tokens. Default: 1/40 of the average head's budget,
+            at least 1, at most 64, so that all pages, scores included, stay within 5% of it.
+        one_shot: compress after prefill only; decoded tokens are then kept exactly (as in SubGen
+            section 3.2) and memory grows with them.
+        bits: 16: keys and values are stored as they come. 8 or 4: those between sinks and recent
+            window are stored in so many bits from the end of the prompt on, whether or not the
+            prompt fits the budget (a budget of 1.0 only quantises); sinks, recent window, buffer,
+            masses and scores stay as they are. Not with a sketch, whose state has the dtype of the
+            tokens.
+        track_error: keep the exact answers of a few queries up to date (``running_error``).
+
+    Attributes:
+        seen: tokens so far.
+        tokens: all of them, in order, until something is compressed; then None.
+        page: the slots from then on; None before.
+        error: relative error of the prompt's last queries on what compressing made of it, float64
+            ``[batch, num_key_value_heads]`` (``window_error``); None before.
+
+    Raises:
+        InputError: buffer < 1, or bits not 16, 8 or 4, or not 16 with a sketch.
+    """
+
+    def __init__(
+        self,
+        method: Windowed | WindowedSketch,
+        budget: Budget | HeadBudgets | None,
+        buffer: int | None = None,
+        one_shot: bool = False,
+        bits: int = 16,
+        track_error: bool = False,
+    ) -> None:
+        if buffer is not None and (isinstance(buffer, bool) or buffer < 1):
+            raise InputError(f"buffer={buffer!r} must be an int >= 1 (tokens per recompression)")
+        if check_bits(bits) != 16 and isinstance(method, WindowedSketch):
+            raise InputError(
+                f"bits={bits}: a streaming sketch keeps its state as the tokens come, so storing "
+                "what attention sees in fewer bits would save nothing; bits must be 16 with a "
+                "sketch"
+            )
+        self.method = method
+        self._given = HeadBudgets([[budget]]) if isinstance(budget, Budget) else budget
+        self.one_shot, self.bits, self.track_error = one_shot, bits, track_error
+        self._buffer = buffer
+        self.queries = Queries()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, a budget that was handed down included."""
+        self.budget = self._given
+        self.seen = 0
+        self.padded = False  # whether any token was padding, so that slots may be dead
+        self.tokens: Slots | None = None
+        self._live: Tensor | None = None  # bool [batch, tokens]
+        self.page: Held | None = None
+        self.queries.clear()
+        self.error: Tensor | None = None
+        self._asked: WindowError | None = None  # of a prompt whose last compression is to come
+        self._probe: Probe | None = None
+        self._probed = 0  # tokens the probe has taken in
+        self._limit = 0  # appended tokens at which the page is due
+        self._bytes = 0  # of the page
+        self.method.reset()
+
+    @property
+    def needs_queries(self) -> bool:
+        """Whether the method looks at queries."""
+        return self.method.needs_queries
+
+    def wants_queries(self, count: int) -> bool:
+        """Whether ``settle`` has a use for the queries of the newest ``count`` tokens."""
+        return self.method.needs_queries or self.budget is None or (count > 1 and self.page is None)
+
+    @property
+    def compressed(self) -> bool:
+        """Whether anything was ever compressed; until then ``tokens`` are all tokens, in order."""
+        return self.page is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a plan still has to hand the budget down."""
+        return self.budget is None
+
+    @property
+    def slots(self) -> Slots:
+        """All slots ``[batch, num_key_value_heads, n, ...]``; where heads differ in size, the smaller
+        ones' are the last ones, behind dead slots."""
+        if self.page is not None:
+            return self.page.slots
+        if self.tokens is None:
+            raise InputError("the stream is empty: extend() it first")
+        return self.tokens
+
+    def open(self) -> Page | Slots:
+        """What the newest tokens attend to, once something was compressed."""
+        assert self.page is not None
+        return self.page if isinstance(self.page, Page) else self.page.open()
+
+    @property
+    def held(self) -> Tensor:
+        """Slots of every row and head, int64 ``[batch, num_key_value_heads]``."""
+        if self.page is not None:
+            return self.page.held
+        batch, heads, n = self.slots.keys.shape[:3]
+        return torch.full((batch, heads), n)
+
+    @property
+    def visible(self) -> Slots:
+        """The slots with padding dead, whether or not anything was compressed."""
+        return self.slots if self._live is None else self.slots.only(self._live[:, None, :])
+
+    @property
+    def buffer(self) -> int:
+        """That of the average head: one with a small share would else compress every other token,
+        and the bytes of all heads are what counts."""
+        assert self.budget is not None
+        return self._buffer_for(self.budget.average(self.seen))
+
+    def _buffer_for(self, budget: int) -> int:
+        return self._buffer or max(1, min(64, budget // 40))
+
+    def extend(self, new: Slots) -> None:
+        """Append tokens, ``[batch, num_key_value_heads, q, ...]``."""
+        q = new.count
+        self.seen += q
+        page = self.page
+        if page is not None:
+            if page.room < q:
+                page = self.page = page.grown(max(q, self._room() if q == 1 else q))
+                self._limit = page.appended + page.room
+                self._bytes = _bytes(self.tensors())
+            page.append(new)
+            return
+        self.tokens = new if self.tokens is None else Slots.cat([self.tokens, new])
+        if self._live is not None:
+            tail = self._live.new_ones(self._live.shape[0], q)
+            self._live = torch.cat([self._live, tail], dim=1)
+
+    def _room(self) -> int:
+        """How many tokens may be appended to the page before it is due."""
+        assert self.page is not None and self.budget is not None
+        if self.one_shot:  # grows for good, by a few per cent at a time
+            return self._buffer_for(self.page.count)
+        if self._quantises_early:  # room is in full precision: only the buffer
+            return self.buffer
+        budget = self.budget.slots(self.seen + 1, self.page.batch)
+        above = torch.as_tensor(budget - self.page.held).double().mean()
+        return max(1, round(float(above)) + self.buffer)
+
+    def mark_padding(self, live: Tensor) -> None:
+        """Say which of the tokens just appended are real. ``live``: bool ``[batch, q]``."""
+        self.padded = True
+        if self.page is not None:
+            self.page.mark_last(live)
+            return
+        assert self.tokens is not None
+        if self._live is None:
+            self._live = live.new_ones(live.shape[0], self.tokens.count)
+        self._live[:, self.tokens.count - live.shape[1] :] = live
+
+    def settle(self, observed: Observed | None, prefill: bool, hold: bool = False) -> bool:
+        """Take note of the queries of the newest tokens and compress if due.
+
+        Args:
+            observed: their queries.
+            prefill: compress down to the budget now (else only when the buffer is full).
+            hold: do not compress yet (more of the prompt is to come).
+
+        Returns:
+            Whether it compressed.
+        """
+        keep = observed is not None and (self.waits or self._uses_queries(prefill))
+        if keep:
+            assert observed is not None
+            self.queries.add(observed)
+        if self.budget is None:
+            return False
+        if not hold and self.due(prefill):
+            last = observed if prefill else None
+            self._compress(self.budget, prefill=prefill, last=last)
+            return True
+        # Turn a prompt's queries into scores now (they are many), a decoded token's only now and
+        # then. What looks at a window of queries only waits for the last chunk of a held prompt.
+        if hold and self.method.window is not None:
+            self.queries.keep_last(self.method.window)
+        elif prefill or (self.queries.count and self.queries.many(self._bytes)):
+            self.fold()
+        if self.page is not None:
+            self.page.release()
+        return False
+
+    def _uses_queries(self, prefill: bool) -> bool:
+        assert self.budget is not None
+        return self.method.needs_queries and not (self.budget.whole and self.bits == 16)
+
+    def due(self, prefill: bool) -> bool:
+        """Whether ``settle`` would compress now."""
+        if self.budget is None:
+            return False
+        if self.page is not None and not prefill:
+            return not self.one_shot and self.page.appended >= self._limit
+        budget = fits = self.budget.slots(self.seen, 1)
+        if self._quantises_early:
+            fits = torch.as_tensor(budget).clamp(max=self.method.sink + self.method.recent)
+        above = self.held.to(torch.int64) - torch.as_tensor(fits)
+        if prefill:
+            return bool((above > 0).any())
+        return not self.one_shot and bool((above >= self.buffer).any())
+
+    def spend(self, budget: HeadBudgets, provisional: bool = False) -> None:
+        """Compress down to a budget that a plan hands down, whose queries wait here.
+
+        Args:
+            budget: of every head.
+            provisional: it is an upper bound; the final one is yet to come.
+        """
+        if not provisional:
+            self.budget = budget
+        size = torch.as_tensor(budget.slots(self.seen, self.slots.keys.shape[0]))
+        if bool((self.held > size).any()) or (not provisional and self._quantises_early):
+            self._compress(budget, prefill=True, last=self.queries.all(), provisional=provisional)
+        elif not provisional:
+            self.fold()
+        if provisional:
+            self.queries.keep_last(self._fitted)
+        else:
+            self.queries.clear()
+
+    @property
+    def _fitted(self) -> int:
+        """How many of the last queries still see the same tokens after a compression."""
+        return min(self.method.window or self.method.recent, self.method.recent)
+
+    def _compress(
+        self,
+        budgets: HeadBudgets,
+        prefill: bool,
+        last: Observed | None,
+        provisional: bool = False,
+    ) -> None:
+        """Compress to the budgets now; ``last``: queries to measure the error on."""
+        method, batch = self.method, self.slots.keys.shape[0]
+        exact = self.visible if self.page is None else None
+        self._update_probe()
+        limit = budget = budgets.slots(self.seen, batch)
+        room = 0
+        if not prefill:
+            # A buffer below the budget, and room for one above: the budget is what is held on
+            # average, and compressing comes half as often.
+            room = self.buffer
+            if isinstance(budget, int):
+                floor = min(budget, method.sink + method.recent)
+                budget = max(budget - room, floor, 1)
+            else:
+                small = budget.clamp(max=method.sink + method.recent)
+                budget = torch.maximum(budget - room, small).clamp(min=1)
+        if exact is not None and prefill and last is not None:
+            self._asked = WindowError(
+                exact, last, int(torch.as_tensor(_recent_at(method, budget)).min())
+            )
+            if self.track_error:
+                self._probe, self._probed = Probe(exact, last), self.seen
+        if isinstance(method, WindowedSketch):
+            self.page = self._sketched(method, budget, limit, room)
+        else:
+            self.page = self._slotted(method, budget, limit, room, fit=prefill)
+        self._limit = self.page.appended + self.page.room
+        self.tokens = self._live = None
+        if not provisional:
+            self.queries.clear()
+        if self._asked is not None and prefill:
+            self.error = self._asked.error(self.slots)
+            if not provisional:
+                self._asked = None
+        self.page.release()
+        self._bytes = _bytes(self.tensors())
+
+    def _slotted(
+        self, method: Windowed, budget: int | Tensor, limit: int | Tensor, room: int, fit: bool
+    ) -> Page | QuantizedPage:
+        """The next page of a compressor's."""
+        previous = self.page if isinstance(self.page, QuantizedPage) else None
+        slots = self.slots if previous is None else previous.read(exactly=True)
+        if self._live is not None:
+            slots = slots.only(self._live[:, None, :])
+        held, sizes = self.held, None
+        if self.bits != 16 and bool((held <= torch.as_tensor(limit)).all()):
+            kept, budget = self._scored(slots), held  # only in fewer bits
+        else:
+            if isinstance(self.page, (Page, QuantizedPage)) and self.page.sizes is not None:
+                budget = torch.minimum(torch.as_tensor(budget), held)
+            observed = self.queries.all()
+            kept = method.compressor.compress(
+                slots,
+                budget,
+                observed,
+                sink=method.sink,
+                recent=method.recent,
+                fit=fit,
+                scored=observed is None and slots.score is not None,
+            )
+        if isinstance(budget, Tensor):
+            live = slots.live()
+            most = torch.full_like(budget, slots.count) if live is None else live.sum(-1).cpu()
+            sizes = torch.where(budget >= slots.count, slots.count, torch.minimum(budget, most))
+            sizes = None if bool((sizes == kept.count).all()) else sizes.to(kept.keys.device)
+        size = torch.as_tensor(kept.count if sizes is None else sizes.cpu()).double()
+        above = torch.maximum(torch.as_tensor(limit).double(), size) - size
+        space = round(float(above.mean())) + room
+        if self.bits == 16:
+            return Page(kept, sizes, space)
+        space = min(space, 2 * room)  # room is in full precision
+        return QuantizedPage(kept, sizes, space, self.bits, method.sink, method.recent, previous)
+
+    def _sketched(
+        self, method: WindowedSketch, budget: int | Tensor, limit: int | Tensor, room: int
+    ) -> SketchPage | SketchPages:
+        """The next page around sketches, which take in what is between sinks and recent window."""
+        if isinstance(budget, int):
+            assert isinstance(limit, int)
+            exact = self.page.exact if isinstance(self.page, SketchPage) else self.visible
+            return method.page(exact, budget, limit, room)
+        batch, heads = budget.shape
+        if isinstance(self.page, SketchPages):
+            pages, places = self.page.pages, self.page.places
+            windows = [page.window or method.fresh() for page in pages]
+            parts = [page.exact for page in pages]
+        else:
+            alike, number = budget.flatten().unique(return_inverse=True)
+            places = [(number == i).nonzero().squeeze(1) for i in range(len(alike))]
+            windows = [method.fresh() for _ in places]
+            for window, rows in zip(windows, places, strict=True):
+                window.number_rows(rows)
+            flat = self.visible.map(lambda t: t.flatten(0, 1).unsqueeze(1))
+            parts = [flat.map(lambda t, i=i: t.index_select(0, i)) for i in places]  # type: ignore[misc]
+        limits = torch.as_tensor(limit).flatten()
+        made = [
+            window.page(part, int(budget.flatten()[rows[0]]), int(limits[rows[0]]), room)
+            for window, part, rows in zip(windows, parts, places, strict=True)
+        ]
+        return SketchPages(made, places, (batch, heads))
+
+    @property
+    def running_error(self) -> Tensor | None:
+        """Relative error of a few of the prompt's last queries over all tokens seen, as if they
+        were asked now, float64 ``[batch, num_key_value_heads]``; None without ``track_error`` and
+        before the first compression."""
+        self._update_probe()
+        return None if self._probe is None else self._probe.error(self.slots)
+
+    def _update_probe(self) -> None:
+        """Show the probe the tokens appended since it last looked: they are still exact."""
+        if self._probe is not None:
+            new, slots = self.seen - self._probed, self.slots
+            self._probe.extend(slots.narrow(slots.count - new, new))
+            self._probed = self.seen
+
+    @property
+    def _quantises_early(self) -> bool:
+        """Whether slots are quantised although they fit the budget."""
+        return self.bits != 16 and isinstance(self.method, Windowed)
+
+    def _scored(self, slots: Slots) -> Slots:
+        """Slots with the waiting queries folded in. What these saw is still all here, so this equals
+        observing every query at its own time."""
+        observed = self.queries.all()
+        if observed is None or isinstance(self.method, WindowedSketch):
+            return slots
+        masked = slots if self._live is None else slots.only(self._live[:, None, :])
+        return replace(slots, score=self.method.compressor.observe(masked, observed).score)
+
+    def fold(self) -> None:
+        """Turn waiting queries into scores now."""
+        if not self.queries.count:
+            return
+        slots = self._scored(self.slots)
+        self.queries.clear()
+        if self.page is None:
+            self.tokens = slots
+        elif slots.score is not None:
+            self.page.set_score(slots.score)
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``fn`` (which acts on axis 0, the batch) to everything held: beam search,
+        repeating or selecting rows."""
+        self.method.map_batch(fn)
+        if self.budget is not None:
+            self.budget = self.budget.map_batch(fn)
+        if self.page is not None:
+            self.page = self.page.map(fn)
+        if self.tokens is not None:
+            self.tokens = self.tokens.map(fn)
+        if self._live is not None:
+            self._live = fn(self._live)
+        if self._probe is not None:
+            self._probe.map_batch(fn)
+        self.error = None if self.error is None else fn(self.error)
+        self.queries.map_batch(fn)
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last ``tokens`` tokens; only possible while nothing was compressed.
+
+        Raises:
+            UnsupportedError: something was compressed already.
+        """
+        if self.compressed:
+            raise UnsupportedError(
+                f"crop({-tokens}) needs the last {tokens} tokens one by one, but this cache is "
+                "already compressed; use a budget >= the number of tokens, or DynamicCache"
+            )
+        if self.tokens is None or tokens == 0:
+            return
+        if self.waits:
+            self.queries.clear()
+        else:
+            self.fold()
+        kept = max(0, self.tokens.count - tokens)
+        self.tokens = self.tokens.narrow(0, kept)
+        if self._live is not None:
+            self._live = self._live[:, :kept]
+        self.seen = kept
+
+    def drop(self, tokens: int) -> None:
+        """Forget the last ``tokens`` tokens, which were appended since the last ``settle``."""
+        if self.page is not None:
+            self.page.drop(tokens)
+        elif self.tokens is not None:
+            self.tokens = self.tokens.narrow(0, self.tokens.count - tokens)
+            if self._live is not None:
+                self._live = self._live[:, : self._live.shape[1] - tokens]
+        self.seen -= tokens
+
+    @property
+    def above_budget(self) -> bool:
+        """Whether more is held than decoding may run above the budget."""
+        if self.budget is None:
+            return False
+        budget = torch.as_tensor(self.budget.slots(self.seen, 1))
+        return bool((self.held > budget + self.buffer).any())
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held, for byte counting."""
+        held = list(self.tokens.tensors().values()) if self.tokens is not None else []
+        held += self.page.tensors() if self.page is not None else []
+        held += [] if self._live is None else [self._live]
+        held += self.method.tensors()
+        for part in (self._probe, self._asked):
+            held += [] if part is None else part.tensors()
+        return held + self.queries.tensors()
+
+
+def _recent_at(method: Windowed | WindowedSketch, budget: int | Tensor) -> int | Tensor:
+    """Recent tokens that are kept as they are within a budget."""
+    if isinstance(budget, int):
+        return min(method.recent, budget - min(method.sink, budget))
+    return (budget - budget.clamp(max=method.sink)).clamp(max=method.recent)
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

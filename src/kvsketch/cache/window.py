@@ -1,0 +1,112 @@
+"""Sink + recent + compressed middle: what a method has around it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..methods.base import Compressor
+from ..methods.registry import Method, class_of
+from ..methods.sketches import Sketch
+from ..methods.window import check_window
+from ..slots import Observed, Slots
+from .windowed_sketch import WindowedSketch
+
+
+@dataclass(frozen=True)
+class Windowed:
+    """A compressor with its window: the first ``sink`` and the last ``recent`` live tokens stay as
+    they are, and the rest of the budget goes to what lies between (see ``Compressor.compress``).
+
+    Raises:
+        InputError: sink or recent negative or not an int.
+    """
+
+    compressor: Compressor
+    sink: int = 4
+    recent: int = 32
+
+    def __post_init__(self) -> None:
+        check_window(self.sink, self.recent)
+
+    @property
+    def needs_queries(self) -> bool:
+        return self.compressor.needs_queries
+
+    @property
+    def window(self) -> int | None:
+        """How many of a prompt's last queries the method looks at; None: all of them."""
+        return self.compressor.window
+
+    def __call__(
+        self, slots: Slots, budget: int | Tensor, observed: Observed | None = None
+    ) -> Slots:
+        """At most ``budget`` slots per KV head, see ``Compressor.compress``."""
+        return self.compressor.compress(slots, budget, observed, sink=self.sink, recent=self.recent)
+
+    def reset(self) -> None:
+        """A compressor holds nothing; rows are numbered anew."""
+        self.compressor.rows = None
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Rows are numbered anew."""
+        self.compressor.rows = None
+
+    def tensors(self) -> list[Tensor]:
+        """Nothing is held."""
+        return []
+
+
+def windowed(
+    method: Method,
+    sink: int = 4,
+    recent: int = 32,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+) -> Windowed | WindowedSketch:
+    """A fresh method inside its sink and recent window.
+
+    Args:
+        method: a name in ``ALL_METHODS``, or a class or compressor of the caller's own. A
+            compressor is copied; its copy's random stream starts from its seed plus ``seed``.
+        options: further arguments of the method's constructor; not with a compressor, which has
+            them already.
+
+    Raises:
+        InputError: unknown method, or an argument the method does not take or allow.
+    """
+    options = dict(options or {})
+    cls = class_of(method)
+    if isinstance(method, Compressor):
+        if options:
+            raise InputError(f"options={options!r}: give them to {cls.__name__} itself")
+        twin = copy.deepcopy(method)
+        twin.seed = method.seed + seed
+        twin.generator = torch.Generator().manual_seed(twin.seed)
+        return Windowed(twin, sink, recent)
+    try:
+        if issubclass(cls, Compressor):
+            return Windowed(cls(seed=seed, **options), sink, recent)
+        build: Callable[[int], Sketch] = functools.partial(cls.for_budget, seed=seed, **options)
+        build(1024)  # wrong options should fail now, not at the first compression
+        return WindowedSketch(build, sink, recent, _least(build, cls.least_slots))
+    except TypeError as error:
+        raise InputError(f"options={options!r} do not fit method={cls.name!r}: {error}") from None
+
+
+def _least(build: Callable[[int], Sketch], slots: int) -> int:
+    """The smallest number of slots that a sketch can be built for, which options may raise."""
+    while True:
+        try:
+            build(slots)
+        except InputError:
+            slots += 1
+        else:
+            return slots

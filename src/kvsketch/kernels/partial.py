@@ -1,0 +1,86 @@
+"""Attention of packed queries over one set of tokens, with the log of its total: the piece that all
+fast forms of attention over slots are put together from.
+
+Parts of a context can be attended to one by one: with outputs z_i and totals t_i of the parts, the
+attention over all of them is sum_i t_i z_i / sum_i t_i. A mass m is a bias of log m on the score of
+its slot, if the slot's value is the mean u / m.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..slots import compute_dtype
+
+#: Stands for the log of a mass of 0: exp of it is 0, and differences of two are no NaN.
+NOTHING = -1e30
+
+_FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+
+
+def log_mass(mass: Tensor) -> Tensor:
+    """log m, and ``NOTHING`` where m is 0."""
+    return mass.log().clamp_(min=NOTHING)
+
+
+def partial(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention of every query over the keys of its group.
+
+    Args:
+        queries: ``[rows, heads, q, head_dim]``, all queries that read the same keys side by side.
+        keys: ``[rows, heads, n, head_dim]``, n >= 1; values ``[rows, heads, n, value_dim]``.
+        bias: added to the scores, ``[rows, heads, 1 or q, n]`` or broadcastable to it.
+        scaling: multiplies ``<q, k>``.
+        softcap: scores become ``softcap * tanh(scores / softcap)`` before the bias.
+        is_causal: query i sees the keys up to number i only (as many queries as keys, no bias).
+
+    Returns:
+        The attention, in the dtype of the queries, and the log of the summed weights, float32 or
+        float64 ``[rows, heads, q]``.
+    """
+    fused = _FLASH is not None and queries.device.type == "cpu" and softcap is None
+    if fused and keys.shape[3] == values.shape[3]:
+        if bias is not None:
+            shape = (*queries.shape[:3], keys.shape[2])
+            # float64 scores with a float32 bias come out wrong; 16 bits are too few for log m
+            bias = bias.to(compute_dtype(queries.dtype)).expand(shape)
+        found: tuple[Tensor, Tensor] = _FLASH(
+            queries, keys, values, 0.0, is_causal, attn_mask=bias, scale=scaling
+        )
+        return found
+    dtype = compute_dtype(queries.dtype)
+    scores = (queries.to(dtype) * scaling) @ keys.to(dtype).mT
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if bias is not None:
+        scores += bias
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores.masked_fill_(later, NOTHING)
+    log_total = scores.logsumexp(-1)
+    out = (scores - log_total.unsqueeze(-1)).exp_() @ values.to(dtype)
+    return out.to(queries.dtype), log_total
+
+
+def together(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Attention over all parts, from that over each (as ``partial`` returns it)."""
+    if len(parts) == 1:
+        return parts[0]
+    totals = torch.stack([total for _, total in parts])
+    whole = totals.logsumexp(0)
+    weights = (totals - whole).exp_().unsqueeze(-1)
+    dtype = parts[0][0].dtype
+    out = sum(part.to(weights.dtype) * w for (part, _), w in zip(parts, weights, strict=True))
+    assert isinstance(out, Tensor)
+    return out.to(dtype), whole
