@@ -231,10 +231,11 @@ class Periodic:
         if isinstance(self.compressor, WindowedSketch):
             self._page = self._sketched(self.compressor, budget, room)
         elif self.bits == 16:
-            kept = self.compressor(self._masked(self._scored()), budget)
+            waiting = self._waiting() if self._observed else None
+            kept = self.compressor(self._masked(self.slots), budget, waiting, fit=prefill)
             self._page = Page(kept, max(self.budget.slots(self.seen), kept.count) + room)
         else:
-            self._page = self._quantized(self.compressor, budget, room)
+            self._page = self._quantized(self.compressor, budget, room, fit=prefill)
         self._full = self._page.capacity
         self._dense = self._live = None
         self._observed = []
@@ -273,14 +274,15 @@ class Periodic:
         capacity = max(limit, first.count + sketching.worth + last.count) + room
         return SketchPage(first, sketching.sketch, sketching.worth, last, capacity)
 
-    def _quantized(self, compressor: Windowed, budget: int, room: int) -> QuantizedPage:
+    def _quantized(self, compressor: Windowed, budget: int, room: int, fit: bool) -> QuantizedPage:
         """The next page, in fewer bits; with fewer slots only where there are too many."""
         page = self._page if isinstance(self._page, QuantizedPage) else None
         limit, window = self.budget.slots(self.seen), (compressor.sink, compressor.recent)
         slots = self.slots if page is None else page.read(exactly=True)
         kept = self._masked(self._scored(slots))
         if kept.count > limit:
-            kept = compressor(kept, budget)
+            waiting = self._waiting() if self._observed else None
+            kept = compressor(kept, budget, waiting, scored=kept.score is not None, fit=fit)
         # room is in full precision: only what comes
         capacity = min(max(limit, kept.count) + room, kept.count + 2 * room)
         return QuantizedPage(kept, capacity, self.bits, *window, page)

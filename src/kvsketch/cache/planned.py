@@ -207,10 +207,13 @@ class Waiting(Periodic):
         held_out = min(held_out, observed.queries.shape[2] // 2)
 
         def compress(slots: Slots, budget: int, before: Observed) -> Slots:
-            return self._recipe.reduce()(slots, budget, before)
+            return self._recipe.reduce()(slots, budget, before, scored=True)
 
         total = None if shard is None else shard.summed
-        return measure_rows(slots, observed, compress, held_out, sink, recent, total=total)
+        observe = self._recipe.reduce().observe
+        return measure_rows(
+            slots, observed, compress, held_out, sink, recent, total=total, observe=observe
+        )
 
     def adopt(self, budgets: Sequence[Sequence[Budget]]) -> None:
         """Hand everything to a driver with these budgets: one per KV head, for every row.

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..methods.base import check_input
 from ..methods.sketches.base import Sketch, token_bytes
-from ..methods.windowed import check_window, split
+from ..methods.window import check_window, split
 from ..slots import Observed, Slots
 
 
@@ -36,7 +36,6 @@ class WindowedSketch:
     """
 
     needs_queries = False
-    accumulates = False
     window: int | None = None
     #: its slots may have u without m and m without u
     split_sums = True
@@ -62,7 +61,7 @@ class WindowedSketch:
         """Recent tokens that are kept as they are: what the budgets had room for."""
         return self._window
 
-    def observe(self, slots: Slots, observed: Observed | None) -> Slots:
+    def observe(self, slots: Slots, observed: Observed) -> Slots:
         return slots
 
     def take(self, exact: Slots, budget: int) -> tuple[Slots, Slots] | None:
@@ -101,7 +100,15 @@ class WindowedSketch:
         self.sketch.extend(replace(middle, score=None))
         return first, last
 
-    def __call__(self, slots: Slots, budget: int, observed: Observed | None = None) -> Slots:
+    def __call__(
+        self,
+        slots: Slots,
+        budget: int,
+        observed: Observed | None = None,
+        *,
+        scored: bool = False,
+        fit: bool = True,
+    ) -> Slots:
         """As ``Windowed.__call__``: slots as attention sees them. Those handed back must come in
         again, with the new tokens behind them."""
         check_input(slots, budget)

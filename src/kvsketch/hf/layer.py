@@ -17,6 +17,7 @@ from transformers.cache_utils import (
 
 from ..cache import HeadGroups, Periodic, RowGroups, Waiting, joined
 from ..errors import InputError, KVSketchError, UnsupportedError
+from ..methods import H2O, Windowed
 from ..methods.base import all_finite
 from ..slots import Observed, Slots
 from . import interface
@@ -231,7 +232,8 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
     def counts_attention(self) -> bool:
         """Whether a decode kernel may add attention to ``slots.score`` as it goes."""
         alone = self.settings.readers == 1 and not self.record_past
-        return alone and self.sketch.compressor.accumulates
+        method = self.sketch.compressor
+        return alone and isinstance(method, Windowed) and isinstance(method.compressor, H2O)
 
     def wants_queries(self) -> bool:
         """Whether the queries of the newest tokens are of use."""
