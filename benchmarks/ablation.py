@@ -54,8 +54,6 @@ PARTS: dict[str, Callable[[], Compressor]] = {
     "k-means, 1 step": lambda: HeavyMerge(pairs=0.0, steps=1),
     "k-means, no least squares": lambda: HeavyMerge(pairs=0.0, correct=False),
     "k-means, no attention (cluster_merge)": lambda: ClusterMerge(pairs=0.0),
-    "second order": lambda: HeavyMerge(second_order=True),
-    "second order, no least squares": lambda: HeavyMerge(second_order=True, correct=False),
     "ridge 0.01": lambda: HeavyMerge(ridge=0.01),
     "ridge 1": lambda: HeavyMerge(ridge=1.0),
 }
@@ -79,7 +77,7 @@ def at_once(
     make: Callable[[], Compressor], slots: Slots, seen: Observed, kept: int, window: tuple[int, int]
 ) -> Slots:
     """All tokens compressed to ``kept`` slots."""
-    return Windowed(make(), *window)(slots, kept, seen)
+    return make()(slots, kept, seen, sink=window[0], recent=window[1])
 
 
 def streamed(
@@ -140,7 +138,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
-    """Example: python -m benchmarks.ablation --parts "heavy_merge@even;second order" --json"""
+    """Example: python -m benchmarks.ablation --parts "heavy_merge@even;no heavy tokens" --json"""
     known = everything()
     if list_:
         print("\n".join(known))

@@ -522,12 +522,22 @@ def longeval_unseen(result: dict[str, Any]) -> str:
     )
 
 
+SECOND_ORDER = (
+    "Left out because it does not help: multiplying u and m of a group by what the spread of its "
+    "keys adds to the mean of exp(score) under a Gaussian with diagonal covariance. "
+    "`benchmarks/ablation.py` measured it while it was an option of `heavy_merge`: with the "
+    "least-squares fit the error rose at every share kept and for both sources; without the fit it "
+    "fell a little at 1/8 and 1/16 of one source and rose everywhere else."
+)
+
+
 def ablation(result: dict[str, Any]) -> str:
     return (
         "## What each part of our method brings\n\n"
         "Attention error as above, but every head of every row has the same number of slots, so "
         "the whole method is `heavy_merge@even` and slots with a mass take their 4 bytes more on "
-        "top.\n\n" + by_share(result, "relative_error", 3, "part") + f"\n\n{made_with(result)}\n"
+        "top.\n\n" + by_share(result, "relative_error", 3, "part") + "\n\n" + SECOND_ORDER + "\n\n"
+        f"{made_with(result)}\n"
     )
 
 

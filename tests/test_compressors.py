@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsketch import METHODS, InputError, Observed, Slots
-from kvsketch.methods import Windowed, make
+from kvsketch.methods import make
 from kvsketch.methods.kcenter import farthest_first
 from kvsketch.methods.uniform import inclusion_probabilities
-from kvsketch.methods.windowed import split
+from kvsketch.methods.window import split
 
 BATCH, HEADS, DIM = 2, 2, 4
 
@@ -43,8 +43,7 @@ def observed(seed, q):
 
 
 def run(method, slots, budget, seed=0, **window):
-    wrapper = Windowed(make(method, seed), **window)
-    return wrapper(slots, budget, observed(1, slots.count))
+    return make(method, seed)(slots, budget, observed(1, slots.count), **window)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -246,8 +245,8 @@ def test_bad_arguments_are_named():
     with pytest.raises(InputError, match="did you mean 'kcenter'"):
         make("k-center")
     with pytest.raises(InputError, match="sink=-1"):
-        Windowed(make("uniform"), sink=-1)
+        make("uniform")(random_slots(0, 9), 4, sink=-1)
     with pytest.raises(InputError, match=r"recent=2\.5"):
-        Windowed(make("uniform"), recent=2.5)
+        make("uniform")(random_slots(0, 9), 4, recent=2.5)
     with pytest.raises(InputError, match="budget=0"):
         make("uniform")(random_slots(0, 9), 0)

@@ -21,7 +21,7 @@ from kvsketch.cache import Curves, Periodic, Waiting, windowed
 from kvsketch.cache.curves import MARGIN, held_out_for, least_tokens, measure_layer, pooled
 from kvsketch.cache.error import Probe, relative_error, window_error
 from kvsketch.evaluation.runner.activations import capture
-from kvsketch.methods import METHODS, Windowed
+from kvsketch.methods import METHODS
 from kvsketch.slots import causal
 
 WINDOW = {"sink": 2, "recent": 6}
@@ -81,7 +81,7 @@ def test_window_error_asks_what_the_recent_window_holds(recent):
     n, budget = 60, 20
     tokens, observed = random_slots(n), random_queries(n)
     recent_kept = min(recent, budget - 2)
-    kept = Windowed(METHODS["knorm"](), 2, recent)(tokens, budget)
+    kept = METHODS["knorm"]()(tokens, budget, sink=2, recent=recent)
     error = window_error(tokens, kept, observed, recent_kept)
     asked = max(1, min(32, recent_kept))
     wanted = torch.zeros(2, 2, **DOUBLE)  # squared: wrong, norm

@@ -18,12 +18,12 @@ from kvsketch import InputError, Observed, SketchCache, Slots, attend
 from kvsketch.budget import Budget
 from kvsketch.cache import Periodic, windowed
 from kvsketch.evaluation.runner.allocation import Curves, measure_curves, measure_schedule
-from kvsketch.methods import ClusterMerge, HeavyMerge, Windowed, make
+from kvsketch.methods import ClusterMerge, HeavyMerge, make
 from kvsketch.methods.closest import group_closest, group_pairs
 from kvsketch.methods.groups import Groups, merge
-from kvsketch.methods.heavy_merge import _decoded_attention, gaussian_factor
+from kvsketch.methods.heavy_merge import _decoded_attention
 from kvsketch.methods.kmeans import group_keys
-from kvsketch.methods.snapkv import recent_attention
+from kvsketch.methods.scoring import recent_attention
 
 
 def tokens(seed, n, heads=2, dim=4, batch=2):
@@ -230,46 +230,6 @@ def test_attention_of_decoded_queries_is_snapkvs():
             torch.testing.assert_close(torch.full_like(faded, fade), faded)
 
 
-@pytest.mark.parametrize("tilted", [False, True])
-def test_second_order_is_the_mean_of_a_gaussian_cluster(tilted):
-    """m exp(<q, slot's key>) becomes the sum of exp(<q, k>) over Gaussian keys, whether the slot's
-    key is their mean or, as with weights of attention, elsewhere."""
-    g = torch.Generator().manual_seed(0)
-    deviation = torch.tensor([0.3, 0.1, 0.5, 0.2], dtype=torch.float64)
-    keys = deviation * torch.randn(1, 200_000, 4, generator=g, dtype=torch.float64) + 0.7
-    query = torch.tensor([[[0.8, -1.0, 0.6, 0.4]]], dtype=torch.float64)
-    one = torch.ones(1, 200_000, dtype=torch.float64)
-    scores = (keys @ query.mT).squeeze(-1)
-    weight = scores.exp() if tilted else one
-    groups = Groups(torch.zeros(1, 200_000, dtype=torch.int64), 1)
-    factor = gaussian_factor(groups, keys, one, weight, query)
-    center = (keys * weight.unsqueeze(-1)).sum(1) / weight.sum()
-    said = float((center @ query[0, 0]).exp() * factor)
-    truth = float(scores.exp().mean())
-    assert said == pytest.approx(truth, rel=5e-3)
-    plain = float((center @ query[0, 0]).exp())
-    assert abs(plain / truth - 1) > 0.05
-    # a group of one token is what it was, and a wide one is clamped
-    alone = Groups(torch.arange(50)[None], 50)
-    ones = torch.ones(1, 50, dtype=torch.float64)
-    factor = gaussian_factor(alone, keys[:, :50], ones, ones, query)
-    torch.testing.assert_close(factor, torch.ones_like(factor))
-    wide = gaussian_factor(groups, 100 * keys, one, one, query)
-    assert float(wide) == pytest.approx(2.718281828)
-
-
-def test_second_order_moves_mass_and_leaves_means():
-    slots, observed = tokens(5, 120, batch=1), asked(2, 32, batch=1)
-    plain, second = (
-        HeavyMerge(correct=False, second_order=on)(slots, 20, observed) for on in (False, True)
-    )
-    assert not torch.equal(plain.masses(), second.masses())
-    ratio = (second.masses() / plain.masses()).unsqueeze(-1)
-    torch.testing.assert_close(second.values, plain.values * ratio)
-    torch.testing.assert_close(second.keys, plain.keys)
-    assert float(ratio.log().abs().max()) <= 1 + 1e-6
-
-
 def test_equal_keys_merge_without_error():
     """Tokens in groups of equal keys: as many slots as groups answer exactly."""
     g = torch.Generator().manual_seed(1)
@@ -277,7 +237,7 @@ def test_equal_keys_merge_without_error():
     slots = Slots(centers[:, :, torch.arange(70) % 7], torch.randn(1, 2, 70, 4, generator=g))
     queries = torch.randn(1, 2, 9, 4, generator=g)
     for compressor in (ClusterMerge(), HeavyMerge(share=0.0, correct=False)):
-        kept = Windowed(compressor, 0, 0)(slots, 12, Observed(queries, 0.5))
+        kept = compressor(slots, 12, Observed(queries, 0.5))
         answer = attend(queries, kept, scaling=0.5)
         if isinstance(compressor, ClusterMerge):
             exact = attend(queries, slots, scaling=0.5)

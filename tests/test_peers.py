@@ -25,7 +25,7 @@ from benchmarks.peers.exchange import PeerError
 from benchmarks.peers.kvpress import Job
 from kvsketch import InputError, Observed, Slots, attend
 from kvsketch.evaluation.runner.activations import Activations
-from kvsketch.methods import METHODS, Windowed, pyramid_shares
+from kvsketch.methods import METHODS, pyramid_shares
 
 #: batch, query heads, KV heads, tokens, head_dim, kept: equal heads, GQA, MQA, an odd everything
 SHAPES = [
@@ -64,7 +64,7 @@ def ours(compressor, shape, sink, recent, budget):
     positions = torch.arange(shape[3], dtype=torch.float32).expand(keys.shape[:3])
     observed = Observed(queries, shape[4] ** -0.5)
     slots = Slots(keys, values, positions=positions)
-    kept = Windowed(compressor, sink=sink, recent=recent)(slots, budget, observed)
+    kept = compressor(slots, budget, observed, sink=sink, recent=recent)
     return kept.positions.long()
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvsketch import InputError, Observed, Slots
 from kvsketch import slots as slots_module
 from kvsketch.budget import Budget
-from kvsketch.methods import METHODS, Windowed, make, pyramid_shares
+from kvsketch.methods import METHODS, make, pyramid_shares
 
 BATCH, HEADS, DIM = 2, 2, 5
 QUERY_AWARE = ["snapkv", "pyramidkv", "tova", "observed_attention", "expected_attention"]
@@ -370,7 +370,7 @@ def test_highest_scores_are_kept(method):
     score = make(method).observe(slots, observed).score.clone()
     score[..., :2] = score[..., -5:] = torch.inf
     index = score.topk(15, -1).indices.sort(-1).values
-    out = Windowed(make(method), sink=2, recent=5)(slots, 15, observed)
+    out = make(method)(slots, 15, observed, sink=2, recent=5)
     assert torch.equal(out.keys, slots.take(index).keys)
 
 
@@ -380,7 +380,7 @@ def test_without_queries_they_are_refused(method):
     with pytest.raises(InputError, match=f"{method} needs queries"):
         make(method)(slots, 4)
     with pytest.raises(InputError, match=f"{method} needs queries"):
-        make(method).compress(slots, 4)
+        make(method).reduce(slots, 4, None)
 
 
 # --- keys only ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from kvsketch import InputError, Slots, attend
-from kvsketch.methods import Windowed, make
+from kvsketch.methods import make
 from kvsketch.methods.balance import self_balancing_walk
 from kvsketch.methods.kcenter import farthest_first
 from kvsketch.methods.sketches import BalanceKVStreaming, SubGen
@@ -707,7 +707,7 @@ def test_the_exact_cache_answers_every_index_query():
 @pytest.mark.parametrize("method", ["uniform", "kcenter", "streaming_llm"])
 def test_a_quarter_of_the_slots_answers_a_quarter_of_the_queries(method):
     game = index_game(random_bits(64, 64))
-    kept = Windowed(make(method, 1), sink=2, recent=2)(game.slots, 16)
+    kept = make(method, 1)(game.slots, 16, sink=2, recent=2)
     result = game.play(kept)
     recovered = result.per_row == 1.0
     assert int(recovered.sum()) == 16

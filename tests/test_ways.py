@@ -1177,7 +1177,7 @@ class Largest(Compressor):
         super().__init__(seed)
         self.power = power
 
-    def compress(self, slots: Slots, budget: int) -> Slots:
+    def reduce(self, slots: Slots, budget: Any, seen: Any) -> Slots:
         return keep_top(slots, slots.keys.norm(dim=-1) ** self.power, budget)
 
 

@@ -258,7 +258,7 @@ def attend(
     check_queries(queries, slots, slopes)
     sink = None if sinks is None else per_group(sinks, slots.keys.shape[1], queries)
     blocks = []
-    for rows in _blocks(queries.shape, slots.count):
+    for rows in query_blocks(queries.shape, slots.count):
         block_mask = mask[:, :, rows] if mask is not None and mask.shape[2] > 1 else mask
         scores = attention_scores(queries[:, :, rows], slots, scaling, softcap, block_mask, slopes)
         weights, mass, taken = _weights(scores, slots.mass, sink)
@@ -284,7 +284,7 @@ def attention_received(slots: Slots, observed: Observed, weights: Tensor | None 
     check_queries(queries, slots, observed.slopes)
     first = slots.count - queries.shape[2]
     received = torch.zeros_like(slots.masses())
-    for rows in _blocks(queries.shape, slots.count):
+    for rows in query_blocks(queries.shape, slots.count):
         seen = slots.narrow(0, first + rows.stop)  # nobody in this block looks further
         visible = causal(rows.stop - rows.start, seen.count, queries.device)
         if observed.live is not None:
@@ -374,7 +374,9 @@ def _weights(
     return exponent.exp_(), mass, None if sink is None else (sink - shift).exp()
 
 
-def _blocks(shape: torch.Size, num_slots: int) -> list[slice]:
+def query_blocks(shape: torch.Size, num_slots: int) -> list[slice]:
+    """Parts of the queries, of a shape ``[batch, heads, q, head_dim]``, whose scores against
+    ``num_slots`` slots are few enough to form at a time."""
     batch, heads, num_queries, _ = shape
     rows = max(1, _BLOCK_SCORES // max(1, batch * heads * num_slots))
     return [slice(i, min(i + rows, num_queries)) for i in range(0, num_queries, rows)]

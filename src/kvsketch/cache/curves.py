@@ -28,6 +28,8 @@ _FORMAT = 1
 
 #: (tokens, budget, queries) to slots
 Compress = Callable[[Slots, int, Observed], Slots]
+#: (tokens, queries) to scored slots
+Observe = Callable[[Slots, Observed], Slots]
 
 
 @dataclass(frozen=True)
@@ -202,9 +204,11 @@ def measure_layer(
     sink: int,
     recent: int,
     levels: Sequence[float] = LEVELS,
+    observe: Observe | None = None,
 ) -> Curves:
     """One layer's curves: those of ``measure_rows``, pooled over the rows of the batch."""
-    return pooled(measure_rows(slots, observed, compress, held_out, sink, recent, levels))
+    rows = measure_rows(slots, observed, compress, held_out, sink, recent, levels, observe=observe)
+    return pooled(rows)
 
 
 def measure_rows(
@@ -216,6 +220,7 @@ def measure_rows(
     recent: int,
     levels: Sequence[float] = LEVELS,
     total: Callable[[Tensor], Tensor] | None = None,
+    observe: Observe | None = None,
 ) -> list[Curves]:
     """One layer's curves on one prompt per row: the tokens before its last ``held_out`` are
     compressed, the method having seen no later query; the held-out queries then attend to the slots
@@ -234,18 +239,21 @@ def measure_rows(
         levels: kept shares of what is neither, rising, the last one 1.
         total: makes the squared norms of these heads' outputs, ``[batch]``, those of the layer's,
             if it has others.
+        observe: folds queries into the slots' scores, once; ``compress`` then gets scored slots.
+            None: ``compress`` does it itself, at every level.
     """
     n, q = slots.count - held_out, observed.queries.shape[2]
     batch, heads = slots.keys.shape[:2]
     tokens, later = slots.narrow(0, n), slots.narrow(n, held_out)
     before, asked = observed.narrow(0, q - held_out), observed.narrow(q - held_out, held_out)
+    scored = tokens if observe is None else observe(tokens, before)
     exact = answers(tokens, later, asked)
     norm = exact.double().square().sum((1, 2, 3))
     norm = (norm if total is None else total(norm)).clamp(min=1e-300)
     errors, relatives, kept = [], [], []
     for level in levels:
         budget = min(n, sink + recent + max(1, round(level * (n - sink - recent))))
-        compressed = compress(tokens, budget, before)
+        compressed = compress(scored, budget, before)
         answer = answers(compressed, later, asked)
         wrong = (answer - exact).double().square().sum((2, 3)).view(batch, heads, -1).sum(-1)
         errors.append(wrong / norm.unsqueeze(1))

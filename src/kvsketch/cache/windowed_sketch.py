@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..methods.base import check_input
 from ..methods.sketches.base import Sketch, token_bytes
-from ..methods.windowed import check_window, split
+from ..methods.window import check_window, split
 from ..slots import Observed, Slots
 from .sketch_page import SketchPage
 

@@ -11,14 +11,20 @@ from torch import Tensor
 from .. import random_numbers
 from ..errors import InputError
 from ..slots import Observed, Slots
+from .ragged import compress_ragged
+from .seen import Seen
+from .window import check_window, split
 
 
 class Compressor(ABC):
-    """Base class of all methods. A new method overrides ``compress`` (and ``observe``, if it
-    looks at queries) and is registered in ``methods/__init__.py``.
+    """Base class of all methods. A new method overrides ``reduce`` (and ``observe``, if it looks at
+    queries) and is registered in ``methods/__init__.py``.
 
     Input may be weighted (the output of an earlier compression) and may hold dead slots; the
     order of the slots is the order of the tokens, and the output keeps it.
+
+    Nothing is held between calls but the state of the random generator: what a method remembers
+    about slots travels with them, in ``Slots.score``.
 
     What a row of the batch keeps depends on its own slots and queries, its number in the batch, the
     seed and the calls before: neither on what other rows hold nor on how many there are, but for
@@ -31,9 +37,12 @@ class Compressor(ABC):
     name: ClassVar[str]
     paper: ClassVar[str]
     needs_queries: ClassVar[bool] = False
-    #: ``score`` is the attention received so far, so a decode kernel may add to it directly instead
-    #: of handing over queries.
-    accumulates: ClassVar[bool] = False
+
+    #: whether ``reduce`` takes a budget for each head; if not, it is called once for every budget
+    ragged: ClassVar[bool] = False
+
+    #: whether ``reduce`` looks at the queries seen, beyond the scores
+    fits: bool = False
 
     #: how ``SketchCache`` spends a budget unless told: "even", or "measured" where it lowers errors
     allocation: ClassVar[str] = "even"
@@ -45,67 +54,144 @@ class Compressor(ABC):
     #: and so on. Rows of different numbers choose independently of each other.
     rows: Tensor | None = None
 
+    # where the heads of a call stand in the batch, int64 ``[batch, heads]``, if not in order
+    _places: Tensor | None = None
+
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         # On the CPU whatever the device of the keys, so that a seed means the same everywhere.
         self.generator = torch.Generator().manual_seed(seed)
 
-    def __call__(self, slots: Slots, budget: int, observed: Observed | None = None) -> Slots:
+    def compress(
+        self,
+        slots: Slots,
+        budget: int | Tensor,
+        observed: Observed | None = None,
+        *,
+        sink: int = 0,
+        recent: int = 0,
+        scored: bool = False,
+        fit: bool = True,
+    ) -> Slots:
         """Reduce ``slots`` to at most ``budget`` per KV head.
+
+        The first ``sink`` and the last ``recent`` live slots of a head stay as they are; what lies
+        between is reduced to the rest of the budget. Where the budget is smaller than ``sink +
+        recent``, the sinks come first and the recent window takes what is left. Dead slots (left
+        padding) never count as sink or recent.
 
         Args:
             slots: ``[batch, num_key_value_heads, n, ...]``; returned unchanged if n <= budget.
-            budget: slots per KV head, >= 1.
-            observed: queries of the newest tokens; required when ``needs_queries``.
+            budget: slots per KV head, >= 1, or one budget for each, int64 ``[batch,
+                num_key_value_heads]``.
+            observed: queries of the newest tokens; required when ``needs_queries``, unless
+                ``slots.score`` is there from earlier ones.
+            sink: slots kept from the start, >= 0.
+            recent: slots kept from the end, >= 0.
+            scored: ``slots.score`` has these queries folded in already (``observe``).
+            fit: the queries are a prompt's or a part of one, which a method may fit slots to;
+                False for those of decoded tokens.
+
+        Returns:
+            ``[batch, num_key_value_heads, min(budget, n), ...]``. With a budget for each head, as
+            many slots as the largest asks for: a head has its own first, in the order of the
+            tokens, and behind them dead ones (m = 0, u = 0, key 0). A head whose budget is n or
+            more keeps its slots bit for bit (and scores with the queries folded in); one whose live
+            slots fit its budget keeps these.
 
         Raises:
-            InputError: budget < 1, non-finite keys or values, or queries missing.
+            InputError: a budget < 1 or of another shape or dtype, sink or recent negative or no
+                int, non-finite keys or values, or queries missing or of another shape.
         """
+        check_window(sink, recent)
         check_input(slots, budget)
-        if slots.count <= budget:
+        least = budget if isinstance(budget, int) else int(budget.min())
+        if slots.count <= least:
             return slots
-        return self.compress(self.observe(slots, observed), budget)
+        if not scored:
+            slots = self.observe(slots, observed)
+        seen = Seen.of(slots, observed) if observed is not None and fit and self.fits else None
+        if isinstance(budget, Tensor):
+            return compress_ragged(self, slots, budget, sink, recent, seen)
+        first = min(sink, budget)
+        last = min(recent, budget - first)
+        if first == last == 0:
+            return self.reduce(slots, budget, seen)
+        start, middle, end = split(slots, first, last)
+        if budget == first + last:
+            return Slots.cat([start, end])
+        return Slots.cat([start, self.reduce(middle, budget - first - last, seen), end])
+
+    __call__ = compress
 
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
-        """Fold observed queries into ``slots.score``. Sees all slots, sinks and recent included."""
+        """``slots`` with the observed queries folded into ``score``; whatever else they have stays.
+        Sees all slots, sinks and recent ones included."""
         return slots
 
-    def reset(self) -> None:  # noqa: B027 - most methods hold nothing
-        """Forget what is held between ``observe`` and ``compress``."""
-
-    def tensors(self) -> list[Tensor]:
-        """What is held between ``observe`` and ``compress``, for byte counting."""
-        return []
-
     @abstractmethod
-    def compress(self, slots: Slots, budget: int) -> Slots:
-        """Reduce to exactly ``budget`` slots (0 <= budget < n); may use ``slots.score``."""
+    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
+        """Reduce what lies between sinks and recent window; may use ``slots.score``.
+
+        Args:
+            slots: ``[batch, heads, n, ...]``: all KV heads, or ``[R, 1, n, ...]``: some of them.
+            budget: exactly so many slots are wanted, 1 <= budget < n. Where the class is
+                ``ragged`` also int64 ``[batch, heads]``, each less than the head's live slots;
+                dead ones are then behind the live ones in every head. The result has as many slots
+                as the largest budget, a head's own first; what is behind these means nothing.
+            seen: the observed queries and what they attended to, for a method that ``fits`` to
+                them; None where there are none to fit to.
+        """
 
     def streams(self, batch: int, heads: int, device: torch.device) -> Tensor:
         """A fresh random stream for every row and head: keys, int64 ``[batch, heads]``. Takes one
         number of the object's generator, so call it as often whatever the rows hold."""
-        rows = torch.arange(batch) if self.rows is None else self.rows
-        number = random_numbers.drawn(self.generator)
-        return random_numbers.streams(number, rows.to(device), heads)
+        number = torch.tensor(random_numbers.drawn(self.generator))
+        places = self._places
+        if places is None:
+            rows = torch.arange(batch) if self.rows is None else self.rows
+            places = random_numbers.places(rows.to(device), heads)
+        return random_numbers.derived(number, places)
 
     def random(self, shape: torch.Size | tuple[int, ...], device: torch.device) -> Tensor:
         """Uniform float64 numbers in [0, 1) of a shape ``[batch, heads, ...]``, from fresh
         ``streams``: a row's do not depend on how many other rows there are."""
         return random_numbers.uniform(self.streams(shape[0], shape[1], device), *shape[2:])
 
+    def at(self, places: Tensor, generator: torch.Generator) -> Compressor:
+        """This compressor for some of the heads, as rows: ``places`` (int64 ``[R, 1]``) say where
+        they stand in the batch (``random_numbers.places``), so that they choose what they would
+        choose there."""
+        twin = self._twin()
+        twin._places, twin.generator = places, generator
+        return twin
+
+    def _twin(self) -> Compressor:
+        twin = self.__class__.__new__(self.__class__)
+        twin.__dict__.update(self.__dict__)
+        return twin
+
     def __deepcopy__(self, memo: dict[int, object]) -> Compressor:
         """Copies continue the random stream from the same state (torch.Generator itself cannot be
         deep-copied)."""
-        twin = self.__class__.__new__(self.__class__)
-        twin.__dict__.update(self.__dict__)
+        twin = self._twin()
         twin.generator = self.generator.clone_state()
         return twin
 
 
-def check_input(slots: Slots, budget: int) -> None:
+def check_input(slots: Slots, budget: int | Tensor) -> None:
     """Refuse an impossible budget or non-finite input before anything changes."""
-    if budget < 1:
-        raise InputError(f"budget={budget} must be at least 1 slot per KV head")
+    if isinstance(budget, Tensor):
+        if budget.dtype != torch.int64 or budget.shape != slots.keys.shape[:2]:
+            raise InputError(
+                f"budget: {budget.dtype} {tuple(budget.shape)}, must be int64 "
+                f"{tuple(slots.keys.shape[:2])}: slots of every row and KV head"
+            )
+        smallest = int(budget.min())
+    else:
+        smallest = budget
+    if smallest < 1:
+        raise InputError(f"budget={smallest} must be at least 1 slot per KV head")
     for name, tensor in (("keys", slots.keys), ("values", slots.values)):
         if not all_finite(tensor):
             raise InputError(f"{name} are not finite (NaN or infinity)")
@@ -117,14 +203,33 @@ def all_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
-def keep_top(slots: Slots, score: Tensor, budget: int) -> Slots:
+def keep_top(slots: Slots, score: Tensor, budget: int | Tensor) -> Slots:
     """Keep the ``budget`` live slots of highest score per head, in their old order.
 
     Args:
         score: float ``[batch, heads, n]``.
+        budget: as for ``Compressor.reduce``: one for all heads, or int64 ``[batch, heads]``.
     """
     live = slots.live()
     if live is not None:
         score = score.masked_fill(~live, -torch.inf)
-    index = score.topk(budget, dim=-1).indices.sort(dim=-1).values
-    return slots.take(index)
+    if isinstance(budget, int):
+        return slots.take(score.topk(budget, dim=-1).indices.sort(dim=-1).values)
+    order = score.sort(dim=-1, descending=True, stable=True).indices
+    return slots.take(first_in_order(order, budget))
+
+
+def first_in_order(order: Tensor, budget: Tensor) -> Tensor:
+    """The first ``budget`` entries of each head's ``order``, rising; behind them anything.
+
+    Args:
+        order: int64 ``[batch, heads, n]``, places in the order of preference.
+        budget: int64 ``[batch, heads]``, each at most n.
+
+    Returns:
+        int64 ``[batch, heads, largest budget]``.
+    """
+    n, width = order.shape[-1], int(budget.max())
+    own = torch.arange(width, device=order.device) < budget.unsqueeze(-1)
+    places = torch.where(own, order[..., :width], n).sort(dim=-1).values
+    return places.clamp(max=n - 1)

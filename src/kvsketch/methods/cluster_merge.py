@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ..errors import at_least
 from ..slots import Slots, compute_dtype
 from .base import Compressor
 from .clustering import check_pairs, group
 from .groups import merge
+from .seen import Seen
 
 # When pairs are chosen, the newest slot weighs e^4 times as much as the oldest.
 _RECENCY = 4.0
@@ -44,9 +46,8 @@ class ClusterMerge(Compressor):
         self.steps = at_least("steps", steps, 1)
         self.pairs = check_pairs(pairs)
 
-    def compress(self, slots: Slots, budget: int) -> Slots:
-        if budget == 0:
-            return slots.narrow(0, 0)
+    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
+        assert isinstance(budget, int)
         batch, heads, n = slots.keys.shape[:3]
         dtype = compute_dtype(slots.keys.dtype)
         mass = slots.masses().reshape(batch * heads, n).to(dtype)

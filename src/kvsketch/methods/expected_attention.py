@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -11,20 +9,19 @@ from ..errors import at_least
 from ..slots import (
     Observed,
     Slots,
-    _blocks,
     attention_scores,
     check_queries,
     compute_dtype,
     per_group,
+    query_blocks,
 )
-from .base import Compressor, keep_top
-from .snapkv import query_weights, scored_before
+from .scoring import Scoring, query_weights
 
 # A slot without mass may outweigh all that have one; exp(80) is still finite in float32.
 _MAX_EXPONENT = 80.0
 
 
-class ExpectedAttention(Compressor):
+class ExpectedAttention(Scoring):
     """Keep the tokens with the largest expected contribution to the outputs of future queries.
 
     For queries q ~ N(mu, S), E exp(<q, k>) = exp(<mu, k> + k'Sk / 2) (the paper's section 3); the
@@ -52,16 +49,13 @@ class ExpectedAttention(Compressor):
 
     name = "expected_attention"
     paper = "Devoto et al., Expected Attention (2510.00636)"
-    needs_queries = True
     window: int
 
     def __init__(self, window: int = 512, seed: int = 0) -> None:
         super().__init__(seed)
         self.window = at_least("window", window, 1)
 
-    def observe(self, slots: Slots, observed: Observed | None) -> Slots:
-        if observed is None:
-            return scored_before(slots, self.name)
+    def scores(self, slots: Slots, observed: Observed) -> Tensor:
         weights, fade = query_weights(observed, self.window)
         uniform = (weights != 0).float()
         uniform = uniform / uniform.sum(-1, keepdim=True).clamp(min=1)
@@ -76,17 +70,12 @@ class ExpectedAttention(Compressor):
         total = total.nan_to_num(neginf=0.0)
         share = (exponent - total).clamp(max=_MAX_EXPONENT).exp().mean(2).float()
         wide = compute_dtype(slots.values.dtype)
-        score = share * torch.linalg.vector_norm(slots.values, dim=-1, dtype=wide).float()
+        score: Tensor = share * torch.linalg.vector_norm(slots.values, dim=-1, dtype=wide).float()
         if slots.score is not None:
             old = slots.count - observed.queries.shape[2]
             blend = slots.score * fade + score * (1 - fade)
             score = torch.cat([blend[..., :old], score[..., old:]], dim=-1)
-        return replace(slots, score=score)
-
-    def compress(self, slots: Slots, budget: int) -> Slots:
-        score = scored_before(slots, self.name).score
-        assert score is not None
-        return keep_top(slots, score, budget)
+        return score
 
 
 def log_expected(slots: Slots, observed: Observed, weights: Tensor) -> Tensor:
@@ -117,7 +106,7 @@ def log_expected(slots: Slots, observed: Observed, weights: Tensor) -> Tensor:
     counted = (weights != 0).any(0).nonzero()
     start = int(counted[0]) if len(counted) else queries.shape[2]
     queries, weights = queries[:, :, start:], weights[:, start:]
-    for rows in _blocks(queries.shape, slots.count):
+    for rows in query_blocks(queries.shape, slots.count):
         away = scores_of(queries[:, :, rows]) - centre.unsqueeze(3)
         share = weights[:, rows].to(away.dtype)
         first += torch.einsum("bhgqs,bq->bhgs", away, share)

@@ -34,7 +34,6 @@ def merge(
     groups: Groups,
     weight: Tensor,
     attended: bool = False,
-    factor: Tensor | None = None,
 ) -> Slots:
     """One slot per group: the weighted mean key, the sum of u and of m; in the order of the groups'
     first members. Empty groups become dead slots, at the end.
@@ -46,7 +45,6 @@ def merge(
         attended: weigh values (u / m) like keys and multiply by the group's mass, instead of
             summing u: better if the weight is the attention that slots get, since the sum is right
             for a query that looks at all members alike.
-        factor: of each group's u and m, ``[R, count]``; None: 1.
     """
     batch, heads, n = slots.keys.shape[:3]
     dtype = weight.dtype
@@ -66,8 +64,6 @@ def merge(
         values = mean(values) * mass_sum
     else:
         values = groups.sum(flat["values"])
-    if factor is not None:
-        values, mass_sum = values * factor.unsqueeze(-1), mass_sum * factor.unsqueeze(-1)
     fields = {"keys": mean(flat["keys"]), "values": values, "mass": mass_sum}
     if "positions" in flat:
         fields["positions"] = mean(flat["positions"])

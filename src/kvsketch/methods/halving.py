@@ -11,6 +11,7 @@ from torch import Tensor
 from ..random_numbers import derived
 from ..slots import Slots, compute_dtype
 from .base import Compressor
+from .seen import Seen
 
 
 @dataclass(frozen=True)
@@ -67,17 +68,16 @@ class Halving(Compressor):
     def scale(self, slots: Slots) -> float:
         return slots.keys.shape[-1] ** -0.5 if self.scaling is None else self.scaling
 
-    def compress(self, slots: Slots, budget: int) -> Slots:
-        if budget == 0:
-            return slots.narrow(0, 0)
+    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
+        assert isinstance(budget, int)  # the class is not ragged
         streams, rounds = self.streams_for(slots), 0
         while slots.count > budget:
             target = max(budget, (slots.count + 1) // 2)
-            slots = self._reduce(slots, target, derived(streams, rounds))
+            slots = self._halved(slots, target, derived(streams, rounds))
             rounds += 1
         return slots
 
-    def _reduce(self, slots: Slots, target: int, streams: Tensor) -> Slots:
+    def _halved(self, slots: Slots, target: int, streams: Tensor) -> Slots:
         """To ``target`` slots, at least half of what there is."""
         n = slots.count
         live = slots.live()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..slots import Slots, causal
 from .base import Compressor, keep_top
+from .seen import Seen
 
 
 class KCenter(Compressor):
@@ -27,12 +28,14 @@ class KCenter(Compressor):
 
     name = "kcenter"
     paper = "Zandieh et al., SubGen section 3.2 (2402.06082)"
+    ragged = True
 
-    def compress(self, slots: Slots, budget: int) -> Slots:
-        if budget == 0:
-            return slots.narrow(0, 0)
-        keys = slots.keys.float()
+    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
         live = slots.live()
+        if isinstance(budget, Tensor) and live is not None:  # fresh slots are looked for at the end
+            order = live.to(torch.uint8).argsort(dim=-1, stable=True)
+            slots, live = slots.take(order), live.gather(-1, order)
+        keys = slots.keys.float()
         if slots.score is None:
             distance = farthest_first(keys, live, budget)
         else:
@@ -41,16 +44,20 @@ class KCenter(Compressor):
         return keep_top(slots, distance, budget)
 
 
-def farthest_first(keys: Tensor, live: Tensor | None, budget: int) -> Tensor:
+def farthest_first(keys: Tensor, live: Tensor | None, budget: int | Tensor) -> Tensor:
     """Insertion distances of a greedy traversal of ``budget`` steps that starts at the first live
     key (which gets a distance above all others); 0 for keys never chosen.
 
     Args:
         keys: float ``[batch, heads, n, head_dim]``.
         live: bool ``[batch, heads, n]`` or None.
+        budget: one for all heads, or int64 ``[batch, heads]``.
     """
     batch, heads, n, dim = keys.shape
     flat = keys.reshape(batch * heads, n, dim)
+    active, order = _active_rows(budget, batch * heads, n)
+    if order is not None:
+        flat = flat[order]
     norms = flat.square().sum(-1, keepdim=True)
     ones = torch.ones_like(norms)
     # |x - c|^2 as one product: (-2x, |x|^2, 1) . (c, 1, |c|^2)
@@ -58,16 +65,19 @@ def farthest_first(keys: Tensor, live: Tensor | None, budget: int) -> Tensor:
     centers = torch.cat([flat, ones, norms], dim=-1)
     nearest = torch.full_like(norms.squeeze(-1), torch.inf)
     if live is not None:
-        nearest.masked_fill_(~live.reshape(batch * heads, n), -torch.inf)
+        there = live.reshape(batch * heads, n)
+        nearest.masked_fill_(~(there if order is None else there[order]), -torch.inf)
     inserted = torch.full_like(nearest, -torch.inf)
-    rows = torch.arange(batch * heads, device=keys.device)
-    for _ in range(min(budget, n)):
-        distance, chosen = nearest.max(-1)
+    for count in active:
+        rows = torch.arange(count, device=keys.device)
+        distance, chosen = nearest[:count].max(-1)
         # maximum: a row without live keys left chooses an old one again, at -inf
         inserted[rows, chosen] = torch.maximum(inserted[rows, chosen], distance)
-        squared = torch.bmm(centers[rows, chosen].unsqueeze(1), points).squeeze(1)
-        torch.minimum(nearest, squared, out=nearest)
+        squared = torch.bmm(centers[rows, chosen].unsqueeze(1), points[:count]).squeeze(1)
+        torch.minimum(nearest[:count], squared, out=nearest[:count])
         nearest[rows, chosen] = -torch.inf
+    if order is not None:
+        inserted = inserted.index_copy(0, order, inserted)
     # The first center has no center before it; any finite number above all distances will do.
     largest = inserted.masked_fill(torch.isinf(inserted), 0.0).amax(-1, keepdim=True)
     inserted = torch.where(inserted == torch.inf, 4 * largest + 1, inserted)
@@ -76,13 +86,24 @@ def farthest_first(keys: Tensor, live: Tensor | None, budget: int) -> Tensor:
     return inserted.reshape(batch, heads, n)
 
 
-def _updated(score: Tensor, keys: Tensor, live: Tensor | None, budget: int) -> Tensor:
+def _active_rows(budget: int | Tensor, rows: int, n: int) -> tuple[list[int], Tensor | None]:
+    """How many rows still choose at each step, and the order of the rows (those of a large budget
+    first) in which they are the first so many; None: as they are."""
+    if isinstance(budget, int):
+        return [rows] * min(budget, n), None
+    order = budget.flatten().argsort(descending=True, stable=True)
+    step = torch.arange(min(int(budget.max()), n), device=budget.device)
+    return (budget.flatten() > step.unsqueeze(1)).sum(1).tolist(), order
+
+
+def _updated(score: Tensor, keys: Tensor, live: Tensor | None, budget: int | Tensor) -> Tensor:
     """Insertion distances where some slots, but for those at the end, have theirs already."""
     n = score.shape[-1]
     scored = (score > 0).flip(-1)
     fresh = scored.to(torch.uint8).argmax(-1)  # slots at the end without a score
     fresh = torch.where(scored.any(-1), fresh, n)
-    anew = 4 * fresh > n
+    held: int | Tensor = n if live is None or isinstance(budget, int) else live.sum(-1)
+    anew = 4 * fresh > held
     most = int(fresh.masked_fill(anew, 0).max())
     if most:
         distance = _distance_to_older(keys, live, most)
@@ -91,7 +112,8 @@ def _updated(score: Tensor, keys: Tensor, live: Tensor | None, budget: int) -> T
         score = torch.cat([score[..., : n - most], last], dim=-1)
     if bool(anew.any()):
         some = None if live is None else live[anew].unsqueeze(0)
-        distance = farthest_first(keys[anew].unsqueeze(0), some, budget)[0]
+        steps = budget if isinstance(budget, int) else budget[anew].unsqueeze(0)
+        distance = farthest_first(keys[anew].unsqueeze(0), some, steps)[0]
         score = score.masked_scatter(anew.unsqueeze(-1), distance)
     return score
 

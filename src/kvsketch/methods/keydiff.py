@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..slots import Slots, compute_dtype
 from .base import Compressor, keep_top
+from .seen import Seen
 
 
 class KeyDiff(Compressor):
@@ -20,8 +22,9 @@ class KeyDiff(Compressor):
 
     name = "keydiff"
     paper = "Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction (2504.15364)"
+    ragged = True
 
-    def compress(self, slots: Slots, budget: int) -> Slots:
+    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
         direction = F.normalize(slots.keys.to(compute_dtype(slots.keys.dtype)), dim=-1)
         # Its length plays no part in a cosine: a sum serves as well as a mean. Dead slots add 0.
         weight = slots.masses().to(direction.dtype).unsqueeze(-1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ..slots import Slots, compute_dtype
 from .base import Compressor, keep_top
+from .seen import Seen
 
 
 class KNorm(Compressor):
@@ -18,8 +20,9 @@ class KNorm(Compressor):
 
     name = "knorm"
     paper = "Devoto et al., A Simple and Effective L2 Norm-Based Strategy (2406.11430)"
+    ragged = True
 
-    def compress(self, slots: Slots, budget: int) -> Slots:
+    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
         dtype = compute_dtype(slots.keys.dtype)
         norm = torch.linalg.vector_norm(slots.keys, dim=-1, dtype=dtype)
         return keep_top(slots, -norm, budget)

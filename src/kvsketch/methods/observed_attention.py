@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from ..slots import Observed, Slots, attention_received
-from .base import Compressor, keep_top
-from .snapkv import scored_before
+from .scoring import Scoring
 
 
-class ObservedAttention(Compressor):
+class ObservedAttention(Scoring):
     """Keep the tokens that received most attention on average over the queries that saw them.
 
     H2O's sum divided by the number of its terms, which takes away the head start of old tokens:
@@ -26,11 +23,8 @@ class ObservedAttention(Compressor):
 
     name = "observed_attention"
     paper = "H2O (2306.14048) as averaged by kvpress's ObservedAttentionPress"
-    needs_queries = True
 
-    def observe(self, slots: Slots, observed: Observed | None) -> Slots:
-        if observed is None:
-            return scored_before(slots, self.name)
+    def scores(self, slots: Slots, observed: Observed) -> Tensor:
         group = observed.queries.shape[1] // slots.keys.shape[1]
         total = attention_received(slots, observed).float() / group
         live = slots.live()
@@ -39,12 +33,7 @@ class ObservedAttention(Compressor):
         if slots.score is not None:
             before = seen_by - _live_queries(observed)
             total += slots.score * before.clamp(min=0)
-        return replace(slots, score=total / seen_by.clamp(min=1))
-
-    def compress(self, slots: Slots, budget: int) -> Slots:
-        score = scored_before(slots, self.name).score
-        assert score is not None
-        return keep_top(slots, score, budget)
+        return total / seen_by.clamp(min=1)
 
 
 def _live_queries(observed: Observed) -> Tensor | int:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from ..slots import Slots
 from .base import Compressor
+from .seen import Seen
 
 
 class StreamingLLM(Compressor):
     """Keep the first and the most recent tokens.
 
-    Behind the sink + recent wrapper that is ``sink`` first and ``budget - sink`` last ones ("Sink"
-    in SubGen's Table 1).
+    With ``sink`` that is ``sink`` first and ``budget - sink`` last ones ("Sink" in SubGen's Table
+    1).
 
     Keys keep the positions they were computed at; the paper (section 3.2) re-numbers positions
     inside the cache, which changes nothing for the distances among the recent tokens.
@@ -18,9 +22,15 @@ class StreamingLLM(Compressor):
 
     name = "streaming_llm"
     paper = "Xiao et al., Efficient Streaming Language Models with Attention Sinks (2309.17453)"
+    ragged = True
 
-    def compress(self, slots: Slots, budget: int) -> Slots:
+    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
         live = slots.live()
+        if isinstance(budget, Tensor):  # live slots come first
+            count = slots.count if live is None else live.sum(-1)
+            column = torch.arange(int(budget.max()), device=budget.device)
+            last = (count - budget).unsqueeze(-1) + column
+            return slots.take(last.clamp(max=slots.count - 1))
         if live is None:
             return slots.narrow(slots.count - budget, budget)
         # Live slots last, in their old order.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..slots import Slots
 from .base import Compressor
+from .seen import Seen
 
 
 class Uniform(Compressor):
@@ -22,8 +23,9 @@ class Uniform(Compressor):
 
     name = "uniform"
     paper = "baseline in BalanceKV (arXiv:2502.07861)"
+    ragged = True
 
-    def compress(self, slots: Slots, budget: int) -> Slots:
+    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
         mass = slots.masses().double()
         live = slots.live()
         # A numerator-only slot (m = 0, u != 0) still needs a chance: count it as one token.
@@ -39,14 +41,25 @@ class Uniform(Compressor):
         hit = torch.diff(steps, dim=-1, prepend=torch.zeros_like(steps[..., :1])) > 0
         chosen = torch.zeros_like(hit).scatter(-1, order, hit)
         weight = torch.where(chosen, 1 / chance.clamp(min=1e-300), 0.0)
-        # Rows with fewer live slots than the budget are filled up with dead ones.
-        index = chosen.to(torch.uint8).topk(budget, dim=-1).indices.sort(dim=-1).values
+        if isinstance(budget, Tensor):
+            most = int(budget.max())
+            order = chosen.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+            index = order[..., :most]
+        else:  # rows with fewer live slots than the budget are filled up with dead ones
+            index = chosen.to(torch.uint8).topk(budget, dim=-1).indices.sort(dim=-1).values
         return slots.take(index).scaled(weight.gather(-1, index).float())
 
 
-def inclusion_probabilities(size: Tensor, budget: int) -> Tensor:
+def inclusion_probabilities(size: Tensor, budget: int | Tensor) -> Tensor:
     """min(1, size / tau) with tau such that they sum to ``budget`` (or all ones when fewer slots
-    have a positive size). ``size``: float64 ``[batch, heads, n]``, >= 0."""
+    have a positive size).
+
+    Args:
+        size: float64 ``[batch, heads, n]``, >= 0.
+        budget: one for all, or int64 ``[batch, heads]``.
+    """
+    if isinstance(budget, Tensor):
+        budget = budget.unsqueeze(-1)
     total = size.sum(-1, keepdim=True)
     plain = size * (budget / total.clamp(min=1e-300))
     free = (plain <= 1).all(-1, keepdim=True)  # nothing to cap

@@ -195,9 +195,11 @@ def _measure(
 
     def measured(method: str, levels: Sequence[float]) -> Curves:
         def compress(tokens: Slots, budget: int, seen: Observed) -> Slots:
-            return windowed(method, SINK, RECENT, seed + caught.layer)(tokens, budget, seen)
+            reduce = windowed(method, SINK, RECENT, seed + caught.layer)
+            return reduce(tokens, budget, seen, scored=True)
 
-        curves = measure_layer(slots, observed, compress, after, SINK, RECENT, levels)
+        observe = windowed(method, SINK, RECENT, seed + caught.layer).observe
+        curves = measure_layer(slots, observed, compress, after, SINK, RECENT, levels, observe)
         advance()
         return curves
 

@@ -48,7 +48,8 @@ def measure_curves(
         check_length(prompt, sink + recent + follow, len(levels))
 
     def compress(slots: Slots, budget: int, observed: Observed) -> Slots:
-        return windowed(method, sink, recent, seed, options)(slots, budget, observed)
+        reduce = windowed(method, sink, recent, seed, options)
+        return reduce(slots, budget, observed, scored=True)
 
     found = []
     for prompt in prompts:
@@ -61,6 +62,7 @@ def measure_curves(
                 sink,
                 recent,
                 levels,
+                windowed(method, sink, recent, seed, options).observe,
             )
             for c in capture(model, prompt)
         ]

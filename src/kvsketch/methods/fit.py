@@ -1,0 +1,118 @@
+"""Value-sums and masses fitted to queries by least squares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..slots import Slots, attention_scores
+from .seen import Seen
+
+#: Fewer queries are too few to fit anything to.
+LEAST_QUERIES = 16
+# A corrected mass may not fall below this share of what it was.
+_LEAST_MASS = 0.1
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Queries to fit to, with what they see in all.
+
+    Attributes:
+        queries: ``[R, q, head_dim]``, scaling folded in.
+        log_total: ``[R, q]``, log of the sum of exp(score) m over all slots, and of a sink;
+            infinity for a query that counts for nothing (padding).
+    """
+
+    queries: Tensor
+    log_total: Tensor
+
+    @staticmethod
+    def of(seen: Seen, window: int) -> Asked | None:
+        """The last ``window`` queries; None if there are fewer than ``LEAST_QUERIES`` or scores are
+        not plain products (soft-capping, ALiBi)."""
+        if not seen.plain or seen.queries.shape[2] < LEAST_QUERIES:
+            return None
+        queries, slots = seen.queries[:, :, -window:], seen.slots
+        rows, _, q, dim = queries.shape
+        scores = attention_scores(queries, slots, seen.scaling, None, None, None)
+        if slots.mass is not None:
+            scores += slots.mass.to(scores.dtype).log()[:, :, None, None]
+        hidden = torch.ones(q, slots.count, dtype=torch.bool, device=scores.device)
+        hidden = hidden.triu(slots.count - q + 1)
+        total = scores.masked_fill_(hidden, -torch.inf).logsumexp(-1).squeeze(1)
+        if seen.sinks is not None:  # it takes its share of what the queries gave
+            total = torch.logaddexp(total, seen.sinks.to(total.dtype).unsqueeze(-1))
+        if seen.live is not None:
+            live = seen.live[:, -q:]
+            # too few in one row are none in that row, whatever its neighbours have
+            live = live & (live.sum(-1, keepdim=True) >= min(q, LEAST_QUERIES))
+            total = total.masked_fill(~live.unsqueeze(1), torch.inf)
+        scaled = queries.to(scores.dtype) * seen.scaling
+        return Asked(scaled.reshape(rows, -1, dim), total.reshape(rows, -1))
+
+
+def fitted(kept: Slots, slots: Slots, asked: Asked, ridge: float) -> Slots:
+    """``kept``, made of ``slots``, with u and m fitted to what ``slots`` gave to numerator and
+    denominator, head by head where that lowers the error on queries left out of the fit.
+
+    Ridge least squares by Cholesky in the space of queries, which are fewer than slots. The change
+    of u and m, not they themselves, is what is kept small.
+
+    Args:
+        kept: ``[batch, heads, count, ...]``.
+        slots: ``[batch, heads, n, ...]``.
+        asked: of R = batch x heads rows.
+        ridge: relative to the mean diagonal of the Gram matrix, > 0.
+    """
+    rows = asked.queries.shape[0]
+    batch, heads = kept.keys.shape[:2]
+    mine, target = (_contributions(s, asked) for s in (kept, slots))
+    start = _sums(kept, mine.dtype)
+    wanted = target @ _sums(slots, mine.dtype) - mine @ start
+    # Columns by their mass, so that ridge means the same for a token and for a large group.
+    size = kept.masses().reshape(rows, -1).to(mine.dtype)
+    design = mine * size.unsqueeze(1)
+    gram = (design @ design.mT).double()
+    wanted = wanted.double()
+    fit, check = slice(0, None, 2), slice(1, None, 2)
+    half = _solve(gram[:, fit, fit], wanted[:, fit], ridge)
+    before = wanted[:, check].square().sum((1, 2))
+    after = (wanted[:, check] - gram[:, check, fit] @ half).square().sum((1, 2))
+    better = (after < before)[:, None, None]
+    if not bool(better.any()):
+        return kept
+    weights = torch.where(better, _solve(gram, wanted, ridge), 0.0).to(design.dtype)
+    change = (design.mT @ weights) * size.unsqueeze(-1)
+    new = start + change
+    sound = new[..., -1] > _LEAST_MASS * start[..., -1]
+    new = torch.where(sound.unsqueeze(-1), new, start)
+    values = new[..., :-1].reshape(kept.values.shape).to(kept.values.dtype)
+    mass = new[..., -1].reshape(batch, heads, -1).to(kept.masses().dtype)
+    return replace(kept, values=values, mass=mass)
+
+
+def _solve(gram: Tensor, wanted: Tensor, ridge: float) -> Tensor:
+    """Ridge least squares in its dual form: weights of the queries, whose sum of rows of the design
+    is the solution; 0 where there is none."""
+    added = ridge * gram.diagonal(dim1=1, dim2=2).mean(-1) + 1e-30
+    identity = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
+    factor, info = torch.linalg.cholesky_ex(gram + added[:, None, None] * identity)
+    solved = torch.cholesky_solve(wanted, factor)
+    usable = (info == 0)[:, None, None] & torch.isfinite(solved).all(dim=1, keepdim=True)
+    return torch.where(usable, solved, 0.0)
+
+
+def _contributions(slots: Slots, asked: Asked) -> Tensor:
+    """exp(score) / total of every slot for every query asked, ``[R, q, slots]``."""
+    keys = slots.keys.reshape(asked.queries.shape[0], slots.count, -1).to(asked.queries.dtype)
+    exponent = torch.baddbmm(-asked.log_total.unsqueeze(-1), asked.queries, keys.mT)
+    return exponent.clamp_(max=30.0).exp_()
+
+
+def _sums(slots: Slots, dtype: torch.dtype) -> Tensor:
+    """u and m side by side, ``[R, slots, value_dim + 1]``."""
+    both = torch.cat([slots.values.to(dtype), slots.masses().unsqueeze(-1).to(dtype)], dim=-1)
+    return both.flatten(0, 1)

@@ -1,0 +1,111 @@
+"""What query-aware scoring methods share: scores from observed queries, the highest are kept."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..slots import Observed, Slots, attention_received, check_queries
+from .base import Compressor, keep_top
+from .seen import Seen
+
+
+class Scoring(Compressor):
+    """Base class of the methods that keep the slots of highest score: a subclass says what a score
+    is (``scores``). Scores live as long as their slots."""
+
+    needs_queries = True
+    ragged = True
+
+    @abstractmethod
+    def scores(self, slots: Slots, observed: Observed) -> Tensor:
+        """Scores of all slots after these queries, float32 ``[batch, num_key_value_heads, n]``.
+
+        Args:
+            slots: ``[batch, num_key_value_heads, n, ...]``; ``score`` is that of earlier queries,
+                0 for slots new with these, None if there were none.
+            observed: queries of the newest tokens.
+        """
+
+    def observe(self, slots: Slots, observed: Observed | None) -> Slots:
+        if observed is None:
+            return scored_before(slots, self.name)
+        return replace(slots, score=self.scores(slots, observed))
+
+    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
+        return keep_top(slots, score_of(slots, self.name), budget)
+
+
+def scored_before(slots: Slots, name: str) -> Slots:
+    """``slots`` if they carry a score.
+
+    Raises:
+        InputError: they do not, so queries were never seen.
+    """
+    score_of(slots, name)
+    return slots
+
+
+def score_of(slots: Slots, name: str) -> Tensor:
+    """Their score.
+
+    Raises:
+        InputError: they carry none, so queries were never seen.
+    """
+    if slots.score is None:
+        raise InputError(f"{name} needs queries: pass observed=Observed(queries, scaling)")
+    return slots.score
+
+
+def query_weights(observed: Observed, window: int) -> tuple[Tensor, Tensor]:
+    """How much each query counts in an average over about the last ``window`` ones.
+
+    Returns:
+        weights, float32 ``[batch, q]``: 1/window for each of a row's last ``window`` live queries;
+        with fewer live ones, (1 - 1/window)^(live queries after it) / window.
+        fade, float32 ``[batch, 1, 1]``: what is left of an earlier score, 0 once the window is
+        full.
+    """
+    queries = observed.queries
+    if observed.live is None:
+        live = torch.ones(queries.shape[0], queries.shape[2], device=queries.device)
+    else:
+        live = observed.live.float()
+    newer = live.flip(-1).cumsum(-1).flip(-1) - live
+    count = live.sum(-1, keepdim=True)
+    full = count >= window
+    keep = 1 - 1 / window
+    weights = torch.where(full, (newer < window).float(), keep**newer) * live / window
+    fade = torch.where(full, 0.0, keep**count)
+    return weights, fade.unsqueeze(-1)
+
+
+def recent_attention(slots: Slots, observed: Observed, window: int) -> tuple[Tensor, Tensor]:
+    """Attention each slot received on average from the last ``window`` queries.
+
+    Each query looks at the slots up to its own (causal); a slot of mass m receives
+    m exp(score) / total. Never forms more than a block of queries x slots.
+
+    Returns:
+        The average over queries (``query_weights``) and over the query heads of each KV head,
+        float32 ``[batch, num_key_value_heads, slots]``; and the weight that an earlier score
+        keeps, ``[batch, 1, 1]``.
+
+    Raises:
+        InputError: queries that do not fit the keys.
+    """
+    check_queries(observed.queries, slots, observed.slopes)
+    weights, fade = query_weights(observed, window)
+    counted = (weights != 0).any(0).nonzero()
+    if not len(counted):
+        return torch.zeros(slots.keys.shape[:3], device=slots.keys.device), fade
+    start = int(counted[0])  # what lies before it has no say in any row
+    live = None if observed.live is None else observed.live[:, start:]
+    late = replace(observed, queries=observed.queries[:, :, start:], live=live)
+    group = observed.queries.shape[1] // slots.keys.shape[1]
+    received = attention_received(slots, late, weights[:, start:]).float() / group
+    return received, fade
