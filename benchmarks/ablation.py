@@ -5,7 +5,7 @@
 One-shot rows measure as ``benchmarks.attention_error`` does: the slots before the held-back queries
 are compressed at once, to ``kept`` of what is neither sink nor recent. Streamed rows end with the
 same budget and the same queries, but only the first half of the prompt comes at once; the rest
-comes token by token or in chunks, through ``Periodic``, whose page is compressed again and again.
+comes token by token or in chunks, through ``Stream``, whose page is compressed again and again.
 Error: |z - exact|_F / |exact|_F, mean over layers and prompts.
 
 Every head of every row has the same number of slots, so the whole method is here
@@ -31,7 +31,7 @@ from benchmarks.page import save
 from benchmarks.prompts import default_models, load, prompts_for
 from kvsketch import InputError, Slots
 from kvsketch.budget import Budget
-from kvsketch.cache import Periodic
+from kvsketch.cache import Stream
 from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.evaluation.runner.activations import Activations, capture
 from kvsketch.evaluation.runner.allocation import answer_later
@@ -89,7 +89,7 @@ def streamed(
     chunk: int,
 ) -> Slots:
     """The first half at once, then ``chunk`` tokens at a time through a page of ``kept`` slots."""
-    driver = Periodic(Windowed(make(), *window), Budget(kept))
+    driver = Stream(Windowed(make(), *window), Budget(kept))
     n = slots.count
     edges = [0, *range(n // 2, n, chunk), n]
     for start, end in pairwise(edges):

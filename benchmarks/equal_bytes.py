@@ -106,7 +106,7 @@ def state_bytes(sketch: Sketch) -> float:
 
 def held_by(cache: SketchCache, bits: int, sink: int, recent: int) -> Held:
     """What the layers that a cache compresses hold of a prompt just read."""
-    sketches = [layer.sketch for layer in cache.layers if hasattr(layer, "sketch")]
+    sketches = [layer.stream for layer in cache.layers if hasattr(layer, "sketch")]
     drivers = [driver for sketch in sketches for driver in getattr(sketch, "drivers", [sketch])]
     reducers = [driver.compressor for driver in drivers]
     return held(cache, [driver.slots for driver in drivers], bits, sink, recent, reducers)

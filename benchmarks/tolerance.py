@@ -34,7 +34,7 @@ from benchmarks.prompts import default_models, load, prompts_for
 from benchmarks.results import Results
 from kvsketch import Observed, SketchCache, Slots
 from kvsketch.budget import Budget
-from kvsketch.cache import HeadGroups, Periodic, windowed
+from kvsketch.cache import HeadGroups, Stream, windowed
 from kvsketch.cache.curves import answers
 from kvsketch.cache.error import QUERIES, relative_error
 from kvsketch.evaluation.report.report import dumps
@@ -56,7 +56,7 @@ def heads_of(sketch: Any, heads: int) -> Iterator[tuple[list[int], Slots]]:
 def following(cache: SketchCache, caught: list[Activations], n: int) -> list[float]:
     """Relative errors of the queries after token ``n``, by layer and head."""
     errors = []
-    sketches = [layer.sketch for layer in cache.layers if hasattr(layer, "sketch")]
+    sketches = [layer.stream for layer in cache.layers if hasattr(layer, "sketch")]
     for layer, sketch in zip(caught, sketches, strict=True):
         heads, group = layer.keys.shape[1], layer.queries.shape[1] // layer.keys.shape[1]
         whole = Slots(layer.keys, layer.values)
@@ -138,7 +138,7 @@ def running(caught: list[Activations], budget: float, stream: int) -> list[dict[
     for layer in caught:
         tokens = Slots(layer.keys, layer.values)
         n = tokens.count - stream
-        driver = Periodic(windowed("heavy_merge", **WINDOW), Budget(budget), track_error=True)
+        driver = Stream(windowed("heavy_merge", **WINDOW), Budget(budget), track_error=True)
         driver.extend(tokens.narrow(0, n))
         driver.settle(Observed(layer.queries[:, :, :n], layer.scaling), prefill=True)
         for i in range(n, tokens.count):

@@ -100,7 +100,7 @@ def evicting(model: Any, padding: list[int], uneven: bool, method: str = "keydif
     cache = SketchCache(model.config, method, allocation="even", **settings)
     kept: list[Kept] = []
     found = run(model, cache, padding, lambda step: kept.append(visible(cache)))
-    assert any(layer.sketch.compressed for layer in sketches(cache))
+    assert any(layer.stream.compressed for layer in sketches(cache))
     expected = reference(model, kept, padding)
     return difference(found, expected)
 
@@ -121,12 +121,12 @@ def visible(cache: SketchCache) -> Kept:
     """What each layer still holds, by token."""
     found: Kept = {}
     for index, layer in enumerate(cache.layers):
-        if not hasattr(layer, "sketch") or not layer.sketch.seen:
+        if not hasattr(layer, "sketch") or not layer.stream.seen:
             continue
-        drivers = getattr(layer.sketch, "drivers", [layer.sketch])
-        groups = [members for members, _ in getattr(layer.sketch, "groups", [])] or [None]
+        drivers = getattr(layer.stream, "drivers", [layer.stream])
+        groups = [members for members, _ in getattr(layer.stream, "groups", [])] or [None]
         rows, heads = layer.token_shape[:2]
-        kept = torch.zeros(rows, heads, layer.sketch.seen, dtype=torch.bool)
+        kept = torch.zeros(rows, heads, layer.stream.seen, dtype=torch.bool)
         for members, driver in zip(groups, drivers, strict=True):
             slots = driver.visible
             assert slots.positions is not None

@@ -182,7 +182,7 @@ def test_a_sketchs_state_is_counted(method):
     found = reducer(slots, 100)
     counted = held(None, [found], reducers=[reducer])
     state = 0
-    for name, tensor in reducer.sketch.state.items():
+    for name, tensor in reducer.stream.state.items():
         of_the_model = name.endswith(("keys", "values")) or name == "reservoir"
         state += tensor.numel() * (2 if of_the_model else tensor.element_size())
     assert counted.bytes == state / 2 + 24 * 32
@@ -262,7 +262,7 @@ def compressed_as(packaged, label):
 
 def drivers_of(cache):
     """Of every layer, one for each group of heads with the same budget."""
-    return [getattr(layer.sketch, "drivers", [layer.sketch]) for layer in cache.layers]
+    return [getattr(layer.stream, "drivers", [layer.stream]) for layer in cache.layers]
 
 
 @pytest.mark.parametrize("label", [*options.USUAL, *LABELS])
@@ -314,7 +314,7 @@ def test_single_layers_spend_their_budget_as_a_cache_does(label):
         heads = slots.keys.shape[1]
         live = slots.live()
         mine = [slots.count] * heads if live is None else live.sum(-1)[0].tolist()
-        theirs = {h: part.count for own, part in heads_of(layer.sketch, heads) for h in own}
+        theirs = {h: part.count for own, part in heads_of(layer.stream, heads) for h in own}
         assert mine == [theirs[head] for head in range(heads)]
 
 

@@ -298,7 +298,7 @@ def test_a_float_budget_does_not_depend_on_the_chunks(method):
     """Streaming prefill of 2,049 tokens at 0.25: the same slots for chunks of 256, 1,024 and all
     at once."""
     from kvsketch.budget import Budget
-    from kvsketch.cache import Periodic, windowed
+    from kvsketch.cache import Stream, windowed
 
     if method == "one_dimensional":
         with pytest.raises(InputError, match="one_dimensional"):
@@ -307,7 +307,7 @@ def test_a_float_budget_does_not_depend_on_the_chunks(method):
     slots = tokens(0, 2049, dim=8)
     found = set()
     for chunk in (256, 1024, 2049):
-        driver = Periodic(windowed(method), Budget(0.25))
+        driver = Stream(windowed(method), Budget(0.25))
         for start in range(0, 2049, chunk):
             driver.extend(slots.narrow(start, min(chunk, 2049 - start)))
             driver.settle(None, prefill=True)
@@ -323,10 +323,10 @@ def test_a_float_budget_does_not_depend_on_the_chunks(method):
 def test_a_sketch_is_not_held_twice():
     """What attention sees lives from ``extend`` to ``settle`` only."""
     from kvsketch.budget import Budget
-    from kvsketch.cache import Periodic
+    from kvsketch.cache import Stream
     from kvsketch.methods.registry import windowed
 
-    driver = Periodic(windowed("merge_reduce"), Budget(200))
+    driver = Stream(windowed("merge_reduce"), Budget(200))
     slots = tokens(0, 900)
     driver.extend(slots.narrow(0, 799))
     driver.settle(None, prefill=True)

@@ -156,7 +156,7 @@ def test_h2o_scores_are_the_accumulated_attention(family):
     for layer, matrix in zip(cache.layers, matrices, strict=True):
         if not hasattr(layer, "sketch"):
             continue
-        score = layer.sketch._scored().score
+        score = layer.stream._scored().score
         expected = matrix.sum(2).unflatten(1, (score.shape[1], -1)).sum(2)
         torch.testing.assert_close(score.double(), expected, atol=1e-4, rtol=1e-4)
 
@@ -353,7 +353,7 @@ def test_bfloat16(family, method):
             model(ids[:, :39], past_key_values=cache, use_cache=True)
             logits[dtype] = model(ids[:, 39:], past_key_values=cache, use_cache=True).logits
         assert cache.layers[-1].keys.dtype == dtype
-        assert cache.layers[-1].sketch.compressed
+        assert cache.layers[-1].stream.compressed
     near = torch.nn.functional.cosine_similarity(*(x.float().flatten() for x in logits.values()), 0)
     assert near > 0.98
 
@@ -375,10 +375,10 @@ def test_float64(method):
 def test_beams_reorder_every_tensor(llama):
     cache = SketchCache(llama.config, "uniform", budget=15, **WINDOW)
     greedy(llama, ids_of(3, 30), cache)
-    before = [t.clone() for t in cache.layers[0].sketch.slots.tensors().values()]
+    before = [t.clone() for t in cache.layers[0].stream.slots.tensors().values()]
     order = torch.tensor([2, 0, 0])
     cache.reorder_cache(order)
-    after = cache.layers[0].sketch.slots.tensors().values()
+    after = cache.layers[0].stream.slots.tensors().values()
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old[order], new)
 
@@ -546,7 +546,7 @@ def test_every_head_keeps_its_share(family, method):
     mask[0, :5] = 0
     with torch.no_grad():
         model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-    first, second = (layer.sketch for layer in cache.layers if hasattr(layer, "sketch"))
+    first, second = (layer.stream for layer in cache.layers if hasattr(layer, "sketch"))
     if method != "subgen":
         assert sorted(d.held for d in first.drivers) == sorted({10, 30, *([20] * (heads > 2))})
         assert second.held == 20
@@ -599,7 +599,7 @@ def test_queries_that_wait_for_their_group_are_not_lost(llama, method, monkeypat
             llama(ids, past_key_values=cache)
             for token in after.split(1, dim=1):
                 llama(token, past_key_values=cache)
-        held.append([d.slots for layer in cache.layers for d in layer.sketch.drivers])
+        held.append([d.slots for layer in cache.layers for d in layer.stream.drivers])
     for waited, at_once in zip(*held, strict=True):
         for name, tensor in waited.tensors().items():
             if name != "score":  # the last queries still wait
@@ -613,7 +613,7 @@ def test_a_small_group_compresses_no_more_often_than_its_layer_would(llama, monk
     cache = SketchCache(llama.config, "streaming_llm", **settings)
     with torch.no_grad():
         llama(ids_of(1, 450), past_key_values=cache)
-        small = cache.layers[0].sketch.drivers[0]
+        small = cache.layers[0].stream.drivers[0]
         assert small.held == 40
         whole = type(small.compressor).__call__
         monkeypatch.setattr(
@@ -624,7 +624,7 @@ def test_a_small_group_compresses_no_more_often_than_its_layer_would(llama, monk
         for token in ids_of(1, 60, seed=1).split(1, dim=1):
             llama(token, past_key_values=cache)
             assert small.held <= 40 + 2 * 10
-            assert cache.layers[0].sketch.held <= 1.05 * 400
+            assert cache.layers[0].stream.held <= 1.05 * 400
     mine = sum(compressor is small.compressor for compressor in calls)
     assert 2 <= mine <= 6
 
@@ -653,4 +653,4 @@ def test_sketches_with_wider_sums_decode_in_bfloat16(method):
     model.generation_config.eos_token_id = None
     cache = SketchCache(model.config, method, budget=20, **WINDOW)
     assert greedy(model, ids_of(2, 40), cache, new=60).shape == (2, 100)
-    assert cache.layers[0].sketch.compressor.sketch.seen > 80
+    assert cache.layers[0].stream.compressor.stream.seen > 80

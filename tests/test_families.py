@@ -91,9 +91,9 @@ def test_sketches_generate(family, method):
         for layer in cache.layers:
             if getattr(layer, "sketch", None) is None:
                 continue
-            assert layer.sketch.compressed
+            assert layer.stream.compressed
             live = torch.tensor([float(TOKENS + NEW - 1 - width) for width in padding])
-            mass = layer.sketch.slots.masses().sum(-1)
+            mass = layer.stream.slots.masses().sum(-1)
             torch.testing.assert_close(mass, live.unsqueeze(1).expand_as(mass))
 
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from families import CONFIGS, VOCABULARY, build
 from kvsketch import InputError, Observed, SketchCache, Slots, attend
 from kvsketch.budget import Budget
-from kvsketch.cache import Curves, Periodic, Waiting, windowed
+from kvsketch.cache import Curves, Stream, windowed
 from kvsketch.cache.curves import MARGIN, held_out_for, least_tokens, measure_layer, pooled
 from kvsketch.cache.error import Probe, relative_error, window_error
 from kvsketch.evaluation.runner.activations import capture
@@ -131,10 +131,10 @@ def test_a_probe_equals_attention_over_everything(chunks, padding, alibi, seed):
 
 
 def test_running_error_of_a_long_stream_is_that_of_its_slots():
-    """Periodic's own bookkeeping: prompt, then 300 single tokens through many compressions."""
+    """Stream's own bookkeeping: prompt, then 300 single tokens through many compressions."""
     n, more = 80, 300
     tokens = random_slots(n + more)
-    driver = Periodic(windowed("cluster_merge", **WINDOW), Budget(40), track_error=True)
+    driver = Stream(windowed("cluster_merge", **WINDOW), Budget(40), track_error=True)
     prompt = random_queries(n)
     driver.extend(tokens.narrow(0, n))
     driver.settle(prompt, prefill=True)
@@ -406,7 +406,7 @@ def test_errors_are_those_of_the_activations(llama):
     with torch.no_grad():
         llama(ids, past_key_values=cache, use_cache=True)
     for row, caught in zip(cache.error(), capture(llama, ids), strict=True):
-        kept = cache.layers[row["layer"]].sketch.slots
+        kept = cache.layers[row["layer"]].stream.slots
         queries = caught.queries[:, :, -10:]
         answers = [
             attend(queries, slots, scaling=caught.scaling, mask=causal(10, slots.count, "cpu"))
@@ -476,7 +476,7 @@ def test_decoding_alone_reaches_the_plan(llama):
         cache = SketchCache(llama.config, **goal, **WINDOW)
         greedy(llama, ids_of(1, 5), cache, new=150)
         assert cache.get_seq_length() == 154
-        assert not isinstance(cache.layers[0].sketch, Waiting)
+        assert not cache.layers[0].stream.waits
         limit = {0.5: 0.5 * 154 + 2, 90: 92}.get(goal.get("budget"), 154)
         assert cache.summary()["slots"] <= limit
 
@@ -485,14 +485,14 @@ def test_reset_copy_crop_and_beams(llama):
     ids = ids_of(1, 150)
     cache = SketchCache(llama.config, budget=0.4, **WINDOW)
     first = greedy(llama, ids, cache)
-    assert not isinstance(cache.layers[0].sketch, Waiting)
+    assert not cache.layers[0].stream.waits
     cache.reset()
-    assert isinstance(cache.layers[0].sketch, Waiting)
+    assert cache.layers[0].stream.waits
     assert cache.nbytes() == 0
     twin = copy.deepcopy(cache)
     assert torch.equal(greedy(llama, ids, cache), first)
     assert twin.get_seq_length() == 0
-    assert isinstance(twin.layers[0].sketch, Waiting)
+    assert twin.layers[0].stream.waits
     assert torch.equal(greedy(llama, ids, twin), first)
     with torch.no_grad():  # cropped before it was told: measured on what is left
         short = SketchCache(llama.config, budget=0.4, **WINDOW)
@@ -537,7 +537,7 @@ def test_a_failed_prompt_leaves_nothing_behind(llama):
 def test_any_method_can_be_planned(llama, method):
     cache = SketchCache(llama.config, method, budget=0.5, allocation="measured", **WINDOW)
     greedy(llama, ids_of(2, 150), cache)
-    assert cache.layers[0].sketch.compressed
+    assert cache.layers[0].stream.compressed
     again = SketchCache(llama.config, method, tolerance=0.2, **WINDOW)
     greedy(llama, ids_of(2, 150), again)
     assert again.get_seq_length() == 159

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from families import build
 from kvsketch import InputError, Observed, SketchCache, Slots, attend
 from kvsketch.budget import Budget
-from kvsketch.cache import Periodic, windowed
+from kvsketch.cache import Stream, windowed
 from kvsketch.evaluation.runner.allocation import Curves, measure_curves, measure_schedule
 from kvsketch.methods import ClusterMerge, HeavyMerge, make
 from kvsketch.methods.closest import group_closest, group_pairs
@@ -197,7 +197,7 @@ def test_a_long_decode_stays_on_its_page(name):
     n, budget, buffer = 100_000, 64, 8
     g = torch.Generator().manual_seed(0)
     keys, values, queries = torch.randn(3, n, 4, generator=g).view(3, 1, 1, n, 4)
-    sketch = Periodic(windowed(name, 2, 6), Budget(budget), buffer)
+    sketch = Stream(windowed(name, 2, 6), Budget(budget), buffer)
     size = None
     with torch.inference_mode():
         for k, v, q in zip(*(x.split(1, dim=2) for x in (keys, values, queries)), strict=True):
@@ -206,7 +206,7 @@ def test_a_long_decode_stays_on_its_page(name):
             assert sketch.held <= budget + buffer
             if sketch.compressed:
                 held = sum(t.nbytes for t in sketch.tensors())
-                waiting = sum(o.queries.nbytes for o in sketch._observed)
+                waiting = sum(t.nbytes for t in sketch.queries.tensors())
                 size = held - waiting if size is None else size
                 assert held - waiting == size
         if name == "cluster_merge":
@@ -323,8 +323,8 @@ def test_streaming_keeps_total_mass_through_many_compressions():
     out = model.generate(ids, past_key_values=cache, max_new_tokens=120, do_sample=False)
     assert out.shape == (2, 180)
     for layer in cache.layers:
-        assert layer.sketch.held <= 41
-        mass = layer.sketch.slots.masses().sum(-1)
+        assert layer.stream.held <= 41
+        mass = layer.stream.slots.masses().sum(-1)
         assert float((mass - 179).abs().max()) < 0.1 * 179  # a correction may move it a little
 
 

@@ -15,7 +15,7 @@ from benchmarks.peers import quantized_cache
 from families import VOCABULARY, build
 from kvsketch import InputError, SketchCache, Slots, UnsupportedError, attend
 from kvsketch.budget import Budget
-from kvsketch.cache import Page, Periodic, windowed
+from kvsketch.cache import Page, Stream, windowed
 from kvsketch.cache.quantized import predicted_bytes, quantize, slot_bytes
 from kvsketch.evaluation.runner.activations import capture
 from kvsketch.evaluation.runner.loading import load_model, load_tokenizer, packaged_model
@@ -170,7 +170,7 @@ def test_slots_without_u_or_without_m_stay_so():
 
 
 def driver(method, budget, bits, sink=4, recent=32, **kwargs):
-    return Periodic(windowed(method, sink, recent), Budget(budget), bits=bits, **kwargs)
+    return Stream(windowed(method, sink, recent), Budget(budget), bits=bits, **kwargs)
 
 
 def stream(held, keys, values, chunk=1, prompt=0, observe=False, dtype=torch.float32):
@@ -191,12 +191,12 @@ def stream(held, keys, values, chunk=1, prompt=0, observe=False, dtype=torch.flo
 @pytest.mark.parametrize("bits", [True, 0, 2, 16.0, "4", None])
 def test_other_bits_are_refused(bits):
     with pytest.raises(InputError, match=r"bits=.*16.*8 or 4"):
-        Periodic(windowed("uniform"), Budget(10), bits=bits)
+        Stream(windowed("uniform"), Budget(10), bits=bits)
 
 
 def test_sixteen_bits_are_the_page_as_it_was():
     held = stream(driver("uniform", 100, 16), rows_of(1, 2, 300, 8), rows_of(1, 2, 300, 8))
-    assert type(held._page) is Page
+    assert type(held.page) is Page
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -242,12 +242,12 @@ def test_2000_tokens_do_not_drift(bits, dtype, method):
         token = (x[:, :, at : at + 1].to(dtype) for x in (keys, values))
         held.extend(Slots(*token, positions=torch.full((1, 2, 1), float(at))))
         held.settle(None, prefill=False)
-        if held._page is not page:
-            page, pages = held._page, pages + 1
+        if held.page is not page:
+            page, pages = held.page, pages + 1
             first = first or page.read(exactly=True)
     assert pages > 80
-    last = held._page.read(exactly=True)
-    middle = last.narrow(4, held._page._hidden)
+    last = held.page.read(exactly=True)
+    middle = last.narrow(4, held.page._hidden)
     index = middle.positions.long()
     for field, true in (("keys", keys), ("values", values)):
         scale = spread if field == "keys" else torch.ones(32)
@@ -298,7 +298,7 @@ def test_nothing_in_full_precision_stays_alive(bits):
             del look
         del part
         counted = nbytes([t for t in held.tensors() if t.dim() == 4])
-        waiting = nbytes([o.queries for o in held._observed])
+        waiting = nbytes(held.queries.tensors())
         assert live_bytes(7, packed) - before == counted
         full = 36 + 2 * held.buffer
         most = predicted_bytes(200, full, 24, 24, bits, heads=7) + waiting
@@ -500,7 +500,7 @@ def test_generating_with_beams_and_chunks():
         small = 2 * slot_bytes(16, 4) + 4  # keys, values, score
         rows = 2 * 2 * 2 * (3 if "num_beams" in more else 1)  # layers, KV heads, batch
         most = rows * (16 * small + 10 * (2 * 16 * 4 + 4) + 8 * 16 + 4)
-        waiting = sum(o.queries.nbytes for layer in cache.layers for o in layer.sketch._observed)
+        waiting = sum(t.nbytes for layer in cache.layers for t in layer.stream.queries.tensors())
         assert summary["kv_bytes"] <= most + waiting
 
 

@@ -16,7 +16,7 @@ from scipy import stats
 from families import EVERY_METHOD, VOCABULARY, build
 from kvsketch import Observed, SketchCache, Slots
 from kvsketch.budget import Budget
-from kvsketch.cache import Periodic, windowed
+from kvsketch.cache import Stream, windowed
 from kvsketch.methods import HALVINGS, METHODS, make
 from kvsketch.methods.registry import ALL_METHODS, SKETCHES
 from kvsketch.methods.sketches import (
@@ -103,7 +103,7 @@ def streamed(method, rows, padding=None, numbers=None, seed=5):
     """A cache's slots after every group of chunks. ``padding``: tokens in front of each row that
     do not exist."""
     slots, queries = batch(rows)
-    cache = Periodic(windowed(method, 2, 5, seed, OPTIONS.get(method)), Budget(40), 4)
+    cache = Stream(windowed(method, 2, 5, seed, OPTIONS.get(method)), Budget(40), 4)
     if numbers is not None:
         cache.compressor.number_rows(torch.tensor(numbers))
     live = torch.arange(TOKENS) >= torch.tensor(padding or [0] * len(rows)).unsqueeze(1)
@@ -367,7 +367,7 @@ def test_the_generator_moves_on_by_as_much_whatever_the_batch(method):
             observed = Observed(queries[:, :, start : start + count], 0.4)
             part = reducer(part, 40, observed)
             start += count
-        holder = reducer.compressor if method in METHODS else reducer.sketch
+        holder = reducer.compressor if method in METHODS else reducer.stream
         states.append(holder.generator.get_state())
     assert torch.equal(states[0], states[1])
     assert torch.equal(states[0], states[2])

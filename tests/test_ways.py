@@ -421,7 +421,7 @@ def test_padding_that_is_shown_before_anything_was_compressed_is_kept(llama: Any
     forward(llama, ids_of(1, 1), cache)
     forward(llama, ids_of(1, 40, 1), cache)
     kept = visible(cache)[0]
-    assert cache.layers[0].sketch.compressed
+    assert cache.layers[0].stream.compressed
     assert kept[..., :2].all(), "the first tokens are sinks"
     assert int(kept.sum(-1).min()) == 60
 
@@ -466,9 +466,10 @@ def test_a_mask_that_adds_numbers_to_scores_is_refused() -> None:
 
 def test_padding_whose_keys_shine_is_not_seen(llama: Any) -> None:
     """A dead slot with a score far above all others: it must not even shift the softmax."""
-    from kvsketch.budget import Budget
-    from kvsketch.cache import Periodic, windowed
     from kvsketch.hf.compressed import Asked, attend_compressed
+
+    from kvsketch.budget import Budget
+    from kvsketch.cache import Stream, windowed
     from kvsketch.hf.masks import PLAIN
 
     torch.manual_seed(0)
@@ -476,7 +477,7 @@ def test_padding_whose_keys_shine_is_not_seen(llama: Any) -> None:
     keys[:, :, :5] = 100.0  # padding
     live = torch.ones(1, 40, dtype=torch.bool)
     live[:, :5] = False
-    driver = Periodic(windowed("uniform", 2, 4), Budget(38))
+    driver = Stream(windowed("uniform", 2, 4), Budget(38))
     driver.extend(Slots(keys, values))
     driver.mark_padding(live)
     driver.settle(None, prefill=True)
@@ -744,7 +745,7 @@ def test_several_answers_of_one_prompt(llama: Any, method: str) -> None:
     answers = greedy(llama, ids_of(1, 120), cache, num_return_sequences=3, do_sample=True, new=12)
     assert answers.shape == (3, 132)
     assert len({tuple(row) for row in answers.tolist()}) == 3
-    assert not any(hasattr(layer.sketch, "rows") for layer in cache.layers)
+    assert not any(hasattr(layer.stream, "rows") for layer in cache.layers)
 
 
 def test_inputs_embeds(llama: Any, expected: torch.Tensor) -> None:
@@ -834,11 +835,11 @@ def test_a_lone_token_taken_back_has_not_looked_at_anything(llama: Any) -> None:
     cache.activate_past_recording()
     forward(llama, ids_of(1, 40), cache)
     cache.crop(0)
-    before = [layer.sketch._scored().score.clone() for layer in cache.layers]
+    before = [layer.stream._scored().score.clone() for layer in cache.layers]
     forward(llama, ids_of(1, 1), cache)
     cache.crop(-1)
     for layer, score in zip(cache.layers, before, strict=True):
-        assert torch.equal(layer.sketch._scored().score, score)
+        assert torch.equal(layer.stream._scored().score, score)
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,23 @@ class HeadBudgets:
 
     Args:
         rows: budgets ``[1 or batch][heads]``, all of the same ``value``.
+        by_row: each row of the batch has its own.
+        bound: of a tolerance: what it may cost on average, as ``Budget.value``; None: no bound.
     """
 
-    def __init__(self, rows: Sequence[Sequence[Budget]]) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Sequence[Budget]],
+        by_row: bool = False,
+        bound: int | float | None = None,
+    ) -> None:
+        self.by_row = by_row
+        self.bound = bound
         self.rows = tuple(tuple(row) for row in rows)
         flat = {budget for row in self.rows for budget in row}
-        #: the budget of every head, if they are the same
-        self.even: Budget | None = next(iter(flat)) if len(flat) == 1 else None
+        #: the budget of every head, if they are the same. Not where each row has its own: when a
+        #: row is compressed must not depend on whether its neighbours' heads are alike.
+        self.even: Budget | None = next(iter(flat)) if len(flat) == 1 and not by_row else None
         self.value = self.rows[0][0].value
         self.heads = len(self.rows[0])
         self._share = torch.tensor([[b.share for b in row] for row in self.rows]).double()
@@ -34,9 +44,10 @@ class HeadBudgets:
             else None
         )
 
-    def slots(self, tokens: int, batch: int) -> int | Tensor:
+    def slots(self, tokens: int, batch: int | None = None) -> int | Tensor:
         """Slots that may be kept once ``tokens`` tokens were seen: a number, or int64 ``[batch,
-        heads]`` where heads differ. As ``Budget.slots``, head by head."""
+        heads]`` where heads differ (without ``batch``: 1 row if all are the same). As
+        ``Budget.slots``, head by head."""
         if self.even is not None:
             return self.even.slots(tokens)
         if isinstance(self.value, int):
@@ -48,20 +59,15 @@ class HeadBudgets:
             found = (self.value * self._share * tokens - 1e-9).ceil().long().clamp(min=1)
             if self._limit is not None:
                 found = torch.minimum(found, self._limit)
-        return found.expand(batch, -1)
+        return found if batch is None else found.expand(batch, -1)
 
     def average(self, tokens: int) -> int:
         """Slots per KV head on average over all heads of the model that share the budget, the same
-        on every rank of a sharded one; of a tolerance, which has no such average, over these
-        heads."""
-        if isinstance(self.value, int):
-            return self.value
-        if self.value < 1 or self.even is not None:
-            return (
-                Budget(self.value).slots(tokens) if self.even is None else self.even.average(tokens)
-            )
-        slots = self.slots(tokens, 1)
-        return round(float(torch.as_tensor(slots).double().mean()))
+        on every rank of a sharded one and for every row. A tolerance has no such average: its
+        bound, or a quarter of the tokens."""
+        if self.even is not None or isinstance(self.value, int) or self.value < 1:
+            return (self.even or Budget(self.value)).average(tokens)
+        return Budget(self.bound or 0.25).average(tokens)
 
     @property
     def whole(self) -> bool:
@@ -71,6 +77,7 @@ class HeadBudgets:
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> HeadBudgets:
         """With ``fn``, which selects along axis 0, applied to the rows."""
-        if len(self.rows) == 1:
+        if not self.by_row:
             return self
-        return HeadBudgets([self.rows[i] for i in fn(torch.arange(len(self.rows))).tolist()])
+        rows = fn(torch.arange(len(self.rows))).tolist()
+        return HeadBudgets([self.rows[i] for i in rows], True, self.bound)

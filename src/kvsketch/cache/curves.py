@@ -84,7 +84,7 @@ class Curves:
                 "lowest level measured need that much"
             )
         kept = self.kept.double()[self._greedy(budget)]
-        kept = _spend(kept.flatten(), budget * kept.numel()).view(kept.shape)
+        kept = spend(kept.flatten(), budget * kept.numel()).view(kept.shape)
         return (kept / budget).tolist()
 
     def within(self, tolerance: float, most: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -184,15 +184,18 @@ class Curves:
         return Curves(tensors[0], tensors[1], tensors[2])
 
 
-def _spend(kept: Tensor, total: float) -> Tensor:
-    """Give what is left of ``total`` to the heads that are not complete, in proportion."""
+def spend(kept: Tensor, total: float, most: Tensor | float = 1.0) -> Tensor:
+    """Kept fractions, cut to ``most``, whose sum is ``total``: what is left of it goes to the heads
+    that may have more, in proportion."""
+    limit = torch.as_tensor(most, dtype=kept.dtype).expand(kept.shape)
+    kept = torch.minimum(kept, limit)
     for _ in range(20):
-        open_ = kept < 1
+        open_ = kept < limit
         left = total - float(kept.sum())
         if left <= 1e-9 or not bool(open_.any()):
             break
         grown = kept * (1 + left / float(kept[open_].sum()))
-        kept = torch.where(open_, grown, kept).clamp(max=1.0)
+        kept = torch.where(open_, torch.minimum(grown, limit), kept)
     return kept
 
 

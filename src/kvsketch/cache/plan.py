@@ -15,7 +15,7 @@ from ..budget import ALLOCATIONS, Budget, Schedule, scheduled
 from ..errors import InputError
 from ..slots import Observed, Slots
 from .budgets import HeadBudgets
-from .curves import Curves, held_out_for, least_tokens, measure_rows, of_layers
+from .curves import Curves, held_out_for, least_tokens, measure_rows, of_layers, spend
 from .error import QUERIES
 from .shard import Shard
 from .stream import Stream
@@ -23,8 +23,9 @@ from .windowed_sketch import WindowedSketch
 
 # Tokens that errors are measured on at most.
 _MEASURED_TOKENS = 4096
-# Peak of a prefill that the plan aims at, as a share of the exact cache, if the budget is less.
-_PEAK = 0.5
+# Peak of a prefill that the plan aims at, as a share of the exact cache, or so much above the least
+# that is possible: one layer exact, the others compressed.
+_PEAK, _SLACK = 0.5, 0.1
 # A bound on a head is worth a compression where it takes away so much of what the head holds.
 _WORTH = 0.9
 
@@ -127,10 +128,11 @@ class Plan:
         stream = streams[number]
         heads, rows = stream.slots.keys.shape[1], stream.slots.keys.shape[0]
         shard = Shard.of(heads, self._heads)
+        bound = None if self.max_budget is None else self.max_budget.value
         if self.curves is not None:
             found, above = self._spent(self.curves, stream.seen)
             self._note_above(number, [above[number]], shard)
-            return [(number, HeadBudgets([shard.own(found[number])]), False)]
+            return [(number, HeadBudgets([shard.own(found[number])], bound=bound), False)]
         if not _measurable(stream):  # a number of slots, which may not be exceeded
             assert self.budget is not None
             return [(number, HeadBudgets([[self.budget] * heads]), False)]
@@ -139,19 +141,23 @@ class Plan:
         if alone:
             told = [self._spent(curves, stream.seen) for curves in self._measured.pop(number)]
             self._note_above(number, [above[0] for _, above in told])
-            return [(number, HeadBudgets([found[0] for found, _ in told]), False)]
+            return [(number, HeadBudgets([found[0] for found, _ in told], True), False)]
         numbers = sorted(self._measured)
         whole = [
             shard.whole(of_layers([self._measured[n][row] for n in numbers])) for row in range(rows)
         ]
         if len(numbers) < self._layers:
             return self._bounds(numbers, whole, streams, shard)
-        told = [self._spent(curves, stream.seen) for curves in whole]
+        held = torch.stack([streams[n].held for n in numbers], dim=1)  # [rows, layers, heads]
+        told = [
+            self._spent(curves, stream.seen, shard.whole_held(held[row]))
+            for row, curves in enumerate(whole)
+        ]
         self._measured = {}
         for place, n in enumerate(numbers):
             self._note_above(n, [above[place] for _, above in told], shard)
         return [
-            (n, HeadBudgets([shard.own(found[place]) for found, _ in told]), False)
+            (n, HeadBudgets([shard.own(found[place]) for found, _ in told], True, bound), False)
             for place, n in enumerate(numbers)
         ]
 
@@ -164,39 +170,59 @@ class Plan:
         most = self.budget or self.max_budget
         assert most is not None
         final = min(1.0, most.slots(tokens) / tokens)
-        peak = max(_PEAK, final + (1 - final) / self._layers)
-        allowed = (peak * self._layers - 1) / len(numbers)
-        # As little as the layers to come will leave, so that once is enough for most.
-        coming = max((peak * self._layers - 1) / (self._layers - 1), final)
+        layers = self._layers
+        peak = max(_PEAK, final + (1 - final) / layers + _SLACK)
+        if isinstance(streams[numbers[0]].method, WindowedSketch):
+            return []  # what a sketch took in cannot be compressed again
+        allowed = (peak * layers - 1) / len(numbers)
         if allowed >= 1:
             return []
-        kept = max(min(allowed, coming if self._layers <= 8 else (allowed + coming) / 2), final)
+        # Towards what the layers to come will leave, so that few compressions are enough.
+        kept = (allowed + max(final, (peak * layers - 1) / (layers - 1))) / 2
+        method = streams[numbers[0]].method
+        window = min(tokens, method.sink + method.recent + 1)
+        shares = [torch.tensor(c.allocate(max(kept, float(c.kept[0])))) * kept for c in whole]
         found = []
-        shares = [
-            torch.tensor(curves.allocate(max(kept, float(curves.kept[0])))) for curves in whole
-        ]
         for place, n in enumerate(numbers):
-            rows = [(share[place] * kept).clamp(max=1.0).tolist() for share in shares]
-            budgets = HeadBudgets([[Budget(1.0, x) for x in shard.own(row)] for row in rows])
-            slots = torch.as_tensor(budgets.slots(tokens, len(rows)))
             held = streams[n].held
-            if float(torch.minimum(slots, held).sum()) <= _WORTH * float(held.sum()):
-                found.append((n, budgets, True))
+            own = [shard.own(share[place].tolist()) for share in shares]
+            slots = (torch.tensor(own) * tokens).ceil().long().clamp(min=window)
+            # Head by head, so that a row of the batch decides nothing for another.
+            slots = torch.where(slots > _WORTH * held, held, slots)
+            if bool((slots < held).any()):
+                rows = [[Budget(1.0, x / tokens) for x in row] for row in slots.tolist()]
+                found.append((n, HeadBudgets(rows, True), True))
         return found
 
-    def _spent(self, curves: Curves, tokens: int) -> tuple[list[list[Budget]], Tensor]:
+    def _spent(
+        self, curves: Curves, tokens: int, held: Tensor | None = None
+    ) -> tuple[list[list[Budget]], Tensor]:
         """The budget of every head of every layer, and which heads (bool ``[layers, heads]``) are
-        kept above the tolerance by ``max_budget``."""
+        kept above the tolerance by ``max_budget``.
+
+        Args:
+            curves: of all layers.
+            tokens: seen.
+            held: slots that heads still have, int64 ``[layers, heads]``: what one cannot spend any
+                more goes to the others. None: all tokens.
+        """
         if self.tolerance is None:
             assert self.budget is not None
             fraction = min(1.0, self.budget.slots(tokens) / tokens)
             shares = torch.ones(curves.error.shape[:2])
             if fraction >= float(curves.kept[0]):  # less: nothing is left to spend anywhere
-                shares = torch.tensor(curves.allocate(fraction))
+                shares = torch.tensor(curves.allocate(fraction), dtype=torch.float64)
+                if held is not None:
+                    most = held / tokens
+                    shares = (
+                        spend(shares * fraction, float(fraction * most.numel()), most) / fraction
+                    )
             found = [[Budget(self.budget.value, x) for x in row] for row in shares.tolist()]
             return found, torch.zeros(shares.shape, dtype=torch.bool)
         most = 1.0 if self.max_budget is None else self.max_budget.slots(tokens) / tokens
         kept, above = curves.within(self.tolerance, min(1.0, most))
+        if held is not None:
+            kept = torch.minimum(kept, held / tokens)
         limit = self.max_budget.value if self.max_budget is not None else None
         # An int stays the limit however long the stream gets.
         limits = (
@@ -245,18 +271,14 @@ def _measure(stream: Stream, shard: Shard | None) -> list[Curves]:
     held_out = held_out_for(slots.count, sink, recent)
     held_out = min(held_out, observed.queries.shape[2] // 2)
     total = None if shard is None else shard.summed
-    if isinstance(method, WindowedSketch):
 
-        def compress(slots: Slots, budget: int, before: Observed) -> Slots:
-            return method.fresh()(slots, budget, before)
+    def compress(slots: Slots, budget: int, before: Observed) -> Slots:
+        fresh = method.fresh() if isinstance(method, WindowedSketch) else copy.deepcopy(method)
+        return fresh(slots, budget, before, scored=True)
 
-        return measure_rows(slots, observed, compress, held_out, sink, recent, total=total)
-
-    def compressed(slots: Slots, budget: int, before: Observed) -> Slots:
-        twin = copy.deepcopy(method.compressor)
-        return twin.compress(slots, budget, before, sink=sink, recent=recent)
-
-    return measure_rows(slots, observed, compressed, held_out, sink, recent, total=total)
+    return measure_rows(
+        slots, observed, compress, held_out, sink, recent, total=total, observe=method.observe
+    )
 
 
 def make_plan(

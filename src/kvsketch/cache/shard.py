@@ -61,6 +61,10 @@ class Shard:
             torch.cat(relative, dim=1) if len(relative) == len(parts) else None,
         )
 
+    def whole_held(self, held: Tensor) -> Tensor:
+        """Slots of all heads ``[layers, heads]``, from those of every process's own."""
+        return torch.cat(self._all(held.cpu()), dim=1)
+
     def _all(self, mine: _T) -> list[_T]:
         if self.ranks == 1:
             return [mine]

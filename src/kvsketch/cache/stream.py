@@ -182,9 +182,11 @@ class Stream:
             return self._buffer_for(self.page.count)
         if self._quantises_early:  # room is in full precision: only the buffer
             return self.buffer
-        budget = self.budget.slots(self.seen + 1, self.page.batch)
-        above = torch.as_tensor(budget - self.page.held).double().mean()
-        return max(1, round(float(above)) + self.buffer)
+        if self.budget.even is not None:
+            return max(1, self.budget.even.slots(self.seen) + self.buffer - self.page.count)
+        # All heads and rows alike, whatever each of them holds.
+        grown = self.budget.average(self.seen) - self.budget.average(self.seen - 1)
+        return self.buffer + grown
 
     def mark_padding(self, live: Tensor) -> None:
         """Say which of the tokens just appended are real. ``live``: bool ``[batch, q]``."""
@@ -238,7 +240,7 @@ class Stream:
             return False
         if self.page is not None and not prefill:
             return not self.one_shot and self.page.appended >= self._limit
-        budget = fits = self.budget.slots(self.seen, 1)
+        budget = fits = self.budget.slots(self.seen)
         if self._quantises_early:
             fits = torch.as_tensor(budget).clamp(max=self.method.sink + self.method.recent)
         above = self.held.to(torch.int64) - torch.as_tensor(fits)
@@ -256,7 +258,9 @@ class Stream:
         if not provisional:
             self.budget = budget
         size = torch.as_tensor(budget.slots(self.seen, self.slots.keys.shape[0]))
-        if bool((self.held > size).any()) or (not provisional and self._quantises_early):
+        if provisional or not (
+            budget.whole and self.bits == 16 and bool((self.held <= size).all())
+        ):
             self._compress(budget, prefill=True, last=self.queries.all(), provisional=provisional)
         elif not provisional:
             self.fold()
@@ -329,23 +333,16 @@ class Stream:
             if isinstance(self.page, (Page, QuantizedPage)) and self.page.sizes is not None:
                 budget = torch.minimum(torch.as_tensor(budget), held)
             observed = self.queries.all()
-            kept = method.compressor.compress(
-                slots,
-                budget,
-                observed,
-                sink=method.sink,
-                recent=method.recent,
-                fit=fit,
-                scored=observed is None and slots.score is not None,
-            )
+            scored = observed is None and slots.score is not None
+            kept = method(slots, budget, observed, scored=scored, fit=fit)
         if isinstance(budget, Tensor):
             live = slots.live()
             most = torch.full_like(budget, slots.count) if live is None else live.sum(-1).cpu()
             sizes = torch.where(budget >= slots.count, slots.count, torch.minimum(budget, most))
             sizes = None if bool((sizes == kept.count).all()) else sizes.to(kept.keys.device)
-        size = torch.as_tensor(kept.count if sizes is None else sizes.cpu()).double()
-        above = torch.maximum(torch.as_tensor(limit).double(), size) - size
-        space = round(float(above.mean())) + room
+        space = 2 * room
+        if isinstance(limit, int):
+            space = max(limit, kept.count) + room - kept.count
         if self.bits == 16:
             return Page(kept, sizes, space)
         space = min(space, 2 * room)  # room is in full precision
@@ -406,7 +403,7 @@ class Stream:
         if observed is None or isinstance(self.method, WindowedSketch):
             return slots
         masked = slots if self._live is None else slots.only(self._live[:, None, :])
-        return replace(slots, score=self.method.compressor.observe(masked, observed).score)
+        return replace(slots, score=self.method.observe(masked, observed).score)
 
     def fold(self) -> None:
         """Turn waiting queries into scores now."""
@@ -474,7 +471,7 @@ class Stream:
         """Whether more is held than decoding may run above the budget."""
         if self.budget is None:
             return False
-        budget = torch.as_tensor(self.budget.slots(self.seen, 1))
+        budget = torch.as_tensor(self.budget.slots(self.seen))
         return bool((self.held > budget + self.buffer).any())
 
     def tensors(self) -> list[Tensor]:

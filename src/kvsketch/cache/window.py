@@ -45,11 +45,23 @@ class Windowed:
         """How many of a prompt's last queries the method looks at; None: all of them."""
         return self.compressor.window
 
+    def observe(self, slots: Slots, observed: Observed) -> Slots:
+        """Fold queries into the scores of all slots, see ``Compressor.observe``."""
+        return self.compressor.observe(slots, observed)
+
     def __call__(
-        self, slots: Slots, budget: int | Tensor, observed: Observed | None = None
+        self,
+        slots: Slots,
+        budget: int | Tensor,
+        observed: Observed | None = None,
+        *,
+        scored: bool = False,
+        fit: bool = True,
     ) -> Slots:
         """At most ``budget`` slots per KV head, see ``Compressor.compress``."""
-        return self.compressor.compress(slots, budget, observed, sink=self.sink, recent=self.recent)
+        return self.compressor.compress(
+            slots, budget, observed, sink=self.sink, recent=self.recent, scored=scored, fit=fit
+        )
 
     def reset(self) -> None:
         """A compressor holds nothing; rows are numbered anew."""

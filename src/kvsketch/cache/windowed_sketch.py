@@ -17,7 +17,7 @@ from .sketch_page import SketchPage
 
 
 class WindowedSketch:
-    """For ``Periodic`` what ``Windowed`` is to a compressor: the first ``sink`` and last ``recent``
+    """For a sketch what ``Windowed`` is for a compressor: the first ``sink`` and last ``recent``
     live tokens stay as they are, everything between goes into a sketch, once and for all.
 
     A budget bounds the bytes of everything held: exact tokens and the sketch's whole state, which
@@ -114,7 +114,13 @@ class WindowedSketch:
         self.sketch.extend(replace(middle, score=None))
         return first, last
 
-    def __call__(self, slots: Slots, budget: int, observed: Observed | None = None) -> Slots:
+    def observe(self, slots: Slots, observed: Observed) -> Slots:
+        """A sketch sees no queries."""
+        return slots
+
+    def __call__(
+        self, slots: Slots, budget: int, observed: Observed | None = None, *, scored: bool = False
+    ) -> Slots:
         """As ``Windowed.__call__``: slots as attention sees them. Those handed back must come in
         again, with the new tokens behind them."""
         check_input(slots, budget)

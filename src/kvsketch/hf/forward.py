@@ -67,9 +67,10 @@ class Forward:
             return False
         streams = [sketch.stream for sketch in self.sketches]
         found = self.plan.next_budgets(streams.index(layer.stream), streams)
-        self.note_bytes()
         for number, budget, provisional in found:
             streams[number].spend(budget, provisional)
+        if layer.stream.waits and layer.stream.method.window is not None:
+            layer.stream.queries.keep_last(layer.stream.method.window)  # it has been measured
         return bool(found)
 
     def begin(self, index: int) -> None:

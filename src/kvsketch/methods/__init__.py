@@ -20,7 +20,6 @@ from .snapkv import SnapKV
 from .streaming_llm import StreamingLLM
 from .tova import TOVA
 from .uniform import Uniform
-from .windowed import Windowed
 
 _CLASSES: tuple[type[Compressor], ...] = (
     Uniform,
@@ -81,7 +80,6 @@ __all__ = [
     "SoftmaxBalance",
     "StreamingLLM",
     "Uniform",
-    "Windowed",
     "keep_top",
     "make",
     "pyramid_shares",
