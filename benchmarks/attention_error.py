@@ -41,7 +41,7 @@ from torch import Tensor
 
 from benchmarks.equal_bytes import Fit, Held, held, held_bytes, plain_bytes, shares
 from benchmarks.figures import subplots, write
-from benchmarks.measuring import waiting
+from benchmarks.measuring import parts_of, planned
 from benchmarks.options import (
     BITS,
     METHODS_HELP,
@@ -58,8 +58,7 @@ from benchmarks.prompts import default_models, load, prompts_for, protocol_of
 from benchmarks.results import Results, Row
 from kvsketch import InputError, Observed, Slots
 from kvsketch.cache import windowed
-from kvsketch.cache.curves import of_layers
-from kvsketch.cache.page import QuantizedPage
+from kvsketch.cache.quantized_page import QuantizedPage
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.evaluation.runner.activations import Activations, capture
 from kvsketch.evaluation.runner.allocation import Curves, answer_later, measure_curves
@@ -135,20 +134,19 @@ def relative_error(
 
 def ours(method: Method, sink: int, recent: int, curves: Curves | None = None) -> Compress:
     """A method of this package; ``curves`` were measured beforehand on other prompts."""
-    measured: dict[int, Curves] = {}
-
-    def curves_for(layers: list[Layer]) -> Curves | None:
-        if method.spent != "measured":
-            return curves
-        if id(layers) not in measured:
-            measured[id(layers)] = curves_on(layers, str(method.name), sink, recent)
-        return measured[id(layers)]
 
     def compress(layers: list[Layer], budget: int, seed: int) -> Held:
         found, held_by_heads, reducers = [], [], []
         n = layers[0].slots.count
-        known = curves_for(layers)
-        schedule = None if known is None else shares(known, budget / n)
+        if method.spent == "measured":
+            prompts = [(x.slots, x.observed) for x in layers]
+            for stream in planned(prompts, str(method.name), budget, sink, recent):
+                parts = parts_of(stream)
+                held_by_heads += [part for part, _ in parts]
+                reducers += [reducer for _, reducer in parts]
+                found.append(together([stored(p, method.bits, sink, recent) for p, _ in parts]))
+            return held(found, held_by_heads, method.bits, sink, recent, reducers)
+        schedule = None if curves is None else shares(curves, budget / n)
         for number, layer in enumerate(layers):
             parts = [(layer.slots, layer.observed, budget)]
             if schedule is not None:
@@ -166,13 +164,6 @@ def ours(method: Method, sink: int, recent: int, curves: Curves | None = None) -
         return held(found, held_by_heads, method.bits, sink, recent, reducers)
 
     return compress
-
-
-def curves_on(layers: list[Layer], method: str, sink: int, recent: int) -> Curves:
-    """Errors of all heads on a prompt's own tokens, as ``SketchCache(allocation="measured")`` has
-    them."""
-    found = [waiting(x.slots, x.observed, method, sink, recent).measured() for x in layers]
-    return of_layers([curves for rows in found for curves in rows])
 
 
 def by_head(layer: Layer, sizes: list[int]) -> list[tuple[Slots, Observed, int]]:
@@ -193,7 +184,7 @@ def stored(slots: Slots, bits: int, sink: int, recent: int) -> Slots:
     """As attention reads them once those between sinks and recent are in so many bits."""
     if bits == 16:
         return slots
-    return QuantizedPage(slots, slots.count, bits, sink, recent).slots
+    return QuantizedPage(slots, None, 0, bits, sink, recent).slots
 
 
 def together(parts: list[Slots]) -> Slots:

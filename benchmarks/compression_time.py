@@ -37,6 +37,7 @@ from benchmarks.options import Method, methods
 from benchmarks.page import save
 from kvsketch import METHODS, Observed, Slots, attend
 from kvsketch.cache import windowed
+from kvsketch.cache.plan import measure
 from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.methods.registry import default_allocation
 
@@ -148,7 +149,7 @@ def main(
         progress.advance(task)
         asked = seen.queries[:, :, -probe:]
         probe_all = fastest(partial(attend, asked, slots, scaling=seen.scaling), repeats)
-        measured = fastest(waiting(slots, seen, MEASURED).measured, repeats)
+        measured = fastest(lambda: measure(waiting(slots, seen, MEASURED), None), repeats)
         probes: dict[float, float] = {}
         for method in chosen:
             for share in kept:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.measuring import parts_of
 from kvsketch import SketchCache, Slots
 from kvsketch.cache.quantized import predicted_bytes, slot_bytes
 from kvsketch.evaluation.runner.allocation import Curves
@@ -106,10 +107,10 @@ def state_bytes(sketch: Sketch) -> float:
 
 def held_by(cache: SketchCache, bits: int, sink: int, recent: int) -> Held:
     """What the layers that a cache compresses hold of a prompt just read."""
-    sketches = [layer.stream for layer in cache.layers if hasattr(layer, "sketch")]
-    drivers = [driver for sketch in sketches for driver in getattr(sketch, "drivers", [sketch])]
-    reducers = [driver.compressor for driver in drivers]
-    return held(cache, [driver.slots for driver in drivers], bits, sink, recent, reducers)
+    sketches = [layer.stream for layer in cache.layers if hasattr(layer, "stream")]
+    parts = [part for stream in sketches for part in parts_of(stream)]
+    slots, reducers = [part for part, _ in parts], [reducer for _, reducer in parts]
+    return held(cache, slots, bits, sink, recent, reducers)
 
 
 def _slot(slots: Slots, bits: int) -> float:

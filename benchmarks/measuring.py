@@ -1,17 +1,56 @@
-"""Layers about to be measured, as a ``SketchCache`` with measured allocation has them."""
+"""Layers that spend a budget as a ``SketchCache`` does, without a model around them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvsketch import Observed, Slots
 from kvsketch.budget import Budget
-from kvsketch.cache import Planner, Recipe, Waiting
-from kvsketch.cache.planned import Goal
+from kvsketch.cache import Plan, Stream, windowed
+from kvsketch.cache.stream import Held
 
 
-def waiting(slots: Slots, seen: Observed, method: str, sink: int = 4, recent: int = 32) -> Waiting:
-    """A layer that has its prompt: ``measured()`` are the errors its heads' budgets follow from."""
-    planner = Planner(Goal(budget=Budget(0.25)), layers=1, heads=slots.keys.shape[1])
-    layer = Waiting(0, planner, Recipe(method, sink, recent))
-    layer.extend(slots)
-    layer.settle(seen, prefill=True, hold=True)
-    return layer
+def waiting(slots: Slots, seen: Observed, method: str, sink: int = 4, recent: int = 32) -> Stream:
+    """A layer that has its prompt and waits for a budget: ``kvsketch.cache.plan.measure`` finds the
+    errors its heads' budgets follow from."""
+    stream = Stream(windowed(method, sink, recent), None)
+    stream.extend(slots)
+    stream.settle(seen, prefill=True)
+    return stream
+
+
+def planned(
+    layers: Sequence[tuple[Slots, Observed]], method: str, budget: int, sink: int, recent: int
+) -> list[Stream]:
+    """Layers, one after the other, as a cache with ``allocation="measured"`` compresses them.
+
+    Args:
+        layers: every layer's prompt and its queries.
+        budget: slots per KV head, on average over all heads.
+    """
+    plan = Plan("measured", Budget(budget))
+    plan.begin(len(layers), layers[0][0].keys.shape[1])
+    streams: list[Stream] = []
+    for slots, seen in layers:
+        streams.append(waiting(slots, seen, method, sink, recent))
+        plan.hand_down(streams[-1], streams, prefill=True)
+    return streams
+
+
+def parts_of(stream: Stream) -> list[tuple[Slots, object]]:
+    """The slots of a stream, heads of different size apart, each with the window around its sketch
+    if there is one."""
+    page: Held | None = stream.page
+    pages = getattr(page, "pages", None)
+    if pages is not None:
+        return [(part.slots, part.window) for part in pages]
+    held, slots = stream.held, stream.slots
+    if bool((held == slots.count).all()):
+        return [(slots, stream.method)]
+    return [
+        (
+            slots.map(lambda t, h=h, n=n: t[:, h : h + 1, t.shape[2] - n :]),  # type: ignore[misc]
+            stream.method,
+        )
+        for h, n in enumerate(held.amax(0).tolist())
+    ]

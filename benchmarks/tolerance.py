@@ -17,7 +17,6 @@ from a reservoir of exact tokens (uniform, as many bytes), whose own sampling er
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +33,7 @@ from benchmarks.prompts import default_models, load, prompts_for
 from benchmarks.results import Results
 from kvsketch import Observed, SketchCache, Slots
 from kvsketch.budget import Budget
-from kvsketch.cache import HeadGroups, Stream, windowed
+from kvsketch.cache import Stream, windowed
 from kvsketch.cache.curves import answers
 from kvsketch.cache.error import QUERIES, relative_error
 from kvsketch.evaluation.report.report import dumps
@@ -44,33 +43,17 @@ SLACK = 1.5
 WINDOW = {"sink": 4, "recent": 32}
 
 
-def heads_of(sketch: Any, heads: int) -> Iterator[tuple[list[int], Slots]]:
-    """Which KV heads hold which slots."""
-    if isinstance(sketch, HeadGroups):
-        for members, driver in sketch.groups:
-            yield members, driver.slots
-    else:
-        yield list(range(heads)), sketch.slots
-
-
 def following(cache: SketchCache, caught: list[Activations], n: int) -> list[float]:
     """Relative errors of the queries after token ``n``, by layer and head."""
     errors = []
-    sketches = [layer.stream for layer in cache.layers if hasattr(layer, "sketch")]
+    sketches = [layer.stream for layer in cache.layers if hasattr(layer, "stream")]
     for layer, sketch in zip(caught, sketches, strict=True):
-        heads, group = layer.keys.shape[1], layer.queries.shape[1] // layer.keys.shape[1]
+        heads = layer.keys.shape[1]
         whole = Slots(layer.keys, layer.values)
         tokens, later = whole.narrow(0, n), whole.narrow(n, whole.count - n)
-        found: dict[int, float] = {}
-        for members, slots in heads_of(sketch, heads):
-            index = torch.tensor(members)
-            asked = torch.cat([torch.arange(h * group, (h + 1) * group) for h in members])
-            queries = Observed(layer.queries[:, asked, n:], layer.scaling)
-            before, mine = (s.map(lambda t, i=index: t[:, i]) for s in (tokens, later))
-            exact = answers(before, mine, queries)
-            wrong = relative_error(exact, answers(slots, mine, queries), len(members))
-            found.update(zip(members, wrong[0].tolist(), strict=True))
-        errors += [found[head] for head in range(heads)]
+        queries = Observed(layer.queries[:, :, n:], layer.scaling)
+        exact = answers(tokens, later, queries)
+        errors += relative_error(exact, answers(sketch.slots, later, queries), heads)[0].tolist()
     return errors
 
 

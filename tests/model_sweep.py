@@ -106,7 +106,7 @@ def evicting(model: Any, padding: list[int], uneven: bool, method: str = "keydif
 
 
 def sketches(cache: SketchCache) -> list[Any]:
-    return [layer for layer in cache.layers if hasattr(layer, "sketch")]
+    return [layer for layer in cache.layers if hasattr(layer, "stream")]
 
 
 def heads_of(model: Any) -> list[int]:
@@ -121,20 +121,16 @@ def visible(cache: SketchCache) -> Kept:
     """What each layer still holds, by token."""
     found: Kept = {}
     for index, layer in enumerate(cache.layers):
-        if not hasattr(layer, "sketch") or not layer.stream.seen:
+        if not hasattr(layer, "stream") or not layer.stream.seen:
             continue
-        drivers = getattr(layer.stream, "drivers", [layer.stream])
-        groups = [members for members, _ in getattr(layer.stream, "groups", [])] or [None]
         rows, heads = layer.token_shape[:2]
         kept = torch.zeros(rows, heads, layer.stream.seen, dtype=torch.bool)
-        for members, driver in zip(groups, drivers, strict=True):
-            slots = driver.visible
-            assert slots.positions is not None
-            live = slots.masses() > 0
-            mine = list(range(heads)) if members is None else members
-            for place, head in enumerate(mine):
-                for row in range(rows):
-                    kept[row, head, slots.positions[row, place][live[row, place]].long()] = True
+        slots = layer.stream.visible
+        assert slots.positions is not None
+        live = slots.masses() > 0
+        for row in range(rows):
+            for head in range(heads):
+                kept[row, head, slots.positions[row, head][live[row, head]].long()] = True
         found[index] = kept
     return found
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsketch import InputError, Observed, Slots, attend
-from kvsketch.cache import windowed
+from kvsketch.attention import attend_to
+from kvsketch.cache import Page, windowed
 from kvsketch.cache.error import Probe, window_error
-from kvsketch.kernels import attend_one
 from kvsketch.slots import attention_received
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
@@ -43,8 +43,8 @@ def test_attention(seed: int, weighted: bool) -> None:
     sinks, queries = observed.sinks, observed.queries
     expected = attend(queries, reference, scaling=0.5)
     torch.testing.assert_close(attend(queries, slots, scaling=0.5, sinks=sinks), expected)
-    one = queries[:, :, :1]
-    found = attend_one(one, slots, scaling=0.5, sinks=sinks)
+    one = replace(observed, queries=queries[:, :, :1])
+    found = attend_to(one, Page(slots))
     torch.testing.assert_close(found, expected[:, :, :1])
     received = attention_received(slots, observed)
     plain = replace(observed, sinks=None)
@@ -64,11 +64,6 @@ def test_every_query_head_has_its_own(seed: int, weighted: bool) -> None:
         total = (weights * masses[:, head // 2, None]).sum(-1) + observed.sinks[head].exp()
         expected = weights @ slots.values[:, head // 2] / total.unsqueeze(-1)
         torch.testing.assert_close(found[:, head], expected)
-    score = torch.zeros_like(masses)
-    one = observed.queries[:, :, :1]
-    attend_one(one, slots, scaling=0.5, sinks=observed.sinks, score=score)
-    last = replace(observed, queries=one)
-    torch.testing.assert_close(score, attention_received(slots, last))
 
 
 def test_a_large_sink_takes_everything_and_overflows_nothing() -> None:

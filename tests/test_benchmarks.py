@@ -25,10 +25,9 @@ from benchmarks.ablation import everything
 from benchmarks.attention_error import held_bytes
 from benchmarks.equal_bytes import Fit, Held, held
 from benchmarks.peers import exchange
-from benchmarks.tolerance import heads_of
 from kvsketch import SketchCache, Slots
 from kvsketch.cache import windowed
-from kvsketch.cache.page import QuantizedPage
+from kvsketch.cache.quantized_page import QuantizedPage
 from kvsketch.evaluation.runner.activations import capture
 from kvsketch.evaluation.runner.setups import parse_method
 from kvsketch.methods.registry import SKETCHES
@@ -166,7 +165,7 @@ def test_bytes_are_counted_by_one_rule():
     assert held_bytes(slots_of()) == 200 * 32
     assert held_bytes(slots_of(mass=True)) == 200 * 36
     slots = slots_of(mass=True)
-    page = QuantizedPage(slots, slots.count, 4, 10, 20)
+    page = QuantizedPage(slots, None, 0, 4, 10, 20)
     stored = sum(t.nbytes for part in page._packed.values() for t in part.tensors()) / 2
     assert held_bytes(slots, 4, 10, 20) == stored + 30 * 32 + 200 * 4
     dead = slots.only(torch.arange(200) < 150)
@@ -182,7 +181,7 @@ def test_a_sketchs_state_is_counted(method):
     found = reducer(slots, 100)
     counted = held(None, [found], reducers=[reducer])
     state = 0
-    for name, tensor in reducer.stream.state.items():
+    for name, tensor in reducer.sketch.state.items():
         of_the_model = name.endswith(("keys", "values")) or name == "reservoir"
         state += tensor.numel() * (2 if of_the_model else tensor.element_size())
     assert counted.bytes == state / 2 + 24 * 32
@@ -260,9 +259,8 @@ def compressed_as(packaged, label):
     return budget, held.what
 
 
-def drivers_of(cache):
-    """Of every layer, one for each group of heads with the same budget."""
-    return [getattr(layer.stream, "drivers", [layer.stream]) for layer in cache.layers]
+def streams_of(cache):
+    return [layer.stream for layer in cache.layers]
 
 
 @pytest.mark.parametrize("label", [*options.USUAL, *LABELS])
@@ -276,19 +274,22 @@ def test_a_label_means_what_it_means_in_the_command_line(packaged, label):
     model, prompt = packaged
     cache = SketchCache(model.config, setup.method, budget=budget, **given)
     prompts.prefill(model, prompt, cache)
-    for ours, theirs in zip(drivers_of(found), drivers_of(cache), strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            tensors = (driver.slots.tensors() for driver in (one, other))
-            torch.testing.assert_close(*tensors, rtol=0, atol=0)
+    for ours, theirs in zip(streams_of(found), streams_of(cache), strict=True):
+        tensors = (stream.slots.tensors() for stream in (ours, theirs))
+        torch.testing.assert_close(*tensors, rtol=0, atol=0)
 
 
 def test_bare_names_differ_from_even_ones_only_where_the_default_is_measured(packaged):
-    """By how many groups of heads they make; else the test above could not tell them apart."""
+    """By how many sizes of heads they make; else the test above could not tell them apart."""
     labels = ("heavy_merge", "heavy_merge@even", "h2o", "h2o@even", "h2o@measured")
-    groups = {x: sum(map(len, drivers_of(compressed_as(packaged, x)[1]))) for x in labels}
-    assert groups["heavy_merge@even"] == groups["h2o"] == groups["h2o@even"] == 4
-    assert groups["heavy_merge"] > 4
-    assert groups["h2o@measured"] > 4
+    sizes = {
+        x: {n for s in streams_of(compressed_as(packaged, x)[1]) for n in s.held[0].tolist()}
+        for x in labels
+    }
+    for label in ("heavy_merge@even", "h2o", "h2o@even"):
+        assert len(sizes[label]) == 1
+    assert len(sizes["heavy_merge"]) > 1
+    assert len(sizes["h2o@measured"]) > 1
 
 
 @pytest.mark.parametrize("label", ["heavy_merge", "h2o@measured", "snapkv@even"])
@@ -314,8 +315,7 @@ def test_single_layers_spend_their_budget_as_a_cache_does(label):
         heads = slots.keys.shape[1]
         live = slots.live()
         mine = [slots.count] * heads if live is None else live.sum(-1)[0].tolist()
-        theirs = {h: part.count for own, part in heads_of(layer.stream, heads) for h in own}
-        assert mine == [theirs[head] for head in range(heads)]
+        assert mine == layer.stream.held[0].tolist()
 
 
 @pytest.mark.parametrize(

@@ -272,8 +272,8 @@ def model_for(method):
 
 
 def allowed(cache, slots, batch):
-    layer = next(layer for layer in cache.layers if hasattr(layer, "sketch"))
-    return slots * layer.token_bytes * sum(hasattr(x, "sketch") for x in cache.layers)
+    layer = next(layer for layer in cache.layers if hasattr(layer, "stream"))
+    return slots * layer.token_bytes * sum(hasattr(x, "stream") for x in cache.layers)
 
 
 @pytest.mark.parametrize("method", [m for m in SKETCHES if m != "one_dimensional"])

@@ -89,7 +89,7 @@ def test_sketches_generate(family, method):
         assert ids.shape == (len(padding), TOKENS + NEW)
         assert cache.get_seq_length() == TOKENS + NEW - 1
         for layer in cache.layers:
-            if getattr(layer, "sketch", None) is None:
+            if getattr(layer, "stream", None) is None:
                 continue
             assert layer.stream.compressed
             live = torch.tensor([float(TOKENS + NEW - 1 - width) for width in padding])

@@ -146,12 +146,3 @@ def test_masses_that_stand_for_several_tokens_are_not_hidden() -> None:
 def test_what_is_no_mask_over_all_tokens_is_named(mask: object) -> None:
     with pytest.raises(UnsupportedError, match="reads masks over all 4 tokens"):
         Masks().read(mask, 1, 4, 4)
-
-
-def test_rows_of_a_view() -> None:
-    live = torch.tensor([[True, True], [False, True], [True, True]])
-    view = Masks().read(causal(live, 2), 3, 2, 2)
-    picked = view.rows(torch.tensor([1, 2]))
-    assert picked.live is not None
-    assert picked.live.tolist() == [[False, True], [True, True]]
-    assert PLAIN.rows(torch.tensor([0])) is PLAIN

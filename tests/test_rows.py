@@ -105,7 +105,7 @@ def streamed(method, rows, padding=None, numbers=None, seed=5):
     slots, queries = batch(rows)
     cache = Stream(windowed(method, 2, 5, seed, OPTIONS.get(method)), Budget(40), 4)
     if numbers is not None:
-        cache.compressor.number_rows(torch.tensor(numbers))
+        cache.method.number_rows(torch.tensor(numbers))
     live = torch.arange(TOKENS) >= torch.tensor(padding or [0] * len(rows)).unsqueeze(1)
     seen, start = [], 0
     for count, times in CHUNKS:
@@ -367,7 +367,7 @@ def test_the_generator_moves_on_by_as_much_whatever_the_batch(method):
             observed = Observed(queries[:, :, start : start + count], 0.4)
             part = reducer(part, 40, observed)
             start += count
-        holder = reducer.compressor if method in METHODS else reducer.stream
+        holder = reducer.compressor if method in METHODS else reducer.sketch
         states.append(holder.generator.get_state())
     assert torch.equal(states[0], states[1])
     assert torch.equal(states[0], states[2])

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsketch import InputError, Observed, Slots, attend
-from kvsketch.kernels import attend_one
 from kvsketch.slots import attention_received, causal
 
 KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 8, 6
@@ -160,25 +159,6 @@ def test_softcap(seed, n, softcap):
     expected = torch.softmax(softcap * torch.tanh(scores / softcap), -1) @ values
     actual = attend(queries, Slots(keys, values), scaling=2.0, softcap=softcap)
     torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@settings(max_examples=50, deadline=None)
-@given(seed=seeds, n=sizes, group=groups, weighted=st.booleans(), separate=st.booleans())
-def test_decode_kernel_equals_the_reference(dtype, seed, n, group, weighted, separate):
-    """With and without mass, and with slots that serve numerator or denominator only."""
-    queries, keys, values, mass = tensors(seed, n + 2, group, q=1)
-    if separate:
-        mass[:, :, 0] = 0
-        values[:, :, 1] = 0
-    slots = Slots(keys, values, mass if weighted else None)
-    expected = attend(queries, slots, scaling=0.6)
-    lower = slots.map(lambda t: t.to(dtype))
-    score = torch.ones(mass.shape, dtype=dtype)
-    actual = attend_one(queries.to(dtype), lower, scaling=0.6, score=score)
-    torch.testing.assert_close(actual.double(), expected, atol=TOLERANCE[dtype] * 10, rtol=1e-3)
-    received = attention_received(slots, Observed(queries, 0.6))
-    torch.testing.assert_close(score.double() - 1, received, atol=TOLERANCE[dtype], rtol=1e-4)
 
 
 def test_alibi_slopes_follow_positions():

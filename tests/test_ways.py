@@ -466,11 +466,10 @@ def test_a_mask_that_adds_numbers_to_scores_is_refused() -> None:
 
 def test_padding_whose_keys_shine_is_not_seen(llama: Any) -> None:
     """A dead slot with a score far above all others: it must not even shift the softmax."""
-    from kvsketch.hf.compressed import Asked, attend_compressed
-
+    from kvsketch.attention import attend_to
     from kvsketch.budget import Budget
     from kvsketch.cache import Stream, windowed
-    from kvsketch.hf.masks import PLAIN
+    from kvsketch.slots import Observed
 
     torch.manual_seed(0)
     keys, values = torch.randn(2, 1, 2, 40, 16)
@@ -486,7 +485,7 @@ def test_padding_whose_keys_shine_is_not_seen(llama: Any) -> None:
     query = torch.rand(1, 4, 1, 16) + 1
     slots = driver.slots
     assert float(slots.keys.max()) == 100, "a padded slot is still there, dead"
-    out, _ = attend_compressed(Asked(query, 1.0), driver, PLAIN)
+    out = attend_to(Observed(query, 1.0), driver.open(), padded=driver.padded)
     wide = Slots(slots.keys.double(), slots.values.double(), slots.masses().double())
     alive = wide.masses() > 0
     exact = kvsketch.attend(query.double(), wide.only(alive), scaling=1.0)
@@ -835,11 +834,11 @@ def test_a_lone_token_taken_back_has_not_looked_at_anything(llama: Any) -> None:
     cache.activate_past_recording()
     forward(llama, ids_of(1, 40), cache)
     cache.crop(0)
-    before = [layer.stream._scored().score.clone() for layer in cache.layers]
+    before = [layer.stream.scored().score.clone() for layer in cache.layers]
     forward(llama, ids_of(1, 1), cache)
     cache.crop(-1)
     for layer, score in zip(cache.layers, before, strict=True):
-        assert torch.equal(layer.stream._scored().score, score)
+        assert torch.equal(layer.stream.scored().score, score)
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ def test_a_budget_bounds_sinks_sketch_and_window_together(name, budget, sink, re
     assert first.positions[0, 0].tolist() == list(range(first.count))
     assert last.positions[0, 0].tolist() == list(range(150 - last.count, 150))
     room = (budget - first.count - last.count) * token_bytes(exact)
-    assert windowed.stream.most_bytes(exact) <= room
-    assert windowed.stream.seen == 150 - first.count - last.count
+    assert windowed.sketch.most_bytes(exact) <= room
+    assert windowed.sketch.seen == 150 - first.count - last.count
     assert first.count + windowed.worth + last.count <= budget
     # sinks first, then the window, as far as there is room for them
     least = -(-build(SKETCHES[name].least_slots).most_bytes(exact) // token_bytes(exact))
@@ -56,7 +56,7 @@ def test_a_budget_that_grows_makes_the_sketch_larger():
     first, last = windowed.take(more, 120)
     assert (first.count, last.count) == (4, 8)
     assert 100 <= windowed.worth <= 108 > before
-    assert windowed.stream.most_bytes(more) <= 108 * token_bytes(more)
+    assert windowed.sketch.most_bytes(more) <= 108 * token_bytes(more)
     windowed.take(Slots.cat([first, last, tokens(50, 2)]), 110)  # and never smaller
     assert windowed.worth >= 100
 
@@ -70,24 +70,27 @@ def test_rows_of_a_larger_batch_are_numbered_before_there_is_a_sketch():
         if rows is not None:
             windowed.number_rows(rows)
         windowed.take(slots, 60)
-        found.append(windowed.stream.slots.map(lambda t: t[-1:]))
+        found.append(windowed.sketch.slots.map(lambda t: t[-1:]))
     for name, tensor in found[0].tensors().items():
         torch.testing.assert_close(found[1].tensors()[name], tensor)
 
 
 def test_a_page_shows_the_tokens_in_order_and_keeps_no_copy():
-    sketch = SKETCHES["sliding_window"].for_budget(12)
+    window = WindowedSketch(SKETCHES["sliding_window"].for_budget, 3, 7)
+    window.sketch, window.worth = SKETCHES["sliding_window"].for_budget(12), 12
     slots = tokens(60)
-    sketch.extend(slots.narrow(3, 50))
-    page = SketchPage(slots.narrow(0, 3), sketch, 12, slots.narrow(53, 7), 40)
+    window.sketch.extend(slots.narrow(3, 50))
+    page = SketchPage(slots.narrow(0, 3), window, slots.narrow(53, 7), 18)
     positions = page.slots.positions[0, 0].tolist()
     assert positions == [0, 1, 2, *range(42, 53), 0, *range(53, 60)]
     held = sum(t.nbytes for t in page.tensors())
     assert page.slots is not page.slots
     assert sum(t.nbytes for t in page.tensors()) == held
     page.append(tokens(1, 5))
-    assert page.slots is page.slots
+    assert page.open() is page.open()
     assert sum(t.nbytes for t in page.tensors()) > held
+    opened = page.open()
     page.release()
-    assert page.slots is not page.slots
+    assert page.open() is not opened
+    page.release()
     assert sum(t.nbytes for t in page.tensors()) == held

@@ -40,8 +40,8 @@ class Plan:
     - ``tolerance``: the fewest slots that keep every head's error within it, by curves of either
       kind; on average no more than ``max_budget``.
 
-    The cache owns the plan. When the attention of a layer is done, it asks ``next_budgets`` what
-    follows and hands that down to the layers.
+    The cache owns the plan, and asks it to ``hand_down`` what follows when the attention of a layer
+    is done.
 
     Args:
         kind: see above.
@@ -114,7 +114,33 @@ class Plan:
             return stream.seen > budget and stream.seen >= budget + above
         return self.curves is not None or _measurable(stream)
 
-    def next_budgets(
+    def hand_down(
+        self, stream: Stream, streams: Sequence[Stream], prefill: bool, hold: bool = False
+    ) -> bool:
+        """Work out what follows from the prompt of a stream that waits, and hand it down.
+
+        Args:
+            stream: one of ``streams``, those of all layers, in their order.
+            prefill: as for ``Stream.settle``.
+            hold: more of the prompt is to come.
+
+        Returns:
+            Whether any layer was compressed.
+        """
+        most = self.queries_for(stream)
+        if most is not None and stream.queries.count > 2 * most:
+            stream.queries.keep_last(most)
+        if hold or not self.ready(stream, prefill):
+            return False
+        number = next(i for i, other in enumerate(streams) if other is stream)
+        found = self._next_budgets(number, streams)
+        for place, budget, provisional in found:
+            streams[place].spend(budget, provisional)
+        if stream.waits and stream.method.window is not None:
+            stream.queries.keep_last(stream.method.window)  # it has been measured
+        return bool(found)
+
+    def _next_budgets(
         self, number: int, streams: Sequence[Stream]
     ) -> list[tuple[int, HeadBudgets, bool]]:
         """What to hand down now that layer ``number`` has its prompt: layers, their budgets, and
@@ -137,7 +163,7 @@ class Plan:
             assert self.budget is not None
             return [(number, HeadBudgets([[self.budget] * heads]), False)]
         alone = self.kind == "tolerance" and self.max_budget is None
-        self._measured[number] = _measure(stream, None if alone else shard)
+        self._measured[number] = measure(stream, None if alone else shard)
         if alone:
             told = [self._spent(curves, stream.seen) for curves in self._measured.pop(number)]
             self._note_above(number, [above[0] for _, above in told])
@@ -255,7 +281,7 @@ def _measurable(stream: Stream) -> bool:
     return enough and stream.queries.count >= min(stream.seen, 64)
 
 
-def _measure(stream: Stream, shard: Shard | None) -> list[Curves]:
+def measure(stream: Stream, shard: Shard | None) -> list[Curves]:
     """A layer's curves on the tokens it holds, one per row; of a long prompt, on its sinks and last
     tokens: errors at equal shares change little with length, the time to measure them does. Of a
     shard: its heads' part of the error of the whole layer."""

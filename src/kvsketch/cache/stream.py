@@ -396,6 +396,10 @@ class Stream:
         """Whether slots are quantised although they fit the budget."""
         return self.bits != 16 and isinstance(self.method, Windowed)
 
+    def scored(self) -> Slots:
+        """``slots`` with the waiting queries folded into their scores."""
+        return self._scored(self.slots)
+
     def _scored(self, slots: Slots) -> Slots:
         """Slots with the waiting queries folded in. What these saw is still all here, so this equals
         observing every query at its own time."""
@@ -409,7 +413,7 @@ class Stream:
         """Turn waiting queries into scores now."""
         if not self.queries.count:
             return
-        slots = self._scored(self.slots)
+        slots = self.scored()
         self.queries.clear()
         if self.page is None:
             self.tokens = slots

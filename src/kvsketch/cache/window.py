@@ -71,6 +71,11 @@ class Windowed:
         """Rows are numbered anew."""
         self.compressor.rows = None
 
+    def number_rows(self, rows: Tensor) -> None:
+        """Say that the rows are part of a larger batch and which ones (int64 ``[batch]``): they
+        then keep from here on what they would keep there."""
+        self.compressor.rows = rows
+
     def tensors(self) -> list[Tensor]:
         """Nothing is held."""
         return []

@@ -58,20 +58,10 @@ class Forward:
         return stream.waits and self.plan.ready(stream, prefill)
 
     def plan_for(self, layer: SketchLayer, prefill: bool, hold: bool) -> bool:
-        """Ask the plan what follows from the prompt of a layer whose stream waits, and hand it down.
-        Returns whether any layer was compressed."""
-        most = self.plan.queries_for(layer.stream)
-        if most is not None and layer.stream.queries.count > 2 * most:
-            layer.stream.queries.keep_last(most)
-        if hold or not self.ready(layer.stream, prefill):
-            return False
+        """Let the plan hand down what follows from the prompt of a layer whose stream waits. Returns
+        whether any layer was compressed."""
         streams = [sketch.stream for sketch in self.sketches]
-        found = self.plan.next_budgets(streams.index(layer.stream), streams)
-        for number, budget, provisional in found:
-            streams[number].spend(budget, provisional)
-        if layer.stream.waits and layer.stream.method.window is not None:
-            layer.stream.queries.keep_last(layer.stream.method.window)  # it has been measured
-        return bool(found)
+        return self.plan.hand_down(layer.stream, streams, prefill, hold)
 
     def begin(self, index: int) -> None:
         """Layer ``index`` is about to be updated.

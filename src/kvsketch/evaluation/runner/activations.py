@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.hf.adapters import mpt
-from kvsketch.slots import Observed
 from kvsketch.hf.interface import Kernel, watched
 from kvsketch.slots import Observed, Slots
 
