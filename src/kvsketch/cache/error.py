@@ -50,8 +50,8 @@ def window_error(tokens: Slots, kept: Slots, observed: Observed, recent: int) ->
 
 
 class WindowError:
-    """``window_error`` in two steps: the exact answers of the last queries, then their error on what
-    the tokens have become. Arguments as there."""
+    """``window_error`` in two steps: the exact answers of the last queries, then their error on
+    what the tokens have become. Arguments as there."""
 
     def __init__(self, tokens: Slots, observed: Observed, recent: int) -> None:
         q = observed.queries.shape[2]

@@ -30,8 +30,8 @@ class Page:
     bias.
 
     Args:
-        slots: ``[batch, heads, n, ...]``, of every head its own slots first, dead ones behind. Values
-            with masses may have more bits than keys; they are stored in the dtype of the keys.
+        slots: ``[batch, heads, n, ...]``, of every head its own slots first, dead ones behind.
+            Values with masses may have more bits than keys; they are stored in the keys' dtype.
         sizes: how many slots each head has: int64 ``[batch, heads]``; None: all ``n``.
         room: slots that can be appended to every head.
 
@@ -103,10 +103,14 @@ class Page:
             return torch.full((self.batch, self.heads), self.count)
         return self.sizes + self.appended
 
-    def even(self, name: str) -> Tensor | None:
+    def even(self, name: str) -> Tensor:
         """A field of heads of equal size, ``[batch, heads, count, ...]``, as a view."""
-        buffer = self.fields.get(name)
-        return None if buffer is None else buffer[:, :, : self.base + self.appended]
+        return self.fields[name][:, :, : self.base + self.appended]
+
+    @property
+    def even_mass(self) -> Tensor | None:
+        """Masses of heads of equal size; None: all are 1."""
+        return self.even("mass") if "mass" in self.fields else None
 
     @property
     def slots(self) -> Slots:
@@ -114,13 +118,12 @@ class Page:
         ones, so that the newest tokens of all heads are side by side. Values with masses come in
         float32 at least, so that u / m is what it was when they come back."""
         if self.layout is None:
-            fields = {name: self.even(name) for name in self.fields}
+            fields = {n: buffer[:, :, : self.count] for n, buffer in self.fields.items()}
         else:
             places, shape = self._now_at(), (self.batch, self.heads, self.count)
             fields = {n: unflatten(t, *places, shape) for n, t in self.fields.items()}
-        if fields.get("mass") is not None:
+        if "mass" in fields:
             mass, values = fields["mass"], fields["values"]
-            assert mass is not None and values is not None
             weight = torch.where(mass != 0, mass, 1.0).unsqueeze(-1)
             fields["values"] = values.to(compute_dtype(values.dtype)) * weight
         return Slots(**fields)
@@ -129,7 +132,7 @@ class Page:
         """Write ``new`` ``[batch, heads, q, ...]`` behind every head's slots; q <= ``room``."""
         if new.mass is not None and "mass" not in self.fields:
             self.fields["mass"] = self._filled("mass")
-        q = new.count
+        q = new.keys.shape[2]
         for name, buffer in self.fields.items():
             tensor: Tensor | None = getattr(new, name)
             if self.layout is None:

@@ -239,10 +239,9 @@ class Plan:
             if fraction >= float(curves.kept[0]):  # less: nothing is left to spend anywhere
                 shares = torch.tensor(curves.allocate(fraction), dtype=torch.float64)
                 if held is not None:
-                    most = held / tokens
-                    shares = (
-                        spend(shares * fraction, float(fraction * most.numel()), most) / fraction
-                    )
+                    limits = held.double() / tokens
+                    total = fraction * limits.numel()
+                    shares = spend(shares * fraction, total, limits) / fraction
             found = [[Budget(self.budget.value, x) for x in row] for row in shares.tolist()]
             return found, torch.zeros(shares.shape, dtype=torch.bool)
         most = 1.0 if self.max_budget is None else self.max_budget.slots(tokens) / tokens

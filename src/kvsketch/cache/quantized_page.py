@@ -62,7 +62,7 @@ class QuantizedPage:
         mass = slots.mass
         weight = None if mass is None else torch.where(mass != 0, mass, 1.0).unsqueeze(-1)
         means = slots.values if weight is None else slots.values / weight
-        self._dtype = slots.keys.dtype if previous is None else previous._dtype
+        self._dtype: torch.dtype = slots.keys.dtype if previous is None else previous._dtype
         self._exact = {
             "keys": _taken(slots.keys, exact_at, room).to(self._dtype),
             "values": _taken(means, exact_at, room).to(self._dtype),
@@ -110,7 +110,8 @@ class QuantizedPage:
         if self._ragged is None:
             return part
         places = self._ragged.places(self._hidden)
-        return part.map_slots(lambda t: flatten(t, *places, self._ragged.total))  # type: ignore[union-attr]
+        total = self._ragged.total
+        return part.map_slots(lambda t: flatten(t, *places, total))
 
     def _unflat(self, part: Quantized) -> Quantized:
         if self._ragged is None:
@@ -174,7 +175,7 @@ class QuantizedPage:
         return Slots(**fields)
 
     def _behind(self) -> Tensor:
-        """Where the appended slots of every head lie among its slots, ``[batch, heads, appended]``."""
+        """Where the appended slots of a head lie among its slots, ``[batch, heads, appended]``."""
         start = self.held.to(self._parts.device).unsqueeze(-1) - self.appended
         return start + torch.arange(self.appended, device=start.device)
 
@@ -301,7 +302,7 @@ def _padded(tensor: Tensor, room: int) -> Tensor:
 
 
 def _put(out: Tensor, index: Tensor, rows: Tensor, nowhere: int) -> None:
-    """Add rows to their places in ``out``, which is 0 there; those with place ``nowhere`` are lost."""
+    """Add rows to their places in ``out``, which is 0 there, but those with place ``nowhere``."""
     if not index.shape[2]:
         return
     there = (index != nowhere).unsqueeze(-1)

@@ -38,10 +38,9 @@ class Ragged:
         return Ragged(ends - capacity, sizes, int(ends[:, -1].max()))
 
     def places(self, count: int, last: bool = False) -> tuple[Tensor, Tensor]:
-        """Where slot j < size of row b and head h lies in a padded tensor, in the order of the slots:
-        indices into the flattened padded tensor ``[batch * heads * count]``, of whose columns it has
-        the first ones (``last``: the last ones), and into the flattened flat one ``[batch *
-        total]``."""
+        """Where slot j < size of row b and head h lies, in the order of the slots: indices into the
+        flattened padded tensor ``[batch * heads * count]``, of whose columns a head has the first
+        ones (``last``: the last ones), and into the flattened flat one ``[batch * total]``."""
         batch = self.sizes.shape[0]
         device = self.sizes.device
         number = torch.arange(count, device=device)

@@ -193,7 +193,7 @@ class SketchPages:
                     whole = field.new_zeros(shape)
                 whole[places, count - part.count :] = field.squeeze(1).to(whole.dtype)
             assert whole is not None
-            fields[name] = whole.unflatten(0, (self.batch, self.heads))
+            fields[name] = whole.view(self.batch, self.heads, *whole.shape[1:])
         return Slots(**fields)
 
     def split(self, slots: Slots) -> list[Slots]:

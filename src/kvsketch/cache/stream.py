@@ -82,6 +82,8 @@ class Stream:
         self.one_shot, self.bits, self.track_error = one_shot, bits, track_error
         self._buffer = buffer
         self.queries = Queries()
+        #: whether the method looks at queries
+        self.needs_queries = method.needs_queries
         self.reset()
 
     def reset(self) -> None:
@@ -101,14 +103,9 @@ class Stream:
         self._bytes = 0  # of the page
         self.method.reset()
 
-    @property
-    def needs_queries(self) -> bool:
-        """Whether the method looks at queries."""
-        return self.method.needs_queries
-
     def wants_queries(self, count: int) -> bool:
         """Whether ``settle`` has a use for the queries of the newest ``count`` tokens."""
-        return self.method.needs_queries or self.budget is None or (count > 1 and self.page is None)
+        return self.needs_queries or self.budget is None or (count > 1 and self.page is None)
 
     @property
     def compressed(self) -> bool:
@@ -122,8 +119,8 @@ class Stream:
 
     @property
     def slots(self) -> Slots:
-        """All slots ``[batch, num_key_value_heads, n, ...]``; where heads differ in size, the smaller
-        ones' are the last ones, behind dead slots."""
+        """All slots ``[batch, num_key_value_heads, n, ...]``; where heads differ in size, the
+        smaller ones' are the last ones, behind dead slots."""
         if self.page is not None:
             return self.page.slots
         if self.tokens is None:
@@ -160,7 +157,7 @@ class Stream:
 
     def extend(self, new: Slots) -> None:
         """Append tokens, ``[batch, num_key_value_heads, q, ...]``."""
-        q = new.count
+        q = new.keys.shape[2]
         self.seen += q
         page = self.page
         if page is not None:
@@ -177,7 +174,8 @@ class Stream:
 
     def _room(self) -> int:
         """How many tokens may be appended to the page before it is due."""
-        assert self.page is not None and self.budget is not None
+        assert self.page is not None
+        assert self.budget is not None
         if self.one_shot:  # grows for good, by a few per cent at a time
             return self._buffer_for(self.page.count)
         if self._quantises_early:  # room is in full precision: only the buffer
@@ -210,15 +208,15 @@ class Stream:
         Returns:
             Whether it compressed.
         """
-        keep = observed is not None and (self.waits or self._uses_queries(prefill))
-        if keep:
-            assert observed is not None
+        budget, page = self.budget, self.page
+        if observed is not None and (budget is None or (self.needs_queries and not self._whole)):
             self.queries.add(observed)
-        if self.budget is None:
+        if budget is None:
             return False
-        if not hold and self.due(prefill):
+        full = page is not None and page.appended >= self._limit and not self.one_shot
+        if not hold and (full or ((prefill or page is None) and self.due(prefill))):
             last = observed if prefill else None
-            self._compress(self.budget, prefill=prefill, last=last)
+            self._compress(budget, prefill=prefill, last=last)
             return True
         # Turn a prompt's queries into scores now (they are many), a decoded token's only now and
         # then. What looks at a window of queries only waits for the last chunk of a held prompt.
@@ -226,13 +224,14 @@ class Stream:
             self.queries.keep_last(self.method.window)
         elif prefill or (self.queries.count and self.queries.many(self._bytes)):
             self.fold()
-        if self.page is not None:
-            self.page.release()
+        if page is not None:
+            page.release()
         return False
 
-    def _uses_queries(self, prefill: bool) -> bool:
-        assert self.budget is not None
-        return self.method.needs_queries and not (self.budget.whole and self.bits == 16)
+    @property
+    def _whole(self) -> bool:
+        """Whether all tokens are kept as they are, however many come."""
+        return self.page is None and self.bits == 16 and bool(self.budget and self.budget.whole)
 
     def due(self, prefill: bool) -> bool:
         """Whether ``settle`` would compress now."""
@@ -274,6 +273,7 @@ class Stream:
         """How many of the last queries still see the same tokens after a compression."""
         return min(self.method.window or self.method.recent, self.method.recent)
 
+    @torch.no_grad()
     def _compress(
         self,
         budgets: HeadBudgets,
@@ -362,7 +362,7 @@ class Stream:
             windows = [page.window or method.fresh() for page in pages]
             parts = [page.exact for page in pages]
         else:
-            alike, number = budget.flatten().unique(return_inverse=True)
+            alike, number = torch.unique(budget.flatten(), return_inverse=True)
             places = [(number == i).nonzero().squeeze(1) for i in range(len(alike))]
             windows = [method.fresh() for _ in places]
             for window, rows in zip(windows, places, strict=True):
@@ -401,14 +401,15 @@ class Stream:
         return self._scored(self.slots)
 
     def _scored(self, slots: Slots) -> Slots:
-        """Slots with the waiting queries folded in. What these saw is still all here, so this equals
-        observing every query at its own time."""
+        """Slots with the waiting queries folded in. What these saw is still all here, so this
+        equals observing every query at its own time."""
         observed = self.queries.all()
         if observed is None or isinstance(self.method, WindowedSketch):
             return slots
         masked = slots if self._live is None else slots.only(self._live[:, None, :])
         return replace(slots, score=self.method.observe(masked, observed).score)
 
+    @torch.no_grad()
     def fold(self) -> None:
         """Turn waiting queries into scores now."""
         if not self.queries.count:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..attention import attend_to
 from ..errors import UnsupportedError
 from ..slots import Observed
-from .masks import View, mask_over
+from .masks import PLAIN, View, mask_over
 
 if TYPE_CHECKING:
     from .interface import Kernel
@@ -90,16 +90,19 @@ def attention(
         check_arguments(layer, module, args, kwargs)
     stream, (batch, _, q, dim) = layer.stream, query.shape
     queries = layer.to_slots(module, query)
-    layer.check_queries(queries)
+    if queries.shape != layer.query_shape:
+        layer.check_queries(queries)
     view = layer.forward.masks.read(attention_mask, batch, q, stream.seen)
-    layer.mark(view)
+    if view is not PLAIN or stream.padded:
+        layer.mark(view)
     scale = dim**-0.5 if scaling is None else scaling
-    observed = Observed(queries.detach(), scale, softcap, live=view.causal, sinks=s_aux)
-    if not stream.compressed:
+    seen = queries.detach() if queries.requires_grad else queries
+    observed = Observed(seen, scale, softcap, live=view.causal, sinks=s_aux)
+    if stream.page is None:
         out, weights = usual(key, value, attention_mask)
         layer.after_attention(observed)
         return out, weights
-    asked = observed if queries is observed.queries else replace(observed, queries=queries)
+    asked = observed if seen is queries else replace(observed, queries=queries)
     out = attend_slots(layer, asked, view)
     layer.after_attention(observed)
     return layer.from_slots(module, out).transpose(1, 2).contiguous(), None
@@ -119,7 +122,7 @@ def attend_slots(layer: SketchLayer, asked: Observed, view: View) -> Tensor:
         UnsupportedError: a mask that slots cannot honour.
     """
     stream, mask = layer.stream, None
-    if not view.plain:
+    if view is not PLAIN and not view.plain:
         mask = mask_over(view, stream.slots, *asked.queries.shape[1:3])
     return attend_to(asked, stream.open(), mask, stream.padded)
 

@@ -58,8 +58,8 @@ class Forward:
         return stream.waits and self.plan.ready(stream, prefill)
 
     def plan_for(self, layer: SketchLayer, prefill: bool, hold: bool) -> bool:
-        """Let the plan hand down what follows from the prompt of a layer whose stream waits. Returns
-        whether any layer was compressed."""
+        """Let the plan hand down what follows from the prompt of a layer whose stream waits.
+        Returns whether any layer was compressed."""
         streams = [sketch.stream for sketch in self.sketches]
         return self.plan.hand_down(layer.stream, streams, prefill, hold)
 
@@ -79,7 +79,9 @@ class Forward:
             )
         if self._thread is None or index in self._updated:
             self._start(thread)
-        unread = [layer for layer in self._open if layer.settings.readers == 1]
+        unread = (
+            [layer for layer in self._open if layer.settings.readers == 1] if self._open else []
+        )
         if unread:
             self.undo()
             raise UnsupportedError(
@@ -105,7 +107,8 @@ class Forward:
         layer = self.layers[index]
         if isinstance(layer, SketchLayer):
             self._open.append(layer)
-        self._end()
+        else:
+            self._end()
 
     def attended(self, layer: SketchLayer) -> None:
         """All that read the new keys of ``layer`` have."""

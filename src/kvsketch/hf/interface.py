@@ -63,13 +63,14 @@ def install() -> None:
     @functools.wraps(original)
     def get_interface(self: Any, attn_implementation: str, default: Kernel) -> Kernel:
         kernel: Kernel = original(self, attn_implementation, default)
-        if torch.compiler.is_compiling() and not _OPEN and not _WATCHING:
-            graphed: Kernel = graph_attention(kernel, attn_implementation)
-            return graphed
-        if _OPEN:
-            compiling = torch.compiler.is_compiling()
-            ours = _ours_outside if compiling else _ours
-            kernel = ours(kernel, attn_implementation)
+        if torch.compiler.is_compiling():
+            if not _OPEN and not _WATCHING:
+                graphed: Kernel = graph_attention(kernel, attn_implementation)
+                return graphed
+            if _OPEN:
+                kernel = _ours_outside(kernel, attn_implementation)
+        elif _OPEN:
+            kernel = _ours(kernel, attn_implementation)
         for around in _WATCHING:
             kernel = functools.partial(around, kernel)
         return kernel
@@ -133,30 +134,19 @@ def _ours(kernel: Kernel, name: str) -> Kernel:
     if not shared:
         del _OPEN[threading.get_ident()]
     if layer is not None:
-        return functools.partial(_attend, layer, kernel, name)
+        return functools.partial(layer.attend, kernel, name)
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         for owner in shared:
             if owner.returned(key):
-                return _attend(owner, kernel, name, module, query, key, *args, **kwargs)
+                return owner.attend(kernel, name, module, query, key, *args, **kwargs)
         return kernel(module, query, key, *args, **kwargs)
 
     return attention
 
 
-def _attend(layer: SketchLayer, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    if torch.compiler.is_compiling():
-        return _attend_outside(layer, *args, **kwargs)
-    return layer.attend(*args, **kwargs)
-
-
-@uncompiled
-def _attend_outside(layer: SketchLayer, *args: Any, **kwargs: Any) -> Any:
-    return layer.attend(*args, **kwargs)
-
-
 @uncompiled
 def _ours_outside(kernel: Kernel, name: str) -> Kernel:
-    return _ours(kernel, name)
+    return uncompiled(_ours(kernel, name))

@@ -66,6 +66,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         self.settings = settings
         self.token_shape: tuple[int, ...] = ()
         self.key_dim = 0  # of a slot
+        self.query_shape: tuple[int, ...] = ()  # of the last queries that were checked
         self.dtype: torch.dtype | None = None
         self.token_bytes = 0  # keys and values of one token, all rows and heads, uncompressed
         self.module: weakref.ref[nn.Module] | None = None  # whose cache this is
@@ -124,7 +125,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             self._check(key_states, value_states)
             self.lazy_initialization(key_states, value_states)
         q = key_states.shape[2]
-        if self.stream.compressed and key_states.requires_grad:
+        if self.stream.page is not None and key_states.requires_grad:
             key_states, value_states = key_states.detach(), value_states.detach()
         new = self._slots_of(key_states, value_states)
         if self.settings.track_positions:
@@ -144,9 +145,9 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         return Slots(key_states, value_states)
 
     def _to_return(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """What the model gets: all tokens while nothing was compressed, for its own kernel; then the
-        new ones, since it is the slots that are attended to."""
-        if self.stream.compressed:
+        """What the model gets: all tokens while nothing was compressed, for its own kernel; then
+        the new ones, since it is the slots that are attended to."""
+        if self.stream.page is not None:
             return key_states, value_states
         assert self.stream.tokens is not None
         return self.stream.tokens.keys, self.stream.tokens.values
@@ -171,7 +172,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
                 "(it caches latents, or attends in several parts), so its cache cannot be "
                 "compressed; use DynamicCache for this model"
             )
-        if module is not None:
+        if module is not None and (self.module is None or self.module() is not module):
             self.claim(module)
 
     def claim(self, module: nn.Module) -> None:
@@ -200,6 +201,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
                 f"and head_dim={dim}: batch and head_dim must be equal, and the number of "
                 "attention heads a multiple of the KV heads"
             )
+        self.query_shape = query.shape
 
     def attend(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """What the model calls instead of its kernel: see ``attention``."""
@@ -235,36 +237,36 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         Args:
             observed: its queries; None if nothing will ever be compressed.
         """
-        self._reads += 1
-        if observed is not None and self.stream.wants_queries(self.pending):
-            self._waiting.append(observed)
-        if self._reads < self.settings.readers:
-            return
-        together = _side_by_side(self._waiting, self.token_shape[1])
-        q, self.pending = self.pending, 0
-        self._waiting, self._returned, self._reads = [], None, 0
+        if observed is not None and not self.stream.wants_queries(self.pending):
+            observed = None
         if self.settings.readers > 1:
+            self._reads += 1
+            if observed is not None:
+                self._waiting.append(observed)
+            if self._reads < self.settings.readers:
+                return
+            observed = _side_by_side(self._waiting, self.token_shape[1])
+            self._waiting, self._reads = [], 0
             interface.close(self)
+        q, self.pending, self._returned = self.pending, 0, None
         if self.record_past:
-            self._unverified.append(together)
+            self._unverified.append(observed)
             self._unverified_tokens += q
         else:
-            self._settle(together, prefill=q > 1)
+            self._settle(observed, prefill=q > 1)
         self.forward.attended(self)
 
     def _settle(self, observed: Observed | None, prefill: bool) -> None:
-        hold = (
-            self.settings.exact_prefill
-            and self.settings.prompt_length is not None
-            and self.stream.seen < self.settings.prompt_length
+        settings, stream = self.settings, self.stream
+        hold = settings.prompt_length is not None and (
+            settings.exact_prefill and stream.seen < settings.prompt_length
         )
-        with torch.no_grad():
-            done = self.stream.settle(observed, prefill=prefill, hold=hold)
-            if self.stream.waits:
-                done = self.forward.plan_for(self, prefill, hold)
+        done = stream.settle(observed, prefill, hold)
+        if stream.budget is None:
+            done = self.forward.plan_for(self, prefill, hold)
         if done or prefill:
             self.forward.note_bytes()
-        if self.stream.compressed:
+        if stream.page is not None:
             self.forward.masks.settled = True
 
     def get_seq_length(self) -> int:

@@ -74,21 +74,16 @@ def prefill(asked: Observed, page: Page, padded: bool) -> Tensor:
 def _padded(page: Page) -> tuple[Tensor, Tensor, Tensor | None]:
     """Keys, mean values and masses ``[batch, heads, count, ...]``, the newest tokens last."""
     if page.layout is None:
-        keys, values = page.even("keys"), page.even("values")
-        assert keys is not None and values is not None
-        return keys, values, page.even("mass")
+        return page.even("keys"), page.even("values"), page.even_mass
     slots = page.slots
     return slots.keys, slots.mean_values().to(slots.keys.dtype), slots.mass
 
 
 def _over_equal_heads(packed: Tensor, page: Page, asked: Observed) -> tuple[Tensor, Tensor]:
-    keys, values, mass = page.even("keys"), page.even("values"), page.even("mass")
-    assert keys is not None and values is not None
+    keys, values, mass = page.even("keys"), page.even("values"), page.even_mass
     bias = None if mass is None else log_mass(mass).unsqueeze(2)
     if asked.slopes is not None:
-        positions = page.even("positions")
-        assert positions is not None
-        bent = _bent(asked, positions.unsqueeze(2), page.heads)
+        bent = _bent(asked, page.even("positions").unsqueeze(2), page.heads)
         bias = bent if bias is None else bent + bias
     return partial(packed, keys, values, bias, asked.scaling, asked.softcap)
 

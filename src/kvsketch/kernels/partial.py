@@ -49,12 +49,13 @@ def partial(
         The attention, in the dtype of the queries, and the log of the summed weights, float32 or
         float64 ``[rows, heads, q]``.
     """
-    fused = _FLASH is not None and queries.device.type == "cpu" and softcap is None
-    if fused and keys.shape[3] == values.shape[3]:
+    fused = softcap is None and queries.device.type == "cpu"
+    if fused and _FLASH is not None and keys.shape[3] == values.shape[3]:
         if bias is not None:
             shape = (*queries.shape[:3], keys.shape[2])
             # float64 scores with a float32 bias come out wrong; 16 bits are too few for log m
-            bias = bias.to(compute_dtype(queries.dtype)).expand(shape)
+            wide = torch.float64 if queries.dtype == torch.float64 else torch.float32
+            bias = (bias if bias.dtype == wide else bias.to(wide)).expand(shape)
         found: tuple[Tensor, Tensor] = _FLASH(
             queries, keys, values, 0.0, is_causal, attn_mask=bias, scale=scaling
         )
