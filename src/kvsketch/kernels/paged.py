@@ -26,7 +26,7 @@ def decode(asked: Observed, page: Page, padded: bool) -> Tensor:
     over = _over_equal_heads if page.layout is None else _over_blocks
     out, log_total = over(packed, page, asked)
     out = _finished(out, log_total, asked, page.heads, padded)
-    return out.reshape(batch, heads, 1, out.shape[-1])
+    return out.reshape(batch, heads, 1, out.shape[-1]).to(asked.queries.dtype)
 
 
 def prefill(asked: Observed, page: Page, padded: bool) -> Tensor:

@@ -1,0 +1,216 @@
+"""The page of a layer, heads of any size, and attention over it: against the reference in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsketch.attention import attend_to
+from kvsketch.cache import Page
+from kvsketch.cache.quantized_page import QuantizedPage
+from kvsketch.slots import Observed, Slots, attend, causal, compute_dtype
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.08, torch.float16: 0.01}
+
+
+def tokens(generator, batch, heads, n, dim, value_dim, dtype, weighted=False, positions=False):
+    """Slots whose value-sums are those of the values as the dtype has them."""
+    keys = torch.randn(batch, heads, n, dim, generator=generator, dtype=torch.float64).to(dtype)
+    values = torch.randn(batch, heads, n, value_dim, generator=generator, dtype=torch.float64)
+    values = values.to(dtype)
+    wide = compute_dtype(dtype)
+    mass = torch.rand(batch, heads, n, generator=generator, dtype=wide) * 5 + 0.1
+    place = torch.arange(n, dtype=torch.float64).expand(batch, heads, n) if positions else None
+    if not weighted:
+        return Slots(keys, values, positions=place)
+    return Slots(keys, values.to(wide) * mass.unsqueeze(-1), mass, positions=place)
+
+
+def page_of(slots, sizes, room):
+    if sizes is None:
+        return Page(slots, None, room)
+    return Page(slots.only(torch.arange(slots.count) < sizes.unsqueeze(-1)), sizes, room)
+
+
+def sizes_of(generator, batch, heads, n):
+    sizes = torch.randint(1, n + 1, (batch, heads), generator=generator)
+    sizes[0, 0] = n
+    return sizes
+
+
+shapes = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 10_000),
+        "batch": st.integers(1, 3),
+        "heads": st.integers(1, 3),
+        "group": st.integers(1, 3),
+        "n": st.integers(1, 90),
+        "q": st.sampled_from([1, 1, 2, 7]),
+        "dim": st.sampled_from([1, 5, 8, 16]),
+        "same": st.booleans(),
+        "ragged": st.booleans(),
+        "weighted": st.booleans(),
+    }
+)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=shapes,
+    softcap=st.sampled_from([None, None, 3.0]),
+    alibi=st.booleans(),
+    sunk=st.booleans(),
+)
+def test_attention_over_a_page_equals_the_reference_head_by_head(
+    dtype, shape, softcap, alibi, sunk
+):
+    """Appended tokens included; sizes that are no powers of two; values of another width."""
+    s = shape
+    g = torch.Generator().manual_seed(s["seed"])
+    batch, heads, n, q, dim = s["batch"], s["heads"], s["n"], s["q"], s["dim"]
+    value_dim = dim if s["same"] else dim + 3
+    held = tokens(g, batch, heads, n, dim, value_dim, dtype, s["weighted"], alibi)
+    new = tokens(g, batch, heads, q, dim, value_dim, dtype, False, alibi)
+    if alibi:
+        new = Slots(new.keys, new.values, positions=new.positions + n)
+    sizes = sizes_of(g, batch, heads, n) if s["ragged"] else None
+    page = page_of(held, sizes, q + 3)
+    page.append(new)
+    every = heads * s["group"]
+    asked = Observed(
+        torch.randn(batch, every, q, dim, generator=g, dtype=torch.float64).to(dtype),
+        0.4,
+        softcap,
+        torch.rand(every, generator=g, dtype=torch.float64) if alibi else None,
+        None,
+        torch.randn(every, generator=g, dtype=torch.float64) if sunk else None,
+    )
+    out = attend_to(asked, page)
+    assert out.dtype == dtype
+    for row, head in itertools.product(range(batch), range(heads)):
+        count = n if sizes is None else int(sizes[row, head])
+        mine = Slots.cat([held.narrow(0, count), new]).map(
+            lambda t, r=row, h=head: t[r : r + 1, h : h + 1].double()
+        )
+        own = slice(head * s["group"], (head + 1) * s["group"])
+        expected = attend(
+            asked.queries[row : row + 1, own].double(),
+            mine,
+            scaling=0.4,
+            softcap=softcap,
+            mask=causal(q, count + q, torch.device("cpu")),
+            slopes=None if asked.slopes is None else asked.slopes[own],
+            sinks=None if asked.sinks is None else asked.sinks[own],
+        )
+        error = float((out[row : row + 1, own].double() - expected).abs().max())
+        assert error < TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
+
+
+def test_softmax_over_values_and_masses_divided_is_attention_over_slots():
+    """The identity that lets any attention kernel compute slots: values [u, m], divided by their
+    last column; and its form with a bias of log m over values u / m."""
+    g = torch.Generator().manual_seed(0)
+    slots = tokens(g, 2, 3, 50, 8, 8, torch.float64, weighted=True)
+    queries = torch.randn(2, 3, 4, 8, generator=g, dtype=torch.float64)
+    expected = attend(queries, slots, scaling=1.0)
+    weights = (queries @ slots.keys.mT).softmax(-1)
+    both = weights @ torch.cat([slots.values, slots.mass.unsqueeze(-1)], dim=-1)
+    torch.testing.assert_close(both[..., :-1] / both[..., -1:], expected, rtol=0, atol=1e-14)
+    bias = (queries @ slots.keys.mT + slots.mass.log().unsqueeze(2)).softmax(-1)
+    means = slots.values / slots.mass.unsqueeze(-1)
+    torch.testing.assert_close(bias @ means, expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["page", "quantized"])
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes, scored=st.booleans())
+def test_a_page_shows_its_slots_in_order_whatever_was_done_to_it(kind, shape, scored):
+    """Appended, dropped, grown, selected rows: heads of any size, the newest tokens last."""
+    s = shape
+    g = torch.Generator().manual_seed(s["seed"])
+    batch, heads, n, q, dim = s["batch"], s["heads"], s["n"], s["q"], s["dim"]
+    held = tokens(g, batch, heads, n, dim, dim, torch.float32, s["weighted"])
+    if scored:
+        held = Slots(held.keys, held.values, held.mass, score=torch.rand(batch, heads, n, generator=g))
+    sizes = sizes_of(g, batch, heads, n) if s["ragged"] else None
+    page = page_of(held, sizes, q + 1)
+    exact = {"rtol": 1e-5, "atol": 1e-5}
+    if kind == "quantized":
+        cut = held if sizes is None else held.only(torch.arange(n) < sizes.unsqueeze(-1))
+        page = QuantizedPage(cut, sizes, q + 1, 8, 2, 3)
+        exact = {"rtol": 0.02, "atol": 0.1}
+    new = tokens(g, batch, heads, q, dim, dim, torch.float32)
+    page.append(new)
+    page.append(new.narrow(0, 1))
+    page.drop(1)
+
+    def check(page, fn=lambda t: t):
+        slots = page.slots
+        for row, head in itertools.product(range(len(slots.keys)), range(heads)):
+            source = int(fn(torch.arange(batch))[row])
+            count = n if sizes is None else int(sizes[source, head])
+            assert int(page.held[row, head]) == count + q
+            for name in ("keys", "values", "mass", "score"):
+                mine = getattr(slots, name)
+                if mine is None:
+                    continue
+                empty = torch.zeros(batch, heads, q)
+                behind = {"mass": empty + 1, "score": empty}
+                before = held.masses() if name == "mass" else getattr(held, name)
+                later = getattr(new, name) if name in ("keys", "values") else behind[name]
+                wanted = torch.cat([before[source, head, :count], later[source, head]])
+                found = mine[row, head, slots.count - count - q :]
+                torch.testing.assert_close(found.float(), wanted.float(), **exact)
+                if name == "mass":
+                    assert float(mine[row, head, : slots.count - count - q].abs().sum()) == 0
+
+    check(page)
+    check(page.grown(5))
+    order = torch.tensor([batch - 1, 0, 0])
+    check(page.map(lambda t: t.index_select(0, order)), lambda t: t.index_select(0, order))
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_dead_slots_do_not_even_shift_the_softmax(ragged):
+    """Padding with a score far above the rest, in a row of its own and in one that has no other."""
+    g = torch.Generator().manual_seed(0)
+    held = tokens(g, 2, 2, 20, 8, 8, torch.float32, weighted=True)
+    held.keys[:, :, :5] = 100.0
+    live = torch.arange(20) >= torch.tensor([[[5]], [[20]]])
+    sizes = torch.tensor([[20, 12], [20, 9]]) if ragged else None
+    page = page_of(held.only(live.expand(2, 2, 20)), sizes, 1)
+    queries = torch.rand(2, 4, 1, 8, generator=g) + 1
+    out = attend_to(Observed(queries, 1.0), page, padded=True)
+    alive = page.slots.only(page.slots.masses() > 0).map(lambda t: t.double())
+    torch.testing.assert_close(
+        out.double(), attend(queries.double(), alive, scaling=1.0), rtol=1e-4, atol=1e-5
+    )
+    assert float(out[1].abs().max()) == 0
+
+
+def test_survivors_do_not_drift_in_bfloat16():
+    """u / m is what is stored: read and written again a hundred times, nothing changes."""
+    g = torch.Generator().manual_seed(0)
+    page = Page(tokens(g, 1, 2, 40, 8, 8, torch.bfloat16, weighted=True))
+    first = {name: tensor.clone() for name, tensor in page.fields.items()}
+    for _ in range(100):
+        page = Page(page.slots)
+    for name, tensor in page.fields.items():
+        assert torch.equal(tensor, first[name])
+    assert page.fields["values"].dtype == torch.bfloat16
+
+
+def test_heads_of_different_size_take_what_they_need():
+    """Not the size of the largest: at most a block, of about a thirty-second of the mean, more."""
+    g = torch.Generator().manual_seed(0)
+    held = tokens(g, 1, 8, 4000, 32, 32, torch.bfloat16)
+    sizes = torch.tensor([[4000, 100, 300, 50, 2000, 700, 60, 800]])
+    page = page_of(held, sizes, 20)
+    per_slot = 2 * (32 + 32) + 4
+    needed = int((sizes + 20).sum()) * per_slot
+    assert sum(t.nbytes for t in page.tensors()) <= 1.08 * needed
