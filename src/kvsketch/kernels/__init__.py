@@ -1,4 +1,8 @@
-"""Fast forms of ``attend``, each tested against it."""
+"""Fast forms of ``attend`` and of what compressing costs, each tested against its plain form.
+
+The ``triton_*`` modules import Triton, which need not be installed: ask
+``triton_support.available(device)`` before importing one.
+"""
 
 from .decode import attend_one
 

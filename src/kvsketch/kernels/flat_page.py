@@ -83,9 +83,10 @@ class FlatQuantized:
             if given is None and name == "offset":
                 continue
             if given.dim() != 4 or given.shape[2] != 1 or given.shape[3] not in widths:
+                allowed = " or ".join(map(str, widths))
                 raise InputError(
-                    f"{name} must be [batch, num_key_value_heads, 1, {' or '.join(map(str, widths))}"
-                    f"], got {tuple(given.shape)}"
+                    f"{name} must be [batch, num_key_value_heads, 1, {allowed}], got "
+                    f"{tuple(given.shape)}"
                 )
             if given.dtype != torch.float32:
                 raise InputError(f"{name} must be float32, got {given.dtype}")
@@ -206,6 +207,24 @@ def check(
     pages = [t for page in (keys, values) for t in _tensors(page)]
     check_together(queries, *pages, mass, start, count, sinks, slopes, positions)
     return sizes
+
+
+def check_new(
+    sizes: Sizes, queries: Tensor, keys: Tensor, values: Tensor, mass: Tensor | None
+) -> None:
+    """Raises:
+    InputError: new keys, values or masses that do not fit.
+    """
+    shape = (sizes.batch, sizes.kv_heads, sizes.queries)
+    for name, new, dim in (
+        ("new_keys", keys, sizes.head_dim),
+        ("new_values", values, sizes.value_dim),
+    ):
+        if tuple(new.shape) != (*shape, dim):
+            raise InputError(f"{name} must have shape {(*shape, dim)}, got {tuple(new.shape)}")
+        check_dtype(name, new)
+    check_column("new_mass", mass, shape, (torch.float32,))
+    check_together(queries, keys, values, mass)
 
 
 def check_dtype(name: str, tensor: Tensor) -> None:

@@ -13,8 +13,6 @@ codes is bound by memory or by arithmetic, is a guess so far.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,19 +20,19 @@ from torch import Tensor
 
 from ..errors import InputError
 from .flat_page import Page, Sizes, check, check_block, check_together, given
-from .triton_support import interpreted, require
-from .triton_tiles import (
-    LN2,
+from .triton_combine import combine
+from .triton_slots import (
     LOG2E,
+    Scoring,
+    at,
     attend_slots,
-    constants,
     finished,
+    flat,
+    kind,
     owned,
-    padded,
-    pointers,
-    strides,
-    tuned,
 )
+from .triton_support import interpreted, require
+from .triton_tuning import padded, tuned
 
 # Programs to aim for: a few per multiprocessor of the largest GPUs (132 in an H200), since heads
 # of different sizes leave some of them without work.
@@ -101,8 +99,9 @@ def decode(
         sinks: ``[num_attention_heads]``, logits of attention sinks.
         slopes: ``[num_attention_heads]``, ALiBi: adds ``slope * (position - query's position)``.
         positions: of the slots, float32, int32 or int64 ``[batch, total]``; needed for slopes.
-        query_positions: in the dtype of ``positions`` ``[batch]``. None: that of the last slot of
-            the head, which changes nothing in the output but shifts ``log_total``.
+        query_positions: in the dtype of ``positions`` ``[batch]``; needed for slopes with sinks.
+            None: that of the last slot of the head, which changes nothing in the output but shifts
+            ``log_total``.
         most: an upper bound of ``count``, from which the number of programs follows; None: total.
             A smaller number than the truth costs time, but no slot is left out.
         splits: pieces per head; None: ``splits_for(batch, num_key_value_heads, most)``.
@@ -136,6 +135,8 @@ def decode(
     require(queries)
     if sizes.queries > 1:
         raise InputError(f"queries has {sizes.queries} queries per head: decode takes one")
+    if sinks is not None and slopes is not None and query_positions is None:
+        raise InputError("sinks beside slopes (ALiBi) need query_positions")
     _check_launch(sizes, queries, positions, query_positions, most, splits, block)
     shape = (sizes.batch, sizes.heads, sizes.queries)
     out = given("out", out, queries, (*shape, sizes.value_dim), queries.dtype)
@@ -151,68 +152,54 @@ def decode(
         wanted = (sizes.batch, sizes.heads, splits)
         given("scratch[0]", parts, queries, (*wanted, sizes.value_dim), torch.float32)
         given("scratch[1]", logs, queries, wanted, torch.float32)
+    page = flat(keys, values, mass, positions, start, count)
+    scoring = Scoring(float(scaling), softcap, sinks, at(sinks), slopes, at(slopes))
     group_block = min(padded(sizes.group), _MOST_ROWS)
     tiles = -(-sizes.group // group_block)
-    arguments: dict[str, Any] = constants("KEYS", keys) | constants("VALUES", values)
-    kernel = _attend_tuned
+    pieces = splits * (1 if block is not None else _PIECE)
+    kernel, arguments = _attend_tuned, {}
     if block is not None or interpreted():
-        kernel, arguments["BLOCK"] = _attend_piece, block or 64
+        kernel, arguments = _attend_piece, {"BLOCK": block or 64}
     kernel[(sizes.batch * sizes.kv_heads * tiles, splits)](
         queries,
-        queries.stride(),
-        pointers(keys),
-        strides(keys),
-        pointers(values),
-        strides(values),
-        mass,
-        (0, 0) if mass is None else mass.stride(),
-        start,
-        start.stride(),
-        count,
-        count.stride(),
-        sinks,
-        0 if sinks is None else sinks.stride(0),
-        slopes,
-        0 if slopes is None else slopes.stride(0),
-        positions,
-        (0, 0) if positions is None else positions.stride(),
+        at(queries),
+        page,
+        scoring,
         query_positions,
-        0 if query_positions is None else query_positions.stride(0),
+        at(query_positions),
         parts,
-        parts.stride(),
+        at(parts),
         logs,
-        logs.stride(),
+        at(logs),
         sizes.kv_heads,
         sizes.group,
-        sizes.total,
-        -(-most // (splits * _PIECE)) * _PIECE if block is None else -(-most // splits),
+        -(-most // pieces) * (pieces // splits),
         splits,
-        float(scaling),
-        None if softcap is None else float(softcap),
-        HEAD_DIM=sizes.head_dim,
-        VALUE_DIM=sizes.value_dim,
         HEAD_BLOCK=padded(sizes.head_dim),
         VALUE_BLOCK=padded(sizes.value_dim),
         GROUP_BLOCK=group_block,
         GROUP_TILES=tiles,
+        TUNED_FOR=kind(keys, values),
+        enable_fp_fusion=True,
         **arguments,
     )
     if splits > 1:
         width = min(padded(sizes.value_dim), 64)
-        _combine[(sizes.batch * sizes.heads, -(-sizes.value_dim // width))](
+        combine[(sizes.batch * sizes.heads, -(-sizes.value_dim // width))](
             parts,
-            parts.stride(),
+            at(parts),
             logs,
-            logs.stride(),
+            at(logs),
             out,
-            out.stride(),
+            at(out),
             log_total,
-            log_total.stride(),
+            at(log_total),
             sizes.heads,
             splits,
             VALUE_DIM=sizes.value_dim,
             VALUE_BLOCK=width,
             SPLITS_BLOCK=padded(splits, 2),
+            enable_fp_fusion=True,
         )
     return out, log_total
 
@@ -221,63 +208,36 @@ def decode(
 def _attend_piece(
     queries: tl.tensor,
     queries_at: tl.tuple,
-    keys: tl.tuple,
-    keys_at: tl.tuple,
-    values: tl.tuple,
-    values_at: tl.tuple,
-    mass: tl.tensor,
-    mass_at: tl.tuple,
-    start: tl.tensor,
-    start_at: tl.tuple,
-    count: tl.tensor,
-    count_at: tl.tuple,
-    sinks: tl.tensor,
-    sinks_at: tl.tensor,
-    slopes: tl.tensor,
-    slopes_at: tl.tensor,
-    positions: tl.tensor,
-    positions_at: tl.tuple,
+    page: tl.tuple,
+    scoring: tl.tuple,
     query_positions: tl.tensor,
-    query_positions_at: tl.tensor,
+    query_positions_at: tl.tuple,
     out: tl.tensor,
     out_at: tl.tuple,
     logs: tl.tensor,
     logs_at: tl.tuple,
     kv_heads: tl.tensor,
     group: tl.tensor,
-    total: tl.tensor,
     piece: tl.tensor,
     splits: tl.tensor,
-    scaling: tl.tensor,
-    softcap: tl.tensor,
-    KEYS_BITS: tl.constexpr,
-    KEYS_WIDTH: tl.constexpr,
-    KEYS_BYTES: tl.constexpr,
-    KEYS_GROUPS: tl.constexpr,
-    VALUES_BITS: tl.constexpr,
-    VALUES_WIDTH: tl.constexpr,
-    VALUES_BYTES: tl.constexpr,
-    VALUES_GROUPS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     GROUP_TILES: tl.constexpr,
+    TUNED_FOR: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     """Piece number ``program_id(1)`` of a KV head, for the query heads of a tile of its group."""
     program, split = tl.program_id(0), tl.program_id(1)
     tile, program = program % GROUP_TILES, program // GROUP_TILES
-    row, head = (program // kv_heads).to(tl.int64), program % kv_heads
+    row, head = (program // kv_heads).to(tl.int64), (program % kv_heads).to(tl.int64)
     head_channels = tl.arange(0, HEAD_BLOCK).to(tl.int64)
     value_channels = tl.arange(0, VALUE_BLOCK).to(tl.int64)
     member = tile * GROUP_BLOCK + tl.arange(0, GROUP_BLOCK)
     is_member = member < group
-    heads = (head * group + member).to(tl.int64)
-    head = head.to(tl.int64)
+    heads = head * group + member
 
-    first, number, wrong = owned(start, start_at, count, count_at, row, head, total)
+    first, number, wrong = owned(page, row, head)
     begin = tl.minimum(split * piece, number)
     end = tl.minimum(begin + piece, number)
     if split == splits - 1:  # whatever ``most`` said, no slot is left out
@@ -286,122 +246,61 @@ def _attend_piece(
     at = queries + row * queries_at[0] + heads[:, None] * queries_at[1]
     q = tl.load(
         at + head_channels[None, :] * queries_at[3],
-        mask=is_member[:, None] & (head_channels < HEAD_DIM)[None, :],
+        mask=is_member[:, None] & (head_channels < page.key.dim)[None, :],
         other=0.0,
     )
     highest = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
     weight = tl.zeros([GROUP_BLOCK], tl.float32)
     summed = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
-    if sinks is not None:  # a slot without a value, in the first piece
-        sink = tl.load(sinks + heads * sinks_at, mask=is_member, other=0.0).to(tl.float32) * LOG2E
-        highest = tl.where(split == 0, sink, highest)
+    if scoring.sinks is not None:  # a slot without a value, in the first piece
+        sink = tl.load(scoring.sinks + heads * scoring.sinks_at[0], mask=is_member, other=0.0)
+        highest = tl.where(split == 0, sink.to(tl.float32) * LOG2E, highest)
         weight = tl.where(split == 0, 1.0, weight)
     slope = None
     here = None
-    if slopes is not None:
-        slope = tl.load(slopes + heads * slopes_at, mask=is_member, other=0.0).to(tl.float32)
+    if scoring.slopes is not None:
+        slope = tl.load(scoring.slopes + heads * scoring.slopes_at[0], mask=is_member, other=0.0)
+        slope = slope.to(tl.float32)
         if query_positions is not None:
-            places = query_positions + row * query_positions_at + tl.zeros_like(heads)
+            places = query_positions + row * query_positions_at[0] + tl.zeros_like(heads)
             here = tl.load(places)
         else:
-            last = tl.maximum(first + number - 1, 0) + tl.zeros_like(heads)
-            places = positions + row * positions_at[0] + last * positions_at[1]
-            here = tl.load(places, mask=number > 0, other=0)
+            last = first + number - 1 + tl.zeros_like(heads)
+            places = page.positions + row * page.positions_at[0] + last * page.positions_at[1]
+            here = tl.load(places, mask=is_member & (last >= first), other=0)
     highest, weight, summed = attend_slots(
         highest,
         weight,
         summed,
         q,
-        keys,
-        keys_at,
-        values,
-        values_at,
-        mass,
-        mass_at,
+        page,
+        scoring,
         slope,
         here,
-        positions,
-        positions_at,
         row,
         head,
         first,
         begin,
         end,
-        scaling,
-        softcap,
-        HEAD_DIM,
-        VALUE_DIM,
-        KEYS_BITS,
-        KEYS_WIDTH,
-        KEYS_BYTES,
-        KEYS_GROUPS,
-        VALUES_BITS,
-        VALUES_WIDTH,
-        VALUES_BYTES,
-        VALUES_GROUPS,
         BLOCK,
         "ieee",
     )
-    mean, log = finished(highest, weight, summed)
-    mean = tl.where(wrong, float("nan"), mean)
-    log = tl.where(wrong, float("nan"), log)
+    mean, log = finished(highest, weight, summed, wrong)
     # The third axis of the output has one query or, where there are splits, one place for each.
     place = split.to(tl.int64)
-    at = out + row * out_at[0] + heads[:, None] * out_at[1] + place * out_at[2]
+    outs = out + row * out_at[0] + heads[:, None] * out_at[1] + place * out_at[2]
     tl.store(
-        at + value_channels[None, :] * out_at[3],
+        outs + value_channels[None, :] * out_at[3],
         mean.to(out.dtype.element_ty),
-        mask=is_member[:, None] & (value_channels < VALUE_DIM)[None, :],
+        mask=is_member[:, None] & (value_channels < page.value.dim)[None, :],
     )
-    at = logs + row * logs_at[0] + heads * logs_at[1] + place * logs_at[2]
-    tl.store(at, log, mask=is_member)
-
-
-@triton.jit
-def _combine(
-    parts: tl.tensor,
-    parts_at: tl.tuple,
-    logs: tl.tensor,
-    logs_at: tl.tuple,
-    out: tl.tensor,
-    out_at: tl.tuple,
-    log_total: tl.tensor,
-    log_total_at: tl.tuple,
-    heads: tl.tensor,
-    splits: tl.tensor,
-    VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    SPLITS_BLOCK: tl.constexpr,
-):
-    """The mean over a query head's pieces, in proportion to their totals."""
-    row, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
-    channels = tl.program_id(1) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK).to(tl.int64)
-    split = tl.arange(0, SPLITS_BLOCK).to(tl.int64)
-    at = logs + row * logs_at[0] + head * logs_at[1] + split * logs_at[2]
-    log = tl.load(at, mask=split < splits, other=float("-inf"))
-    highest = tl.max(log, axis=0)
-    shift = tl.where(highest == float("-inf"), 0.0, highest)
-    weight = tl.exp2((log - shift) * LOG2E)
-    total = tl.sum(weight, axis=0)
-    at = parts + row * parts_at[0] + head * parts_at[1] + split[:, None] * parts_at[2]
-    mean = tl.load(
-        at + channels[None, :] * parts_at[3],
-        mask=(log != float("-inf"))[:, None] & (channels < VALUE_DIM)[None, :],
-        other=0.0,
-    )
-    nothing = total == 0
-    mean = tl.sum(mean * weight[:, None], axis=0) / tl.where(nothing, 1.0, total)
-    at = out + row * out_at[0] + head * out_at[1] + channels * out_at[3]
-    tl.store(at, mean.to(out.dtype.element_ty), mask=channels < VALUE_DIM)
-    if tl.program_id(1) == 0:
-        both = shift + tl.log2(tl.where(nothing, 1.0, total)) * LN2
-        place = log_total + row * log_total_at[0] + head * log_total_at[1]
-        tl.store(place, tl.where(nothing, float("-inf"), both))
+    totals = logs + row * logs_at[0] + heads * logs_at[1] + place * logs_at[2]
+    tl.store(totals, log, mask=is_member)
 
 
 _attend_tuned = tuned(
     _attend_piece,
-    ["HEAD_BLOCK", "VALUE_BLOCK", "GROUP_BLOCK", "KEYS_BITS", "VALUES_BITS"],
+    ["HEAD_BLOCK", "VALUE_BLOCK", "GROUP_BLOCK", "TUNED_FOR"],
     {"BLOCK": 16, "warps": 4, "stages": 2},
     {"BLOCK": 32, "warps": 2, "stages": 2},
     {"BLOCK": 32, "warps": 4, "stages": 3},
@@ -435,5 +334,7 @@ def _check_launch(
         check_together(queries, query_positions)
     for name, number, largest in (("most", most, 2**31 - 1), ("splits", splits, 2**15)):
         if number is not None and not int(name == "splits") <= number <= largest:
-            raise InputError(f"{name}={number!r} must be an int in {int(name == 'splits')} .. {largest}")
+            raise InputError(
+                f"{name}={number!r} must be an int in {int(name == 'splits')} .. {largest}"
+            )
     check_block("block", block)

@@ -9,8 +9,6 @@ Still to be measured on a GPU: everything; the size of a panel is tuned there on
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +18,7 @@ from ..errors import InputError, UnsupportedError
 from ..methods.balance import Lifted
 from .flat_page import check_block, check_column, check_dtype, check_together
 from .triton_support import require
-from .triton_tiles import padded, tuned
+from .triton_tuning import padded, product, tuned
 
 #: signs of a block stay in registers
 _LONGEST = 4096
@@ -49,8 +47,8 @@ def walk(
 
     Raises:
         InputError: shapes, dtypes or devices do not fit together.
-        UnsupportedError: float64 keys or values, gradients, n above 4,096, key or value dimensions
-            above 1,024, tensors not on a CUDA device (outside of Triton's interpreter).
+        UnsupportedError: float64 keys or values, gradients, n above 4,096, tensors that are not on
+            a CUDA device (outside of Triton's interpreter).
     """
     keys, values, groups = vectors.keys, vectors.values, vectors.groups
     _check(vectors, bound, uniform)
@@ -87,6 +85,7 @@ def walk(
         VALUE_DIM=value_dim,
         CHUNK=_CHUNK,
         LENGTH=padded(n, panel or 64),
+        enable_fp_fusion=True,
         **arguments,
     )
     return signs, failed.bool()
@@ -114,7 +113,7 @@ def _products(
         places = tensor + row * at[0] + second[:, None] * at[1] + channel[None, :] * at[2]
         mask = (second < n)[:, None] & (channel < DIM)[None, :]
         y = tl.load(places, mask=mask, other=0.0).to(tl.float32)
-        found = tl.dot(x, tl.trans(y), acc=found, input_precision="ieee")
+        found = product(x, tl.trans(y), found, "ieee")
     return found
 
 
@@ -172,7 +171,7 @@ def _walk(
     CHUNK: tl.constexpr,
     LENGTH: tl.constexpr,
     PANEL: tl.constexpr,
-):
+) -> None:
     """The walk through one sequence."""
     row = tl.program_id(0).to(tl.int64)
     shift = tl.load(shifts + row * shifts_at)
@@ -180,7 +179,7 @@ def _walk(
     panels = tl.arange(0, LENGTH // PANEL)
     signed = tl.zeros([LENGTH // PANEL, PANEL], tl.float32)  # what has been decided
     beyond = tl.zeros([PANEL], tl.int32)
-    for number in range(0, tl.cdiv(n, PANEL)):
+    for number in range(tl.cdiv(n, PANEL)):
         index = number * PANEL + within
         there = index < n
         bound = tl.load(bounds + row * bounds_at[0] + index * bounds_at[1], mask=there, other=0.0)
@@ -189,7 +188,7 @@ def _walk(
             uniforms + row * uniforms_at[0] + index * uniforms_at[1], mask=there, other=0.0
         )
         pending = tl.zeros([PANEL], tl.float32)
-        for earlier in range(0, number):
+        for earlier in range(number):
             past = earlier * PANEL + within
             inner = _inner(
                 keys,
@@ -228,7 +227,7 @@ def _walk(
             CHUNK,
         )
         decided = tl.zeros([PANEL], tl.float32)
-        for step in range(0, PANEL):
+        for step in range(PANEL):
             # What each would get is decided for all of the panel: the one whose turn it is counts.
             up = uniform < (0.5 - tl.div_rn(pending, 2 * limit)).to(uniform.dtype)
             sign = tl.where(up, 1.0, -1.0)
@@ -269,11 +268,10 @@ def _check(vectors: Lifted, bound: Tensor, uniform: Tensor) -> None:
     check_column("uniform", uniform, (rows, n), (torch.float64, torch.float32))
     check_column("groups", groups, (rows, n), (torch.int64, torch.int32))
     check_together(keys, values, shift, groups, bound, uniform)
-    widest = max(keys.shape[2], values.shape[2])
     if min(keys.shape[2], values.shape[2]) < 1:
         raise InputError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} have no width")
-    if n > _LONGEST or widest > 1024:
+    if n > _LONGEST:
         raise UnsupportedError(
-            f"n={n} and dimensions up to {widest}: the kernel takes sequences of at most "
-            f"{_LONGEST} vectors, of dimensions up to 1024; methods.balance.walk has no limit"
+            f"n={n}: the kernel takes sequences of at most {_LONGEST} vectors; "
+            "methods.balance.walk takes any number"
         )

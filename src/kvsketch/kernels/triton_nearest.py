@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import InputError, UnsupportedError
 from .flat_page import check_block, check_column, check_dtype, check_together
 from .triton_support import require
-from .triton_tiles import padded, tuned
+from .triton_tuning import padded, product, tuned
 
 # Members of a centre that are read at a time; most have few.
 _MEMBERS = 16
@@ -81,6 +81,7 @@ def nearest(
             count,
             DIM=dim,
             WIDTH=width,
+            enable_fp_fusion=True,
             **arguments,
         )
     # Members of a centre behind one another, in their old order.
@@ -102,6 +103,7 @@ def nearest(
             DIM=dim,
             WIDTH=width,
             MEMBERS=_MEMBERS,
+            enable_fp_fusion=True,
         )
     return index.long(), sums, counts
 
@@ -119,7 +121,7 @@ def _assign(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     """The nearest centre of a tile of keys."""
     tiles = tl.cdiv(n, ROWS)
     repeat = (tl.program_id(0) // tiles).to(tl.int64)
@@ -143,8 +145,10 @@ def _assign(
         )
         wide = c.to(tl.float32)
         norm = tl.where(number < count, tl.sum(wide * wide, axis=1), float("inf"))
-        distance = norm[None, :] - 2 * tl.dot(k, tl.trans(c), input_precision="ieee")
-        low, column = tl.min(distance, axis=1, return_indices=True, return_indices_tie_break_left=True)
+        distance = norm[None, :] - 2 * product(k, tl.trans(c), None, "ieee")
+        low, column = tl.min(
+            distance, axis=1, return_indices=True, return_indices_tie_break_left=True
+        )
         nearer = low < least
         least = tl.where(nearer, low, least)
         best = tl.where(nearer, start + column, best)
@@ -166,7 +170,7 @@ def _sum(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     MEMBERS: tl.constexpr,
-):
+) -> None:
     """The sum over the members of one centre."""
     repeat = (tl.program_id(0) // count).to(tl.int64)
     centre = (tl.program_id(0) % count).to(tl.int64)

@@ -22,28 +22,28 @@ from torch import Tensor
 from ..errors import InputError, UnsupportedError
 from .flat_page import (
     Page,
-    Sizes,
     check,
     check_block,
     check_column,
-    check_dtype,
+    check_new,
     check_together,
     given,
 )
-from .triton_support import interpreted, require
-from .triton_tiles import (
+from .triton_slots import (
     LOG2E,
+    New,
+    Scoring,
     absorb,
+    at,
     attend_slots,
-    constants,
     finished,
+    flat,
+    kind,
     owned,
-    padded,
-    pointers,
     score,
-    strides,
-    tuned,
 )
+from .triton_support import interpreted, require
+from .triton_tuning import padded, tuned
 
 
 def prefill(
@@ -112,7 +112,7 @@ def prefill(
         positions=positions,
     )
     require(queries)
-    _check_new(sizes, queries, new_keys, new_values, new_mass)
+    check_new(sizes, queries, new_keys, new_values, new_mass)
     if slopes is not None:
         assert positions is not None
         if new_positions is None:
@@ -129,62 +129,38 @@ def prefill(
     log_total = given("log_total", log_total, queries, shape3, torch.float32)
     if out.numel() == 0:
         return out, log_total
-    arguments: dict[str, Any] = constants("KEYS", keys) | constants("VALUES", values)
-    kernel = _attend_tuned
-    if rows is not None or block is not None or interpreted():
-        kernel = _attend_rows
-        arguments |= {"ROWS": rows or 64, "BLOCK": block or 64}
     pairs, both = sizes.queries * sizes.group, sizes.batch * sizes.kv_heads
     if max(pairs, both * -(-pairs // 16)) > 2**30:
         raise UnsupportedError(f"{pairs} queries x heads of a group, {both} rows x KV heads")
 
+    kernel, tiles = _attend_tuned, {}
+    if rows is not None or block is not None or interpreted():
+        kernel, tiles = _attend_rows, {"ROWS": rows or 64, "BLOCK": block or 64}
+
     def grid(meta: dict[str, Any]) -> tuple[int]:
         return (both * -(-pairs // int(meta["ROWS"])),)
 
+    columns = (new_mass, at(new_mass), new_positions, at(new_positions))
     kernel[grid](
         queries,
-        queries.stride(),
-        pointers(keys),
-        strides(keys),
-        pointers(values),
-        strides(values),
-        mass,
-        (0, 0) if mass is None else mass.stride(),
-        start,
-        start.stride(),
-        count,
-        count.stride(),
-        new_keys,
-        new_keys.stride(),
-        new_values,
-        new_values.stride(),
-        new_mass,
-        (0, 0, 0) if new_mass is None else new_mass.stride(),
-        sinks,
-        0 if sinks is None else sinks.stride(0),
-        slopes,
-        0 if slopes is None else slopes.stride(0),
-        positions,
-        (0, 0) if positions is None else positions.stride(),
-        new_positions,
-        (0, 0) if new_positions is None else new_positions.stride(),
+        at(queries),
+        flat(keys, values, mass, positions, start, count),
+        New(new_keys, at(new_keys), new_values, at(new_values), *columns),
+        Scoring(float(scaling), softcap, sinks, at(sinks), slopes, at(slopes)),
         out,
-        out.stride(),
+        at(out),
         log_total,
-        log_total.stride(),
+        at(log_total),
         sizes.kv_heads,
         sizes.group,
         sizes.queries,
-        sizes.total,
-        float(scaling),
-        None if softcap is None else float(softcap),
-        HEAD_DIM=sizes.head_dim,
-        VALUE_DIM=sizes.value_dim,
         HEAD_BLOCK=padded(sizes.head_dim),
         VALUE_BLOCK=padded(sizes.value_dim),
         MOST_ROWS=min(padded(pairs), 128),
+        TUNED_FOR=kind(keys, values, new_keys),
         PRECISION=precision,
-        **arguments,
+        enable_fp_fusion=True,
+        **tiles,
     )
     return out, log_total
 
@@ -193,30 +169,9 @@ def prefill(
 def _attend_rows(
     queries: tl.tensor,
     queries_at: tl.tuple,
-    keys: tl.tuple,
-    keys_at: tl.tuple,
-    values: tl.tuple,
-    values_at: tl.tuple,
-    mass: tl.tensor,
-    mass_at: tl.tuple,
-    start: tl.tensor,
-    start_at: tl.tuple,
-    count: tl.tensor,
-    count_at: tl.tuple,
-    new_keys: tl.tensor,
-    new_keys_at: tl.tuple,
-    new_values: tl.tensor,
-    new_values_at: tl.tuple,
-    new_mass: tl.tensor,
-    new_mass_at: tl.tuple,
-    sinks: tl.tensor,
-    sinks_at: tl.tensor,
-    slopes: tl.tensor,
-    slopes_at: tl.tensor,
-    positions: tl.tensor,
-    positions_at: tl.tuple,
-    new_positions: tl.tensor,
-    new_positions_at: tl.tuple,
+    page: tl.tuple,
+    new: tl.tuple,
+    scoring: tl.tuple,
     out: tl.tensor,
     out_at: tl.tuple,
     log_total: tl.tensor,
@@ -224,91 +179,62 @@ def _attend_rows(
     kv_heads: tl.tensor,
     group: tl.tensor,
     number_new: tl.tensor,
-    total: tl.tensor,
-    scaling: tl.tensor,
-    softcap: tl.tensor,
-    KEYS_BITS: tl.constexpr,
-    KEYS_WIDTH: tl.constexpr,
-    KEYS_BYTES: tl.constexpr,
-    KEYS_GROUPS: tl.constexpr,
-    VALUES_BITS: tl.constexpr,
-    VALUES_WIDTH: tl.constexpr,
-    VALUES_BYTES: tl.constexpr,
-    VALUES_GROUPS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    MOST_ROWS: tl.constexpr,  # of a tile that is not too large: only there to be tuned for
+    MOST_ROWS: tl.constexpr,  # of a tile that is not too large: known to the tuning only
+    TUNED_FOR: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     """A tile of rows of a KV head; row r is query ``r // group`` of head ``r % group``."""
     pairs = number_new * group
     tiles = tl.cdiv(pairs, ROWS)
     program = tl.program_id(0)
     tile = tiles - 1 - program % tiles  # the last tiles see most: they start first
-    batch_row, head = (program // tiles // kv_heads).to(tl.int64), program // tiles % kv_heads
+    program = program // tiles
+    row, head = (program // kv_heads).to(tl.int64), (program % kv_heads).to(tl.int64)
     head_channels = tl.arange(0, HEAD_BLOCK).to(tl.int64)
     value_channels = tl.arange(0, VALUE_BLOCK).to(tl.int64)
     pair = tile * ROWS + tl.arange(0, ROWS)
     is_pair = pair < pairs
     token = (pair // group).to(tl.int64)
-    heads = (head * group + pair % group).to(tl.int64)
-    head = head.to(tl.int64)
-
-    first, number, wrong = owned(start, start_at, count, count_at, batch_row, head, total)
-    at = queries + batch_row * queries_at[0] + heads * queries_at[1] + token * queries_at[2]
+    heads = head * group + pair % group
+    first, number, wrong = owned(page, row, head)
+    at = queries + row * queries_at[0] + heads * queries_at[1] + token * queries_at[2]
     q = tl.load(
         at[:, None] + head_channels[None, :] * queries_at[3],
-        mask=is_pair[:, None] & (head_channels < HEAD_DIM)[None, :],
+        mask=is_pair[:, None] & (head_channels < page.key.dim)[None, :],
         other=0.0,
     )
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
-    if sinks is not None:
-        highest = tl.load(sinks + heads * sinks_at, mask=is_pair, other=0.0).to(tl.float32) * LOG2E
+    if scoring.sinks is not None:
+        sink = tl.load(scoring.sinks + heads * scoring.sinks_at[0], mask=is_pair, other=0.0)
+        highest = sink.to(tl.float32) * LOG2E
         weight += 1.0
     slope = None
     here = None
-    if slopes is not None:
-        slope = tl.load(slopes + heads * slopes_at, mask=is_pair, other=0.0).to(tl.float32)
-        places = new_positions + batch_row * new_positions_at[0] + token * new_positions_at[1]
+    if scoring.slopes is not None:
+        slope = tl.load(scoring.slopes + heads * scoring.slopes_at[0], mask=is_pair, other=0.0)
+        slope = slope.to(tl.float32)
+        places = new.positions + row * new.positions_at[0] + token * new.positions_at[1]
         here = tl.load(places, mask=is_pair, other=0)
     highest, weight, summed = attend_slots(
         highest,
         weight,
         summed,
         q,
-        keys,
-        keys_at,
-        values,
-        values_at,
-        mass,
-        mass_at,
+        page,
+        scoring,
         slope,
         here,
-        positions,
-        positions_at,
-        batch_row,
+        row,
         head,
         first,
         0,
         number,
-        scaling,
-        softcap,
-        HEAD_DIM,
-        VALUE_DIM,
-        KEYS_BITS,
-        KEYS_WIDTH,
-        KEYS_BYTES,
-        KEYS_GROUPS,
-        VALUES_BITS,
-        VALUES_WIDTH,
-        VALUES_BYTES,
-        VALUES_GROUPS,
         BLOCK,
         PRECISION,
     )
@@ -321,40 +247,30 @@ def _attend_rows(
             weight,
             summed,
             q,
-            new_keys + batch_row * new_keys_at[0] + head * new_keys_at[1],
-            new_keys_at,
-            new_values + batch_row * new_values_at[0] + head * new_values_at[1],
-            new_values_at,
-            new_mass,
-            new_mass_at,
+            new,
+            scoring,
             slope,
             here,
-            new_positions,
-            new_positions_at,
-            batch_row,
+            row,
             head,
             token,
             0 if part == 0 else seen_by_all,
             seen_by_all if part == 0 else seen,
-            scaling,
-            softcap,
-            HEAD_DIM,
-            VALUE_DIM,
+            page.key.dim,
+            page.value.dim,
             BLOCK,
             PRECISION,
             part == 1,
         )
-    mean, log = finished(highest, weight, summed)
-    mean = tl.where(wrong, float("nan"), mean)
-    log = tl.where(wrong, float("nan"), log)
-    at = out + batch_row * out_at[0] + heads * out_at[1] + token * out_at[2]
+    mean, log = finished(highest, weight, summed, wrong)
+    outs = out + row * out_at[0] + heads * out_at[1] + token * out_at[2]
     tl.store(
-        at[:, None] + value_channels[None, :] * out_at[3],
+        outs[:, None] + value_channels[None, :] * out_at[3],
         mean.to(out.dtype.element_ty),
-        mask=is_pair[:, None] & (value_channels < VALUE_DIM)[None, :],
+        mask=is_pair[:, None] & (value_channels < page.value.dim)[None, :],
     )
-    logs = log_total + batch_row * log_total_at[0] + heads * log_total_at[1]
-    tl.store(logs + token * log_total_at[2], log, mask=is_pair)
+    totals = log_total + row * log_total_at[0] + heads * log_total_at[1]
+    tl.store(totals + token * log_total_at[2], log, mask=is_pair)
 
 
 @triton.jit
@@ -363,23 +279,15 @@ def _attend_new(
     weight: tl.tensor,
     summed: tl.tensor,
     q: tl.tensor,
-    keys: tl.tensor,
-    keys_at: tl.tuple,
-    values: tl.tensor,
-    values_at: tl.tuple,
-    mass: tl.tensor,
-    mass_at: tl.tuple,
+    new: tl.tuple,
+    scoring: tl.tuple,
     slope: tl.tensor,
     here: tl.tensor,
-    positions: tl.tensor,
-    positions_at: tl.tuple,
     row: tl.tensor,
     head: tl.tensor,
     token: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
-    scaling: tl.tensor,
-    softcap: tl.tensor,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -389,28 +297,30 @@ def _attend_new(
     """The streaming softmax over the new tokens ``begin .. end - 1`` of a head."""
     head_channels = tl.arange(0, q.shape[1]).to(tl.int64)
     value_channels = tl.arange(0, summed.shape[1]).to(tl.int64)
+    keys = new.key + row * new.key_at[0] + head * new.key_at[1]
+    values = new.value + row * new.value_at[0] + head * new.value_at[1]
     for offset in range(begin, end, BLOCK):
-        column = offset + tl.arange(0, BLOCK)
-        there = column < end
-        tokens = column.to(tl.int64)
+        tokens = (offset + tl.arange(0, BLOCK)).to(tl.int64)
+        there = tokens < end
         k = tl.load(
-            keys + tokens[:, None] * keys_at[2] + head_channels[None, :] * keys_at[3],
+            keys + tokens[:, None] * new.key_at[2] + head_channels[None, :] * new.key_at[3],
             mask=there[:, None] & (head_channels < HEAD_DIM)[None, :],
             other=0.0,
         )
         distance = None
         if slope is not None:
-            places = positions + row * positions_at[0] + tokens * positions_at[1]
+            places = new.positions + row * new.positions_at[0] + tokens * new.positions_at[1]
             position = tl.load(places, mask=there, other=0)
             distance = (position[None, :] - here[:, None]).to(tl.float32)
-        scores = score(q, k, None, slope, distance, scaling, softcap, PRECISION)
-        if mass is not None:
-            masses = mass + row * mass_at[0] + head * mass_at[1] + tokens * mass_at[2]
-            scores += tl.log2(tl.load(masses, mask=there, other=0.0))[None, :]
+        scores = score(q, k, None, slope, distance, scoring, PRECISION)
+        if new.mass is not None:
+            masses = new.mass + row * new.mass_at[0] + head * new.mass_at[1]
+            mass = tl.load(masses + tokens * new.mass_at[2], mask=there, other=0.0)
+            scores += tl.log2(mass)[None, :]
         if CAUSAL:
-            scores = tl.where(column[None, :] <= token[:, None], scores, float("-inf"))
+            scores = tl.where(tokens[None, :] <= token[:, None], scores, float("-inf"))
         v = tl.load(
-            values + tokens[:, None] * values_at[2] + value_channels[None, :] * values_at[3],
+            values + tokens[:, None] * new.value_at[2] + value_channels[None, :] * new.value_at[3],
             mask=there[:, None] & (value_channels < VALUE_DIM)[None, :],
             other=0.0,
         )
@@ -420,7 +330,7 @@ def _attend_new(
 
 _attend_tuned = tuned(
     _attend_rows,
-    ["HEAD_BLOCK", "VALUE_BLOCK", "MOST_ROWS", "KEYS_BITS", "VALUES_BITS", "PRECISION"],
+    ["HEAD_BLOCK", "VALUE_BLOCK", "MOST_ROWS", "TUNED_FOR", "PRECISION"],
     {"ROWS": 16, "BLOCK": 16, "warps": 4, "stages": 2},
     {"ROWS": 16, "BLOCK": 64, "warps": 4, "stages": 3},
     {"ROWS": 64, "BLOCK": 32, "warps": 4, "stages": 2},
@@ -429,18 +339,3 @@ _attend_tuned = tuned(
     {"ROWS": 128, "BLOCK": 64, "warps": 8, "stages": 2},
     {"ROWS": 128, "BLOCK": 64, "warps": 8, "stages": 3},
 )
-
-
-def _check_new(
-    sizes: Sizes, queries: Tensor, keys: Tensor, values: Tensor, mass: Tensor | None
-) -> None:
-    """Raises:
-    InputError: new keys, values or masses that do not fit.
-    """
-    shape = (sizes.batch, sizes.kv_heads, sizes.queries)
-    for name, new, dim in (("new_keys", keys, sizes.head_dim), ("new_values", values, sizes.value_dim)):
-        if tuple(new.shape) != (*shape, dim):
-            raise InputError(f"{name} must have shape {(*shape, dim)}, got {tuple(new.shape)}")
-        check_dtype(name, new)
-    check_column("new_mass", mass, shape, (torch.float32,))
-    check_together(queries, keys, values, mass)
