@@ -1,1 +1,5 @@
-"""Fast forms of attention over slots, each tested against ``slots.attend``."""
+"""Fast forms of ``attend`` and of what compressing costs, each tested against its plain form.
+
+The ``triton_*`` modules import Triton, which need not be installed: ask
+``triton_support.available(device)`` before importing one.
+"""

@@ -1,0 +1,340 @@
+"""Attention of one query per head over the ragged heads of a flat page, split over the slots.
+
+Every KV head is read in pieces by programs of their own, which fill the GPU however few heads
+there are; a second, small kernel combines the pieces (flash-decoding: Dao, Haziza, Massa and Sizov
+2023; split-K softmax). Query heads of a group share the read of a tile. How many programs there
+are follows from shapes and ``most`` alone, so that a launch can be recorded in a CUDA graph and
+played again while the counts on the device change.
+
+Still to be measured on a GPU: everything. Tile sizes are tuned there on the first call of a shape
+(outside of a recording: call once before); how many splits are best, and whether reading 4-bit
+codes is bound by memory or by arithmetic, is a guess so far.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..errors import InputError
+from .flat_page import Page, Sizes, check, check_block, check_together, given
+from .triton_combine import combine
+from .triton_slots import (
+    LOG2E,
+    Scoring,
+    at,
+    attend_slots,
+    finished,
+    flat,
+    kind,
+    owned,
+)
+from .triton_support import interpreted, require
+from .triton_tuning import padded, tuned
+
+# Programs to aim for: a few per multiprocessor of the largest GPUs (132 in an H200), since heads
+# of different sizes leave some of them without work.
+_PROGRAMS = 1024
+# A piece is not worth a program of its own below this, and pieces end at multiples of it.
+_PIECE = 256
+_MOST_SPLITS = 128
+#: query heads of a tile; a larger group takes several programs
+_MOST_ROWS = 64
+
+
+def splits_for(batch: int, kv_heads: int, most: int) -> int:
+    """Into how many pieces heads of at most ``most`` slots are split."""
+    wanted = -(-_PROGRAMS // max(1, batch * kv_heads))
+    return max(1, min(wanted, -(-most // _PIECE), _MOST_SPLITS))
+
+
+def scratch_for(queries: Tensor, value_dim: int, splits: int) -> tuple[Tensor, Tensor]:
+    """Room for the pieces: float32 ``[batch, num_attention_heads, splits, value_dim]`` and
+    ``[batch, num_attention_heads, splits]``."""
+    shape = (*queries.shape[:2], splits)
+    return (
+        torch.empty(*shape, value_dim, dtype=torch.float32, device=queries.device),
+        torch.empty(shape, dtype=torch.float32, device=queries.device),
+    )
+
+
+def decode(
+    queries: Tensor,
+    keys: Page,
+    values: Page,
+    mass: Tensor | None,
+    start: Tensor,
+    count: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    positions: Tensor | None = None,
+    query_positions: Tensor | None = None,
+    most: int | None = None,
+    splits: int | None = None,
+    block: int | None = None,
+    out: Tensor | None = None,
+    log_total: Tensor | None = None,
+    scratch: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``slots.attend`` of one query per head over a flat page, computed in float32.
+
+    Head h of row b has the slots ``start[b, h] .. start[b, h] + count[b, h] - 1`` of row b. Counts
+    are not looked at on the host; a head whose slots do not lie within the page gets NaN.
+
+    Args:
+        queries: float32, float16 or bfloat16 ``[batch, num_attention_heads, 1, head_dim]`` (or 0
+            queries); query head h uses KV head ``h // (num_attention_heads /
+            num_key_value_heads)``. Any strides, as for all that follows.
+        keys: ``[batch, total, head_dim]``, or quantised.
+        values: means u / m, ``[batch, total, value_dim]``, or quantised.
+        mass: m >= 0, float32 ``[batch, total]``, 0: dead; a negative one makes NaN. None: all 1.
+        start, count: int32 or int64 ``[batch, num_key_value_heads]``.
+        scaling: multiplies the scores.
+        softcap: scores become ``softcap * tanh(scores / softcap)``.
+        sinks: ``[num_attention_heads]``, logits of attention sinks.
+        slopes: ``[num_attention_heads]``, ALiBi: adds ``slope * (position - query's position)``.
+        positions: of the slots, float32, int32 or int64 ``[batch, total]``; needed for slopes.
+        query_positions: in the dtype of ``positions`` ``[batch]``; needed for slopes with sinks.
+            None: that of the last slot of the head, which changes nothing in the output but shifts
+            ``log_total``.
+        most: an upper bound of ``count``, from which the number of programs follows; None: total.
+            A smaller number than the truth costs time, but no slot is left out.
+        splits: pieces per head; None: ``splits_for(batch, num_key_value_heads, most)``.
+        block: slots per tile, a power of two >= 16; None: tuned on a GPU.
+        out, log_total: what is returned, to be written in place.
+        scratch: ``scratch_for(queries, value_dim, splits)``; not used for one split.
+
+    Returns:
+        ``[batch, num_attention_heads, 1, value_dim]`` in the dtype of the queries, and the
+        logarithm of what was divided by, ``sum_s m_s exp(score_s)`` (plus exp(sink)): float32
+        ``[batch, num_attention_heads, 1]``. A head without slots gets 0, and -inf or its sink.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit together; a number out of range.
+        UnsupportedError: float64, gradients, head_dim or value_dim above 1,024, tensors that are
+            not on a CUDA device (outside of Triton's interpreter).
+    """
+    sizes = check(
+        queries,
+        keys,
+        values,
+        mass,
+        start,
+        count,
+        scaling=scaling,
+        softcap=softcap,
+        sinks=sinks,
+        slopes=slopes,
+        positions=positions,
+    )
+    require(queries)
+    if sizes.queries > 1:
+        raise InputError(f"queries has {sizes.queries} queries per head: decode takes one")
+    if sinks is not None and slopes is not None and query_positions is None:
+        raise InputError("sinks beside slopes (ALiBi) need query_positions")
+    _check_launch(sizes, queries, positions, query_positions, most, splits, block)
+    shape = (sizes.batch, sizes.heads, sizes.queries)
+    out = given("out", out, queries, (*shape, sizes.value_dim), queries.dtype)
+    log_total = given("log_total", log_total, queries, shape, torch.float32)
+    if out.numel() == 0:
+        return out, log_total
+    most = sizes.total if most is None else min(most, sizes.total)
+    if splits is None:
+        splits = splits_for(sizes.batch, sizes.kv_heads, most)
+    parts, logs = out, log_total
+    if splits > 1:
+        parts, logs = scratch_for(queries, sizes.value_dim, splits) if scratch is None else scratch
+        wanted = (sizes.batch, sizes.heads, splits)
+        given("scratch[0]", parts, queries, (*wanted, sizes.value_dim), torch.float32)
+        given("scratch[1]", logs, queries, wanted, torch.float32)
+    page = flat(keys, values, mass, positions, start, count)
+    scoring = Scoring(float(scaling), softcap, sinks, at(sinks), slopes, at(slopes))
+    group_block = min(padded(sizes.group), _MOST_ROWS)
+    tiles = -(-sizes.group // group_block)
+    pieces = splits * (1 if block is not None else _PIECE)
+    kernel, arguments = _attend_tuned, {}
+    if block is not None or interpreted():
+        kernel, arguments = _attend_piece, {"BLOCK": block or 64}
+    kernel[(sizes.batch * sizes.kv_heads * tiles, splits)](
+        queries,
+        at(queries),
+        page,
+        scoring,
+        query_positions,
+        at(query_positions),
+        parts,
+        at(parts),
+        logs,
+        at(logs),
+        sizes.kv_heads,
+        sizes.group,
+        -(-most // pieces) * (pieces // splits),
+        splits,
+        HEAD_BLOCK=padded(sizes.head_dim),
+        VALUE_BLOCK=padded(sizes.value_dim),
+        GROUP_BLOCK=group_block,
+        GROUP_TILES=tiles,
+        TUNED_FOR=kind(keys, values),
+        enable_fp_fusion=True,
+        **arguments,
+    )
+    if splits > 1:
+        width = min(padded(sizes.value_dim), 64)
+        combine[(sizes.batch * sizes.heads, -(-sizes.value_dim // width))](
+            parts,
+            at(parts),
+            logs,
+            at(logs),
+            out,
+            at(out),
+            log_total,
+            at(log_total),
+            sizes.heads,
+            splits,
+            VALUE_DIM=sizes.value_dim,
+            VALUE_BLOCK=width,
+            SPLITS_BLOCK=padded(splits, 2),
+            enable_fp_fusion=True,
+        )
+    return out, log_total
+
+
+@triton.jit
+def _attend_piece(
+    queries: tl.tensor,
+    queries_at: tl.tuple,
+    page: tl.tuple,
+    scoring: tl.tuple,
+    query_positions: tl.tensor,
+    query_positions_at: tl.tuple,
+    out: tl.tensor,
+    out_at: tl.tuple,
+    logs: tl.tensor,
+    logs_at: tl.tuple,
+    kv_heads: tl.tensor,
+    group: tl.tensor,
+    piece: tl.tensor,
+    splits: tl.tensor,
+    HEAD_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    GROUP_TILES: tl.constexpr,
+    TUNED_FOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Piece number ``program_id(1)`` of a KV head, for the query heads of a tile of its group."""
+    program, split = tl.program_id(0), tl.program_id(1)
+    tile, program = program % GROUP_TILES, program // GROUP_TILES
+    row, head = (program // kv_heads).to(tl.int64), (program % kv_heads).to(tl.int64)
+    head_channels = tl.arange(0, HEAD_BLOCK).to(tl.int64)
+    value_channels = tl.arange(0, VALUE_BLOCK).to(tl.int64)
+    member = tile * GROUP_BLOCK + tl.arange(0, GROUP_BLOCK)
+    is_member = member < group
+    heads = head * group + member
+
+    first, number, wrong = owned(page, row, head)
+    begin = tl.minimum(split * piece, number)
+    end = tl.minimum(begin + piece, number)
+    if split == splits - 1:  # whatever ``most`` said, no slot is left out
+        end = number
+
+    at = queries + row * queries_at[0] + heads[:, None] * queries_at[1]
+    q = tl.load(
+        at + head_channels[None, :] * queries_at[3],
+        mask=is_member[:, None] & (head_channels < page.key.dim)[None, :],
+        other=0.0,
+    )
+    highest = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+    weight = tl.zeros([GROUP_BLOCK], tl.float32)
+    summed = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
+    if scoring.sinks is not None:  # a slot without a value, in the first piece
+        sink = tl.load(scoring.sinks + heads * scoring.sinks_at[0], mask=is_member, other=0.0)
+        highest = tl.where(split == 0, sink.to(tl.float32) * LOG2E, highest)
+        weight = tl.where(split == 0, 1.0, weight)
+    slope = None
+    here = None
+    if scoring.slopes is not None:
+        slope = tl.load(scoring.slopes + heads * scoring.slopes_at[0], mask=is_member, other=0.0)
+        slope = slope.to(tl.float32)
+        if query_positions is not None:
+            places = query_positions + row * query_positions_at[0] + tl.zeros_like(heads)
+            here = tl.load(places)
+        else:
+            last = first + number - 1 + tl.zeros_like(heads)
+            places = page.positions + row * page.positions_at[0] + last * page.positions_at[1]
+            here = tl.load(places, mask=is_member & (last >= first), other=0)
+    highest, weight, summed = attend_slots(
+        highest,
+        weight,
+        summed,
+        q,
+        page,
+        scoring,
+        slope,
+        here,
+        row,
+        head,
+        first,
+        begin,
+        end,
+        BLOCK,
+        "ieee",
+    )
+    mean, log = finished(highest, weight, summed, wrong)
+    # The third axis of the output has one query or, where there are splits, one place for each.
+    place = split.to(tl.int64)
+    outs = out + row * out_at[0] + heads[:, None] * out_at[1] + place * out_at[2]
+    tl.store(
+        outs + value_channels[None, :] * out_at[3],
+        mean.to(out.dtype.element_ty),
+        mask=is_member[:, None] & (value_channels < page.value.dim)[None, :],
+    )
+    totals = logs + row * logs_at[0] + heads * logs_at[1] + place * logs_at[2]
+    tl.store(totals, log, mask=is_member)
+
+
+_attend_tuned = tuned(
+    _attend_piece,
+    ["HEAD_BLOCK", "VALUE_BLOCK", "GROUP_BLOCK", "TUNED_FOR"],
+    {"BLOCK": 16, "warps": 4, "stages": 2},
+    {"BLOCK": 32, "warps": 2, "stages": 2},
+    {"BLOCK": 32, "warps": 4, "stages": 3},
+    {"BLOCK": 64, "warps": 4, "stages": 2},
+    {"BLOCK": 64, "warps": 4, "stages": 3},
+    {"BLOCK": 128, "warps": 4, "stages": 2},
+    {"BLOCK": 128, "warps": 8, "stages": 3},
+)
+
+
+def _check_launch(
+    sizes: Sizes,
+    queries: Tensor,
+    positions: Tensor | None,
+    query_positions: Tensor | None,
+    most: int | None,
+    splits: int | None,
+    block: int | None,
+) -> None:
+    """Raises:
+    InputError: a number out of range, or query_positions that do not fit.
+    """
+    if query_positions is not None:
+        if positions is None:
+            raise InputError("query_positions need positions")
+        if query_positions.shape != (sizes.batch,) or query_positions.dtype != positions.dtype:
+            raise InputError(
+                f"query_positions must be {positions.dtype} [{sizes.batch}] as positions, got "
+                f"{query_positions.dtype} {tuple(query_positions.shape)}"
+            )
+        check_together(queries, query_positions)
+    for name, number, largest in (("most", most, 2**31 - 1), ("splits", splits, 2**15)):
+        if number is not None and not int(name == "splits") <= number <= largest:
+            raise InputError(
+                f"{name}={number!r} must be an int in {int(name == 'splits')} .. {largest}"
+            )
+    check_block("block", block)

@@ -1,0 +1,341 @@
+"""Attention of new queries over the ragged heads of a flat page and over their own new tokens.
+
+What a prompt pays when it streams in chunks: query i of q sees every slot of its head and, of the
+new tokens, those up to its own. One pass over both with a streaming softmax (FlashAttention, Dao
+et al. 2022, 2205.14135); the queries of all heads of a group are the rows of a tile, so that they
+share the read. No scores in memory.
+
+Still to be measured on a GPU: everything; tile sizes are tuned there on the first call of a shape.
+A few queries over many slots leave most of a GPU idle, since slots are not split here as
+``triton_decode`` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..errors import InputError, UnsupportedError
+from .flat_page import (
+    Page,
+    check,
+    check_block,
+    check_column,
+    check_new,
+    check_together,
+    given,
+)
+from .triton_slots import (
+    LOG2E,
+    New,
+    Scoring,
+    absorb,
+    at,
+    attend_slots,
+    finished,
+    flat,
+    kind,
+    owned,
+    score,
+)
+from .triton_support import interpreted, require
+from .triton_tuning import padded, tuned
+
+
+def prefill(
+    queries: Tensor,
+    keys: Page,
+    values: Page,
+    mass: Tensor | None,
+    start: Tensor,
+    count: Tensor,
+    new_keys: Tensor,
+    new_values: Tensor,
+    *,
+    scaling: float,
+    new_mass: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    positions: Tensor | None = None,
+    new_positions: Tensor | None = None,
+    rows: int | None = None,
+    block: int | None = None,
+    precision: str = "tf32x3",
+    out: Tensor | None = None,
+    log_total: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``slots.attend`` of q queries per head over a flat page and causally over q new tokens.
+
+    Args:
+        queries: float32, float16 or bfloat16 ``[batch, num_attention_heads, q, head_dim]``.
+        keys, values, mass, start, count, scaling, softcap, sinks, slopes, positions: as for
+            ``triton_decode.decode``.
+        new_keys: ``[batch, num_key_value_heads, q, head_dim]``, of the tokens of the queries.
+        new_values: ``[batch, num_key_value_heads, q, value_dim]``.
+        new_mass: float32 ``[batch, num_key_value_heads, q]``; 0 for padding, which no query sees.
+            None: all 1.
+        new_positions: of the new tokens and queries, in the dtype of ``positions`` ``[batch, q]``;
+            needed for slopes, as ``positions`` are.
+        rows: (query, head of the group) pairs per tile, a power of two >= 16; block: slots or new
+            tokens per tile, likewise. None: tuned on a GPU.
+        precision: of products of float32 numbers on a GPU: "tf32x3", each made of three products
+            of the tensor cores, or "ieee", without them.
+        out, log_total: what is returned, to be written in place.
+
+    Returns:
+        ``[batch, num_attention_heads, q, value_dim]`` in the dtype of the queries, and the
+        logarithm of what was divided by, float32 ``[batch, num_attention_heads, q]``. A query that
+        sees no mass gets 0, and -inf or its sink.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit together; a number out of range.
+        UnsupportedError: float64, gradients, head_dim or value_dim above 1,024, 2^30 slots,
+            queries times heads of a group or tiles and more, tensors that are not on a CUDA device
+            (outside of Triton's interpreter).
+    """
+    sizes = check(
+        queries,
+        keys,
+        values,
+        mass,
+        start,
+        count,
+        scaling=scaling,
+        softcap=softcap,
+        sinks=sinks,
+        slopes=slopes,
+        positions=positions,
+    )
+    require(queries)
+    check_new(sizes, queries, new_keys, new_values, new_mass)
+    if slopes is not None:
+        assert positions is not None
+        if new_positions is None:
+            raise InputError("slopes (ALiBi) need new_positions")
+        shape = (sizes.batch, sizes.queries)
+        check_column("new_positions", new_positions, shape, (positions.dtype,))
+        check_together(queries, new_positions)
+    if precision not in ("ieee", "tf32x3"):
+        raise InputError(f"precision={precision!r} must be 'ieee' or 'tf32x3'")
+    check_block("rows", rows)
+    check_block("block", block)
+    shape3 = (sizes.batch, sizes.heads, sizes.queries)
+    out = given("out", out, queries, (*shape3, sizes.value_dim), queries.dtype)
+    log_total = given("log_total", log_total, queries, shape3, torch.float32)
+    if out.numel() == 0:
+        return out, log_total
+    pairs, both = sizes.queries * sizes.group, sizes.batch * sizes.kv_heads
+    if max(pairs, both * -(-pairs // 16)) > 2**30:
+        raise UnsupportedError(f"{pairs} queries x heads of a group, {both} rows x KV heads")
+
+    kernel, tiles = _attend_tuned, {}
+    if rows is not None or block is not None or interpreted():
+        kernel, tiles = _attend_rows, {"ROWS": rows or 64, "BLOCK": block or 64}
+
+    def grid(meta: dict[str, Any]) -> tuple[int]:
+        return (both * -(-pairs // int(meta["ROWS"])),)
+
+    columns = (new_mass, at(new_mass), new_positions, at(new_positions))
+    kernel[grid](
+        queries,
+        at(queries),
+        flat(keys, values, mass, positions, start, count),
+        New(new_keys, at(new_keys), new_values, at(new_values), *columns),
+        Scoring(float(scaling), softcap, sinks, at(sinks), slopes, at(slopes)),
+        out,
+        at(out),
+        log_total,
+        at(log_total),
+        sizes.kv_heads,
+        sizes.group,
+        sizes.queries,
+        HEAD_BLOCK=padded(sizes.head_dim),
+        VALUE_BLOCK=padded(sizes.value_dim),
+        MOST_ROWS=min(padded(pairs), 128),
+        TUNED_FOR=kind(keys, values, new_keys),
+        PRECISION=precision,
+        enable_fp_fusion=True,
+        **tiles,
+    )
+    return out, log_total
+
+
+@triton.jit
+def _attend_rows(
+    queries: tl.tensor,
+    queries_at: tl.tuple,
+    page: tl.tuple,
+    new: tl.tuple,
+    scoring: tl.tuple,
+    out: tl.tensor,
+    out_at: tl.tuple,
+    log_total: tl.tensor,
+    log_total_at: tl.tuple,
+    kv_heads: tl.tensor,
+    group: tl.tensor,
+    number_new: tl.tensor,
+    HEAD_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    MOST_ROWS: tl.constexpr,  # of a tile that is not too large: known to the tuning only
+    TUNED_FOR: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """A tile of rows of a KV head; row r is query ``r // group`` of head ``r % group``."""
+    pairs = number_new * group
+    tiles = tl.cdiv(pairs, ROWS)
+    program = tl.program_id(0)
+    tile = tiles - 1 - program % tiles  # the last tiles see most: they start first
+    program = program // tiles
+    row, head = (program // kv_heads).to(tl.int64), (program % kv_heads).to(tl.int64)
+    head_channels = tl.arange(0, HEAD_BLOCK).to(tl.int64)
+    value_channels = tl.arange(0, VALUE_BLOCK).to(tl.int64)
+    pair = tile * ROWS + tl.arange(0, ROWS)
+    is_pair = pair < pairs
+    token = (pair // group).to(tl.int64)
+    heads = head * group + pair % group
+    first, number, wrong = owned(page, row, head)
+    at = queries + row * queries_at[0] + heads * queries_at[1] + token * queries_at[2]
+    q = tl.load(
+        at[:, None] + head_channels[None, :] * queries_at[3],
+        mask=is_pair[:, None] & (head_channels < page.key.dim)[None, :],
+        other=0.0,
+    )
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    summed = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
+    if scoring.sinks is not None:
+        sink = tl.load(scoring.sinks + heads * scoring.sinks_at[0], mask=is_pair, other=0.0)
+        highest = sink.to(tl.float32) * LOG2E
+        weight += 1.0
+    slope = None
+    here = None
+    if scoring.slopes is not None:
+        slope = tl.load(scoring.slopes + heads * scoring.slopes_at[0], mask=is_pair, other=0.0)
+        slope = slope.to(tl.float32)
+        places = new.positions + row * new.positions_at[0] + token * new.positions_at[1]
+        here = tl.load(places, mask=is_pair, other=0)
+    highest, weight, summed = attend_slots(
+        highest,
+        weight,
+        summed,
+        q,
+        page,
+        scoring,
+        slope,
+        here,
+        row,
+        head,
+        first,
+        0,
+        number,
+        BLOCK,
+        PRECISION,
+    )
+    # Every row of the tile sees the new tokens up to its first row's own; the rest is a triangle.
+    seen_by_all = (tile * ROWS // group + 1) // BLOCK * BLOCK
+    seen = tl.minimum((tile * ROWS + ROWS - 1) // group + 1, number_new)
+    for part in tl.static_range(2):
+        highest, weight, summed = _attend_new(
+            highest,
+            weight,
+            summed,
+            q,
+            new,
+            scoring,
+            slope,
+            here,
+            row,
+            head,
+            token,
+            0 if part == 0 else seen_by_all,
+            seen_by_all if part == 0 else seen,
+            page.key.dim,
+            page.value.dim,
+            BLOCK,
+            PRECISION,
+            part == 1,
+        )
+    mean, log = finished(highest, weight, summed, wrong)
+    outs = out + row * out_at[0] + heads * out_at[1] + token * out_at[2]
+    tl.store(
+        outs[:, None] + value_channels[None, :] * out_at[3],
+        mean.to(out.dtype.element_ty),
+        mask=is_pair[:, None] & (value_channels < page.value.dim)[None, :],
+    )
+    totals = log_total + row * log_total_at[0] + heads * log_total_at[1]
+    tl.store(totals + token * log_total_at[2], log, mask=is_pair)
+
+
+@triton.jit
+def _attend_new(
+    highest: tl.tensor,
+    weight: tl.tensor,
+    summed: tl.tensor,
+    q: tl.tensor,
+    new: tl.tuple,
+    scoring: tl.tuple,
+    slope: tl.tensor,
+    here: tl.tensor,
+    row: tl.tensor,
+    head: tl.tensor,
+    token: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr,
+) -> tl.tuple:
+    """The streaming softmax over the new tokens ``begin .. end - 1`` of a head."""
+    head_channels = tl.arange(0, q.shape[1]).to(tl.int64)
+    value_channels = tl.arange(0, summed.shape[1]).to(tl.int64)
+    keys = new.key + row * new.key_at[0] + head * new.key_at[1]
+    values = new.value + row * new.value_at[0] + head * new.value_at[1]
+    for offset in range(begin, end, BLOCK):
+        tokens = (offset + tl.arange(0, BLOCK)).to(tl.int64)
+        there = tokens < end
+        k = tl.load(
+            keys + tokens[:, None] * new.key_at[2] + head_channels[None, :] * new.key_at[3],
+            mask=there[:, None] & (head_channels < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        distance = None
+        if slope is not None:
+            places = new.positions + row * new.positions_at[0] + tokens * new.positions_at[1]
+            position = tl.load(places, mask=there, other=0)
+            distance = (position[None, :] - here[:, None]).to(tl.float32)
+        scores = score(q, k, None, slope, distance, scoring, PRECISION)
+        if new.mass is not None:
+            masses = new.mass + row * new.mass_at[0] + head * new.mass_at[1]
+            mass = tl.load(masses + tokens * new.mass_at[2], mask=there, other=0.0)
+            scores += tl.log2(mass)[None, :]
+        if CAUSAL:
+            scores = tl.where(tokens[None, :] <= token[:, None], scores, float("-inf"))
+        v = tl.load(
+            values + tokens[:, None] * new.value_at[2] + value_channels[None, :] * new.value_at[3],
+            mask=there[:, None] & (value_channels < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        highest, weight, summed = absorb(highest, weight, summed, scores, v, PRECISION)
+    return highest, weight, summed
+
+
+_attend_tuned = tuned(
+    _attend_rows,
+    ["HEAD_BLOCK", "VALUE_BLOCK", "MOST_ROWS", "TUNED_FOR", "PRECISION"],
+    {"ROWS": 16, "BLOCK": 16, "warps": 4, "stages": 2},
+    {"ROWS": 16, "BLOCK": 64, "warps": 4, "stages": 3},
+    {"ROWS": 64, "BLOCK": 32, "warps": 4, "stages": 2},
+    {"ROWS": 64, "BLOCK": 64, "warps": 4, "stages": 3},
+    {"ROWS": 128, "BLOCK": 32, "warps": 8, "stages": 2},
+    {"ROWS": 128, "BLOCK": 64, "warps": 8, "stages": 2},
+    {"ROWS": 128, "BLOCK": 64, "warps": 8, "stages": 3},
+)

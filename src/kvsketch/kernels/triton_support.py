@@ -1,0 +1,47 @@
+"""Whether the Triton kernels can run, asked without importing Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError
+
+
+def available(device: torch.device | str) -> bool:
+    """Whether ``triton_decode`` and the other kernels run on tensors of this device."""
+    return _missing(torch.device(device)) is None
+
+
+def require(tensor: Tensor) -> None:
+    """Raises:
+    UnsupportedError: the kernels cannot run on the device of ``tensor``.
+    """
+    missing = _missing(tensor.device)
+    if missing is not None:
+        raise UnsupportedError(missing)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter: decided when Triton is first imported."""
+    if "triton" in sys.modules:
+        import triton.language
+
+        # A function of Triton's own library: made when it was imported, as the kernels were.
+        return type(triton.language.sum).__name__ == "InterpretedFunction"
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def _missing(device: torch.device) -> str | None:
+    if "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
+        return "the Triton kernels need Triton: pip install 'kvsketch[triton]' (Linux)"
+    if device.type == "cuda" or interpreted():
+        return None
+    return (
+        f"the Triton kernels need tensors on a CUDA device, got {device}; on the CPU they run in "
+        "Triton's interpreter only: TRITON_INTERPRET=1 before Triton is first imported"
+    )
