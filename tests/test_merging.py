@@ -163,8 +163,7 @@ def test_merging_pairs_keeps_count_mass_and_sums(seed, n, kept, distinct, dead):
     weight = torch.rand(4, n, generator=torch.Generator().manual_seed(seed)) + 1e-3
     weight = weight * live.expand(2, 2, n).reshape(4, n)
     count = min(n - 1, max(1, round(kept * n)))
-    keys, values = (x.reshape(4, n, -1) for x in (slots.keys, slots.values))
-    groups, found = group_closest(keys, values, weight, count, 0.25)
+    groups, found = group_closest(slots, weight, count, 0.25)
     if not bool(found.all()):  # too many costs are equal: the methods then take k-means
         assert distinct < 10**6
         return

@@ -12,7 +12,7 @@ from ..slots import Observed, Slots, check_queries, compute_dtype, per_group
 from .base import Compressor
 from .clustering import check_pairs, group
 from .fit import Asked, fitted
-from .groups import merge
+from .groups import merge, packed
 from .scoring import recent_attention, score_of, scored_before
 from .seen import Seen
 
@@ -57,6 +57,7 @@ class HeavyMerge(Compressor):
 
     name = "heavy_merge"
     paper = "ours"
+    ragged = True
     needs_queries = True
     allocation = "measured"
     window: int
@@ -93,31 +94,52 @@ class HeavyMerge(Compressor):
         return replace(slots, score=received)
 
     def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
-        assert isinstance(budget, int)
         batch, heads, n = slots.keys.shape[:3]
-        score = score_of(slots, self.name)
-        live = slots.live()
-        wide = compute_dtype(slots.values.dtype)
-        norm = torch.linalg.vector_norm(slots.mean_values(), dim=-1, dtype=wide)
-        weight = score.masked_fill(~live, -1.0) if live is not None else score
-        heavy = min(budget - 1, round(self.share * budget))
-        order = (weight * norm).masked_fill(weight < 0, -1.0).argsort(-1, descending=True)
-        first = order[..., :heavy].sort(-1).values
-        others = order[..., heavy:].sort(-1).values
-        rest = slots.take(others)
-        pull = weight.gather(-1, others).clamp(min=0.0)
-        pull = pull + _FLOOR * (pull.mean(-1, keepdim=True) + 1e-12) * rest.masses()
+        weight = score_of(slots, self.name).flatten(0, 1)
+        live, device = slots.live(), weight.device
+        norm = torch.linalg.vector_norm(
+            slots.values, dim=-1, dtype=compute_dtype(slots.values.dtype)
+        )
+        mass = slots.masses().flatten(0, 1)
+        norm = norm.flatten(0, 1) / torch.where(mass > 0, mass, 1.0)
         if live is not None:
-            pull = pull * live.gather(-1, others)
-        dtype = compute_dtype(slots.keys.dtype)
-        flat = pull.reshape(batch * heads, -1).to(dtype)
-        keys = rest.keys.reshape(batch * heads, n - heavy, -1).to(dtype)
-        values = rest.mean_values().reshape(batch * heads, n - heavy, -1).to(dtype)
+            live = live.flatten(0, 1)
+            weight = weight.masked_fill(~live, -1.0)
+        # Of R = batch x heads rows: how many slots there are, are wanted, and stay as they are.
+        size = torch.full((batch * heads,), n, device=device)
+        if isinstance(budget, Tensor) and live is not None:
+            size = live.sum(1)
+        wanted = torch.as_tensor(budget, device=device).expand(batch, heads).flatten()
+        heavy = torch.minimum(wanted - 1, (self.share * wanted.double()).round().long())
+        most = int(heavy.max())
+        column = torch.arange(n, device=device)
+        order = (
+            (weight * norm)
+            .masked_fill_(weight < 0, -1.0)
+            .argsort(dim=1, descending=True, stable=True)
+        )
+        first = torch.zeros_like(order, dtype=torch.bool)
+        first.scatter_(1, order[:, :most], column[:most] < heavy.unsqueeze(1))
+        rest = size - heavy
+        others, real = packed(~first & (column < size.unsqueeze(1)), int(rest.max()))
+        pull = weight.gather(1, others).clamp_(min=0.0) * real
+        mean = pull.sum(1, keepdim=True) / rest.unsqueeze(1)
+        pull = (pull + _FLOOR * (mean + 1e-12) * mass.gather(1, others)) * real
+        if live is not None:
+            pull = pull * live.gather(1, others)
+        pull = pull.to(compute_dtype(slots.keys.dtype))
         # Attention differs by orders of magnitude and only guesses at that of later queries.
-        price = flat.sqrt()
-        groups = group(keys, values, flat, price, budget - heavy, self.steps, self.pairs)
-        merged = merge(rest, groups, flat, attended=True)
-        kept = Slots.cat([slots.take(first), merged])
+        price, count = pull.sqrt(), wanted - heavy
+        groups = group(slots, pull, price, count, self.steps, self.pairs, others, rest)
+        merged = merge(slots, groups, pull, attended=True, chosen=others)
+        ahead = slots.take(packed(first, most)[0].view(batch, heads, most))
+        kept = Slots.cat([ahead, merged])
+        if isinstance(budget, Tensor):  # merged ones follow a head's own heavy ones
+            place = column[: int(wanted.max())].expand(len(wanted), -1)
+            place = place + (most - heavy).unsqueeze(1) * (place >= heavy.unsqueeze(1))
+            own = column[: place.shape[1]] < wanted.unsqueeze(1)
+            kept = kept.take((place * own).view(batch, heads, -1))
+            kept = kept.only(own.view(batch, heads, -1))
         asked = None if seen is None else Asked.of(seen, self.window)
         return kept if asked is None else fitted(kept, slots, asked, self.ridge)
 
