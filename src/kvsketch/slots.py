@@ -163,7 +163,7 @@ class Slots:
 
 
 def flat_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """``[batch, heads, n, ...]`` as ``[rows, ...]``, without a copy where strides allow it (as those
+    """``[batch, heads, n, ...]`` as ``[rows, ...]``, without a copy where strides allow it (those
     of a part of the slots do), and how many rows one head is behind the last."""
     batch, heads, n = tensor.shape[:3]
     if tensor.numel() == 0 or tensor.is_contiguous():

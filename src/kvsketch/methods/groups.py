@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,48 +29,14 @@ class Groups:
         return values.new_zeros(shape).scatter_add_(1, index, values)
 
 
-@dataclass(frozen=True)
-class _Merge:
-    """Where groups are: m slots in groups of two or more, g such groups.
-
-    Attributes:
-        first: bool ``[R, n]``: the first of its group.
-        place: int64 ``[g]``: group number * in order of the first members, row by row of ``count``.
-        member: int64 ``[m]``: places among the R x n slots.
-        group: int64 ``[m]``: which of the g groups.
-    """
-
-    first: Tensor
-    place: Tensor
-    member: Tensor
-    group: Tensor
-
-    @staticmethod
-    def of(groups: Groups, live: Tensor) -> _Merge:
-        rows, n = live.shape
-        column = torch.arange(n, device=live.device)
-        start = groups.index.new_full((rows, groups.count), n)
-        start.scatter_reduce_(1, groups.index, torch.where(live, column, n), "amin")
-        mine = start.gather(1, groups.index)
-        first = (mine == column) & live
-        # A later member makes its group one of two or more.
-        later = live & ~first
-        row = torch.arange(rows, device=live.device).unsqueeze(1)
-        grown = torch.zeros_like(live).flatten()
-        lead = (mine + n * row).flatten()
-        grown[lead[later.flatten()]] = True
-        member = (grown | later.flatten()).nonzero().squeeze(1)
-        leads = grown.nonzero().squeeze(1)
-        number = (first.cumsum(1).sub_(1) + groups.count * row).flatten()
-        return _Merge(first, number[leads], member, torch.searchsorted(leads, lead[member]))
-
-
 def merge(
     slots: Slots,
     groups: Groups,
     weight: Tensor,
     attended: bool = False,
     chosen: Tensor | None = None,
+    ahead: Tensor | None = None,
+    width: int | None = None,
 ) -> Slots:
     """One slot per group: the weighted mean key, the sum of u and of m; in the order of the groups'
     first members. A group of one is what it was. Empty groups become dead slots, at the end.
@@ -84,55 +49,77 @@ def merge(
             summing u: better if the weight is the attention that slots get, since the sum is right
             for a query that looks at all members alike.
         chosen: which slots are grouped, int64 ``[R, n]``, rising; None: all.
+        ahead: bool ``[R, N]``: other slots, which stay as they are, in front. None: none.
+        width: slots of the result, for groups and those ahead. None: as many as groups.
     """
     batch, heads = slots.keys.shape[:2]
-    rows = batch * heads
-    found = _Merge.of(groups, weight > 0)
-    first, real = packed(found.first, groups.count)
-    if chosen is not None:
-        first = chosen.gather(1, first)
-    slots = Slots(**{**slots.tensors(), "mass": slots.masses()})
-    kept = slots.take(first.view(batch, heads, -1))
+    rows, n = weight.shape
+    device = weight.device
+    width = groups.count if width is None else width
+    live, column = weight > 0, torch.arange(n, device=device)
+    row = torch.arange(rows, device=device).unsqueeze(1)
+    chosen = column.expand(rows, n) if chosen is None else chosen
+    start = torch.full((rows, groups.count), n, device=device)
+    start.scatter_reduce_(1, groups.index, torch.where(live, column, n), "amin")
+    lead = start.gather(1, groups.index)  # the first of each slot's group
+    first = (lead == column) & live
+
+    # Which slot each place is taken from, before merging.
+    number = first.cumsum(1) - 1
+    source = chosen.new_zeros(rows, width + 1)
+    if ahead is not None:
+        place = ahead.cumsum(1)
+        number += place[:, -1:]
+        every = torch.arange(slots.count, device=device).expand(rows, -1)
+        source.scatter_(1, torch.where(ahead, place - 1, width), every)
+    source.scatter_(1, torch.where(first, number, width), chosen)
+    slots = slots if slots.mass is not None else replace(slots, mass=slots.masses())
+    kept = slots.take(source[:, :width].view(batch, heads, width))
+    real = torch.arange(width, device=device) <= number[:, -1:]
     if not bool(real.all()):
-        mask = real.view(batch, heads, -1)
-        kept = kept.map(lambda t: t * mask.view(*mask.shape, *[1] * (t.dim() - 3)).to(t.dtype))
-    mine = weight.flatten()[found.member]
-    total = mine.new_zeros(len(found.place)).scatter_add_(0, found.group, mine)
-    row = found.member // weight.shape[1]
-    column = found.member - row * weight.shape[1]
-    if chosen is not None:
-        column = chosen[row, column]
+        dead = ~real.view(batch, heads, width)
+        kept = kept.map(lambda t: t.masked_fill_(dead.view(*dead.shape, *[1] * (t.dim() - 3)), 0))
+
+    # Groups of two or more, in order, and everything in them.
+    lead = (lead + n * row).flatten()
+    later = (live & ~first).flatten()
+    grown = torch.zeros_like(later)
+    grown[lead[later]] = True
+    member, grown = (grown | later).nonzero().squeeze(1), grown.nonzero().squeeze(1)
+    group = torch.searchsorted(grown, lead[member])
+    weight, origin = weight.flatten()[member], chosen.flatten()[member]
+    head, target = member // n, (number + width * row).flatten()[grown]
 
     def members(field: Tensor) -> Tensor:
         flat, step = flat_rows(field)
-        some = flat.index_select(0, row * step + column).to(weight.dtype)
+        some = flat.index_select(0, head * step + origin).to(weight.dtype)
         return some if some.dim() == 2 else some.unsqueeze(1)
 
     def sums(values: Tensor) -> Tensor:
-        out = values.new_zeros(len(found.place), values.shape[1])
-        return out.scatter_add_(0, found.group.unsqueeze(1).expand_as(values), values)
+        out = values.new_zeros(len(grown), values.shape[1])
+        return out.scatter_add_(0, group.unsqueeze(1).expand_as(values), values)
+
+    weight = weight.unsqueeze(1)
+    total = sums(weight)
 
     def mean(values: Tensor) -> Tensor:
-        return sums(values * mine.unsqueeze(1)).div_(total.unsqueeze(1))
+        return sums(values * weight).div_(total)
 
     assert slots.mass is not None
-    mass = members(slots.mass)
-    mass_sum = sums(mass)
-    values = members(slots.values)
+    mass, values = members(slots.mass), members(slots.values)
+    fields = {"mass": sums(mass), "keys": mean(members(slots.keys))}
     if attended:
-        values = mean(values / torch.where(mass > 0, mass, 1.0)) * mass_sum
+        fields["values"] = mean(values / torch.where(mass > 0, mass, 1.0)) * fields["mass"]
     else:
-        values = sums(values)
-    fields: dict[str, Tensor] = {"mass": mass_sum, "values": values}
-    how: dict[str, Callable[[Tensor], Tensor]] = {"keys": mean, "positions": mean, "score": sums}
-    for name, fn in how.items():
-        field = getattr(slots, name)
-        if field is not None:
-            fields[name] = fn(members(field))
+        fields["values"] = sums(values)
+    if slots.positions is not None:
+        fields["positions"] = mean(members(slots.positions))
+    if slots.score is not None:
+        fields["score"] = sums(members(slots.score))
     for name, new in fields.items():
-        field = getattr(kept, name)
-        new = new if field.dim() == 4 else new.squeeze(1)
-        field.flatten(0, 2).index_copy_(0, found.place, new.to(field.dtype))
+        field: Tensor = getattr(kept, name)
+        new = (new if field.dim() == 4 else new.squeeze(1)).to(field.dtype)
+        field.flatten(0, 2).index_copy_(0, target, new)
     return kept
 
 

@@ -12,9 +12,9 @@ from .points import Points
 #: Pairs are looked for within smaller ones: no worse, and less to compute.
 _PAIR_BLOCK = 256
 # Costs of pairs formed at a time, few enough to stay near the cache.
-_BLOCK_COSTS = 1 << 17
-#: What ``least`` takes the columns of a table by.
-WIDTH = 32
+_BLOCK_COSTS = 1 << 18
+# Blocks have a multiple of so many slots: products of matrices of such sizes are faster.
+_WIDTH = 8
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,16 @@ class Blocks:
 
     Attributes:
         column: int64 ``[b, s]``: columns of the slots in the table of all rows, ``row * width +
-            column``; something else where ``real`` is False.
+            column``; that of a block's first slot where ``real`` is False.
         real: bool ``[b, s]``.
-        first: int64 ``[b]``: the column of a block's first slot within its row.
+        first: int64 ``[b, 1]``: the column of a block's first slot within its row.
+        row: int64 ``[b]``: which row it is of.
     """
 
     column: Tensor
     real: Tensor
     first: Tensor
+    row: Tensor
 
     @staticmethod
     def of(rows: Tensor, sizes: Tensor, width: int) -> Blocks:
@@ -38,17 +40,15 @@ class Blocks:
         ``width`` columns."""
         count = (sizes / _PAIR_BLOCK).round().long().clamp(min=1)
         each = -(-sizes // count)
-        most = -(-int(each.max()) // WIDTH) * WIDTH
-        row = torch.repeat_interleave(rows, count)
-        number = torch.arange(len(row), device=rows.device)
-        number -= torch.repeat_interleave(count.cumsum(0) - count, count)
-        each, size = (torch.repeat_interleave(t, count) for t in (each, sizes))
-        first = number * each
-        length = torch.minimum(each, size - first).unsqueeze(1)
+        most = -(-int(each.max()) // _WIDTH) * _WIDTH
+        number = torch.arange(len(rows), device=rows.device).repeat_interleave(count)
+        row, each, size = rows[number], each[number], sizes[number]
+        before = (count.cumsum(0) - count)[number]
+        first = (torch.arange(len(row), device=rows.device) - before) * each
         place = torch.arange(most, device=rows.device)
-        real = place < length
-        column = (row * width + first).unsqueeze(1) + torch.where(real, place, 0)
-        return Blocks(column, real, first)
+        real = place < torch.minimum(each, size - first).unsqueeze(1)
+        column = (row * width + first).unsqueeze(1) + place * real
+        return Blocks(column, real, first.unsqueeze(1), row)
 
 
 def cheapest(
@@ -70,35 +70,30 @@ def cheapest(
     rows, width = weight.shape
     mine = weight.flatten()[blocks.column] * blocks.real
     live = mine > 0
-    per_weight = 1 / torch.where(live, mine, 1.0).clamp_(min=1e-30)
-    places = places.flatten()[blocks.column]
-    size = places.shape[1]
-    step = max(1, _BLOCK_COSTS // size**2, len(places) // 128)
-    dead, low, partner = ~live, torch.empty_like(mine), torch.empty_like(places)
-    for start in range(0, len(places), step):
+    per_weight = torch.where(live, mine, 1.0).clamp_(min=1e-30).reciprocal_()
+    absent = torch.zeros_like(mine).masked_fill_(~live, torch.inf)
+    low, partner = torch.empty_like(mine), torch.empty_like(blocks.column)
+    size = mine.shape[1]
+    step = max(1, _BLOCK_COSTS // size**2, len(mine) // 128)
+    some = points.blocks(blocks.row, places.flatten()[blocks.column])
+    # Memory that was used before is several times faster than fresh one.
+    table, other = (mine.new_empty(min(step, len(mine)), size, size) for _ in range(2))
+    for start in range(0, len(mine), step):
         part = slice(start, start + step)
-        x = points.at(places[part])
-        norm = torch.linalg.vector_norm(x, dim=-1).square_().masked_fill_(dead[part], torch.inf)
-        extra = per_weight[part]
-        cost = torch.baddbmm(norm.unsqueeze(1), x, x.mT, alpha=-2)
-        cost += norm.unsqueeze(2)
-        cost /= extra.unsqueeze(2) + extra.unsqueeze(1)
+        x, extra = some(part), per_weight[part]
+        norm = torch.linalg.vector_norm(x, dim=-1)
+        norm = torch.addcmul(absent[part], norm, norm)
+        cost, both = table[: len(x)], other[: len(x)]
+        torch.baddbmm(norm.unsqueeze(1), x, x.mT, alpha=-2, out=cost)
+        torch.add(extra.unsqueeze(2), extra.unsqueeze(1), out=both)
+        cost.add_(norm.unsqueeze(2)).div_(both)
         cost.diagonal(0, 1, 2).fill_(torch.inf)
-        low[part], partner[part] = least(cost)
+        # Costs are symmetric, and the least of a column is found faster than that of a row.
+        torch.min(cost, 1, out=(low[part], partner[part]))
     # Costs below 0 are rounding; a slot without partners may have found one that does not exist.
     where = torch.where(blocks.real, blocks.column, rows * width).flatten()
     cost = low.new_full((rows * width + 1,), torch.inf)
-    cost = cost.scatter_(0, where, low.clamp_(min=0.0).flatten())[:-1].view(rows, width)
-    found = partner.add_(blocks.first.unsqueeze(1)).clamp_(max=width - 1).flatten()
-    partner = partner.new_zeros(rows * width + 1).scatter_(0, where, found)[:-1]
-    return cost, partner.view(rows, width)
-
-
-def least(table: Tensor) -> tuple[Tensor, Tensor]:
-    """The least of every row of ``[R, n, m]``, m a multiple of ``WIDTH``, and its column: in two
-    levels, since torch's argmin takes ten times as long as its amin."""
-    # Column j is (j // WIDTH, j % WIDTH): the least over the former, then over the latter.
-    folded = table.view(*table.shape[:2], -1, WIDTH)
-    low, column = folded.amin(2).min(-1)
-    at = column[..., None, None].expand(-1, -1, folded.shape[2], 1)
-    return low, folded.gather(3, at).squeeze(3).argmin(-1) * WIDTH + column
+    cost = cost.scatter_(0, where, low.clamp_(min=0.0).flatten())[:-1]
+    found = partner.new_zeros(rows * width + 1)
+    found = found.scatter_(0, where, partner.add_(blocks.first).flatten())[:-1]
+    return cost.view(rows, width), found.clamp_(max=width - 1).view(rows, width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -13,15 +14,23 @@ from ..slots import Slots, flat_rows
 _VALUES = 0.25
 
 
+#: slices of blocks to their points, ``[b, s, dim]``
+Some = Callable[[slice], Tensor]
+
+
 class Points(Protocol):
-    """Points of R rows of n slots, float32 or float64."""
+    """Points of R rows of slots, float32 or float64."""
 
     def places(self, columns: Tensor) -> Tensor:
         """Places of slots: int64 ``[R, m]``, columns of each row, to the same of numbers."""
 
-    def at(self, places: Tensor) -> Tensor:
-        """``[b, s, dim]``, a tensor of its own. ``places``: int64 ``[b, s]``, all of one row of
-        slots for each b."""
+    def blocks(self, row: Tensor, places: Tensor) -> Some:
+        """Forms points a few blocks at a time.
+
+        Args:
+            row: of each block, int64 ``[b]``.
+            places: of its slots, int64 ``[b, s]``.
+        """
 
 
 class Given:
@@ -33,8 +42,8 @@ class Given:
     def places(self, columns: Tensor) -> Tensor:
         return _places(columns, self._step)
 
-    def at(self, places: Tensor) -> Tensor:
-        return _rows(self.points, places)
+    def blocks(self, row: Tensor, places: Tensor) -> Some:
+        return lambda part: _rows(self.points, places[part])
 
     def merge(
         self, places: Tensor, targets: Tensor, group: Tensor, weight: Tensor, total: Tensor
@@ -68,37 +77,39 @@ class KeysAndValues:
         if step != self._step:
             self._keys, self._step = flat_rows(slots.keys.contiguous())
             self._values, _ = flat_rows(slots.values.contiguous())
-        share, self._share = live, None
+        share = live
         if slots.mass is not None:
-            mass = torch.where(slots.mass > 0, slots.mass, 1.0)
-            per_mass = mass.to(live.dtype).flatten(0, 1).reciprocal()
-            share = live * per_mass
-            # one row of slots ends where the next begins
-            table = per_mass.new_ones(len(per_mass), self._step)
-            table[:, : per_mass.shape[1]] = per_mass
-            self._share = table.view(-1, 1)
+            mass = slots.mass.to(live.dtype).flatten(0, 1)
+            self._per_mass = torch.where(mass > 0, mass, 1.0).reciprocal_()
+            share = live * self._per_mass
+        else:
+            self._per_mass = torch.ones_like(live)
         count = live.sum(1, keepdim=True).clamp_(min=1)
-        key_mean, key_spread = _moments(slots.keys.flatten(0, 1), live, count)
+        self._key_mean, spread = _moments(slots.keys.flatten(0, 1), live, count)
         value_mean, value_spread = _moments(slots.values.flatten(0, 1), share, count)
-        scale = _VALUES**0.5 * key_spread / value_spread.clamp_(min=1e-30)
-        self._mean = torch.cat([key_mean, value_mean], dim=-1).unsqueeze(1)
-        self._scale = scale.to(live.dtype).unsqueeze(1)
+        scale = _VALUES**0.5 * spread / value_spread.clamp_(min=1e-30)
+        self._scale = scale.to(live.dtype)
+        self._value_mean = value_mean * self._scale
 
     def places(self, columns: Tensor) -> Tensor:
         return _places(columns, self._step)
 
-    def at(self, places: Tensor) -> Tensor:
-        row = places[:, 0] // self._step
-        mean, dim = self._mean[row], self._keys.shape[1]
-        points = torch.empty(*places.shape, mean.shape[2], dtype=mean.dtype, device=mean.device)
-        keys, values = points[..., :dim], points[..., dim:]
-        torch.sub(_rows(self._keys, places), mean[..., :dim], out=keys)
-        found = _rows(self._values, places)
-        if self._share is not None:
-            found = found * _rows(self._share, places)
-        torch.sub(found, mean[..., dim:], out=values)
-        values *= self._scale[row]
-        return points
+    def blocks(self, row: Tensor, places: Tensor) -> Some:
+        column = places - (self._step * row).unsqueeze(1)
+        share = (self._per_mass * self._scale)[row].gather(1, column).unsqueeze(-1)
+        key_mean, value_mean = self._key_mean[row].unsqueeze(1), -self._value_mean[row].unsqueeze(1)
+        dim, dtype = key_mean.shape[2], share.dtype
+        size = dim + value_mean.shape[2]
+
+        def some(part: slice) -> Tensor:
+            mine = places[part]
+            points = torch.empty(*mine.shape, size, dtype=dtype, device=mine.device)
+            torch.sub(_rows(self._keys, mine), key_mean[part], out=points[..., :dim])
+            values = _rows(self._values, mine).to(dtype)
+            torch.addcmul(value_mean[part], values, share[part], out=points[..., dim:])
+            return points
+
+        return some
 
 
 def _places(columns: Tensor, step: int) -> Tensor:
