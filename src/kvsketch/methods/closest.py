@@ -172,7 +172,7 @@ class _Rows:
         points, places, weight = self.points, self.places, self.weight.clone()
         if not isinstance(points, Given):  # merged ones will differ
             some = more.nonzero().squeeze(1)
-            parts = [points.blocks(some, part) for part in places[some].split(_COLUMNS, 1)]
+            parts = [points.blocks(some, part) for part in torch.split(places[some], _COLUMNS, 1)]
             points = Given(torch.cat([part(slice(None)) for part in parts], dim=1))
             places = torch.zeros_like(places)
             columns = torch.arange(n, device=places.device).expand(len(some), n)

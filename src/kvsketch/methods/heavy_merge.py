@@ -86,9 +86,7 @@ class HeavyMerge(Compressor):
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
         if observed is None:
             return scored_before(slots, self.name)
-        # Once, not in every block of queries.
-        full = replace(slots, keys=slots.keys.to(compute_dtype(slots.keys.dtype)))
-        received, fade = _decoded_attention(full, observed, self.window)
+        received, fade = _decoded_attention(slots, observed, self.window)
         if slots.score is not None:
             received = received + slots.score * fade
         return replace(slots, score=received)
@@ -112,11 +110,8 @@ class HeavyMerge(Compressor):
         wanted = torch.as_tensor(budget, device=device).expand(batch, heads).flatten()
         heavy = torch.minimum(wanted - 1, (self.share * wanted.double()).round().long())
         column = torch.arange(n, device=device)
-        order = (
-            (weight * norm)
-            .masked_fill_(weight < 0, -1.0)
-            .argsort(dim=1, descending=True, stable=True)
-        )
+        rank = (weight * norm).masked_fill_(weight < 0, -1.0)
+        order = rank.argsort(dim=1, descending=True, stable=True)
         first = torch.zeros_like(order, dtype=torch.bool)
         first.scatter_(1, order, column < heavy.unsqueeze(1))
         rest = size - heavy
@@ -143,7 +138,9 @@ def _decoded_attention(
     ALiBi: decoding pays for this every few tokens."""
     batch, heads, q, dim = observed.queries.shape
     if not observed.plain or observed.live is not None or q >= window:
-        return recent_attention(slots, observed, window)
+        # Once, not in every block of queries.
+        full = replace(slots, keys=slots.keys.to(compute_dtype(slots.keys.dtype)))
+        return recent_attention(full, observed, window)
     check_queries(observed.queries, slots, None)
     kv_heads, n = slots.keys.shape[1:3]
     rows, shared = batch * kv_heads, heads // kv_heads

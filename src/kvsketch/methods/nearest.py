@@ -12,7 +12,7 @@ from .points import Points
 #: Pairs are looked for within smaller ones: no worse, and less to compute.
 _PAIR_BLOCK = 256
 # Costs of pairs formed at a time, few enough to stay near the cache.
-_BLOCK_COSTS = 1 << 18
+_BLOCK_COSTS = 1 << 17
 # Blocks have a multiple of so many slots: products of matrices of such sizes are faster.
 _WIDTH = 8
 
