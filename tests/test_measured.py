@@ -194,6 +194,27 @@ def test_curves_are_the_errors_of_held_out_queries():
         assert bool((curves.relative[0, :, number] >= held_out - 1e-9).all())
 
 
+@pytest.mark.parametrize("method", ["heavy_merge", "tova", "uniform"])
+def test_curves_of_slots_scored_once_are_the_same(method):
+    """Six levels score the tokens once."""
+    slots, observed = random_slots(150, batch=2), random_queries(150, batch=2)
+    seen = []
+
+    def observe(tokens, before):
+        seen.append(before.queries.shape[2])
+        return windowed(method, 2, 6).observe(tokens, before)
+
+    def compress(tokens, budget, before, scored=True):
+        assert not scored or method == "uniform" or tokens.score is not None
+        return windowed(method, 2, 6)(tokens, budget, before, scored=scored)
+
+    once = measure_layer(slots, observed, compress, 32, 2, 6, observe=observe)
+    every = measure_layer(slots, observed, lambda *a: compress(*a, scored=False), 32, 2, 6)
+    assert seen == [118]
+    assert torch.equal(once.error, every.error)
+    assert torch.equal(once.relative, every.relative)
+
+
 @st.composite
 def made_curves(draw):
     layers, heads, levels = draw(st.integers(1, 2)), draw(st.integers(1, 2)), 4

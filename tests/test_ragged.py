@@ -250,3 +250,24 @@ def test_a_method_for_one_budget_is_called_once_for_each(alibi):
 def test_bad_budgets_are_named(budget, message):
     with pytest.raises(InputError, match=message):
         make("knorm")(case(0, 9)[0], budget)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].needs_queries])
+def test_scored_slots_are_not_scored_again(method, monkeypatch):
+    slots, observed = case(6, 60)
+    scored = make(method).observe(slots, observed)
+    expected = make(method)(slots, 20, observed, sink=1, recent=4)
+    monkeypatch.setattr(METHODS[method], "observe", None)
+    out = make(method)(scored, 20, observed, sink=1, recent=4, scored=True)
+    for name, tensor in expected.tensors().items():
+        assert torch.equal(out.tensors()[name], tensor)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_is_held_between_calls_but_the_random_state(method):
+    slots, observed = case(8, 60)
+    compressor = make(method, 3)
+    before = {k: v for k, v in vars(compressor).items() if k != "generator"}
+    compressor(slots, torch.tensor([[9, 60, 7], [30, 9, 1]]), observed, sink=1, recent=4)
+    compressor(slots, 20, observed)
+    assert {k: v for k, v in vars(compressor).items() if k != "generator"} == before

@@ -40,6 +40,7 @@ class ClusterMerge(Compressor):
 
     name = "cluster_merge"
     paper = "ours"
+    ragged = True
 
     def __init__(self, seed: int = 0, steps: int = 5, pairs: float = 0.25) -> None:
         super().__init__(seed)
@@ -47,18 +48,25 @@ class ClusterMerge(Compressor):
         self.pairs = check_pairs(pairs)
 
     def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
-        assert isinstance(budget, int)
         batch, heads, n = slots.keys.shape[:3]
         dtype = compute_dtype(slots.keys.dtype)
         mass = slots.masses().reshape(batch * heads, n).to(dtype)
         # A slot with u but no mass still has to land somewhere: count it as one token.
-        live = slots.live()
         weight = torch.where(mass > 0, mass, 1.0)
-        values = slots.mean_values().reshape(batch * heads, n, -1).to(dtype)
+        live, sizes = slots.live(), None
         if live is not None:
-            weight = weight * live.reshape(batch * heads, n)
-        keys = slots.keys.reshape(batch * heads, n, -1).to(dtype)
-        age = torch.linspace(0, _RECENCY, n, dtype=dtype, device=keys.device)
-        price = weight * age.exp()
-        groups = group(keys, values, weight, price, budget, self.steps, self.pairs)
+            live = live.reshape(batch * heads, n)
+            weight = weight * live
+            sizes = live.sum(1) if isinstance(budget, Tensor) else None
+        count = budget.flatten() if isinstance(budget, Tensor) else budget
+        price = weight * _age(n, sizes, weight).exp()
+        groups = group(slots, weight, price, count, self.steps, self.pairs, sizes=sizes)
         return merge(slots, groups, weight)
+
+
+def _age(n: int, sizes: Tensor | None, like: Tensor) -> Tensor:
+    """From 0 for the oldest slot to ``_RECENCY`` for the newest one of a row of ``sizes`` slots."""
+    if sizes is None:
+        return torch.linspace(0, _RECENCY, n, dtype=like.dtype, device=like.device)
+    column = torch.arange(n, dtype=like.dtype, device=like.device)
+    return _RECENCY * column / (sizes.unsqueeze(1) - 1).clamp(min=1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..slots import Slots
 from .closest import group_closest
 from .groups import Groups
 from .kmeans import group_keys
@@ -22,21 +24,31 @@ def check_pairs(pairs: float) -> float:
 
 
 def group(
-    keys: Tensor,
-    values: Tensor,
+    slots: Slots,
     weight: Tensor,
     price: Tensor,
-    count: int,
+    count: int | Tensor,
     steps: int,
     share: float,
+    chosen: Tensor | None = None,
+    sizes: Tensor | None = None,
 ) -> Groups:
     """``group_closest`` with weights ``price``, or ``group_keys`` with weights ``weight``: where
     that finds too few, row by row, and everywhere if ``share`` is 0. Arguments as theirs."""
-    if not share:
-        return group_keys(keys, weight, count, steps)
-    closest, found = group_closest(keys, values, price, count, share)
-    if bool(found.all()):
-        return closest
-    rows = (~found).nonzero().squeeze(1)
-    others = group_keys(keys[rows], weight[rows], count, steps)
-    return Groups(closest.index.index_copy(0, rows, others.index), count)
+    rows = torch.arange(len(weight), device=weight.device)
+    closest = None
+    if share:
+        closest, found = group_closest(slots, price, count, share, chosen, sizes)
+        if bool(found.all()):
+            return closest
+        rows = rows[~found]
+    keys = slots.keys.flatten(0, 1)[rows].to(weight.dtype)
+    if chosen is not None:
+        index = chosen[rows].unsqueeze(-1).expand(-1, -1, keys.shape[2])
+        keys = keys.gather(1, index)
+    few = count[rows] if isinstance(count, Tensor) else count
+    own = None if sizes is None else sizes[rows]
+    others = group_keys(keys, weight[rows], few, steps, own)
+    if closest is None:
+        return others
+    return Groups(closest.index.index_copy(0, rows, others.index), closest.count)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..slots import Slots
+from ..slots import Slots, flat_rows
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Groups:
 
     Attributes:
         index: int64 ``[R, n]``, R = batch x heads.
-        count: groups; some may be empty.
+        count: groups, of the row that has most; some may be empty.
     """
 
     index: Tensor
@@ -34,49 +34,103 @@ def merge(
     groups: Groups,
     weight: Tensor,
     attended: bool = False,
+    chosen: Tensor | None = None,
+    ahead: Tensor | None = None,
+    width: int | None = None,
 ) -> Slots:
     """One slot per group: the weighted mean key, the sum of u and of m; in the order of the groups'
-    first members. Empty groups become dead slots, at the end.
+    first members. A group of one is what it was. Empty groups become dead slots, at the end.
 
     Args:
-        slots: ``[batch, heads, n, ...]``.
-        groups: of them.
+        slots: ``[batch, heads, N, ...]``.
+        groups: of n slots.
         weight: float ``[R, n]``, > 0 for every live slot and 0 for the others.
         attended: weigh values (u / m) like keys and multiply by the group's mass, instead of
             summing u: better if the weight is the attention that slots get, since the sum is right
             for a query that looks at all members alike.
+        chosen: which slots are grouped, int64 ``[R, n]``, rising; None: all.
+        ahead: bool ``[R, N]``: other slots, which stay as they are, in front. None: none.
+        width: slots of the result, for groups and those ahead. None: as many as groups.
     """
-    batch, heads, n = slots.keys.shape[:3]
-    dtype = weight.dtype
-    total = groups.sum(weight.unsqueeze(-1))
-    safe = torch.where(total > 0, total, 1.0)
-    mass = slots.masses().reshape(batch * heads, n, 1).to(dtype)
-    mass_sum = groups.sum(mass)
+    batch, heads = slots.keys.shape[:2]
+    rows, n = weight.shape
+    device = weight.device
+    width = groups.count if width is None else width
+    live, column = weight > 0, torch.arange(n, device=device)
+    row = torch.arange(rows, device=device).unsqueeze(1)
+    chosen = column.expand(rows, n) if chosen is None else chosen
+    start = torch.full((rows, groups.count), n, device=device)
+    start.scatter_reduce_(1, groups.index, torch.where(live, column, n), "amin")
+    lead = start.gather(1, groups.index)  # the first of each slot's group
+    first = (lead == column) & live
 
-    def mean(field: Tensor) -> Tensor:
-        return groups.sum(field * weight.unsqueeze(-1)).div_(safe)
+    # Which slot each place is taken from, before merging.
+    number = first.cumsum(1) - 1
+    source = chosen.new_zeros(rows, width + 1)
+    if ahead is not None:
+        place = ahead.cumsum(1)
+        number += place[:, -1:]
+        every = torch.arange(slots.count, device=device).expand(rows, -1)
+        source.scatter_(1, torch.where(ahead, place - 1, width), every)
+    source.scatter_(1, torch.where(first, number, width), chosen)
+    slots = slots if slots.mass is not None else replace(slots, mass=slots.masses())
+    kept = slots.take(source[:, :width].view(batch, heads, width))
+    real = torch.arange(width, device=device) <= number[:, -1:]
+    if not bool(real.all()):
+        dead = ~real.view(batch, heads, width)
+        kept = kept.map(lambda t: t.masked_fill_(dead.view(*dead.shape, *[1] * (t.dim() - 3)), 0))
 
-    flat = {k: t.reshape(batch * heads, n, -1).to(dtype) for k, t in slots.tensors().items()}
+    # Groups of two or more, in order, and everything in them.
+    lead = (lead + n * row).flatten()
+    later = (live & ~first).flatten()
+    grown = torch.zeros_like(later)
+    grown[lead[later]] = True
+    member, grown = (grown | later).nonzero().squeeze(1), grown.nonzero().squeeze(1)
+    group = torch.searchsorted(grown, lead[member])
+    weight, origin = weight.flatten()[member], chosen.flatten()[member]
+    head, target = member // n, (number + width * row).flatten()[grown]
+
+    def members(field: Tensor) -> Tensor:
+        flat, step = flat_rows(field)
+        some = flat.index_select(0, head * step + origin).to(weight.dtype)
+        return some if some.dim() == 2 else some.unsqueeze(1)
+
+    def sums(values: Tensor) -> Tensor:
+        out = values.new_zeros(len(grown), values.shape[1])
+        return out.scatter_add_(0, group.unsqueeze(1).expand_as(values), values)
+
+    weight = weight.unsqueeze(1)
+    total = sums(weight)
+
+    def mean(values: Tensor) -> Tensor:
+        return sums(values * weight).div_(total)
+
+    assert slots.mass is not None
+    mass, values = members(slots.mass), members(slots.values)
+    fields = {"mass": sums(mass), "keys": mean(members(slots.keys))}
     if attended:
-        values = flat["values"]
-        if slots.mass is not None:
-            values = values / torch.where(mass > 0, mass, 1.0)
-        values = mean(values) * mass_sum
+        fields["values"] = mean(values / torch.where(mass > 0, mass, 1.0)) * fields["mass"]
     else:
-        values = groups.sum(flat["values"])
-    fields = {"keys": mean(flat["keys"]), "values": values, "mass": mass_sum}
-    if "positions" in flat:
-        fields["positions"] = mean(flat["positions"])
-    if "score" in flat:
-        fields["score"] = groups.sum(flat["score"])
-    order = torch.full((batch * heads, groups.count), n, device=weight.device)
-    place = torch.arange(n, device=weight.device).expand(batch * heads, n)
-    place = torch.where(weight > 0, place, n)
-    order = order.scatter_reduce_(1, groups.index, place, "amin").argsort(-1)
-    merged = {}
-    for name, field in fields.items():
-        like = getattr(slots, name) if name != "mass" else slots.masses()
-        field = field.gather(1, order.unsqueeze(-1).expand_as(field))
-        shape = (batch, heads, groups.count, *like.shape[3:])
-        merged[name] = field.reshape(shape).to(like.dtype)
-    return Slots(**merged)
+        fields["values"] = sums(values)
+    if slots.positions is not None:
+        fields["positions"] = mean(members(slots.positions))
+    if slots.score is not None:
+        fields["score"] = sums(members(slots.score))
+    for name, new in fields.items():
+        field: Tensor = getattr(kept, name)
+        new = (new if field.dim() == 4 else new.squeeze(1)).to(field.dtype)
+        field.flatten(0, 2).index_copy_(0, target, new)
+    return kept
+
+
+def packed(mask: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The columns where ``mask`` (bool ``[R, n]``) is True, rising, in ``width`` columns, and which
+    of these there are (bool): ``[R, width]`` each."""
+    count = mask.sum(1, keepdim=True)
+    real = torch.arange(width, device=mask.device) < count
+    column = mask.nonzero()[:, 1]
+    if len(column) == real.numel():
+        return column.view(real.shape), real
+    out = column.new_zeros(real.shape)
+    out[real] = column
+    return out, real

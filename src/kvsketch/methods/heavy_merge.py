@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, at_least
-from ..slots import Observed, Slots, check_queries, compute_dtype, per_group
+from ..slots import Observed, Slots, check_queries, compute_dtype
 from .base import Compressor
 from .clustering import check_pairs, group
 from .fit import Asked, fitted
-from .groups import merge
+from .groups import merge, packed
 from .scoring import recent_attention, score_of, scored_before
 from .seen import Seen
 
 # Weight of an unattended token beside one of average attention: it should pull a little.
 _FLOOR = 1e-3
-# Scores of a few decoded queries: 8 MB in float32.
-_FEW_SCORES = 1 << 21
+# Scores of decoded queries at a time: 2 MB in float32.
+_FEW_SCORES = 1 << 19
 
 
 class HeavyMerge(Compressor):
@@ -57,6 +57,7 @@ class HeavyMerge(Compressor):
 
     name = "heavy_merge"
     paper = "ours"
+    ragged = True
     needs_queries = True
     allocation = "measured"
     window: int
@@ -85,39 +86,47 @@ class HeavyMerge(Compressor):
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
         if observed is None:
             return scored_before(slots, self.name)
-        # Once, not in every block of queries.
-        full = replace(slots, keys=slots.keys.to(compute_dtype(slots.keys.dtype)))
-        received, fade = _decoded_attention(full, observed, self.window)
+        received, fade = _decoded_attention(slots, observed, self.window)
         if slots.score is not None:
             received = received + slots.score * fade
         return replace(slots, score=received)
 
     def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
-        assert isinstance(budget, int)
         batch, heads, n = slots.keys.shape[:3]
-        score = score_of(slots, self.name)
-        live = slots.live()
-        wide = compute_dtype(slots.values.dtype)
-        norm = torch.linalg.vector_norm(slots.mean_values(), dim=-1, dtype=wide)
-        weight = score.masked_fill(~live, -1.0) if live is not None else score
-        heavy = min(budget - 1, round(self.share * budget))
-        order = (weight * norm).masked_fill(weight < 0, -1.0).argsort(-1, descending=True)
-        first = order[..., :heavy].sort(-1).values
-        others = order[..., heavy:].sort(-1).values
-        rest = slots.take(others)
-        pull = weight.gather(-1, others).clamp(min=0.0)
-        pull = pull + _FLOOR * (pull.mean(-1, keepdim=True) + 1e-12) * rest.masses()
+        weight = score_of(slots, self.name).flatten(0, 1)
+        live, device = slots.live(), weight.device
+        norm = torch.linalg.vector_norm(
+            slots.values, dim=-1, dtype=compute_dtype(slots.values.dtype)
+        )
+        mass = slots.masses().flatten(0, 1)
+        norm = norm.flatten(0, 1) / torch.where(mass > 0, mass, 1.0)
         if live is not None:
-            pull = pull * live.gather(-1, others)
-        dtype = compute_dtype(slots.keys.dtype)
-        flat = pull.reshape(batch * heads, -1).to(dtype)
-        keys = rest.keys.reshape(batch * heads, n - heavy, -1).to(dtype)
-        values = rest.mean_values().reshape(batch * heads, n - heavy, -1).to(dtype)
+            live = live.flatten(0, 1)
+            weight = weight.masked_fill(~live, -1.0)
+        # Of R = batch x heads rows: how many slots there are, are wanted, and stay as they are.
+        size = torch.full((batch * heads,), n, device=device)
+        if isinstance(budget, Tensor) and live is not None:
+            size = live.sum(1)
+        wanted = torch.as_tensor(budget, device=device).expand(batch, heads).flatten()
+        heavy = torch.minimum(wanted - 1, (self.share * wanted.double()).round().long())
+        column = torch.arange(n, device=device)
+        rank = (weight * norm).masked_fill_(weight < 0, -1.0)
+        order = rank.argsort(dim=1, descending=True, stable=True)
+        first = torch.zeros_like(order, dtype=torch.bool)
+        first.scatter_(1, order, column < heavy.unsqueeze(1))
+        rest = size - heavy
+        others, real = packed(~first & (column < size.unsqueeze(1)), int(rest.max()))
+        pull = weight.gather(1, others).clamp_(min=0.0) * real
+        mean = pull.sum(1, keepdim=True) / rest.unsqueeze(1)
+        pull = (pull + _FLOOR * (mean + 1e-12) * mass.gather(1, others)) * real
+        if live is not None:
+            pull = pull * live.gather(1, others)
+        pull = pull.to(compute_dtype(slots.keys.dtype))
         # Attention differs by orders of magnitude and only guesses at that of later queries.
-        price = flat.sqrt()
-        groups = group(keys, values, flat, price, budget - heavy, self.steps, self.pairs)
-        merged = merge(rest, groups, flat, attended=True)
-        kept = Slots.cat([slots.take(first), merged])
+        price, count = pull.sqrt(), wanted - heavy
+        groups = group(slots, pull, price, count, self.steps, self.pairs, others, rest)
+        most = int(wanted.max())
+        kept = merge(slots, groups, pull, True, others, ahead=first, width=most)
         asked = None if seen is None else Asked.of(seen, self.window)
         return kept if asked is None else fitted(kept, slots, asked, self.ridge)
 
@@ -125,30 +134,44 @@ class HeavyMerge(Compressor):
 def _decoded_attention(
     slots: Slots, observed: Observed, window: int
 ) -> tuple[Tensor, Tensor | float]:
-    """``recent_attention``, in a third of the operations for a few decoded queries without padding,
-    soft-capping or ALiBi: decoding pays for this every few tokens."""
+    """``recent_attention`` in fewer operations for decoded queries without padding, soft-capping or
+    ALiBi: decoding pays for this every few tokens."""
     batch, heads, q, dim = observed.queries.shape
-    plain = observed.plain and observed.live is None
-    if not plain or q >= window or batch * heads * q * slots.count > _FEW_SCORES:
-        return recent_attention(slots, observed, window)
+    if not observed.plain or observed.live is not None or q >= window:
+        # Once, not in every block of queries.
+        full = replace(slots, keys=slots.keys.to(compute_dtype(slots.keys.dtype)))
+        return recent_attention(full, observed, window)
     check_queries(observed.queries, slots, None)
     kv_heads, n = slots.keys.shape[1:3]
+    rows, shared = batch * kv_heads, heads // kv_heads
     dtype = compute_dtype(observed.queries.dtype)
-    packed = (observed.queries.to(dtype) * observed.scaling).reshape(batch, kv_heads, -1, dim)
-    scores = packed @ slots.keys.to(dtype).mT
-    if slots.mass is not None:
-        scores += slots.mass.to(dtype).log().unsqueeze(2)
-    later = torch.ones(q, q, dtype=torch.bool, device=scores.device).triu(1)
-    scores.view(batch, kv_heads, -1, q, n)[..., n - q :].masked_fill_(later, -torch.inf)
-    if observed.sinks is None:
-        attention = scores.softmax(-1)
-    else:
-        sink = per_group(observed.sinks, kv_heads, observed.queries)[..., 0]
-        sink = sink.expand(batch, -1, -1, q).reshape(batch, kv_heads, -1, 1).to(dtype)
-        attention = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
-    if slots.mass is not None:
-        attention.nan_to_num_(0.0)  # a query whose every slot is dead
-    keep, shared = 1 - 1 / window, heads // kv_heads
-    newer = torch.arange(q - 1, -1, -1, device=scores.device, dtype=dtype)
+    packed = (observed.queries.to(dtype) * observed.scaling).reshape(rows, -1, dim)
+    keys = slots.keys.flatten(0, 1)
+    log_mass = None if slots.mass is None else slots.mass.to(dtype).log().view(rows, 1, n)
+    sink = None
+    if observed.sinks is not None:
+        sink = observed.sinks.to(dtype).view(1, kv_heads, shared, 1).expand(batch, -1, -1, q)
+        sink = sink.reshape(rows, -1, 1)
+    later = torch.ones(q, q, dtype=torch.bool, device=keys.device).triu(1)
+    keep = 1 - 1 / window
+    newer = torch.arange(q - 1, -1, -1, device=keys.device, dtype=dtype)
     weights = (keep**newer / (window * shared)).repeat(shared)
-    return (weights @ attention).float(), keep**q
+    received = torch.empty(rows, n, device=keys.device)
+    step = max(1, _FEW_SCORES // (shared * q * n))
+    for start in range(0, rows, step):  # so many rows that their scores stay near the cache
+        part = slice(start, start + step)
+        scores = packed[part] @ keys[part].to(dtype).mT
+        if log_mass is not None:
+            scores += log_mass[part]
+        scores.view(-1, shared, q, n)[..., n - q :].masked_fill_(later, -torch.inf)
+        highest = scores.amax(-1, keepdim=True)
+        if sink is not None:
+            highest = torch.maximum(highest, sink[part])
+        highest = highest.clamp_(min=torch.finfo(dtype).min)  # of a query whose every slot is dead
+        share = scores.sub_(highest).exp_()
+        total = share.sum(-1)
+        if sink is not None:
+            total += (sink[part] - highest).exp_().squeeze(-1)
+        found = (weights / total.clamp_(min=1e-30)).unsqueeze(1) @ share
+        received[part] = found.squeeze(1)
+    return received.view(batch, kv_heads, n), keep**q

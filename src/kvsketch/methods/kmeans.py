@@ -11,7 +11,9 @@ from .groups import Groups
 _BLOCK = 2048
 
 
-def group_keys(keys: Tensor, weight: Tensor, count: int, steps: int) -> Groups:
+def group_keys(
+    keys: Tensor, weight: Tensor, count: int | Tensor, steps: int, sizes: Tensor | None = None
+) -> Groups:
     """Group keys by weighted Lloyd iterations from seeds spread evenly over the live slots.
 
     Evenly spread seeds follow the density of the keys, and a few weighted steps move them where
@@ -21,47 +23,86 @@ def group_keys(keys: Tensor, weight: Tensor, count: int, steps: int) -> Groups:
     Args:
         keys: ``[R, n, d]``, float32 or float64.
         weight: ``[R, n]``, >= 0; slots of weight 0 are grouped, but pull no center.
-        count: groups per head, 1 <= count < n.
+        count: groups per row, 1 <= count <= n, or int64 ``[R]``.
         steps: Lloyd iterations, >= 0.
+        sizes: how many of the slots are a row's, the first ones, int64 ``[R]``; the others are in
+            any group. None: all.
     """
-    n = keys.shape[1]
-    blocks = max(1, round(n / _BLOCK))
-    # Integer edges that split slots and groups alike.
-    edges = [n * i // blocks for i in range(blocks + 1)]
-    firsts = [count * i // blocks for i in range(blocks + 1)]
-    parts = []
-    for i in range(blocks):
-        part = slice(edges[i], edges[i + 1])
-        size = firsts[i + 1] - firsts[i]
-        if size == 0:  # fewer groups than blocks: they go to the group before
-            parts.append(torch.full_like(weight[:, part], max(0, firsts[i] - 1)).long())
-        else:
-            parts.append(_lloyd(keys[:, part], weight[:, part], size, steps) + firsts[i])
-    return Groups(torch.cat(parts, dim=1), count)
-
-
-def _lloyd(keys: Tensor, weight: Tensor, count: int, steps: int) -> Tensor:
     rows, n, _ = keys.shape
-    if count >= n:
-        return torch.arange(n, device=keys.device).expand(rows, n)
+    most = count if isinstance(count, int) else int(count.max())
+    counts = torch.as_tensor(count, device=keys.device).expand(rows)
+    sizes = torch.full_like(counts, n) if sizes is None else sizes
+    blocks = (sizes / _BLOCK).round().long().clamp(min=1)
+    index = torch.zeros_like(weight, dtype=torch.int64)
+    for i in range(int(blocks.max())):
+        # Integer edges that split slots and groups alike.
+        first, end = sizes * i // blocks, sizes * (i + 1) // blocks
+        group, after = counts * i // blocks, counts * (i + 1) // blocks
+        here = i < blocks
+        part = here & (after > group)
+        if bool(part.any()):
+            _fill(index, keys, weight, part, (first, end), (group, after), steps)
+        # Fewer groups than blocks: its slots go to the group before.
+        some = (here & ~part).nonzero().squeeze(1)
+        if len(some):
+            column = torch.arange(n, device=keys.device)
+            mine = (column >= first[some, None]) & (column < end[some, None])
+            before = (group[some, None] - 1).clamp(min=0)
+            index[some] = torch.where(mine, before, index[some])
+    return Groups(index, most)
+
+
+def _fill(
+    index: Tensor,
+    keys: Tensor,
+    weight: Tensor,
+    part: Tensor,
+    slots: tuple[Tensor, Tensor],
+    groups: tuple[Tensor, Tensor],
+    steps: int,
+) -> None:
+    """Group one block of each row in ``part`` (bool ``[R]``), into ``index``."""
+    rows = part.nonzero().squeeze(1)
+    first, size = slots[0][rows, None], (slots[1] - slots[0])[rows, None]
+    column = torch.arange(int(size.max()), device=keys.device)
+    real = column < size
+    at = first + torch.where(real, column, 0)
+    mine = keys[rows].gather(1, at.unsqueeze(-1).expand(-1, -1, keys.shape[2]))
+    if not bool(real.all()):
+        mine = mine * real.unsqueeze(-1)
+    found = _lloyd(
+        mine, weight[rows].gather(1, at) * real, (groups[1] - groups[0])[rows], size, steps
+    )
+    row = rows.unsqueeze(1).expand_as(at)
+    index[row[real], at[real]] = (found + groups[0][rows, None])[real]
+
+
+def _lloyd(keys: Tensor, weight: Tensor, count: Tensor, size: Tensor, steps: int) -> Tensor:
+    """Groups of the first ``size`` (``[r, 1]``) slots of each row: ``count`` (``[r]``) of them."""
+    rows, n, dim = keys.shape
+    most, column = int(count.max()), torch.arange(n, device=keys.device).expand(rows, n)
     # Large norms would cost digits in |x|^2 - 2<x, c> + |c|^2.
-    keys = keys - keys.mean(1, keepdim=True)
+    keys = keys - (keys.sum(1) / size).unsqueeze(1)
     live = (weight > 0).double()
     # Seeds: every (live / count)-th live slot.
     rank = live.cumsum(1)
-    target = (torch.arange(count, device=keys.device) + 0.5) * rank[:, -1:] / count
+    target = (torch.arange(most, device=keys.device) + 0.5) * rank[:, -1:] / count.unsqueeze(1)
     seed = torch.searchsorted(rank, target.clamp(min=0.5)).clamp(max=n - 1)
-    centers = keys.gather(1, seed.unsqueeze(-1).expand(-1, -1, keys.shape[2]))
-    groups = Groups(_nearest(keys, centers), count)
+    centers = keys.gather(1, seed.unsqueeze(-1).expand(-1, -1, dim))
+    absent = torch.arange(most, device=keys.device) >= count.unsqueeze(1)
+    groups = Groups(_nearest(keys, centers, absent), most)
     for _ in range(steps):
         mass = groups.sum(weight.unsqueeze(-1))
         mean = groups.sum(keys * weight.unsqueeze(-1)) / mass.clamp(min=1e-30)
         centers = torch.where(mass > 0, mean, centers)
-        groups = Groups(_nearest(keys, centers), count)
+        groups = Groups(_nearest(keys, centers, absent), most)
     # A row with room for all its live slots keeps each.
-    return torch.where(rank[:, -1:] <= count, (rank.long() - 1).clamp(min=0), groups.index)
+    alone = torch.where(
+        rank[:, -1:] <= count.unsqueeze(1), (rank.long() - 1).clamp(min=0), groups.index
+    )
+    return torch.where(count.unsqueeze(1) >= size, column, alone)
 
 
-def _nearest(keys: Tensor, centers: Tensor) -> Tensor:
-    norms = centers.square().sum(-1).unsqueeze(1)
+def _nearest(keys: Tensor, centers: Tensor, absent: Tensor) -> Tensor:
+    norms = centers.square().sum(-1).masked_fill_(absent, torch.inf).unsqueeze(1)
     return torch.baddbmm(norms, keys, centers.transpose(1, 2), alpha=-2).argmin(-1)

@@ -1,0 +1,134 @@
+"""What the closest slots are told by: keys with their values beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..slots import Slots, flat_rows
+
+# How much values count beside keys when pairs are chosen.
+_VALUES = 0.25
+
+
+#: slices of blocks to their points, ``[b, s, dim]``
+Some = Callable[[slice], Tensor]
+
+
+class Points(Protocol):
+    """Points of R rows of slots, float32 or float64."""
+
+    def places(self, columns: Tensor) -> Tensor:
+        """Places of slots: int64 ``[R, m]``, columns of each row, to the same of numbers."""
+
+    def blocks(self, row: Tensor, places: Tensor) -> Some:
+        """Forms points a few blocks at a time.
+
+        Args:
+            row: of each block, int64 ``[b]``.
+            places: of its slots, int64 ``[b, s]``.
+        """
+
+
+class Given:
+    """Points that are there already, ``[R, n, dim]``."""
+
+    def __init__(self, points: Tensor) -> None:
+        self.points, self._step = points.flatten(0, 1), points.shape[1]
+
+    def places(self, columns: Tensor) -> Tensor:
+        return _places(columns, self._step)
+
+    def blocks(self, row: Tensor, places: Tensor) -> Some:
+        return lambda part: _rows(self.points, places[part])
+
+    def merge(
+        self, places: Tensor, targets: Tensor, group: Tensor, weight: Tensor, total: Tensor
+    ) -> None:
+        """Overwrite the points at ``targets`` (int64 ``[g]``) with the means of groups.
+
+        Args:
+            places: of the members, int64 ``[m]``.
+            group: of each member, int64 ``[m]``, less than g.
+            weight: of each member, ``[m]``.
+            total: of each group's members, ``[g]``.
+        """
+        members = self.points.index_select(0, places).mul_(weight.unsqueeze(1))
+        mean = members.new_zeros(len(targets), members.shape[1])
+        mean.scatter_add_(0, group.unsqueeze(1).expand_as(members), members)
+        self.points.index_copy_(0, targets, mean.div_(total.clamp(min=1e-30).unsqueeze(1)))
+
+
+class KeysAndValues:
+    """Keys and u / m side by side, less their means over the live slots of a row: large norms would
+    cost digits in |x|^2 - 2<x, y> + |y|^2. Values are scaled to the keys' spread and count for a
+    quarter. A point is formed where it is used: all at once they would be as large as the cache.
+
+    Args:
+        slots: ``[batch, heads, n, ...]``, R = batch x heads.
+        live: ``[R, n]``, in the dtype of the points: 1 for slots that are grouped, else 0.
+    """
+
+    def __init__(self, slots: Slots, live: Tensor) -> None:
+        (self._keys, self._step), (self._values, step) = map(flat_rows, (slots.keys, slots.values))
+        if step != self._step:
+            self._keys, self._step = flat_rows(slots.keys.contiguous())
+            self._values, _ = flat_rows(slots.values.contiguous())
+        share = live
+        if slots.mass is not None:
+            mass = slots.mass.to(live.dtype).flatten(0, 1)
+            self._per_mass = torch.where(mass > 0, mass, 1.0).reciprocal_()
+            share = live * self._per_mass
+        else:
+            self._per_mass = torch.ones_like(live)
+        count = live.sum(1, keepdim=True).clamp_(min=1)
+        self._key_mean, spread = _moments(slots.keys.flatten(0, 1), live, count)
+        value_mean, value_spread = _moments(slots.values.flatten(0, 1), share, count)
+        scale = _VALUES**0.5 * spread / value_spread.clamp_(min=1e-30)
+        self._scale = scale.to(live.dtype)
+        self._value_mean = value_mean * self._scale
+
+    def places(self, columns: Tensor) -> Tensor:
+        return _places(columns, self._step)
+
+    def blocks(self, row: Tensor, places: Tensor) -> Some:
+        column = places - (self._step * row).unsqueeze(1)
+        share = (self._per_mass * self._scale)[row].gather(1, column).unsqueeze(-1)
+        key_mean, value_mean = self._key_mean[row].unsqueeze(1), -self._value_mean[row].unsqueeze(1)
+        dim, dtype = key_mean.shape[2], share.dtype
+        size = dim + value_mean.shape[2]
+
+        def some(part: slice) -> Tensor:
+            mine = places[part]
+            points = torch.empty(*mine.shape, size, dtype=dtype, device=mine.device)
+            torch.sub(_rows(self._keys, mine), key_mean[part], out=points[..., :dim])
+            values = _rows(self._values, mine).to(dtype)
+            torch.addcmul(value_mean[part], values, share[part], out=points[..., dim:])
+            return points
+
+        return some
+
+
+def _places(columns: Tensor, step: int) -> Tensor:
+    return columns + step * torch.arange(len(columns), device=columns.device).unsqueeze(1)
+
+
+def _rows(flat: Tensor, places: Tensor) -> Tensor:
+    return flat.index_select(0, places.flatten()).view(*places.shape, flat.shape[1])
+
+
+def _moments(x: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean of x times weight, ``[R, d]``, and the norm of what differs from it, float64 ``[R, 1]``.
+
+    Args:
+        x: ``[R, n, d]``.
+        weight: ``[R, n]``.
+        count: ``[R, 1]``, of live slots.
+    """
+    mean = torch.matmul(weight.unsqueeze(1), x.to(weight.dtype)).squeeze(1) / count
+    size = (torch.linalg.vector_norm(x, dim=-1, dtype=weight.dtype) * weight).double()
+    rest = size.square().sum(1, keepdim=True) - count * mean.double().square().sum(1, keepdim=True)
+    return mean, rest.clamp_(min=0.0).sqrt_()
