@@ -237,7 +237,7 @@ def test_a_stream_fits_to_its_prompt_alone(bits, monkeypatch):
         return compress(self, *arguments, fit=fit, **options)
 
     monkeypatch.setattr(HeavyMerge, "compress", watched)
-    driver = Periodic(windowed("heavy_merge", 2, 6), Budget(40), 4, bits=bits)
+    driver = Stream(windowed("heavy_merge", 2, 6), Budget(40), 4, bits=bits)
     for start, count in [(0, 90), *((at, 1) for at in range(90, 130))]:
         driver.extend(tokens(start, count))
         driver.settle(asked(start, count), prefill=count > 1)

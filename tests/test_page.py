@@ -1,8 +1,12 @@
-"""The page of a layer, heads of any size, and attention over it: against the reference in float64."""
+"""The page of a layer, heads of any size, and attention over it, against the reference."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -136,7 +140,9 @@ def test_a_page_shows_its_slots_in_order_whatever_was_done_to_it(kind, shape, sc
     batch, heads, n, q, dim = s["batch"], s["heads"], s["n"], s["q"], s["dim"]
     held = tokens(g, batch, heads, n, dim, dim, torch.float32, s["weighted"])
     if scored:
-        held = Slots(held.keys, held.values, held.mass, score=torch.rand(batch, heads, n, generator=g))
+        held = Slots(
+            held.keys, held.values, held.mass, score=torch.rand(batch, heads, n, generator=g)
+        )
     sizes = sizes_of(g, batch, heads, n) if s["ragged"] else None
     page = page_of(held, sizes, q + 1)
     exact = {"rtol": 1e-5, "atol": 1e-5}
@@ -214,3 +220,46 @@ def test_heads_of_different_size_take_what_they_need():
     per_slot = 2 * (32 + 32) + 4
     needed = int((sizes + 20).sum()) * per_slot
     assert sum(t.nbytes for t in page.tensors()) <= 1.08 * needed
+
+
+IN_TRITON = """
+import torch
+from kvsketch.attention import attend_to
+from kvsketch.kernels import paged
+from kvsketch.slots import Observed, Slots
+from test_page import page_of, sizes_of, tokens
+
+generator = torch.Generator().manual_seed(0)
+for ragged in (False, True):
+    for sinks, slopes in ((None, None), (torch.randn(4, generator=generator), None),
+                          (None, torch.rand(4, generator=generator))):
+        held = tokens(generator, 2, 2, 40, 8, 8, torch.float32, True, slopes is not None)
+        page = page_of(held, sizes_of(generator, 2, 2, 40) if ragged else None, 3)
+        for step in range(2):
+            new = tokens(generator, 2, 2, 1, 8, 8, torch.float32, False, slopes is not None)
+            if slopes is not None:
+                new = Slots(new.keys, new.values, positions=new.positions + 40 + step)
+            page.append(new)
+            queries = torch.randn(2, 4, 1, 8, generator=generator)
+            asked = Observed(queries, 0.4, None, slopes, None, sinks)
+            paged._TRITON_DEVICES.clear()
+            expected = attend_to(asked, page)
+            paged._TRITON_DEVICES.add("cpu")
+            assert paged.triton_fits(asked, page)
+            torch.testing.assert_close(attend_to(asked, page), expected, rtol=1e-4, atol=1e-5)
+print("equal")
+"""
+
+
+def test_the_gpu_s_kernel_reads_a_page_as_the_cpu_s_does():
+    """In Triton's interpreter, page and counts as they are while tokens are appended."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", IN_TRITON],
+        env={**environment, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.stdout.strip() == "equal", found.stderr

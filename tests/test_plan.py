@@ -43,19 +43,19 @@ def test_what_a_head_cannot_spend_goes_to_the_others(kept, most, share):
         assert float(found.sum()) == pytest.approx(total, rel=1e-3)
 
 
-@pytest.mark.parametrize(("layers", "tokens"), [(4, 1000), (16, 600)])
+@pytest.mark.parametrize(("layers", "tokens"), [(4, 2400), (16, 1600)])
 def test_a_measured_prefill_does_not_hold_all_layers(layers, tokens):
     """Peak bytes of everything held, against an uncompressed cache: README's claim."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(
             vocab_size=100,
-            hidden_size=128,
-            intermediate_size=128,
+            hidden_size=64,
+            intermediate_size=64,
             num_hidden_layers=layers,
-            num_attention_heads=4,
+            num_attention_heads=2,
             num_key_value_heads=2,
-            head_dim=64,
+            head_dim=32,
             max_position_embeddings=4096,
         )
     ).eval()
@@ -65,4 +65,4 @@ def test_a_measured_prefill_does_not_hold_all_layers(layers, tokens):
         model(ids, past_key_values=cache)
     summary = cache.summary()
     assert summary["slots"] == pytest.approx(0.25 * tokens, rel=0.02)
-    assert summary["peak_kv_bytes"] <= 0.6 * summary["exact_kv_bytes"]
+    assert summary["peak_kv_bytes"] <= 0.55 * summary["exact_kv_bytes"]

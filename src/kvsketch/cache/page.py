@@ -55,6 +55,7 @@ class Page:
         self.appended, self.room, self.sizes = 0, room, sizes
         self.layout: Ragged | None = None
         self.block = 0
+        self._spans: tuple[Tensor, Tensor] | None = None
         fields = slots.tensors()
         if slots.mass is not None:
             weight = torch.where(slots.mass != 0, slots.mass, 1.0).unsqueeze(-1)
@@ -112,6 +113,21 @@ class Page:
         """Masses of heads of equal size; None: all are 1."""
         return self.even("mass") if "mass" in self.fields else None
 
+    def spans(self) -> tuple[Tensor, Tensor]:
+        """Where each head's slots start in its row of the flat tensors, and how many they are,
+        int64 ``[batch, heads]`` on the device of the page. The counts are a tensor that appending
+        writes into, so that a recorded launch sees them grow."""
+        if self._spans is None:
+            device = self.fields["keys"].device
+            if self.layout is None:
+                capacity = self.fields["keys"].shape[2]
+                start = torch.arange(self.heads, device=device) * capacity
+                start = start.expand(self.batch, -1).contiguous()
+            else:
+                start = self.layout.start
+            self._spans = start, self.held.to(device).contiguous()
+        return self._spans
+
     @property
     def slots(self) -> Slots:
         """All slots ``[batch, heads, count, ...]``; a smaller head's are the last ones, behind dead
@@ -168,6 +184,8 @@ class Page:
         self.room -= tokens
         if self.layout is not None:
             self._next += tokens
+        if self._spans is not None:
+            self._spans[1].add_(tokens)
 
     def mark_last(self, live: Tensor) -> None:
         """Say which of the last tokens, just appended, are real: bool ``[batch, q]``."""
@@ -212,6 +230,7 @@ class Page:
         """The same slots with ``room`` for more."""
         if self.layout is None:
             twin = copy.copy(self)
+            twin._spans = None
             twin.base, twin.appended, twin.room = self.count, 0, room
             twin.fields = {
                 name: _with_room(buffer[:, :, : self.count], room)
@@ -226,6 +245,7 @@ class Page:
     def map(self, fn: Callable[[Tensor], Tensor]) -> Page:
         """The page with ``fn`` (which acts on axis 0, the batch) applied to everything held."""
         twin = copy.copy(self)
+        twin._spans = None
         twin.fields = {name: _owned(fn(tensor)) for name, tensor in self.fields.items()}
         twin.batch = twin.fields["keys"].shape[0]
         if self.layout is not None:

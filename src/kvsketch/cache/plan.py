@@ -25,7 +25,7 @@ from .windowed_sketch import WindowedSketch
 _MEASURED_TOKENS = 4096
 # Peak of a prefill that the plan aims at, as a share of the exact cache, or so much above the least
 # that is possible: one layer exact, the others compressed.
-_PEAK, _SLACK = 0.5, 0.1
+_PEAK, _SLACK = 0.5, 0.08
 # A bound on a head is worth a compression where it takes away so much of what the head holds.
 _WORTH = 0.9
 
@@ -250,14 +250,12 @@ class Plan:
             kept = torch.minimum(kept, held / tokens)
         limit = self.max_budget.value if self.max_budget is not None else None
         # An int stays the limit however long the stream gets.
-        limits = (
-            (kept / kept.mean() * limit).long().clamp(min=1).tolist()
-            if isinstance(limit, int)
-            else [[None] * kept.shape[1]] * kept.shape[0]
-        )
+        slots: list[list[int | None]] = [[None] * kept.shape[1]] * kept.shape[0]
+        if isinstance(limit, int):
+            slots = (kept / kept.mean() * limit).long().clamp(min=1).tolist()
         found = [
-            [Budget(1.0, share, most) for share, most in zip(*rows, strict=True)]
-            for rows in zip(kept.tolist(), limits, strict=True)
+            [Budget(1.0, share, limit) for share, limit in zip(*rows, strict=True)]
+            for rows in zip(kept.tolist(), slots, strict=True)
         ]
         return found, above
 

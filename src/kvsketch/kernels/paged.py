@@ -7,7 +7,11 @@ from torch import Tensor
 
 from ..cache.page import Page
 from ..slots import Observed, per_group
+from . import triton_support
 from .partial import NOTHING, log_mass, partial, together
+
+# Where one query per head runs in Triton; a test adds the CPU, for Triton's interpreter.
+_TRITON_DEVICES = {"cuda"}
 
 
 def decode(asked: Observed, page: Page, padded: bool) -> Tensor:
@@ -21,6 +25,8 @@ def decode(asked: Observed, page: Page, padded: bool) -> Tensor:
     Returns:
         ``[batch, num_attention_heads, 1, value_dim]``; zeros where no slot is live.
     """
+    if triton_fits(asked, page):
+        return _by_triton(asked, page)
     batch, heads = asked.queries.shape[:2]
     packed = asked.queries.view(batch, page.heads, heads // page.heads, -1)
     over = _over_equal_heads if page.layout is None else _over_blocks
@@ -69,6 +75,39 @@ def prefill(asked: Observed, page: Page, padded: bool) -> Tensor:
     out, total = out.reshape(*shape, -1), total.reshape(shape)
     out = _finished(out, total, asked, page.heads, padded, q)
     return out.reshape(batch, heads, q, -1)
+
+
+def triton_fits(asked: Observed, page: Page) -> bool:
+    """Whether ``triton_decode`` takes these queries and this page: on a CUDA device, in 32 bits or
+    fewer; ALiBi beside sinks needs the query's own position, which a page does not know."""
+    if asked.queries.device.type not in _TRITON_DEVICES or asked.queries.dtype == torch.float64:
+        return False
+    both = asked.slopes is not None and asked.sinks is not None
+    return not both and triton_support.available(asked.queries.device)
+
+
+def _by_triton(asked: Observed, page: Page) -> Tensor:
+    """One launch for all heads, whatever their sizes."""
+    from .triton_decode import decode as launch
+
+    start, count = page.spans()
+    flat = {n: t.flatten(1, 2) if page.layout is None else t for n, t in page.fields.items()}
+    sinks, slopes = (None if x is None else x.float() for x in (asked.sinks, asked.slopes))
+    positions = flat["positions"].float() if slopes is not None else None
+    return launch(
+        asked.queries,
+        flat["keys"],
+        flat["values"],
+        flat.get("mass"),
+        start,
+        count,
+        scaling=asked.scaling,
+        softcap=asked.softcap,
+        sinks=sinks,
+        slopes=slopes,
+        positions=positions,
+        most=page.count + page.room,
+    )[0]
 
 
 def _padded(page: Page) -> tuple[Tensor, Tensor, Tensor | None]:
