@@ -138,6 +138,8 @@ class Plan:
             streams[place].spend(budget, provisional)
         if stream.waits and stream.method.window is not None:
             stream.queries.keep_last(stream.method.window)  # it has been measured
+        elif stream.waits and number in self._measured:
+            stream.fold()  # all queries count, and scores are smaller
         return bool(found)
 
     def _next_budgets(

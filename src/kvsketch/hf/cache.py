@@ -47,8 +47,8 @@ class SketchCache(Cache):  # type: ignore[misc]
         buffer: slots decoding may run above the budget before it is compressed to as many below;
             default 2.5% of the budget.
         prefill: "exact": the prompt attends to all of itself. Each layer is compressed as soon as
-            its attention is done, so that one layer's full cache is alive at a time, unless
-            budgets are measured on this prompt (see ``allocation``). "streaming": with
+            its attention is done, so that one layer's full cache is alive at a time (of budgets
+            that are measured on this prompt see ``allocation``). "streaming": with
             ``generate(prefill_chunk_size=...)`` every chunk attends to slots and itself, and the
             cache never holds more than budget + chunk.
         prompt_length: "exact" with ``prefill_chunk_size``: tokens of the first prompt, so that
@@ -71,9 +71,10 @@ class SketchCache(Cache):  # type: ignore[misc]
             own way where the prefill is exact and nothing else is given). Curves, or
             the path of a file of them (``Curves.save``): as measured before, on prompts of the
             user's kind; better than "measured" where what is asked differs from what was read.
-            "measured", and a tolerance with ``max_budget``, compare all layers, so they hold the
-            whole cache of a prompt until its last layer is done; so do prompts too short to
-            measure on (about 100 tokens).
+            "measured", and a tolerance with ``max_budget``, compare all layers: a layer that is
+            measured is meanwhile compressed to the most its heads may get, so that about half of
+            an uncompressed cache is held at most (of a natively streaming sketch, all of it).
+            Prompts too short to measure on (about 100 tokens) wait for more.
         track_positions: remember which token every slot was (4 bytes a slot), so that a later
             ``attention_mask`` may hide tokens that were kept. Without it, and for slots that stand
             for several tokens, such a mask is refused.
