@@ -149,7 +149,7 @@ def main(
         progress.advance(task)
         asked = seen.queries[:, :, -probe:]
         probe_all = fastest(partial(attend, asked, slots, scaling=seen.scaling), repeats)
-        measured = fastest(lambda: measure(waiting(slots, seen, MEASURED), None), repeats)
+        measured = fastest(partial(measure, waiting(slots, seen, MEASURED), None), repeats)
         probes: dict[float, float] = {}
         for method in chosen:
             for share in kept:

@@ -1,0 +1,313 @@
+"""What the redesign is held to: seconds, in ratios of paired runs, beside floors of the machine.
+
+    python -m benchmarks.speed --preset decode --json
+    python -m benchmarks.speed --preset compress --tokens 8192,32768,131072 --json
+    python -m benchmarks.speed --preset prefill --json
+    python -m benchmarks.speed --preset end_to_end --json
+
+decode      one token's attention, 32 query and 8 KV heads of 128: slots with masses, of equal and
+            of different number per head, against torch's own attention over as many plain tokens
+            and over all n tokens.
+compress    compressing n tokens of 8 KV heads of 128 to a fixed number of slots, against n, with
+            the exponent of time over n; block halving against the BalanceKV authors' own
+            ``balanced_walk`` on the same tensors (KVSKETCH_BALANCEKV names a checkout).
+prefill     measuring and compressing in one layer of Llama 3 8B's size, over the layer's own
+            prefill (``benchmarks.compression_time``), and the peak bytes of a default prefill.
+end_to_end  the packaged model through its forward: prefill and decoding of the default against
+            ``DynamicCache``.
+
+Runs of what is compared alternate, so that whatever else the machine does hits both; a figure is
+the median of the ratios of pairs. Floors: the bytes that must be read over the measured bandwidth
+of a copy, and the operations over the measured rate of a matrix product. kvpress's SnapKV and
+KeyDiff need an environment of their own (its transformers is older), so they are not in this run.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+
+from benchmarks.measuring import waiting
+from benchmarks.page import save
+from benchmarks.peers import balancekv as authors
+from kvsketch import METHODS, Observed, SketchCache, Slots
+from kvsketch.attention import attend_to
+from kvsketch.cache import Page, windowed
+from kvsketch.cache.plan import measure
+from kvsketch.evaluation.report.report import dumps, environment
+from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PRESETS = ("decode", "compress", "prefill", "end_to_end")
+Rows = list[dict[str, Any]]
+
+
+def seconds(fn: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    fn()
+    return time.perf_counter() - start
+
+
+def paired(repeats: int, **runs: Callable[[], Any]) -> dict[str, list[float]]:
+    """Seconds of every run, one after the other, again and again; the first round is thrown away."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(repeats + 1):
+        for name, run in runs.items():
+            taken = seconds(run)
+            if number:
+                found[name].append(taken)
+    return found
+
+
+def ratio(found: dict[str, list[float]], name: str, over: str) -> float:
+    """Median over pairs of the time of one run over that of another."""
+    return statistics.median(a / b for a, b in zip(found[name], found[over], strict=True))
+
+
+def floors() -> dict[str, float]:
+    """Measured: bytes a second of a copy (read and written), operations a second of a product."""
+    size = 1 << 27
+    source, target = torch.ones(size // 4), torch.empty(size // 4)
+    side = torch.randn(2048, 2048)
+    copied = min(seconds(lambda: target.copy_(source)) for _ in range(7))
+    product = min(seconds(lambda: side @ side) for _ in range(7))
+    return {"copy_bytes_per_second": 2 * size / copied, "matmul_per_second": 2 * 2048**3 / product}
+
+
+def decode(repeats: int, tokens: list[int], dtypes: list[str], seed: int) -> Rows:
+    rows: Rows = []
+    bandwidth = floors()["copy_bytes_per_second"]
+    for name in dtypes:
+        for n in tokens:
+            torch.manual_seed(seed)
+            keys, values = torch.randn(2, 1, KV_HEADS, n, DIM).to(DTYPES[name])
+            query = torch.randn(1, HEADS, 1, DIM).to(DTYPES[name])
+            for kept in (1, 4, 8, 32):
+                slots = n // kept
+                rows.append(
+                    {"dtype": name, "tokens": n, "kept": 1 / kept, "slots": slots}
+                    | _decoded(query, keys, values, slots, repeats)
+                )
+                read = 2 * KV_HEADS * slots * DIM * keys.element_size()
+                rows[-1]["floor_ms"] = 1e3 * read / bandwidth
+    return rows
+
+
+def _decoded(query: Tensor, keys: Tensor, values: Tensor, slots: int, repeats: int) -> Any:
+    part = keys[:, :, :slots].contiguous(), values[:, :, :slots].contiguous()
+    mass = torch.rand(1, KV_HEADS, slots) + 0.5
+    even = Page(Slots(part[0], part[1].float() * mass.unsqueeze(-1), mass))
+    share = torch.tensor([0.25, 0.5, 0.5, 0.75, 1.0, 1.25, 1.5, 2.25])
+    sizes = (share * slots).round().long().clamp(1, keys.shape[2])[None]
+    most = int(sizes.max())
+    there = torch.arange(most) < sizes.unsqueeze(-1)
+    uneven = Page(Slots(keys[:, :, :most], values[:, :, :most]).only(there), sizes)
+    asked = Observed(query, DIM**-0.5)
+    sdpa = partial(F.scaled_dot_product_attention, query, enable_gqa=True)
+    found = paired(
+        repeats,
+        slots=lambda: attend_to(asked, even),
+        ragged=lambda: attend_to(asked, uneven),
+        plain=lambda: sdpa(*part),
+        full=lambda: sdpa(keys, values),
+    )
+    return {
+        "slots_ms": 1e3 * statistics.median(found["slots"]),
+        "slots_over_plain_tokens": ratio(found, "slots", "plain"),
+        "ragged_over_plain_tokens": ratio(found, "ragged", "plain"),
+        "full_over_slots": ratio(found, "full", "slots"),
+        "full_over_ragged": ratio(found, "full", "ragged"),
+        "ragged_slots_over_slots": float(sizes.sum()) / (KV_HEADS * slots),
+    }
+
+
+def compress(repeats: int, tokens: list[int], methods: list[str], seed: int) -> Rows:
+    rows: Rows = []
+    for name in methods:
+        times = []
+        for n in tokens:
+            torch.manual_seed(seed)
+            slots = Slots(*torch.randn(2, 1, KV_HEADS, n, DIM))
+            seen = Observed(torch.randn(1, HEADS, 64, DIM), DIM**-0.5)
+            budget = 1024 if name == "kcenter" else n // 8
+            run = partial(windowed(name), slots, budget, seen)
+            times.append(min(seconds(run) for _ in range(repeats)))
+            rows.append({"method": name, "tokens": n, "budget": budget, "seconds": times[-1]})
+        if len(tokens) > 1:
+            grown = math.log(times[-1] / times[0]) / math.log(tokens[-1] / tokens[0])
+            rows.append({"method": name, "exponent": grown, "from": tokens[0], "to": tokens[-1]})
+    rows.append(_halved(repeats, seed))
+    return rows
+
+
+def _halved(repeats: int, seed: int, n: int = 8192) -> dict[str, Any]:
+    """One round of block halving, against the authors' code on the same tensors."""
+    torch.manual_seed(seed)
+    keys, values = torch.randn(2, 1, KV_HEADS, n, DIM)
+    mine = METHODS["balancekv"](seed=seed)
+    run = partial(mine, Slots(keys, values), n // 2)
+    missing = authors.available()
+    row = {
+        "halving": "balancekv",
+        "tokens": n,
+        "seconds": min(seconds(run) for _ in range(repeats)),
+    }
+    if missing is not None:
+        return row | {"authors": missing}
+    found = paired(repeats, ours=run, theirs=partial(authors.halved, keys, values, 1))
+    return row | {"authors_over_ours": ratio(found, "theirs", "ours")}
+
+
+def prefill(repeats: int, tokens: int, seed: int) -> Rows:
+    from benchmarks.compression_time import prefill as layer
+
+    whole, slots, seen = layer(tokens, torch.bfloat16, seed)
+    measured = min(
+        seconds(lambda: measure(waiting(slots, seen, "heavy_merge"), None)) for _ in "ab"
+    )
+    rows: Rows = [
+        {"what": "measuring", "tokens": tokens, "share_of_prefill": measured / whole},
+        *(
+            {
+                "what": f"{name} to {share}",
+                "tokens": tokens,
+                "share_of_prefill": min(
+                    seconds(partial(windowed(name), slots, round(share * tokens), seen))
+                    for _ in range(max(1, repeats // 3))
+                )
+                / whole,
+            }
+            for name in ("heavy_merge", "snapkv", "cluster_merge")
+            for share in (0.25, 0.125)
+        ),
+    ]
+    rows += [_peak(layers, n, seed) for layers, n in ((4, 4000), (16, 8000))]
+    return rows
+
+
+def _peak(layers: int, tokens: int, seed: int) -> dict[str, Any]:
+    """Peak bytes of a default prefill over those of an uncompressed cache: the packaged model with
+    4 layers, a random one with more."""
+    if layers == 4:
+        model = AutoModelForCausalLM.from_pretrained(resolve_model(PACKAGED)).eval()
+    else:
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=1000,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=tokens + 1,
+        )
+        model = AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, model.config.vocab_size, (1, tokens), generator=generator)
+    cache = SketchCache(model.config, budget=0.25, seed=seed)
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    found = cache.summary()
+    return {
+        "what": "peak bytes of a default prefill",
+        "layers": layers,
+        "tokens": tokens,
+        "peak_over_exact": found["peak_kv_bytes"] / found["exact_kv_bytes"],
+        "held_over_exact": found["kv_bytes"] / found["exact_kv_bytes"],
+    }
+
+
+def end_to_end(repeats: int, tokens: int, seed: int) -> Rows:
+    model = AutoModelForCausalLM.from_pretrained(resolve_model(PACKAGED)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, model.config.vocab_size, (1, tokens), generator=generator)
+    found: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        for name in ("exact", "ours"):
+            ours = SketchCache(model.config, budget=0.125, seed=seed)
+            cache = ours if name == "ours" else DynamicCache(config=model.config)
+            taken = seconds(partial(model, ids, past_key_values=cache, logits_to_keep=1))
+            token = ids[:, -1:]
+            for _ in range(4):  # allocations of the first steps
+                model(token, past_key_values=cache)
+            start = time.perf_counter()
+            for _ in range(64):
+                token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+            found.setdefault(f"{name} prefill", []).append(taken)
+            found.setdefault(f"{name} decode", []).append(time.perf_counter() - start)
+    return [
+        {
+            "tokens": tokens,
+            "kept": 0.125,
+            "pairs": repeats,
+            "prefill_speed_of_exact": ratio(found, "exact prefill", "ours prefill"),
+            "decode_speed_of_exact": ratio(found, "exact decode", "ours decode"),
+        }
+    ]
+
+
+def main(
+    preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "decode",
+    tokens: Annotated[str, typer.Option(help="Comma-separated; default: the preset's own.")] = "",
+    methods: Annotated[
+        str, typer.Option(help="Of the preset compress, comma-separated.")
+    ] = "heavy_merge,cluster_merge,kcenter,snapkv,keydiff",
+    dtypes: Annotated[str, typer.Option(help="Of the preset decode.")] = "float32,bfloat16",
+    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
+    repeats: Annotated[int, typer.Option(help="Paired runs; their median counts.")] = 5,
+    seed: int = 0,
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+) -> None:
+    """Example: python -m benchmarks.speed --preset decode --tokens 8192 --json"""
+    if preset not in PRESETS:
+        raise typer.BadParameter(f"--preset {preset!r} must be one of {', '.join(PRESETS)}")
+    usual = {"decode": "8192,32768,131072", "compress": "8192,32768,131072", "prefill": "32768"}
+    try:
+        lengths = [int(x) for x in (tokens or usual.get(preset, "15900")).split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"--tokens {tokens!r} must be whole numbers") from None
+    named, types = methods.split(","), dtypes.split(",")
+    for option, given, allowed in (("methods", named, METHODS), ("dtypes", types, DTYPES)):
+        unknown = [x for x in given if x not in allowed]
+        if unknown:
+            raise typer.BadParameter(f"--{option} {unknown[0]!r} must be of {', '.join(allowed)}")
+    if min(lengths) < 256 or repeats < 1 or threads < 1:
+        raise typer.BadParameter("--tokens must be at least 256, --repeats and --threads 1")
+    torch.set_num_threads(threads)
+    console = Console(stderr=True)
+    with torch.inference_mode(), console.status(f"{preset}: a few minutes"):
+        if preset == "decode":
+            rows = decode(repeats, lengths, types, seed)
+        elif preset == "compress":
+            rows = compress(repeats, lengths, named, seed)
+        elif preset == "prefill":
+            rows = prefill(repeats, lengths[0], seed)
+        else:
+            rows = end_to_end(repeats, lengths[0], seed)
+    settings = {"tokens": lengths, "threads": threads, "repeats": repeats, "seed": seed}
+    result = {"command": "speed", "preset": preset, "results": rows, "floors": floors()}
+    result |= settings | environment()
+    save(result, out)
+    for row in rows:
+        shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+        console.print(shown)
+    if json:
+        print(dumps(result))
+
+
+if __name__ == "__main__":
+    typer.run(main)
