@@ -149,6 +149,48 @@ def test_pairs_equal_a_loop(seed, n, share, dead):
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 9999),
+    n=st.integers(2, 50),
+    kept=st.floats(0.05, 0.95),
+    share=st.sampled_from([0.1, 0.25, 0.5]),
+)
+def test_rounds_equal_a_loop(seed, n, kept, share):
+    """Merged slots go into the next round as their weighted mean, with the weight of all."""
+    g = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, 1, 1, n, 3, generator=g, dtype=torch.float64)
+    mass = 0.5 + torch.rand(1, 1, n, generator=g, dtype=torch.float64)
+    weight = torch.rand(1, n, generator=g, dtype=torch.float64) + 0.01
+    count = max(1, min(n - 1, round(kept * n)))
+    groups, found = group_closest(
+        Slots(keys, values * mass.unsqueeze(-1), mass), weight, count, share
+    )
+    keys, values = (x[0, 0] - x[0, 0].mean(0) for x in (keys, values))
+    first = torch.cat([keys, 0.5 * keys.norm() / values.norm() * values], dim=-1)
+    members = [{i} for i in range(n)]
+    while len(members) > count:
+        points = torch.stack(
+            [
+                sum(weight[0, i] * first[i] for i in m) / sum(weight[0, i] for i in m)
+                for m in members
+            ]
+        )
+        heavy = torch.stack([sum(weight[0, i] for i in m) for m in members])
+        left = max(count, len(members) - max(1, int(share * len(members))))
+        merged = reference_pairs(points, heavy, left)
+        assert bool(found) or merged is None or left > count
+        if merged is None:
+            assert not bool(found)
+            return
+        members = [set().union(*(members[i] for i in together)) for together in merged]
+    assert bool(found)
+    mine = {}
+    for slot, number in enumerate(groups.index[0].tolist()):
+        mine.setdefault(number, set()).add(slot)
+    assert {frozenset(m) for m in mine.values()} == {frozenset(m) for m in members}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 9999),
     n=st.integers(2, 700),
     data=st.data(),
     grouping=st.sampled_from(["pairs", "closest", "k-means"]),

@@ -19,7 +19,8 @@ TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 
 
 def case(seed, n, dead="none", weighted=False, alibi=False):
-    """Slots with scores, and the newest queries. ``dead``: "left" padding in row 0, or "any"."""
+    """Slots with scores, but for some of the newest, and the newest queries. ``dead``: "left"
+    padding in row 0, or "any"."""
     g = torch.Generator().manual_seed(seed)
     shape = (BATCH, HEADS, n)
     mass = 1 + 3 * torch.rand(shape, generator=g) if weighted else None
@@ -28,7 +29,7 @@ def case(seed, n, dead="none", weighted=False, alibi=False):
         torch.randn(*shape, DIM + 1, generator=g),
         mass,
         torch.arange(n).float().expand(shape) if alibi else None,
-        torch.rand(shape, generator=g),
+        torch.rand(shape, generator=g) * (torch.arange(n) < n - seed % 4 * n // 8),
     )
     q = min(n, 24)
     live = torch.ones(BATCH, n, dtype=torch.bool)
@@ -200,6 +201,23 @@ def test_a_head_that_keeps_everything_costs_nothing(monkeypatch):
     slots, _ = case(4, 40)
     make("kcenter")(slots, torch.tensor([[40, 9, 41], [3, 100, 20]]), sink=1, recent=3)
     assert seen == [(torch.Size([2, 1, 36, DIM]), [[5], [16]])]
+
+
+def test_the_share_of_fresh_slots_is_that_of_live_ones():
+    """8 of 24 live slots are fresh, more than a quarter: the traversal is done anew, although they
+    are a fifth of all 40."""
+    slots, _ = case(0, 40)
+    live = torch.ones(BATCH, 1, 40, dtype=torch.bool)
+    live[0, :, 4:20] = False
+    score = 100 - torch.arange(40.0) * (torch.arange(40) < 32)
+    score = torch.where(torch.arange(40) < 32, score, 0.0).expand(BATCH, HEADS, 40)
+    slots = replace(slots, score=score.clone()).only(live)
+    out = make("kcenter")(slots, torch.full((BATCH, HEADS), 12))
+    for head in range(HEADS):
+        single = make("kcenter")(alone(slots, 0, head), 12)
+        assert torch.equal(out.keys[0, head], single.keys[0, 0])
+        kept = make("kcenter")(alone(slots, 1, head), 12)
+        assert torch.equal(out.keys[1, head], kept.keys[0, 0])
 
 
 class Far(Compressor):
