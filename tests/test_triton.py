@@ -271,6 +271,18 @@ def test_decode_as_it_is_called() -> None:
     assert decode_module.splits_for(2, 2, 600) == 3
 
 
+def test_a_sink_that_takes_nothing() -> None:
+    given = page([20, 0], [0, 3], sinks=True)
+    given.extras["sinks"][1:3] = -torch.inf
+    for splits in (1, 2):
+        got = decode(*given.arguments, **given.extras, splits=splits, block=16)
+        close(given, got, reference(given))
+    pair, more, _ = new_tokens(given, 0, False, False)
+    more["new_mass"] = on(torch.zeros(2, 2, 1))
+    got = prefill(*given.arguments, *pair, **given.extras, **more, rows=16, block=16)
+    close(given, got, reference(given))
+
+
 def test_a_group_of_several_tiles() -> None:
     given = page([20, 5], [0, 33], group=70, sinks=True)
     for splits in (1, 2):

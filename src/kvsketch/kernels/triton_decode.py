@@ -259,7 +259,7 @@ def _attend_piece(
     if scoring.sinks is not None:  # a slot without a value, in the first piece
         sink = tl.load(scoring.sinks + heads * scoring.sinks_at[0], mask=is_member, other=0.0)
         highest = tl.where(split == 0, sink.to(tl.float32) * LOG2E, highest)
-        weight = tl.where(split == 0, 1.0, weight)
+        weight = tl.where(highest != float("-inf"), 1.0, weight)
     slope = None
     here = None
     if scoring.slopes is not None:

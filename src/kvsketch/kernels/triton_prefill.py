@@ -214,7 +214,7 @@ def _attend_rows(
     if scoring.sinks is not None:
         sink = tl.load(scoring.sinks + heads * scoring.sinks_at[0], mask=is_pair, other=0.0)
         highest = sink.to(tl.float32) * LOG2E
-        weight += 1.0
+        weight = tl.where(highest != float("-inf"), 1.0, weight)
     slope = None
     here = None
     if scoring.slopes is not None:
