@@ -271,6 +271,25 @@ def test_decode_as_it_is_called() -> None:
     assert decode_module.splits_for(2, 2, 600) == 3
 
 
+def test_a_sink_that_takes_nothing() -> None:
+    given = page([20, 0], [0, 3], sinks=True)
+    given.extras["sinks"][1:3] = -torch.inf
+    for splits in (1, 2):
+        got = decode(*given.arguments, **given.extras, splits=splits, block=16)
+        close(given, got, reference(given))
+    pair, more, _ = new_tokens(given, 0, False, False)
+    more["new_mass"] = on(torch.zeros(2, 2, 1))
+    got = prefill(*given.arguments, *pair, **given.extras, **more, rows=16, block=16)
+    close(given, got, reference(given))
+
+
+def test_a_group_of_several_tiles() -> None:
+    given = page([20, 5], [0, 33], group=70, sinks=True)
+    for splits in (1, 2):
+        got = decode(*given.arguments, **given.extras, splits=splits, block=16)
+        close(given, got, reference(given))
+
+
 def test_positions_of_queries_shift_the_logarithm() -> None:
     given = page([20, 5], [0, 40], slopes=True, sinks=True, position_dtype=torch.int64)
     here = on(torch.tensor([100, 7]))
@@ -626,6 +645,20 @@ def test_walk_follows_the_sum_and_not_coins() -> None:
     turns = torch.tensor([-1.0, 1.0]).repeat(25).expand(2, -1)
     assert torch.equal(signs.cpu(), turns)
     assert failed.all()
+
+
+def test_walk_balances_groups_apart() -> None:
+    random = torch.Generator().manual_seed(6)
+    keys, values = torch.randn(2, 40, 5, generator=random), torch.randn(2, 40, 5, generator=random)
+    groups = torch.randint(0, 3, (2, 40), generator=random)
+    uniform = torch.rand(2, 40, generator=random, dtype=torch.float64)
+    shift, bound = torch.ones(2), torch.full((2,), 9.0)
+    there = Lifted(on(keys), on(values), 0.3, on(shift), on(groups))
+    signs, _ = walk(there, 0.5, on(bound), on(uniform), panel=16)
+    vectors = Lifted(keys, values, 0.3, shift, groups)
+    assert torch.equal(signs.cpu(), plain_walk(vectors, 0.5, bound, uniform)[0])
+    together = replace(vectors, groups=None)
+    assert not torch.equal(signs.cpu(), plain_walk(together, 0.5, bound, uniform)[0])
 
 
 def test_walk_strided_and_in_16_bits() -> None:

@@ -31,7 +31,7 @@ from .triton_slots import (
     kind,
     owned,
 )
-from .triton_support import interpreted, require
+from .triton_support import interpreted, launching, require
 from .triton_tuning import padded, tuned
 
 # Programs to aim for: a few per multiprocessor of the largest GPUs (132 in an H200), since heads
@@ -160,47 +160,50 @@ def decode(
     kernel, arguments = _attend_tuned, {}
     if block is not None or interpreted():
         kernel, arguments = _attend_piece, {"BLOCK": block or 64}
-    kernel[(sizes.batch * sizes.kv_heads * tiles, splits)](
-        queries,
-        at(queries),
-        page,
-        scoring,
-        query_positions,
-        at(query_positions),
-        parts,
-        at(parts),
-        logs,
-        at(logs),
-        sizes.kv_heads,
-        sizes.group,
-        -(-most // pieces) * (pieces // splits),
-        splits,
-        HEAD_BLOCK=padded(sizes.head_dim),
-        VALUE_BLOCK=padded(sizes.value_dim),
-        GROUP_BLOCK=group_block,
-        GROUP_TILES=tiles,
-        TUNED_FOR=kind(keys, values),
-        enable_fp_fusion=True,
-        **arguments,
-    )
-    if splits > 1:
-        width = min(padded(sizes.value_dim), 64)
-        combine[(sizes.batch * sizes.heads, -(-sizes.value_dim // width))](
+    with launching(queries):
+        kernel[(sizes.batch * sizes.kv_heads * tiles, splits)](
+            queries,
+            at(queries),
+            page,
+            scoring,
+            query_positions,
+            at(query_positions),
             parts,
             at(parts),
             logs,
             at(logs),
-            out,
-            at(out),
-            log_total,
-            at(log_total),
-            sizes.heads,
+            sizes.kv_heads,
+            sizes.group,
+            -(-most // pieces) * (pieces // splits),
             splits,
-            VALUE_DIM=sizes.value_dim,
-            VALUE_BLOCK=width,
-            SPLITS_BLOCK=padded(splits, 2),
+            HEAD_BLOCK=padded(sizes.head_dim),
+            VALUE_BLOCK=padded(sizes.value_dim),
+            GROUP_BLOCK=group_block,
+            GROUP_TILES=tiles,
+            WHOLE=splits == 1,
+            TUNED_FOR=kind(keys, values),
             enable_fp_fusion=True,
+            **arguments,
         )
+    if splits > 1:
+        width = min(padded(sizes.value_dim), 64)
+        with launching(queries):
+            combine[(sizes.batch * sizes.heads, -(-sizes.value_dim // width))](
+                parts,
+                at(parts),
+                logs,
+                at(logs),
+                out,
+                at(out),
+                log_total,
+                at(log_total),
+                sizes.heads,
+                splits,
+                VALUE_DIM=sizes.value_dim,
+                VALUE_BLOCK=width,
+                SPLITS_BLOCK=padded(splits, 2),
+                enable_fp_fusion=True,
+            )
     return out, log_total
 
 
@@ -224,6 +227,7 @@ def _attend_piece(
     VALUE_BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     GROUP_TILES: tl.constexpr,
+    WHOLE: tl.constexpr,
     TUNED_FOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -255,7 +259,7 @@ def _attend_piece(
     if scoring.sinks is not None:  # a slot without a value, in the first piece
         sink = tl.load(scoring.sinks + heads * scoring.sinks_at[0], mask=is_member, other=0.0)
         highest = tl.where(split == 0, sink.to(tl.float32) * LOG2E, highest)
-        weight = tl.where(split == 0, 1.0, weight)
+        weight = tl.where(highest != float("-inf"), 1.0, weight)
     slope = None
     here = None
     if scoring.slopes is not None:
@@ -288,11 +292,14 @@ def _attend_piece(
     mean, log = finished(highest, weight, summed, wrong)
     # The third axis of the output has one query or, where there are splits, one place for each.
     place = split.to(tl.int64)
+    is_wanted = is_member
+    if not WHOLE:  # of a piece without slots, only that it has none
+        is_wanted = is_member & (log != float("-inf"))
     outs = out + row * out_at[0] + heads[:, None] * out_at[1] + place * out_at[2]
     tl.store(
         outs + value_channels[None, :] * out_at[3],
         mean.to(out.dtype.element_ty),
-        mask=is_member[:, None] & (value_channels < page.value.dim)[None, :],
+        mask=is_wanted[:, None] & (value_channels < page.value.dim)[None, :],
     )
     totals = logs + row * logs_at[0] + heads * logs_at[1] + place * logs_at[2]
     tl.store(totals, log, mask=is_member)

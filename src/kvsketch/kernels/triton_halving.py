@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import InputError, UnsupportedError
 from ..methods.balance import Lifted
 from .flat_page import check_block, check_column, check_dtype, check_together
-from .triton_support import require
+from .triton_support import launching, require
 from .triton_tuning import padded, product, tuned
 
 #: signs of a block stay in registers
@@ -63,31 +63,32 @@ def walk(
     kernel, arguments = _walk_tuned, {}
     if panel is not None or kernel is _walk:
         kernel, arguments = _walk, {"PANEL": panel or 32}
-    kernel[(rows,)](
-        keys,
-        keys.stride(),
-        values,
-        values.stride(),
-        groups,
-        (0, 0) if groups is None else groups.stride(),
-        vectors.shift,
-        vectors.shift.stride(0),
-        bound,
-        bound.stride() if bound.dim() == 2 else (bound.stride(0), 0),
-        uniform,
-        uniform.stride(),
-        signs,
-        failed,
-        n,
-        float(vectors.scaling),
-        float(threshold),
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
-        CHUNK=_CHUNK,
-        LENGTH=padded(n, panel or 64),
-        enable_fp_fusion=True,
-        **arguments,
-    )
+    with launching(keys):
+        kernel[(rows,)](
+            keys,
+            keys.stride(),
+            values,
+            values.stride(),
+            groups,
+            (0, 0) if groups is None else groups.stride(),
+            vectors.shift,
+            vectors.shift.stride(0),
+            bound,
+            bound.stride() if bound.dim() == 2 else (bound.stride(0), 0),
+            uniform,
+            uniform.stride(),
+            signs,
+            failed,
+            n,
+            float(vectors.scaling),
+            float(threshold),
+            HEAD_DIM=head_dim,
+            VALUE_DIM=value_dim,
+            CHUNK=_CHUNK,
+            LENGTH=padded(n, panel or 64),
+            enable_fp_fusion=True,
+            **arguments,
+        )
     return signs, failed.bool()
 
 

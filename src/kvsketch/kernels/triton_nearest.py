@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import InputError, UnsupportedError
 from .flat_page import check_block, check_column, check_dtype, check_together
-from .triton_support import require
+from .triton_support import launching, require
 from .triton_tuning import padded, product, tuned
 
 # Members of a centre that are read at a time; most have few.
@@ -71,40 +71,42 @@ def nearest(
         def grid(meta: dict[str, Any]) -> tuple[int]:
             return (repeats * -(-n // int(meta["ROWS"])),)
 
-        kernel[grid](
-            keys,
-            keys.stride(),
-            centres,
-            centres.stride(),
-            index,
-            n,
-            count,
-            DIM=dim,
-            WIDTH=width,
-            enable_fp_fusion=True,
-            **arguments,
-        )
+        with launching(keys):
+            kernel[grid](
+                keys,
+                keys.stride(),
+                centres,
+                centres.stride(),
+                index,
+                n,
+                count,
+                DIM=dim,
+                WIDTH=width,
+                enable_fp_fusion=True,
+                **arguments,
+            )
     # Members of a centre behind one another, in their old order.
     ordered, members = index.sort(dim=1, stable=True)
     edges = torch.arange(count + 1, dtype=torch.int32, device=keys.device).expand(repeats, -1)
     first = torch.searchsorted(ordered, edges.contiguous())
     if counts.numel():
-        _sum[(repeats * count,)](
-            keys,
-            keys.stride(),
-            weight,
-            (0, 0) if weight is None else weight.stride(),
-            members,
-            first,
-            sums,
-            counts,
-            n,
-            count,
-            DIM=dim,
-            WIDTH=width,
-            MEMBERS=_MEMBERS,
-            enable_fp_fusion=True,
-        )
+        with launching(keys):
+            _sum[(repeats * count,)](
+                keys,
+                keys.stride(),
+                weight,
+                (0, 0) if weight is None else weight.stride(),
+                members,
+                first,
+                sums,
+                counts,
+                n,
+                count,
+                DIM=dim,
+                WIDTH=width,
+                MEMBERS=_MEMBERS,
+                enable_fp_fusion=True,
+            )
     return index.long(), sums, counts
 
 

@@ -42,7 +42,7 @@ from .triton_slots import (
     owned,
     score,
 )
-from .triton_support import interpreted, require
+from .triton_support import interpreted, launching, require
 from .triton_tuning import padded, tuned
 
 
@@ -141,27 +141,28 @@ def prefill(
         return (both * -(-pairs // int(meta["ROWS"])),)
 
     columns = (new_mass, at(new_mass), new_positions, at(new_positions))
-    kernel[grid](
-        queries,
-        at(queries),
-        flat(keys, values, mass, positions, start, count),
-        New(new_keys, at(new_keys), new_values, at(new_values), *columns),
-        Scoring(float(scaling), softcap, sinks, at(sinks), slopes, at(slopes)),
-        out,
-        at(out),
-        log_total,
-        at(log_total),
-        sizes.kv_heads,
-        sizes.group,
-        sizes.queries,
-        HEAD_BLOCK=padded(sizes.head_dim),
-        VALUE_BLOCK=padded(sizes.value_dim),
-        MOST_ROWS=min(padded(pairs), 128),
-        TUNED_FOR=kind(keys, values, new_keys),
-        PRECISION=precision,
-        enable_fp_fusion=True,
-        **tiles,
-    )
+    with launching(queries):
+        kernel[grid](
+            queries,
+            at(queries),
+            flat(keys, values, mass, positions, start, count),
+            New(new_keys, at(new_keys), new_values, at(new_values), *columns),
+            Scoring(float(scaling), softcap, sinks, at(sinks), slopes, at(slopes)),
+            out,
+            at(out),
+            log_total,
+            at(log_total),
+            sizes.kv_heads,
+            sizes.group,
+            sizes.queries,
+            HEAD_BLOCK=padded(sizes.head_dim),
+            VALUE_BLOCK=padded(sizes.value_dim),
+            MOST_ROWS=min(padded(pairs), 128),
+            TUNED_FOR=kind(keys, values, new_keys),
+            PRECISION=precision,
+            enable_fp_fusion=True,
+            **tiles,
+        )
     return out, log_total
 
 
@@ -213,7 +214,7 @@ def _attend_rows(
     if scoring.sinks is not None:
         sink = tl.load(scoring.sinks + heads * scoring.sinks_at[0], mask=is_pair, other=0.0)
         highest = sink.to(tl.float32) * LOG2E
-        weight += 1.0
+        weight = tl.where(highest != float("-inf"), 1.0, weight)
     slope = None
     here = None
     if scoring.slopes is not None:

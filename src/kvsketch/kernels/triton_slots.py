@@ -302,7 +302,7 @@ def owned(page: tl.tuple, row: tl.tensor, head: tl.tensor) -> tl.tuple:
     start = page.starts + row * page.starts_at[0] + head * page.starts_at[1]
     count = page.counts + row * page.counts_at[0] + head * page.counts_at[1]
     first, number = tl.load(start).to(tl.int64), tl.load(count).to(tl.int64)
-    wrong = (first < 0) | (number < 0) | (first > page.total) | (number > page.total - first)
+    wrong = (first < 0) | (number < 0) | (number > page.total - first)
     return first, tl.where(wrong, 0, number).to(tl.int32), wrong
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -24,6 +25,11 @@ def require(tensor: Tensor) -> None:
     missing = _missing(tensor.device)
     if missing is not None:
         raise UnsupportedError(missing)
+
+
+def launching(tensor: Tensor) -> AbstractContextManager[object]:
+    """Makes the device of ``tensor`` the current one, which is where Triton launches."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def interpreted() -> bool:
