@@ -62,7 +62,7 @@ def seconds(fn: Callable[[], Any]) -> float:
 
 
 def paired(repeats: int, **runs: Callable[[], Any]) -> dict[str, list[float]]:
-    """Seconds of every run, one after the other, again and again; the first round is thrown away."""
+    """Seconds of every run, in turns; the first round does not count."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(repeats + 1):
         for name, run in runs.items():
