@@ -169,7 +169,8 @@ class _Rows:
     def merged(self, edges: _Edges, left: Tensor, more: Tensor) -> _Rows:
         """The rows after the round; points only of those that go on (``more``, bool ``[R]``)."""
         rows, n = self.weight.shape
-        points, places, weight = self.points, self.places, self.weight.clone()
+        points, places = self.points, self.places
+        weight = self.weight.clone(memory_format=torch.contiguous_format)
         if not isinstance(points, Given):  # merged ones will differ
             some = more.nonzero().squeeze(1)
             parts = [points.blocks(some, part) for part in torch.split(places[some], _COLUMNS, 1)]
