@@ -2,6 +2,8 @@
 left in docs/results/.
 
     python -m benchmarks.decode_speed --out docs/results/decode_speed.json
+    for preset in decode compress prefill end_to_end; do
+        python -m benchmarks.speed --preset $preset --out docs/results/speed_$preset.json; done
     python -m benchmarks.prefill_peak --out docs/results/prefill_peak.json
     python -m benchmarks.streaming_memory --out docs/results/streaming_memory.json
     python -m benchmarks.ray_throughput --out docs/results/ray_throughput.json
@@ -33,6 +35,7 @@ from typing import Any
 
 from benchmarks import page_balance
 from benchmarks.markdown import made_with, table
+from benchmarks.page_speed import speed
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -624,6 +627,10 @@ PAGES: dict[str, tuple[str, dict[str, Callable[[dict[str, Any]], str]]]] = {
         "# Speed and memory",
         {
             "decode_speed": decode_speed,
+            **{
+                f"speed_{preset}": speed
+                for preset in ("decode", "compress", "prefill", "end_to_end")
+            },
             "prefill_peak": prefill_peak,
             "streaming_memory": streaming_memory,
             "sketch_budget": page_balance.sketch_budget,
