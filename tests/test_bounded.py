@@ -313,7 +313,7 @@ def test_a_float_budget_does_not_depend_on_the_chunks(method):
             driver.settle(None, prefill=True)
         held = sum(t.nbytes for t in driver.tensors()) / 2
         assert held <= 1.05 * 513 * token_bytes(slots)
-        found.add(driver.held)
+        found.add(int(driver.held[0, 0]))
     # the last chunk of 256 is one token, for which nothing needs to be compressed
     assert max(found) - min(found) <= 1
     if method not in ("subgen", "subgen_coupled"):  # whose parts leave a remainder
@@ -323,8 +323,7 @@ def test_a_float_budget_does_not_depend_on_the_chunks(method):
 def test_a_sketch_is_not_held_twice():
     """What attention sees lives from ``extend`` to ``settle`` only."""
     from kvsketch.budget import Budget
-    from kvsketch.cache import Stream
-    from kvsketch.methods.registry import windowed
+    from kvsketch.cache import Stream, windowed
 
     driver = Stream(windowed("merge_reduce"), Budget(200))
     slots = tokens(0, 900)
@@ -337,7 +336,7 @@ def test_a_sketch_is_not_held_twice():
     assert sum(t.nbytes for t in driver.tensors()) == before
     driver.extend(slots.narrow(800, 1))
     assert driver.slots.count == seen.count + 1
-    assert driver.slots is driver.slots
+    assert driver.open() is driver.open()
     assert sum(t.nbytes for t in driver.tensors()) > 1.8 * before
     driver.settle(None, prefill=False)
     assert sum(t.nbytes for t in driver.tensors()) == before

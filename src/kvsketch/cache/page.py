@@ -246,7 +246,7 @@ class Page:
         """The page with ``fn`` (which acts on axis 0, the batch) applied to everything held."""
         twin = copy.copy(self)
         twin._spans = None
-        twin.fields = {name: _owned(fn(tensor)) for name, tensor in self.fields.items()}
+        twin.fields = {name: owned(fn(tensor)) for name, tensor in self.fields.items()}
         twin.batch = twin.fields["keys"].shape[0]
         if self.layout is not None:
             assert self.sizes is not None
@@ -276,14 +276,14 @@ def _block(mean: float) -> int:
 
 def _with_room(tensor: Tensor, room: int) -> Tensor:
     if not room:
-        return _owned(tensor)
+        return owned(tensor)
     shape = (*tensor.shape[:2], tensor.shape[2] + room, *tensor.shape[3:])
     buffer = tensor.new_empty(shape)
     buffer[:, :, : tensor.shape[2]] = tensor
     return buffer
 
 
-def _owned(tensor: Tensor) -> Tensor:
+def owned(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it where it is a view, which would keep the larger one alive."""
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole and tensor.is_contiguous() else tensor.contiguous().clone()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..slots import Slots, compute_dtype
-from .page import Page
+from .page import Page, owned
 from .quantized import Quantized, quantize
 from .ragged import Ragged, flatten, to_the_end, unflatten
 
@@ -264,10 +264,8 @@ class QuantizedPage:
         twin = copy.copy(self)
         twin.release()
         for name in ("_exact", "_columns"):
-            setattr(twin, name, {n: fn(t).contiguous() for n, t in getattr(self, name).items()})
-        twin._packed = {
-            n: part.map(lambda t: fn(t).contiguous()) for n, part in self._packed.items()
-        }
+            setattr(twin, name, {n: owned(fn(t)) for n, t in getattr(self, name).items()})
+        twin._packed = {n: part.map(lambda t: owned(fn(t))) for n, part in self._packed.items()}
         twin._parts = torch.stack([fn(part) for part in self._parts])
         twin.batch = twin._parts.shape[1]
         if self.sizes is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..slots import Slots
+from .page import owned
 
 if TYPE_CHECKING:
     from .windowed_sketch import WindowedSketch
@@ -116,7 +117,7 @@ class SketchPage:
         """The page with ``fn`` (which acts on axis 0, the batch) applied; whoever holds the window
         applies it to the sketch."""
         twin = copy.copy(self)
-        twin._exact = self._exact.map(lambda t: fn(t).contiguous())
+        twin._exact = self._exact.map(lambda t: owned(fn(t)))
         twin.batch, twin._opened = twin._exact.keys.shape[0], None
         return twin
 
