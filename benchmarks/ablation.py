@@ -31,11 +31,11 @@ from benchmarks.page import save
 from benchmarks.prompts import default_models, load, prompts_for
 from kvsketch import InputError, Slots
 from kvsketch.budget import Budget
-from kvsketch.cache import Stream
+from kvsketch.cache import Stream, Windowed
 from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.evaluation.runner.activations import Activations, capture
 from kvsketch.evaluation.runner.allocation import answer_later
-from kvsketch.methods import ClusterMerge, Compressor, HeavyMerge, SnapKV, Windowed
+from kvsketch.methods import ClusterMerge, Compressor, HeavyMerge, SnapKV
 from kvsketch.slots import Observed
 
 #: what is changed, and the method that has it changed

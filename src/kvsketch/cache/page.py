@@ -13,8 +13,8 @@ from .ragged import Ragged, flatten, unflatten
 
 # Heads of different size start at multiples of about this share of their mean size ...
 _PART = 32
-# ... and of no fewer and no more slots than these: a kernel goes over slots in blocks of as many.
-_LEAST_BLOCK, _MOST_BLOCK = 16, 256
+# ... and of no more slots than these: a kernel goes over slots in blocks of as many.
+_MOST_BLOCK = 256
 
 
 class Page:
@@ -63,7 +63,9 @@ class Page:
         if sizes is None:
             self.fields = {n: _with_room(t, room) for n, t in fields.items()}
         else:
-            fields["mass"] = slots.masses()
+            there = torch.arange(self.base, device=sizes.device) < sizes.unsqueeze(-1)
+            if slots.mass is not None and bool(((slots.mass == 1) | ~there).all()):
+                del fields["mass"]  # which says no more than the sizes do
             self._lay(fields, sizes)
 
     def _lay(self, fields: dict[str, Tensor], sizes: Tensor) -> None:
@@ -89,6 +91,8 @@ class Page:
         head = (number >= first.unsqueeze(-1)).sum(1) - 1
         row = torch.arange(self.batch, device=first.device).unsqueeze(1) * self.heads
         self.owner = (head + row).flatten()
+        behind = number * self.block - layout.start.gather(1, head)
+        self._left = (self.held.gather(1, head) - behind).flatten()
         every = torch.arange(self.heads, device=first.device).view(1, -1, 1)
         self.foreign = torch.where(head.unsqueeze(1) == every, 0.0, -torch.inf).unsqueeze(2)
 
@@ -128,6 +132,11 @@ class Page:
             self._spans = start, self.held.to(device).contiguous()
         return self._spans
 
+    def blocks_live(self) -> Tensor:
+        """Where heads differ in size and there are no masses: which slots of every block there are,
+        bool ``[batch * blocks, block]``."""
+        return torch.arange(self.block, device=self._left.device) < self._left.unsqueeze(1)
+
     @property
     def slots(self) -> Slots:
         """All slots ``[batch, heads, count, ...]``; a smaller head's are the last ones, behind dead
@@ -137,7 +146,10 @@ class Page:
             fields = {n: buffer[:, :, : self.count] for n, buffer in self.fields.items()}
         else:
             places, shape = self._now_at(), (self.batch, self.heads, self.count)
-            fields = {n: unflatten(t, *places, shape) for n, t in self.fields.items()}
+            every = self.fields
+            if "mass" not in every:
+                every = {**every, "mass": self._filled("mass")}
+            fields = {n: unflatten(t, *places, shape) for n, t in every.items()}
         if "mass" in fields:
             mass, values = fields["mass"], fields["values"]
             weight = torch.where(mass != 0, mass, 1.0).unsqueeze(-1)
@@ -174,8 +186,9 @@ class Page:
         """Forget the last ``tokens`` slots of every head, which were appended."""
         if self.layout is not None and tokens:
             self._advance(-tokens)
-            behind = self._next.unsqueeze(-1) + torch.arange(tokens, device=self._next.device)
-            self.fields["mass"].view(-1).index_fill_(0, behind.flatten(), 0.0)
+            if "mass" in self.fields:
+                behind = self._next.unsqueeze(-1) + torch.arange(tokens, device=self._next.device)
+                self.fields["mass"].view(-1).index_fill_(0, behind.flatten(), 0.0)
         else:
             self._advance(-tokens)
 
@@ -184,6 +197,7 @@ class Page:
         self.room -= tokens
         if self.layout is not None:
             self._next += tokens
+            self._left += tokens
         if self._spans is not None:
             self._spans[1].add_(tokens)
 
@@ -224,6 +238,8 @@ class Page:
         keys = self.fields["keys"]
         shape, dtype = keys.shape[:-1], compute_dtype(self.fields["values"].dtype)
         value = 1.0 if name == "mass" else 0.0
+        if name == "mass" and self.layout is not None:
+            return self.blocks_live().to(dtype).view(shape)
         return torch.full(shape, value, dtype=dtype, device=keys.device)
 
     def grown(self, room: int) -> Page:
@@ -263,12 +279,14 @@ class Page:
     def tensors(self) -> list[Tensor]:
         """Every tensor held, for byte counting."""
         held = list(self.fields.values())
-        return held if self.layout is None else [*held, self._next, self.owner, self.foreign]
+        if self.layout is None:
+            return held
+        return [*held, self._next, self._left, self.owner, self.foreign]
 
 
 def _block(mean: float) -> int:
     """A power of two, about 1/32 of the mean size."""
-    block = _LEAST_BLOCK
+    block = 1
     while block < _MOST_BLOCK and block * 2 * _PART <= mean:
         block *= 2
     return block

@@ -135,7 +135,11 @@ def _over_blocks(packed: Tensor, page: Page, asked: Observed) -> tuple[Tensor, T
     queries = packed.reshape(-1, group, dim).index_select(0, page.owner).unsqueeze(1)
     keys = page.fields["keys"].view(blocks, 1, size, -1)
     values = page.fields["values"].view(blocks, 1, size, -1)
-    bias = log_mass(page.fields["mass"]).view(blocks, 1, 1, size)
+    mass = page.fields.get("mass")
+    if mass is not None:
+        bias = log_mass(mass).view(blocks, 1, 1, size)
+    else:
+        bias = torch.where(page.blocks_live(), 0.0, NOTHING).view(blocks, 1, 1, size)
     if asked.slopes is not None:
         bent = _bent(asked, page.fields["positions"].view(batch, 1, 1, -1), heads)
         bent = bent.view(-1, group, bent.shape[-1] // size, size)
