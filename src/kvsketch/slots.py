@@ -170,7 +170,7 @@ def flat_rows(tensor: Tensor) -> tuple[Tensor, int]:
         return tensor.reshape(batch * heads * n, *tensor.shape[3:]), n
     first, step, row = tensor.stride()[:3]
     even = batch == 1 or first == heads * step
-    if not even or row == 0 or step % row or not tensor[0, 0].is_contiguous():
+    if not even or row == 0 or step % row:
         return tensor.reshape(batch * heads * n, *tensor.shape[3:]), n
     size = ((batch * heads - 1) * (step // row) + n, *tensor.shape[3:])
     return tensor.as_strided(size, tensor.stride()[2:]), step // row

@@ -173,8 +173,9 @@ class _Rows:
         weight = self.weight.clone(memory_format=torch.contiguous_format)
         if not isinstance(points, Given):  # merged ones will differ
             some = more.nonzero().squeeze(1)
-            parts = [points.blocks(some, part) for part in torch.split(places[some], _COLUMNS, 1)]
-            points = Given(torch.cat([part(slice(None)) for part in parts], dim=1))
+            parts = torch.split(places[some], _COLUMNS, 1)
+            formed = [next(points.blocks(some, part, len(some))) for part in parts]
+            points = Given(torch.cat(formed, dim=1))
             places = torch.zeros_like(places)
             columns = torch.arange(n, device=places.device).expand(len(some), n)
             places[some] = points.places(columns)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .least import WIDTH, least
 from .points import Points
 
 #: Pairs are looked for within smaller ones: no worse, and less to compute.
@@ -75,21 +76,22 @@ def cheapest(
     low, partner = torch.empty_like(mine), torch.empty_like(blocks.column)
     size = mine.shape[1]
     step = max(1, _BLOCK_COSTS // size**2, len(mine) // 128)
-    some = points.blocks(blocks.row, places.flatten()[blocks.column])
+    some = points.blocks(blocks.row, places.flatten()[blocks.column], step)
     # Memory that was used before is several times faster than fresh one.
     table, other = (mine.new_empty(min(step, len(mine)), size, size) for _ in range(2))
-    for start in range(0, len(mine), step):
-        part = slice(start, start + step)
-        x, extra = some(part), per_weight[part]
+    parts = (torch.split(x, step) for x in (per_weight, absent, low, partner))
+    for x, extra, added, lowest, which in zip(some, *parts, strict=True):
         norm = torch.linalg.vector_norm(x, dim=-1)
-        norm = torch.addcmul(absent[part], norm, norm)
-        cost, both = table[: len(x)], other[: len(x)]
-        torch.baddbmm(norm.unsqueeze(1), x, x.mT, alpha=-2, out=cost)
-        torch.add(extra.unsqueeze(2), extra.unsqueeze(1), out=both)
-        cost.add_(norm.unsqueeze(2)).div_(both)
-        cost.diagonal(0, 1, 2).fill_(torch.inf)
-        # Costs are symmetric, and the least of a column is found faster than that of a row.
-        torch.min(cost, 1, out=(low[part], partner[part]))
+        norm = torch.addcmul(added, norm, norm)
+        if len(x) < len(table):
+            table, other = table[: len(x)], other[: len(x)]
+        torch.baddbmm(norm.unsqueeze(1), x, x.mT, alpha=-2, out=table)
+        torch.add(extra.unsqueeze(2), extra.unsqueeze(1), out=other)
+        table.add_(norm.unsqueeze(2)).div_(other).diagonal(0, 1, 2).fill_(torch.inf)
+        if size % WIDTH == 0:
+            lowest[:], which[:] = least(table)
+        else:  # costs are symmetric, and the least of a column is found faster than that of a row
+            torch.min(table, 1, out=(lowest, which))
     # Costs below 0 are rounding; a slot without partners may have found one that does not exist.
     where = torch.where(blocks.real, blocks.column, rows * width).flatten()
     cost = low.new_full((rows * width + 1,), torch.inf)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -14,22 +14,19 @@ from ..slots import Slots, flat_rows
 _VALUES = 0.25
 
 
-#: slices of blocks to their points, ``[b, s, dim]``
-Some = Callable[[slice], Tensor]
-
-
 class Points(Protocol):
     """Points of R rows of slots, float32 or float64."""
 
     def places(self, columns: Tensor) -> Tensor:
         """Places of slots: int64 ``[R, m]``, columns of each row, to the same of numbers."""
 
-    def blocks(self, row: Tensor, places: Tensor) -> Some:
-        """Forms points a few blocks at a time.
+    def blocks(self, row: Tensor, places: Tensor, step: int) -> Iterator[Tensor]:
+        """Points of ``step`` blocks at a time (fewer at the end), ``[step, s, dim]``.
 
         Args:
             row: of each block, int64 ``[b]``.
             places: of its slots, int64 ``[b, s]``.
+            step: >= 1.
         """
 
 
@@ -42,8 +39,8 @@ class Given:
     def places(self, columns: Tensor) -> Tensor:
         return _places(columns, self._step)
 
-    def blocks(self, row: Tensor, places: Tensor) -> Some:
-        return lambda part: _rows(self.points, places[part])
+    def blocks(self, row: Tensor, places: Tensor, step: int) -> Iterator[Tensor]:
+        return (_rows(self.points, part) for part in torch.split(places, step))
 
     def merge(
         self, places: Tensor, targets: Tensor, group: Tensor, weight: Tensor, total: Tensor
@@ -94,22 +91,19 @@ class KeysAndValues:
     def places(self, columns: Tensor) -> Tensor:
         return _places(columns, self._step)
 
-    def blocks(self, row: Tensor, places: Tensor) -> Some:
+    def blocks(self, row: Tensor, places: Tensor, step: int) -> Iterator[Tensor]:
         column = places - (self._step * row).unsqueeze(1)
         share = (self._per_mass * self._scale)[row].gather(1, column).unsqueeze(-1)
         key_mean, value_mean = self._key_mean[row].unsqueeze(1), -self._value_mean[row].unsqueeze(1)
-        dim, dtype = key_mean.shape[2], share.dtype
+        dim = key_mean.shape[2]
         size = dim + value_mean.shape[2]
-
-        def some(part: slice) -> Tensor:
-            mine = places[part]
-            points = torch.empty(*mine.shape, size, dtype=dtype, device=mine.device)
-            torch.sub(_rows(self._keys, mine), key_mean[part], out=points[..., :dim])
-            values = _rows(self._values, mine).to(dtype)
-            torch.addcmul(value_mean[part], values, share[part], out=points[..., dim:])
-            return points
-
-        return some
+        parts = (torch.split(x, step) for x in (places, key_mean, value_mean, share))
+        for mine, key, value, weight in zip(*parts, strict=True):
+            points = weight.new_empty(*mine.shape, size)
+            torch.sub(_rows(self._keys, mine), key, out=points[..., :dim])
+            values = _rows(self._values, mine).to(weight.dtype)
+            torch.addcmul(value, values, weight, out=points[..., dim:])
+            yield points
 
 
 def _places(columns: Tensor, step: int) -> Tensor:
