@@ -401,7 +401,7 @@ def cached(home: Path) -> None:
 def test_a_model_in_the_cache_needs_no_hub(tmp_path: Path) -> None:
     cached(tmp_path)
     code = (
-        "from kvsketch.evaluation import loading\n"
+        "from kvsketch.evaluation.runner import loading\n"
         "name = loading.resolve_model('some/name')\n"
         "loading.load_tokenizer(name)\n"
         "print(type(loading.load_model(name, 'cpu', 'float32')).__name__)\n"

@@ -56,10 +56,10 @@ class Page:
         self.layout: Ragged | None = None
         self.block = 0
         self._spans: tuple[Tensor, Tensor] | None = None
-        fields = slots.tensors()
+        fields = {name: tensor.detach() for name, tensor in slots.tensors().items()}
         if slots.mass is not None:
             weight = torch.where(slots.mass != 0, slots.mass, 1.0).unsqueeze(-1)
-            fields["values"] = (slots.values / weight).to(slots.keys.dtype)
+            fields["values"] = (fields["values"] / weight).to(slots.keys.dtype)
         if sizes is None:
             self.fields = {n: _with_room(t, room) for n, t in fields.items()}
         else:

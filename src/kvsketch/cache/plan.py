@@ -114,6 +114,7 @@ class Plan:
             return stream.seen > budget and stream.seen >= budget + above
         return self.curves is not None or _measurable(stream)
 
+    @torch.no_grad()
     def hand_down(
         self, stream: Stream, streams: Sequence[Stream], prefill: bool, hold: bool = False
     ) -> bool:

@@ -161,9 +161,12 @@ class Stream:
         self.seen += q
         page = self.page
         if page is not None:
+            if page.appended >= self._limit:
+                self._limit = page.appended + self._room()
             if page.room < q:
-                page = self.page = page.grown(max(q, self._room() if q == 1 else q))
-                self._limit = page.appended + page.room
+                # decoding takes a whole buffer at once, a chunk what it needs
+                grown = max(q, self._limit - page.appended) if q == 1 else q
+                page = self.page = page.grown(grown)
                 self._bytes = _bytes(self.tensors())
             page.append(new)
             return
@@ -304,10 +307,12 @@ class Stream:
             if self.track_error:
                 self._probe, self._probed = Probe(exact, last), self.seen
         if isinstance(method, WindowedSketch):
-            self.page = self._sketched(method, budget, limit, room)
+            self.page = self._sketched(method, budgets, budget, limit, room)
         else:
             self.page = self._slotted(method, budget, limit, room, fit=prefill)
         self._limit = self.page.appended + self.page.room
+        if isinstance(self.page, SketchPages):  # all heads alike, whatever each of them holds
+            self._limit = self.page.appended + 2 * room
         self.tokens = self._live = None
         if not provisional:
             self.queries.clear()
@@ -349,7 +354,12 @@ class Stream:
         return QuantizedPage(kept, sizes, space, self.bits, method.sink, method.recent, previous)
 
     def _sketched(
-        self, method: WindowedSketch, budget: int | Tensor, limit: int | Tensor, room: int
+        self,
+        method: WindowedSketch,
+        budgets: HeadBudgets,
+        budget: int | Tensor,
+        limit: int | Tensor,
+        room: int,
     ) -> SketchPage | SketchPages:
         """The next page around sketches, which take in what is between sinks and recent window."""
         if isinstance(budget, int):
@@ -362,17 +372,21 @@ class Stream:
             windows = [page.window or method.fresh() for page in pages]
             parts = [page.exact for page in pages]
         else:
-            alike, number = torch.unique(budget.flatten(), return_inverse=True)
-            places = [(number == i).nonzero().squeeze(1) for i in range(len(alike))]
+            rows = budgets.rows if budgets.by_row else budgets.rows * batch
+            every = [one for row in rows for one in row]
+            places = [
+                torch.tensor([i for i, one in enumerate(every) if one == alike])
+                for alike in dict.fromkeys(every)
+            ]
             windows = [method.fresh() for _ in places]
-            for window, rows in zip(windows, places, strict=True):
-                window.number_rows(rows)
+            for window, mine in zip(windows, places, strict=True):
+                window.number_rows(mine)
             flat = self.visible.map(lambda t: t.flatten(0, 1).unsqueeze(1))
             parts = [flat.map(lambda t, i=i: t.index_select(0, i)) for i in places]  # type: ignore[misc]
         limits = torch.as_tensor(limit).flatten()
         made = [
-            window.page(part, int(budget.flatten()[rows[0]]), int(limits[rows[0]]), room)
-            for window, part, rows in zip(windows, parts, places, strict=True)
+            window.page(part, int(budget.flatten()[mine[0]]), int(limits[mine[0]]), room)
+            for window, part, mine in zip(windows, parts, places, strict=True)
         ]
         return SketchPages(made, places, (batch, heads))
 
