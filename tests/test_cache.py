@@ -551,7 +551,8 @@ def test_every_head_keeps_its_share(family, method):
         assert first.held.tolist() == [[10, *[20] * (heads - 2), 30]] * 2
         assert second.held.tolist() == [[20] * heads] * 2
         bytes_of = [sum(t.nbytes for t in s.tensors()) for s in (first, second)]
-        assert bytes_of[0] == pytest.approx(bytes_of[1], rel=0.02)
+        # No more; less by the masses that say which slots of a padded row are dead.
+        assert 0.95 * bytes_of[1] <= bytes_of[0] <= 1.02 * bytes_of[1]
     answer = greedy(model, ids, SketchCache(model.config, method, **settings), attention_mask=mask)
     assert answer.shape == (2, 58)
 

@@ -15,6 +15,8 @@ from .ragged import Ragged, flatten, unflatten
 _PART = 32
 # ... and of no more slots than these: a kernel goes over slots in blocks of as many.
 _MOST_BLOCK = 256
+# Blocks of fewer slots are not worth remembering whose they are.
+_WORTH_KEEPING = 8
 
 
 class Page:
@@ -77,24 +79,31 @@ class Page:
         self.fields = {n: flatten(t, *places, layout.total) for n, t in fields.items()}
         row = torch.arange(self.batch, device=sizes.device).unsqueeze(1) * layout.total
         self._next = (row + layout.start + sizes).flatten()
-        self._own_blocks(layout)
+        self._blocks: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def _own_blocks(self, layout: Ragged) -> None:
-        """Which head every block of slots belongs to.
-
-        ``owner``: int64 ``[batch * blocks]``, into ``[batch * heads]``. ``foreign``: float32
-        ``[batch, heads, 1, blocks]``, 0 for a head's own blocks and -inf for the others.
-        """
-        blocks = layout.total // self.block
+    def blocks(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of heads of different size: which head every block of slots belongs to, int64 ``[batch *
+        blocks]`` into ``[batch * heads]``; 0 for a head's own blocks and -inf for the others,
+        float32 ``[batch, heads, 1, blocks]``; how many slots there are from the start of each block
+        on, int64 ``[batch * blocks]``. Kept from token to token, but where blocks are so small that
+        this would be more than the slots."""
+        if self._blocks is not None:
+            return self._blocks
+        layout = self.layout
+        assert layout is not None
+        count = layout.total // self.block
         first = layout.start // self.block
-        number = torch.arange(blocks, device=first.device)
+        number = torch.arange(count, device=first.device)
         head = (number >= first.unsqueeze(-1)).sum(1) - 1
         row = torch.arange(self.batch, device=first.device).unsqueeze(1) * self.heads
-        self.owner = (head + row).flatten()
         behind = number * self.block - layout.start.gather(1, head)
-        self._left = (self.held.gather(1, head) - behind).flatten()
+        left = (self.held.gather(1, head) - behind).flatten()
         every = torch.arange(self.heads, device=first.device).view(1, -1, 1)
-        self.foreign = torch.where(head.unsqueeze(1) == every, 0.0, -torch.inf).unsqueeze(2)
+        foreign = torch.where(head.unsqueeze(1) == every, 0.0, -torch.inf).unsqueeze(2)
+        found = (head + row).flatten(), foreign, left
+        if self.block >= _WORTH_KEEPING:
+            self._blocks = found
+        return found
 
     @property
     def count(self) -> int:
@@ -135,7 +144,8 @@ class Page:
     def blocks_live(self) -> Tensor:
         """Where heads differ in size and there are no masses: which slots of every block there are,
         bool ``[batch * blocks, block]``."""
-        return torch.arange(self.block, device=self._left.device) < self._left.unsqueeze(1)
+        left = self.blocks()[2]
+        return torch.arange(self.block, device=left.device) < left.unsqueeze(1)
 
     @property
     def slots(self) -> Slots:
@@ -197,7 +207,8 @@ class Page:
         self.room -= tokens
         if self.layout is not None:
             self._next += tokens
-            self._left += tokens
+            if self._blocks is not None:
+                self._blocks[2].add_(tokens)
         if self._spans is not None:
             self._spans[1].add_(tokens)
 
@@ -270,7 +281,7 @@ class Page:
             twin.layout = Ragged(start, twin.sizes, self.layout.total)
             row = torch.arange(twin.batch, device=start.device).unsqueeze(1) * self.layout.total
             twin._next = (row + start + twin.held).flatten()
-            twin._own_blocks(twin.layout)
+            twin._blocks = None
         return twin
 
     def release(self) -> None:
@@ -281,7 +292,7 @@ class Page:
         held = list(self.fields.values())
         if self.layout is None:
             return held
-        return [*held, self._next, self._left, self.owner, self.foreign]
+        return [*held, self._next, *(self._blocks or ())]
 
 
 def _block(mean: float) -> int:

@@ -218,9 +218,8 @@ class Plan:
             slots = (torch.tensor(own) * tokens).ceil().long().clamp(min=window)
             # Head by head, so that a row of the batch decides nothing for another.
             slots = torch.where(slots > _WORTH * held, held, slots)
-            if bool((slots < held).any()):
-                rows = [[Budget(1.0, x / tokens) for x in row] for row in slots.tolist()]
-                found.append((n, HeadBudgets(rows, True), True))
+            rows = [[Budget(1.0, x / tokens) for x in row] for row in slots.tolist()]
+            found.append((n, HeadBudgets(rows, True), True))
         return found
 
     def _spent(

@@ -338,8 +338,8 @@ class Stream:
             if isinstance(self.page, (Page, QuantizedPage)) and self.page.sizes is not None:
                 budget = torch.minimum(torch.as_tensor(budget), held)
             observed = self.queries.all()
-            scored = observed is None and slots.score is not None
-            kept = method(slots, budget, observed, scored=scored, fit=fit)
+            # Scored before: where nothing is compressed, the queries must not be lost either.
+            kept = method(self._scored(slots), budget, observed, scored=True, fit=fit)
         if isinstance(budget, Tensor):
             live = slots.live()
             most = torch.full_like(budget, slots.count) if live is None else live.sum(-1).cpu()

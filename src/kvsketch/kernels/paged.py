@@ -131,8 +131,9 @@ def _over_blocks(packed: Tensor, page: Page, asked: Observed) -> tuple[Tensor, T
     """Every block of slots is attended to by the queries of its head, all blocks in one call, then
     the blocks of a head are put together."""
     batch, heads, group, dim = packed.shape
-    size, blocks = page.block, len(page.owner)
-    queries = packed.reshape(-1, group, dim).index_select(0, page.owner).unsqueeze(1)
+    owner, foreign, _ = page.blocks()
+    size, blocks = page.block, len(owner)
+    queries = packed.reshape(-1, group, dim).index_select(0, owner).unsqueeze(1)
     keys = page.fields["keys"].view(blocks, 1, size, -1)
     values = page.fields["values"].view(blocks, 1, size, -1)
     mass = page.fields.get("mass")
@@ -144,9 +145,9 @@ def _over_blocks(packed: Tensor, page: Page, asked: Observed) -> tuple[Tensor, T
         bent = _bent(asked, page.fields["positions"].view(batch, 1, 1, -1), heads)
         bent = bent.view(-1, group, bent.shape[-1] // size, size)
         mine = torch.arange(blocks, device=keys.device) % bent.shape[2]
-        bias = bias + bent[page.owner, :, mine].unsqueeze(1)
+        bias = bias + bent[owner, :, mine].unsqueeze(1)
     out, total = partial(queries, keys, values, bias, asked.scaling, asked.softcap)
-    totals = total.view(batch, 1, -1, group).transpose(2, 3) + page.foreign
+    totals = total.view(batch, 1, -1, group).transpose(2, 3) + foreign
     whole = totals.logsumexp(-1)
     weights = (totals - whole.unsqueeze(-1)).exp_().transpose(1, 2)
     parts = out.view(batch, -1, group, out.shape[-1]).transpose(1, 2)
