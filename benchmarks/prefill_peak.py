@@ -3,8 +3,9 @@
     python -m benchmarks.prefill_peak --json
 
 ``SketchCache`` counts the bytes of all tensors it holds after every layer; the peak of a prompt is
-set against the bytes of the uncompressed cache. Budgets that are known beforehand let every layer
-go as soon as it was attended to; measured ones hold them all until the last.
+set against the bytes of the uncompressed cache. A layer whose budgets are known beforehand is
+compressed as soon as it was attended to. Measured budgets follow from all layers: until the last is
+measured, each is compressed to the most its heads may need.
 """
 
 from __future__ import annotations

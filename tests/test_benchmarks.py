@@ -82,7 +82,7 @@ def test_decoding_is_timed_against_dynamic_cache():
 def test_prefill_peak_and_model_families_run() -> None:
     result = run("benchmarks.prefill_peak", "--tokens", "400", "--budgets", "0.25", "--json")
     peaks = {(r["method"], r["allocation"]): r["peak_over_exact"] for r in result["results"]}
-    assert peaks["snapkv", "even"] < 0.8 < 1 < peaks["snapkv", "measured"] < 1.5
+    assert peaks["snapkv", "even"] < 0.5 < peaks["snapkv", "measured"] < 0.8
     result = run("benchmarks.model_families", "--families", "llama,gptj", "--json")
     assert [row["list"] for row in result["results"]] == ["right", "refused"]
 

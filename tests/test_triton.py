@@ -749,7 +749,8 @@ def test_nearest_is_that_of_k_means_and_the_first_of_equal_ones() -> None:
         assert torch.equal(index.cpu(), first)
     keys, centres = (torch.randn(3, n, 12, generator=random) for n in (90, 40))
     index, sums, _ = nearest(on(keys), on(centres))
-    assert torch.equal(index.cpu(), kmeans._nearest(keys, centres))
+    none = torch.zeros(3, 40, dtype=torch.bool)
+    assert torch.equal(index.cpu(), kmeans._nearest(keys, centres, none))
     wanted = torch.nn.functional.one_hot(index.cpu(), 40).float().mT @ keys
     torch.testing.assert_close(sums.cpu(), wanted)
 

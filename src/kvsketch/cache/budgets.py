@@ -34,7 +34,8 @@ class HeadBudgets:
         self.even: Budget | None = next(iter(flat)) if len(flat) == 1 and not by_row else None
         self.value = self.rows[0][0].value
         self.heads = len(self.rows[0])
-        self._share = torch.tensor([[b.share for b in row] for row in self.rows]).double()
+        shares = [[b.share for b in row] for row in self.rows]
+        self._share = torch.tensor(shares, dtype=torch.float64)
         limits = [[b.limit for b in row] for row in self.rows]
         limited = any(x is not None for row in limits for x in row)
         most = torch.iinfo(torch.int64).max

@@ -67,7 +67,6 @@ class Plan:
         #: heads above the tolerance in any row, bool ``[heads]``, by layer
         self.above: dict[int, Tensor] = {}
         self._measured: dict[int, list[Curves]] = {}  # one per row
-        self._bounded: set[int] = set()
 
     def begin(self, layers: int, heads: int) -> list[HeadBudgets | None]:
         """What is known before the first token: the budgets of every layer, None where they follow
@@ -215,7 +214,7 @@ class Plan:
         for place, n in enumerate(numbers):
             held = streams[n].held
             own = [shard.own(share[place].tolist()) for share in shares]
-            slots = (torch.tensor(own) * tokens).ceil().long().clamp(min=window)
+            slots = (torch.tensor(own, dtype=torch.float64) * tokens).ceil().long().clamp(min=window)
             # Head by head, so that a row of the batch decides nothing for another.
             slots = torch.where(slots > _WORTH * held, held, slots)
             rows = [[Budget(1.0, x / tokens) for x in row] for row in slots.tolist()]

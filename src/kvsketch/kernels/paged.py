@@ -31,7 +31,10 @@ def decode(asked: Observed, page: Page, padded: bool) -> Tensor:
     packed = asked.queries.view(batch, page.heads, heads // page.heads, -1)
     over = _over_equal_heads if page.layout is None else _over_blocks
     out, log_total = over(packed, page, asked)
-    out = _finished(out, log_total, asked, page.heads, padded)
+    if padded or asked.sinks is not None:
+        if page.layout is not None:
+            log_total = log_total.logsumexp(-1)
+        out = _finished(out, log_total, asked, page.heads, padded)
     return out.reshape(batch, heads, 1, out.shape[-1]).to(asked.queries.dtype)
 
 
@@ -119,6 +122,7 @@ def _padded(page: Page) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _over_equal_heads(packed: Tensor, page: Page, asked: Observed) -> tuple[Tensor, Tensor]:
+    """The attention, and the logs of its totals, ``[batch, heads, group]``."""
     keys, values, mass = page.even("keys"), page.even("values"), page.even_mass
     bias = None if mass is None else log_mass(mass).unsqueeze(2)
     if asked.slopes is not None:
@@ -129,7 +133,8 @@ def _over_equal_heads(packed: Tensor, page: Page, asked: Observed) -> tuple[Tens
 
 def _over_blocks(packed: Tensor, page: Page, asked: Observed) -> tuple[Tensor, Tensor]:
     """Every block of slots is attended to by the queries of its head, all blocks in one call, then
-    the blocks of a head are put together."""
+    the blocks of a head are put together. Returns that, and the logs of the blocks' totals,
+    ``[batch, heads, group, blocks]``."""
     batch, heads, group, dim = packed.shape
     owner, foreign, _ = page.blocks()
     size, blocks = page.block, len(owner)
@@ -148,10 +153,9 @@ def _over_blocks(packed: Tensor, page: Page, asked: Observed) -> tuple[Tensor, T
         bias = bias + bent[owner, :, mine].unsqueeze(1)
     out, total = partial(queries, keys, values, bias, asked.scaling, asked.softcap)
     totals = total.view(batch, 1, -1, group).transpose(2, 3) + foreign
-    whole = totals.logsumexp(-1)
-    weights = (totals - whole.unsqueeze(-1)).exp_().transpose(1, 2)
+    weights = totals.softmax(-1).transpose(1, 2)
     parts = out.view(batch, -1, group, out.shape[-1]).transpose(1, 2)
-    return (weights @ parts.to(weights.dtype)).transpose(1, 2), whole
+    return (weights @ parts.to(weights.dtype)).transpose(1, 2), totals
 
 
 def _bent(asked: Observed, positions: Tensor, heads: int) -> Tensor:

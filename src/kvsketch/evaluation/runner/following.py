@@ -23,6 +23,7 @@ from kvsketch.evaluation.runner.replies import Reply, clock, costs, footprint, n
 from kvsketch.evaluation.runner.settings import Settings
 from kvsketch.evaluation.runner.setups import Setup
 from kvsketch.hf import SketchCache
+from kvsketch.hf.layer import SketchLayer
 
 #: single layers' attention; everything else is read off the predictions
 ATTENTION = "attention_error"
@@ -174,4 +175,4 @@ class Follower:
 
 def _compressible(cache: Any, layer: int) -> bool:
     """Sliding-window layers stay as they are; with the exact cache, all do."""
-    return not isinstance(cache, SketchCache) or hasattr(cache.layers[layer], "sketch")
+    return not isinstance(cache, SketchCache) or isinstance(cache.layers[layer], SketchLayer)
