@@ -244,7 +244,7 @@ def end_to_end(repeats: int, tokens: int, seed: int) -> Rows:
             for _ in range(4):  # allocations of the first steps
                 model(token, past_key_values=cache)
             start = time.perf_counter()
-            for _ in range(64):
+            for _ in range(256):  # a compression or more
                 token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
             found.setdefault(f"{name} prefill", []).append(taken)
             found.setdefault(f"{name} decode", []).append(time.perf_counter() - start)

@@ -17,6 +17,8 @@ _PART = 32
 _MOST_BLOCK = 256
 # Blocks of fewer slots are not worth remembering whose they are.
 _WORTH_KEEPING = 8
+# What a new slot has unless it comes with something else: it is there before the slot is.
+_NEW = {"mass": 1.0, "score": 0.0}
 
 
 class Page:
@@ -58,12 +60,13 @@ class Page:
         self.layout: Ragged | None = None
         self.block = 0
         self._spans: tuple[Tensor, Tensor] | None = None
+        self._places: tuple[Tensor, Tensor] | None = None  # of all slots, while they are handled
         fields = {name: tensor.detach() for name, tensor in slots.tensors().items()}
         if slots.mass is not None:
             weight = torch.where(slots.mass != 0, slots.mass, 1.0).unsqueeze(-1)
             fields["values"] = (fields["values"] / weight).to(slots.keys.dtype)
         if sizes is None:
-            self.fields = {n: _with_room(t, room) for n, t in fields.items()}
+            self.fields = {n: _with_room(t, room, _NEW.get(n)) for n, t in fields.items()}
         else:
             there = torch.arange(self.base, device=sizes.device) < sizes.unsqueeze(-1)
             if slots.mass is not None and bool(((slots.mass == 1) | ~there).all()):
@@ -85,19 +88,20 @@ class Page:
         """Of heads of different size: which head every block of slots belongs to, int64 ``[batch *
         blocks]`` into ``[batch * heads]``; 0 for a head's own blocks and -inf for the others,
         float32 ``[batch, heads, 1, blocks]``; how many slots there are from the start of each block
-        on, int64 ``[batch * blocks]``. Kept from token to token, but where blocks are so small that
-        this would be more than the slots."""
+        on, without the appended ones, int64 ``[batch * blocks]``. Kept from token to token, but
+        where blocks are so small that this would be more than the slots."""
         if self._blocks is not None:
             return self._blocks
-        layout = self.layout
+        layout, sizes = self.layout, self.sizes
         assert layout is not None
+        assert sizes is not None
         count = layout.total // self.block
         first = layout.start // self.block
         number = torch.arange(count, device=first.device)
         head = (number >= first.unsqueeze(-1)).sum(1) - 1
         row = torch.arange(self.batch, device=first.device).unsqueeze(1) * self.heads
         behind = number * self.block - layout.start.gather(1, head)
-        left = (self.held.gather(1, head) - behind).flatten()
+        left = (sizes.gather(1, head) - behind).flatten()
         every = torch.arange(self.heads, device=first.device).view(1, -1, 1)
         foreign = torch.where(head.unsqueeze(1) == every, 0.0, -torch.inf).unsqueeze(2)
         found = (head + row).flatten(), foreign, left
@@ -144,7 +148,7 @@ class Page:
     def blocks_live(self) -> Tensor:
         """Where heads differ in size and there are no masses: which slots of every block there are,
         bool ``[batch * blocks, block]``."""
-        left = self.blocks()[2]
+        left = self.blocks()[2] + self.appended
         return torch.arange(self.block, device=left.device) < left.unsqueeze(1)
 
     @property
@@ -152,19 +156,27 @@ class Page:
         """All slots ``[batch, heads, count, ...]``; a smaller head's are the last ones, behind dead
         ones, so that the newest tokens of all heads are side by side. Values with masses come in
         float32 at least, so that u / m is what it was when they come back."""
-        if self.layout is None:
-            fields = {n: buffer[:, :, : self.count] for n, buffer in self.fields.items()}
-        else:
-            places, shape = self._now_at(), (self.batch, self.heads, self.count)
-            every = self.fields
-            if "mass" not in every:
-                every = {**every, "mass": self._filled("mass")}
-            fields = {n: unflatten(t, *places, shape) for n, t in every.items()}
+        fields = self._of_heads(self.fields)
         if "mass" in fields:
             mass, values = fields["mass"], fields["values"]
             weight = torch.where(mass != 0, mass, 1.0).unsqueeze(-1)
             fields["values"] = values.to(compute_dtype(values.dtype)) * weight
         return Slots(**fields)
+
+    @property
+    def keys_alone(self) -> Slots:
+        """``slots`` with values of no columns, for a method that scores keys."""
+        fields = {n: t for n, t in self.fields.items() if n != "values"}
+        found = self._of_heads(fields)
+        return Slots(**found, values=found["keys"][..., :0])
+
+    def _of_heads(self, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.layout is None:
+            return {n: buffer[:, :, : self.count] for n, buffer in fields.items()}
+        places, shape = self._now_at(), (self.batch, self.heads, self.count)
+        if "mass" not in fields:
+            fields = {**fields, "mass": self._filled("mass")}
+        return {n: unflatten(t, *places, shape) for n, t in fields.items()}
 
     def append(self, new: Slots) -> None:
         """Write ``new`` ``[batch, heads, q, ...]`` behind every head's slots; q <= ``room``."""
@@ -178,9 +190,9 @@ class Page:
                 target = buffer[:, :, start : start + q]
                 if tensor is not None:
                     target.copy_(tensor)
-                else:  # the mass of an exact token is 1, a new one has no score yet
-                    target.fill_(1.0 if name == "mass" else 0.0)
-                continue
+                elif name not in _NEW:
+                    target.zero_()
+                continue  # what the others are is there already
             flat = buffer.view(-1, *buffer.shape[2:])
             index = self._next
             if q > 1:
@@ -188,27 +200,29 @@ class Page:
             if tensor is not None:
                 rows = tensor.reshape(-1, *tensor.shape[3:])
                 flat.index_copy_(0, index, rows.to(buffer.dtype))
-            else:
-                flat.index_fill_(0, index, 1.0 if name == "mass" else 0.0)
+            elif name != "score":  # which is 0 already
+                flat.index_fill_(0, index, _NEW.get(name, 0.0))
         self._advance(q)
 
     def drop(self, tokens: int) -> None:
         """Forget the last ``tokens`` slots of every head, which were appended."""
-        if self.layout is not None and tokens:
-            self._advance(-tokens)
-            if "mass" in self.fields:
-                behind = self._next.unsqueeze(-1) + torch.arange(tokens, device=self._next.device)
-                self.fields["mass"].view(-1).index_fill_(0, behind.flatten(), 0.0)
-        else:
-            self._advance(-tokens)
+        self._advance(-tokens)
+        for name in _NEW:
+            buffer = self.fields.get(name)
+            if buffer is None or not tokens:
+                continue
+            if self.layout is None:
+                buffer[:, :, self.count : self.count + tokens] = _NEW[name]
+            else:  # no slot, until one is appended
+                behind = self._next.unsqueeze(-1) + torch.arange(tokens, device=buffer.device)
+                buffer.view(-1).index_fill_(0, behind.flatten(), 0.0)
 
     def _advance(self, tokens: int) -> None:
         self.appended += tokens
         self.room -= tokens
+        self._places = None
         if self.layout is not None:
             self._next += tokens
-            if self._blocks is not None:
-                self._blocks[2].add_(tokens)
         if self._spans is not None:
             self._spans[1].add_(tokens)
 
@@ -242,8 +256,10 @@ class Page:
     def _now_at(self) -> tuple[Tensor, Tensor]:
         """Places of all slots in ``slots`` and in the flat tensors."""
         assert self.layout is not None
-        grown = Ragged(self.layout.start, self.held, self.layout.total)
-        return grown.places(self.count, last=True)
+        if self._places is None:
+            grown = Ragged(self.layout.start, self.held, self.layout.total)
+            self._places = grown.places(self.count, last=True)
+        return self._places
 
     def _filled(self, name: str) -> Tensor:
         keys = self.fields["keys"]
@@ -257,10 +273,10 @@ class Page:
         """The same slots with ``room`` for more."""
         if self.layout is None:
             twin = copy.copy(self)
-            twin._spans = None
+            twin._spans = twin._places = None
             twin.base, twin.appended, twin.room = self.count, 0, room
             twin.fields = {
-                name: _with_room(buffer[:, :, : self.count], room)
+                name: _with_room(buffer[:, :, : self.count], room, _NEW.get(name))
                 for name, buffer in self.fields.items()
             }
             return twin
@@ -272,7 +288,7 @@ class Page:
     def map(self, fn: Callable[[Tensor], Tensor]) -> Page:
         """The page with ``fn`` (which acts on axis 0, the batch) applied to everything held."""
         twin = copy.copy(self)
-        twin._spans = None
+        twin._spans = twin._places = None
         twin.fields = {name: owned(fn(tensor)) for name, tensor in self.fields.items()}
         twin.batch = twin.fields["keys"].shape[0]
         if self.layout is not None:
@@ -285,7 +301,8 @@ class Page:
         return twin
 
     def release(self) -> None:
-        """The attention over the page is done."""
+        """The attention over the page is done, and what was made for it can go."""
+        self._places = None
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held, for byte counting."""
@@ -303,12 +320,15 @@ def _block(mean: float) -> int:
     return block
 
 
-def _with_room(tensor: Tensor, room: int) -> Tensor:
+def _with_room(tensor: Tensor, room: int, fill: float | None = None) -> Tensor:
+    """A copy with room for more slots, which holds ``fill``; None: anything."""
     if not room:
         return owned(tensor)
-    shape = (*tensor.shape[:2], tensor.shape[2] + room, *tensor.shape[3:])
-    buffer = tensor.new_empty(shape)
-    buffer[:, :, : tensor.shape[2]] = tensor
+    count = tensor.shape[2]
+    buffer = tensor.new_empty((*tensor.shape[:2], count + room, *tensor.shape[3:]))
+    buffer[:, :, :count] = tensor
+    if fill is not None:
+        buffer[:, :, count:] = fill
     return buffer
 
 

@@ -47,11 +47,11 @@ class Queries:
 
     def many(self, held_bytes: int) -> bool:
         """Whether decoded queries should be turned into scores now: there are ``FOLD_EVERY``, or
-        one more would be above 1% of the bytes held beside them."""
+        one more would be above 2% of the bytes held beside them."""
         if not self.count or self.count >= FOLD_EVERY:
             return self.count > 0
         each = self._waiting[0].queries.nbytes // self._waiting[0].queries.shape[2]
-        return each * (self.count + 1) > 0.01 * held_bytes
+        return each * (self.count + 1) > 0.02 * held_bytes
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``fn``, which acts on axis 0, the batch."""

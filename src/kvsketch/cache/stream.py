@@ -23,6 +23,9 @@ from .windowed_sketch import WindowedSketch
 
 Held = Page | QuantizedPage | SketchPage | SketchPages
 
+# Buffers that decoding compresses below the budget: rare compressions cost less time.
+_BELOW = 3
+
 
 class Stream:
     """Slots of one attention layer as a stream.
@@ -37,9 +40,11 @@ class Stream:
     Args:
         method: a method with its sink and recent window.
         budget: how many slots may be kept, of all heads or head by head; None: not known yet.
-        buffer: how far decoding may run above (and compresses below) the budget, in slots, >= 1;
-            a compression every ``2 * buffer`` tokens. Default: 1/40 of the average head's budget,
-            at least 1, at most 64, so that all pages, scores included, stay within 5% of it.
+        buffer: how far decoding may run above the budget, in slots, >= 1. Decoding compresses to
+            3 times as much below it (as much below it in fewer than 16 bits and with a sketch), so
+            that it compresses every ``4 * buffer`` tokens (``2 * buffer``). Default: 1/40 of the
+            average head's budget, at least 1, at most 64, so that all pages, scores included, stay
+            within 5% of it.
         one_shot: compress after prefill only; decoded tokens are then kept exactly (as in SubGen
             section 3.2) and memory grows with them.
         bits: 16: keys and values are stored as they come. 8 or 4: those between sinks and recent
@@ -151,6 +156,12 @@ class Stream:
         and the bytes of all heads are what counts."""
         assert self.budget is not None
         return self._buffer_for(self.budget.average(self.seen))
+
+    @property
+    def _period(self) -> int:
+        """Buffers that decoding fills from one compression to the next. What is appended to a page
+        of few bits is in full precision, and a sketch takes in what it gets for good."""
+        return 1 + _BELOW if self.bits == 16 and isinstance(self.method, Windowed) else 2
 
     def _buffer_for(self, budget: int) -> int:
         return self._buffer or max(1, min(64, budget // 40))
@@ -291,15 +302,15 @@ class Stream:
         limit = budget = budgets.slots(self.seen, batch)
         room = 0
         if not prefill:
-            # A buffer below the budget, and room for one above: the budget is what is held on
-            # average, and compressing comes half as often.
+            # Some buffers below the budget, and room for one above.
             room = self.buffer
+            less = room * (self._period - 1)
             if isinstance(budget, int):
                 floor = min(budget, method.sink + method.recent)
-                budget = max(budget - room, floor, 1)
+                budget = max(budget - less, floor, 1)
             else:
                 small = budget.clamp(max=method.sink + method.recent)
-                budget = torch.maximum(budget - room, small).clamp(min=1)
+                budget = torch.maximum(budget - less, small).clamp(min=1)
         if exact is not None and prefill and last is not None:
             self._asked = WindowError(
                 exact, last, int(torch.as_tensor(_recent_at(method, budget)).min())
@@ -312,7 +323,7 @@ class Stream:
             self.page = self._slotted(method, budget, limit, room, fit=prefill)
         self._limit = self.page.appended + self.page.room
         if isinstance(self.page, SketchPages):  # all heads alike, whatever each of them holds
-            self._limit = self.page.appended + 2 * room
+            self._limit = self.page.appended + self._period * room
         self.tokens = self._live = None
         if not provisional:
             self.queries.clear()
@@ -345,12 +356,12 @@ class Stream:
             most = torch.full_like(budget, slots.count) if live is None else live.sum(-1).cpu()
             sizes = torch.where(budget >= slots.count, slots.count, torch.minimum(budget, most))
             sizes = None if bool((sizes == kept.count).all()) else sizes.to(kept.keys.device)
-        space = 2 * room
+        space = self._period * room
         if isinstance(limit, int):
             space = max(limit, kept.count) + room - kept.count
         if self.bits == 16:
             return Page(kept, sizes, space)
-        space = min(space, 2 * room)  # room is in full precision
+        space = min(space, self._period * room)
         return QuantizedPage(kept, sizes, space, self.bits, method.sink, method.recent, previous)
 
     def _sketched(
@@ -428,12 +439,15 @@ class Stream:
         """Turn waiting queries into scores now."""
         if not self.queries.count:
             return
-        slots = self.scored()
+        page = self.page
+        alone = isinstance(page, Page) and not self.method.observes_values
+        slots = self._scored(page.keys_alone) if alone else self.scored()
         self.queries.clear()
         if self.page is None:
             self.tokens = slots
         elif slots.score is not None:
             self.page.set_score(slots.score)
+            self.page.release()
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``fn`` (which acts on axis 0, the batch) to everything held: beam search,

@@ -41,6 +41,10 @@ class Windowed:
         return self.compressor.needs_queries
 
     @property
+    def observes_values(self) -> bool:
+        return self.compressor.observes_values
+
+    @property
     def window(self) -> int | None:
         """How many of a prompt's last queries the method looks at; None: all of them."""
         return self.compressor.window

@@ -37,6 +37,7 @@ class WindowedSketch:
     """
 
     needs_queries = False
+    observes_values = False
     window: int | None = None
 
     def __init__(

@@ -38,6 +38,9 @@ class Compressor(ABC):
     paper: ClassVar[str]
     needs_queries: ClassVar[bool] = False
 
+    #: whether ``observe`` looks at values; if not, it may get slots whose values have no columns
+    observes_values: ClassVar[bool] = True
+
     #: whether ``reduce`` takes a budget for each head; if not, it is called once for every budget
     ragged: ClassVar[bool] = False
 

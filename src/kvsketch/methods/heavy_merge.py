@@ -59,6 +59,7 @@ class HeavyMerge(Compressor):
     paper = "ours"
     ragged = True
     needs_queries = True
+    observes_values = False
     allocation = "measured"
     window: int
 

@@ -23,6 +23,7 @@ class ObservedAttention(Scoring):
 
     name = "observed_attention"
     paper = "H2O (2306.14048) as averaged by kvpress's ObservedAttentionPress"
+    observes_values = False
 
     def scores(self, slots: Slots, observed: Observed) -> Tensor:
         group = observed.queries.shape[1] // slots.keys.shape[1]

@@ -37,6 +37,7 @@ class SnapKV(Scoring):
 
     name = "snapkv"
     paper = "Li et al., SnapKV: LLM Knows What You are Looking for Before Generation (2404.14469)"
+    observes_values = False
     window: int
 
     def __init__(self, window: int = 32, kernel_size: int = 5, seed: int = 0) -> None:

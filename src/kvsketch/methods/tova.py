@@ -21,6 +21,7 @@ class TOVA(Scoring):
 
     name = "tova"
     paper = "Oren et al., Transformers are Multi-State RNNs (2401.06104)"
+    observes_values = False
     window = 1
 
     def scores(self, slots: Slots, observed: Observed) -> Tensor:
