@@ -225,7 +225,7 @@ def test_heads_of_different_size_take_what_they_need():
 IN_TRITON = """
 import torch
 from kvsketch.attention import attend_to
-from kvsketch.kernels import paged
+from kvsketch.kernels import paged, triton_support
 from kvsketch.slots import Observed, Slots
 from test_page import page_of, sizes_of, tokens
 
@@ -234,17 +234,17 @@ for ragged in (False, True):
     for sinks, slopes in ((None, None), (torch.randn(4, generator=generator), None),
                           (None, torch.rand(4, generator=generator))):
         held = tokens(generator, 2, 2, 40, 8, 8, torch.float32, True, slopes is not None)
-        page = page_of(held, sizes_of(generator, 2, 2, 40) if ragged else None, 3)
-        for step in range(2):
-            new = tokens(generator, 2, 2, 1, 8, 8, torch.float32, False, slopes is not None)
+        page = page_of(held, sizes_of(generator, 2, 2, 40) if ragged else None, 5)
+        for step, q in enumerate((1, 1) if slopes is not None else (1, 3, 1)):
+            new = tokens(generator, 2, 2, q, 8, 8, torch.float32, False, slopes is not None)
             if slopes is not None:
                 new = Slots(new.keys, new.values, positions=new.positions + 40 + step)
             page.append(new)
-            queries = torch.randn(2, 4, 1, 8, generator=generator)
+            queries = torch.randn(2, 4, q, 8, generator=generator)
             asked = Observed(queries, 0.4, None, slopes, None, sinks)
-            paged._TRITON_DEVICES.clear()
+            triton_support.DEVICES.clear()
             expected = attend_to(asked, page)
-            paged._TRITON_DEVICES.add("cpu")
+            triton_support.DEVICES.add("cpu")
             assert paged.triton_fits(asked, page)
             torch.testing.assert_close(attend_to(asked, page), expected, rtol=1e-4, atol=1e-5)
 print("equal")

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from kvsketch.kernels.flat_page import FlatQuantized
 from kvsketch.methods import balancekv, kmeans
 from kvsketch.methods.balance import Lifted
 from kvsketch.methods.balance import walk as plain_walk
+from kvsketch.methods.balancekv import BalanceKV, SoftmaxBalance
 from kvsketch.slots import Slots, attend, attention_scores
 
 if importlib.util.find_spec("triton") is None:
@@ -750,7 +752,8 @@ def test_nearest_is_that_of_k_means_and_the_first_of_equal_ones() -> None:
     keys, centres = (torch.randn(3, n, 12, generator=random) for n in (90, 40))
     index, sums, _ = nearest(on(keys), on(centres))
     none = torch.zeros(3, 40, dtype=torch.bool)
-    assert torch.equal(index.cpu(), kmeans._nearest(keys, centres, none))
+    plain = kmeans.assigned(keys.double(), centres.double(), none, torch.ones(3, 90).double())
+    assert torch.equal(index.cpu(), plain[0])
     wanted = torch.nn.functional.one_hot(index.cpu(), 40).float().mT @ keys
     torch.testing.assert_close(sums.cpu(), wanted)
 
@@ -1028,3 +1031,59 @@ def test_kernels_compile(target: int, tmp_path: Path) -> None:
         f"_assign {large}",
         "_sum",
     ]
+
+
+# What the package itself chooses ------------------------------------------------------------------
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> list[str]:
+    """Notes every call of a kernel's function, and lets the package choose it."""
+    found: list[str] = []
+    kernel = importlib.import_module(f"kvsketch.kernels.{module}")
+    launch = getattr(kernel, name)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        found.append(name)
+        return launch(*args, **kwargs)
+
+    monkeypatch.setattr(kernel, name, noted)
+    monkeypatch.setattr(triton_support, "DEVICES", {DEVICE})
+    return found
+
+
+@pytest.mark.parametrize("name", ["balancekv", "softmax_balance"])
+def test_balancing_is_the_kernel_s_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    slots = Slots(*torch.randn(2, 2, 2, 60, 8, generator=random)).map(on)
+    make = partial(BalanceKV, block=16) if name == "balancekv" else SoftmaxBalance
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_support, "DEVICES", set())
+        plain = make(seed=3)(slots, 30)
+    found = launches(monkeypatch, "triton_halving", "walk")
+    kept = make(seed=3)(slots, 30)
+    assert found == ["walk"]
+    for field, tensor in plain.tensors().items():
+        assert torch.equal(getattr(kept, field), tensor)
+
+
+def test_k_means_is_the_kernel_s_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = torch.Generator().manual_seed(0)
+    keys, weight = torch.randn(3, 90, 12, generator=random), torch.rand(3, 90, generator=random)
+    count = torch.tensor([20, 7, 11])  # centres that there are not in all rows
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_support, "DEVICES", set())
+        plain = kmeans.group_keys(on(keys), on(weight), on(count), 3)
+    found = launches(monkeypatch, "triton_nearest", "nearest")
+    groups = kmeans.group_keys(on(keys), on(weight), on(count), 3)
+    assert found == ["nearest"] * 4
+    assert torch.equal(groups.index, plain.index)
+    assert (groups.index.amax(1).cpu() < count).all()
+
+
+def test_float64_stays_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = launches(monkeypatch, "triton_nearest", "nearest")
+    keys = on(torch.randn(1, 40, 4, dtype=torch.float64))
+    kmeans.group_keys(keys, torch.ones_like(keys[..., 0]), 5, 2)
+    assert not found

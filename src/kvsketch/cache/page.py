@@ -178,6 +178,18 @@ class Page:
             fields = {**fields, "mass": self._filled("mass")}
         return {n: unflatten(t, *places, shape) for n, t in fields.items()}
 
+    def last(self, tokens: int) -> dict[str, Tensor]:
+        """The fields of every head's last slots, ``[batch, heads, tokens, ...]``; values as u / m."""
+        if self.layout is None:
+            first = self.count - tokens
+            return {n: buffer[:, :, first : self.count] for n, buffer in self.fields.items()}
+        shape = (self.batch, self.heads, tokens)
+        index = self._next.unsqueeze(-1) + torch.arange(-tokens, 0, device=self._next.device)
+        return {
+            n: buffer.view(-1, *buffer.shape[2:])[index].view(*shape, *buffer.shape[2:])
+            for n, buffer in self.fields.items()
+        }
+
     def append(self, new: Slots) -> None:
         """Write ``new`` ``[batch, heads, q, ...]`` behind every head's slots; q <= ``room``."""
         if new.mass is not None and "mass" not in self.fields:

@@ -214,7 +214,9 @@ class Plan:
         for place, n in enumerate(numbers):
             held = streams[n].held
             own = [shard.own(share[place].tolist()) for share in shares]
-            slots = (torch.tensor(own, dtype=torch.float64) * tokens).ceil().long().clamp(min=window)
+            slots = (
+                (torch.tensor(own, dtype=torch.float64) * tokens).ceil().long().clamp(min=window)
+            )
             # Head by head, so that a row of the batch decides nothing for another.
             slots = torch.where(slots > _WORTH * held, held, slots)
             rows = [[Budget(1.0, x / tokens) for x in row] for row in slots.tolist()]

@@ -10,9 +10,6 @@ from ..slots import Observed, per_group
 from . import triton_support
 from .partial import NOTHING, log_mass, partial, together
 
-# Where one query per head runs in Triton; a test adds the CPU, for Triton's interpreter.
-_TRITON_DEVICES = {"cuda"}
-
 
 def decode(asked: Observed, page: Page, padded: bool) -> Tensor:
     """Attention of one query per head over all slots of its head.
@@ -49,6 +46,8 @@ def prefill(asked: Observed, page: Page, padded: bool) -> Tensor:
     Returns:
         ``[batch, num_attention_heads, q, value_dim]``. A padded query's row means nothing.
     """
+    if triton_fits(asked, page):
+        return _prefill_by_triton(asked, page)
     batch, heads, q, _ = asked.queries.shape
     group = heads // page.heads
     keys, values, mass = _padded(page)
@@ -81,20 +80,17 @@ def prefill(asked: Observed, page: Page, padded: bool) -> Tensor:
 
 
 def triton_fits(asked: Observed, page: Page) -> bool:
-    """Whether ``triton_decode`` takes these queries and this page: on a CUDA device, in 32 bits or
-    fewer; ALiBi beside sinks needs the query's own position, which a page does not know."""
-    if asked.queries.device.type not in _TRITON_DEVICES or asked.queries.dtype == torch.float64:
-        return False
+    """Whether the Triton kernels take these queries and this page: ALiBi beside sinks needs the
+    query's own position, which a page does not know."""
     both = asked.slopes is not None and asked.sinks is not None
-    return not both and triton_support.available(asked.queries.device)
+    return not both and triton_support.chosen(asked.queries)
 
 
 def _by_triton(asked: Observed, page: Page) -> Tensor:
     """One launch for all heads, whatever their sizes."""
     from .triton_decode import decode as launch
 
-    start, count = page.spans()
-    flat = {n: t.flatten(1, 2) if page.layout is None else t for n, t in page.fields.items()}
+    (start, count), flat = page.spans(), _flat(page)
     sinks, slopes = (None if x is None else x.float() for x in (asked.sinks, asked.slopes))
     positions = flat["positions"].float() if slopes is not None else None
     return launch(
@@ -111,6 +107,33 @@ def _by_triton(asked: Observed, page: Page) -> Tensor:
         positions=positions,
         most=page.count + page.room,
     )[0]
+
+
+def _prefill_by_triton(asked: Observed, page: Page) -> Tensor:
+    """One launch: the slots before the new tokens, and these, causally."""
+    from .triton_prefill import prefill as launch
+
+    q = asked.queries.shape[2]
+    (start, count), flat, new = page.spans(), _flat(page), page.last(q)
+    return launch(
+        asked.queries,
+        flat["keys"],
+        flat["values"],
+        flat.get("mass"),
+        start,
+        count - q,
+        new["keys"],
+        new["values"],
+        scaling=asked.scaling,
+        new_mass=new.get("mass"),
+        softcap=asked.softcap,
+        sinks=None if asked.sinks is None else asked.sinks.float(),
+    )[0]
+
+
+def _flat(page: Page) -> dict[str, Tensor]:
+    """The fields of a page, ``[batch, total, ...]``."""
+    return {n: t.flatten(1, 2) if page.layout is None else t for n, t in page.fields.items()}
 
 
 def _padded(page: Page) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -17,11 +17,9 @@ from torch import Tensor
 from ..errors import InputError, UnsupportedError
 from ..methods.balance import Lifted
 from .flat_page import check_block, check_column, check_dtype, check_together
-from .triton_support import launching, require
+from .triton_support import LONGEST_WALK, launching, require
 from .triton_tuning import padded, product, tuned
 
-#: signs of a block stay in registers
-_LONGEST = 4096
 # channels of a product at a time
 _CHUNK = 32
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -271,8 +269,8 @@ def _check(vectors: Lifted, bound: Tensor, uniform: Tensor) -> None:
     check_together(keys, values, shift, groups, bound, uniform)
     if min(keys.shape[2], values.shape[2]) < 1:
         raise InputError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} have no width")
-    if n > _LONGEST:
+    if n > LONGEST_WALK:
         raise UnsupportedError(
-            f"n={n}: the kernel takes sequences of at most {_LONGEST} vectors; "
+            f"n={n}: the kernel takes sequences of at most {LONGEST_WALK} vectors; "
             "methods.balance.walk takes any number"
         )

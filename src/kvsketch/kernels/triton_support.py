@@ -13,6 +13,21 @@ from torch import Tensor
 from ..errors import UnsupportedError
 
 
+#: where the package chooses the Triton kernels by itself; a test adds the CPU, where they run in
+#: Triton's interpreter
+DEVICES = {"cuda"}
+
+#: vectors of a sequence that ``triton_halving`` takes: signs of a block stay in registers
+LONGEST_WALK = 4096
+
+
+def chosen(tensor: Tensor) -> bool:
+    """Whether work on ``tensor`` goes to a Triton kernel: on a CUDA device, in 32 bits or fewer."""
+    if tensor.device.type not in DEVICES or tensor.dtype == torch.float64:
+        return False
+    return available(tensor.device)
+
+
 def available(device: torch.device | str) -> bool:
     """Whether ``triton_decode`` and the other kernels run on tensors of this device."""
     return _missing(torch.device(device)) is None

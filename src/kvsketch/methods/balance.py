@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..kernels import triton_support
 
 # Inner products with earlier vectors come in panels; this many at most are held at once (64 MB).
 _PANEL = 64
@@ -153,6 +154,11 @@ def walk(
         Signs ``[R, n]`` and failed, bool ``[R]``: |<w, v>| exceeded c R^2 somewhere (line 6; the
         probability is then cut to 0 or 1 and the walk goes on).
     """
+    if isinstance(vectors, Lifted) and _fits_triton(vectors):
+        from ..kernels.triton_halving import walk as launch
+
+        signs, failures = launch(vectors, threshold, bound, uniform)
+        return signs.to(vectors.keys.dtype), failures
     limit = (threshold * bound).clamp(min=torch.finfo(bound.dtype).tiny)
     failed = torch.zeros(vectors.rows, dtype=torch.bool, device=bound.device)
     limits = limit.unsqueeze(1).expand(-1, vectors.count) if limit.dim() == 1 else limit
@@ -164,6 +170,11 @@ def walk(
         return torch.where(up, 1.0, -1.0).to(pending.dtype)
 
     return balance(vectors, decide), failed
+
+
+def _fits_triton(vectors: Lifted) -> bool:
+    """Whether the walk goes to ``triton_halving``, all sequences in one launch."""
+    return triton_support.chosen(vectors.keys) and vectors.count <= triton_support.LONGEST_WALK
 
 
 def self_balancing_walk(

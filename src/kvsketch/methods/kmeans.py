@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels import triton_support
 from .groups import Groups
 
 #: Keys are grouped within blocks of this many slots, so that the cost is linear in n.
 _BLOCK = 2048
+# Farther than any key, and still no infinity when squared.
+_FAR = 1e15
 
 
 def group_keys(
@@ -90,19 +93,36 @@ def _lloyd(keys: Tensor, weight: Tensor, count: Tensor, size: Tensor, steps: int
     seed = torch.searchsorted(rank, target.clamp(min=0.5)).clamp(max=n - 1)
     centers = keys.gather(1, seed.unsqueeze(-1).expand(-1, -1, dim))
     absent = torch.arange(most, device=keys.device) >= count.unsqueeze(1)
-    groups = Groups(_nearest(keys, centers, absent), most)
-    for _ in range(steps):
-        mass = groups.sum(weight.unsqueeze(-1))
-        mean = groups.sum(keys * weight.unsqueeze(-1)) / mass.clamp(min=1e-30)
-        centers = torch.where(mass > 0, mean, centers)
-        groups = Groups(_nearest(keys, centers, absent), most)
+    for step in range(steps + 1):
+        index, total, mass = assigned(keys, centers, absent, weight)
+        if step < steps:
+            centers = torch.where(mass > 0, total / mass.clamp(min=1e-30), centers)
     # A row with room for all its live slots keeps each.
-    alone = torch.where(
-        rank[:, -1:] <= count.unsqueeze(1), (rank.long() - 1).clamp(min=0), groups.index
-    )
+    alone = torch.where(rank[:, -1:] <= count.unsqueeze(1), (rank.long() - 1).clamp(min=0), index)
     return torch.where(count.unsqueeze(1) >= size, column, alone)
 
 
-def _nearest(keys: Tensor, centers: Tensor, absent: Tensor) -> Tensor:
+def assigned(
+    keys: Tensor, centers: Tensor, absent: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The nearest center of every key, the first of equally near ones.
+
+    Args:
+        keys: ``[R, n, d]``; centers: ``[R, c, d]``.
+        absent: bool ``[R, c]``: centers that there are not.
+        weight: of the keys in the sums, ``[R, n]``.
+
+    Returns:
+        index, int64 ``[R, n]``; sums of weight times key, ``[R, c, d]``; sums of weights ``[R, c,
+        1]``.
+    """
+    if triton_support.chosen(keys) and weight.dtype == torch.float32:
+        from ..kernels.triton_nearest import nearest
+
+        far = centers.masked_fill(absent.unsqueeze(-1), _FAR)
+        index, total, mass = nearest(keys.contiguous(), far, weight.contiguous())
+        return index, total, mass.unsqueeze(-1)
     norms = centers.square().sum(-1).masked_fill_(absent, torch.inf).unsqueeze(1)
-    return torch.baddbmm(norms, keys, centers.transpose(1, 2), alpha=-2).argmin(-1)
+    index = torch.baddbmm(norms, keys, centers.transpose(1, 2), alpha=-2).argmin(-1)
+    groups = Groups(index, centers.shape[1])
+    return index, groups.sum(keys * weight.unsqueeze(-1)), groups.sum(weight.unsqueeze(-1))
