@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # The models in the tests are tiny: one thread each and two workers beat two threads.
 TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 -q
 
-# make peers  set up the peers' own code for benchmarks and tests/test_peers.py
+# make peers  set up the peers' own code for benchmarks and tests/benchmarks/test_peers.py
 .PHONY: setup demo test test-slow test-oldest test-extras mutants lint peers docs clean
 
 setup: $(VENV)/.ready
@@ -42,8 +42,8 @@ $(EXTRAS)/.ready: pyproject.toml $(CONSTRAINTS)
 
 test-extras: $(EXTRAS)/.ready
 	$(TEST:$(BIN)/%=$(EXTRAS)/bin/%) -m "slow or not slow" \
-		tests/test_lm_eval.py tests/test_parallel.py tests/test_devices.py \
-		tests/test_integrations.py
+		tests/evaluation/test_lm_eval.py tests/hf/test_parallel.py tests/hf/test_devices.py \
+		tests/hf/test_integrations.py
 
 # Break the papers' code in some two hundred ways, one at a time: a test must fail each time.
 mutants: setup

@@ -59,7 +59,7 @@ def page(result: dict[str, Any]) -> str:
         "ClusterGen's Figure 1 and its appendix C, of a model and prompts of yours: every KV head "
         "of the layers named gets its t-SNE with 16 greedy k-center points (Figure 1, C.2); query "
         "norms are under Norms (C.1). OPT, MPT, Llama and Gemma 2, the paper's four families, can "
-        "all be read (`tests/test_inspection.py`, on random weights):\n\n"
+        "all be read (`tests/evaluation/test_inspection.py`, on random weights):\n\n"
         "```bash\nkvsketch inspect facebook/opt-6.7b triviaqa.txt --limit 2048 --layers 3,17 "
         "--out fig1\n```\n",
         *(_section(found) for found in result["results"]),

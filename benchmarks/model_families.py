@@ -12,7 +12,7 @@ float32 is run over a prompt of 40 tokens, 12 decoded ones and a chunk of 8, pad
 
 A family is *right* where all of that holds, *refused* where ``SketchCache(config)`` says by name
 why not, and *not constructible* where no tiny model can be made. Anything else is wrong: the
-command says so, writes nothing and fails. ``tests/test_model_sweep.py`` holds the lists against
+command says so, writes nothing and fails. ``tests/hf/test_model_sweep.py`` holds the lists against
 the code.
 """
 

@@ -466,9 +466,9 @@ def attention_error(result: dict[str, Any]) -> str:
         + "`peer:` rows run the peers' own code: for fewer slots than a halving leaves, the older "
         "tokens are halved once more; `quantized_cache` is transformers' own with quanto, "
         "all tokens, at its own bytes, as are `int8` and `int4`. kvpress's presses keep the same "
-        "tokens as ours of the same name, which `tests/test_peers.py` checks. Bytes are per token "
-        "and KV head, bfloat16. `pyramidkv` is `snapkv` with a budget schedule over layers, which "
-        "a single layer does not show.\n\n"
+        "tokens as ours of the same name, which `tests/benchmarks/test_peers.py` checks. Bytes "
+        "are per token and KV head, bfloat16. `pyramidkv` is `snapkv` with a budget schedule over "
+        "layers, which a single layer does not show.\n\n"
         + by_share(result, "relative_error", 3)
         + "\n\n![error against the kept share](figures/attention_error.svg)\n\n"
         f"{made_with(result)}\n"

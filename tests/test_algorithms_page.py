@@ -81,7 +81,7 @@ def test_every_row_names_files_and_tests_that_are_there():
             assert (ROOT / "src" / "kvsketch" / name).is_file(), name
             files += 1
         text = ""
-        named_tests = re.findall(r"`(?:(\w+\.py))?(?:::)?(test_\w+)?`", row[2])
+        named_tests = re.findall(r"`(?:((?:\w+/)*test_\w+\.py))?(?:::)?(test_\w+)?`", row[2])
         for file, test in named_tests:
             if file:
                 text = (ROOT / "tests" / file).read_text(encoding="utf-8")

@@ -2,7 +2,7 @@
 
 The code is run from a checkout of THUDM/LongBench and is not in this repository; neither are its
 data. Only numbers and hashes are written. The pairs are drawn again, from the same seeds, by
-``tests/test_longbench.py``; a hash says that they are the same.
+``tests/evaluation/test_longbench.py``; a hash says that they are the same.
 
     python record_longbench_metrics.py metrics LongBench/LongBench ../shared/data/longbench
     python record_longbench_metrics.py prompts LongBench/LongBench ../shared/data/longbench

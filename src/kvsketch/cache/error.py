@@ -161,3 +161,66 @@ class Probe:
             slopes = asked.slopes.to(scores.dtype).view(1, *scores.shape[1:3], 1)
             log_total += slopes * tokens.positions.amax(-1)[:, :, None, None]
         return log_total.flatten(1, 2), asked_of(tokens, replace(asked, sinks=None))
+
+
+class Errors:
+    """The errors of one layer's slots: on the prompt's last queries, once it is compressed, and if
+    ``track`` is given, on a few of them over all tokens since.
+
+    Attributes:
+        prompt: relative error of the prompt's last queries on what compressing made of it, float64
+            ``[batch, num_key_value_heads]`` (``window_error``); None before.
+    """
+
+    def __init__(self, track: bool) -> None:
+        self.track = track
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.prompt: Tensor | None = None
+        self._asked: WindowError | None = None  # of a prompt whose last compression is to come
+        self._probe: Probe | None = None
+        self._probed = 0  # tokens the probe has taken in
+
+    def ask(self, tokens: Slots, last: Observed, recent: int, seen: int) -> None:
+        """Note the exact answers of the ``last`` queries: ``tokens`` are about to be compressed.
+
+        Args:
+            recent: tokens kept as they are at the end.
+            seen: tokens so far.
+        """
+        self._asked = WindowError(tokens, last, recent)
+        if self.track:
+            self._probe, self._probed = Probe(tokens, last), seen
+
+    def compressed(self, slots: Slots, final: bool) -> None:
+        """The prompt has become ``slots``; ``final``: it will not be compressed once more."""
+        if self._asked is not None:
+            self.prompt = self._asked.error(slots)
+            if final:
+                self._asked = None
+
+    def update(self, slots: Slots, seen: int) -> None:
+        """Show the probe the tokens appended since it last looked: they are still exact."""
+        if self._probe is not None:
+            new = seen - self._probed
+            self._probe.extend(slots.narrow(slots.count - new, new))
+            self._probed = seen
+
+    def running(self, slots: Slots, seen: int) -> Tensor | None:
+        """Relative error of the probe's queries over all tokens seen, as if they were asked now,
+        float64 ``[batch, num_key_value_heads]``; None if there is no probe."""
+        self.update(slots, seen)
+        return None if self._probe is None else self._probe.error(slots)
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``fn``, which acts on axis 0, the batch."""
+        if self._probe is not None:
+            self._probe.map_batch(fn)
+        self.prompt = None if self.prompt is None else fn(self.prompt)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held, for byte counting."""
+        parts = [part for part in (self._probe, self._asked) if part is not None]
+        return [tensor for part in parts for tensor in part.tensors()]

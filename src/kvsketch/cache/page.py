@@ -179,7 +179,7 @@ class Page:
         return {n: unflatten(t, *places, shape) for n, t in fields.items()}
 
     def last(self, tokens: int) -> dict[str, Tensor]:
-        """The fields of every head's last slots, ``[batch, heads, tokens, ...]``; values as u / m."""
+        """The fields of the last slots of every head, ``[batch, heads, tokens, ...]``."""
         if self.layout is None:
             first = self.count - tokens
             return {n: buffer[:, :, first : self.count] for n, buffer in self.fields.items()}

@@ -73,6 +73,27 @@ def joined(observed: Sequence[Observed]) -> Observed:
     return replace(observed[0], queries=queries, live=live)
 
 
+def side_by_side(observed: Sequence[Observed], kv_heads: int) -> Observed | None:
+    """The queries of layers that share keys, as more query heads of each KV head."""
+    if len(observed) < 2:
+        return observed[0] if observed else None
+
+    def beside(parts: Sequence[Tensor | None], axis: int) -> Tensor | None:
+        present = [
+            part.reshape(*part.shape[:axis], kv_heads, -1, *part.shape[axis + 1 :])
+            for part in parts
+            if part is not None
+        ]
+        if len(present) < len(parts):
+            return None
+        return torch.cat(present, dim=axis + 1).flatten(axis, axis + 1)
+
+    queries = beside([o.queries for o in observed], 1)
+    assert queries is not None
+    slopes, sinks = beside([o.slopes for o in observed], 0), beside([o.sinks for o in observed], 0)
+    return replace(observed[0], queries=queries, slopes=slopes, sinks=sinks)
+
+
 def _live_queries(observed: Observed) -> Tensor:
     queries = observed.queries
     if observed.live is not None:

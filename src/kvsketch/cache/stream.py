@@ -12,14 +12,14 @@ from ..budget import Budget
 from ..errors import InputError, UnsupportedError
 from ..slots import Observed, Slots
 from .budgets import HeadBudgets
-from .error import Probe, WindowError
+from .error import Errors
 from .page import Page
 from .quantized import check_bits
 from .quantized_page import QuantizedPage
 from .queries import Queries
 from .sketch_page import SketchPage, SketchPages
 from .window import Windowed
-from .windowed_sketch import WindowedSketch
+from .windowed_sketch import WindowedSketch, by_budget
 
 Held = Page | QuantizedPage | SketchPage | SketchPages
 
@@ -58,8 +58,7 @@ class Stream:
         seen: tokens so far.
         tokens: all of them, in order, until something is compressed; then None.
         page: the slots from then on; None before.
-        error: relative error of the prompt's last queries on what compressing made of it, float64
-            ``[batch, num_key_value_heads]`` (``window_error``); None before.
+        errors: what the slots get wrong.
 
     Raises:
         InputError: buffer < 1, or bits not 16, 8 or 4, or not 16 with a sketch.
@@ -84,9 +83,9 @@ class Stream:
             )
         self.method = method
         self._given = HeadBudgets([[budget]]) if isinstance(budget, Budget) else budget
-        self.one_shot, self.bits, self.track_error = one_shot, bits, track_error
+        self.one_shot, self.bits = one_shot, bits
         self._buffer = buffer
-        self.queries = Queries()
+        self.queries, self.errors = Queries(), Errors(track_error)
         #: whether the method looks at queries
         self.needs_queries = method.needs_queries
         self.reset()
@@ -100,10 +99,7 @@ class Stream:
         self._live: Tensor | None = None  # bool [batch, tokens]
         self.page: Held | None = None
         self.queries.clear()
-        self.error: Tensor | None = None
-        self._asked: WindowError | None = None  # of a prompt whose last compression is to come
-        self._probe: Probe | None = None
-        self._probed = 0  # tokens the probe has taken in
+        self.errors.reset()
         self._limit = 0  # appended tokens at which the page is due
         self._bytes = 0  # of the page
         self.method.reset()
@@ -177,7 +173,9 @@ class Stream:
             if page.room < q:
                 # decoding takes a whole buffer at once, a chunk what it needs
                 grown = max(q, self._limit - page.appended) if q == 1 else q
+                before = page.appended
                 page = self.page = page.grown(grown)
+                self._limit += page.appended - before  # some count from 0 again
                 self._bytes = _bytes(self.tensors())
             page.append(new)
             return
@@ -298,7 +296,8 @@ class Stream:
         """Compress to the budgets now; ``last``: queries to measure the error on."""
         method, batch = self.method, self.slots.keys.shape[0]
         exact = self.visible if self.page is None else None
-        self._update_probe()
+        if exact is None:
+            self.errors.update(self.slots, self.seen)
         limit = budget = budgets.slots(self.seen, batch)
         room = 0
         if not prefill:
@@ -312,11 +311,8 @@ class Stream:
                 small = budget.clamp(max=method.sink + method.recent)
                 budget = torch.maximum(budget - less, small).clamp(min=1)
         if exact is not None and prefill and last is not None:
-            self._asked = WindowError(
-                exact, last, int(torch.as_tensor(_recent_at(method, budget)).min())
-            )
-            if self.track_error:
-                self._probe, self._probed = Probe(exact, last), self.seen
+            recent = int(torch.as_tensor(_recent_at(method, budget)).min())
+            self.errors.ask(exact, last, recent, self.seen)
         if isinstance(method, WindowedSketch):
             self.page = self._sketched(method, budgets, budget, limit, room)
         else:
@@ -327,10 +323,8 @@ class Stream:
         self.tokens = self._live = None
         if not provisional:
             self.queries.clear()
-        if self._asked is not None and prefill:
-            self.error = self._asked.error(self.slots)
-            if not provisional:
-                self._asked = None
+        if prefill:
+            self.errors.compressed(self.slots, final=not provisional)
         self.page.release()
         self._bytes = _bytes(self.tensors())
 
@@ -377,44 +371,15 @@ class Stream:
             assert isinstance(limit, int)
             exact = self.page.exact if isinstance(self.page, SketchPage) else self.visible
             return method.page(exact, budget, limit, room)
-        batch, heads = budget.shape
-        if isinstance(self.page, SketchPages):
-            pages, places = self.page.pages, self.page.places
-            windows = [page.window or method.fresh() for page in pages]
-            parts = [page.exact for page in pages]
-        else:
-            rows = budgets.rows if budgets.by_row else budgets.rows * batch
-            every = [one for row in rows for one in row]
-            places = [
-                torch.tensor([i for i, one in enumerate(every) if one == alike])
-                for alike in dict.fromkeys(every)
-            ]
-            windows = [method.fresh() for _ in places]
-            for window, mine in zip(windows, places, strict=True):
-                window.number_rows(mine)
-            flat = self.visible.map(lambda t: t.flatten(0, 1).unsqueeze(1))
-            parts = [flat.map(lambda t, i=i: t.index_select(0, i)) for i in places]  # type: ignore[misc]
-        limits = torch.as_tensor(limit).flatten()
-        made = [
-            window.page(part, int(budget.flatten()[mine[0]]), int(limits[mine[0]]), room)
-            for window, part, mine in zip(windows, parts, places, strict=True)
-        ]
-        return SketchPages(made, places, (batch, heads))
+        before = self.page if isinstance(self.page, SketchPages) else self.visible
+        return by_budget(method, budgets, before, budget, torch.as_tensor(limit), room)
 
     @property
     def running_error(self) -> Tensor | None:
         """Relative error of a few of the prompt's last queries over all tokens seen, as if they
         were asked now, float64 ``[batch, num_key_value_heads]``; None without ``track_error`` and
         before the first compression."""
-        self._update_probe()
-        return None if self._probe is None else self._probe.error(self.slots)
-
-    def _update_probe(self) -> None:
-        """Show the probe the tokens appended since it last looked: they are still exact."""
-        if self._probe is not None:
-            new, slots = self.seen - self._probed, self.slots
-            self._probe.extend(slots.narrow(slots.count - new, new))
-            self._probed = self.seen
+        return self.errors.running(self.slots, self.seen) if self.seen else None
 
     @property
     def _quantises_early(self) -> bool:
@@ -440,8 +405,10 @@ class Stream:
         if not self.queries.count:
             return
         page = self.page
-        alone = isinstance(page, Page) and not self.method.observes_values
-        slots = self._scored(page.keys_alone) if alone else self.scored()
+        if isinstance(page, Page) and not self.method.observes_values:
+            slots = self._scored(page.keys_alone)
+        else:
+            slots = self.scored()
         self.queries.clear()
         if self.page is None:
             self.tokens = slots
@@ -461,9 +428,7 @@ class Stream:
             self.tokens = self.tokens.map(fn)
         if self._live is not None:
             self._live = fn(self._live)
-        if self._probe is not None:
-            self._probe.map_batch(fn)
-        self.error = None if self.error is None else fn(self.error)
+        self.errors.map_batch(fn)
         self.queries.map_batch(fn)
 
     def crop(self, tokens: int) -> None:
@@ -512,10 +477,7 @@ class Stream:
         held = list(self.tokens.tensors().values()) if self.tokens is not None else []
         held += self.page.tensors() if self.page is not None else []
         held += [] if self._live is None else [self._live]
-        held += self.method.tensors()
-        for part in (self._probe, self._asked):
-            held += [] if part is None else part.tensors()
-        return held + self.queries.tensors()
+        return held + self.method.tensors() + self.errors.tensors() + self.queries.tensors()
 
 
 def _recent_at(method: Windowed | WindowedSketch, budget: int | Tensor) -> int | Tensor:

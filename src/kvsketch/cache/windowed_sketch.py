@@ -13,7 +13,8 @@ from ..methods.base import check_input
 from ..methods.sketches.base import Sketch, token_bytes
 from ..methods.window import check_window, split
 from ..slots import Observed, Slots
-from .sketch_page import SketchPage
+from .budgets import HeadBudgets
+from .sketch_page import SketchPage, SketchPages
 
 
 class WindowedSketch:
@@ -194,3 +195,46 @@ def _worth(sketch: Sketch, token: Slots) -> int:
             "a bound"
         )
     return -(-most // token_bytes(token))
+
+
+def by_budget(
+    method: WindowedSketch,
+    budgets: HeadBudgets,
+    before: SketchPages | Slots,
+    budget: Tensor,
+    limit: Tensor,
+    room: int,
+) -> SketchPages:
+    """The next pages of heads whose budgets differ: those of the same budget share a sketch.
+
+    Args:
+        method: what the sketches are made like.
+        budgets: of every head.
+        before: the pages so far, or all tokens, of which nothing was compressed yet.
+        budget: slots to compress to now, int64 ``[batch, heads]``.
+        limit: the budgets now, likewise, or one number.
+        room: as for ``WindowedSketch.page``.
+    """
+    batch, heads = budget.shape
+    if isinstance(before, SketchPages):
+        places = before.places
+        windows = [page.window or method.fresh() for page in before.pages]
+        parts = [page.exact for page in before.pages]
+    else:
+        rows = budgets.rows if budgets.by_row else budgets.rows * batch
+        every = [one for row in rows for one in row]
+        places = [
+            torch.tensor([i for i, one in enumerate(every) if one == alike])
+            for alike in dict.fromkeys(every)
+        ]
+        windows = [method.fresh() for _ in places]
+        for window, mine in zip(windows, places, strict=True):
+            window.number_rows(mine)
+        flat = before.map(lambda t: t.flatten(0, 1).unsqueeze(1))
+        parts = [flat.map(lambda t, i=i: t.index_select(0, i)) for i in places]  # type: ignore[misc]
+    limits = limit.flatten()
+    made = [
+        window.page(part, int(budget.flatten()[mine[0]]), int(limits[mine[0]]), room)
+        for window, part, mine in zip(windows, parts, places, strict=True)
+    ]
+    return SketchPages(made, places, (batch, heads))

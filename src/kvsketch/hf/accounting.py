@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..cache.stream import Stream
-from .layer import SketchLayer, linear_states
+from .hybrid_layer import linear_states
+from .layer import SketchLayer
 
 
 def held(layer: Any) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..attention import attend_to
 from ..errors import UnsupportedError
 from ..slots import Observed
+from .checks import check_queries
 from .masks import PLAIN, View, mask_over
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def attention(
     stream, (batch, _, q, dim) = layer.stream, query.shape
     queries = layer.to_slots(module, query)
     if queries.shape != layer.query_shape:
-        layer.check_queries(queries)
+        check_queries(layer, queries)
     view = layer.forward.masks.read(attention_mask, batch, q, stream.seen)
     if view is not PLAIN or stream.padded:
         layer.mark(view)

@@ -22,8 +22,9 @@ from ..errors import InputError, UnsupportedError
 from ..methods.registry import Method, class_of, default_allocation, default_schedule
 from . import accounting, adapters, compiled, interface, models
 from .forward import Forward
+from .hybrid_layer import HybridSketchLayer
 from .latent import LatentSketchLayer
-from .layer import HybridSketchLayer, LayerSettings, SketchLayer
+from .layer import LayerSettings, SketchLayer
 
 
 class SketchCache(Cache):  # type: ignore[misc]
@@ -333,7 +334,7 @@ class SketchCache(Cache):  # type: ignore[misc]
                 rows.append(
                     {
                         "layer": index,
-                        "prompt": accounting.errors(stream, stream.error),
+                        "prompt": accounting.errors(stream, stream.errors.prompt),
                         "now": accounting.errors(stream, stream.running_error),
                     }
                 )

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import (
-    DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicLayer
 
-from ..cache.queries import joined
+from ..cache.queries import joined, side_by_side
 from ..cache.stream import Stream
 from ..errors import InputError, KVSketchError, UnsupportedError
-from ..methods.base import all_finite
 from ..slots import Observed, Slots
 from . import interface
 from .attention import attention
+from .checks import check_tokens
 from .masks import View
 
 if TYPE_CHECKING:
@@ -122,7 +118,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         """
         # A token like the one before needs no second look: this runs once per layer and token.
         if key_states.shape != self.token_shape or key_states.dtype != self.dtype:
-            self._check(key_states, value_states)
+            check_tokens(self, key_states, value_states)
             self.lazy_initialization(key_states, value_states)
         q = key_states.shape[2]
         if self.stream.page is not None and key_states.requires_grad:
@@ -191,18 +187,6 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
                 "one cache per model, or call reset()"
             )
 
-    def check_queries(self, query: Tensor) -> None:
-        """Raise InputError unless ``[batch, num_attention_heads, q, head_dim]`` fits the keys."""
-        batch, heads = self.token_shape[:2]
-        dim = self.key_dim
-        if query.shape[0] != batch or query.shape[3] != dim or query.shape[1] % heads:
-            raise InputError(
-                f"queries {tuple(query.shape)} do not fit keys of {batch} rows, {heads} KV heads "
-                f"and head_dim={dim}: batch and head_dim must be equal, and the number of "
-                "attention heads a multiple of the KV heads"
-            )
-        self.query_shape = query.shape
-
     def attend(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """What the model calls instead of its kernel: see ``attention``."""
         try:
@@ -245,7 +229,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
                 self._waiting.append(observed)
             if self._reads < self.settings.readers:
                 return
-            observed = _side_by_side(self._waiting, self.token_shape[1])
+            observed = side_by_side(self._waiting, self.token_shape[1])
             self._waiting, self._reads = [], 0
             interface.close(self)
         q, self.pending, self._returned = self.pending, 0, None
@@ -381,106 +365,3 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         start = self.stream.seen
         index = torch.arange(start, start + keys.shape[2], device=keys.device).float()
         return index.expand(*keys.shape[:3])
-
-    def _check(self, keys: Tensor, values: Tensor) -> None:
-        if keys.dim() != 4 or keys.shape[:3] != values.shape[:3]:
-            raise InputError(
-                "keys and values must be [batch, num_key_value_heads, q, head_dim], got "
-                f"{tuple(keys.shape)} and {tuple(values.shape)}"
-            )
-        budget = self.stream.budget
-        if budget is not None and budget.even is None and budget.heads != keys.shape[1]:
-            raise InputError(
-                f"schedule has {budget.heads} KV heads, this process holds {keys.shape[1]}: under "
-                "tensor parallelism give one share per layer"
-            )
-        if self.stream.seen:
-            held = self.token_shape
-            if keys.shape[:2] != held[:2] or keys.shape[3] != held[3]:
-                raise InputError(
-                    f"keys {tuple(keys.shape)} do not fit the cache, which holds {held} per "
-                    "token: batch, heads and head_dim must be equal"
-                )
-            if keys.dtype != self.dtype or keys.device != self.device:
-                raise InputError(
-                    f"keys are {keys.dtype} on {keys.device}, the cache holds {self.dtype} on "
-                    f"{self.device}"
-                )
-        if keys.shape[2] > 1:  # decoded tokens are checked when they are compressed
-            for name, tensor in (("keys", keys), ("values", values)):
-                if not all_finite(tensor):
-                    raise InputError(f"{name} are not finite (NaN or infinity); cache unchanged")
-
-
-class HybridSketchLayer(SketchLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
-    """A layer with a linear-attention state beside its keys and values (Falcon-H1, Zamba 2): the
-    state stays as transformers keeps it, the keys and values are a ``SketchLayer``'s."""
-
-    def __init__(
-        self,
-        stream: Stream,
-        forward: Forward,
-        settings: LayerSettings,
-        number_of_states: int,
-    ) -> None:
-        SketchLayer.__init__(self, stream, forward, settings)
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        if args:
-            SketchLayer.lazy_initialization(self, *args)
-        else:  # of the state, which names its arguments
-            LinearAttentionLayer.lazy_initialization(self, **kwargs)
-
-    @property
-    def is_croppable(self) -> bool:
-        recurrent = any(self.is_recurrent_states_initialized.values())
-        return not recurrent and (self.record_past or not self.stream.compressed)
-
-    def activate_past_recording(self) -> None:
-        LinearAttentionLayer.activate_past_recording(self)
-        SketchLayer.activate_past_recording(self)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        LinearAttentionLayer.crop(self, tokens_to_remove)
-        SketchLayer.crop(self, tokens_to_remove)
-
-    def reset(self) -> None:
-        LinearAttentionLayer.reset(self)
-        SketchLayer.reset(self)
-
-    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
-        SketchLayer.map_batch(self, fn)
-        for states in (self.conv_states, self.recurrent_states):
-            for number, state in states.items():
-                states[number] = None if state is None else fn(state)
-
-    def tensors(self) -> list[Tensor]:
-        return SketchLayer.tensors(self) + linear_states(self)
-
-
-def linear_states(layer: Any) -> list[Tensor]:
-    """The tensors of a linear-attention or convolution layer of transformers."""
-    states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-    return [state for state in states if state is not None]
-
-
-def _side_by_side(observed: Sequence[Observed], kv_heads: int) -> Observed | None:
-    """The queries of layers that share keys, as more query heads of each KV head."""
-    if len(observed) < 2:
-        return observed[0] if observed else None
-
-    def beside(parts: Sequence[Tensor | None], axis: int) -> Tensor | None:
-        present = [
-            part.reshape(*part.shape[:axis], kv_heads, -1, *part.shape[axis + 1 :])
-            for part in parts
-            if part is not None
-        ]
-        if len(present) < len(parts):
-            return None
-        return torch.cat(present, dim=axis + 1).flatten(axis, axis + 1)
-
-    queries = beside([o.queries for o in observed], 1)
-    assert queries is not None
-    slopes, sinks = beside([o.slopes for o in observed], 0), beside([o.sinks for o in observed], 0)
-    return replace(observed[0], queries=queries, slopes=slopes, sinks=sinks)

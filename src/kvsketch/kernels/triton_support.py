@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 
-
 #: where the package chooses the Triton kernels by itself; a test adds the CPU, where they run in
 #: Triton's interpreter
 DEVICES = {"cuda"}

@@ -1,5 +1,5 @@
 """The numbers that BalanceKV's section 4.1 prints, in the scripts that measure it; what the scripts
-do with them: tests/test_figure2.py."""
+do with them: tests/benchmarks/test_figure2.py."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from kvsketch.evaluation.runner.activations import capture
 from kvsketch.evaluation.runner.setups import parse_method
 from kvsketch.methods.registry import SKETCHES
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments, ok=True):

@@ -15,7 +15,7 @@ from kvsketch.evaluation.runner.loading import packaged_model
 from kvsketch.evaluation.runner.longeval import load_case_files, read_answer
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OFFICIAL = Path(os.environ.get("KVSKETCH_DATA", ROOT.parent / "shared" / "data")) / "longeval"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import typer
+from test_sweep import record_of
 from typer.testing import CliRunner
 
 from kvsketch import InputError, UnsupportedError
@@ -35,14 +36,13 @@ from kvsketch.evaluation.runner.setups import Setup
 from kvsketch.evaluation.runner.store import Record, Store
 from kvsketch.evaluation.tasks.longbench_prompts import DATASETS
 from kvsketch.methods.registry import ALL_METHODS
-from test_sweep import record_of
 
 pytest.importorskip("matplotlib")
 
 HOSTILE = "<script>alert(1)</script>\"'&$x_{$ \x00\x1b é 漢"
 EXACT, H2O, OURS = Setup("exact"), Setup("h2o", 0.5), Setup("heavy_merge", 0.5)
 SETUPS = (EXACT, H2O, OURS, Setup("h2o", 0.25), Setup("heavy_merge", 0.25))
-INSPECTED = Path(__file__).parents[1] / "docs" / "results" / "inspect.json"
+INSPECTED = Path(__file__).parents[2] / "docs" / "results" / "inspect.json"
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 

@@ -569,7 +569,7 @@ def test_groups_sum_by_group():
 def run_benchmark(*arguments):
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
-        cwd=Path(__file__).resolve().parent.parent,
+        cwd=Path(__file__).resolve().parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

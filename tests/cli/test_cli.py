@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_longeval import write
 from typer.testing import CliRunner
 
 from kvsketch import __version__
 from kvsketch.cli.app import app
 from kvsketch.evaluation.runner import loading
 from kvsketch.evaluation.runner.store import Store
-from test_longeval import write
 from tiny_model import save_tiny_model, tiny_case
 
 RESULT_FIELDS = {

@@ -939,7 +939,7 @@ def test_refused_without_an_interpreter_or_triton(monkeypatch: pytest.MonkeyPatc
 
 def run(program: str, **environment: str) -> str:
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    source = str(Path(__file__).parents[1] / "src")
+    source = str(Path(__file__).parents[2] / "src")
     path = os.pathsep.join([source, kept.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)],

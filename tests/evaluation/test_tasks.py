@@ -34,7 +34,7 @@ from kvsketch.evaluation.tasks.ruler import SUBTASKS, Ruler
 from kvsketch.evaluation.tasks.ruler_needles import NEEDLES
 from tiny_model import tiny_case, tiny_tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("KVSKETCH_DATA", ROOT.parent / "shared" / "data"))
 FAR = 10**9  # a limit that is none
 TOKENIZERS = ("packaged", "tiny", "tiny chat")

@@ -29,7 +29,7 @@ from kvsketch.evaluation.tasks.longbench_prompts import DATASETS
 for package in ("rouge", "rapidfuzz", "jieba"):
     pytest.importorskip(package, reason="LongBench's metrics need the extra `evaluation`")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("KVSKETCH_DATA", ROOT.parent / "shared" / "data")) / "longbench"
 RECORDED = json.loads(recorder.RECORDED.read_text(encoding="utf-8"))
 CHECKOUT = os.environ.get("KVSKETCH_LONGBENCH", "")  # THUDM/LongBench, its folder LongBench

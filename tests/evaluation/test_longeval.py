@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_sweep import METHODS, record_of
 
 from benchmarks import longeval_markdown as markdown
 from benchmarks import longeval_table
@@ -20,10 +21,9 @@ from kvsketch.evaluation.runner.settings import Settings
 from kvsketch.evaluation.runner.setups import EXACT, Setup
 from kvsketch.evaluation.runner.store import Record
 from kvsketch.evaluation.runner.sweep import aggregate
-from test_sweep import METHODS, record_of
 from tiny_model import tiny_case
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("KVSKETCH_DATA", ROOT.parent / "shared" / "data"))
 
 

@@ -150,7 +150,7 @@ def test_running_error_of_a_long_stream_is_that_of_its_slots():
             torch.testing.assert_close(found, relative_error(exact, answer, 2), rtol=1e-7, atol=0)
         driver.settle(random_queries(1, seed=i), prefill=False)
     held = {id(t) for t in driver.tensors()}
-    assert {id(t) for t in driver._probe.tensors()} <= held  # counted
+    assert {id(t) for t in driver.errors.tensors()} <= held  # counted
 
 
 # --- curves ---------------------------------------------------------------------------------------

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_cli import kvsketch, refused
+from test_longeval import write
+from test_refusals import outcomes
+from test_sweep import record_of
 
 from kvsketch import SketchCache
 from kvsketch.cli.preset_options import find_preset
@@ -28,10 +32,6 @@ from kvsketch.evaluation.runner.settings import Settings
 from kvsketch.evaluation.runner.setups import Setup, parse_method
 from kvsketch.evaluation.runner.store import Record, Store
 from kvsketch.evaluation.tasks.longbench_prompts import DATASETS
-from test_cli import kvsketch, refused
-from test_longeval import write
-from test_refusals import outcomes
-from test_sweep import record_of
 from tiny_model import save_tiny_model, tiny_case, tiny_model
 
 CLASSES = ["Price", "Date"]

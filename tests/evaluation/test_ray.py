@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_sweep import timeless
 
 from kvsketch import InputError, KVSketchError
 from kvsketch.evaluation.runner.ray_runner import RayRunner
@@ -18,7 +19,6 @@ from kvsketch.evaluation.runner.setups import make_setups
 from kvsketch.evaluation.runner.store import Store
 from kvsketch.evaluation.runner.sweep import Sweep
 from kvsketch.evaluation.tasks.longeval import LongEval
-from test_sweep import timeless
 from tiny_model import save_tiny_model, tiny_case
 
 ray = pytest.importorskip("ray", reason="pip install 'kvsketch[ray]'")
