@@ -10,7 +10,7 @@ _TITLES = {
     "decode": "## Attention of one decoded token",
     "compress": "## Compressing a prompt",
     "prefill": "## Measuring and compressing beside a prefill",
-    "end_to_end": "## The default through the packaged model",
+    "end_to_end": "## The default from end to end",
 }
 _TEXTS = {
     "decode": (
@@ -21,8 +21,9 @@ _TEXTS = {
     ),
     "compress": (
         "8 KV heads of 128, float32, 64 queries; to an eighth of the tokens (k-center, which takes "
-        "one step per centre: to 1,024). The exponent is that of the time over the tokens. Block "
-        "halving: one round, against the BalanceKV authors' own code on the same tensors."
+        "one step per centre: to 1,024). The exponent is that of the time over the tokens. SnapKV "
+        "and KeyDiff also against kvpress's own, on the same tensors. Block halving: one round, "
+        "against the BalanceKV authors' own code on the same tensors."
     ),
     "prefill": (
         "One layer of Llama 3 8B's size in bfloat16: seconds of measuring errors for the budgets "
@@ -30,8 +31,9 @@ _TEXTS = {
         "holds at any time of a default prefill (`budget=0.25`), over an uncompressed cache."
     ),
     "end_to_end": (
-        "Default `heavy_merge` at 1/8 of the tokens against `DynamicCache`: tokens per second "
-        "over those of the exact cache, medians of pairs."
+        "By `generate`, tokens per second over those of `DynamicCache`, medians of pairs: the "
+        "default at 1/8 of the tokens against the exact cache; and decoding with as many slots as "
+        "`DynamicCache` has tokens when it starts, over at least two compressions."
     ),
 }
 

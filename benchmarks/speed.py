@@ -10,16 +10,18 @@ decode      one token's attention, 32 query and 8 KV heads of 128: slots with ma
             and over all n tokens.
 compress    compressing n tokens of 8 KV heads of 128 to a fixed number of slots, against n, with
             the exponent of time over n; block halving against the BalanceKV authors' own
-            ``balanced_walk`` on the same tensors (KVSKETCH_BALANCEKV names a checkout).
+            ``balanced_walk`` on the same tensors (KVSKETCH_BALANCEKV names a checkout), SnapKV and
+            KeyDiff against kvpress's own.
 prefill     measuring and compressing in one layer of Llama 3 8B's size, over the layer's own
             prefill (``benchmarks.compression_time``), and the peak bytes of a default prefill.
-end_to_end  the packaged model through its forward: prefill and decoding of the default against
-            ``DynamicCache``.
+end_to_end  through ``generate``: prefill and decoding of the default against ``DynamicCache`` with
+            the packaged model, and decoding against ``DynamicCache`` holding as many tokens as we
+            hold slots, also with two random layers of Llama 3 8B's shape.
 
 Runs of what is compared alternate, so that whatever else the machine does hits both; a figure is
 the median of the ratios of pairs. Floors: the bytes that must be read over the measured bandwidth
-of a copy, and the operations over the measured rate of a matrix product. kvpress's SnapKV and
-KeyDiff need an environment of their own (its transformers is older), so they are not in this run.
+of a copy, and the operations over the measured rate of a matrix product. kvpress needs an
+environment of its own (`make peers`; its transformers is older): its presses run there, after ours.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 from benchmarks.measuring import waiting
 from benchmarks.page import save
 from benchmarks.peers import balancekv as authors
+from benchmarks.peers import kvpress
 from kvsketch import METHODS, Observed, SketchCache, Slots
 from kvsketch.attention import attend_to
 from kvsketch.cache import Page, windowed
@@ -149,7 +152,28 @@ def compress(repeats: int, tokens: list[int], methods: list[str], seed: int) -> 
         if len(tokens) > 1:
             grown = math.log(times[-1] / times[0]) / math.log(tokens[-1] / tokens[0])
             rows.append({"method": name, "exponent": grown, "from": tokens[0], "to": tokens[-1]})
-    rows.append(_halved(repeats, seed))
+    return [*rows, *_presses(tokens, repeats, seed), _halved(repeats, seed)]
+
+
+def _presses(tokens: list[int], repeats: int, seed: int) -> Rows:
+    """kvpress's own SnapKV and KeyDiff to an eighth of the tokens, and ours on the same tensors."""
+    missing = kvpress.available()
+    if missing is not None:
+        return [{"peer": "kvpress", "missing": missing}]
+    rows: Rows = []
+    # It is handed all queries of the prompt, which are four times as large as the keys.
+    for n in (n for n in tokens if n <= 32768):
+        torch.manual_seed(seed)
+        keys, values = torch.randn(2, 1, KV_HEADS, n, DIM)
+        queries = torch.randn(1, HEADS, n, DIM)
+        seen = Observed(queries[:, :, -64:], DIM**-0.5)
+        for name in ("snapkv", "keydiff"):
+            run = partial(windowed(name), Slots(keys, values), n // 8, seen)
+            ours = min(seconds(run) for _ in range(repeats))
+            job = kvpress.Job(name, queries, keys, values, n // 8)
+            (theirs,) = kvpress.seconds([job], repeats)
+            found = {"method": name, "tokens": n, "seconds": ours, "kvpress_seconds": theirs}
+            rows.append(found | {"kvpress_over_ours": theirs / ours})
     return rows
 
 
@@ -216,10 +240,8 @@ def _peak(layers: int, tokens: int, seed: int) -> dict[str, Any]:
             max_position_embeddings=tokens + 1,
         )
         model = AutoModelForCausalLM.from_config(config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, model.config.vocab_size, (1, tokens), generator=generator)
     cache = SketchCache(model.config, budget=0.25, seed=seed)
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(prompt(model, tokens, seed), past_key_values=cache, logits_to_keep=1)
     found = cache.summary()
     return {
         "what": "peak bytes of a default prefill",
@@ -230,26 +252,35 @@ def _peak(layers: int, tokens: int, seed: int) -> dict[str, Any]:
     }
 
 
+def generated(model: Any, cache: Any, ids: Tensor, tokens: int) -> tuple[float, float]:
+    """Seconds of reading a prompt and of decoding ``tokens`` tokens after it, by ``generate``."""
+    settings = {"past_key_values": cache, "do_sample": False, "pad_token_id": 0}
+    start = time.perf_counter()
+    first = model.generate(ids, max_new_tokens=1, **settings)
+    read = time.perf_counter() - start
+    model.generate(first, max_new_tokens=4, min_new_tokens=4, **settings)  # allocations
+    ids = torch.nn.functional.pad(first, (0, 4), value=3)
+    start = time.perf_counter()
+    model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **settings)
+    return read, time.perf_counter() - start
+
+
 def end_to_end(repeats: int, tokens: int, seed: int) -> Rows:
-    model = AutoModelForCausalLM.from_pretrained(resolve_model(PACKAGED)).eval()
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, model.config.vocab_size, (1, tokens), generator=generator)
+    """The packaged model at kept 1/8 against the exact cache, then decoding from as many slots as
+    the exact cache has tokens: with the packaged model and with layers of a realistic shape."""
+    packaged = AutoModelForCausalLM.from_pretrained(resolve_model(PACKAGED)).eval()
+    ids = prompt(packaged, tokens, seed)
     found: dict[str, list[float]] = {}
     for _ in range(repeats):
         for name in ("exact", "ours"):
-            ours = SketchCache(model.config, budget=0.125, seed=seed)
-            cache = ours if name == "ours" else DynamicCache(config=model.config)
-            taken = seconds(partial(model, ids, past_key_values=cache, logits_to_keep=1))
-            token = ids[:, -1:]
-            for _ in range(4):  # allocations of the first steps
-                model(token, past_key_values=cache)
-            start = time.perf_counter()
-            for _ in range(256):  # a compression or more
-                token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
-            found.setdefault(f"{name} prefill", []).append(taken)
-            found.setdefault(f"{name} decode", []).append(time.perf_counter() - start)
-    return [
+            ours = SketchCache(packaged.config, budget=0.125, seed=seed)
+            cache = ours if name == "ours" else DynamicCache(config=packaged.config)
+            read, decoded = generated(packaged, cache, ids, 256)  # a compression or more
+            found.setdefault(f"{name} prefill", []).append(read)
+            found.setdefault(f"{name} decode", []).append(decoded)
+    rows = [
         {
+            "model": "packaged",
             "tokens": tokens,
             "kept": 0.125,
             "pairs": repeats,
@@ -257,6 +288,44 @@ def end_to_end(repeats: int, tokens: int, seed: int) -> Rows:
             "decode_speed_of_exact": ratio(found, "exact decode", "ours decode"),
         }
     ]
+    rows += [_same_slots("packaged", packaged, slots, repeats, seed) for slots in (1024, 4096)]
+    layers = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=HEADS * DIM,
+        intermediate_size=14336,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=8192,
+    )
+    torch.manual_seed(seed)
+    wide = AutoModelForCausalLM.from_config(layers).eval()
+    return [*rows, _same_slots("two layers of Llama 3 8B's shape", wide, 1024, repeats, seed)]
+
+
+def prompt(model: Any, tokens: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, model.config.vocab_size, (1, tokens), generator=generator)
+
+
+def _same_slots(what: str, model: Any, slots: int, repeats: int, seed: int) -> dict[str, Any]:
+    """Decoding with the default from a prompt twice as long as the budget, against DynamicCache
+    with a prompt of just as many tokens, over at least two of our compressions."""
+    ids = prompt(model, 2 * slots, seed)
+    tokens = 2 * 4 * min(64, slots // 40)
+    found: dict[str, list[float]] = {"ours": [], "exact": []}
+    for _ in range(repeats):
+        ours = SketchCache(model.config, budget=slots, seed=seed)
+        found["ours"].append(generated(model, ours, ids, tokens)[1])
+        exact = DynamicCache(config=model.config)
+        found["exact"].append(generated(model, exact, ids[:, :slots], tokens)[1])
+    return {
+        "model": what,
+        "slots": slots,
+        "decoded": tokens,
+        "pairs": repeats,
+        "decode_speed_of_as_many_tokens": ratio(found, "exact", "ours"),
+    }
 
 
 def main(

@@ -5,7 +5,8 @@
 The request is a list of jobs ``{"press": class name, "arguments": of its constructor, "ratio":
 compression_ratio, "layer": index, "layers": how many}``; job i reads ``queries.i``
 ``[batch, heads, n, dim]``, ``keys.i`` and ``values.i`` ``[batch, kv_heads, n, dim]`` and writes
-``kept.i``, int64 ``[batch, kv_heads, kept]``: what the press's own ``compress`` kept, ascending.
+``kept.i``, int64 ``[batch, kv_heads, kept]``: what the press's own ``compress`` kept, ascending,
+and ``seconds.i``, float64: how long that took (the least of ``"repeats"`` calls).
 
 Presses compute queries from hidden states, with the layer's projection and rotary embedding. Here
 that layer is a real LlamaAttention whose projection is the identity and whose rotation is by zero
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import Any
 
 import kvpress
@@ -75,7 +77,9 @@ def indices(whole: list[torch.Tensor], kept: list[torch.Tensor]) -> torch.Tensor
 
 
 @torch.no_grad()
-def run(job: dict[str, Any], queries: Any, keys: Any, values: Any) -> torch.Tensor:
+def run(
+    job: dict[str, Any], queries: Any, keys: Any, values: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, n, dim = queries.shape
     module = layer(heads, keys.shape[1], dim, job["layer"], job["layers"]).to(queries.dtype)
     press = getattr(kvpress, job["press"])(compression_ratio=job["ratio"], **job["arguments"])
@@ -84,8 +88,12 @@ def run(job: dict[str, Any], queries: Any, keys: Any, values: Any) -> torch.Tens
     if job["press"] == "ObservedAttentionPress":  # the one that cannot do without
         weights = attention_weights(module, queries, keys)
     extra = {"position_embeddings": unrotated(n, queries)}
-    kept = press.compress(module, hidden, keys, values, weights, extra)
-    return indices([keys, values], list(kept))
+    seconds = []
+    for _ in range(job["repeats"]):
+        start = time.perf_counter()
+        kept = press.compress(module, hidden, keys, values, weights, extra)
+        seconds.append(time.perf_counter() - start)
+    return indices([keys, values], list(kept)), torch.tensor(min(seconds), dtype=torch.float64)
 
 
 def main() -> None:
@@ -95,7 +103,8 @@ def main() -> None:
     tensors = load_file(source)
     found = {}
     for i, job in enumerate(jobs):
-        found[f"kept.{i}"] = run(job, *(tensors[f"{x}.{i}"] for x in ("queries", "keys", "values")))
+        given = (tensors[f"{x}.{i}"] for x in ("queries", "keys", "values"))
+        found[f"kept.{i}"], found[f"seconds.{i}"] = run(job, *given)
     save_file(found, target)
 
 
