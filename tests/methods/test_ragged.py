@@ -98,6 +98,9 @@ DRAWN = {
 @given(**DRAWN)
 def test_every_head_keeps_what_it_keeps_alone(method, seed, n, sink, recent, dead, weighted, data):
     slots, observed = case(seed, n, dead, weighted)
+    if method == "heavy_merge":  # its fit amplifies rounding: what is asked for is the same algebra
+        slots = slots.map(lambda t: t.double())
+        observed = replace(observed, queries=observed.queries.double())
     window = {"sink": sink, "recent": recent}
     sizes = st.integers(1, n + 3)
     budget = torch.tensor([[data.draw(sizes) for _ in range(HEADS)] for _ in range(BATCH)])
@@ -112,8 +115,8 @@ def test_every_head_keeps_what_it_keeps_alone(method, seed, n, sink, recent, dea
             own = int(budget[row, head])
             mine = {k: t[row, head] for k, t in out.tensors().items()}
             whole = {k: t[row, head] for k, t in scored.tensors().items()}
-            whole.setdefault("mass", torch.ones(n))
-            mine.setdefault("mass", torch.ones(out.count))
+            whole.setdefault("mass", torch.ones(n).to(whole["keys"]))
+            mine.setdefault("mass", torch.ones(out.count).to(mine["keys"]))
             if own >= n:
                 assert_close({k: t[:n] for k, t in mine.items() if k in whole}, whole, True)
                 continue
@@ -130,7 +133,7 @@ def test_every_head_keeps_what_it_keeps_alone(method, seed, n, sink, recent, dea
                 twin = at_place(method, seed, row, head)
                 kept = twin(single, own, seen, scored=True, **window)
             theirs = {k: t[0, 0] for k, t in kept.tensors().items()}
-            theirs.setdefault("mass", torch.ones(held))
+            theirs.setdefault("mass", torch.ones(held).to(theirs["keys"]))
             if "score" in mine:
                 theirs.setdefault("score", torch.zeros(held))
             merged = method in ("heavy_merge", "cluster_merge", "kcenter")
