@@ -16,8 +16,10 @@ _TEXTS = {
     "decode": (
         "32 query heads, 8 KV heads of 128. `slots`: with masses, the same number in every head; "
         "`ragged`: the same total, heads from 0.25 to 2.25 of the mean; `plain`: torch's own "
-        "attention over as many plain tokens; `full`: over all n. `floor`: what must be read over "
-        "the bandwidth of a copy, measured in the same run. Ratios of times, medians of pairs."
+        "attention over as many plain tokens, called as models call it; `packed`: called with the "
+        "queries of a group as queries of one head, which is faster; `full`: over all n. `floor`: "
+        "what must be read over the bandwidth of a copy, measured in the same run. Ratios of "
+        "times, medians of pairs."
     ),
     "compress": (
         "8 KV heads of 128, float32, 64 queries; to an eighth of the tokens (k-center, which takes "

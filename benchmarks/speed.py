@@ -120,19 +120,25 @@ def _decoded(query: Tensor, keys: Tensor, values: Tensor, slots: int, repeats: i
     uneven = Page(Slots(keys[:, :, :most], values[:, :, :most]).only(there), sizes)
     asked = Observed(query, DIM**-0.5)
     sdpa = partial(F.scaled_dot_product_attention, query, enable_gqa=True)
+    # What few callers do, and is faster: the queries of a group as queries of one head.
+    packed = partial(F.scaled_dot_product_attention, query.view(1, KV_HEADS, -1, DIM))
     found = paired(
         repeats,
         slots=lambda: attend_to(asked, even),
         ragged=lambda: attend_to(asked, uneven),
         plain=lambda: sdpa(*part),
         full=lambda: sdpa(keys, values),
+        packed=lambda: packed(*part),
+        full_packed=lambda: packed(keys, values),
     )
     return {
         "slots_ms": 1e3 * statistics.median(found["slots"]),
-        "slots_over_plain_tokens": ratio(found, "slots", "plain"),
-        "ragged_over_plain_tokens": ratio(found, "ragged", "plain"),
+        "slots_over_plain": ratio(found, "slots", "plain"),
+        "slots_over_packed": ratio(found, "slots", "packed"),
+        "ragged_over_packed": ratio(found, "ragged", "packed"),
         "full_over_slots": ratio(found, "full", "slots"),
-        "full_over_ragged": ratio(found, "full", "ragged"),
+        "full_packed_over_slots": ratio(found, "full_packed", "slots"),
+        "full_packed_over_ragged": ratio(found, "full_packed", "ragged"),
         "ragged_slots_over_slots": float(sizes.sum()) / (KV_HEADS * slots),
     }
 

@@ -14,8 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsketch.attention import attend_to
-from kvsketch.cache import Page
+from kvsketch.budget import Budget
+from kvsketch.cache import Page, windowed
+from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.quantized_page import QuantizedPage
+from kvsketch.cache.stream import Stream
 from kvsketch.slots import Observed, Slots, attend, causal, compute_dtype
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.08, torch.float16: 0.01}
@@ -263,3 +266,62 @@ def test_the_gpu_s_kernel_reads_a_page_as_the_cpu_s_does():
         check=False,
     )
     assert found.stdout.strip() == "equal", found.stderr
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 9999), fewer=st.integers(0, 12), moved=st.booleans())
+def test_a_page_is_refilled_where_it_is(ragged, weighted, seed, fewer, moved):
+    """It equals a new page of the same slots; also where these are views of its own tensors."""
+    g = torch.Generator().manual_seed(seed)
+    batch, heads, n, room = 2, 2, 40, 6
+    sizes = torch.randint(20, n + 1, (batch, heads), generator=g) if ragged else None
+    page = page_of(tokens(g, batch, heads, n, 4, 4, torch.float32, weighted), sizes, room)
+    page.append(tokens(g, batch, heads, room, 4, 4, torch.float32))
+    page.spans()
+    now = page.slots
+    if ragged:
+        left, first = sizes - fewer, int(page.count)
+        start = first - page.held + (6 if moved else 0)
+        index = torch.arange(int(left.max())) + start.unsqueeze(-1)
+        slots = now.take(index.clamp(max=first - 1))
+        slots = slots.only(torch.arange(slots.count) < left.unsqueeze(-1))
+    else:
+        left = None
+        slots = now.narrow(6 if moved else 0, n - fewer)
+    expected = Page(slots.map(torch.clone), left, room + fewer)
+    before = {name: tensor.data_ptr() for name, tensor in page.fields.items()}
+    found = page.refilled(slots, left, room + fewer)
+    for _ in range(2):  # and again with a token appended
+        for name, tensor in expected.slots.tensors().items():
+            assert torch.equal(getattr(found.slots, name), tensor), name
+        assert torch.equal(found.held, expected.held)
+        assert torch.equal(found.spans()[1], found.held)
+        for one in (found, expected):
+            again = torch.Generator().manual_seed(1)
+            one.append(tokens(again, batch, heads, 1, 4, 4, torch.float32))
+    if not ragged:
+        assert {name: tensor.data_ptr() for name, tensor in found.fields.items()} == before
+
+
+@pytest.mark.parametrize("allocation", ["even", "schedule"])
+@pytest.mark.parametrize("method", ["streaming_llm", "snapkv", "heavy_merge"])
+def test_nothing_moves_while_decoding(method, allocation):
+    """From the first decoded token on, over several compressions, every token is written into the
+    same tensors: what a recorded CUDA graph of a decode step needs."""
+    g = torch.Generator().manual_seed(0)
+    budgets = [[0.5, 1.5]] if allocation == "schedule" else [[1.0, 1.0]]
+    stream = Stream(
+        windowed(method, 2, 8), HeadBudgets([[Budget(64, share) for share in budgets[0]]]), 2
+    )
+    places, pages = [], set()
+    for step in range(60):
+        q = 200 if step == 0 else 1
+        stream.extend(tokens(g, 1, 2, q, 8, 8, torch.float32))
+        stream.settle(Observed(torch.randn(1, 4, q, 8, generator=g), 0.3), prefill=step == 0)
+        pages.add(id(stream.page))
+        if step:
+            places.append({n: t.data_ptr() for n, t in stream.page.fields.items()})
+    assert len(pages) > 5  # it was compressed again and again
+    assert all(place == places[0] for place in places)

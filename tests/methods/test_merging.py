@@ -23,6 +23,7 @@ from kvsketch.methods.closest import group_closest, group_pairs
 from kvsketch.methods.groups import Groups, merge
 from kvsketch.methods.heavy_merge import _decoded_attention
 from kvsketch.methods.kmeans import group_keys
+from kvsketch.methods.nearest import Blocks
 from kvsketch.methods.scoring import recent_attention
 
 
@@ -608,3 +609,22 @@ def test_compression_time_is_a_share_of_a_prefill():
     code, message = run_benchmark("benchmarks.compression_time", "--methods", "hevy_merge")
     assert code != 0
     assert "hevy_merge" in message
+
+
+@settings(max_examples=200)
+@given(
+    sizes=st.lists(
+        st.one_of(st.integers(1, 400), st.integers(15_000, 60_000)), min_size=1, max_size=4
+    ),
+    spare=st.integers(0, 3),
+)
+def test_every_slot_is_in_one_block(sizes, spare):
+    """Also of rows so long that as many blocks of the size rounded up would end behind them."""
+    rows, width = torch.arange(len(sizes)), max(sizes) + spare
+    blocks = Blocks.of(rows, torch.tensor(sizes), width)
+    assert int(blocks.column.max()) < len(sizes) * width
+    assert bool(blocks.real.any(1).all())  # no empty block
+    found = blocks.column[blocks.real].sort().values
+    wanted = torch.cat([torch.arange(n) + row * width for row, n in enumerate(sizes)])
+    assert torch.equal(found, wanted)
+    assert torch.equal(blocks.row * width, blocks.column[:, 0] - blocks.first[:, 0])

@@ -61,16 +61,10 @@ class Page:
         self.block = 0
         self._spans: tuple[Tensor, Tensor] | None = None
         self._places: tuple[Tensor, Tensor] | None = None  # of all slots, while they are handled
-        fields = {name: tensor.detach() for name, tensor in slots.tensors().items()}
-        if slots.mass is not None:
-            weight = torch.where(slots.mass != 0, slots.mass, 1.0).unsqueeze(-1)
-            fields["values"] = (fields["values"] / weight).to(slots.keys.dtype)
+        fields = _stored(slots, sizes)
         if sizes is None:
             self.fields = {n: _with_room(t, room, _NEW.get(n)) for n, t in fields.items()}
         else:
-            there = torch.arange(self.base, device=sizes.device) < sizes.unsqueeze(-1)
-            if slots.mass is not None and bool(((slots.mass == 1) | ~there).all()):
-                del fields["mass"]  # which says no more than the sizes do
             self._lay(fields, sizes)
 
     def _lay(self, fields: dict[str, Tensor], sizes: Tensor) -> None:
@@ -83,6 +77,51 @@ class Page:
         row = torch.arange(self.batch, device=sizes.device).unsqueeze(1) * layout.total
         self._next = (row + layout.start + sizes).flatten()
         self._blocks: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def refilled(self, slots: Slots, sizes: Tensor | None, room: int) -> Page:
+        """A page of other slots, in the same tensors if they fit these as they are: a page that is
+        compressed again and again then stays where it is, as a recorded CUDA graph needs it.
+        Arguments as for the class. This page is not to be used any more."""
+        fields = _stored(slots, sizes)
+        if not self._fits(fields, sizes, room):
+            return Page(slots, sizes, room)
+        for name, buffer in self.fields.items():
+            tensor = fields[name]
+            if tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
+                tensor = tensor.clone()  # moving within a tensor would overwrite what is to come
+            if sizes is None:
+                buffer[:, :, : tensor.shape[2]] = tensor
+                if name in _NEW:
+                    buffer[:, :, tensor.shape[2] :] = _NEW[name]
+            else:
+                assert self.layout is not None
+                places = Ragged(self.layout.start, sizes, self.layout.total).places(slots.count)
+                buffer.copy_(flatten(tensor, *places, self.layout.total))
+        twin = copy.copy(self)
+        twin.base, twin.appended, twin.room, twin.sizes = slots.count, 0, room, sizes
+        if sizes is not None:
+            assert self.layout is not None
+            twin.layout = Ragged(self.layout.start, sizes, self.layout.total)
+            row = torch.arange(self.batch, device=sizes.device).unsqueeze(1) * self.layout.total
+            twin._next.copy_((row + self.layout.start + sizes).flatten())
+            twin._blocks = None
+        if twin._spans is not None:
+            twin._spans[1].copy_(twin.held)
+        twin._places = None
+        return twin
+
+    def _fits(self, fields: dict[str, Tensor], sizes: Tensor | None, room: int) -> bool:
+        """Whether the tensors of this page can hold others."""
+        if fields.keys() != self.fields.keys():
+            return False
+        keys, buffer = fields["keys"], self.fields["keys"]
+        if (self.batch, self.heads) != keys.shape[:2] or keys.dtype != buffer.dtype:
+            return False
+        if sizes is None or self.layout is None:
+            same = sizes is None and self.layout is None
+            return same and keys.shape[2] + room == buffer.shape[2]
+        other = Ragged.of(sizes, room, self.block)
+        return other.total == self.layout.total and torch.equal(other.start, self.layout.start)
 
     def blocks(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of heads of different size: which head every block of slots belongs to, int64 ``[batch *
@@ -330,6 +369,19 @@ def _block(mean: float) -> int:
     while block < _MOST_BLOCK and block * 2 * _PART <= mean:
         block *= 2
     return block
+
+
+def _stored(slots: Slots, sizes: Tensor | None) -> dict[str, Tensor]:
+    """The fields of slots as a page has them: values as u / m, in the dtype of the keys."""
+    fields = {name: tensor.detach() for name, tensor in slots.tensors().items()}
+    if slots.mass is not None:
+        weight = torch.where(slots.mass != 0, slots.mass, 1.0).unsqueeze(-1)
+        fields["values"] = (fields["values"] / weight).to(slots.keys.dtype)
+        if sizes is not None:
+            there = torch.arange(slots.count, device=sizes.device) < sizes.unsqueeze(-1)
+            if bool(((slots.mass == 1) | ~there).all()):
+                del fields["mass"]  # which says no more than the sizes do
+    return fields
 
 
 def _with_room(tensor: Tensor, room: int, fill: float | None = None) -> Tensor:

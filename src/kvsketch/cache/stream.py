@@ -354,7 +354,12 @@ class Stream:
         if isinstance(limit, int):
             space = max(limit, kept.count) + room - kept.count
         if self.bits == 16:
-            return Page(kept, sizes, space)
+            page = self.page
+            return (
+                page.refilled(kept, sizes, space)
+                if isinstance(page, Page)
+                else Page(kept, sizes, space)
+            )
         space = min(space, self._period * room)
         return QuantizedPage(kept, sizes, space, self.bits, method.sink, method.recent, previous)
 

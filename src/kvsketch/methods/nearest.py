@@ -41,6 +41,7 @@ class Blocks:
         ``width`` columns."""
         count = (sizes / _PAIR_BLOCK).round().long().clamp(min=1)
         each = -(-sizes // count)
+        count = -(-sizes // each)  # rounded up, so many blocks of so many would end behind a row
         most = -(-int(each.max()) // _WIDTH) * _WIDTH
         number = torch.arange(len(rows), device=rows.device).repeat_interleave(count)
         row, each, size = rows[number], each[number], sizes[number]
