@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from kvsketch import Observed, Slots
 from kvsketch.budget import Budget
 from kvsketch.cache import Plan, Stream, windowed
-from kvsketch.cache.stream import Held
 
 
 def waiting(slots: Slots, seen: Observed, method: str, sink: int = 4, recent: int = 32) -> Stream:
@@ -40,8 +39,7 @@ def planned(
 def parts_of(stream: Stream) -> list[tuple[Slots, object]]:
     """The slots of a stream, heads of different size apart, each with the window around its sketch
     if there is one."""
-    page: Held | None = stream.page
-    pages = getattr(page, "pages", None)
+    pages = getattr(stream.page, "pages", None)
     if pages is not None:
         return [(part.slots, part.window) for part in pages]
     held, slots = stream.held, stream.slots

@@ -201,6 +201,11 @@ class Errors:
             if final:
                 self._asked = None
 
+    @property
+    def probing(self) -> bool:
+        """Whether there is a probe, which has to see every token while it is exact."""
+        return self._probe is not None
+
     def update(self, slots: Slots, seen: int) -> None:
         """Show the probe the tokens appended since it last looked: they are still exact."""
         if self._probe is not None:

@@ -18,6 +18,7 @@ from .quantized import check_bits
 from .quantized_page import QuantizedPage
 from .queries import Queries
 from .sketch_page import SketchPage, SketchPages
+from .tokens import Tokens
 from .window import Windowed
 from .windowed_sketch import WindowedSketch, by_budget
 
@@ -56,8 +57,8 @@ class Stream:
 
     Attributes:
         seen: tokens so far.
-        tokens: all of them, in order, until something is compressed; then None.
-        page: the slots from then on; None before.
+        compressed: whether anything was ever compressed.
+        page: what is held: all tokens, in order, until something is compressed, then the slots.
         errors: what the slots get wrong.
 
     Raises:
@@ -95,9 +96,8 @@ class Stream:
         self.budget = self._given
         self.seen = 0
         self.padded = False  # whether any token was padding, so that slots may be dead
-        self.tokens: Slots | None = None
-        self._live: Tensor | None = None  # bool [batch, tokens]
-        self.page: Held | None = None
+        self.compressed = False
+        self.page: Tokens | Held = Tokens()
         self.queries.clear()
         self.errors.reset()
         self._limit = 0  # appended tokens at which the page is due
@@ -106,12 +106,7 @@ class Stream:
 
     def wants_queries(self, count: int) -> bool:
         """Whether ``settle`` has a use for the queries of the newest ``count`` tokens."""
-        return self.needs_queries or self.budget is None or (count > 1 and self.page is None)
-
-    @property
-    def compressed(self) -> bool:
-        """Whether anything was ever compressed; until then ``tokens`` are all tokens, in order."""
-        return self.page is not None
+        return self.needs_queries or self.budget is None or (count > 1 and not self.compressed)
 
     @property
     def waits(self) -> bool:
@@ -122,29 +117,22 @@ class Stream:
     def slots(self) -> Slots:
         """All slots ``[batch, num_key_value_heads, n, ...]``; where heads differ in size, the
         smaller ones' are the last ones, behind dead slots."""
-        if self.page is not None:
-            return self.page.slots
-        if self.tokens is None:
-            raise InputError("the stream is empty: extend() it first")
-        return self.tokens
+        return self.page.slots
 
     def open(self) -> Page | Slots:
         """What the newest tokens attend to, once something was compressed."""
-        assert self.page is not None
-        return self.page if isinstance(self.page, Page) else self.page.open()
+        page = self.page
+        return page if isinstance(page, Page) else page.open()
 
     @property
     def held(self) -> Tensor:
         """Slots of every row and head, int64 ``[batch, num_key_value_heads]``."""
-        if self.page is not None:
-            return self.page.held
-        batch, heads, n = self.slots.keys.shape[:3]
-        return torch.full((batch, heads), n)
+        return self.page.held
 
     @property
     def visible(self) -> Slots:
         """The slots with padding dead, whether or not anything was compressed."""
-        return self.slots if self._live is None else self.slots.only(self._live[:, None, :])
+        return self.page.visible if isinstance(self.page, Tokens) else self.page.slots
 
     @property
     def buffer(self) -> int:
@@ -167,9 +155,9 @@ class Stream:
         q = new.keys.shape[2]
         self.seen += q
         page = self.page
-        if page is not None:
+        if not isinstance(page, Tokens):
             if page.appended >= self._limit:
-                self._limit = page.appended + self._room()
+                self._limit = page.appended + self._room(page)
             if page.room < q:
                 # decoding takes a whole buffer at once, a chunk what it needs
                 grown = max(q, self._limit - page.appended) if q == 1 else q
@@ -177,23 +165,17 @@ class Stream:
                 page = self.page = page.grown(grown)
                 self._limit += page.appended - before  # some count from 0 again
                 self._bytes = _bytes(self.tensors())
-            page.append(new)
-            return
-        self.tokens = new if self.tokens is None else Slots.cat([self.tokens, new])
-        if self._live is not None:
-            tail = self._live.new_ones(self._live.shape[0], q)
-            self._live = torch.cat([self._live, tail], dim=1)
+        page.append(new)
 
-    def _room(self) -> int:
+    def _room(self, page: Held) -> int:
         """How many tokens may be appended to the page before it is due."""
-        assert self.page is not None
         assert self.budget is not None
         if self.one_shot:  # grows for good, by a few per cent at a time
-            return self._buffer_for(self.page.count)
+            return self._buffer_for(page.count)
         if self._quantises_early:  # room is in full precision: only the buffer
             return self.buffer
         if self.budget.even is not None:
-            return max(1, self.budget.even.slots(self.seen) + self.buffer - self.page.count)
+            return max(1, self.budget.even.slots(self.seen) + self.buffer - page.count)
         # All heads and rows alike, whatever each of them holds.
         grown = self.budget.average(self.seen) - self.budget.average(self.seen - 1)
         return self.buffer + grown
@@ -201,13 +183,7 @@ class Stream:
     def mark_padding(self, live: Tensor) -> None:
         """Say which of the tokens just appended are real. ``live``: bool ``[batch, q]``."""
         self.padded = True
-        if self.page is not None:
-            self.page.mark_last(live)
-            return
-        assert self.tokens is not None
-        if self._live is None:
-            self._live = live.new_ones(live.shape[0], self.tokens.count)
-        self._live[:, self.tokens.count - live.shape[1] :] = live
+        self.page.mark_last(live)
 
     def settle(self, observed: Observed | None, prefill: bool, hold: bool = False) -> bool:
         """Take note of the queries of the newest tokens and compress if due.
@@ -220,13 +196,12 @@ class Stream:
         Returns:
             Whether it compressed.
         """
-        budget, page = self.budget, self.page
+        budget = self.budget
         if observed is not None and (budget is None or (self.needs_queries and not self._whole)):
             self.queries.add(observed)
         if budget is None:
             return False
-        full = page is not None and page.appended >= self._limit and not self.one_shot
-        if not hold and (full or ((prefill or page is None) and self.due(prefill))):
+        if not hold and self.due(prefill):
             last = observed if prefill else None
             self._compress(budget, prefill=prefill, last=last)
             return True
@@ -236,21 +211,23 @@ class Stream:
             self.queries.keep_last(self.method.window)
         elif prefill or (self.queries.count and self.queries.many(self._bytes)):
             self.fold()
-        if page is not None:
-            page.release()
+        self.page.release()
         return False
 
     @property
     def _whole(self) -> bool:
         """Whether all tokens are kept as they are, however many come."""
-        return self.page is None and self.bits == 16 and bool(self.budget and self.budget.whole)
+        return not self.compressed and self.bits == 16 and bool(self.budget and self.budget.whole)
 
     def due(self, prefill: bool) -> bool:
         """Whether ``settle`` would compress now."""
         if self.budget is None:
             return False
-        if self.page is not None and not prefill:
-            return not self.one_shot and self.page.appended >= self._limit
+        page = self.page
+        if not isinstance(page, Tokens):
+            full = not self.one_shot and page.appended >= self._limit
+            if full or not prefill:
+                return full
         budget = fits = self.budget.slots(self.seen)
         if self._quantises_early:
             fits = torch.as_tensor(budget).clamp(max=self.method.sink + self.method.recent)
@@ -268,7 +245,7 @@ class Stream:
         """
         if not provisional:
             self.budget = budget
-        size = torch.as_tensor(budget.slots(self.seen, self.slots.keys.shape[0]))
+        size = torch.as_tensor(budget.slots(self.seen, len(self.held)))
         if provisional or not (
             budget.whole and self.bits == 16 and bool((self.held <= size).all())
         ):
@@ -294,11 +271,11 @@ class Stream:
         provisional: bool = False,
     ) -> None:
         """Compress to the budgets now; ``last``: queries to measure the error on."""
-        method, batch = self.method, self.slots.keys.shape[0]
-        exact = self.visible if self.page is None else None
-        if exact is None:
+        method = self.method
+        exact = self.page.visible if isinstance(self.page, Tokens) else None
+        if self.errors.probing:
             self.errors.update(self.slots, self.seen)
-        limit = budget = budgets.slots(self.seen, batch)
+        limit = budget = budgets.slots(self.seen, len(self.held))
         room = 0
         if not prefill:
             # Some buffers below the budget, and room for one above.
@@ -313,19 +290,20 @@ class Stream:
         if exact is not None and prefill and last is not None:
             recent = int(torch.as_tensor(_recent_at(method, budget)).min())
             self.errors.ask(exact, last, recent, self.seen)
+        page: Held
         if isinstance(method, WindowedSketch):
-            self.page = self._sketched(method, budgets, budget, limit, room)
+            page = self._sketched(method, budgets, budget, limit, room)
         else:
-            self.page = self._slotted(method, budget, limit, room, fit=prefill)
-        self._limit = self.page.appended + self.page.room
-        if isinstance(self.page, SketchPages):  # all heads alike, whatever each of them holds
-            self._limit = self.page.appended + self._period * room
-        self.tokens = self._live = None
+            page = self._slotted(method, budget, limit, room, fit=prefill)
+        self._limit = page.appended + page.room
+        if isinstance(page, SketchPages):  # all heads alike, whatever each of them holds
+            self._limit = page.appended + self._period * room
+        self.page, self.compressed = page, True
         if not provisional:
             self.queries.clear()
         if prefill:
             self.errors.compressed(self.slots, final=not provisional)
-        self.page.release()
+        page.release()
         self._bytes = _bytes(self.tensors())
 
     def _slotted(
@@ -333,9 +311,7 @@ class Stream:
     ) -> Page | QuantizedPage:
         """The next page of a compressor's."""
         previous = self.page if isinstance(self.page, QuantizedPage) else None
-        slots = self.slots if previous is None else previous.read(exactly=True)
-        if self._live is not None:
-            slots = slots.only(self._live[:, None, :])
+        slots = self.visible if previous is None else previous.read(exactly=True)
         held, sizes = self.held, None
         if self.bits != 16 and bool((held <= torch.as_tensor(limit)).all()):
             kept, budget = self._scored(slots), held  # only in fewer bits
@@ -393,7 +369,7 @@ class Stream:
 
     def scored(self) -> Slots:
         """``slots`` with the waiting queries folded into their scores."""
-        return self._scored(self.slots)
+        return replace(self.slots, score=self._scored(self.visible).score)
 
     def _scored(self, slots: Slots) -> Slots:
         """Slots with the waiting queries folded in. What these saw is still all here, so this
@@ -401,8 +377,7 @@ class Stream:
         observed = self.queries.all()
         if observed is None or isinstance(self.method, WindowedSketch):
             return slots
-        masked = slots if self._live is None else slots.only(self._live[:, None, :])
-        return replace(slots, score=self.method.observe(masked, observed).score)
+        return replace(slots, score=self.method.observe(slots, observed).score)
 
     @torch.no_grad()
     def fold(self) -> None:
@@ -411,15 +386,13 @@ class Stream:
             return
         page = self.page
         if isinstance(page, Page) and not self.method.observes_values:
-            slots = self._scored(page.keys_alone)
+            score = self._scored(page.keys_alone).score
         else:
-            slots = self.scored()
+            score = self._scored(self.visible).score
         self.queries.clear()
-        if self.page is None:
-            self.tokens = slots
-        elif slots.score is not None:
-            self.page.set_score(slots.score)
-            self.page.release()
+        if score is not None:
+            page.set_score(score)
+            page.release()
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``fn`` (which acts on axis 0, the batch) to everything held: beam search,
@@ -427,12 +400,7 @@ class Stream:
         self.method.map_batch(fn)
         if self.budget is not None:
             self.budget = self.budget.map_batch(fn)
-        if self.page is not None:
-            self.page = self.page.map(fn)
-        if self.tokens is not None:
-            self.tokens = self.tokens.map(fn)
-        if self._live is not None:
-            self._live = fn(self._live)
+        self.page = self.page.map(fn)
         self.errors.map_batch(fn)
         self.queries.map_batch(fn)
 
@@ -442,31 +410,24 @@ class Stream:
         Raises:
             UnsupportedError: something was compressed already.
         """
-        if self.compressed:
+        page = self.page
+        if not isinstance(page, Tokens):
             raise UnsupportedError(
                 f"crop({-tokens}) needs the last {tokens} tokens one by one, but this cache is "
                 "already compressed; use a budget >= the number of tokens, or DynamicCache"
             )
-        if self.tokens is None or tokens == 0:
+        if not self.seen or tokens == 0:
             return
         if self.waits:
             self.queries.clear()
         else:
             self.fold()
-        kept = max(0, self.tokens.count - tokens)
-        self.tokens = self.tokens.narrow(0, kept)
-        if self._live is not None:
-            self._live = self._live[:, :kept]
-        self.seen = kept
+        page.drop(tokens)
+        self.seen = max(0, self.seen - tokens)
 
     def drop(self, tokens: int) -> None:
         """Forget the last ``tokens`` tokens, which were appended since the last ``settle``."""
-        if self.page is not None:
-            self.page.drop(tokens)
-        elif self.tokens is not None:
-            self.tokens = self.tokens.narrow(0, self.tokens.count - tokens)
-            if self._live is not None:
-                self._live = self._live[:, : self._live.shape[1] - tokens]
+        self.page.drop(tokens)
         self.seen -= tokens
 
     @property
@@ -479,10 +440,8 @@ class Stream:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held, for byte counting."""
-        held = list(self.tokens.tensors().values()) if self.tokens is not None else []
-        held += self.page.tensors() if self.page is not None else []
-        held += [] if self._live is None else [self._live]
-        return held + self.method.tensors() + self.errors.tensors() + self.queries.tensors()
+        parts = (self.page, self.method, self.errors, self.queries)
+        return [tensor for part in parts for tensor in part.tensors()]
 
 
 def _recent_at(method: Windowed | WindowedSketch, budget: int | Tensor) -> int | Tensor:

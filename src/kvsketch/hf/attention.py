@@ -99,7 +99,7 @@ def attention(
     scale = dim**-0.5 if scaling is None else scaling
     seen = queries.detach() if queries.requires_grad else queries
     observed = Observed(seen, scale, softcap, live=view.causal, sinks=s_aux)
-    if stream.page is None:
+    if not stream.compressed:
         out, weights = usual(key, value, attention_mask)
         layer.after_attention(observed)
         return out, weights

@@ -121,7 +121,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             check_tokens(self, key_states, value_states)
             self.lazy_initialization(key_states, value_states)
         q = key_states.shape[2]
-        if self.stream.page is not None and key_states.requires_grad:
+        if self.stream.compressed and key_states.requires_grad:
             key_states, value_states = key_states.detach(), value_states.detach()
         new = self._slots_of(key_states, value_states)
         if self.settings.track_positions:
@@ -143,10 +143,10 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
     def _to_return(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """What the model gets: all tokens while nothing was compressed, for its own kernel; then
         the new ones, since it is the slots that are attended to."""
-        if self.stream.page is not None:
+        if self.stream.compressed:
             return key_states, value_states
-        assert self.stream.tokens is not None
-        return self.stream.tokens.keys, self.stream.tokens.values
+        slots = self.stream.slots
+        return slots.keys, slots.values
 
     def to_slots(self, module: nn.Module | None, query: Tensor) -> Tensor:
         """Queries as slots are asked."""
@@ -250,7 +250,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             done = self.forward.plan_for(self, prefill, hold)
         if done or prefill:
             self.forward.note_bytes()
-        if stream.page is not None:
+        if stream.compressed:
             self.forward.masks.settled = True
 
     def get_seq_length(self) -> int:
