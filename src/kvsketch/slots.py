@@ -23,6 +23,8 @@ from .errors import InputError
 _MAX_EXPONENT = 80.0
 # attend() and attention_received() go over queries in blocks of at most this many scores.
 _BLOCK_SCORES = 1 << 21  # 8 MB in float32: stays near the cache
+# Queries of attention_received() at a time, if there are so many.
+_FEW_QUERIES = 16
 
 
 @dataclass(frozen=True)
@@ -295,34 +297,56 @@ def attention_received(slots: Slots, observed: Observed, weights: Tensor | None 
     """Attention each slot received from the observed queries, summed over queries (times
     ``weights``, float ``[batch, q]``) and the query heads of its group: float32 ``[batch,
     num_key_value_heads, slots]``. Never forms the whole queries x slots matrix."""
-    queries = observed.queries
-    check_queries(queries, slots, observed.slopes)
-    first = slots.count - queries.shape[2]
+    check_queries(observed.queries, slots, observed.slopes)
+    heads, n, q = slots.keys.shape[1], slots.count, observed.queries.shape[2]
+    batch, group = len(observed.queries), observed.queries.shape[1] // heads
     received = torch.zeros_like(slots.masses())
-    for rows in query_blocks(queries.shape, slots.count):
-        seen = slots.narrow(0, first + rows.stop)  # nobody in this block looks further
-        visible = causal(rows.stop - rows.start, seen.count, queries.device)
-        if observed.live is not None:
-            visible = visible & observed.live[:, None, rows, None]
-        scores = attention_scores(
-            queries[:, :, rows], seen, observed.scaling, observed.softcap, visible, observed.slopes
-        )
-        if slots.mass is not None:
-            # what a slot of mass m receives is m exp(score) / total; log 0 hides a dead one
-            scores += slots.mass.narrow(2, 0, seen.count).to(scores.dtype).log()[:, :, None, None]
-        if observed.sinks is None:
-            share = scores.softmax(-1)
-        else:
-            sink = per_group(observed.sinks, slots.keys.shape[1], queries)
-            share = (scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), sink)).exp_()
-        if observed.live is not None or slots.mass is not None:
-            share = share.nan_to_num_(0.0)  # a padded query sees nothing
-        if weights is None:
-            received[..., : seen.count] += share.sum((2, 3))
-        else:
-            mine = weights[:, rows].to(share.dtype)
-            received[..., : seen.count] += torch.einsum("bhgqs,bq->bhs", share, mine)
+    # All heads as far as some queries of each fit: fewer would read the keys again and again.
+    few = max(1, min(q, max(_FEW_QUERIES, _BLOCK_SCORES // max(1, batch * heads * group * n))))
+    some = max(1, _BLOCK_SCORES // max(1, batch * group * few * n))
+    for head in range(0, heads, some):
+        mine = slice(head, head + some)
+        asked = _of_heads(observed, mine, heads)
+        part = slots.map(lambda t, mine=mine: t[:, mine])  # type: ignore[misc]
+        for start in range(0, q, few):
+            late = asked.narrow(start, min(few, q - start))
+            weight = None if weights is None else weights[:, start : start + few]
+            seen = part.narrow(0, n - q + start + late.queries.shape[2])  # nobody looks further
+            received[:, mine, : seen.count] += _received(seen, late, weight)
     return received
+
+
+def _of_heads(observed: Observed, heads: slice, count: int) -> Observed:
+    """The queries of some of ``count`` KV heads."""
+
+    group = observed.queries.shape[1] // count
+    mine = slice(heads.start * group, heads.stop * group)
+    slopes, sinks = (x if x is None else x[mine] for x in (observed.slopes, observed.sinks))
+    return replace(observed, queries=observed.queries[:, mine], slopes=slopes, sinks=sinks)
+
+
+def _received(slots: Slots, observed: Observed, weights: Tensor | None) -> Tensor:
+    """``attention_received`` of few enough queries."""
+    queries, heads = observed.queries, slots.keys.shape[1]
+    visible = causal(queries.shape[2], slots.count, queries.device)
+    if observed.live is not None:
+        visible = visible & observed.live[:, None, :, None]
+    scores = attention_scores(
+        queries, slots, observed.scaling, observed.softcap, visible, observed.slopes
+    )
+    if slots.mass is not None:
+        # what a slot of mass m receives is m exp(score) / total; log 0 hides a dead one
+        scores += slots.mass.to(scores.dtype).log()[:, :, None, None]
+    if observed.sinks is None:
+        share = scores.softmax(-1)
+    else:
+        sink = per_group(observed.sinks, heads, queries)
+        share = (scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), sink)).exp_()
+    if observed.live is not None or slots.mass is not None:
+        share = share.nan_to_num_(0.0)  # a padded query sees nothing
+    if weights is None:
+        return share.sum((2, 3))
+    return torch.einsum("bhgqs,bq->bhs", share, weights.to(share.dtype))
 
 
 def attention_scores(

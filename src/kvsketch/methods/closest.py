@@ -12,9 +12,6 @@ from .groups import Groups
 from .nearest import Blocks, cheapest
 from .points import Given, KeysAndValues, Points
 
-# Columns whose points are formed at a time.
-_COLUMNS = 2048
-
 
 def group_closest(
     slots: Slots,
@@ -169,13 +166,13 @@ class _Rows:
     def merged(self, edges: _Edges, left: Tensor, more: Tensor) -> _Rows:
         """The rows after the round; points only of those that go on (``more``, bool ``[R]``)."""
         rows, n = self.weight.shape
-        points, places = self.points, self.places
+        given, places = self.points, self.places
         weight = self.weight.clone(memory_format=torch.contiguous_format)
-        if not isinstance(points, Given):  # merged ones will differ
+        if isinstance(given, Given):
+            points = given
+        else:  # merged ones will differ
             some = more.nonzero().squeeze(1)
-            parts = torch.split(places[some], _COLUMNS, 1)
-            formed = [next(points.blocks(some, part, len(some))) for part in parts]
-            points = Given(torch.cat(formed, dim=1))
+            points = Given(given.formed(some, places[some]))
             places = torch.zeros_like(places)
             columns = torch.arange(n, device=places.device).expand(len(some), n)
             places[some] = points.places(columns)

@@ -71,7 +71,10 @@ def fitted(kept: Slots, slots: Slots, asked: Asked, ridge: float) -> Slots:
     batch, heads = kept.keys.shape[:2]
     mine, target = (_contributions(s, asked) for s in (kept, slots))
     start = _sums(kept, mine.dtype)
-    wanted = target @ _sums(slots, mine.dtype) - mine @ start
+    # Not by _sums: a copy of all values of a prompt.
+    given = target @ slots.values.flatten(0, 1).to(mine.dtype)
+    total = target if slots.mass is None else target * slots.mass.view(rows, 1, -1).to(mine.dtype)
+    wanted = torch.cat([given, total.sum(-1, keepdim=True)], dim=-1) - mine @ start
     # Columns by their mass, so that ridge means the same for a token and for a large group.
     size = kept.masses().reshape(rows, -1).to(mine.dtype)
     design = mine * size.unsqueeze(1)

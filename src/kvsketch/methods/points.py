@@ -12,6 +12,8 @@ from ..slots import Slots, flat_rows
 
 # How much values count beside keys when pairs are chosen.
 _VALUES = 0.25
+# Columns whose points are formed at a time.
+_COLUMNS = 2048
 
 
 class Points(Protocol):
@@ -29,6 +31,9 @@ class Points(Protocol):
             step: >= 1.
         """
 
+    def formed(self, row: Tensor, places: Tensor) -> Tensor:
+        """Points of some rows (int64 ``[R']``) at places of theirs (``[R', m]``)."""
+
 
 class Given:
     """Points that are there already, ``[R, n, dim]``."""
@@ -41,6 +46,9 @@ class Given:
 
     def blocks(self, row: Tensor, places: Tensor, step: int) -> Iterator[Tensor]:
         return (_rows(self.points, part) for part in torch.split(places, step))
+
+    def formed(self, row: Tensor, places: Tensor) -> Tensor:
+        return _rows(self.points, places)
 
     def merge(
         self, places: Tensor, targets: Tensor, group: Tensor, weight: Tensor, total: Tensor
@@ -77,33 +85,46 @@ class KeysAndValues:
         share = live
         if slots.mass is not None:
             mass = slots.mass.to(live.dtype).flatten(0, 1)
-            self._per_mass = torch.where(mass > 0, mass, 1.0).reciprocal_()
-            share = live * self._per_mass
+            per_mass = torch.where(mass > 0, mass, 1.0).reciprocal_()
+            share = live * per_mass
         else:
-            self._per_mass = torch.ones_like(live)
+            per_mass = torch.ones_like(live)
         count = live.sum(1, keepdim=True).clamp_(min=1)
         self._key_mean, spread = _moments(slots.keys.flatten(0, 1), live, count)
         value_mean, value_spread = _moments(slots.values.flatten(0, 1), share, count)
         scale = _VALUES**0.5 * spread / value_spread.clamp_(min=1e-30)
-        self._scale = scale.to(live.dtype)
-        self._value_mean = value_mean * self._scale
+        scale = scale.to(live.dtype)
+        self._value_mean = value_mean * scale
+        self._share = (per_mass * scale).flatten()  # what a value is multiplied by
 
     def places(self, columns: Tensor) -> Tensor:
         return _places(columns, self._step)
 
     def blocks(self, row: Tensor, places: Tensor, step: int) -> Iterator[Tensor]:
-        column = places - (self._step * row).unsqueeze(1)
-        share = (self._per_mass * self._scale)[row].gather(1, column).unsqueeze(-1)
-        key_mean, value_mean = self._key_mean[row].unsqueeze(1), -self._value_mean[row].unsqueeze(1)
-        dim = key_mean.shape[2]
-        size = dim + value_mean.shape[2]
-        parts = (torch.split(x, step) for x in (places, key_mean, value_mean, share))
-        for mine, key, value, weight in zip(*parts, strict=True):
-            points = weight.new_empty(*mine.shape, size)
-            torch.sub(_rows(self._keys, mine), key, out=points[..., :dim])
-            values = _rows(self._values, mine).to(weight.dtype)
-            torch.addcmul(value, values, weight, out=points[..., dim:])
+        size = self._key_mean.shape[1] + self._value_mean.shape[1]
+        parts = (torch.split(x, step) for x in (row, places))
+        for of, mine in zip(*parts, strict=True):
+            points = self._share.new_empty(*mine.shape, size)
+            self._form(of, mine, points)
             yield points
+
+    def formed(self, row: Tensor, places: Tensor) -> Tensor:
+        size = self._key_mean.shape[1] + self._value_mean.shape[1]
+        points: Tensor = self._share.new_empty(*places.shape, size)
+        for start in range(0, places.shape[1], _COLUMNS):
+            part = slice(start, start + _COLUMNS)
+            self._form(row, places[:, part], points[:, part])
+        return points
+
+    def _form(self, row: Tensor, places: Tensor, out: Tensor) -> None:
+        """Write the points at ``places`` of each row of ``row`` into ``out``."""
+        dim, width = self._key_mean.shape[1], len(self._share) // len(self._key_mean)
+        # From places in the slots' tensors to columns of the table of all rows.
+        column = places + ((width - self._step) * row).unsqueeze(1)
+        weight = self._share.index_select(0, column.flatten()).view(*places.shape, 1)
+        torch.sub(_rows(self._keys, places), self._key_mean[row].unsqueeze(1), out=out[..., :dim])
+        values = _rows(self._values, places).to(weight.dtype)
+        torch.addcmul(-self._value_mean[row].unsqueeze(1), values, weight, out=out[..., dim:])
 
 
 def _places(columns: Tensor, step: int) -> Tensor:
