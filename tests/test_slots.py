@@ -231,3 +231,38 @@ def test_slopes_need_positions():
     slots = Slots(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8))
     with pytest.raises(InputError, match="positions"):
         attend(torch.zeros(1, 2, 1, 8), slots, slopes=torch.ones(2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=seeds,
+    group=groups,
+    block=st.sampled_from([1, 40, 300, 2000]),
+    few=st.sampled_from([1, 4, 16]),
+    weighted=st.booleans(),
+    alibi=st.booleans(),
+    sunk=st.booleans(),
+    padded=st.booleans(),
+)
+def test_attention_received_is_the_same_in_blocks_of_any_size(
+    seed, group, block, few, weighted, alibi, sunk, padded
+):
+    """Blocks of heads, of queries, or both; sinks and slopes go with their heads."""
+    queries, keys, values, mass = tensors(seed, 20, group, 9)
+    g = torch.Generator().manual_seed(seed)
+    heads = KV_HEADS * group
+    position = torch.arange(20).double().expand(2, KV_HEADS, 20) if alibi else None
+    slots = Slots(keys, values, mass if weighted else None, position)
+    live = torch.rand(2, 9, generator=g) < 0.7 if padded else None
+    slopes = torch.rand(heads, generator=g).double() if alibi else None
+    # Scores with ALiBi are known up to a constant only, which a sink would not ignore.
+    sinks = torch.randn(heads, generator=g).double() if sunk and not alibi else None
+    observed = Observed(queries, 0.4, 5.0, slopes, live, sinks)
+    weights = torch.rand(2, 9, generator=g)
+    expected = [attention_received(slots, observed, w) for w in (None, weights)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvsketch.slots._BLOCK_SCORES", block)
+        patch.setattr("kvsketch.slots._FEW_QUERIES", few)
+        found = [attention_received(slots, observed, w) for w in (None, weights)]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)

@@ -85,8 +85,10 @@ class SoftmaxBalance(Halving):
         """
         batch, heads, n = slots.keys.shape[:3]
         keys, values, mass = flat(slots)
-        without = (values == 0).flatten(1).all(1)[:, None, None]
-        vectors = torch.cat([values, mass * without], dim=-1)
+        without = ~values.flatten(1).any(1)
+        vectors = values
+        if bool(without.any()):
+            vectors = torch.cat([values, mass * without[:, None, None]], dim=-1)
         key_norm = keys.norm(dim=-1).amax(-1)
         value_norm = vectors.norm(dim=-1).amax(-1)
         r_key = key_norm if self.r_key is None else torch.full_like(key_norm, self.r_key)
@@ -169,7 +171,9 @@ class BalanceKV(SoftmaxBalance):
         column = torch.arange(n, device=place.device).expand_as(place)
         source = place.new_full((batch, heads, blocks * self.block + 1), n)
         source = source.scatter(-1, place, column)[..., :-1]
-        padded = slots.take(source.clamp(max=n - 1)).only(source < n)
+        padded = slots.take(source.clamp(max=n - 1))
+        if n != blocks * self.block or live is not None:
+            padded = padded.only(source < n)
         # Heads x blocks become the heads of the walk.
         split = padded.map(lambda t: t.reshape(batch, heads * blocks, self.block, *t.shape[3:]))
         each = derived(streams.unsqueeze(-1), torch.arange(blocks, device=place.device))
