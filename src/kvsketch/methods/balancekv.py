@@ -85,10 +85,8 @@ class SoftmaxBalance(Halving):
         """
         batch, heads, n = slots.keys.shape[:3]
         keys, values, mass = flat(slots)
-        without = ~values.flatten(1).any(1)
-        vectors = values
-        if bool(without.any()):
-            vectors = torch.cat([values, mass * without[:, None, None]], dim=-1)
+        without = (values == 0).flatten(1).all(1)[:, None, None]
+        vectors = torch.cat([values, mass * without], dim=-1)
         key_norm = keys.norm(dim=-1).amax(-1)
         value_norm = vectors.norm(dim=-1).amax(-1)
         r_key = key_norm if self.r_key is None else torch.full_like(key_norm, self.r_key)
