@@ -87,8 +87,8 @@ class Page:
             return Page(slots, sizes, room)
         for name, buffer in self.fields.items():
             tensor = fields[name]
-            if tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
-                tensor = tensor.clone()  # moving within a tensor would overwrite what is to come
+            if tensor.untyped_storage().nbytes() == buffer.untyped_storage().nbytes():
+                tensor = tensor.clone()  # a view of it? what is to come would be overwritten
             if sizes is None:
                 buffer[:, :, : tensor.shape[2]] = tensor
                 if name in _NEW:

@@ -57,11 +57,15 @@ def wrap(
         layer = layers[self.layer_idx] if layers and self.layer_idx < len(layers) else None
         if not isinstance(layer, SketchLayer):
             return original(self, *args, **kwargs)
-        compressed = layer.stream.compressed
-        if not compressed:
-            result = original(self, *args, **kwargs)
-        else:
+        if layer.stream.compressed:
             cache.update(*project(self, *args, **kwargs), self.layer_idx)
+            return ours(self, layer, None, *args, **kwargs)
+        return ours(self, layer, original(self, *args, **kwargs), *args, **kwargs)
+
+    @interface.uncompiled
+    def ours(self: Any, layer: SketchLayer, result: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the forward returns; ``result``: its own of a layer that is not compressed."""
+        compressed = layer.stream.compressed
         interface.close(layer)
         try:
             layer.claim(self)
