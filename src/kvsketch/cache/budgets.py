@@ -16,6 +16,8 @@ class HeadBudgets:
     Args:
         rows: budgets ``[1 or batch][heads]``, all of the same ``value``.
         by_row: each row of the batch has its own.
+        measured: they follow from errors, so that heads which have the same are so by chance, on
+            one rank of a sharded model perhaps and not on another.
         bound: of a tolerance: what it may cost on average, as ``Budget.value``; None: no bound.
     """
 
@@ -24,14 +26,17 @@ class HeadBudgets:
         rows: Sequence[Sequence[Budget]],
         by_row: bool = False,
         bound: int | float | None = None,
+        measured: bool = False,
     ) -> None:
         self.by_row = by_row
         self.bound = bound
         self.rows = tuple(tuple(row) for row in rows)
         flat = {budget for row in self.rows for budget in row}
-        #: the budget of every head, if they are the same. Not where each row has its own: when a
-        #: row is compressed must not depend on whether its neighbours' heads are alike.
-        self.even: Budget | None = next(iter(flat)) if len(flat) == 1 and not by_row else None
+        #: the budget of every head, if they are the same and not by chance: when a row is
+        #: compressed must not depend on whether its neighbours' heads are alike, nor when a rank
+        #: compresses on whether its own are.
+        chance = by_row or measured
+        self.even: Budget | None = next(iter(flat)) if len(flat) == 1 and not chance else None
         self.value = self.rows[0][0].value
         self.heads = len(self.rows[0])
         shares = [[b.share for b in row] for row in self.rows]

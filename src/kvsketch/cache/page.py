@@ -377,10 +377,11 @@ def _stored(slots: Slots, sizes: Tensor | None) -> dict[str, Tensor]:
     if slots.mass is not None:
         weight = torch.where(slots.mass != 0, slots.mass, 1.0).unsqueeze(-1)
         fields["values"] = (fields["values"] / weight).to(slots.keys.dtype)
+        says = slots.mass != 1
         if sizes is not None:
-            there = torch.arange(slots.count, device=sizes.device) < sizes.unsqueeze(-1)
-            if bool(((slots.mass == 1) | ~there).all()):
-                del fields["mass"]  # which says no more than the sizes do
+            says &= torch.arange(slots.count, device=sizes.device) < sizes.unsqueeze(-1)
+        if not bool(says.any()):
+            del fields["mass"]  # which says no more than the sizes do
     return fields
 
 

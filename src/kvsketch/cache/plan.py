@@ -160,7 +160,8 @@ class Plan:
         if self.curves is not None:
             found, above = self._spent(self.curves, stream.seen)
             self._note_above(number, [above[number]], shard)
-            return [(number, HeadBudgets([shard.own(found[number])], bound=bound), False)]
+            own = HeadBudgets([shard.own(found[number])], bound=bound, measured=True)
+            return [(number, own, False)]
         if not _measurable(stream):  # a number of slots, which may not be exceeded
             assert self.budget is not None
             return [(number, HeadBudgets([[self.budget] * heads]), False)]

@@ -142,13 +142,6 @@ class Stream:
         return self._buffer_for(self.budget.average(self.seen))
 
     @property
-    def _average(self) -> bool:
-        """Whether every head has the average budget. If not, all heads, rows, layers and ranks
-        compress at the same tokens, whatever each of them holds."""
-        even = None if self.budget is None else self.budget.even
-        return even is not None and even.share == 1
-
-    @property
     def _period(self) -> int:
         """Buffers that decoding fills from one compression to the next. What is appended to a page
         of few bits is in full precision, and a sketch takes in what it gets for good."""
@@ -181,8 +174,8 @@ class Stream:
             return self._buffer_for(page.count)
         if self._quantises_early:  # room is in full precision: only the buffer
             return self.buffer
-        if self._average:
-            return max(1, self.budget.average(self.seen) + self.buffer - page.count)
+        if self.budget.even is not None:
+            return max(1, self.budget.even.slots(self.seen) + self.buffer - page.count)
         # All heads and rows alike, whatever each of them holds.
         grown = self.budget.average(self.seen) - self.budget.average(self.seen - 1)
         return self.buffer + grown
@@ -334,7 +327,7 @@ class Stream:
             sizes = torch.where(budget >= slots.count, slots.count, torch.minimum(budget, most))
             sizes = None if bool((sizes == kept.count).all()) else sizes.to(kept.keys.device)
         space = self._period * room
-        if isinstance(limit, int) and self._average:
+        if isinstance(limit, int):
             space = max(limit, kept.count) + room - kept.count
         if self.bits == 16:
             page = self.page
