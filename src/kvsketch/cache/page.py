@@ -74,8 +74,7 @@ class Page:
         self.layout = layout = Ragged.of(sizes, self.room, self.block)
         places = layout.places(self.base)
         self.fields = {n: flatten(t, *places, layout.total) for n, t in fields.items()}
-        row = torch.arange(self.batch, device=sizes.device).unsqueeze(1) * layout.total
-        self._next = (row + layout.start + sizes).flatten()
+        self._next = layout.behind(sizes)
         self._blocks: tuple[Tensor, Tensor, Tensor] | None = None
 
     def refilled(self, slots: Slots, sizes: Tensor | None, room: int) -> Page:
@@ -85,26 +84,24 @@ class Page:
         fields = _stored(slots, sizes)
         if not self._fits(fields, sizes, room):
             return Page(slots, sizes, room)
-        for name, buffer in self.fields.items():
-            tensor = fields[name]
-            if tensor.untyped_storage().nbytes() == buffer.untyped_storage().nbytes():
-                tensor = tensor.clone()  # a view of it? what is to come would be overwritten
-            if sizes is None:
-                buffer[:, :, : tensor.shape[2]] = tensor
-                if name in _NEW:
-                    buffer[:, :, tensor.shape[2] :] = _NEW[name]
-            else:
-                assert self.layout is not None
-                places = Ragged(self.layout.start, sizes, self.layout.total).places(slots.count)
-                buffer.copy_(flatten(tensor, *places, self.layout.total))
         twin = copy.copy(self)
         twin.base, twin.appended, twin.room, twin.sizes = slots.count, 0, room, sizes
         if sizes is not None:
             assert self.layout is not None
-            twin.layout = Ragged(self.layout.start, sizes, self.layout.total)
-            row = torch.arange(self.batch, device=sizes.device).unsqueeze(1) * self.layout.total
-            twin._next.copy_((row + self.layout.start + sizes).flatten())
+            twin.layout = layout = Ragged(self.layout.start, sizes, self.layout.total)
+            twin._next.copy_(layout.behind(sizes))
             twin._blocks = None
+            places = layout.places(slots.count)
+        for name, buffer in self.fields.items():
+            tensor = fields[name]
+            if tensor.untyped_storage().nbytes() == buffer.untyped_storage().nbytes():
+                tensor = tensor.clone()  # a view of it? what is to come would be overwritten
+            if sizes is not None:
+                buffer.copy_(flatten(tensor, *places, layout.total))
+                continue
+            buffer[:, :, : tensor.shape[2]] = tensor
+            if name in _NEW:
+                buffer[:, :, tensor.shape[2] :] = _NEW[name]
         if twin._spans is not None:
             twin._spans[1].copy_(twin.held)
         twin._places = None
@@ -346,8 +343,7 @@ class Page:
             assert self.sizes is not None
             start, twin.sizes = fn(self.layout.start), fn(self.sizes)
             twin.layout = Ragged(start, twin.sizes, self.layout.total)
-            row = torch.arange(twin.batch, device=start.device).unsqueeze(1) * self.layout.total
-            twin._next = (row + start + twin.held).flatten()
+            twin._next = twin.layout.behind(twin.held)
             twin._blocks = None
         return twin
 

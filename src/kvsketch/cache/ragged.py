@@ -37,6 +37,12 @@ class Ragged:
         ends = capacity.cumsum(-1)
         return Ragged(ends - capacity, sizes, int(ends[:, -1].max()))
 
+    def behind(self, sizes: Tensor) -> Tensor:
+        """Where each head's next slot goes once it has ``sizes`` (int64 ``[batch, heads]``) slots:
+        index into the flattened flat tensor, ``[batch * heads]``."""
+        row = torch.arange(self.start.shape[0], device=self.start.device).unsqueeze(1)
+        return (row * self.total + self.start + sizes.to(self.start.device)).flatten()
+
     def places(self, count: int, last: bool = False) -> tuple[Tensor, Tensor]:
         """Where slot j < size of row b and head h lies, in the order of the slots: indices into the
         flattened padded tensor ``[batch * heads * count]``, of whose columns a head has the first
