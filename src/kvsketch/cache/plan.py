@@ -109,7 +109,7 @@ class Plan:
         """Whether a layer that waits has enough tokens for its budget to be worked out."""
         if self.budget is not None and not self.budget.is_fraction:
             budget = self.budget.slots(stream.seen)
-            above = 0 if prefill else stream._buffer_for(budget)
+            above = 0 if prefill else stream.pace.buffer(budget)
             return stream.seen > budget and stream.seen >= budget + above
         return self.curves is not None or _measurable(stream)
 

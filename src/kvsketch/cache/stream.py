@@ -11,21 +11,19 @@ from torch import Tensor
 from ..budget import Budget
 from ..errors import InputError, UnsupportedError
 from ..slots import Observed, Slots
+from . import next_page
 from .budgets import HeadBudgets
 from .error import Errors
+from .next_page import Held
+from .pace import Pace
 from .page import Page
 from .quantized import check_bits
 from .quantized_page import QuantizedPage
 from .queries import Queries
-from .sketch_page import SketchPage, SketchPages
+from .sketch_page import SketchPages
 from .tokens import Tokens
 from .window import Windowed
-from .windowed_sketch import WindowedSketch, by_budget
-
-Held = Page | QuantizedPage | SketchPage | SketchPages
-
-# Buffers that decoding compresses below the budget: rare compressions cost less time.
-_BELOW = 3
+from .windowed_sketch import WindowedSketch
 
 
 class Stream:
@@ -85,7 +83,7 @@ class Stream:
         self.method = method
         self._given = HeadBudgets([[budget]]) if isinstance(budget, Budget) else budget
         self.one_shot, self.bits = one_shot, bits
-        self._buffer = buffer
+        self.pace = Pace(method, buffer, one_shot, bits)
         self.queries, self.errors = Queries(), Errors(track_error)
         #: whether the method looks at queries
         self.needs_queries = method.needs_queries
@@ -136,19 +134,9 @@ class Stream:
 
     @property
     def buffer(self) -> int:
-        """That of the average head: one with a small share would else compress every other token,
-        and the bytes of all heads are what counts."""
+        """How far decoding may run above the budget, in slots."""
         assert self.budget is not None
-        return self._buffer_for(self.budget.average(self.seen))
-
-    @property
-    def _period(self) -> int:
-        """Buffers that decoding fills from one compression to the next. What is appended to a page
-        of few bits is in full precision, and a sketch takes in what it gets for good."""
-        return 1 + _BELOW if self.bits == 16 and isinstance(self.method, Windowed) else 2
-
-    def _buffer_for(self, budget: int) -> int:
-        return self._buffer or max(1, min(64, budget // 40))
+        return self.pace.buffer(self.budget.average(self.seen))
 
     def extend(self, new: Slots) -> None:
         """Append tokens, ``[batch, num_key_value_heads, q, ...]``."""
@@ -157,7 +145,8 @@ class Stream:
         page = self.page
         if not isinstance(page, Tokens):
             if page.appended >= self._limit:
-                self._limit = page.appended + self._room(page)
+                assert self.budget is not None
+                self._limit = page.appended + self.pace.room(self.budget, self.seen, page)
             if page.room < q:
                 # decoding takes a whole buffer at once, a chunk what it needs
                 grown = max(q, self._limit - page.appended) if q == 1 else q
@@ -166,19 +155,6 @@ class Stream:
                 self._limit += page.appended - before  # some count from 0 again
                 self._bytes = _bytes(self.tensors())
         page.append(new)
-
-    def _room(self, page: Held) -> int:
-        """How many tokens may be appended to the page before it is due."""
-        assert self.budget is not None
-        if self.one_shot:  # grows for good, by a few per cent at a time
-            return self._buffer_for(page.count)
-        if self._quantises_early:  # room is in full precision: only the buffer
-            return self.buffer
-        if self.budget.even is not None:
-            return max(1, self.budget.even.slots(self.seen) + self.buffer - page.count)
-        # All heads and rows alike, whatever each of them holds.
-        grown = self.budget.average(self.seen) - self.budget.average(self.seen - 1)
-        return self.buffer + grown
 
     def mark_padding(self, live: Tensor) -> None:
         """Say which of the tokens just appended are real. ``live``: bool ``[batch, q]``."""
@@ -228,13 +204,7 @@ class Stream:
             full = not self.one_shot and page.appended >= self._limit
             if full or not prefill:
                 return full
-        budget = fits = self.budget.slots(self.seen)
-        if self._quantises_early:
-            fits = torch.as_tensor(budget).clamp(max=self.method.sink + self.method.recent)
-        above = self.held.to(torch.int64) - torch.as_tensor(fits)
-        if prefill:
-            return bool((above > 0).any())
-        return not self.one_shot and bool((above >= self.buffer).any())
+        return self.pace.due(self.budget, self.seen, self.held, prefill)
 
     def spend(self, budget: HeadBudgets, provisional: bool = False) -> None:
         """Compress down to a budget that a plan hands down, whose queries wait here.
@@ -278,26 +248,20 @@ class Stream:
         limit = budget = budgets.slots(self.seen, len(self.held))
         room = 0
         if not prefill:
-            # Some buffers below the budget, and room for one above.
             room = self.buffer
-            less = room * (self._period - 1)
-            if isinstance(budget, int):
-                floor = min(budget, method.sink + method.recent)
-                budget = max(budget - less, floor, 1)
-            else:
-                small = budget.clamp(max=method.sink + method.recent)
-                budget = torch.maximum(budget - less, small).clamp(min=1)
+            budget = self.pace.below(budget, room)
         if exact is not None and prefill and last is not None:
-            recent = int(torch.as_tensor(_recent_at(method, budget)).min())
+            recent = int(torch.as_tensor(self.pace.recent(budget)).min())
             self.errors.ask(exact, last, recent, self.seen)
         page: Held
         if isinstance(method, WindowedSketch):
-            page = self._sketched(method, budgets, budget, limit, room)
+            before = self.page, self.visible
+            page = next_page.of_sketches(*before, method, budgets, budget, limit, room)
         else:
             page = self._slotted(method, budget, limit, room, fit=prefill)
         self._limit = page.appended + page.room
         if isinstance(page, SketchPages):  # all heads alike, whatever each of them holds
-            self._limit = page.appended + self._period * room
+            self._limit = page.appended + self.pace.period * room
         self.page, self.compressed = page, True
         if not provisional:
             self.queries.clear()
@@ -310,50 +274,23 @@ class Stream:
         self, method: Windowed, budget: int | Tensor, limit: int | Tensor, room: int, fit: bool
     ) -> Page | QuantizedPage:
         """The next page of a compressor's."""
-        previous = self.page if isinstance(self.page, QuantizedPage) else None
-        slots = self.visible if previous is None else previous.read(exactly=True)
-        held, sizes = self.held, None
+        page, held, sizes = self.page, self.held, None
+        slots = page.read(exactly=True) if isinstance(page, QuantizedPage) else self.visible
+        # Scored before: where nothing is compressed, the queries must not be lost either.
+        kept = self._scored(slots)
         if self.bits != 16 and bool((held <= torch.as_tensor(limit)).all()):
-            kept, budget = self._scored(slots), held  # only in fewer bits
+            budget = held  # only in fewer bits
         else:
-            if isinstance(self.page, (Page, QuantizedPage)) and self.page.sizes is not None:
+            if isinstance(page, (Page, QuantizedPage)) and page.sizes is not None:
                 budget = torch.minimum(torch.as_tensor(budget), held)
-            observed = self.queries.all()
-            # Scored before: where nothing is compressed, the queries must not be lost either.
-            kept = method(self._scored(slots), budget, observed, scored=True, fit=fit)
+            kept = method(kept, budget, self.queries.all(), scored=True, fit=fit)
         if isinstance(budget, Tensor):
-            live = slots.live()
-            most = torch.full_like(budget, slots.count) if live is None else live.sum(-1).cpu()
-            sizes = torch.where(budget >= slots.count, slots.count, torch.minimum(budget, most))
-            sizes = None if bool((sizes == kept.count).all()) else sizes.to(kept.keys.device)
-        space = self._period * room
+            sizes = next_page.sizes_of(slots, budget, kept)
+        space = self.pace.period * room
         if isinstance(limit, int):
-            space = max(limit, kept.count) + room - kept.count
-        if self.bits == 16:
-            page = self.page
-            return (
-                page.refilled(kept, sizes, space)
-                if isinstance(page, Page)
-                else Page(kept, sizes, space)
-            )
-        space = min(space, self._period * room)
-        return QuantizedPage(kept, sizes, space, self.bits, method.sink, method.recent, previous)
-
-    def _sketched(
-        self,
-        method: WindowedSketch,
-        budgets: HeadBudgets,
-        budget: int | Tensor,
-        limit: int | Tensor,
-        room: int,
-    ) -> SketchPage | SketchPages:
-        """The next page around sketches, which take in what is between sinks and recent window."""
-        if isinstance(budget, int):
-            assert isinstance(limit, int)
-            exact = self.page.exact if isinstance(self.page, SketchPage) else self.visible
-            return method.page(exact, budget, limit, room)
-        before = self.page if isinstance(self.page, SketchPages) else self.visible
-        return by_budget(method, budgets, before, budget, torch.as_tensor(limit), room)
+            above = max(limit, kept.count) + room - kept.count
+            space = above if self.bits == 16 else min(space, above)
+        return next_page.of_slots(page, kept, sizes, space, method, self.bits)
 
     @property
     def running_error(self) -> Tensor | None:
@@ -361,11 +298,6 @@ class Stream:
         were asked now, float64 ``[batch, num_key_value_heads]``; None without ``track_error`` and
         before the first compression."""
         return self.errors.running(self.slots, self.seen) if self.seen else None
-
-    @property
-    def _quantises_early(self) -> bool:
-        """Whether slots are quantised although they fit the budget."""
-        return self.bits != 16 and isinstance(self.method, Windowed)
 
     def scored(self) -> Slots:
         """``slots`` with the waiting queries folded into their scores."""
@@ -442,13 +374,6 @@ class Stream:
         """Every tensor held, for byte counting."""
         parts = (self.page, self.method, self.errors, self.queries)
         return [tensor for part in parts for tensor in part.tensors()]
-
-
-def _recent_at(method: Windowed | WindowedSketch, budget: int | Tensor) -> int | Tensor:
-    """Recent tokens that are kept as they are within a budget."""
-    if isinstance(budget, int):
-        return min(method.recent, budget - min(method.sink, budget))
-    return (budget - budget.clamp(max=method.sink)).clamp(max=method.recent)
 
 
 def _bytes(tensors: list[Tensor]) -> int:

@@ -1,0 +1,82 @@
+"""The page that follows a compression."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..slots import Slots
+from .budgets import HeadBudgets
+from .page import Page
+from .quantized_page import QuantizedPage
+from .sketch_page import SketchPage, SketchPages
+from .tokens import Tokens
+from .window import Windowed
+from .windowed_sketch import WindowedSketch, by_budget
+
+#: What a layer holds once something was compressed.
+Held = Page | QuantizedPage | SketchPage | SketchPages
+
+
+def sizes_of(before: Slots, budget: Tensor, kept: Slots) -> Tensor | None:
+    """How many slots every head has, as ``Compressor.compress`` leaves them.
+
+    Args:
+        before: what was compressed.
+        budget: of every head, int64 ``[batch, heads]``.
+        kept: what it became.
+
+    Returns:
+        int64 ``[batch, heads]``; None: all have the same number.
+    """
+    live = before.live()
+    most = torch.full_like(budget, before.count) if live is None else live.sum(-1).cpu()
+    sizes = torch.where(budget >= before.count, before.count, torch.minimum(budget, most))
+    return None if bool((sizes == kept.count).all()) else sizes.to(kept.keys.device)
+
+
+def of_slots(
+    before: Tokens | Held, kept: Slots, sizes: Tensor | None, room: int, method: Windowed, bits: int
+) -> Page | QuantizedPage:
+    """The page of what a compressor kept.
+
+    Args:
+        before: what the layer held.
+        kept: ``[batch, heads, n, ...]``.
+        sizes: as for ``Page``.
+        room: slots that can be appended to every head.
+        method: whose sinks and recent window stay in full precision.
+        bits: of the slots between these.
+    """
+    if bits != 16:
+        previous = before if isinstance(before, QuantizedPage) else None
+        return QuantizedPage(kept, sizes, room, bits, method.sink, method.recent, previous)
+    return (
+        before.refilled(kept, sizes, room) if isinstance(before, Page) else Page(kept, sizes, room)
+    )
+
+
+def of_sketches(
+    before: Tokens | Held,
+    visible: Slots,
+    method: WindowedSketch,
+    budgets: HeadBudgets,
+    budget: int | Tensor,
+    limit: int | Tensor,
+    room: int,
+) -> SketchPage | SketchPages:
+    """The page around sketches, which take in what is between sinks and recent window.
+
+    Args:
+        before: what the layer held; ``visible``: as slots, padding dead.
+        budgets: of every head.
+        budget: slots to compress to now.
+        limit: the budgets now.
+        room: tokens that can be appended above these.
+    """
+    if isinstance(budget, int):
+        assert isinstance(limit, int)
+        exact = before.exact if isinstance(before, SketchPage) else visible
+        return method.page(exact, budget, limit, room)
+    pages = before if isinstance(before, SketchPages) else visible
+    return by_budget(method, budgets, pages, budget, torch.as_tensor(limit), room)
