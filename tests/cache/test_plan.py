@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from kvsketch import SketchCache
+from kvsketch import Observed, SketchCache, Slots
 from kvsketch.budget import Budget
-from kvsketch.cache import HeadBudgets
+from kvsketch.cache import HeadBudgets, windowed
 from kvsketch.cache.curves import spend
+from kvsketch.cache.stream import Stream
 
 
 @settings(max_examples=200, deadline=None)
@@ -66,3 +67,46 @@ def test_a_measured_prefill_does_not_hold_all_layers(layers, tokens):
     summary = cache.summary()
     assert summary["slots"] == pytest.approx(0.25 * tokens, rel=0.02)
     assert summary["peak_kv_bytes"] <= 0.55 * summary["exact_kv_bytes"]
+
+
+def waiting(method: str, tokens: int) -> Stream:
+    """A layer that has read a prompt and waits for its budget."""
+    generator = torch.Generator().manual_seed(2)
+    shape = (1, 2, tokens, 8)
+    keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
+    queries = 2 * torch.randn(1, 4, tokens, 8, generator=generator)
+    stream = Stream(windowed(method), None)
+    stream.extend(Slots(keys, values, positions=torch.arange(1.0 * tokens).expand(1, 2, -1)))
+    stream.settle(Observed(queries, 8**-0.5), prefill=True)
+    return stream
+
+
+def of_all_heads(kept: float) -> HeadBudgets:
+    return HeadBudgets([[Budget(kept)] * 2], measured=True)
+
+
+@pytest.mark.parametrize("method", ["h2o", "knorm"])
+def test_a_bound_first_changes_nothing_where_scores_stay(method):
+    """What is kept of what was kept is what would have been kept: no query counts twice."""
+    once, twice = waiting(method, 400), waiting(method, 400)
+    twice.spend(of_all_heads(0.6), provisional=True)
+    for stream in (once, twice):
+        stream.spend(of_all_heads(0.2))
+    assert torch.equal(once.slots.positions, twice.slots.positions)
+    if once.slots.score is not None:
+        torch.testing.assert_close(once.slots.score, twice.slots.score)
+
+
+@pytest.mark.parametrize("method", ["heavy_merge", "snapkv"])
+def test_under_a_bound_the_last_queries_see_all_their_tokens(method):
+    """So that scores and fit of the final compression are those of the whole window."""
+    stream = waiting(method, 400)
+    window = stream.method.window
+    stream.spend(of_all_heads(0.6), provisional=True)
+    assert stream.queries.count == window
+    newest = torch.arange(400.0 - window, 400).expand(1, 2, -1)
+    assert torch.equal(stream.slots.positions[:, :, -window:], newest)
+    assert stream.slots.mass is None or bool((stream.slots.mass[:, :, -window:] == 1).all())
+    stream.spend(of_all_heads(0.2))
+    assert stream.queries.count == 0
+    assert stream.slots.count == 80

@@ -209,7 +209,7 @@ class Plan:
         # Towards what the layers to come will leave, so that few compressions are enough.
         kept = (allowed + max(final, (peak * layers - 1) / (layers - 1))) / 2
         method = streams[numbers[0]].method
-        window = min(tokens, method.sink + method.recent + 1)
+        window = min(tokens, method.sink + max(method.recent, method.window or 0) + 1)
         shares = [torch.tensor(c.allocate(max(kept, float(c.kept[0])))) * kept for c in whole]
         found = []
         for place, n in enumerate(numbers):

@@ -40,6 +40,9 @@ class Queries:
         """Forget all but the last ``count``, and let go of the memory of the others."""
         if self.count <= count:
             return
+        if count == 0:
+            self.clear()
+            return
         together = joined(self._waiting)
         live = None if together.live is None else together.live[:, -count:].clone()
         queries = together.queries[:, :, -count:].clone()

@@ -223,14 +223,9 @@ class Stream:
         elif not provisional:
             self.fold()
         if provisional:
-            self.queries.keep_last(self._fitted)
+            self.queries.keep_last(self.method.window or 0)
         else:
             self.queries.clear()
-
-    @property
-    def _fitted(self) -> int:
-        """How many of the last queries still see the same tokens after a compression."""
-        return min(self.method.window or self.method.recent, self.method.recent)
 
     @torch.no_grad()
     def _compress(
@@ -258,7 +253,10 @@ class Stream:
             before = self.page, self.visible
             page = next_page.of_sketches(*before, method, budgets, budget, limit, room)
         else:
-            page = self._slotted(method, budget, limit, room, fit=prefill)
+            if provisional:  # the queries that the final one looks at must see the same tokens
+                method = replace(method, recent=max(method.recent, method.window or 0))
+            fit = prefill and not provisional
+            page = self._slotted(method, budget, limit, room, fit)
         self._limit = page.appended + page.room
         if isinstance(page, SketchPages):  # all heads alike, whatever each of them holds
             self._limit = page.appended + self.pace.period * room

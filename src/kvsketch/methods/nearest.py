@@ -11,7 +11,7 @@ from .least import WIDTH, least
 from .points import Points
 
 #: Pairs are looked for within smaller ones: no worse, and less to compute.
-_PAIR_BLOCK = 128
+_PAIR_BLOCK = 256
 # Costs of pairs formed at a time, few enough to stay near the cache.
 _BLOCK_COSTS = 1 << 18
 # Blocks have a multiple of so many slots: products of matrices of such sizes are faster.
@@ -20,7 +20,7 @@ _WIDTH = 8
 
 @dataclass(frozen=True)
 class Blocks:
-    """Every row's slots in blocks of about 128, the last of a row shorter.
+    """Every row's slots in blocks of about 256, the last of a row shorter.
 
     Attributes:
         column: int64 ``[b, s]``: columns of the slots in the table of all rows, ``row * width +
