@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .budget import Budget
     from .cache import Curves
     from .evaluation.runner.allocation import measure_curves, measure_schedule
-    from .hf import SketchCache, compressing
+    from .hf import SketchCache, compressing, prefill
     from .methods import METHODS
     from .methods.registry import ALL_METHODS, SKETCHES
     from .slots import Observed, Slots, attend
@@ -35,6 +35,7 @@ __all__ = [
     "compressing",
     "measure_curves",
     "measure_schedule",
+    "prefill",
 ]
 
 # Imported when first asked for: torch and transformers take seconds, `kvsketch --help` must not.
@@ -49,6 +50,7 @@ _LAZY = {
     "Observed": "slots",
     "SketchCache": "hf",
     "compressing": "hf",
+    "prefill": "hf",
     "Slots": "slots",
     "attend": "slots",
 }

@@ -12,6 +12,8 @@ from kvsketch.errors import InputError, unknown_name
 from kvsketch.method_names import METHOD_NAMES
 
 PREFILL_MODES = ("exact", "streaming")
+#: where the queries come from that a compression goes by, beside texts of the user's
+QUERY_SOURCES = ("prompt", "reread")
 BITS = (16, 8, 4)
 
 

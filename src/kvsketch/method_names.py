@@ -30,4 +30,5 @@ METHOD_NAMES = (
     "sliding_window",
     "sliding_window_sampled",
     "one_dimensional",
+    "kvzip",
 )

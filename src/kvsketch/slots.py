@@ -198,7 +198,7 @@ class Observed:
     """Queries the attention function saw, with all that turns them into scores.
 
     They belong to the newest tokens: query i of q sees the slots up to and including number
-    ``count - q + i`` (causal).
+    ``count - q + i`` (causal). Or they belong to no slot (``after``) and see every one.
 
     Attributes:
         queries: ``[batch, num_attention_heads, q, head_dim]``.
@@ -209,6 +209,7 @@ class Observed:
             all tokens up to their own.
         sinks: ``[num_attention_heads]``: the logit of an attention sink in the softmax (gpt-oss),
             which takes its share of every query's attention and adds no value.
+        after: they are asked behind all slots, as those of a second reading are.
     """
 
     queries: Tensor
@@ -217,6 +218,7 @@ class Observed:
     slopes: Tensor | None = None
     live: Tensor | None = None
     sinks: Tensor | None = None
+    after: bool = False
 
     @property
     def plain(self) -> bool:
@@ -227,6 +229,12 @@ class Observed:
         """``length`` queries from ``start`` on, as views."""
         live = None if self.live is None else self.live.narrow(1, start, length)
         return replace(self, queries=self.queries.narrow(2, start, length), live=live)
+
+    def every(self, start: int, step: int) -> Observed:
+        """Each ``step``-th query from ``start`` on, as views; only of queries ``after`` all slots,
+        which need no neighbours."""
+        live = None if self.live is None else self.live[:, start::step]
+        return replace(self, queries=self.queries[:, :, start::step], live=live)
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> Observed:
         """With ``fn``, which acts on axis 0, applied."""
@@ -293,10 +301,16 @@ def attend(
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
-def attention_received(slots: Slots, observed: Observed, weights: Tensor | None = None) -> Tensor:
+def attention_received(
+    slots: Slots, observed: Observed, weights: Tensor | None = None, largest: bool = False
+) -> Tensor:
     """Attention each slot received from the observed queries, summed over queries (times
     ``weights``, float ``[batch, q]``) and the query heads of its group: float32 ``[batch,
-    num_key_value_heads, slots]``. Never forms the whole queries x slots matrix."""
+    num_key_value_heads, slots]``. Never forms the whole queries x slots matrix.
+
+    Args:
+        largest: the largest that any query and head of the group gave, instead of the sum.
+    """
     check_queries(observed.queries, slots, observed.slopes)
     heads, n, q = slots.keys.shape[1], slots.count, observed.queries.shape[2]
     batch, group = len(observed.queries), observed.queries.shape[1] // heads
@@ -311,8 +325,13 @@ def attention_received(slots: Slots, observed: Observed, weights: Tensor | None 
         for start in range(0, q, few):
             late = asked.narrow(start, min(few, q - start))
             weight = None if weights is None else weights[:, start : start + few]
-            seen = part.narrow(0, n - q + start + late.queries.shape[2])  # nobody looks further
-            received[:, mine, : seen.count] += _received(seen, late, weight)
+            end = n - q + start + late.queries.shape[2]  # nobody looks further
+            seen = part if observed.after else part.narrow(0, end)
+            found, target = _received(seen, late, weight, largest), received[:, mine, : seen.count]
+            if largest:
+                torch.maximum(target, found.to(target.dtype), out=target)
+            else:
+                target += found
     return received
 
 
@@ -325,12 +344,15 @@ def _of_heads(observed: Observed, heads: slice, count: int) -> Observed:
     return replace(observed, queries=observed.queries[:, mine], slopes=slopes, sinks=sinks)
 
 
-def _received(slots: Slots, observed: Observed, weights: Tensor | None) -> Tensor:
+def _received(
+    slots: Slots, observed: Observed, weights: Tensor | None, largest: bool = False
+) -> Tensor:
     """``attention_received`` of few enough queries."""
     queries, heads = observed.queries, slots.keys.shape[1]
-    visible = causal(queries.shape[2], slots.count, queries.device)
+    visible = None if observed.after else causal(queries.shape[2], slots.count, queries.device)
     if observed.live is not None:
-        visible = visible & observed.live[:, None, :, None]
+        live = observed.live[:, None, :, None]
+        visible = live if visible is None else visible & live
     scores = attention_scores(
         queries, slots, observed.scaling, observed.softcap, visible, observed.slopes
     )
@@ -344,6 +366,8 @@ def _received(slots: Slots, observed: Observed, weights: Tensor | None) -> Tenso
         share = (scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), sink)).exp_()
     if observed.live is not None or slots.mass is not None:
         share = share.nan_to_num_(0.0)  # a padded query sees nothing
+    if largest:
+        return share.amax((2, 3))
     if weights is None:
         return share.sum((2, 3))
     return torch.einsum("bhgqs,bq->bhs", share, weights.to(share.dtype))

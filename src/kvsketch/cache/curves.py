@@ -231,6 +231,7 @@ def measure_rows(
 
     ``relative`` is the larger of their error and that of the last queries before them, asked
     again: the latter see few tokens that are kept as they are, the former the method never saw.
+    Queries after all slots are held out by turns instead, and all tokens are compressed.
 
     Args:
         slots: all tokens, ``[batch, heads, n, ...]``.
@@ -245,11 +246,15 @@ def measure_rows(
         observe: folds queries into the slots' scores, once; ``compress`` then gets scored slots.
             None: ``compress`` does it itself, at every level.
     """
-    n, q = slots.count - held_out, observed.queries.shape[2]
+    q = observed.queries.shape[2]
     batch, heads = slots.keys.shape[:2]
-    tokens, later = slots.narrow(0, n), slots.narrow(n, held_out)
-    before, asked = observed.narrow(0, q - held_out), observed.narrow(q - held_out, held_out)
-    scored = tokens if observe is None else observe(tokens, before)
+    if observed.after:
+        n, before, asked = slots.count, observed.every(0, 2), observed.every(1, 2)
+    else:
+        n = slots.count - held_out
+        before, asked = observed.narrow(0, q - held_out), observed.narrow(q - held_out, held_out)
+    tokens, later = slots.narrow(0, n), slots.narrow(n, slots.count - n)
+    scored = tokens if observe is None or observed.after else observe(tokens, before)
     exact = answers(tokens, later, asked)
     norm = exact.double().square().sum((1, 2, 3))
     norm = (norm if total is None else total(norm)).clamp(min=1e-300)
@@ -297,6 +302,8 @@ def of_layers(layers: Sequence[Curves]) -> Curves:
 def answers(slots: Slots, later: Slots, asked: Observed) -> Tensor:
     """Attention of the queries of ``later`` over ``slots`` and, causally, over their own tokens:
     ``[batch, num_attention_heads, q, value_dim]``. A padded query gets zeros."""
+    if asked.after:
+        return asked_of(slots, asked)
     together = Slots.cat([replace(slots, score=None), replace(later, score=None)])
     mask = causal(asked.queries.shape[2], together.count, asked.queries.device)
     return asked_of(together, asked, mask)

@@ -55,12 +55,16 @@ class WindowError:
 
     def __init__(self, tokens: Slots, observed: Observed, recent: int) -> None:
         q = observed.queries.shape[2]
-        count = min(QUERIES, max(1, recent), q)
+        count = min(QUERIES, q) if observed.after else min(QUERIES, max(1, recent), q)
         last = observed.narrow(q - count, count)
+        if observed.after:  # from the whole of the second reading
+            last = observed.every(0, -(-q // count))
         self._asked = replace(last, queries=last.queries.clone())
         self._exact = self._answered(tokens)
 
     def _answered(self, slots: Slots) -> Tensor:
+        if self._asked.after:
+            return asked_of(slots, self._asked)
         q = self._asked.queries.shape[2]
         return asked_of(slots, self._asked, causal(q, slots.count, self._asked.queries.device))
 

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ..arguments import check_tolerance
 from ..budget import ALLOCATIONS, Budget, Schedule, scheduled
-from ..errors import InputError
+from ..errors import InputError, UnsupportedError
 from ..slots import Observed, Slots
 from .budgets import HeadBudgets
 from .curves import Curves, held_out_for, least_tokens, measure_rows, of_layers, spend
 from .error import QUERIES
+from .needs import by_need
 from .shard import Shard
 from .stream import Stream
 from .windowed_sketch import WindowedSketch
@@ -25,18 +26,25 @@ from .windowed_sketch import WindowedSketch
 _MEASURED_TOKENS = 4096
 # Peak of a prefill that the plan aims at, as a share of the exact cache, or so much above the least
 # that is possible: one layer exact, the others compressed.
-_PEAK, _SLACK = 0.5, 0.08
+_PEAK, _SLACK = 0.5, 0.07
 # A bound on a head is worth a compression where it takes away so much of what the head holds.
 _WORTH = 0.9
+#: Allocations that compare scores.
+BY_NEED = ("layer", "global")
+#: Of the average budget, what every head keeps at least where the heads of a layer compete: AdaKV's
+#: alpha, as its authors and kvpress have it.
+SAFEGUARD = 0.2
 
 
 class Plan:
-    """One of five ways to spend a budget:
+    """One of seven ways to spend a budget:
 
     - ``even``: the same budget for every head.
     - ``schedule``: shares of it, given per layer or per layer and head.
     - ``curves``: where errors fall most, by curves measured before on other prompts.
     - ``measured``: the same, by curves measured on this prompt.
+    - ``layer``, ``global``: where the slots lie that matter most to the method, by its scores,
+      among the heads of a layer (AdaKV) or of the model (KVzip).
     - ``tolerance``: the fewest slots that keep every head's error within it, by curves of either
       kind; on average no more than ``max_budget``.
 
@@ -67,6 +75,7 @@ class Plan:
         #: heads above the tolerance in any row, bool ``[heads]``, by layer
         self.above: dict[int, Tensor] = {}
         self._measured: dict[int, list[Curves]] = {}  # one per row
+        self._scores: dict[int, Tensor] = {}  # by layer, [batch, heads, n]
 
     def begin(self, layers: int, heads: int) -> list[HeadBudgets | None]:
         """What is known before the first token: the budgets of every layer, None where they follow
@@ -165,6 +174,8 @@ class Plan:
         if not _measurable(stream):  # a number of slots, which may not be exceeded
             assert self.budget is not None
             return [(number, HeadBudgets([[self.budget] * heads]), False)]
+        if self.kind in BY_NEED:
+            return self._by_need(number, streams, shard)
         alone = self.kind == "tolerance" and self.max_budget is None
         self._measured[number] = measure(stream, None if alone else shard)
         if alone:
@@ -190,6 +201,43 @@ class Plan:
             for place, n in enumerate(numbers)
         ]
 
+    def _by_need(
+        self, number: int, streams: Sequence[Stream], shard: Shard
+    ) -> list[tuple[int, HeadBudgets, bool]]:
+        """Budgets by the scores of a layer, or of all once all have their prompt."""
+        assert self.budget is not None
+        if shard.ranks > 1:
+            raise UnsupportedError(
+                f"allocation={self.kind!r} compares the scores of all KV heads, of which this "
+                "process holds a part; use 'even' or 'measured' with tensor parallelism"
+            )
+        stream = streams[number]
+        self._scores[number] = stream.importance()
+        if self.kind == "global" and len(self._scores) < self._layers:
+            return []
+        method, average = stream.method, self.budget.slots(stream.seen)
+        safeguard = SAFEGUARD if self.kind == "layer" else 0.0
+        numbers = sorted(self._scores)
+        scores = [self._scores.pop(n) for n in numbers]
+        told = [
+            by_need([s[row] for s in scores], average, method.sink, method.recent, safeguard)
+            for row in range(len(scores[0]))
+        ]
+        return [
+            (
+                n,
+                HeadBudgets(
+                    [
+                        [Budget(self.budget.value, x / average) for x in found[place].tolist()]
+                        for found in told
+                    ],
+                    True,
+                ),
+                False,
+            )
+            for place, n in enumerate(numbers)
+        ]
+
     def _bounds(
         self, numbers: list[int], whole: list[Curves], streams: Sequence[Stream], shard: Shard
     ) -> list[tuple[int, HeadBudgets, bool]]:
@@ -209,15 +257,16 @@ class Plan:
         # Towards what the layers to come will leave, so that few compressions are enough.
         kept = (allowed + max(final, (peak * layers - 1) / (layers - 1))) / 2
         method = streams[numbers[0]].method
-        window = min(tokens, method.sink + max(method.recent, method.window or 0) + 1)
+        # The queries to come back to see this much more as it is, on top of what the bound is for.
+        extra = max(0, (method.window or 0) - method.recent)
+        window = min(tokens, method.sink + method.recent + 1)
         shares = [torch.tensor(c.allocate(max(kept, float(c.kept[0])))) * kept for c in whole]
         found = []
         for place, n in enumerate(numbers):
             held = streams[n].held
             own = [shard.own(share[place].tolist()) for share in shares]
-            slots = (
-                (torch.tensor(own, dtype=torch.float64) * tokens).ceil().long().clamp(min=window)
-            )
+            bound = (torch.tensor(own, dtype=torch.float64) * tokens).ceil().long()
+            slots = (bound.clamp(min=window) + extra).clamp(max=tokens)
             # Head by head, so that a row of the batch decides nothing for another.
             slots = torch.where(slots > _WORTH * held, held, slots)
             rows = [[Budget(1.0, x / tokens) for x in row] for row in slots.tolist()]
@@ -272,6 +321,7 @@ class Plan:
     def forget(self, number: int) -> None:
         """A layer is not what it was when it was measured."""
         self._measured.pop(number, None)
+        self._scores.pop(number, None)
         self.above.pop(number, None)
 
 

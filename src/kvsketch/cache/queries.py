@@ -37,8 +37,9 @@ class Queries:
         self._waiting, self.count = [], 0
 
     def keep_last(self, count: int) -> None:
-        """Forget all but the last ``count``, and let go of the memory of the others."""
-        if self.count <= count:
+        """Forget all but the last ``count``, and let go of the memory of the others. Those of a
+        second reading stay: they are a sample of it, and see all tokens."""
+        if self.count <= count or self._waiting[0].after:
             return
         if count == 0:
             self.clear()

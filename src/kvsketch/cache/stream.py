@@ -255,8 +255,7 @@ class Stream:
         else:
             if provisional:  # the queries that the final one looks at must see the same tokens
                 method = replace(method, recent=max(method.recent, method.window or 0))
-            fit = prefill and not provisional
-            page = self._slotted(method, budget, limit, room, fit)
+            page = self._slotted(method, budget, limit, room, fit=prefill)
         self._limit = page.appended + page.room
         if isinstance(page, SketchPages):  # all heads alike, whatever each of them holds
             self._limit = page.appended + self.pace.period * room
@@ -297,6 +296,41 @@ class Stream:
         before the first compression."""
         return self.errors.running(self.slots, self.seen) if self.seen else None
 
+    def importance(self) -> Tensor:
+        """How much the tokens matter to the method, float ``[batch, num_key_value_heads, n]``; -inf
+        for padding.
+
+        Raises:
+            UnsupportedError: the method does not say.
+        """
+        method = self.method
+        slots = self._scored(self.visible)
+        found = method.importance(slots) if isinstance(method, Windowed) else None
+        if found is None:
+            raise UnsupportedError("this method has no scores by which heads could be compared")
+        live = slots.live()
+        return found if live is None else found.masked_fill(~live, -torch.inf)
+
+    def ask(self, observed: Observed, span: tuple[int, int], sample: int) -> None:
+        """Take note of the queries of a part of a second reading, whose tokens are the newest here
+        and go again: they are no part of the stream.
+
+        Args:
+            observed: the queries.
+            span: the part of the first reading that is read again, as in ``Compressor.reread``.
+            sample: of the queries, which are kept for what else looks at queries.
+        """
+        assert isinstance(self.method, Windowed)
+        slots = self.visible
+        if self.needs_queries:
+            score = self.method.reread(slots, observed, span).score
+        self.drop(observed.queries.shape[2])
+        if self.needs_queries and score is not None:
+            self.page.set_score(score)
+        step = max(1, observed.queries.shape[2] // max(1, sample))
+        some = replace(observed, after=True).every(0, step)
+        self.queries.add(replace(some, queries=some.queries.clone()))
+
     def scored(self) -> Slots:
         """``slots`` with the waiting queries folded into their scores."""
         return replace(self.slots, score=self._scored(self.visible).score)
@@ -305,8 +339,8 @@ class Stream:
         """Slots with the waiting queries folded in. What these saw is still all here, so this
         equals observing every query at its own time."""
         observed = self.queries.all()
-        if observed is None or isinstance(self.method, WindowedSketch):
-            return slots
+        if observed is None or observed.after or isinstance(self.method, WindowedSketch):
+            return slots  # those of a second reading are in the scores already
         return replace(slots, score=self.method.observe(slots, observed).score)
 
     @torch.no_grad()

@@ -53,6 +53,14 @@ class Windowed:
         """Fold queries into the scores of all slots, see ``Compressor.observe``."""
         return self.compressor.observe(slots, observed)
 
+    def reread(self, slots: Slots, observed: Observed, span: tuple[int, int]) -> Slots:
+        """Fold queries of a second reading into the scores, see ``Compressor.reread``."""
+        return self.compressor.reread(slots, observed, span)
+
+    def importance(self, slots: Slots) -> Tensor | None:
+        """How much slots matter, see ``Compressor.importance``."""
+        return self.compressor.importance(slots)
+
     def __call__(
         self,
         slots: Slots,

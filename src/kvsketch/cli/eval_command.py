@@ -100,6 +100,13 @@ def eval_command(
             "a file of `kvsketch calibrate`. [default: each method's own]"
         ),
     ] = None,
+    queries: Annotated[
+        str,
+        typer.Option(
+            help="What a compression goes by: the queries of the prompt, or of a second reading "
+            "of the context (reread; with --question unseen)."
+        ),
+    ] = "prompt",
     question: Annotated[
         str, typer.Option(help="Is the question seen or unseen when the context is compressed?")
     ] = "seen",
@@ -213,6 +220,7 @@ def eval_command(
         prefill=prefill,
         prefill_chunk_size=prefill_chunk_size,
         question=question,
+        queries=queries,
         one_shot=one_shot or named is not None,
         max_new_tokens=max_new_tokens,
         max_prompt_tokens=max_prompt_tokens,

@@ -2,5 +2,6 @@
 
 from .cache import SketchCache
 from .context import compressing
+from .reading import prefill
 
-__all__ = ["SketchCache", "compressing"]
+__all__ = ["SketchCache", "compressing", "prefill"]

@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 from ..arguments import PREFILL_MODES
 from ..budget import Schedule
 from ..cache import Curves, HeadBudgets, Stream, make_plan, windowed
+from ..cache.plan import BY_NEED
 from ..errors import InputError, UnsupportedError
 from ..methods.registry import Method, class_of, default_allocation, default_schedule
 from . import accounting, adapters, compiled, interface, models
@@ -72,6 +73,9 @@ class SketchCache(Cache):  # type: ignore[misc]
             own way where the prefill is exact and nothing else is given). Curves, or
             the path of a file of them (``Curves.save``): as measured before, on prompts of the
             user's kind; better than "measured" where what is asked differs from what was read.
+            "layer" and "global": the slots that the method scores highest among all heads of a
+            layer (AdaKV), or of the model (KVzip), for which all layers wait uncompressed; with
+            methods that score by queries.
             "measured", and a tolerance with ``max_budget``, compare all layers: a layer that is
             measured is meanwhile compressed to the most its heads may get, so that about half of
             an uncompressed cache is held at most (of a natively streaming sketch, all of it).
@@ -143,6 +147,11 @@ class SketchCache(Cache):  # type: ignore[misc]
                 f"of {cls.name!r} is for good once it is made: pass an int (slots per KV head), "
                 "or prefill='exact'"
             )
+        if plan.kind in BY_NEED and not getattr(cls, "needs_queries", False):
+            raise InputError(
+                f"allocation={plan.kind!r} compares scores of queries over heads, and "
+                f"method={cls.name!r} has none; use 'even' or 'measured'"
+            )
         models.check_supported(config)
         self.max_positions = models.max_positions(config)
         layers, chosen = models.layers_of(config)
@@ -150,7 +159,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         adapter = adapters.of(config.get_text_config(decoder=True))
         track_positions = track_positions or (adapter is not None and adapter.needs_positions)
         heads = models.kv_heads_of(config, chosen[0])
-        self._forward = Forward(config, plan)
+        self._forward = Forward(config, plan, getattr(cls, "needs_reread", False))
         whole = plan.budget is not None and plan.budget.is_fraction and plan.budget.value >= 1
         if plan.kind == "even" and plan.budget is not None:
             plan.schedule = default_schedule(method, len(chosen), plan.budget, recent)

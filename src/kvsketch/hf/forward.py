@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 from transformers.cache_utils import (
@@ -20,6 +21,21 @@ from .layer import SketchLayer
 from .masks import Masks
 
 
+@dataclass
+class Reading:
+    """A context that ``prefill`` reads before anything is compressed.
+
+    Attributes:
+        first_counts: whether the queries of the first reading count.
+        span: of a second reading: which tokens are read again now; None: it is the first.
+        sample: queries to keep of these.
+    """
+
+    first_counts: bool
+    span: tuple[int, int] | None = None
+    sample: int = 0
+
+
 class Forward:
     """Shared by the layers of one cache. A forward begins with the first update of a layer and ends
     when every attention layer was updated and every compressed one attended to.
@@ -29,9 +45,11 @@ class Forward:
         plan: how the budget is spent.
         masks: what the masks of this stream say.
         peak_nbytes: the most bytes the cache ever held.
+        reading: what ``prefill`` is reading now; None: it is not.
     """
 
-    def __init__(self, config: Any, plan: Plan) -> None:
+    def __init__(self, config: Any, plan: Plan, needs_reread: bool = False) -> None:
+        self.needs_reread = needs_reread  # whether the method scores by a second reading
         self._config = config
         self.plan = plan
         self.layers: list[Any] = []
@@ -43,6 +61,7 @@ class Forward:
         self._thread: int | None = None
         self._before = 0  # tokens before this forward
         self._torn = False  # some layers hold tokens that others lack
+        self.reading: Reading | None = None
 
     def watch(self, layers: list[Any]) -> None:
         """These are the cache's layers."""
@@ -79,6 +98,12 @@ class Forward:
             )
         if self._thread is None or index in self._updated:
             self._start(thread)
+            if self.needs_reread and self._before == 0 and self.reading is None:
+                self._thread = None
+                raise UnsupportedError(
+                    "this method scores a context by a second reading: read it with "
+                    "kvsketch.prefill(model, input_ids, cache, queries='reread', tokenizer=...)"
+                )
         unread = (
             [layer for layer in self._open if layer.settings.readers == 1] if self._open else []
         )

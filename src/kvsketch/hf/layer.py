@@ -221,7 +221,8 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         Args:
             observed: its queries; None if nothing will ever be compressed.
         """
-        if observed is not None and not self.stream.wants_queries(self.pending):
+        asking = self.forward.reading is not None
+        if observed is not None and not (asking or self.stream.wants_queries(self.pending)):
             observed = None
         if self.settings.readers > 1:
             self._reads += 1
@@ -233,11 +234,16 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             self._waiting, self._reads = [], 0
             interface.close(self)
         q, self.pending, self._returned = self.pending, 0, None
-        if self.record_past:
+        reading = self.forward.reading
+        if reading is not None and reading.span is not None:
+            assert observed is not None
+            self.stream.ask(observed, reading.span, reading.sample)
+        elif self.record_past:
             self._unverified.append(observed)
             self._unverified_tokens += q
         else:
-            self._settle(observed, prefill=q > 1)
+            counts = reading is None or reading.first_counts
+            self._settle(observed if counts else None, prefill=q > 1)
         self.forward.attended(self)
 
     def _settle(self, observed: Observed | None, prefill: bool) -> None:
@@ -245,6 +251,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         hold = settings.prompt_length is not None and (
             settings.exact_prefill and stream.seen < settings.prompt_length
         )
+        hold = hold or self.forward.reading is not None
         done = stream.settle(observed, prefill, hold)
         if stream.budget is None:
             done = self.forward.plan_for(self, prefill, hold)
@@ -252,6 +259,10 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             self.forward.note_bytes()
         if stream.compressed:
             self.forward.masks.settled = True
+
+    def finish_reading(self) -> None:
+        """``prefill`` has read it all: compress if due."""
+        self._settle(None, prefill=True)
 
     def get_seq_length(self) -> int:
         """Tokens seen, however few slots they became: positions stay right."""

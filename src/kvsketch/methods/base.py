@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -40,6 +41,12 @@ class Compressor(ABC):
 
     #: whether ``observe`` looks at values; if not, it may get slots whose values have no columns
     observes_values: ClassVar[bool] = True
+
+    #: whether ``observe`` takes queries that belong to no slot, as those of a second reading
+    rereads: ClassVar[bool] = False
+
+    #: whether it takes a second reading to score at all
+    needs_reread: ClassVar[bool] = False
 
     #: whether ``reduce`` takes a budget for each head; if not, it is called once for every budget
     ragged: ClassVar[bool] = False
@@ -131,6 +138,24 @@ class Compressor(ABC):
         """``slots`` with the observed queries folded into ``score``; whatever else they have stays.
         Sees all slots, sinks and recent ones included."""
         return slots
+
+    def reread(self, slots: Slots, observed: Observed, span: tuple[int, int]) -> Slots:
+        """The tokens of a context, with the queries of a part of its second reading folded into
+        ``score``.
+
+        Args:
+            slots: ``[batch, heads, n + q, ...]``: the context's n tokens, scored by the parts read
+                before, and behind them the q tokens read now.
+            observed: the queries of these.
+            span: first token of the context that is read again now, and the one behind the last.
+        """
+        context = slots.narrow(0, slots.count - observed.queries.shape[2])
+        return self.observe(context, replace(observed, after=True))
+
+    def importance(self, slots: Slots) -> Tensor | None:
+        """How much slots matter, ``[batch, heads, n]``, by which heads' needs are compared (see
+        ``cache.needs``): their score. None: the method has none."""
+        return slots.score
 
     @abstractmethod
     def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:

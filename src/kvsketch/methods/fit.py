@@ -31,18 +31,20 @@ class Asked:
 
     @staticmethod
     def of(seen: Seen, window: int) -> Asked | None:
-        """The last ``window`` queries; None if there are fewer than ``LEAST_QUERIES`` or scores are
-        not plain products (soft-capping, ALiBi)."""
+        """The last ``window`` queries, or all of a second reading's; None if there are fewer than
+        ``LEAST_QUERIES`` or scores are not plain products (soft-capping, ALiBi)."""
         if not seen.plain or seen.queries.shape[2] < LEAST_QUERIES:
             return None
+        window = seen.queries.shape[2] if seen.after else window
         queries, slots = seen.queries[:, :, -window:], seen.slots
         rows, _, q, dim = queries.shape
         scores = attention_scores(queries, slots, seen.scaling, None, None, None)
         if slots.mass is not None:
             scores += slots.mass.to(scores.dtype).log()[:, :, None, None]
-        hidden = torch.ones(q, slots.count, dtype=torch.bool, device=scores.device)
-        hidden = hidden.triu(slots.count - q + 1)
-        total = scores.masked_fill_(hidden, -torch.inf).logsumexp(-1).squeeze(1)
+        if not seen.after:
+            hidden = torch.ones(q, slots.count, dtype=torch.bool, device=scores.device)
+            scores.masked_fill_(hidden.triu(slots.count - q + 1), -torch.inf)
+        total = scores.logsumexp(-1).squeeze(1)
         if seen.sinks is not None:  # it takes its share of what the queries gave
             total = torch.logaddexp(total, seen.sinks.to(total.dtype).unsqueeze(-1))
         if seen.live is not None:

@@ -22,6 +22,7 @@ class H2O(Scoring):
     name = "h2o"
     paper = "Zhang et al., H2O: Heavy-Hitter Oracle (2306.14048)"
     observes_values = False
+    rereads = True
 
     def scores(self, slots: Slots, observed: Observed) -> Tensor:
         received = attention_received(slots, observed).float()

@@ -13,6 +13,7 @@ from .base import Compressor
 from .clustering import check_pairs, group
 from .fit import Asked, fitted
 from .groups import merge, packed
+from .rereading import reread_attention
 from .scoring import recent_attention, score_of, scored_before
 from .seen import Seen
 
@@ -28,7 +29,8 @@ class HeavyMerge(Compressor):
     and each group becomes one slot.
 
     Attention is that of the last ``window`` queries, fading as queries come (``SnapKV``'s, without
-    pooling); a token is as heavy as its attention times the norm of its value. A group's slot is
+    pooling), or the largest of a second reading's; a token is as heavy as its attention times the
+    norm of its value. A group's slot is
     (mean key, mass times mean value, mass), the means weighted by attention.
 
     With ``correct``, u and m of the slots are then fitted to the last ``window`` queries of the
@@ -60,6 +62,7 @@ class HeavyMerge(Compressor):
     ragged = True
     needs_queries = True
     observes_values = False
+    rereads = True
     allocation = "measured"
     window: int
 
@@ -92,15 +95,22 @@ class HeavyMerge(Compressor):
             received = received + slots.score * fade
         return replace(slots, score=received)
 
+    def reread(self, slots: Slots, observed: Observed, span: tuple[int, int]) -> Slots:
+        return reread_attention(slots, observed, span)
+
+    def importance(self, slots: Slots) -> Tensor:
+        norm = torch.linalg.vector_norm(
+            slots.values, dim=-1, dtype=compute_dtype(slots.values.dtype)
+        )
+        mass = slots.masses()
+        found: Tensor = score_of(slots, self.name) * norm / torch.where(mass > 0, mass, 1.0)
+        return found
+
     def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
         batch, heads, n = slots.keys.shape[:3]
         weight = score_of(slots, self.name).flatten(0, 1)
         live, device = slots.live(), weight.device
-        norm = torch.linalg.vector_norm(
-            slots.values, dim=-1, dtype=compute_dtype(slots.values.dtype)
-        )
         mass = slots.masses().flatten(0, 1)
-        norm = norm.flatten(0, 1) / torch.where(mass > 0, mass, 1.0)
         if live is not None:
             live = live.flatten(0, 1)
             weight = weight.masked_fill(~live, -1.0)
@@ -111,7 +121,7 @@ class HeavyMerge(Compressor):
         wanted = torch.as_tensor(budget, device=device).expand(batch, heads).flatten()
         heavy = torch.minimum(wanted - 1, (self.share * wanted.double()).round().long())
         column = torch.arange(n, device=device)
-        rank = (weight * norm).masked_fill_(weight < 0, -1.0)
+        rank = self.importance(slots).flatten(0, 1).masked_fill_(weight < 0, -1.0)
         order = rank.argsort(dim=1, descending=True, stable=True)
         first = torch.zeros_like(order, dtype=torch.bool)
         first.scatter_(1, order, column < heavy.unsqueeze(1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..budget import Budget
 from ..errors import InputError, unknown_name
 from . import METHODS, Compressor
+from .kvzip import KVzip
 from .sketches.balancekv import BalanceKVStreaming
 from .sketches.base import Sketch
 from .sketches.merge_reduce import MergeReduce
@@ -26,8 +27,11 @@ SKETCHES: dict[str, type[Sketch]] = {
     )
 }
 
+#: The methods that need a second reading of the context (``kvsketch.prefill``).
+REREADING: dict[str, type[Compressor]] = {KVzip.name: KVzip}
+
 #: Everything ``SketchCache`` takes as a method.
-ALL_METHODS: dict[str, type[Compressor] | type[Sketch]] = {**METHODS, **SKETCHES}
+ALL_METHODS: dict[str, type[Compressor] | type[Sketch]] = {**METHODS, **SKETCHES, **REREADING}
 
 
 #: What says how a cache compresses: a name in ``ALL_METHODS``, one's own class, or a compressor

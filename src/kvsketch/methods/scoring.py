@@ -66,15 +66,18 @@ def query_weights(observed: Observed, window: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         weights, float32 ``[batch, q]``: 1/window for each of a row's last ``window`` live queries;
-        with fewer live ones, (1 - 1/window)^(live queries after it) / window.
+        with fewer live ones, (1 - 1/window)^(live queries after it) / window. Of queries after all
+        slots each counts as much as any: 1/window.
         fade, float32 ``[batch, 1, 1]``: what is left of an earlier score, 0 once the window is
-        full.
+        full; after all slots, all of it.
     """
     queries = observed.queries
     if observed.live is None:
         live = torch.ones(queries.shape[0], queries.shape[2], device=queries.device)
     else:
         live = observed.live.float()
+    if observed.after:
+        return live / window, torch.ones(len(live), 1, 1, device=queries.device)
     newer = live.flip(-1).cumsum(-1).flip(-1) - live
     count = live.sum(-1, keepdim=True)
     full = count >= window

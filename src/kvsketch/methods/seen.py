@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ class Seen:
         slopes: ``[R, group]`` or None.
         sinks: ``[R, group]`` or None.
         live: bool ``[R, q]`` or None.
+        after: as in ``Observed``: every query sees all slots.
     """
 
     queries: Tensor
@@ -32,6 +33,7 @@ class Seen:
     slopes: Tensor | None = None
     sinks: Tensor | None = None
     live: Tensor | None = None
+    after: bool = False
 
     @staticmethod
     def of(slots: Slots, observed: Observed) -> Seen:
@@ -54,6 +56,7 @@ class Seen:
             by_head(observed.slopes),
             by_head(observed.sinks),
             None if observed.live is None else observed.live.repeat_interleave(heads, 0),
+            observed.after,
         )
 
     def select(self, rows: Tensor) -> Seen:
@@ -66,13 +69,9 @@ class Seen:
 
     def _map(self, fn: Callable[[Tensor], Tensor], slots: Slots) -> Seen:
         optional = (self.slopes, self.sinks, self.live)
-        return Seen(
-            fn(self.queries),
-            slots,
-            self.scaling,
-            self.softcap,
-            *(None if t is None else fn(t) for t in optional),
-        )
+        slopes, sinks, live = (None if t is None else fn(t) for t in optional)
+        queries = fn(self.queries)
+        return replace(self, queries=queries, slots=slots, slopes=slopes, sinks=sinks, live=live)
 
     @property
     def plain(self) -> bool:

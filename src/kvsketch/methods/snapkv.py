@@ -38,6 +38,7 @@ class SnapKV(Scoring):
     name = "snapkv"
     paper = "Li et al., SnapKV: LLM Knows What You are Looking for Before Generation (2404.14469)"
     observes_values = False
+    rereads = True
     window: int
 
     def __init__(self, window: int = 32, kernel_size: int = 5, seed: int = 0) -> None:
@@ -50,7 +51,7 @@ class SnapKV(Scoring):
     def scores(self, slots: Slots, observed: Observed) -> Tensor:
         received, fade = recent_attention(slots, observed, self.window)
         # Pooled apart, as in the paper: the window's own large scores must not spill over.
-        before = max(0, slots.count - self.window)
+        before = slots.count if observed.after else max(0, slots.count - self.window)
         parts = (received[..., :before], received[..., before:])
         score = torch.cat([self._pooled(part) for part in parts], dim=-1)
         return score if slots.score is None else score + slots.score * fade

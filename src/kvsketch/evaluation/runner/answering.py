@@ -14,7 +14,7 @@ from kvsketch.evaluation.runner.following import Follower
 from kvsketch.evaluation.runner.replies import Footprint, Reply, clock, costs, footprint, new_cache
 from kvsketch.evaluation.runner.settings import Settings
 from kvsketch.evaluation.runner.setups import Setup
-from kvsketch.hf import SketchCache
+from kvsketch.hf import SketchCache, prefill
 
 
 class Answerer:
@@ -44,13 +44,30 @@ class Answerer:
         cache = new_cache(self.model.config, self.settings, setup, record)
         start = self._clock()
         if record < ids.shape[1]:
-            # One token is asked for and thrown away: generate() has no "prefill only".
-            self._generate(ids[:, :record], mask[:, :record], cache, None, 1)
+            self._read(ids[:, :record], mask[:, :record], cache)
         probe = _Probe(cache, self._clock)
         output = self._generate(ids, mask, cache, probe, cases[0].new_tokens)
         tokens = output[:, ids.shape[1] :].tolist()
         end = self._clock()
         return self._replies(cases, tokens, cache, probe, start, end)
+
+    def _read(self, ids: Tensor, mask: Tensor, cache: Any) -> None:
+        """The context alone, before the question is known."""
+        if self.settings.queries == "prompt" or not isinstance(cache, SketchCache):
+            # One token is asked for and thrown away: generate() has no "prefill only".
+            self._generate(ids, mask, cache, None, 1)
+            return
+        device = self.model.device
+        with torch.inference_mode():
+            prefill(
+                self.model,
+                ids.to(device),
+                cache,
+                queries=self.settings.queries,
+                tokenizer=self.tokenizer,
+                attention_mask=mask.to(device),
+                chunk_size=self.settings.prefill_chunk_size,
+            )
 
     def _batch(self, cases: Sequence[EncodedCase]) -> tuple[Tensor, Tensor]:
         """Ids and mask `[batch, tokens]`, padded on the left."""

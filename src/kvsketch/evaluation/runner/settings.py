@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvsketch.arguments import PREFILL_MODES
+from kvsketch.arguments import PREFILL_MODES, QUERY_SOURCES
 from kvsketch.errors import InputError
 from kvsketch.evaluation.runner.devices import check_device_name
 from kvsketch.evaluation.tasks.base import Case
@@ -22,6 +22,8 @@ class Settings:
 
     Attributes:
         prefill_chunk_size: tokens; None prefills the prompt in one piece (512 when streaming).
+        queries: what a compression goes by: "prompt", or "reread", a second reading of the context
+            (``kvsketch.prefill``), with the question unseen.
         question: "seen" or "unseen" when the context is compressed.
         max_new_tokens: longest answer; None: what each case allows.
         max_prompt_tokens: prompts are made to fit this by the task's own rule, where it has one;
@@ -37,6 +39,7 @@ class Settings:
     prefill: str = "exact"
     prefill_chunk_size: int | None = None
     question: str = "seen"
+    queries: str = "prompt"
     one_shot: bool = False
     max_new_tokens: int | None = None
     max_prompt_tokens: int | None = None
@@ -59,6 +62,7 @@ class Settings:
         for name, allowed in (
             ("prefill", PREFILL_MODES),
             ("question", ("seen", "unseen")),
+            ("queries", QUERY_SOURCES),
             ("dtype", DTYPES),
         ):
             value = getattr(self, name)
@@ -69,6 +73,11 @@ class Settings:
             raise InputError(
                 f"--question unseen works on one case at a time, got --batch-size {self.batch_size}"
             )
+        if self.queries != "prompt" and (self.question == "seen" or self.prefill != "exact"):
+            raise InputError(
+                f"--queries {self.queries} reads the context a second time before it is "
+                "compressed: it needs --question unseen and --prefill exact"
+            )
         if self.prefill == "streaming" and self.prefill_chunk_size is None:
             object.__setattr__(self, "prefill_chunk_size", STREAMING_CHUNK)
 
@@ -78,7 +87,10 @@ class Settings:
 
     def identity(self) -> dict[str, Any]:
         """What an answer depends on."""
-        return {k: v for k, v in self.__dict__.items() if k not in _NOT_IDENTITY}
+        found = {k: v for k, v in self.__dict__.items() if k not in _NOT_IDENTITY}
+        if self.queries == "prompt":  # as in the records of before there was a choice
+            del found["queries"]
+        return found
 
 
 def _option(name: str) -> str:

@@ -1,0 +1,221 @@
+"""prefill: a context is read, perhaps a second time, before anything of it is compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..arguments import QUERY_SOURCES
+from ..errors import InputError, UnsupportedError
+from ..methods.base import Compressor
+from ..methods.registry import class_of
+from .cache import SketchCache
+from .forward import Reading
+from .layer import SketchLayer
+
+#: Tokens of the context in one part of a second reading, and what the model is told before it: as
+#: KVzip's code has them (also kvpress's).
+PART = 2048
+REPEAT = "\n\nRepeat the previous context exactly."
+REPEAT_PART = "\n\nRepeat the part of the previous context exactly, starting with"
+# Tokens of the part before that follow the latter.
+_BEFORE = 8
+# Queries of all parts together that are kept for measuring and fitting.
+_SAMPLE = 256
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What is read after the context, and not kept: ``ids`` ``[batch, q]`` with their mask, about
+    the tokens from ``span[0]`` on and before ``span[1]``."""
+
+    ids: Tensor
+    mask: Tensor
+    span: tuple[int, int]
+
+
+def prefill(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    cache: SketchCache,
+    *,
+    queries: str | Sequence[str] = "prompt",
+    tokenizer: Any = None,
+    attention_mask: Tensor | None = None,
+    chunk_size: int | None = None,
+    progress: bool = False,
+) -> None:
+    """Read a context into ``cache`` and compress it, with queries of one's choice. Then go on with
+    ``model.generate``, whose ids are the context and the question behind it.
+
+    Args:
+        model: a transformers causal language model.
+        input_ids: int64 ``[batch, tokens]``, the context.
+        cache: an empty ``SketchCache``.
+        queries: what the method, measured budgets and measured errors go by. "prompt": the queries
+            of the context itself, as ``generate`` alone would do. "reread": those of a second
+            reading: the context again, 2,048 tokens at a time, behind a request to repeat it
+            (KVzip, arXiv:2505.23416), while all of the first reading is there, uncompressed; it
+            costs about a second prefill, and its keys are not kept. Texts: questions that are
+            expected, read in the place of the second reading.
+        tokenizer: of the model; needed but for "prompt".
+        attention_mask: int or bool ``[batch, tokens]``, 0 for padding on the left.
+        chunk_size: read so many tokens of the context at a time; default: all at once.
+        progress: show a bar.
+
+    Raises:
+        InputError: an argument out of range; nothing has changed then.
+        UnsupportedError: a method that looks at no queries beyond its own, or layers that cannot
+            forget the second reading.
+
+    Example:
+        >>> cache = SketchCache(model.config, budget=0.1, allocation="global")  # doctest: +SKIP
+        >>> kvsketch.prefill(                                                   # doctest: +SKIP
+        ...     model, context_ids, cache, queries="reread", tokenizer=tokenizer
+        ... )
+        >>> model.generate(ids, past_key_values=cache)                          # doctest: +SKIP
+    """
+    _check(input_ids, cache, chunk_size)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if mask.shape != input_ids.shape:
+        raise InputError(
+            f"attention_mask {tuple(mask.shape)} must be of the shape of input_ids, "
+            f"{tuple(input_ids.shape)}"
+        )
+    parts = _parts(queries, tokenizer, input_ids, mask)
+    tokens = input_ids.shape[1]
+    if parts:
+        _check_reread(cache, tokens + max(part.ids.shape[1] for part in parts))
+    forward, inner = cache._forward, model.base_model
+    every = sum(part.ids.shape[1] for part in parts)
+    with Progress(disable=not progress, transient=True) as bar, torch.no_grad():
+        task = bar.add_task("Reading", total=tokens + every)
+        try:
+            forward.reading = Reading(first_counts=queries == "prompt")
+            size = chunk_size or tokens
+            for start in range(0, tokens, size):
+                ids, seen = input_ids[:, start : start + size], mask[:, : start + size]
+                inner(input_ids=ids, attention_mask=seen, past_key_values=cache, use_cache=True)
+                bar.advance(task, ids.shape[1])
+            for part in parts:
+                count = part.ids.shape[1]
+                sample = max(1, round(_SAMPLE * count / every))
+                forward.reading = Reading(False, part.span, sample)
+                inner(
+                    input_ids=part.ids,
+                    attention_mask=torch.cat([mask, part.mask], dim=1),
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+                forward.masks.cut(tokens)
+                bar.advance(task, count)
+        except BaseException:
+            cache.reset()
+            raise
+        finally:
+            forward.reading = None
+        for layer in forward.sketches:
+            layer.finish_reading()
+
+
+def _check(input_ids: Tensor, cache: SketchCache, chunk_size: int | None) -> None:
+    if not isinstance(cache, SketchCache):
+        raise InputError(f"cache must be a SketchCache, got {type(cache).__name__}")
+    if cache.get_seq_length():
+        raise InputError(
+            f"cache holds {cache.get_seq_length()} tokens already; prefill reads into an empty "
+            "one: call reset()"
+        )
+    if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+        raise InputError(
+            f"input_ids {input_ids.dtype} {tuple(input_ids.shape)} must be int64 [batch, tokens]"
+        )
+    if not input_ids.numel():
+        raise InputError(f"input_ids {tuple(input_ids.shape)}: the context is empty")
+    if chunk_size is not None and chunk_size < 1:
+        raise InputError(f"chunk_size={chunk_size!r} must be an int >= 1")
+
+
+def _check_reread(cache: SketchCache, tokens: int) -> None:
+    """Whether a second reading is possible that ends at ``tokens`` tokens."""
+    cls = class_of(cache.method)
+    looks = getattr(cls, "needs_queries", False)
+    if not issubclass(cls, Compressor) or (looks and not cls.rereads):
+        raise UnsupportedError(
+            f"method={cache.method!r} cannot use the queries of a second reading; use "
+            "queries='prompt', or a method such as heavy_merge, snapkv or kvzip"
+        )
+    if cache.max_positions is not None and tokens > cache.max_positions:
+        raise InputError(
+            f"input_ids: a second reading would end at position {tokens}, beyond the model's "
+            f"{cache.max_positions} (max_position_embeddings); use queries='prompt', or a shorter "
+            "context"
+        )
+    for layer in cache.layers:
+        if type(layer) is not SketchLayer:
+            raise UnsupportedError(
+                f"queries: a {type(layer).__name__} of this model cannot forget what is read a "
+                "second time; use queries='prompt'"
+            )
+
+
+def _parts(
+    queries: str | Sequence[str], tokenizer: Any, input_ids: Tensor, mask: Tensor
+) -> list[_Part]:
+    """What is read after the context.
+
+    Raises:
+        InputError: an unknown source, texts that are empty, or no tokenizer.
+    """
+    if isinstance(queries, str):
+        if queries not in QUERY_SOURCES:
+            raise InputError(
+                f"queries={queries!r} must be one of {', '.join(QUERY_SOURCES)}, or a list of texts"
+            )
+        if queries == "prompt":
+            return []
+    elif not queries or not all(isinstance(text, str) and text for text in queries):
+        raise InputError("queries: the texts must be strings, at least one, and none empty")
+    if tokenizer is None:
+        raise InputError(f"queries={queries!r} needs tokenizer=, the model's")
+    found = _repeated(tokenizer, input_ids) if isinstance(queries, str) else None
+    spans = found if found is not None else _given(queries, tokenizer, input_ids)
+    parts = []
+    for ids, span in spans:
+        live = mask.new_ones(ids.shape)
+        if found is not None:  # padding of the context is padding again
+            live[:, ids.shape[1] - (span[1] - span[0]) :] = mask[:, slice(*span)]
+        parts.append(_Part(ids, live, span))
+    return parts
+
+
+def _repeated(tokenizer: Any, input_ids: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+    """The context in parts, each behind a request to repeat it."""
+    tokens = input_ids.shape[1]
+    for start in range(0, tokens, PART):
+        end = min(start + PART, tokens)
+        before = input_ids[:, max(0, start - _BEFORE) : start]
+        asked = _ids(tokenizer, REPEAT if start == 0 else REPEAT_PART, input_ids)
+        line = _ids(tokenizer, "\n", input_ids)
+        yield torch.cat([asked, before, line, input_ids[:, start:end]], dim=1), (start, end)
+
+
+def _given(
+    queries: Sequence[str], tokenizer: Any, input_ids: Tensor
+) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+    for text in queries:
+        ids = _ids(tokenizer, text, input_ids)
+        if not ids.shape[1]:
+            raise InputError(f"queries: {text!r} has no tokens")
+        yield ids, (0, input_ids.shape[1])
+
+
+def _ids(tokenizer: Any, text: str, like: Tensor) -> Tensor:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return torch.tensor([ids] * len(like), dtype=like.dtype, device=like.device)

@@ -1,0 +1,40 @@
+"""KVzip: what a model looks at while it reads the context a second time."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from ..slots import Observed, Slots
+from .rereading import reread_attention
+from .scoring import Scoring, score_of
+
+
+class KVzip(Scoring):
+    """Keep the tokens that the model looks at most when it reads the context again.
+
+    A token's score is the largest attention that any query of the second reading, and any query
+    head of its KV head, gives it, where the softmax is over the part that is being read again, the
+    first four tokens and the second reading itself (Algorithm 1; so are the scores of kvpress's
+    KVzipPress). Scores are compared over all layers and heads: ``allocation="global"``.
+
+    It needs ``kvsketch.prefill(model, input_ids, cache, queries="reread")``, which costs about a
+    second prefill. Tokens decoded later are no part of the context: they go last.
+    """
+
+    name = "kvzip"
+    paper = "Kim et al., KVzip: Query-Agnostic KV Cache Compression (2505.23416)"
+    observes_values = False
+    allocation = "global"
+    rereads = True
+    needs_reread = True
+
+    def reread(self, slots: Slots, observed: Observed, span: tuple[int, int]) -> Slots:
+        return reread_attention(slots, observed, span)
+
+    def scores(self, slots: Slots, observed: Observed) -> Tensor:
+        if observed.after:
+            raise UnsupportedError("kvzip needs the tokens of a second reading, not only queries")
+        score = score_of(slots, self.name).clone()
+        score[..., slots.count - observed.queries.shape[2] :] = 2.0  # above every attention
+        return score
