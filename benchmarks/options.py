@@ -10,7 +10,7 @@ import typer
 
 from kvsketch import ALL_METHODS, InputError
 from kvsketch.errors import unknown_name
-from kvsketch.methods.registry import default_allocation
+from kvsketch.methods.registry import REREADING, default_allocation
 
 #: how a budget is spent over heads and layers, in the words of ``kvsketch eval --methods``: the
 #: same for every head; by errors measured on this very prompt; by errors measured beforehand on
@@ -25,7 +25,7 @@ METHODS_HELP = (
 BITS = {"int8": 8, "int4": 4}
 #: one_dimensional needs head_dim 1
 LEFT_OUT = ("one_dimensional",)
-USUAL = tuple(name for name in ALL_METHODS if name not in LEFT_OUT)
+USUAL = tuple(name for name in ALL_METHODS if name not in (*LEFT_OUT, *REREADING))
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from kvsketch.methods.registry import ALL_METHODS
+from kvsketch.methods.registry import ALL_METHODS, REREADING
 
 VOCABULARY = 101
-#: what any model can be run with; one_dimensional needs head_dim 1
-EVERY_METHOD = [name for name in ALL_METHODS if name != "one_dimensional"]
+#: what any model can be run with by generate alone; one_dimensional needs head_dim 1
+EVERY_METHOD = [x for x in ALL_METHODS if x not in ("one_dimensional", *REREADING)]
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,

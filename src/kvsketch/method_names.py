@@ -32,3 +32,6 @@ METHOD_NAMES = (
     "one_dimensional",
     "kvzip",
 )
+
+#: those of them that need a second reading of the context
+NEED_REREAD = ("kvzip",)

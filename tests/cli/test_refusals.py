@@ -27,8 +27,8 @@ from kvsketch.errors import InputError
 from kvsketch.evaluation.runner.devices import DEVICE_KINDS
 from kvsketch.evaluation.runner.files import try_folder
 from kvsketch.evaluation.runner.store import Store
-from kvsketch.method_names import METHOD_NAMES
-from kvsketch.methods.registry import ALL_METHODS
+from kvsketch.method_names import METHOD_NAMES, NEED_REREAD
+from kvsketch.methods.registry import ALL_METHODS, REREADING
 from tiny_model import save_tiny_model, tiny_case
 
 #: nobody listens there
@@ -69,11 +69,18 @@ REFUSED = [
     # kvsketch eval
     ("eval lngeval", "task='lngeval'", "did you mean 'longeval'? Allowed: attention_error, kl,"),
     ("eval longeval --methods kcentre", "method='kcentre'", "did you mean 'kcenter'? Allowed:"),
-    ("eval longeval --methods kcenter@x", "allocation 'x'", "even, measured, or a file"),
+    (
+        "eval longeval --methods kcenter@x",
+        "allocation 'x'",
+        "even, measured, layer, global, or a file",
+    ),
     ("eval longeval --methods h2o@measured+int5", "'int5'", "Allowed: int4, int8."),
     ("eval longeval --methods exact+int4", "'exact+int4'", "no bits"),
     ("eval longeval --methods ,", "--methods", "allowed: exact, uniform"),
-    ("eval longeval --allocation x", "allocation 'x'", "even, measured, or a file"),
+    ("eval longeval --allocation x", "allocation 'x'", "even, measured, layer, global, or a file"),
+    ("eval longeval --queries twice", "--queries", "prompt, reread"),
+    ("eval longeval --queries reread", "--queries reread", "--question unseen"),
+    ("eval longeval --methods kvzip", "--methods kvzip", "--queries reread"),
     ("eval longeval --budgets lots", "budget='lots'", "a share in (0, 1] such as 0.25"),
     ("eval longeval --budgets 0", "budget=0", "an int >= 1"),
     ("eval longeval --budgets 1.5", "budget=1.5", "must be <= 1"),
@@ -434,6 +441,7 @@ def test_eval_answers_with_a_model_in_the_cache(tmp_path: Path) -> None:
 
 def test_the_names_of_the_methods_are_those_of_the_classes() -> None:
     assert list(ALL_METHODS) == list(METHOD_NAMES)
+    assert set(REREADING) == set(NEED_REREAD)
 
 
 def test_torchs_kinds_of_devices_are_known() -> None:

@@ -18,7 +18,7 @@ from kvsketch import Observed, SketchCache, Slots
 from kvsketch.budget import Budget
 from kvsketch.cache import Stream, windowed
 from kvsketch.methods import HALVINGS, METHODS, make
-from kvsketch.methods.registry import ALL_METHODS, SKETCHES
+from kvsketch.methods.registry import ALL_METHODS, REREADING, SKETCHES
 from kvsketch.methods.sketches import (
     BalanceKVStreaming,
     MergeReduce,
@@ -33,6 +33,9 @@ from kvsketch.random_numbers import derived, drawn, places, streams, uniform
 HEADS, QUERY_HEADS, DIM = 2, 4, 6
 SIGNIFICANCE = 1e-3
 KINDS = ("spread", "clustered", "large")
+
+#: what needs no second reading (that: tests/hf/test_reading.py)
+BY_PROMPT = sorted(set(ALL_METHODS) - set(REREADING))
 
 
 def row(kind, seed, n, dim=DIM):
@@ -124,7 +127,7 @@ def streamed(method, rows, padding=None, numbers=None, seed=5):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", ALL_METHODS)
+@pytest.mark.parametrize("method", BY_PROMPT)
 def test_a_row_of_a_cache_is_what_it_is_beside_others(method, kind):
     for b, (first, *others) in batches(kind, TOKENS, dim_of(method)):
         expected = streamed(method, first)
@@ -133,7 +136,7 @@ def test_a_row_of_a_cache_is_what_it_is_beside_others(method, kind):
                 assert_same_row(one, b, other, b, is_exact(method))
 
 
-@pytest.mark.parametrize("method", ALL_METHODS)
+@pytest.mark.parametrize("method", BY_PROMPT)
 def test_a_row_told_its_number_is_what_it_is_in_the_batch(method):
     own, other, third = (row("spread", seed, TOKENS, dim_of(method)) for seed in (1, 2, 3))
     whole = streamed(method, [other, third, own])
@@ -170,7 +173,7 @@ def test_answers_of_a_row_are_what_they_are_beside_others(method):
 
 @pytest.mark.parametrize("own", [0, 20])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", sorted(ALL_METHODS))
+@pytest.mark.parametrize("method", BY_PROMPT)
 def test_padding_of_other_rows_changes_nothing(method, kind, own):
     for b, (first, *others) in batches(kind, TOKENS, dim_of(method)):
         expected = streamed(method, first, [own] * len(first))
@@ -352,7 +355,7 @@ def test_a_row_of_draws_is_what_it_is_beside_others(make_sketch):
             assert torch.equal(draws[0], other)
 
 
-@pytest.mark.parametrize("method", ALL_METHODS)
+@pytest.mark.parametrize("method", BY_PROMPT)
 def test_the_generator_moves_on_by_as_much_whatever_the_batch(method):
     """So that later calls are alike, too."""
     states = []

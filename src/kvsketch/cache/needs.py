@@ -21,8 +21,9 @@ def by_need(
         budget: slots per head on average, sinks and recent window included.
         sink: first slots that a head keeps whatever their score.
         recent: last slots likewise.
-        safeguard: every head keeps at least this share of the average budget for what lies between
-            (AdaKV's alpha; 0: none).
+        safeguard: every head keeps at least this share of the average budget, sinks and recent
+            window included (as in kvpress's AdaKVPress; the authors' code shares out what lies
+            between instead, and mixes counts where this fills up). 0: none.
 
     Returns:
         int64 ``[heads]`` for every layer; they sum to budget x heads x layers, or to all slots.
@@ -34,9 +35,8 @@ def by_need(
     free = min(budget - first - last, between.shape[1])
     counts = torch.zeros(len(between), dtype=torch.int64)
     if free > 0:
-        safe = int(free * safeguard)
-        if safeguard > 0:
-            safe = max(1, safe)
+        safe = min(int(budget * safeguard) - first - last, free)
+        if safe > 0:
             best = between.topk(safe, dim=-1).indices
             between = between.scatter(-1, best, torch.inf)
         chosen = between.flatten().topk(free * len(between)).indices // between.shape[1]

@@ -13,7 +13,7 @@ from ..errors import InputError, UnsupportedError
 from ..slots import Observed, Slots
 from . import next_page
 from .budgets import HeadBudgets
-from .error import Errors
+from .error import QUERIES, Errors
 from .next_page import Held
 from .pace import Pace
 from .page import Page
@@ -173,17 +173,20 @@ class Stream:
             Whether it compressed.
         """
         budget = self.budget
-        if observed is not None and (budget is None or (self.needs_queries and not self._whole)):
+        wanted = self.needs_queries or hold  # at least to measure the error on
+        if observed is not None and (budget is None or (wanted and not self._whole)):
             self.queries.add(observed)
         if budget is None:
             return False
         if not hold and self.due(prefill):
-            last = observed if prefill else None
+            last = (observed or self.queries.all()) if prefill else None
             self._compress(budget, prefill=prefill, last=last)
             return True
         # Turn a prompt's queries into scores now (they are many), a decoded token's only now and
         # then. What looks at a window of queries only waits for the last chunk of a held prompt.
-        if hold and self.method.window is not None:
+        if hold and not self.needs_queries:
+            self.queries.keep_last(QUERIES)
+        elif hold and self.method.window is not None:
             self.queries.keep_last(self.method.window)
         elif prefill or (self.queries.count and self.queries.many(self._bytes)):
             self.fold()

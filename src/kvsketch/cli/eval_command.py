@@ -96,8 +96,9 @@ def eval_command(
     allocation: Annotated[
         str | None,
         typer.Option(
-            help="How a budget is spent over layers and heads: even, measured (on each prompt) or "
-            "a file of `kvsketch calibrate`. [default: each method's own]"
+            help="How a budget is spent over layers and heads: even, measured (on each prompt), "
+            "layer or global (by the method's scores), or a file of `kvsketch calibrate`. "
+            "[default: each method's own]"
         ),
     ] = None,
     queries: Annotated[
@@ -197,14 +198,14 @@ def eval_command(
     ] = False,
 ) -> None:
     """Answer the cases of one or more tasks with every method at every budget."""
+    from kvsketch.errors import InputError
     from kvsketch.evaluation.runner.settings import Settings
     from kvsketch.evaluation.runner.setups import make_setups, parse_budget
     from kvsketch.evaluation.runner.sweep import Sweep
     from kvsketch.evaluation.tasks import TASKS, Options, make_tasks
+    from kvsketch.method_names import NEED_REREAD
 
     if preset is None and not tasks:
-        from kvsketch.errors import InputError
-
         raise InputError(
             f"Missing argument 'TASK...': {', '.join(TASKS)}; or a paper's table with --preset; "
             "see `kvsketch eval --help`"
@@ -251,6 +252,12 @@ def eval_command(
         [int(x) for x in _numbers("--seeds", seeds, whole=True)],
         allocation,
     )
+    for setup in setups:
+        if queries == "prompt" and setup.method in NEED_REREAD:
+            raise InputError(
+                f"--methods {setup.method}: it scores a context by a second reading; it needs "
+                "--queries reread --question unseen"
+            )
     options = Options(
         cases=cases or [],
         lines=None if lines is None else _counts("--lines", lines),

@@ -236,8 +236,10 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         q, self.pending, self._returned = self.pending, 0, None
         reading = self.forward.reading
         if reading is not None and reading.span is not None:
-            assert observed is not None
-            self.stream.ask(observed, reading.span, reading.sample)
+            if observed is not None:
+                self.stream.ask(observed, reading.span, reading.sample)
+            else:  # nothing will ever be compressed
+                self.stream.drop(q)
         elif self.record_past:
             self._unverified.append(observed)
             self._unverified_tokens += q

@@ -89,6 +89,11 @@ def prefill(
             f"{tuple(input_ids.shape)}"
         )
     parts = _parts(queries, tokenizer, input_ids, mask)
+    if not parts and getattr(class_of(cache.method), "needs_reread", False):
+        raise UnsupportedError(
+            f"method={cache.method!r} scores a context by a second reading: "
+            "kvsketch.prefill(..., queries='reread')"
+        )
     tokens = input_ids.shape[1]
     if parts:
         _check_reread(cache, tokens + max(part.ids.shape[1] for part in parts))

@@ -1,0 +1,55 @@
+"""Runs kvpress's presses that look at a whole model. Executed by the peers' interpreter:
+
+    python kvpress_model_runner.py request.json in.safetensors out.safetensors
+
+The request is ``{"model": folder, "jobs": [{"press": class name, "arguments": of its constructor,
+"inner": class name of the press inside it or null, "inner_arguments": likewise, "ratio":
+compression_ratio}]}``; job i reads the context ``ids.i``, int64 ``[1, n]``, and writes ``kept.i``,
+bool ``[layers, num_key_value_heads, n]``: what the press did not mask.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import kvpress
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DynamicCache
+
+
+def press_of(job: dict[str, Any]) -> Any:
+    cls = getattr(kvpress, job["press"])
+    if job["inner"] is None:
+        return cls(compression_ratio=job["ratio"], **job["arguments"])
+    inner = getattr(kvpress, job["inner"])(compression_ratio=job["ratio"], **job["inner_arguments"])
+    return cls(inner, **job["arguments"])
+
+
+def main() -> None:
+    request, source, target = sys.argv[1:]
+    with open(request, encoding="utf-8") as file:
+        asked = json.load(file)
+    tensors = load_file(source)
+    model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32).eval()
+    model.config.name_or_path = asked["model"]  # where KVzip finds the tokenizer
+    found = {}
+    for i, job in enumerate(asked["jobs"]):
+        ids = tensors[f"ids.{i}"]
+        grad = "grad" in job["press"].lower()
+        with torch.set_grad_enabled(grad), press_of(job)(model):
+            model.model(input_ids=ids, past_key_values=DynamicCache())
+        heads = model.config.num_key_value_heads
+        kept = torch.ones(len(model.model.layers), heads, ids.shape[1], dtype=torch.bool)
+        for number, layer in enumerate(model.model.layers):
+            _, head, token = layer.self_attn.masked_key_indices
+            kept[number, head.cpu(), token.cpu()] = False
+            layer.self_attn.masked_key_indices = None
+        found[f"kept.{i}"] = kept
+    save_file(found, target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Methods that look at a whole model keep the tokens that kvpress's own code keeps, of a record the
+packaged model can read. Skipped where the peers are not installed (``make peers``)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvsketch
+from benchmarks.peers import kvpress
+from benchmarks.peers.kvpress_model import ModelJob, kept_of_model
+from kvsketch import SketchCache
+from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+from kvsketch.evaluation.runner.longeval_cases import generate_cases
+
+#: tokens, kept on average: one part of a second reading, most of one, a token more, two parts
+SHAPES = [(300, 150), (1000, 100), (2049, 300), (2600, 650)]
+
+
+@lru_cache(maxsize=1)
+def packaged():
+    folder = resolve_model(PACKAGED)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = generate_cases(300, 1, seed=5)[0]["prompt"]
+    return folder, model, tokenizer, tokenizer(prompt, return_tensors="pt").input_ids
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    reason = kvpress.available()
+    if reason is not None:
+        pytest.skip(f"kvpress: {reason}")
+    folder, *_, ids = packaged()
+    snapkv = {"window_size": 32, "kernel_size": 5}
+    jobs = {}
+    for n, kept in SHAPES:
+        jobs["kvzip", n] = ModelJob("KVzipPress", ids[:, :n], kept)
+        jobs["layer", n] = ModelJob("AdaKVPress", ids[:, :n], kept, {}, "SnapKVPress", snapkv)
+    return dict(zip(jobs, kept_of_model(folder, list(jobs.values())), strict=True))
+
+
+def kept_by(cache, n):
+    """bool ``[layers, heads, n]``."""
+    found = torch.zeros(len(cache.layers), 2, n, dtype=torch.bool)
+    for number, layer in enumerate(cache.layers):
+        slots = layer.stream.slots
+        assert slots.masses().max() == 1
+        live = slots.masses()[0] > 0
+        for head in range(2):
+            found[number, head, slots.positions[0, head][live[head]].long()] = True
+    return found
+
+
+@pytest.mark.parametrize(("n", "kept"), SHAPES)
+def test_kvzip_keeps_what_kvpress_keeps(theirs, n, kept):
+    _, model, tokenizer, ids = packaged()
+    cache = SketchCache(model.config, "kvzip", budget=kept, recent=0, track_positions=True)
+    kvsketch.prefill(model, ids[:, :n], cache, queries="reread", tokenizer=tokenizer)
+    assert torch.equal(kept_by(cache, n), theirs["kvzip", n])
+
+
+@pytest.mark.parametrize(("n", "kept"), SHAPES)
+def test_snapkv_by_layer_keeps_what_adakv_keeps(theirs, n, kept):
+    _, model, _, ids = packaged()
+    cache = SketchCache(
+        model.config,
+        "snapkv",
+        budget=kept,
+        sink=0,
+        recent=32,
+        allocation="layer",
+        track_positions=True,
+        options={"window": 32, "kernel_size": 5},
+    )
+    kvsketch.prefill(model, ids[:, :n], cache)
+    assert torch.equal(kept_by(cache, n), theirs["layer", n])

@@ -1,0 +1,53 @@
+"""Budgets by need, against a plain loop."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsketch.cache.needs import by_need
+
+
+def by_loop(scores, budget, sink, recent, safeguard):
+    """Of every head its window, then its best up to the safeguard, then the best of all."""
+    n = scores[0].shape[1]
+    first = min(sink, budget, n)
+    last = min(recent, budget - first, n - first)
+    heads = [row for layer in scores for row in layer.tolist()]
+    kept = [set(range(first)) | set(range(n - last, n)) for _ in heads]
+    rest = []
+    for number, row in enumerate(heads):
+        order = sorted(range(first, n - last), key=lambda i, row=row: -row[i])
+        safe = max(0, int(budget * safeguard) - first - last)
+        kept[number] |= set(order[:safe])
+        rest += [(row[i], number, i) for i in order[safe:]]
+    total = min(budget, n) * len(heads)
+    for _, number, i in sorted(rest, reverse=True):
+        if sum(map(len, kept)) < total:
+            kept[number].add(i)
+    return [len(k) for k in kept]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    layers=st.integers(1, 3),
+    heads=st.integers(1, 4),
+    n=st.integers(1, 40),
+    budget=st.integers(1, 50),
+    sink=st.integers(0, 5),
+    recent=st.integers(0, 8),
+    safeguard=st.sampled_from([0.0, 0.2, 0.9]),
+    seed=st.integers(0, 9),
+)
+def test_as_a_plain_loop(layers, heads, n, budget, sink, recent, safeguard, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scores = [torch.rand(heads, n, generator=generator) for _ in range(layers)]
+    found = by_need(scores, budget, sink, recent, safeguard)
+    assert [len(x) for x in found] == [heads] * layers
+    assert torch.cat(found).tolist() == by_loop(scores, budget, sink, recent, safeguard)
+
+
+def test_padding_is_never_counted_before_tokens():
+    scores = [torch.tensor([[-torch.inf] * 6 + [0.1] * 4, [0.5] * 10])]
+    assert by_need(scores, 7, 0, 0)[0].tolist() == [4, 10]

@@ -1,0 +1,260 @@
+"""kvsketch.prefill: a context read before it is compressed, once or twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoTokenizer, DynamicCache
+
+import kvsketch
+from families import CONFIGS, build
+from kvsketch import InputError, SketchCache, Slots, UnsupportedError
+from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+from kvsketch.hf.interface import watched
+from kvsketch.hf.reading import REPEAT
+from tiny_model import small_llama
+
+
+class Letters:
+    """A tokenizer for models without one: a character is a token."""
+
+    def __call__(self, text, add_special_tokens=False):
+        return {"input_ids": [3 + ord(c) % 90 for c in text]}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return small_llama().eval()
+
+
+def ids_of(rows, tokens, seed=0):
+    return torch.randint(3, 90, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def answer(model, ids, cache, new=8, **settings):
+    return model.generate(
+        ids, past_key_values=cache, max_new_tokens=new, do_sample=False, eos_token_id=None,
+        pad_token_id=0, **settings,
+    )[:, ids.shape[1] :]  # fmt: skip
+
+
+REREADING = [("heavy_merge", "global"), ("heavy_merge", "measured"), ("heavy_merge", "layer"),
+             ("snapkv", "global"), ("h2o", "even"), ("kvzip", "global"), ("kvzip", "layer"),
+             ("pyramidkv", None), ("uniform", "even")]  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk_size", [None, 64])
+@pytest.mark.parametrize("method", ["heavy_merge", "snapkv", "h2o", "kcenter"])
+def test_with_the_prompts_queries_it_is_the_prefill_of_generate(llama, method, chunk_size):
+    ids = ids_of(1, 300)
+    read, plain = (SketchCache(llama.config, method, budget=0.3) for _ in range(2))
+    kvsketch.prefill(llama, ids[:, :290], read, chunk_size=chunk_size)
+    with torch.no_grad():
+        llama(ids[:, :290], past_key_values=plain)
+    assert read.summary()["slots"] == plain.summary()["slots"] < 100
+    torch.testing.assert_close(answer(llama, ids, read), answer(llama, ids, plain), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", [f for f in CONFIGS if f not in ("gemma2", "gemma3", "mpt")])
+def test_a_second_reading_leaves_nothing_behind(family):
+    """A lossless cache answers as an uncompressed one, at the right positions."""
+    model = build(family)
+    ids = ids_of(2, 120)
+    cache = SketchCache(model.config, budget=1.0)
+    kvsketch.prefill(model, ids[:, :100], cache, queries="reread", tokenizer=Letters())
+    assert cache.get_seq_length() == 100
+    assert torch.equal(answer(model, ids, cache), answer(model, ids, DynamicCache()))
+
+
+@pytest.mark.parametrize(("method", "allocation"), REREADING)
+def test_every_method_that_can_goes_by_a_second_reading(llama, method, allocation):
+    ids = ids_of(2, 320)
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    cache = SketchCache(llama.config, method, budget=0.25, allocation=allocation)
+    kvsketch.prefill(
+        llama, ids[:, :300], cache, queries="reread", tokenizer=Letters(),
+        attention_mask=mask[:, :300],
+    )  # fmt: skip
+    summary = cache.summary()
+    assert summary["slots"] == pytest.approx(75, rel=0.03)
+    assert all(x is not None and 0 <= x < 3 for row in cache.error() for x in row["prompt"])
+    alone = SketchCache(llama.config, method, budget=0.25, allocation=allocation)
+    kvsketch.prefill(llama, ids[:1, :300], alone, queries="reread", tokenizer=Letters())
+    together = answer(llama, ids, cache, attention_mask=mask)
+    assert torch.equal(together[:1], answer(llama, ids[:1], alone))
+
+
+def test_kvzip_scores_are_those_of_a_plain_computation(llama):
+    """From queries and keys of transformers' own attention over an uncompressed cache."""
+    ids, n = ids_of(1, 200), 200
+    asked = torch.tensor([Letters()(REPEAT + "\n")["input_ids"]])
+    again, seen = torch.cat([asked, ids], dim=1), {}
+
+    def around(kernel, module, query, key, value, *args, **kwargs):
+        seen[module.layer_idx] = query, key
+        return kernel(module, query, key, value, *args, **kwargs)
+
+    plain = DynamicCache()
+    with torch.no_grad():
+        llama(ids, past_key_values=plain)
+        with watched(llama, around):
+            llama(again, past_key_values=plain)
+    cache = SketchCache(llama.config, "kvzip", budget=0.2, recent=0, track_positions=True)
+    kvsketch.prefill(llama, ids, cache, queries="reread", tokenizer=Letters())
+    scores = []
+    for query, key in (seen[number] for number in sorted(seen)):
+        q = query.shape[2]
+        keys = key.repeat_interleave(2, dim=1)
+        logits = query @ keys.mT * query.shape[-1] ** -0.5
+        later = torch.ones(q, n + q, dtype=torch.bool).triu(n + 1)
+        share = logits.masked_fill(later, -torch.inf).softmax(-1)[..., :n]
+        scores.append(share.amax(2).view(1, 4, 2, n).amax(2)[0])
+    scores = torch.stack(scores)
+    scores[..., :4] = 2.0
+    wanted = torch.zeros(scores.numel(), dtype=torch.bool)
+    wanted[scores.flatten().topk(round(0.2 * scores.numel())).indices] = True
+    for number, layer in enumerate(cache.layers):
+        slots = layer.stream.slots
+        for head in range(4):
+            live = slots.masses()[0, head] > 0
+            found = slots.positions[0, head][live].long()
+            assert torch.equal(found, wanted.view(scores.shape)[number, head].nonzero().flatten())
+
+
+def test_questions_that_are_given_are_what_is_kept_for(llama):
+    """What the questions look at has a smaller error than without them."""
+    ids = ids_of(1, 300)
+    questions = ["which one is it?", "and where?"]
+    errors = {}
+    for queries in ("prompt", questions):
+        cache = SketchCache(llama.config, "snapkv", budget=0.2, allocation="even", recent=4)
+        kvsketch.prefill(llama, ids, cache, queries=queries, tokenizer=Letters())
+        exact = DynamicCache()
+        with torch.no_grad():
+            llama(ids, past_key_values=exact)
+            asked = torch.tensor([Letters()("which one is it?")["input_ids"]])
+            outs = [llama(asked, past_key_values=c).logits for c in (cache, exact)]
+        errors[str(queries)] = float((outs[0] - outs[1]).norm() / outs[1].norm())
+    assert errors[str(questions)] < errors["prompt"]
+
+
+def test_a_retrieval_head_is_found_by_the_second_reading():
+    """The packaged model, a record of 100 lines, kept .1: what the prompt's queries lose."""
+    from transformers import AutoModelForCausalLM
+
+    from kvsketch.evaluation.runner.longeval import QUESTION_MARK, read_answer
+    from kvsketch.evaluation.runner.longeval_cases import generate_cases
+
+    folder = resolve_model(PACKAGED)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    right = dict.fromkeys(("prompt", "reread"), 0)
+    for case in generate_cases(100, 4, seed=11):
+        ids = tokenizer(case["prompt"], return_tensors="pt").input_ids
+        cut = case["prompt"].rfind(QUESTION_MARK)
+        context = tokenizer(case["prompt"][:cut], return_tensors="pt").input_ids
+        for queries in right:
+            cache = SketchCache(model.config, budget=0.2, bits=8, allocation="global")
+            kvsketch.prefill(model, context, cache, queries=queries, tokenizer=tokenizer)
+            text = tokenizer.decode(answer(model, ids, cache, new=16)[0])
+            right[queries] += read_answer(text) == int(case["expected_number"])
+    assert right["reread"] == 4 > right["prompt"]
+
+
+def test_kvzip_without_a_second_reading_is_refused_before_the_first_token(llama):
+    cache = SketchCache(llama.config, "kvzip", budget=0.3)
+    with pytest.raises(UnsupportedError, match=r"kvsketch\.prefill"):
+        answer(llama, ids_of(1, 50), cache)
+    assert cache.get_seq_length() == 0
+    with pytest.raises(UnsupportedError, match=r"kvsketch\.prefill"):
+        kvsketch.prefill(llama, ids_of(1, 50), cache)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"queries": "twice"}, "queries='twice' must be one of prompt, reread"),
+        ({"queries": []}, "at least one"),
+        ({"queries": [""]}, "none empty"),
+        ({"queries": "reread", "tokenizer": None}, "needs tokenizer="),
+        ({"ids": torch.zeros(1, 0, dtype=torch.int64)}, "the context is empty"),
+        ({"ids": torch.zeros(3, dtype=torch.int64)}, r"must be int64 \[batch, tokens\]"),
+        ({"ids": torch.zeros(1, 3)}, r"must be int64 \[batch, tokens\]"),
+        ({"ids": ids_of(1, 700), "queries": "reread"}, "second reading would end at position"),
+        ({"attention_mask": torch.ones(1, 3)}, "must be of the shape of input_ids"),
+        ({"chunk_size": 0}, "chunk_size=0 must be an int >= 1"),
+        ({"cache": DynamicCache()}, "cache must be a SketchCache"),
+    ],
+)
+def test_bad_arguments_are_named_and_change_nothing(llama, arguments, message):
+    cache = arguments.pop("cache", SketchCache(llama.config, budget=0.3))
+    given = {"tokenizer": Letters()} | arguments
+    with pytest.raises(InputError, match=message):
+        kvsketch.prefill(llama, given.pop("ids", ids_of(1, 40)), cache, **given)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_cache_in_use_is_refused(llama):
+    cache = SketchCache(llama.config, budget=0.3)
+    kvsketch.prefill(llama, ids_of(1, 40), cache)
+    with pytest.raises(InputError, match="holds 40 tokens already"):
+        kvsketch.prefill(llama, ids_of(1, 40), cache)
+
+
+@pytest.mark.parametrize("method", ["tova", "expected_attention", "observed_attention", "subgen"])
+def test_methods_that_cannot_use_a_second_reading_say_so(llama, method):
+    cache = SketchCache(llama.config, method, budget=0.5)
+    with pytest.raises(UnsupportedError, match=f"{method}.* second reading"):
+        kvsketch.prefill(llama, ids_of(1, 40), cache, queries="reread", tokenizer=Letters())
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_layers_that_cannot_forget_are_refused(family):
+    model = build(family)
+    cache = SketchCache(model.config, budget=0.5)
+    with pytest.raises(UnsupportedError, match="cannot forget"):
+        kvsketch.prefill(model, ids_of(1, 40), cache, queries="reread", tokenizer=Letters())
+
+
+@pytest.mark.parametrize("allocation", ["layer", "global"])
+@pytest.mark.parametrize("method", ["kcenter", "streaming_llm", "subgen"])
+def test_need_is_told_by_scores(llama, method, allocation):
+    with pytest.raises(InputError, match="compares scores"):
+        SketchCache(llama.config, method, budget=0.5, allocation=allocation)
+
+
+def test_an_interrupted_reading_leaves_an_empty_cache(llama):
+    cache = SketchCache(llama.config, budget=0.3)
+
+    class Breaking(Letters):
+        pass
+
+    hook = llama.model.layers[1].register_forward_pre_hook(
+        lambda *_: (_ for _ in ()).throw(KeyboardInterrupt())
+    )
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            kvsketch.prefill(llama, ids_of(1, 40), cache, queries="reread", tokenizer=Breaking())
+    finally:
+        hook.remove()
+    assert cache.get_seq_length() == 0
+    kvsketch.prefill(llama, ids_of(1, 40), cache)
+    assert cache.get_seq_length() == 40
+
+
+def test_queries_after_all_slots_see_every_one():
+    from kvsketch import Observed
+    from kvsketch.slots import attention_received
+
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, 2, 30, 8, generator=generator, dtype=torch.float64)
+    queries = torch.randn(1, 4, 50, 8, generator=generator, dtype=torch.float64)
+    share = (queries.view(1, 2, 2, 50, 8) @ keys.unsqueeze(2).mT * 0.3).softmax(-1)
+    observed = Observed(queries, 0.3, after=True)
+    slots = Slots(keys, values)
+    received = attention_received(slots, observed)
+    torch.testing.assert_close(received.double(), share.sum((2, 3)), rtol=1e-5, atol=1e-6)
+    largest = attention_received(slots, observed, largest=True)
+    torch.testing.assert_close(largest.double(), share.amax((2, 3)), rtol=1e-5, atol=1e-6)
