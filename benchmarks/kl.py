@@ -35,6 +35,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache
 
+import kvsketch
 from benchmarks.equal_bytes import Fit, Held, held_by, shares
 from benchmarks.options import (
     BITS,
@@ -80,6 +81,7 @@ def compressed(
     seed: int = 0,
     sink: int = 4,
     recent: int = 32,
+    tokenizer: Any = None,
 ) -> tuple[int, Held] | None:
     """A one-shot cache that read ``prompt`` and holds the bytes of ``tokens`` plain tokens, and its
     budget; None where ``Fit`` finds none."""
@@ -94,11 +96,14 @@ def compressed(
             recent=recent,
             one_shot=True,
             bits=method.bits,
-            allocation="measured" if method.spent == "measured" else "even",
+            allocation="even" if method.spent == "calibrated" else method.spent,
             schedule=None if curves is None else shares(curves, budget / n),
             seed=seed,
         )
-        prefill(model, prompt, cache)
+        if method.reread:
+            kvsketch.prefill(model, prompt, cache, queries="reread", tokenizer=tokenizer)
+        else:
+            prefill(model, prompt, cache)
         return held_by(cache, method.bits, sink, recent)
 
     if method.name is None:

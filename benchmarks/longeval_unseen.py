@@ -11,7 +11,9 @@ Methods are named as in ``kvsketch eval --methods``: a bare name is the method a
 model.config, name, budget=...)`` runs it (``heavy_merge``: ``@measured``, all others: ``@even``).
 ``@even`` gives every head the same budget; ``@measured`` spends the bytes over heads and layers by
 errors measured on this very record, ``@calibrated`` by errors measured beforehand on three other
-generated cases (there ``@FILE``). ``+int4`` stores slots in 4 bits, more of them.
+generated cases (there ``@FILE``); ``@layer`` and ``@global`` by the method's scores. ``+int4``
+stores slots in 4 bits, more of them. ``/reread``: the record is read a second time first, and the
+method goes by those queries (``kvsketch.prefill``; kvzip, which needs it, is KVzip).
 """
 
 from __future__ import annotations
@@ -88,7 +90,10 @@ def measure(
             prefill(model, ids[:, :record], cache)
         else:
             tokens = math.ceil(share * record)
-            one = compressed(model, ids[:, :record], method, tokens, fit, curves, seed)
+            record_ids = ids[:, :record]
+            one = compressed(
+                model, record_ids, method, tokens, fit, curves, seed, tokenizer=tokenizer
+            )
             if one is None:
                 return None
             budget, held = one

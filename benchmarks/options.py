@@ -13,13 +13,15 @@ from kvsketch.errors import unknown_name
 from kvsketch.methods.registry import REREADING, default_allocation
 
 #: how a budget is spent over heads and layers, in the words of ``kvsketch eval --methods``: the
-#: same for every head; by errors measured on this very prompt; by errors measured beforehand on
-#: other prompts (there ``@FILE``, written by ``kvsketch calibrate``)
-SPENT = ("even", "measured", "calibrated")
+#: same for every head; by errors measured on this very prompt; by the method's scores, over a layer
+#: or the model; by errors measured beforehand on other prompts (there ``@FILE``, written by
+#: ``kvsketch calibrate``)
+SPENT = ("even", "measured", "layer", "global", "calibrated")
 METHODS_HELP = (
-    "comma-separated NAME[@even|@measured|@calibrated][+int8|+int4]: the same budget for every "
-    "head, or spent by errors measured on this prompt, or beforehand on others; a bare name: the "
-    "method's own way. int8, int4: all tokens."
+    "comma-separated NAME[@even|@measured|@layer|@global|@calibrated][+int8|+int4][/reread]: the "
+    "same budget for every head, or spent by errors measured on this prompt, by scores, or by "
+    "errors measured beforehand on others; a bare name: the method's own way. /reread: by the "
+    "queries of a second reading. int8, int4: all tokens."
 )
 #: a method whose slots are stored in so many bits; alone: all tokens are
 BITS = {"int8": 8, "int4": 4}
@@ -30,20 +32,23 @@ USUAL = tuple(name for name in ALL_METHODS if name not in (*LEFT_OUT, *REREADING
 
 @dataclass(frozen=True)
 class Method:
-    """``name[@even|@measured|@calibrated][+int8|+int4]``, or ``int8``, ``int4``: all tokens, in so
-    many bits. A bare name is the method as ``SketchCache(model.config, name, budget=...)`` runs it.
+    """``name[@even|@measured|@layer|@global|@calibrated][+int8|+int4][/reread]``, or ``int8``,
+    ``int4``: all tokens, in so many bits. A bare name is the method as ``SketchCache(model.config,
+    name, budget=...)`` runs it.
 
     Attributes:
         label: as it was written.
         name: the method; None where all tokens are kept.
         spent: one of ``SPENT``; where the label has none, the method's own.
         bits: of its slots, 16 where they are stored as they come.
+        reread: it goes by the queries of a second reading.
     """
 
     label: str
     name: str | None
     spent: str = "even"
     bits: int = 16
+    reread: bool = False
 
 
 def parse(label: str) -> Method:
@@ -53,15 +58,19 @@ def parse(label: str) -> Method:
     """
     if label in BITS:
         return Method(label, None, bits=BITS[label])
-    rest, plus, ending = label.partition("+")
+    whole, slash, source = label.partition("/")
+    if slash and source != "reread":
+        raise unknown_name("where queries come from", source, ["reread"])
+    rest, plus, ending = whole.partition("+")
     if plus and ending not in BITS:
         raise unknown_name("the ending of a method", ending, BITS)
     name, at, way = rest.partition("@")
     if at and way not in SPENT:
         raise unknown_name("the way a budget is spent", at + way, [f"@{known}" for known in SPENT])
-    if name not in USUAL:
+    if name not in USUAL and not (slash and name in REREADING):
         raise unknown_name("method", name, (*USUAL, *BITS))
-    return Method(label, name, way if at else default_allocation(name), BITS.get(ending, 16))
+    spent = way if at else default_allocation(name)
+    return Method(label, name, spent, BITS.get(ending, 16), bool(slash))
 
 
 def methods(text: str, others: Collection[str] = ()) -> list[Method]:
