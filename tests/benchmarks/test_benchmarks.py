@@ -326,7 +326,10 @@ def test_single_layers_spend_their_budget_as_a_cache_does(label):
         (lambda: options.methods("snapkv+int3"), "'int3' is unknown; did you mean 'int"),
         (lambda: options.methods("exact"), "'exact' is unknown"),
         (lambda: options.methods("snapkv@measure"), "did you mean '@measured'"),
-        (lambda: options.methods("snapkv@prompt"), "Allowed: @calibrated, @even, @measured"),
+        (
+            lambda: options.methods("snapkv@prompt"),
+            "Allowed: @calibrated, @even, @global, @layer, @measured",
+        ),
         (lambda: compression_time.evenly_spent("heavy_merge"), "ask for heavy_merge@even"),
         (lambda: compression_time.evenly_spent("snapkv+int4"), "'snapkv.int4' is not one of"),
         (lambda: options.paths("nowhere.txt,pyproject.toml"), "nowhere.txt not there"),
@@ -564,7 +567,7 @@ def test_the_readme_says_which_methods_were_compared(tmp_path):
     assert page.compared(result) == ["snapkv", "merge_reduce"]
     readme = tmp_path / "README.md"
     readme.write_text("before <!-- unseen:begin -->old<!-- unseen:end --> after")
-    page.write_readme(result, readme)
+    page.write_readme("unseen", page.readme_block(result), readme)
     text = readme.read_text()
     assert text.startswith("before ")
     assert text.endswith(" after")

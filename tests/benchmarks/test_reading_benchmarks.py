@@ -1,0 +1,65 @@
+"""Benchmarks of a second reading, at small sizes, and the sections made from them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from benchmarks import longeval_unseen, page_reread, reading
+from tiny_model import small_llama
+
+
+def invoke(command, *arguments, code=0):
+    app = typer.Typer(rich_markup_mode=None)
+    app.command()(command)
+    done = CliRunner().invoke(app, [*arguments, "--json"])
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout.splitlines()[-1]) if code == 0 else done.output
+
+
+def test_what_a_second_reading_costs(monkeypatch):
+    monkeypatch.setattr(reading, "models", lambda: {"tiny": small_llama().eval()})
+    monkeypatch.setattr(
+        reading, "AutoTokenizer", type("", (), {"from_pretrained": lambda _: Letters()})
+    )
+    monkeypatch.setattr(reading, "prompt", lambda model, tokens, seed: ids_of(tokens))
+    result = invoke(reading.main, "--tokens", "300", "--repeats", "1", "--threads", "1")
+    (row,) = result["results"]
+    assert row["reread_over_first"] > row["prompt_over_first"] > 0
+    assert result["versions"]["torch"]
+    assert "| tiny | 300 |" in page_reread.reading(result)
+
+
+def ids_of(tokens):
+    import torch
+
+    return torch.randint(3, 90, (1, tokens), generator=torch.Generator().manual_seed(0))
+
+
+class Letters:
+    def __call__(self, text, add_special_tokens=False):
+        return {"input_ids": [3 + ord(c) % 90 for c in text]}
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--repeats", "--threads"])
+def test_numbers_out_of_range_are_named(option):
+    assert option in invoke(reading.main, option, "0", code=2)
+
+
+def test_longeval_after_a_second_reading_at_equal_bytes(monkeypatch, tmp_path):
+    monkeypatch.setattr(longeval_unseen, "OFFICIAL", tmp_path)
+    methods = "kvzip/reread,kvzip+int4/reread,heavy_merge@global/reread"
+    arguments = ["--lines", "30", "--count", "2", "--budgets", "0.3", "--methods", methods]
+    result = invoke(longeval_unseen.main, *arguments)
+    rows = {row["method"]: row for row in result["results"]}
+    most = max(row["bytes_per_token"] for row in rows.values())
+    assert most <= 0.3 * 128 * 1.01
+    assert rows["kvzip+int4/reread"]["accuracy"] == 1
+    plain, fewer = rows["kvzip/reread"], rows["kvzip+int4/reread"]
+    assert fewer["slots_per_token"] > 1.5 * plain["slots_per_token"]
+    section = page_reread.longeval_reread(result)
+    assert "| kvzip+int4/reread | 1.00 (" in section
+    assert "| kvzip+int4/reread | 1.00 |" in page_reread.readme_block(result)
