@@ -10,8 +10,8 @@ import kvsketch
 from families import CONFIGS, build
 from kvsketch import InputError, SketchCache, Slots, UnsupportedError
 from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+from kvsketch.hf import reading
 from kvsketch.hf.interface import watched
-from kvsketch.hf.reading import REPEAT
 from tiny_model import small_llama
 
 
@@ -55,7 +55,7 @@ def test_with_the_prompts_queries_it_is_the_prefill_of_generate(llama, method, c
     torch.testing.assert_close(answer(llama, ids, read), answer(llama, ids, plain), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("family", [f for f in CONFIGS if f not in ("gemma2", "gemma3", "mpt")])
+@pytest.mark.parametrize("family", [f for f in CONFIGS if f not in ("gemma2", "gemma3")])
 def test_a_second_reading_leaves_nothing_behind(family):
     """A lossless cache answers as an uncompressed one, at the right positions."""
     model = build(family)
@@ -85,35 +85,43 @@ def test_every_method_that_can_goes_by_a_second_reading(llama, method, allocatio
     assert torch.equal(together[:1], answer(llama, ids[:1], alone))
 
 
-def test_kvzip_scores_are_those_of_a_plain_computation(llama):
+@pytest.mark.parametrize("part", [2048, 80])
+def test_kvzip_scores_are_those_of_a_plain_computation(llama, monkeypatch, part):
     """From queries and keys of transformers' own attention over an uncompressed cache."""
-    ids, n = ids_of(1, 200), 200
-    asked = torch.tensor([Letters()(REPEAT + "\n")["input_ids"]])
-    again, seen = torch.cat([asked, ids], dim=1), {}
+    monkeypatch.setattr(reading, "PART", part)
+    n, seen, plain = 200, {}, DynamicCache()
+    ids = ids_of(1, n)
 
     def around(kernel, module, query, key, value, *args, **kwargs):
         seen[module.layer_idx] = query, key
         return kernel(module, query, key, value, *args, **kwargs)
 
-    plain = DynamicCache()
     with torch.no_grad():
         llama(ids, past_key_values=plain)
-        with watched(llama, around):
+    scores = torch.zeros(2, 4, n)
+    for start in range(0, n, part):
+        end = min(start + part, n)
+        asked = reading.REPEAT_PART if start else reading.REPEAT
+        ends = ids[:, max(0, start - 8) : start]
+        texts = [torch.tensor([Letters()(text)["input_ids"]]) for text in (asked, "\n")]
+        again = torch.cat([texts[0], ends, texts[1], ids[:, start:end]], dim=1)
+        with torch.no_grad(), watched(llama, around):
             llama(again, past_key_values=plain)
-    cache = SketchCache(llama.config, "kvzip", budget=0.2, recent=0, track_positions=True)
-    kvsketch.prefill(llama, ids, cache, queries="reread", tokenizer=Letters())
-    scores = []
-    for query, key in (seen[number] for number in sorted(seen)):
-        q = query.shape[2]
-        keys = key.repeat_interleave(2, dim=1)
-        logits = query @ keys.mT * query.shape[-1] ** -0.5
-        later = torch.ones(q, n + q, dtype=torch.bool).triu(n + 1)
-        share = logits.masked_fill(later, -torch.inf).softmax(-1)[..., :n]
-        scores.append(share.amax(2).view(1, 4, 2, n).amax(2)[0])
-    scores = torch.stack(scores)
+        plain.crop(-again.shape[1])
+        q, first = again.shape[1], min(4, start)
+        for number in range(2):
+            query, key = seen[number]
+            keys = torch.cat([key[:, :, :first], key[:, :, start:end], key[:, :, n:]], dim=2)
+            logits = query @ keys.repeat_interleave(2, dim=1).mT * query.shape[-1] ** -0.5
+            later = torch.ones(q, keys.shape[2], dtype=torch.bool).triu(keys.shape[2] - q + 1)
+            share = logits.masked_fill(later, -torch.inf).softmax(-1)[..., first:]
+            largest = share[..., : end - start].amax(2).view(1, 4, 2, -1).amax(2)
+            scores[number, :, start:end] = largest[0]
     scores[..., :4] = 2.0
     wanted = torch.zeros(scores.numel(), dtype=torch.bool)
     wanted[scores.flatten().topk(round(0.2 * scores.numel())).indices] = True
+    cache = SketchCache(llama.config, "kvzip", budget=0.2, recent=0, track_positions=True)
+    kvsketch.prefill(llama, ids, cache, queries="reread", tokenizer=Letters())
     for number, layer in enumerate(cache.layers):
         slots = layer.stream.slots
         for head in range(4):
@@ -195,6 +203,12 @@ def test_bad_arguments_are_named_and_change_nothing(llama, arguments, message):
     assert cache.get_seq_length() == 0
 
 
+def test_a_streaming_cache_is_refused(llama):
+    cache = SketchCache(llama.config, budget=60, prefill="streaming")
+    with pytest.raises(InputError, match="prefill='streaming'"):
+        kvsketch.prefill(llama, ids_of(1, 40), cache)
+
+
 def test_a_cache_in_use_is_refused(llama):
     cache = SketchCache(llama.config, budget=0.3)
     kvsketch.prefill(llama, ids_of(1, 40), cache)
@@ -258,3 +272,69 @@ def test_queries_after_all_slots_see_every_one():
     torch.testing.assert_close(received.double(), share.sum((2, 3)), rtol=1e-5, atol=1e-6)
     largest = attention_received(slots, observed, largest=True)
     torch.testing.assert_close(largest.double(), share.amax((2, 3)), rtol=1e-5, atol=1e-6)
+
+
+def test_of_several_questions_the_largest_attention_counts(llama):
+    ids, kept = ids_of(1, 200), []
+    for queries in (["which one?", "and where was it?"], ["and where was it?", "which one?"]):
+        cache = SketchCache(llama.config, "kvzip", budget=0.4, recent=0, track_positions=True)
+        kvsketch.prefill(llama, ids, cache, queries=queries, tokenizer=Letters())
+        kept.append([layer.stream.slots.positions for layer in cache.layers])
+    for one, other in zip(*kept, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_within_a_layer_every_head_has_its_safeguard():
+    model = small_llama().eval()
+    for layer in model.model.layers:  # the first head adds nothing
+        layer.self_attn.v_proj.weight.data[:8] *= 1e-4
+    held = {}
+    for allocation in ("layer", "global"):
+        cache = SketchCache(model.config, budget=60, sink=2, recent=2, allocation=allocation)
+        kvsketch.prefill(model, ids_of(1, 600), cache)
+        held[allocation] = [layer.stream.held[0, 0].item() for layer in cache.layers]
+    assert held["layer"] == [12, 12]  # AdaKV's 0.2 of the budget
+    assert held["global"] == [4, 4]  # sinks and recent window
+
+
+def test_what_kvzip_decodes_stays(llama):
+    """Its scores are of the context; tokens that come later are no part of it."""
+    ids = ids_of(1, 200)
+    cache = SketchCache(llama.config, "kvzip", budget=120, recent=4, track_positions=True)
+    kvsketch.prefill(llama, ids, cache, queries="reread", tokenizer=Letters())
+    answer(llama, torch.cat([ids, ids_of(1, 1, 7)], dim=1), cache, new=60)
+    for layer in cache.layers:
+        slots = layer.stream.slots
+        for head in range(4):
+            live = slots.masses()[0, head] > 0
+            positions = slots.positions[0, head][live]
+            assert positions[positions >= 200].tolist() == list(range(200, 260))
+
+
+def test_a_sample_of_the_queries_is_kept_and_all_of_it_used():
+    """Spread over the second reading: for the fit, and 32 of it for the error."""
+    from kvsketch import Observed
+    from kvsketch.cache import windowed
+    from kvsketch.cache.error import WindowError
+    from kvsketch.cache.stream import Stream
+    from kvsketch.methods.fit import Asked
+    from kvsketch.methods.seen import Seen
+
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, 2, 500, 8, generator=generator)
+    queries = torch.randn(1, 4, 200, 8, generator=generator)
+    stream = Stream(windowed("heavy_merge"), None)
+    stream.extend(Slots(keys, values))
+    stream.ask(Observed(queries, 0.3), (0, 200), 100)
+    assert stream.seen == stream.slots.count == 300
+    kept = stream.queries.all()
+    assert kept.after
+    assert torch.equal(kept.queries, queries[:, :, ::2])
+    stream.queries.keep_last(10)  # a sample is no window
+    assert stream.queries.count == 100
+    asked = Asked.of(Seen.of(stream.slots, kept), window=64)
+    assert asked.queries.shape[1] == 2 * 100
+    wrong = Slots(keys[:, :, :300], torch.zeros_like(values[:, :, :300]))
+    error = WindowError(stream.slots, kept, recent=8)
+    assert torch.equal(error._asked.queries, kept.queries[:, :, ::4])
+    assert error.error(wrong).tolist() == [[1.0, 1.0]]

@@ -120,13 +120,13 @@ def prefill(
                 )
                 forward.masks.cut(tokens)
                 bar.advance(task, count)
+            forward.reading = None
+            for layer in forward.sketches:
+                layer.finish_reading()
         except BaseException:
+            forward.reading = None
             cache.reset()
             raise
-        finally:
-            forward.reading = None
-        for layer in forward.sketches:
-            layer.finish_reading()
 
 
 def _check(input_ids: Tensor, cache: SketchCache, chunk_size: int | None) -> None:
@@ -136,6 +136,11 @@ def _check(input_ids: Tensor, cache: SketchCache, chunk_size: int | None) -> Non
         raise InputError(
             f"cache holds {cache.get_seq_length()} tokens already; prefill reads into an empty "
             "one: call reset()"
+        )
+    if not all(layer.settings.exact_prefill for layer in cache._forward.sketches):
+        raise InputError(
+            "cache was made with prefill='streaming', which compresses while it reads; "
+            "kvsketch.prefill reads all of a context first: make it with prefill='exact'"
         )
     if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
         raise InputError(
