@@ -1,0 +1,143 @@
+"""Training sequences of the RULER model as token ids: documents, and questions about them.
+
+Every batch is a function of (seed, step), as in `data`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from training.data import Batch
+from training.ruler_documents import KINDS, Document, Documents, Part
+
+EVEN = (1.0,) * len(KINDS)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What the sequences of one stage look like."""
+
+    length: int  # tokens per sequence
+    rows: int  # sequences per step
+    verbatim: float = 0.0  # share of documents that are repeated instead of asked about
+    kinds: tuple[float, ...] = EVEN  # weight of each of `KINDS`
+    questions: float = 0.4  # share of the tokens spent on questions, where there are that many
+    whole: float = 0.5  # share of rows with a single document
+    least: int = 64  # tokens of the shortest document
+    gaps: float = 0.0  # share of rows with random position gaps between sentences
+    span: int = 0  # largest position that gaps reach
+    spelled: float = 0.02  # share of key words that nobody knows
+
+
+class _Row:
+    """Tokens read so far, and what is predicted of them."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.loss: list[bool] = []
+        self.answer: list[int] = []
+        self.either: dict[int, list[int]] = {}
+        self.kinds: list[str] = []  # of every counted answer
+
+
+class Sequences:
+    """Makes batches."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        backend = tokenizer.backend_tokenizer
+        self.encode = lambda text: backend.encode(text, add_special_tokens=False).ids
+        self.first = lru_cache(maxsize=20_000)(lambda text: self.encode(text)[0])
+        self.documents = Documents()
+        self.eos = tokenizer.eos_token_id
+        ends = [self.encode(text)[0] for text in (". ", ".\nVAR", ">\n", "\n", "\n\n", ", ")]
+        self.ends = np.array([*ends, self.eos])
+
+    def _add(self, row: _Row, parts: list[Part]) -> None:
+        for part in parts:
+            ids = self.encode(part.text)
+            if part.either:
+                row.either[len(row.ids)] = [ids[0], *map(self.first, part.either)]
+            row.ids += ids
+            row.loss += [part.loss] * len(ids)
+            row.answer += [len(row.kinds) if part.kind else -1] * len(ids)
+            if part.kind:
+                row.kinds.append(part.kind)
+
+    def _end(self, row: _Row) -> None:
+        row.ids.append(self.eos)
+        row.loss.append(True)
+        row.answer.append(-1)
+
+    def _document(
+        self, row: _Row, mix: Mixture, kind: str, size: int, rng: random.Random
+    ) -> None:
+        """Adds a document and questions, of ``size`` tokens where it has questions enough."""
+        verbatim = rng.random() < mix.verbatim
+        share = 0.5 if verbatim else mix.questions
+        # A list of words has one question, and few tokens are spent on it.
+        room = size - 50 if kind == "counts" and not verbatim else int(size * (1 - share))
+        document: Document = self.documents.make(kind, max(room, 24), rng, mix.spelled)
+        end = len(row.ids) + size
+        if verbatim:
+            copied = Part(document.text, True, "copies")
+            self._add(row, [Part(document.text), Part("\n"), copied])
+            self._end(row)
+            return
+        self._add(row, [*document.before, Part(document.text)])
+        for question in document.questions:
+            self._add(row, question)
+            self._end(row)
+            if len(row.ids) >= end:
+                break
+
+    def _row(self, mix: Mixture, rng: random.Random) -> _Row:
+        row = _Row()
+        whole = rng.random() < mix.whole
+        while (left := mix.length - len(row.ids)) > 0:
+            size = left
+            if not whole and left > 2 * mix.least:
+                size = int(mix.least * (left / mix.least) ** rng.random())
+            kind = rng.choices(KINDS, mix.kinds)[0]
+            self._document(row, mix, kind, size, rng)
+        cut = row.answer[mix.length - 1]  # the last answer may be cut: it is not counted
+        row.ids, row.loss = row.ids[: mix.length], row.loss[: mix.length]
+        row.answer = [-1 if a == cut else a for a in row.answer[: mix.length]]
+        row.either = {at: ids for at, ids in row.either.items() if at < mix.length}
+        return row
+
+    def _positions(self, ids: np.ndarray, mix: Mixture, rng: np.random.Generator) -> np.ndarray:
+        positions = np.arange(mix.length)
+        if rng.random() >= mix.gaps:
+            return positions
+        starts = np.flatnonzero(np.isin(ids[:-1], self.ends)) + 1
+        if rng.random() < 0.5:
+            extra = int(rng.uniform(0, mix.span - mix.length))
+        else:
+            extra = int(np.exp(rng.uniform(0, np.log(max(mix.span - mix.length, 2)))))
+        # Uneven gaps: some sentences sit close together, others far apart.
+        jumps = rng.exponential(1.0, len(starts)) ** rng.choice([1.0, 3.0])
+        step = np.zeros(mix.length, dtype=np.int64)
+        step[starts] = np.floor(jumps / max(jumps.sum(), 1e-9) * extra).astype(np.int64)
+        return positions + np.cumsum(step)
+
+    def batch(self, mix: Mixture, rng: np.random.Generator) -> Batch:
+        draws = random.Random(int(rng.integers(2**62)))
+        rows = [self._row(mix, draws) for _ in range(mix.rows)]
+        ids = np.array([row.ids for row in rows])
+        positions = np.array([self._positions(row_ids, mix, rng) for row_ids in ids])
+        # Numbers of answers are made unique over the batch.
+        answer = np.array([row.answer for row in rows])
+        answer = np.where(answer >= 0, answer + np.arange(mix.rows)[:, None] * mix.length, -1)
+        return Batch(
+            ids,
+            positions,
+            np.array([row.loss for row in rows]),
+            answer,
+            {(r, at): some for r, row in enumerate(rows) for at, some in row.either.items()},
+            {r * mix.length + i: k for r, row in enumerate(rows) for i, k in enumerate(row.kinds)},
+        )
