@@ -84,8 +84,8 @@ class Sequences:
         document: Document = self.documents.make(kind, max(room, 24), rng, mix.spelled)
         end = len(row.ids) + size
         if verbatim:
-            copied = Part(document.text, True, "copies")
-            self._add(row, [Part(document.text), Part("\n"), copied])
+            copies = [Part(unit + document.joint, True, "copies") for unit in document.units]
+            self._add(row, [Part(document.text), Part("\n"), *copies])
             self._end(row)
             return
         self._add(row, [*document.before, Part(document.text)])

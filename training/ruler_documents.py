@@ -255,12 +255,12 @@ class Documents:
     def _counts(self, room: int, rng: random.Random, spelled: float) -> Document:
         if room > 450 and rng.random() < 0.6:  # the official form: an example of 20 words first
             example = self._count_text(10, 3, 10, rng)
-            found = self._count_text(10, 6, (room - 220) // 4 - 60, rng)
+            found = self._count_text(10, 6, int((room - 220) / 4.2) - 60, rng)
             found.before = [Part(example.text), *example.questions[0], Part("\n", True)]
             return found
         most = 10 if room > 300 or rng.random() < 0.3 else rng.randint(2, 10)
         times = rng.choice([3, 4, 6]) if room > 200 else rng.randint(2, 4)
-        return self._count_text(most, times, max(room // 4 - most * times, 2), rng)
+        return self._count_text(most, times, max(int(room / 4.2) - most * times, 2), rng)
 
     def _count_text(self, most: int, times: int, others: int, rng: random.Random) -> Document:
         drawn = rng.sample(words(), most + others)
