@@ -73,9 +73,7 @@ class Sequences:
         row.loss.append(True)
         row.answer.append(-1)
 
-    def _document(
-        self, row: _Row, mix: Mixture, kind: str, size: int, rng: random.Random
-    ) -> None:
+    def _document(self, row: _Row, mix: Mixture, kind: str, size: int, rng: random.Random) -> None:
         """Adds a document and questions, of ``size`` tokens where it has questions enough."""
         verbatim = rng.random() < mix.verbatim
         share = 0.5 if verbatim else mix.questions

@@ -88,9 +88,7 @@ def invented(rng: random.Random) -> str:
     letters = []
     for i in range(rng.randint(2, 10)):
         common_ones = "aeiouaeo" if i % 2 else "tnshrdlcmwfgypbvk"
-        letters.append(
-            rng.choice(common_ones if rng.random() < 0.8 else string.ascii_lowercase)
-        )
+        letters.append(rng.choice(common_ones if rng.random() < 0.8 else string.ascii_lowercase))
     return "".join(letters)
 
 

@@ -24,7 +24,6 @@ _CHAINS = "chain(s) of variable assignment"
 PHRASES = (
     # LongEval
     HEADER,
-    "line ",
     ": REGISTER_CONTENT is <",
     ">\n",
     QUESTION.split("{key}")[0],
@@ -65,6 +64,7 @@ PHRASES = (
     ", ",
     "\n\n",
 )
+LINE = "line "  # where a LongEval line begins
 LINE_END = ".\n"  # unless a question follows
 # The commonest words of English prose; with a space before them they are one token too, unless they
 # may be keys or counted.
@@ -106,9 +106,10 @@ def common() -> tuple[str, ...]:
 
 def _pattern() -> str:
     phrases = [re.escape(p).replace(r"\ ", " ") for p in sorted(PHRASES, key=len, reverse=True)]
+    line = r"line (?=[^\n:]{1,80}: REGISTER_CONTENT)"
     end = r"\.\n(?!What |Question:|\n)"
     spaced = " (?:" + "|".join(common()) + r")(?!\p{L})"
-    return "|".join([*phrases, end, spaced, *_PIECES])
+    return "|".join([*phrases, line, end, spaced, *_PIECES])
 
 
 def _splitter() -> pre_tokenizers.PreTokenizer:
@@ -128,7 +129,8 @@ def _vocabulary() -> list[str]:
     texts += [first + second for first in capitals for second in capitals]
     texts += words()
     splitter = _splitter()
-    return [piece for text in texts for piece, _ in splitter.pre_tokenize_str(text)]
+    pieces = [piece for text in texts for piece, _ in splitter.pre_tokenize_str(text)]
+    return [LINE.replace(" ", "\u0120"), *pieces]  # a space as the byte-level alphabet spells it
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
