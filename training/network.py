@@ -27,7 +27,12 @@ class Outcome:
         return sum(self.right.values()) / max(sum(self.count.values()), 1)
 
 
-def build_model(tokenizer: PreTrainedTokenizerBase, layers: int) -> LlamaForCausalLM:
+def build_model(
+    tokenizer: PreTrainedTokenizerBase, layers: int, spread: float | None = None
+) -> LlamaForCausalLM:
+    """``spread``: standard deviation of the embeddings at first. They are the output's too: where
+    answers are words of a large vocabulary, small ones must grow before a copied word can be told
+    from all others."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -45,7 +50,10 @@ def build_model(tokenizer: PreTrainedTokenizerBase, layers: int) -> LlamaForCaus
         pad_token_id=tokenizer.pad_token_id,
     )
     config._attn_implementation = "sdpa"
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    if spread is not None:
+        torch.nn.init.normal_(model.model.embed_tokens.weight, std=spread)
+    return model
 
 
 def build_optimizers(model: LlamaForCausalLM, muon: bool) -> list[torch.optim.Optimizer]:

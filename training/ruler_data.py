@@ -24,6 +24,7 @@ class Mixture:
 
     length: int  # tokens per sequence
     rows: int  # sequences per step
+    echoes: float = 0.0  # share of rows that are a few random words, again and again
     verbatim: float = 0.0  # share of documents that are repeated instead of asked about
     kinds: tuple[float, ...] = EVEN  # weight of each of `KINDS`
     questions: float = 0.4  # share of the tokens spent on questions, where there are that many
@@ -53,6 +54,7 @@ class Sequences:
         self.encode = lambda text: backend.encode(text, add_special_tokens=False).ids
         self.first = lru_cache(maxsize=20_000)(lambda text: self.encode(text)[0])
         self.documents = Documents()
+        self.words = range(len(tokenizer.all_special_ids), len(tokenizer))
         self.eos = tokenizer.eos_token_id
         ends = [self.encode(text)[0] for text in (". ", ".\nVAR", ">\n", "\n", "\n\n", ", ")]
         self.ends = np.array([*ends, self.eos])
@@ -93,8 +95,20 @@ class Sequences:
             if len(row.ids) >= end:
                 break
 
+    def _echo(self, row: _Row, length: int, rng: random.Random) -> None:
+        """Random tokens again and again: nothing but copying predicts them."""
+        period = int(2 * (length / 4) ** rng.random())
+        some = [rng.choice(self.words) for _ in range(period)]
+        row.ids = (some * (length // period + 1))[:length]
+        row.loss = [at >= period for at in range(length)]
+        row.answer = [at // 4 if at >= period else -1 for at in range(length)]
+        row.kinds = ["echoes"] * length
+
     def _row(self, mix: Mixture, rng: random.Random) -> _Row:
         row = _Row()
+        if rng.random() < mix.echoes:
+            self._echo(row, mix.length, rng)
+            return row
         whole = rng.random() < mix.whole
         while (left := mix.length - len(row.ids)) > 0:
             size = left

@@ -66,23 +66,22 @@ PHRASES = (
 )
 LINE = "line "  # where a LongEval line begins
 LINE_END = ".\n"  # unless a question follows
+_COMMON = (
+    "a about after again all also always an and another any are around as at back be because "
+    "been before being better between both but by can come could did do does doing don done "
+    "down each even ever every few find first for from get give go going good great had has "
+    "have he her here him his how i if in into is isn it its just kind know last less let "
+    "life like little long look lot made make makes man many may me mean might more most much "
+    "must my need never new no not now of off often on one only or other others our out over "
+    "own part people place point probably put rather really right s same say see seem seems "
+    "she should since so some something still such t take than that the their them themselves "
+    "then there these they thing things think this those though thought through time to too "
+    "try two under until up us use used very want was way we well were what when where which "
+    "while who why will with without work world would year years you your "
+)
 # The commonest words of English prose; with a space before them they are one token too, unless they
 # may be keys or counted.
-COMMON_WORDS = frozenset(
-    (
-        "a about after again all also always an and another any are around as at back be because "
-        "been before being better between both but by can come could did do does doing don done "
-        "down each even ever every few find first for from get give go going good great had has "
-        "have he her here him his how i if in into is isn it its just kind know last less let life "
-        "like little long look lot made make makes man many may me mean might more most much must "
-        "my need never new no not now of off often on one only or other others our out over own "
-        "part people place point probably put rather really right s same say see seem seems she "
-        "should since so some something still such t take than that the their them themselves then "
-        "there these they thing things think this those though thought through time to too try "
-        "two under until up us use used very want was way we well were what when where which while "
-        "who why will with without work world would year years you your"
-    ).split()
-)
+COMMON_WORDS = frozenset(_COMMON.split())
 _PIECES = (
     r"[A-Z]{2}(?![a-z])",
     r"\p{L}\p{Ll}*",
