@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from training.data import Batch
+from training.wiring import wire
 
 PEAK_RATE = 2e-3
 
@@ -28,11 +29,9 @@ class Outcome:
 
 
 def build_model(
-    tokenizer: PreTrainedTokenizerBase, layers: int, spread: float | None = None
+    tokenizer: PreTrainedTokenizerBase, layers: int, wired: bool = False
 ) -> LlamaForCausalLM:
-    """``spread``: standard deviation of the embeddings at first. They are the output's too: where
-    answers are words of a large vocabulary, small ones must grow before a copied word can be told
-    from all others."""
+    """``wired``: it copies from the start (``wiring``)."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -51,8 +50,8 @@ def build_model(
     )
     config._attn_implementation = "sdpa"
     model = LlamaForCausalLM(config)
-    if spread is not None:
-        torch.nn.init.normal_(model.model.embed_tokens.weight, std=spread)
+    if wired:
+        wire(model)
     return model
 
 

@@ -22,7 +22,7 @@ class Recipe:
         build_tokenizer: without arguments.
         sequences: from a tokenizer to something with ``batch(mixture, rng)``.
         stages: the curriculum.
-        layers, spread: of the network (``network.build_model``).
+        layers, wired: of the network (``network.build_model``).
         held_out: how many cases are kept for evaluation on the way, by name.
         cases: from the tokenizer, a name and a number to held-out cases.
         score: from the model, the tokenizer and cases to a mean score.
@@ -37,7 +37,7 @@ class Recipe:
     cases: Callable[[Any, str, int], list[Any]]
     score: Callable[[Any, Any, list[Any]], float]
     new_tokens: int
-    spread: float | None = None
+    wired: bool = False
 
 
 RECIPES: Mapping[str, Recipe] = {
@@ -62,6 +62,6 @@ RECIPES: Mapping[str, Recipe] = {
         ),
         score=ruler_evaluate.greedy,
         new_tokens=128,
-        spread=0.1,
+        wired=True,
     ),
 }

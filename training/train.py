@@ -68,7 +68,7 @@ class Run:
         self.out.mkdir(parents=True, exist_ok=True)
         self.tokenizer = recipe.build_tokenizer()
         self.sequences = recipe.sequences(self.tokenizer)
-        self.model = build_model(self.tokenizer, recipe.layers, recipe.spread)
+        self.model = build_model(self.tokenizer, recipe.layers, recipe.wired)
         self.optimizers = build_optimizers(self.model, arguments.optimizer == "muon")
         self.dtype = torch.float32 if arguments.float32 else torch.bfloat16
         self.held_out = {
