@@ -162,7 +162,7 @@ def test_every_answer_is_in_the_text(kind, sequences):
 
 
 def test_a_batch_is_what_its_seed_says_and_its_ids_are_those_of_its_text(sequences, tokenizer):
-    mixture = Mixture(512, 8, gaps=0.5, span=4000)
+    mixture = Mixture(512, 8, echoes=0.2, gaps=0.5, span=4000)
     batch, again = (sequences.batch(mixture, np.random.default_rng(5)) for _ in range(2))
     assert (batch.ids == again.ids).all()
     assert (batch.positions == again.positions).all()
@@ -177,7 +177,7 @@ def test_a_batch_is_what_its_seed_says_and_its_ids_are_those_of_its_text(sequenc
     for (row, column), ids in batch.either.items():
         assert batch.loss[row, column]
         assert batch.ids[row, column] in ids
-    assert set(batch.kinds.values()) <= {*TASKS, "lines", "copies"}
+    assert set(batch.kinds.values()) <= {*TASKS, "lines", "copies", "echoes", "bags"}
 
 
 def test_where_several_tokens_are_right_their_probability_counts_together():

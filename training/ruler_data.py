@@ -24,7 +24,7 @@ class Mixture:
 
     length: int  # tokens per sequence
     rows: int  # sequences per step
-    echoes: float = 0.0  # share of rows that are a few random words, again and again
+    echoes: float = 0.0  # share of rows of random words: half are repeated, half are listed
     verbatim: float = 0.0  # share of documents that are repeated instead of asked about
     kinds: tuple[float, ...] = EVEN  # weight of each of `KINDS`
     questions: float = 0.4  # share of the tokens spent on questions, where there are that many
@@ -104,11 +104,31 @@ class Sequences:
         row.answer = [at // 4 if at >= period else -1 for at in range(length)]
         row.kinds = ["echoes"] * length
 
+    def _bags(self, row: _Row, length: int, rng: random.Random) -> None:
+        """Random tokens, then in any order those that came most often, each once."""
+        begin, ask = self.encode("\n\n")[0], self.encode("\n")[0]
+        while len(row.ids) < length:
+            wanted, times = rng.randint(2, 10), rng.choice([1, 1, 2, 3, 4])
+            others = 0 if times == 1 else rng.randint(1, 2 * wanted)
+            drawn = rng.sample(self.words, wanted + others)
+            entries = drawn[:wanted] * times + drawn[wanted:]
+            rng.shuffle(entries)
+            row.ids += [begin, *entries, ask, *drawn[:wanted], self.eos]
+            row.loss += [False] * (len(entries) + 2) + [True] * (wanted + 1)
+            count = len(row.kinds)
+            row.answer += [-1] * (len(entries) + 2) + [*range(count, count + wanted), -1]
+            row.kinds += ["bags"] * wanted
+            at = len(row.ids) - wanted - 1
+            row.either |= {at + i: drawn[i:wanted] for i in range(wanted - 1)}
+
     def _row(self, mix: Mixture, rng: random.Random) -> _Row:
         row = _Row()
         if rng.random() < mix.echoes:
-            self._echo(row, mix.length, rng)
-            return row
+            if rng.random() < 0.5:
+                self._echo(row, mix.length, rng)
+                return row
+            self._bags(row, mix.length, rng)
+            return self._cut(row, mix.length)
         whole = rng.random() < mix.whole
         while (left := mix.length - len(row.ids)) > 0:
             size = left
@@ -116,10 +136,14 @@ class Sequences:
                 size = int(mix.least * (left / mix.least) ** rng.random())
             kind = rng.choices(KINDS, mix.kinds)[0]
             self._document(row, mix, kind, size, rng)
-        cut = row.answer[mix.length - 1]  # the last answer may be cut: it is not counted
-        row.ids, row.loss = row.ids[: mix.length], row.loss[: mix.length]
-        row.answer = [-1 if a == cut else a for a in row.answer[: mix.length]]
-        row.either = {at: ids for at, ids in row.either.items() if at < mix.length}
+        return self._cut(row, mix.length)
+
+    @staticmethod
+    def _cut(row: _Row, length: int) -> _Row:
+        cut = row.answer[length - 1]  # the last answer may be cut: it is not counted
+        row.ids, row.loss = row.ids[:length], row.loss[:length]
+        row.answer = [-1 if a == cut else a for a in row.answer[:length]]
+        row.either = {at: ids for at, ids in row.either.items() if at < length}
         return row
 
     def _positions(self, ids: np.ndarray, mix: Mixture, rng: np.random.Generator) -> np.ndarray:
