@@ -162,7 +162,7 @@ def test_every_answer_is_in_the_text(kind, sequences):
 
 
 def test_a_batch_is_what_its_seed_says(sequences, tokenizer):
-    mixture = Mixture(512, 8, echoes=0.3, verbatim=0.3, gaps=0.5, span=4000)
+    mixture = Mixture(512, 8, echoes=0.2, bags=0.2, verbatim=0.3, gaps=0.5, span=4000)
     batch, again = (sequences.batch(mixture, np.random.default_rng(5)) for _ in range(2))
     assert (batch.ids == again.ids).all()
     assert (batch.positions == again.positions).all()

@@ -24,7 +24,8 @@ class Mixture:
 
     length: int  # tokens per sequence
     rows: int  # sequences per step
-    echoes: float = 0.0  # share of rows of random words: half are repeated, half are listed
+    echoes: float = 0.0  # share of rows of random words that are repeated
+    bags: float = 0.0  # share of rows of random words that are listed without repeating any
     verbatim: float = 0.0  # share of documents that are repeated instead of asked about
     kinds: tuple[float, ...] = EVEN  # weight of each of `KINDS`
     questions: float = 0.4  # share of the tokens spent on questions, where there are that many
@@ -43,6 +44,7 @@ class _Row:
         self.loss: list[bool] = []
         self.answer: list[int] = []
         self.either: dict[int, list[int]] = {}
+        self.jumps: dict[int, int] = {}  # of the position, before a token
         self.kinds: list[str] = []  # of every counted answer
 
 
@@ -106,27 +108,34 @@ class Sequences:
 
     def _bags(self, row: _Row, length: int, rng: random.Random) -> None:
         """Random tokens, then in any order those that came most often, each once."""
-        begin, ask = self.encode("\n\n")[0], self.encode("\n")[0]
+        begin, ask, space = (self.encode(text)[0] for text in ("\n\n", "\n", " "))
         while len(row.ids) < length:
             wanted, times = rng.randint(2, 10), rng.choice([1, 1, 2, 3, 4])
             others = 0 if times == 1 else rng.randint(1, 2 * wanted)
             drawn = rng.sample(self.words, wanted + others)
             entries = drawn[:wanted] * times + drawn[wanted:]
             rng.shuffle(entries)
-            row.ids += [begin, *entries, ask, *drawn[:wanted], self.eos]
-            row.loss += [False] * (len(entries) + 2) + [True] * (wanted + 1)
-            count = len(row.kinds)
-            row.answer += [-1] * (len(entries) + 2) + [*range(count, count + wanted), -1]
-            row.kinds += ["bags"] * wanted
-            at = len(row.ids) - wanted - 1
-            row.either |= {at + i: drawn[i:wanted] for i in range(wanted - 1)}
+            row.ids += [begin, *(i for word in entries for i in (word, space)), ask]
+            row.jumps[len(row.ids) - 1] = rng.randint(40, 400)
+            for i, word in enumerate(drawn[:wanted]):
+                row.either[len(row.ids) + 1] = drawn[i:wanted]
+                row.ids += [space, word]
+            row.ids.append(self.eos)
+            read, said = 2 * len(entries) + 2, 2 * wanted
+            row.loss += [False] * read + [True] * (said + 1)
+            row.answer += [-1] * read
+            for _ in range(wanted):
+                row.answer += [-1, len(row.kinds)]
+                row.kinds.append("bags")
+            row.answer.append(-1)
 
     def _row(self, mix: Mixture, rng: random.Random) -> _Row:
         row = _Row()
-        if rng.random() < mix.echoes:
-            if rng.random() < 0.5:
-                self._echo(row, mix.length, rng)
-                return row
+        draw = rng.random()
+        if draw < mix.echoes:
+            self._echo(row, mix.length, rng)
+            return row
+        if draw < mix.echoes + mix.bags:
             self._bags(row, mix.length, rng)
             return self._cut(row, mix.length)
         whole = rng.random() < mix.whole
@@ -146,8 +155,14 @@ class Sequences:
         row.either = {at: ids for at, ids in row.either.items() if at < length}
         return row
 
-    def _positions(self, ids: np.ndarray, mix: Mixture, rng: np.random.Generator) -> np.ndarray:
+    def _positions(self, row: _Row, mix: Mixture, rng: np.random.Generator) -> np.ndarray:
         positions = np.arange(mix.length)
+        if row.jumps:
+            step = np.zeros(mix.length, dtype=np.int64)
+            for at, jump in row.jumps.items():
+                step[at:] += jump
+            return positions + step
+        ids = np.array(row.ids)
         if rng.random() >= mix.gaps:
             return positions
         starts = np.flatnonzero(np.isin(ids[:-1], self.ends)) + 1
@@ -165,7 +180,7 @@ class Sequences:
         draws = random.Random(int(rng.integers(2**62)))
         rows = [self._row(mix, draws) for _ in range(mix.rows)]
         ids = np.array([row.ids for row in rows])
-        positions = np.array([self._positions(row_ids, mix, rng) for row_ids in ids])
+        positions = np.array([self._positions(row, mix, rng) for row in rows])
         # Numbers of answers are made unique over the batch.
         answer = np.array([row.answer for row in rows])
         answer = np.where(answer >= 0, answer + np.arange(mix.rows)[:, None] * mix.length, -1)

@@ -13,16 +13,16 @@ def _one(name: str, least: int, most: int, mixture: Mixture, **rest) -> Stage:
 # In the order of `KINDS`: lines, single, several, chains, counts.
 NO_COUNTS = (1.0, 1.0, 1.0, 1.0, 0.0)
 ALL = (1.0, 1.0, 1.0, 1.2, 1.5)
-SHORT = Mixture(1024, 8, 0.0, 0.0, ALL, 0.3, whole=0.5, least=150, gaps=0.6, span=9000)
-MIDDLE = Mixture(2048, 4, 0.0, 0.0, ALL, 0.25, whole=0.5, least=300, gaps=0.5, span=9000)
-LONG = Mixture(4096, 2, 0.0, 0.0, ALL, 0.15, whole=0.6, least=500, gaps=0.3, span=9000)
+SHORT = Mixture(1024, 8, 0.0, 0.05, 0.0, ALL, 0.3, whole=0.5, least=150, gaps=0.6, span=9000)
+MIDDLE = Mixture(2048, 4, 0.0, 0.0, 0.0, ALL, 0.25, whole=0.5, least=300, gaps=0.5, span=9000)
+LONG = Mixture(4096, 2, 0.0, 0.0, 0.0, ALL, 0.15, whole=0.6, least=500, gaps=0.3, span=9000)
 
 STAGES: tuple[Stage, ...] = (
-    _one("echo", 25, 250, Mixture(64, 40, echoes=1.0), goal=0.85),
-    _one("copy", 25, 200, Mixture(128, 32, 0.3, 1.0, NO_COUNTS, whole=1.0, spelled=0.0), goal=0.75),
-    _one("ask-128", 50, 300, Mixture(160, 40, 0.2, 0.1, gaps=0.2, span=512), goal=0.9),
-    _one("ask-256", 50, 300, Mixture(256, 24, 0.1, 0.0, ALL, gaps=0.5, span=2048), goal=0.9),
-    _one("ask-512", 50, 300, Mixture(512, 14, 0.05, 0.0, ALL, gaps=0.5, span=4096), goal=0.9),
+    _one("echo", 25, 200, Mixture(96, 32, 0.5, 0.5), goal=0.85),
+    _one("copy", 25, 200, Mixture(128, 32, 0.1, 0.2, 1.0, NO_COUNTS, whole=1.0), goal=0.75),
+    _one("ask-128", 50, 200, Mixture(160, 40, 0.0, 0.2, gaps=0.2, span=512), goal=0.9),
+    _one("ask-256", 50, 200, Mixture(256, 24, 0.0, 0.2, 0.0, ALL, gaps=0.5, span=2048), goal=0.9),
+    _one("ask-512", 50, 300, Mixture(512, 14, 0.0, 0.1, 0.0, ALL, gaps=0.5, span=4096), goal=0.9),
     _one("ask-1024", 100, 500, SHORT, goal=0.95, evaluate=250),
     Stage("ask-2048", ((0.7, MIDDLE), (0.3, SHORT)), 200, 500, goal=0.97, evaluate=250),
     Stage("ask-4096", ((0.7, LONG), (0.3, SHORT)), 200, 500, goal=0.98, evaluate=250),
