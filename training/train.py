@@ -110,7 +110,7 @@ class Run:
             file.write(line + "\n")
 
     def rate(self, stage: Stage) -> float:
-        rate = PEAK_RATE * min(1.0, (self.state["step"] + 1) / WARM_UP)
+        rate = stage.rate * PEAK_RATE * min(1.0, (self.state["step"] + 1) / WARM_UP)
         if stage.decay:
             rate *= max(1 - self.state["stage_step"] / stage.most, 0.01)
         return rate
