@@ -13,7 +13,7 @@ from kvsketch.evaluation.runner.longeval_cases import generate_cases
 from kvsketch.evaluation.tasks.haystack import filler
 from kvsketch.evaluation.tasks.ruler import SUBTASKS, Ruler
 from kvsketch.evaluation.tasks.ruler_words import all_words
-from training.network import _either
+from training.network import _either, build_model
 from training.ruler_data import Mixture, Sequences
 from training.ruler_documents import KINDS, Document, Documents
 from training.ruler_tokenizer import build_tokenizer
@@ -182,6 +182,19 @@ def test_ids_are_those_of_their_text(sequences, tokenizer):
         for document in tokenizer.decode(row).split(tokenizer.eos_token)[:-1]:
             ids = ids_of(tokenizer, document)
             assert any(row[i : i + len(ids)] == ids for i in range(len(row)))
+
+
+def test_wired_a_network_is_about_to_copy_what_stood_after_the_same_words(tokenizer):
+    torch.manual_seed(0)
+    words = torch.randint(300, len(tokenizer), (4, 40))
+    found = {}
+    for wired in (False, True):
+        model = build_model(tokenizer, 5, wired)
+        logits = model(words.repeat(1, 2)).logits[:, 40:-1]
+        best = logits.topk(10).indices
+        found[wired] = (best == words[:, 1:, None]).any(-1).float().mean().item()
+    assert found[False] < 0.05
+    assert found[True] > 0.5, found
 
 
 def test_where_several_tokens_are_right_their_probability_counts_together():

@@ -1,8 +1,8 @@
 """A start in which a network copies: its first two layers are wired as an induction circuit.
 
 Copying is all that the tasks here have in common. From random weights, with ten thousand words, it
-took more than a million tokens to begin; wired, it is there at step 0, and training goes on from
-it: nothing is held fixed.
+had not begun after a million tokens; wired, the right word is among the first at step 0, and
+training goes on from there: nothing is held fixed.
 
 The first layer notes the codes of the last four words. The second finds where the present word was
 last, or the last word was before last (and the third last fourth last, so that both halves of a key
