@@ -13,9 +13,9 @@ def _one(name: str, least: int, most: int, mixture: Mixture, **rest) -> Stage:
 # In the order of `KINDS`: lines, single, several, chains, counts.
 NO_COUNTS = (1.0, 1.0, 1.0, 1.0, 0.0)
 ALL = (0.7, 0.8, 1.2, 1.2, 2.2)
-SHORT = Mixture(1024, 8, 0.0, 0.05, 0.0, ALL, 0.3, whole=0.5, least=150, gaps=0.6, span=9000)
-MIDDLE = Mixture(2048, 4, 0.0, 0.0, 0.0, ALL, 0.25, whole=0.5, least=300, gaps=0.5, span=9000)
-LONG = Mixture(4096, 2, 0.0, 0.0, 0.0, ALL, 0.15, whole=0.6, least=500, gaps=0.3, span=9000)
+SHORT = Mixture(1024, 8, 0.0, 0.05, 0.0, ALL, 0.3, whole=0.5, least=150, gaps=0.4, span=4500)
+MIDDLE = Mixture(2048, 4, 0.0, 0.0, 0.0, ALL, 0.25, whole=0.5, least=300, gaps=0.3, span=4500)
+LONG = Mixture(4096, 2, 0.0, 0.0, 0.0, ALL, 0.15, whole=0.6, least=500, gaps=0.1, span=5000)
 
 STAGES: tuple[Stage, ...] = (
     _one("echo", 25, 200, Mixture(96, 32, 0.5, 0.5), goal=0.85),
