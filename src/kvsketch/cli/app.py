@@ -154,11 +154,7 @@ def calibrate(
     ],
     out: Annotated[Path, typer.Option(help="Where the curves go (JSON).")],
     model: Annotated[
-        str,
-        typer.Option(
-            help="Model folder or Hugging Face id; packaged: ours for longeval; packaged-ruler: "
-            "ours for longeval and ruler."
-        ),
+        str, typer.Option(help="Model folder or Hugging Face id. Default: the packaged model.")
     ] = "packaged",
     method: Annotated[str, typer.Option(help="See `kvsketch methods`.")] = "heavy_merge",
     follow: Annotated[

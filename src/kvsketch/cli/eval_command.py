@@ -72,11 +72,7 @@ def eval_command(
         ),
     ] = None,
     model: Annotated[
-        str,
-        typer.Option(
-            help="Model folder or Hugging Face id; packaged: ours for longeval; packaged-ruler: "
-            "ours for longeval and ruler."
-        ),
+        str, typer.Option(help="Model folder or Hugging Face id. Default: the packaged model.")
     ] = "packaged",
     methods: Annotated[
         str,
