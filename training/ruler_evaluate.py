@@ -47,7 +47,7 @@ def cases(
 def greedy(
     model: Any, tokenizer: PreTrainedTokenizerBase, held_out: list[tuple[Task, Case]]
 ) -> float:
-    """Mean score. Prompts are padded to the left, all the same length or nearly."""
+    """Mean score, one case after another."""
     total = 0.0
     for task, case in held_out:
         prompt = tokenizer(case.prompt, return_tensors="pt")
