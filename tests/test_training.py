@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 
 import pytest
 import torch
 
-from training import train
-from training.data import Mixture
+from training import data, ruler_data, train
+from training.recipes import RECIPES
 from training.schedule import Stage
 
 pytestmark = pytest.mark.slow
@@ -21,8 +22,8 @@ def arguments(out):
     )
 
 
-def weights_after(out, monkeypatch, steps_before_kill):
-    run = train.Run(arguments(out))
+def weights_after(out, recipe, monkeypatch, steps_before_kill):
+    run = train.Run(arguments(out), recipe)
     if steps_before_kill:
         real, count = run.step, 0
 
@@ -36,21 +37,26 @@ def weights_after(out, monkeypatch, steps_before_kill):
         monkeypatch.setattr(run, "step", step)
         with pytest.raises(KeyboardInterrupt):
             run.train()
-        run = train.Run(arguments(out))
+        run = train.Run(arguments(out), recipe)
         run.load()
     run.train()
     return run.model.state_dict()
 
 
-def test_resuming_changes_nothing(tmp_path, monkeypatch):
-    stages = tuple(
-        Stage(name, ((1.0, Mixture(64, 2, verbatim=1.0)),), 3, 3, goal=2.0) for name in "ab"
-    )
-    monkeypatch.setattr(train, "STAGES", stages)
-    monkeypatch.setattr(train, "HELD_OUT_CASES", {3: 1})
+MIXTURES = {
+    "longeval": (data.Mixture(64, 2, verbatim=1.0), {"3": 1}),
+    "ruler": (ruler_data.Mixture(256, 4, gaps=0.5, span=2048), {"niah_multivalue": 1}),
+}
+
+
+@pytest.mark.parametrize("model", MIXTURES)
+def test_resuming_changes_nothing(model, tmp_path, monkeypatch):
+    mixture, held_out = MIXTURES[model]
+    stages = tuple(Stage(name, ((1.0, mixture),), 3, 3, goal=2.0) for name in "ab")
+    recipe = dataclasses.replace(RECIPES[model], stages=stages, held_out=held_out)
     monkeypatch.setattr(train, "CHECKPOINT_SECONDS", 0)
-    whole = weights_after(tmp_path / "whole", monkeypatch, 0)
-    killed = weights_after(tmp_path / "killed", monkeypatch, 4)
+    whole = weights_after(tmp_path / "whole", recipe, monkeypatch, 0)
+    killed = weights_after(tmp_path / "killed", recipe, monkeypatch, 4)
     for name, tensor in whole.items():
         assert torch.equal(tensor, killed[name]), name
     exported = tmp_path / "whole" / "model"

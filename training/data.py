@@ -5,7 +5,7 @@ Every batch is a function of (seed, step), so resuming needs no generator state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -40,6 +40,9 @@ class Batch:
     positions: np.ndarray  # [rows, length]
     loss: np.ndarray  # [rows, length] bool: is this token predicted with loss?
     answer: np.ndarray  # [rows, length] number of the answer this digit belongs to, or -1
+    # Tokens that are as right as the one that stands there, itself among them, by (row, column).
+    either: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    kinds: dict[int, str] = field(default_factory=dict)  # of the answers, by number
 
 
 class Sequences:

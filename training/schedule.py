@@ -17,6 +17,7 @@ class Stage:
     most: int
     goal: float = 0.95
     decay: bool = False  # learning rate falls linearly to zero over the `most` steps
+    rate: float = 1.0  # of the peak learning rate
     evaluate: int = 0  # steps between evaluations on held-out official prompts; 0 for none
 
 

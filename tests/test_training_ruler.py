@@ -1,0 +1,209 @@
+"""The RULER model's tokenizer and training data: lossless, and worded as the evaluation is."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from kvsketch.evaluation.runner.longeval_cases import generate_cases
+from kvsketch.evaluation.tasks.haystack import filler
+from kvsketch.evaluation.tasks.ruler import SUBTASKS, Ruler
+from kvsketch.evaluation.tasks.ruler_words import all_words
+from training.network import _either, build_model
+from training.ruler_data import Mixture, Sequences
+from training.ruler_documents import KINDS, Document, Documents
+from training.ruler_tokenizer import build_tokenizer
+
+TASKS = {
+    "single": "niah_multikey_2",
+    "values": "niah_multivalue",
+    "queries": "niah_multiquery",
+    "chains": "vt",
+    "counts": "cwe",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def sequences(tokenizer):
+    return Sequences(tokenizer)
+
+
+def ids_of(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def official(subtask: str, tokenizer) -> tuple[str, str]:
+    task = Ruler([subtask], [2000], 1)
+    task.haystack = filler()
+    case = task.fitted(task.cases()[0], tokenizer, 4000)
+    return case.context, case.question
+
+
+def test_any_text_comes_back(tokenizer):
+    rng = random.Random(0)
+    texts = [
+        "",
+        " ",
+        "\n\n",
+        ".\n",
+        "12345 1234567",
+        "ABCDE ABc aB",
+        "thethe the\tthe",
+        "中文 é ß 🙂",
+    ]
+    texts += ["".join(chr(rng.randrange(1, 0xD7FF)) for _ in range(50)) for _ in range(20)]
+    for text in texts:
+        assert tokenizer.decode(ids_of(tokenizer, text)) == text
+
+
+@pytest.mark.parametrize("subtask", SUBTASKS)
+def test_a_prompt_comes_back_and_its_question_is_encoded_alike_with_and_without_it(
+    subtask, tokenizer
+):
+    context, question = official(subtask, tokenizer)
+    apart = ids_of(tokenizer, context) + ids_of(tokenizer, question)
+    assert ids_of(tokenizer, context + question) == apart
+    assert tokenizer.decode(apart) == context + question
+
+
+def test_a_word_is_one_token_in_every_place(tokenizer):
+    words = [word for word in all_words() if re.fullmatch("[a-z]+", word)]
+    assert len(words) > 8000
+    for word in words:
+        (one,) = ids_of(tokenizer, word)
+        for text in (
+            f" {word}",
+            f"-{word}",
+            f"1. {word} 2. ",
+            f"line {word}-x: REGISTER_CONTENT is <1>",
+        ):
+            assert one in ids_of(tokenizer, text)
+
+
+def shape(text: str) -> str:
+    """The wording alone."""
+    text = re.sub(r"\d+\. [a-z][a-z ñ-]*?(?= \d|\n|$)", "N. W", text)
+    text = re.sub(r"\d+", "0", text)
+    text = re.sub(r"(?<=for )[\w-]+-[\w-]+(?: [\w-]+)?(?= is: )", "KEY", text)
+    text = re.sub(r"(?<=numbers for ).*?(?= mentioned)", "KEYS", text)
+    text = re.sub(r"(?<=number for ).*?(?= mentioned)", "KEY", text)
+    return re.sub(r"\b[A-Z]{5}\b", "NAME", re.sub(r"\b(?!VAR)[A-Z]{3}\b", "NAM", text))
+
+
+def whole(document: Document) -> str:
+    return "".join(part.text for part in document.before) + document.text
+
+
+def made(kind: str, room: int, wanted: str) -> Document:
+    """A document with a question of this kind, and its example where the evaluation has one."""
+    documents, rng = Documents(), random.Random(1)
+    while True:
+        found = documents.make(kind, room, rng)
+        if any(part.kind == wanted for part in found.questions[0]) and (
+            found.before or wanted not in ("chains", "counts")
+        ):
+            return found
+
+
+@pytest.mark.parametrize("wanted", TASKS)
+def test_questions_and_texts_are_worded_as_the_evaluation_words_them(wanted, tokenizer):
+    kind = "several" if wanted in ("values", "queries") else wanted
+    document = made(kind, 2000, wanted)
+    context, question = official(TASKS[wanted], tokenizer)
+    assert shape(document.questions[0][0].text) == shape(question)
+    expected, found = shape(context), shape(whole(document))
+    if wanted in ("values", "queries", "single"):
+        assert found.split("\n")[0] == expected.split("\n")[0]
+        assert shape("One of the special magic numbers for a-b is: 1.") in found
+        assert shape("One of the special magic numbers for a-b is: 1.") in expected
+    elif wanted == "chains":
+        # The same kinds of lines, one example, the same seams.
+        rest = [
+            {line for line in text.split("\n") if not line.startswith("The ")}
+            for text in (found, expected)
+        ]
+        assert rest[0] == rest[1]
+        assert found.count("\n\n") == expected.count("\n\n")
+    else:
+        assert re.sub("(N. W ?)+", "LIST", found) == re.sub("(N. W ?)+", "LIST", expected)
+
+
+def test_lines_are_the_official_prompt(sequences, tokenizer):
+    document = sequences.documents.make("lines", 500, random.Random(0))
+    prompt = generate_cases(10, 1, 0)[0]["prompt"]
+    assert (
+        shape(document.text + document.questions[0][0].text).split("\n")[0]
+        == (shape(prompt).split("\n")[0])
+    )
+    key = re.search("in line (.*?)[?]", document.questions[0][0].text)[1]
+    told = "".join(part.text for part in document.questions[0][1:])
+    number = re.search(f"line {key}: REGISTER_CONTENT is <(.*?)>", document.text)[1]
+    assert told.strip() == f"The <REGISTER_CONTENT> in line {key} is <{number}>."
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_answer_is_in_the_text(kind, sequences):
+    rng = random.Random(2)
+    for _ in range(20):
+        document = sequences.documents.make(kind, rng.randrange(100, 1500), rng, 0.1)
+        for question in document.questions:
+            for part in question:
+                if part.kind:
+                    assert part.text.removesuffix(">.") in document.text
+
+
+def test_a_batch_is_what_its_seed_says(sequences, tokenizer):
+    mixture = Mixture(512, 8, echoes=0.2, bags=0.2, verbatim=0.3, gaps=0.5, span=4000)
+    batch, again = (sequences.batch(mixture, np.random.default_rng(5)) for _ in range(2))
+    assert (batch.ids == again.ids).all()
+    assert (batch.positions == again.positions).all()
+    assert batch.either == again.either
+    assert batch.ids.shape == batch.loss.shape == batch.answer.shape == (8, 512)
+    assert (np.diff(batch.positions) >= 1).all()
+    assert batch.positions.max() < 4000
+    assert set(batch.kinds.values()) <= {*TASKS, "lines", "copies", "echoes", "bags"}
+    for (row, column), ids in batch.either.items():
+        assert batch.loss[row, column]
+        assert batch.ids[row, column] in ids
+
+
+def test_ids_are_those_of_their_text(sequences, tokenizer):
+    batch = sequences.batch(Mixture(512, 16), np.random.default_rng(5))
+    for row in batch.ids.tolist():
+        for document in tokenizer.decode(row).split(tokenizer.eos_token)[:-1]:
+            ids = ids_of(tokenizer, document)
+            assert any(row[i : i + len(ids)] == ids for i in range(len(row)))
+
+
+def test_wired_a_network_is_about_to_copy_what_stood_after_the_same_words(tokenizer):
+    torch.manual_seed(0)
+    words = torch.randint(300, len(tokenizer), (4, 40))
+    found = {}
+    for wired in (False, True):
+        model = build_model(tokenizer, 5, wired)
+        logits = model(words.repeat(1, 2)).logits[:, 40:-1]
+        best = logits.topk(10).indices
+        found[wired] = (best == words[:, 1:, None]).any(-1).float().mean().item()
+    assert found[False] < 0.05
+    assert found[True] > 0.5, found
+
+
+def test_where_several_tokens_are_right_their_probability_counts_together():
+    logits = torch.randn(3, 7, requires_grad=True)
+    targets = torch.tensor([1, 2, 3])
+    wrong = logits.argmax(-1) != targets
+    loss, found = _either(logits, targets, wrong, {1: [2, 4, 4, 6]})
+    chances = logits.softmax(-1)
+    expected = [chances[0, 1], chances[1, [2, 4, 6]].sum(), chances[2, 3]]
+    assert torch.allclose(loss, -torch.stack(expected).log().mean())
+    assert found[1].item() == (logits[1].argmax().item() not in (2, 4, 6))
+    assert found[0] == wrong[0]

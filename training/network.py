@@ -1,0 +1,147 @@
+"""The networks trained here, their optimizers, and one step's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from training.data import Batch
+from training.wiring import wire
+
+PEAK_RATE = 2e-3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How many answers of a batch there were, and how many of them without a fault, by kind."""
+
+    count: Mapping[str, int]
+    right: Mapping[str, int]
+
+    @property
+    def accuracy(self) -> float:
+        return sum(self.right.values()) / max(sum(self.count.values()), 1)
+
+
+def build_model(
+    tokenizer: PreTrainedTokenizerBase, layers: int, wired: bool = False
+) -> LlamaForCausalLM:
+    """``wired``: it copies from the start (``wiring``)."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=16384,
+        # Slow frequencies: keys must match whatever their distance.
+        rope_parameters={"rope_type": "default", "rope_theta": 1e7},
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    config._attn_implementation = "sdpa"
+    model = LlamaForCausalLM(config)
+    if wired:
+        wire(model)
+    return model
+
+
+def build_optimizers(model: LlamaForCausalLM, muon: bool) -> list[torch.optim.Optimizer]:
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
+    chosen = {id(p) for p in matrices} if muon else set()
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(rest, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.0)
+    ]
+    if muon:
+        optimizers.append(
+            torch.optim.Muon(
+                matrices, lr=PEAK_RATE, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+            )
+        )
+    return optimizers
+
+
+def hidden_states(
+    model: LlamaForCausalLM, ids: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Plain causal attention at any positions.
+
+    `LlamaModel.forward` would read a jump in the positions as the start of another document.
+    """
+    inner = model.model
+    hidden = inner.embed_tokens(ids)
+    rotary = inner.rotary_emb(hidden, positions)
+    for layer in inner.layers:
+        hidden = layer(
+            hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary
+        )
+    return inner.norm(hidden)
+
+
+def loss_and_outcome(
+    model: LlamaForCausalLM, batch: Batch, dtype: torch.dtype
+) -> tuple[torch.Tensor, Outcome]:
+    """Mean loss of the predicted tokens, and the answers predicted without a fault."""
+    ids = torch.from_numpy(batch.ids)
+    wanted = torch.from_numpy(batch.loss)[:, 1:]
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        hidden = hidden_states(model, ids, torch.from_numpy(batch.positions))
+        # Logits are the largest tensor: only compute those with a loss.
+        logits = model.lm_head(hidden[:, :-1][wanted])
+    targets = ids[:, 1:][wanted]
+    wrong = logits.argmax(-1) != targets
+    if batch.either:
+        loss, wrong = _either(logits.float(), targets, wrong, _places(batch))
+    else:
+        loss = F.cross_entropy(logits.float(), targets)
+    answers = batch.answer[:, 1:][wanted.numpy()]
+    numbers = np.unique(answers[answers >= 0])
+    missed = np.unique(answers[wrong.numpy() & (answers >= 0)])
+    return loss, _outcome(numbers, missed, batch.kinds)
+
+
+def _places(batch: Batch) -> dict[int, Sequence[int]]:
+    """Tokens that are as right, by number of the predicted token."""
+    number = np.cumsum(batch.loss[:, 1:]).reshape(batch.loss[:, 1:].shape) - 1
+    return {int(number[r, at - 1]): some for (r, at), some in batch.either.items()}
+
+
+def _either(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    wrong: torch.Tensor,
+    places: Mapping[int, Sequence[int]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean loss, and what is wrong, where some places have several right tokens: what counts there
+    is the probability of all of them."""
+    where = torch.tensor(list(places))
+    some = [torch.tensor(sorted(set(ids))) for ids in places.values()]
+    right = torch.nn.utils.rnn.pad_sequence(some, batch_first=True, padding_value=-1)
+    beside = right < 0
+    chosen = logits[where]
+    together = chosen.gather(1, right.clamp(min=0)).masked_fill(beside, -torch.inf)
+    loss = F.cross_entropy(logits, targets, reduction="none")
+    loss = loss.index_copy(0, where, chosen.logsumexp(1) - together.logsumexp(1))
+    found = (right == chosen.argmax(1, keepdim=True)).any(1)
+    return loss.mean(), wrong.index_copy(0, where, ~found)
+
+
+def _outcome(numbers: np.ndarray, missed: np.ndarray, kinds: Mapping[int, str]) -> Outcome:
+    faulty = set(missed.tolist())
+    count: dict[str, int] = {}
+    right: dict[str, int] = {}
+    for number in numbers.tolist():
+        kind = kinds.get(number, "")
+        count[kind] = count.get(kind, 0) + 1
+        right[kind] = right.get(kind, 0) + (number not in faulty)
+    return Outcome(count, right)

@@ -1,0 +1,296 @@
+"""What the RULER model reads: a text with much in it to ask about, and questions with answers.
+
+Wording and layout are the evaluation's (`kvsketch.evaluation.tasks.ruler`, `longeval_cases`); there
+is more to ask about each text, and anything said is drawn at random.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from kvsketch.evaluation.runner.longeval_cases import (
+    ANSWER,
+    HEADER,
+    MAX_NUMBER,
+    QUESTION,
+    format_line,
+    make_key,
+)
+from kvsketch.evaluation.tasks.haystack import filler, inserted, noise_lines
+from kvsketch.evaluation.tasks.ruler_chains import HOPS
+from training.ruler_tokenizer import common, words
+
+VALUES = 4  # of a key with several, and keys of a question about several
+KINDS = ("lines", "single", "several", "chains", "counts")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of text, encoded apart. ``kind``: it is an answer that is counted. ``either``: what
+    would be as right at its first token."""
+
+    text: str
+    loss: bool = False
+    kind: str = ""
+    either: tuple[str, ...] = ()
+
+
+@dataclass
+class Document:
+    """A text and what can be asked about it. ``before``: a solved example."""
+
+    head: str
+    units: list[str]
+    joint: str = ""
+    questions: list[list[Part]] = field(default_factory=list)
+    before: list[Part] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return self.head + self.joint.join(self.units)
+
+
+class Prose:
+    """Sentences like an essay's, of random words: common ones, known ones, and invented ones that
+    are spelled in bytes."""
+
+    def __init__(self, seed: str = "training/prose", count: int = 4000) -> None:
+        rng = random.Random(seed)
+        self.sentences = [self._sentence(rng) for _ in range(count)]
+        rest = filler()
+        for start in rest.starts[: count // 10]:
+            self.sentences += rest.sentences(start, 12)[:1]
+
+    @staticmethod
+    def _sentence(rng: random.Random) -> str:
+        found = []
+        for _ in range(rng.randint(4, 22)):
+            draw = rng.random()
+            if draw < 0.5:
+                found.append(rng.choice(common()))
+            elif draw < 0.7:
+                found.append(rng.choice(words()))
+            elif draw < 0.98:
+                found.append(invented(rng))
+            else:
+                found.append(str(rng.randrange(10 ** rng.randint(1, 4))))
+            if rng.random() < 0.08:
+                found[-1] += rng.choice([",", ",", ",", ";", ":", " --", '"', "'s"])
+        text = " ".join(found)
+        return text[0].upper() + text[1:] + rng.choice("......?!)")
+
+
+def invented(rng: random.Random) -> str:
+    """A word nobody knows."""
+    letters = []
+    for i in range(rng.randint(2, 10)):
+        common_ones = "aeiouaeo" if i % 2 else "tnshrdlcmwfgypbvk"
+        letters.append(rng.choice(common_ones if rng.random() < 0.8 else string.ascii_lowercase))
+    return "".join(letters)
+
+
+class Documents:
+    """Documents of about so many tokens."""
+
+    def __init__(self) -> None:
+        self.prose = Prose()
+
+    def make(self, kind: str, room: int, rng: random.Random, spelled: float = 0.0) -> Document:
+        """``room``: tokens of the text. ``spelled``: share of keys with an unknown word."""
+        return getattr(self, "_" + kind)(room, rng, spelled)
+
+    def _keys(self, count: int, rng: random.Random, spelled: float) -> list[str]:
+        """None twice. Half the time of few words, so both halves of a key matter."""
+        found: dict[str, None] = {}
+        few = [make_key(rng).split("-", 1) for _ in range(2 + count // rng.choice([2, 4, 6]))]
+        blend = rng.random() < 0.5
+        while len(found) < count:
+            if blend and rng.random() < 0.9:
+                first, second = rng.choice(few)[0], rng.choice(few)[1]
+            else:
+                first, second = make_key(rng).split("-", 1)
+            if rng.random() < spelled:
+                first = invented(rng)
+            if rng.random() < spelled:
+                second = invented(rng)
+            found.setdefault(f"{first}-{second}")
+        return list(found)
+
+    def _lines(self, room: int, rng: random.Random, spelled: float) -> Document:
+        keys = self._keys(max(2, room // 8), rng, spelled)
+        record = {key: rng.randint(1, MAX_NUMBER) for key in keys}
+        head = HEADER if room > 256 or rng.random() < 0.5 else ""
+        found = Document(head, [format_line(*item) for item in record.items()])
+        before = ANSWER.split("{number}")[0]
+        rng.shuffle(keys)
+        for key in keys:
+            # Some callers strip the prompt, and the space then opens the answer.
+            question, said = QUESTION.format(key=key), before.format(key=key)
+            if rng.random() < 0.1:
+                question, said = question[:-1], " " + said
+            found.questions.append(
+                [Part(question), Part(said, True), Part(f"{record[key]}>.", True, "lines")]
+            )
+        return found
+
+    def _haystack(
+        self, room: int, count: int, rng: random.Random, essays: float
+    ) -> tuple[str, list[str], str]:
+        """What surrounds ``count`` needles: its kind, sentences or lines, and what joins them."""
+        left = room - 9 * count
+        if left < 60:
+            return "needle", [], "\n"
+        if rng.random() < essays:
+            start = rng.randrange(len(self.prose.sentences))
+            sentences = self.prose.sentences[start:] + self.prose.sentences[:start]
+            return "essay", sentences[: left // 60], " "
+        return "noise", noise_lines(left // 7), "\n"
+
+    def _needles(
+        self, record: dict[str, list[str]], room: int, rng: random.Random
+    ) -> tuple[list[str], str]:
+        hidden = [
+            f"One of the special magic numbers for {key} is: {value}."
+            for key, values in record.items()
+            for value in values
+        ]
+        rng.shuffle(hidden)
+        _, units, joint = self._haystack(room, len(hidden), rng, 0.7)
+        return inserted(units, hidden, [rng.random() for _ in hidden]), joint
+
+    def _count(self, room: int, rng: random.Random) -> int:
+        """Needles in a text: nothing else, or fewer among other text."""
+        if rng.random() < 0.4:
+            return max(2, room // 9)
+        return rng.randint(1, max(4, room // 40))
+
+    def _single(self, room: int, rng: random.Random, spelled: float) -> Document:
+        keys = self._keys(self._count(room, rng), rng, spelled)
+        record = {key: [_number(rng)] for key in keys}
+        head = (
+            "A special magic number is hidden within the following text. Make sure to "
+            "memorize it. I will quiz you about the number afterwards.\n"
+        )
+        found = Document(head, *self._needles(record, room, rng))
+        rng.shuffle(keys)
+        for key in keys:
+            about = f"the special magic number for {key} mentioned in the provided text"
+            question = f"\nWhat is {about}? The{about[3:]} is"
+            found.questions.append([Part(question), *_told([(key, record[key])], "single")])
+        return found
+
+    def _several(self, room: int, rng: random.Random, spelled: float) -> Document:
+        """Keys with one value each, to be asked for together, and keys with several."""
+        count = max(self._count(room, rng), VALUES)
+        multiple = rng.choice([0, 1, 1 + count // 8, count // 4]) or (count < 8)
+        keys = self._keys(max(count - (VALUES - 1) * multiple, multiple, 1), rng, spelled)
+        record = {
+            key: [_number(rng) for _ in range(VALUES if i < multiple else 1)]
+            for i, key in enumerate(keys)
+        }
+        many, one = keys[:multiple], keys[multiple:]
+        head = (
+            "Some special magic numbers are hidden within the following text. Make sure to "
+            "memorize it. I will quiz you about the numbers afterwards.\n"
+        )
+        found = Document(head, *self._needles(record, room, rng))
+        asked: list[tuple[str, list[str]]] = [("values", [key]) for key in many]
+        rng.shuffle(one)
+        asked += [("queries", one[i : i + VALUES]) for i in range(0, len(one) - 3, VALUES)]
+        rng.shuffle(asked)
+        for kind, some in asked:
+            query = some[0] if len(some) == 1 else f"{', '.join(some[:-1])}, and {some[-1]}"
+            about = f"the special magic numbers for {query} mentioned in the provided text"
+            question = f"\nWhat are all {about}? The{about[3:]} are"
+            pairs = [(key, record[key]) for key in some]
+            found.questions.append([Part(question), *_told(pairs, kind)])
+        return found
+
+    def _chains(self, room: int, rng: random.Random, spelled: float) -> Document:
+        if room > 250 and rng.random() < 0.5:  # the official form: an example, then one chain
+            example = self._chain_text(rng.randint(60, min(500, room // 3)), 1, 3, rng)
+            found = self._chain_text(room - 100, 1, 5, rng)
+            found.before = [
+                Part(example.text), *example.questions[0], Part("\n\n", True)
+            ]  # fmt: skip
+            return found
+        many = rng.randint(1, max(1, min(8, room // 60)))
+        return self._chain_text(room, many, rng.choice([3, 5, 5]), rng)
+
+    def _chain_text(self, room: int, many: int, letters: int, rng: random.Random) -> Document:
+        names: dict[str, None] = {}
+        while len(names) < many * (HOPS + 1):
+            names.setdefault("".join(rng.choices(string.ascii_uppercase, k=letters)))
+        values = rng.sample(range(10_000, 99_999), many)
+        steps: list[tuple[float, str]] = []
+        questions = []
+        for i, value in enumerate(values):
+            chain = list(names)[i * (HOPS + 1) : (i + 1) * (HOPS + 1)]
+            places = sorted(rng.random() for _ in chain)
+            said = [f"VAR {chain[0]} = {value}"]
+            said += [f"VAR {new} = VAR {old}" for old, new in pairwise(chain)]
+            steps += zip(places, said, strict=True)
+            question = (
+                f"\nQuestion: Find all variables that are assigned the value {value} in the text "
+                "above. Answer: According to the chain(s) of variable assignment in the text "
+                f"above, {len(chain)} variables are assigned the value {value}, they are:"
+            )
+            told = [p for name in chain for p in (Part(" ", True), Part(name, True, "chains"))]
+            questions.append([Part(question), *told])
+        steps.sort()
+        lines = noise_lines(max(room - 9 * len(steps), 0) // 7)
+        units = inserted(lines, [step for _, step in steps], [place for place, _ in steps])
+        rng.shuffle(questions)
+        head = (
+            "Memorize and track the chain(s) of variable assignment hidden in the following "
+            "text.\n\n"
+        )
+        return Document(head, units, "\n", questions)
+
+    def _counts(self, room: int, rng: random.Random, spelled: float) -> Document:
+        if room > 450 and rng.random() < 0.6:  # the official form: an example of 20 words first
+            example = self._count_text(10, 3, 10, rng)
+            found = self._count_text(10, 6, int((room - 220) / 4.2) - 60, rng)
+            found.before = [Part(example.text), *example.questions[0], Part("\n", True)]
+            return found
+        most = 10 if room > 300 or rng.random() < 0.3 else rng.randint(2, 10)
+        times = rng.choice([3, 4, 6]) if room > 200 else rng.randint(2, 4)
+        return self._count_text(most, times, max(int(room / 4.2) - most * times, 2), rng)
+
+    def _count_text(self, most: int, times: int, others: int, rng: random.Random) -> Document:
+        drawn = rng.sample(words(), most + others)
+        entries = drawn[:most] * times + drawn[most:]
+        rng.shuffle(entries)
+        head = (
+            "Below is a numbered list of words. In these words, some appear more often than "
+            "others. Memorize the ones that appear most often.\n"
+        )
+        question = (
+            "\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 "
+            "words that appear most often in the list are:"
+        )
+        told = []
+        for i, word in enumerate(drawn[:most], start=1):
+            told += [Part(f" {i}. ", True), Part(word, True, "counts", tuple(drawn[i:most]))]
+        units = [f"{i}. {word}" for i, word in enumerate(entries, start=1)]
+        return Document(head, units, " ", [[Part(question), *told]])
+
+
+def _number(rng: random.Random) -> str:
+    return str(rng.randint(10**6, 10**7 - 1))
+
+
+def _told(pairs: list[tuple[str, list[str]]], kind: str) -> list[Part]:
+    """The answer: every value with its key, in words of the needle. Several values of one key are
+    told in any order."""
+    told = []
+    for key, values in pairs:
+        for i, value in enumerate(values, start=1):
+            told += [
+                Part(f"{',' if told else ''} {key} is: ", True),
+                Part(value, True, kind, tuple(values[i:])),
+            ]
+    return [*told, Part(".", True)]
