@@ -14,7 +14,8 @@ Row = dict[str, Any]
 
 class Results:
     """Rows of a benchmark, written to ``out`` after every finished part with ``"complete": false``.
-    A run with the same settings, on the same versions and machine, goes on from there.
+    A run with the same settings, on the same versions and machine, goes on from there. Which other
+    ``methods`` are asked for changes no row: a list of others keeps the rows it has in common.
 
     Args:
         out: the file; None keeps nothing.
@@ -28,9 +29,16 @@ class Results:
         self.rows: list[Row] = []
         if out is not None and out.is_file():
             before = json.loads(out.read_text(encoding="utf-8"))
-            same = all(before.get(name) == value for name, value in self.settings.items())
-            if before.get("complete") is False and same:
-                self.rows = before["results"]
+            chosen = self.settings.get("methods")
+            same = all(
+                before.get(name) == value
+                for name, value in self.settings.items()
+                if name != "methods"
+            )
+            if same and (before.get("complete") is False or before.get("methods") != chosen):
+                self.rows = [
+                    row for row in before["results"] if chosen is None or row["method"] in chosen
+                ]
 
     def has(self, **part: Any) -> bool:
         """Whether the rows of a part are here already."""

@@ -9,6 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import longeval_unseen, page_reread, reading
+from benchmarks.results import Results
 from tiny_model import small_llama
 
 
@@ -63,3 +64,16 @@ def test_longeval_after_a_second_reading_at_equal_bytes(monkeypatch, tmp_path):
     section = page_reread.longeval_reread(result)
     assert "| kvzip+int4/reread | 1.00 (" in section
     assert "| kvzip+int4/reread | 1.00 |" in page_reread.readme_block(result)
+
+
+def test_rows_outlive_another_list_of_methods(tmp_path):
+    out = tmp_path / "rows.json"
+    first = Results(out, methods=["a", "b"], seed=1)
+    first.add([{"method": "a", "x": 1}])
+    first.add([{"method": "b", "x": 2}])
+    assert Results(out, methods=["a", "b"], seed=1).rows == first.rows
+    assert Results(out, methods=["c", "a"], seed=1).rows == [{"method": "a", "x": 1}]
+    assert Results(out, methods=["a", "b"], seed=2).rows == []
+    first.finish()
+    assert Results(out, methods=["a", "b"], seed=1).rows == []  # done: the same again is a new run
+    assert Results(out, methods=["b"], seed=1).rows == [{"method": "b", "x": 2}]
