@@ -43,8 +43,8 @@ def what(result: dict[str, Any]) -> str:
         "scores and budgets, and keeps the tokens that kvpress's own code keeps "
         "(`tests/benchmarks/test_peers_of_models.py`); but here it has the 32 recent tokens that "
         "every method has. As published it has none, and loses most answers at 0.1 (`kvsketch eval "
-        "longeval --methods kvzip --recent 0 --queries reread --question unseen`). `@global`: heads "
-        "share the budget by scores; `+int4`, `+int8`: slots in 4 or 8 bits, more of them."
+        "longeval --methods kvzip --recent 0 --queries reread --question unseen`). `@global`: "
+        "heads share the budget by scores; `+int4`, `+int8`: slots in 4 or 8 bits, more of them."
     )
 
 

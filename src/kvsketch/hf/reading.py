@@ -62,7 +62,7 @@ def prefill(
             of the context itself, as ``generate`` alone would do. "reread": those of a second
             reading: the context again, 2,048 tokens at a time, behind a request to repeat it
             (KVzip, arXiv:2505.23416), while all of the first reading is there, uncompressed; it
-            costs about a second prefill, and its keys are not kept. Texts: questions that are
+            costs more than a second prefill, and its keys are not kept. Texts: questions that are
             expected, read in the place of the second reading.
         tokenizer: of the model; needed but for "prompt".
         attention_mask: int or bool ``[batch, tokens]``, 0 for padding on the left.

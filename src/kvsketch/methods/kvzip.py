@@ -18,8 +18,8 @@ class KVzip(Scoring):
     first four tokens and the second reading itself (Algorithm 1; so are the scores of kvpress's
     KVzipPress). Scores are compared over all layers and heads: ``allocation="global"``.
 
-    It needs ``kvsketch.prefill(model, input_ids, cache, queries="reread")``, which costs about a
-    second prefill. Tokens decoded later are no part of the context: they go last.
+    It needs ``kvsketch.prefill(model, input_ids, cache, queries="reread")``, which costs more than
+    a second prefill. Tokens decoded later are no part of the context: they go last.
     """
 
     name = "kvzip"
