@@ -39,7 +39,8 @@ class Curves:
     Attributes:
         error: float64 ``[layers, heads, levels]``: squared error of the outputs of the head's
             queries, over the squared norm of the layer's exact output; mean over prompts.
-        kept: slots over tokens at each level, ``[levels]``, rising to 1.
+        kept: slots over tokens at each level, ``[levels]``, rising to 1; or what a level costs
+            (``storage.Price``), ``[layers, levels]`` where layers differ.
         relative: float64 ``[layers, heads, levels]``: error over the norm of the head's own exact
             output, the largest of all prompts and rows; None where it was not measured.
 
@@ -52,7 +53,9 @@ class Curves:
     relative: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.error.dim() != 3 or self.kept.shape != self.error.shape[-1:]:
+        levels = self.error.shape[-1:]
+        fits = self.kept.shape in (levels, (*self.error.shape[:1], *levels))
+        if self.error.dim() != 3 or not fits:
             raise InputError(
                 "error must be [layers, heads, levels] and kept [levels], got "
                 f"{tuple(self.error.shape)} and {tuple(self.kept.shape)}"
@@ -77,15 +80,30 @@ class Curves:
         Raises:
             InputError: the budget is below the lowest level or above 1.
         """
-        least = float(self.kept[0])
+        least = self.least
         if not least <= budget <= 1:
             raise InputError(
                 f"budget={budget!r} must lie in [{least:.4f}, 1]: sinks, recent tokens and the "
                 "lowest level measured need that much"
             )
-        kept = self.kept.double()[self._greedy(budget)]
-        kept = spend(kept.flatten(), budget * kept.numel()).view(kept.shape)
+        kept = self._at(self._greedy(budget))
+        most = self._costs[:, -1:].expand_as(kept)
+        kept = spend(kept.flatten(), budget * kept.numel(), most.flatten()).view(kept.shape)
         return (kept / budget).tolist()
+
+    @property
+    def least(self) -> float:
+        """The mean of ``kept`` at the lowest level."""
+        return float(self._costs[:, 0].mean())
+
+    @property
+    def _costs(self) -> Tensor:
+        """``kept``, ``[layers, levels]``."""
+        return self.kept.double().expand(self.error.shape[0], -1)
+
+    def _at(self, level: Tensor) -> Tensor:
+        """``kept`` at levels ``[layers, heads]``."""
+        return self._costs.gather(1, level)
 
     def within(self, tolerance: float, most: float = 1.0) -> tuple[Tensor, Tensor]:
         """The least slots per head whose relative error, and that of every level above, is within
@@ -112,12 +130,12 @@ class Curves:
         good[..., -1] = True  # all tokens: exact
         needed = good.shape[-1] - good.flip(-1).long().cumprod(-1).sum(-1)
         level = needed
-        if float(self.kept[needed].double().mean()) > most:
-            if most < float(self.kept[0]):  # less than was measured: nothing is left to spend
+        if float(self._at(needed).mean()) > most:
+            if most < self.least:  # less than was measured: nothing is left to spend
                 even = torch.full(needed.shape, most, dtype=torch.float64)
-                return even, self.kept[needed] > most
+                return even, self._at(needed) > most
             level = self._greedy(most, needed)
-        return self.kept[level].double(), level < needed
+        return self._at(level), level < needed
 
     def _greedy(self, budget: float, most: Tensor | None = None) -> Tensor:
         """Levels ``[layers, heads]`` within the budget, and within ``most``."""
@@ -125,13 +143,13 @@ class Curves:
         rows = layers * heads
         # More slots never hurt: a rise in a measured curve is noise.
         error = self.error.cummin(-1).values.reshape(rows, levels).double()
-        kept = self.kept.double()
+        kept = self._costs.repeat_interleave(heads, 0)  # [rows, levels]
         number = torch.arange(levels)
         last = torch.full((rows, 1), levels - 1) if most is None else most.reshape(rows, 1)
         level = torch.zeros(rows, dtype=torch.long)
-        left = (budget - float(kept[0])) * rows
+        left = budget * rows - float(kept[:, 0].sum())
         while True:
-            cost = kept - kept[level].unsqueeze(1)
+            cost = kept - kept.gather(1, level.unsqueeze(1))
             possible = (number > level.unsqueeze(1)) & (number <= last) & (cost <= left + 1e-12)
             gain = (error.gather(1, level.unsqueeze(1)) - error) / cost.clamp(min=1e-12)
             gain = gain.masked_fill(~possible, 0.0)
@@ -292,9 +310,10 @@ def of_layers(layers: Sequence[Curves]) -> Curves:
     if len({c.error.shape[1:] for c in layers}) > 1:
         raise InputError("layers differ in KV heads: their curves cannot be compared")
     relative = [c.relative for c in layers if c.relative is not None]
+    same = all(torch.equal(c.kept, layers[0].kept) for c in layers)
     return Curves(
         torch.cat([c.error for c in layers]),
-        layers[0].kept,
+        layers[0].kept if same else torch.stack([c.kept for c in layers]),
         torch.cat(relative) if len(relative) == len(layers) else None,
     )
 

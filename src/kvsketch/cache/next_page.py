@@ -10,6 +10,7 @@ from .budgets import HeadBudgets
 from .page import Page
 from .quantized_page import QuantizedPage
 from .sketch_page import SketchPage, SketchPages
+from .storage import FULL, Bits
 from .tokens import Tokens
 from .window import Windowed
 from .windowed_sketch import WindowedSketch, by_budget
@@ -36,7 +37,12 @@ def sizes_of(before: Slots, budget: Tensor, kept: Slots) -> Tensor | None:
 
 
 def of_slots(
-    before: Tokens | Held, kept: Slots, sizes: Tensor | None, room: int, method: Windowed, bits: int
+    before: Tokens | Held,
+    kept: Slots,
+    sizes: Tensor | None,
+    room: int,
+    method: Windowed,
+    bits: Bits,
 ) -> Page | QuantizedPage:
     """The page of what a compressor kept.
 
@@ -48,7 +54,7 @@ def of_slots(
         method: whose sinks and recent window stay in full precision.
         bits: of the slots between these.
     """
-    if bits != 16:
+    if bits != FULL:
         previous = before if isinstance(before, QuantizedPage) else None
         return QuantizedPage(kept, sizes, room, bits, method.sink, method.recent, previous)
     return (

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .budgets import HeadBudgets
 from .next_page import Held
+from .storage import FULL, Bits
 from .window import Windowed
 from .windowed_sketch import WindowedSketch
 
@@ -31,7 +32,7 @@ class Pace:
     method: Windowed | WindowedSketch
     given: int | None
     one_shot: bool
-    bits: int
+    bits: Bits
 
     def buffer(self, budget: int) -> int:
         """How far decoding may run above the budget. That of the average head counts: one with a
@@ -43,7 +44,7 @@ class Pace:
     def period(self) -> int:
         """Buffers that decoding fills from one compression to the next. What is appended to a page
         of few bits is in full precision, and a sketch takes in what it gets for good."""
-        return 1 + _BELOW if self.bits == 16 and isinstance(self.method, Windowed) else 2
+        return 1 + _BELOW if self.bits == FULL and isinstance(self.method, Windowed) else 2
 
     def least(self, budget: int | Tensor) -> int | Tensor:
         """The part of a budget that sinks and recent window take."""
@@ -97,4 +98,4 @@ class Pace:
     @property
     def early(self) -> bool:
         """Whether slots are quantised although they fit the budget."""
-        return self.bits != 16 and isinstance(self.method, Windowed)
+        return self.bits != FULL and isinstance(self.method, Windowed)

@@ -12,6 +12,7 @@ from ..slots import Slots, compute_dtype
 from .page import Page, owned
 from .quantized import Quantized, quantize
 from .ragged import Ragged, flatten, to_the_end, unflatten
+from .storage import Bits
 
 _PACKED = ("keys", "values")
 
@@ -30,7 +31,7 @@ class QuantizedPage:
             the others' precision.
         sizes: how many slots each head has, int64 ``[batch, heads]``; None: all the same.
         room: slots that can be appended to every head.
-        bits: 8 or 4.
+        bits: of keys and of values, 8 or 4.
         sink: slots at the start that stay as given.
         recent: slots at the end that do.
         previous: the page these slots come from, read with ``exactly``: slots that are still the
@@ -42,7 +43,7 @@ class QuantizedPage:
         slots: Slots,
         sizes: Tensor | None,
         room: int,
-        bits: int,
+        bits: Bits,
         sink: int,
         recent: int,
         previous: QuantizedPage | None = None,
@@ -85,7 +86,7 @@ class QuantizedPage:
                 self._packed[name] = self._flat(
                     quantize(
                         _taken(tensor, middle_at, 0),
-                        bits,
+                        bits.keys if name == "keys" else bits.values,
                         per_channel=name == "keys",
                         live=None if bool(there.all()) else there,
                         previous=None if previous is None else previous._packed.get(name),

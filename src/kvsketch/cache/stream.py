@@ -17,10 +17,10 @@ from .error import QUERIES, Errors
 from .next_page import Held
 from .pace import Pace
 from .page import Page
-from .quantized import check_bits
 from .quantized_page import QuantizedPage
 from .queries import Queries
 from .sketch_page import SketchPages
+from .storage import FULL, Bits, bits_of
 from .tokens import Tokens
 from .window import Windowed
 from .windowed_sketch import WindowedSketch
@@ -50,7 +50,7 @@ class Stream:
             window are stored in so many bits from the end of the prompt on, whether or not the
             prompt fits the budget (a budget of 1.0 only quantises); sinks, recent window, buffer,
             masses and scores stay as they are. Not with a sketch, whose state has the dtype of the
-            tokens.
+            tokens. "measured": 16 until a plan hands down others with the budget.
         track_error: keep the exact answers of a few queries up to date (``running_error``).
 
     Attributes:
@@ -60,7 +60,7 @@ class Stream:
         errors: what the slots get wrong.
 
     Raises:
-        InputError: buffer < 1, or bits not 16, 8 or 4, or not 16 with a sketch.
+        InputError: buffer < 1, bits not as above, or not 16 with a sketch.
     """
 
     def __init__(
@@ -69,21 +69,22 @@ class Stream:
         budget: Budget | HeadBudgets | None,
         buffer: int | None = None,
         one_shot: bool = False,
-        bits: int = 16,
+        bits: int | str = 16,
         track_error: bool = False,
     ) -> None:
         if buffer is not None and (isinstance(buffer, bool) or buffer < 1):
             raise InputError(f"buffer={buffer!r} must be an int >= 1 (tokens per recompression)")
-        if check_bits(bits) != 16 and isinstance(method, WindowedSketch):
+        known = bits_of(bits)
+        if known != FULL and isinstance(method, WindowedSketch):
             raise InputError(
-                f"bits={bits}: a streaming sketch keeps its state as the tokens come, so storing "
+                f"bits={bits!r}: a streaming sketch keeps its state as the tokens come, so storing "
                 "what attention sees in fewer bits would save nothing; bits must be 16 with a "
                 "sketch"
             )
         self.method = method
         self._given = HeadBudgets([[budget]]) if isinstance(budget, Budget) else budget
-        self.one_shot, self.bits = one_shot, bits
-        self.pace = Pace(method, buffer, one_shot, bits)
+        self.one_shot = one_shot
+        self._bits, self._buffer = known or FULL, buffer
         self.queries, self.errors = Queries(), Errors(track_error)
         #: whether the method looks at queries
         self.needs_queries = method.needs_queries
@@ -92,6 +93,7 @@ class Stream:
     def reset(self) -> None:
         """Forget everything, a budget that was handed down included."""
         self.budget = self._given
+        self._store(self._bits)
         self.seen = 0
         self.padded = False  # whether any token was padding, so that slots may be dead
         self.compressed = False
@@ -101,6 +103,10 @@ class Stream:
         self._limit = 0  # appended tokens at which the page is due
         self._bytes = 0  # of the page
         self.method.reset()
+
+    def _store(self, bits: Bits) -> None:
+        self.bits = bits
+        self.pace = Pace(self.method, self._buffer, self.one_shot, bits)
 
     def wants_queries(self, count: int) -> bool:
         """Whether ``settle`` has a use for the queries of the newest ``count`` tokens."""
@@ -196,7 +202,7 @@ class Stream:
     @property
     def _whole(self) -> bool:
         """Whether all tokens are kept as they are, however many come."""
-        return not self.compressed and self.bits == 16 and bool(self.budget and self.budget.whole)
+        return not self.compressed and self.bits == FULL and bool(self.budget and self.budget.whole)
 
     def due(self, prefill: bool) -> bool:
         """Whether ``settle`` would compress now."""
@@ -209,18 +215,23 @@ class Stream:
                 return full
         return self.pace.due(self.budget, self.seen, self.held, prefill)
 
-    def spend(self, budget: HeadBudgets, provisional: bool = False) -> None:
+    def spend(
+        self, budget: HeadBudgets, provisional: bool = False, bits: Bits | None = None
+    ) -> None:
         """Compress down to a budget that a plan hands down, whose queries wait here.
 
         Args:
             budget: of every head.
             provisional: it is an upper bound; the final one is yet to come.
+            bits: of the slots from now on; None: as they are.
         """
         if not provisional:
             self.budget = budget
+        if bits is not None:
+            self._store(bits)
         size = torch.as_tensor(budget.slots(self.seen, len(self.held)))
         if provisional or not (
-            budget.whole and self.bits == 16 and bool((self.held <= size).all())
+            budget.whole and self.bits == FULL and bool((self.held <= size).all())
         ):
             self._compress(budget, prefill=True, last=self.queries.all(), provisional=provisional)
         elif not provisional:
@@ -278,7 +289,7 @@ class Stream:
         slots = page.read(exactly=True) if isinstance(page, QuantizedPage) else self.visible
         # Scored before: where nothing is compressed, the queries must not be lost either.
         kept = self._scored(slots)
-        if self.bits != 16 and bool((held <= torch.as_tensor(limit)).all()):
+        if self.bits != FULL and bool((held <= torch.as_tensor(limit)).all()):
             budget = held  # only in fewer bits
         else:
             if isinstance(page, (Page, QuantizedPage)) and page.sizes is not None:
@@ -289,7 +300,7 @@ class Stream:
         space = self.pace.period * room
         if isinstance(limit, int):
             above = max(limit, kept.count) + room - kept.count
-            space = above if self.bits == 16 else min(space, above)
+            space = above if self.bits == FULL else min(space, above)
         return next_page.of_slots(page, kept, sizes, space, method, self.bits)
 
     @property

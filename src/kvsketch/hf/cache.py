@@ -16,11 +16,12 @@ from transformers.cache_utils import (
 )
 
 from ..arguments import PREFILL_MODES
-from ..budget import Schedule
+from ..budget import Budget, Schedule
 from ..cache import Curves, HeadBudgets, Stream, make_plan, windowed
 from ..cache.plan import BY_NEED
+from ..cache.storage import CHOICES, FULL, MEASURED
 from ..errors import InputError, UnsupportedError
-from ..methods.registry import Method, class_of, default_allocation, default_schedule
+from ..methods.registry import Method, class_of, default_allocation, default_bits, default_schedule
 from . import accounting, adapters, compiled, interface, models
 from .forward import Forward
 from .hybrid_layer import HybridSketchLayer
@@ -110,7 +111,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         prefill: str = "exact",
         prompt_length: int | None = None,
         one_shot: bool = False,
-        bits: int = 16,
+        bits: int | str | None = None,
         schedule: Schedule | None = None,
         tolerance: float | None = None,
         max_budget: int | float | None = None,
@@ -131,7 +132,13 @@ class SketchCache(Cache):  # type: ignore[misc]
         if allocation is None:
             own = schedule is None and tolerance is None and prefill == "exact"
             allocation = default_allocation(method) if own else "even"
-        self.plan = plan = make_plan(budget, tolerance, max_budget, allocation, schedule, prefill)
+        if bits is None:
+            bits = default_bits(method) if prefill == "exact" else 16
+        exact = budget is not None and Budget(budget).value == 1.0  # nothing to choose
+        choices = CHOICES if bits == MEASURED and not exact else (FULL,)
+        self.plan = plan = make_plan(
+            budget, tolerance, max_budget, allocation, schedule, prefill, choices
+        )
         self.budget, self.tolerance = plan.budget, plan.tolerance
         self.bits = bits
         for name, given in (("budget", plan.budget), ("max_budget", plan.max_budget)):
@@ -172,7 +179,7 @@ class SketchCache(Cache):  # type: ignore[misc]
                 prompt_length=prompt_length,
                 track_positions=track_positions,
                 readers=readers[index],
-                lossless=whole and bits == 16,
+                lossless=whole and bits in (16, MEASURED),
             )
             if isinstance(layers[index], LinearAttentionAndFullAttentionLayer):
                 states = layers[index].number_of_states

@@ -57,6 +57,10 @@ class Compressor(ABC):
     #: how ``SketchCache`` spends a budget unless told: "even", or "measured" where it lowers errors
     allocation: ClassVar[str] = "even"
 
+    #: in how many bits ``SketchCache`` stores slots unless told: 16, or "measured" where it lowers
+    #: errors
+    bits: ClassVar[int | str] = 16
+
     #: how many of a prompt's last queries it looks at; None: all of them
     window: int | None = None
 

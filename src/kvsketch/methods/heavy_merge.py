@@ -64,6 +64,7 @@ class HeavyMerge(Compressor):
     observes_values = False
     rereads = True
     allocation = "measured"
+    bits = "measured"
     window: int
 
     def __init__(

@@ -71,3 +71,9 @@ def default_allocation(method: Method) -> str:
     """A method's own way to spend a budget: "measured" or "even"."""
     found: str = getattr(class_of(method), "allocation", "even")
     return found
+
+
+def default_bits(method: Method) -> int | str:
+    """A method's own way to store slots: 16 bits or "measured"."""
+    found: int | str = getattr(class_of(method), "bits", 16)
+    return found

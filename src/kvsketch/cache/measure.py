@@ -1,0 +1,71 @@
+"""The errors of a layer that waits for its budget, measured on the tokens it holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..slots import Observed, Slots
+from .curves import Curves, held_out_for, least_tokens, measure_rows
+from .quantized_page import QuantizedPage
+from .shard import Shard
+from .storage import FULL, Bits, Price
+from .stream import Stream
+from .windowed_sketch import WindowedSketch
+
+# Tokens that errors are measured on at most.
+_MEASURED_TOKENS = 4096
+
+
+def measurable(stream: Stream) -> bool:
+    """Whether there are enough tokens and queries to measure on."""
+    method = stream.method
+    enough = stream.seen >= least_tokens(method.sink, method.recent)
+    return enough and stream.queries.count >= min(stream.seen, 64)
+
+
+def measure(
+    stream: Stream, shard: Shard | None, choices: Sequence[Bits] = (FULL,)
+) -> tuple[dict[Bits, list[Curves]], dict[Bits, Price]]:
+    """A layer's curves on the tokens it holds, one per row, and what slots cost, for each choice of
+    bits; ``Curves.kept`` is a cost. Of a long prompt, they are measured on its sinks and last
+    tokens: errors at equal shares change little with length, the time to measure them does. Of a
+    shard: its heads' part of the error of the whole layer."""
+    method = stream.method
+    sink, recent = method.sink, method.recent
+    slots, observed = stream.visible, stream.queries.all()
+    assert observed is not None
+    if slots.count > _MEASURED_TOKENS:
+        last = _MEASURED_TOKENS - sink
+        slots = Slots.cat([slots.narrow(0, sink), slots.narrow(slots.count - last, last)])
+        queries = min(observed.queries.shape[2], last)
+        observed = observed.narrow(observed.queries.shape[2] - queries, queries)
+    held_out = held_out_for(slots.count, sink, recent)
+    held_out = min(held_out, observed.queries.shape[2] // 2)
+    total = None if shard is None else shard.summed
+    made: dict[int, Slots] = {}  # the same, whatever they are stored in
+
+    def compress(slots: Slots, budget: int, before: Observed) -> Slots:
+        fresh = method.fresh() if isinstance(method, WindowedSketch) else copy.deepcopy(method)
+        return fresh(slots, budget, before, scored=True)
+
+    curves, prices = {}, {}
+    for bits in choices:
+
+        def stored(slots: Slots, budget: int, before: Observed, bits: Bits = bits) -> Slots:
+            if bits == FULL:
+                return compress(slots, budget, before)
+            if budget not in made:
+                made[budget] = compress(slots, budget, before)
+            return QuantizedPage(made[budget], None, 0, bits, sink, recent).slots
+
+        rows = measure_rows(
+            slots, observed, stored, held_out, sink, recent, total=total, observe=method.observe
+        )
+        prices[bits] = price = Price()
+        if bits != FULL:
+            some = next(iter(made.values()))
+            prices[bits] = price = Price.of(some, bits, sink + recent, stream.seen)
+        curves[bits] = [replace(row, kept=price.cost(row.kept)) for row in rows]
+    return curves, prices

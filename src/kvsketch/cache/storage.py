@@ -1,0 +1,161 @@
+"""In how many bits a layer stores its slots: what that costs, and which choice errs least."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..slots import Slots
+from .curves import Curves
+from .quantized import check_bits, slot_bytes
+
+#: what says that bits follow from measured errors
+MEASURED = "measured"
+# Halvings of the interval in which the price of an error is searched.
+_HALVINGS = 60
+
+
+class Bits(NamedTuple):
+    """Of the keys and of the values of slots between sinks and recent window; 16: as given."""
+
+    keys: int
+    values: int
+
+    def __str__(self) -> str:
+        return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"
+
+
+FULL = Bits(16, 16)
+#: What can be chosen where not all tokens fit as they are, from most to fewest bits. Keys in 8 bits
+#: err so little that 16 never pay; where heads attend to a few tokens, keys in 4 bits err much.
+CHOICES = (Bits(8, 8), Bits(8, 4), Bits(4, 4))
+
+
+def bits_of(bits: object) -> Bits | None:
+    """What ``bits`` says: None where it is "measured".
+
+    Raises:
+        InputError: neither that nor 16, 8 or 4.
+    """
+    if isinstance(bits, Bits):
+        return bits
+    if bits == MEASURED:
+        return None
+    try:
+        one = check_bits(bits)
+    except InputError as error:
+        raise InputError(f"{error}, or {MEASURED!r}") from None
+    return Bits(one, one)
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a head's slots cost in few bits. The unit is what all its tokens would cost as slots in
+    the model's dtype: a budget of 0.1 is 0.1 of that, in whatever bits.
+
+    Attributes:
+        slot: bytes of a slot in few bits, over those of one in the model's dtype.
+        fixed: bytes of a head's centres and units, over those of a slot in the model's dtype.
+        window: slots that stay in the model's dtype: sinks and recent tokens.
+        tokens: seen.
+    """
+
+    slot: float = 1.0
+    fixed: float = 0.0
+    window: int = 0
+    tokens: int = 1
+
+    @staticmethod
+    def of(slots: Slots, bits: Bits, window: int, tokens: int) -> Price:
+        """Of slots like these; masses, scores and positions cost the same in any bits."""
+        if bits == FULL:
+            return Price()
+        tensors = slots.tensors()
+        columns = 4 * sum(name not in ("keys", "values") for name in tensors)
+        widths = [tensors[name].shape[-1] for name in ("keys", "values")]
+        given = sum(widths) * slots.keys.element_size() + columns
+        small = sum(map(slot_bytes, widths, bits)) + columns
+        return Price(small / given, (8 * widths[0] + 4) / given, window, tokens)
+
+    def cost(self, kept: Tensor) -> Tensor:
+        """The cost of so many slots, both as shares of the tokens."""
+        if self.slot == 1:
+            return kept
+        slots = kept.double() * self.tokens
+        middle = (slots - self.window).clamp(min=0)
+        few = torch.where(middle > 0, middle * self.slot + self.fixed, 0.0)
+        return (slots - middle + few) / self.tokens
+
+    def buys(self, cost: Tensor) -> Tensor:
+        """How many slots a cost buys, both as shares of the tokens; at most all of them."""
+        if self.slot == 1:
+            return cost
+        paid = cost.double() * self.tokens
+        middle = ((paid - self.window - self.fixed) / self.slot).clamp(min=0)
+        return ((paid.clamp(max=self.window) + middle) / self.tokens).clamp(max=1.0)
+
+
+def choose(options: Sequence[Sequence[Curves]], budget: float) -> list[int]:
+    """For every layer, which of its options lowers the summed error of all layers most, at a cost
+    of ``budget`` per head: at one price of the error for all heads, every head takes the level,
+    and every layer the option, that is cheapest.
+
+    Args:
+        options: curves of one layer each, ``[layers][options]``; their ``kept`` is a cost. The
+            last option costs least.
+        budget: the average.
+
+    Returns:
+        The number of an option for every layer.
+    """
+    # [layers, options, heads, levels] and [layers, options, 1, levels]
+    error = torch.stack([torch.cat([c.error for c in layer]) for layer in options]).double()
+    error = error.cummin(-1).values
+    cost = torch.stack([torch.stack([c.kept.reshape(-1) for c in layer]) for layer in options])
+    cost = cost.double().unsqueeze(2)
+    best = torch.full((len(options),), len(options[0]) - 1)
+    low, high = -60.0, 60.0  # the binary logarithm of the price
+    for _ in range(_HALVINGS):
+        price = (low + high) / 2
+        total, level = (error + 2**price * cost).min(-1)
+        taken = total.sum(-1).argmin(1)  # [layers]
+        spent = cost.expand_as(error).gather(-1, level.unsqueeze(-1)).squeeze(-1)
+        paid = spent[torch.arange(len(options)), taken].mean()
+        if float(paid) <= budget:
+            best, high = taken, price
+        else:
+            low = price
+    return best.tolist()
+
+
+def best_at(options: Sequence[Sequence[Curves]], budget: float) -> int:
+    """Which option errs least, summed over layers, where every head pays ``budget``.
+
+    Args:
+        options: as for ``choose``.
+    """
+    totals = [
+        sum(_error_at(layer[number], budget) for layer in options)
+        for number in range(len(options[0]))
+    ]
+    return min(range(len(totals)), key=totals.__getitem__)
+
+
+def _error_at(curves: Curves, budget: float) -> float:
+    """The summed error at a cost, between levels on a straight line over the logarithm of cost;
+    below the lowest level as if it fell with the cost."""
+    error = curves.error.double().cummin(-1).values.sum((0, 1)).tolist()
+    at = curves.kept.reshape(-1).double().tolist()
+    if budget <= at[0]:
+        return float(error[0] * at[0] / budget)
+    after = next((i for i, cost in enumerate(at) if cost >= budget), None)
+    if after is None:
+        return float(error[-1])
+    part = math.log(budget / at[after - 1]) / math.log(at[after] / at[after - 1])
+    return float(error[after - 1] + part * (error[after] - error[after - 1]))
