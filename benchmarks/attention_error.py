@@ -39,7 +39,16 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.equal_bytes import Fit, Held, held, held_bytes, plain_bytes, shares
+from benchmarks.equal_bytes import (
+    Fit,
+    Held,
+    held,
+    held_bytes,
+    held_in,
+    of_budget,
+    plain_bytes,
+    shares,
+)
 from benchmarks.figures import subplots, write
 from benchmarks.measuring import parts_of, planned
 from benchmarks.options import (
@@ -59,6 +68,7 @@ from benchmarks.results import Results, Row
 from kvsketch import InputError, Observed, Slots
 from kvsketch.cache import windowed
 from kvsketch.cache.quantized_page import QuantizedPage
+from kvsketch.cache.storage import FULL, MEASURED, Bits, bits_of
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.evaluation.runner.activations import Activations, capture
 from kvsketch.evaluation.runner.allocation import Curves, answer_later, measure_curves
@@ -138,15 +148,22 @@ def ours(method: Method, sink: int, recent: int, curves: Curves | None = None) -
     def compress(layers: list[Layer], budget: int, seed: int) -> Held:
         found, held_by_heads, reducers = [], [], []
         n = layers[0].slots.count
-        if method.spent == "measured":
-            prompts = [(x.slots, x.observed) for x in layers]
-            for stream in planned(prompts, str(method.name), budget, sink, recent):
-                parts = parts_of(stream)
-                held_by_heads += [part for part, _ in parts]
-                reducers += [reducer for _, reducer in parts]
-                found.append(together([stored(p, method.bits, sink, recent) for p, _ in parts]))
-            return held(found, held_by_heads, method.bits, sink, recent, reducers)
         schedule = None if curves is None else shares(curves, budget / n)
+        chosen = method.bits == MEASURED
+        if chosen or method.spent == "measured":
+            prompts = [(x.slots, x.observed) for x in layers]
+            spent = method.spent if schedule is None else "schedule"
+            streams = planned(
+                prompts, str(method.name), budget, sink, recent, spent, schedule, method.bits
+            )
+            bits = [stream.bits if chosen else in_bits(method.bits) for stream in streams]
+            for stream, own in zip(streams, bits, strict=True):
+                parts = [part for part, _ in parts_of(stream)]
+                if not chosen:
+                    parts = [stored(part, own, sink, recent) for part in parts]
+                found.append(together(parts))
+            all_of_it = held_in(found, streams, sink, recent, bits)
+            return of_budget(all_of_it, budget) if chosen else all_of_it
         for number, layer in enumerate(layers):
             parts = [(layer.slots, layer.observed, budget)]
             if schedule is not None:
@@ -160,8 +177,10 @@ def ours(method: Method, sink: int, recent: int, curves: Curves | None = None) -
                     slots = reducers[-1](slots, size, observed)
                 kept.append(slots)
             held_by_heads += kept
-            found.append(together([stored(part, method.bits, sink, recent) for part in kept]))
-        return held(found, held_by_heads, method.bits, sink, recent, reducers)
+            bits = in_bits(method.bits)
+            found.append(together([stored(part, bits, sink, recent) for part in kept]))
+        every = [in_bits(method.bits)] * len(held_by_heads)
+        return held(found, held_by_heads, every, sink, recent, reducers)
 
     return compress
 
@@ -180,9 +199,14 @@ def by_head(layer: Layer, sizes: list[int]) -> list[tuple[Slots, Observed, int]]
     ]
 
 
-def stored(slots: Slots, bits: int, sink: int, recent: int) -> Slots:
+def in_bits(bits: int | str) -> Bits:
+    """Of keys and values alike; what is "measured" is 16 where nothing was measured."""
+    return bits_of(bits) or FULL
+
+
+def stored(slots: Slots, bits: Bits, sink: int, recent: int) -> Slots:
     """As attention reads them once those between sinks and recent are in so many bits."""
-    if bits == 16:
+    if bits == FULL:
         return slots
     return QuantizedPage(slots, None, 0, bits, sink, recent).slots
 

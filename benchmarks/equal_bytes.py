@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.measuring import parts_of
 from kvsketch import SketchCache, Slots
+from kvsketch.cache import Stream
 from kvsketch.cache.quantized import predicted_bytes, slot_bytes
+from kvsketch.cache.storage import FULL, Bits
 from kvsketch.evaluation.runner.allocation import Curves
 from kvsketch.methods.sketches import Sketch
 
@@ -36,7 +38,7 @@ class Held:
     Attributes:
         what: slots or a cache.
         bytes: held per KV head.
-        slot: bytes that one slot more per head would cost.
+        slot: bytes that one slot more in the budget would cost.
         token: bytes of one token kept as it is.
     """
 
@@ -51,10 +53,10 @@ def plain_bytes(slots: Slots) -> int:
     return 2 * (slots.keys.shape[-1] + slots.values.shape[-1])
 
 
-def held_bytes(slots: Slots, bits: int = 16, sink: int = 0, recent: int = 0) -> float:
+def held_bytes(slots: Slots, bits: Bits = FULL, sink: int = 0, recent: int = 0) -> float:
     """Bytes per KV head. ``bits``: of the slots between ``sink`` and ``recent``."""
     columns = int(slots.mass is not None)
-    if bits == 16:
+    if bits == FULL:
         live = slots.live()
         count = slots.count if live is None else float(live.sum(-1).double().mean())
         return count * (plain_bytes(slots) + 4 * columns)
@@ -66,27 +68,28 @@ def held_bytes(slots: Slots, bits: int = 16, sink: int = 0, recent: int = 0) -> 
 def held(
     what: Any,
     parts: list[Slots],
-    bits: int = 16,
+    bits: Sequence[Bits] = (),
     sink: int = 0,
     recent: int = 0,
     reducers: Sequence[Any] = (),
 ) -> Held:
-    """``what`` holds ``parts``: the mean over all their heads. ``reducers``: what made each of
-    them, if that may be a sketch."""
+    """``what`` holds ``parts``: the mean over all their heads. ``bits``: of each of them; none: as
+    given. ``reducers``: what made each of them, if that may be a sketch."""
     heads = [part.keys.shape[1] for part in parts]
 
     def mean(values: Iterable[float]) -> float:
         return sum(n * x for n, x in zip(heads, values, strict=True)) / sum(heads)
 
     sketches = [getattr(reducer, "sketch", None) for reducer in reducers] or [None] * len(parts)
-    both = list(zip(parts, sketches, strict=True))
+    stored = bits or [FULL] * len(parts)
+    every = list(zip(parts, stored, sketches, strict=True))
     return Held(
         what,
         mean(
-            held_bytes(part, bits, sink, recent) if sketch is None else around(sketch, part)
-            for part, sketch in both
+            held_bytes(part, own, sink, recent) if sketch is None else around(sketch, part)
+            for part, own, sketch in every
         ),
-        mean(_slot(part, bits) for part in parts),
+        mean(_slot(part, own) for part, own, _ in every),
         mean(plain_bytes(part) for part in parts),
     )
 
@@ -105,17 +108,30 @@ def state_bytes(sketch: Sketch) -> float:
     return size / (layout["batch"] * layout["heads"])
 
 
-def held_by(cache: SketchCache, bits: int, sink: int, recent: int) -> Held:
+def held_by(cache: SketchCache, sink: int, recent: int) -> Held:
     """What the layers that a cache compresses hold of a prompt just read."""
-    sketches = [layer.stream for layer in cache.layers if hasattr(layer, "stream")]
-    parts = [part for stream in sketches for part in parts_of(stream)]
-    slots, reducers = [part for part, _ in parts], [reducer for _, reducer in parts]
-    return held(cache, slots, bits, sink, recent, reducers)
+    return held_in(cache, [x.stream for x in cache.layers if hasattr(x, "stream")], sink, recent)
 
 
-def _slot(slots: Slots, bits: int) -> float:
+def held_in(
+    what: Any, streams: Sequence[Stream], sink: int, recent: int, bits: Sequence[Bits] = ()
+) -> Held:
+    """What layers hold; ``bits``: of each of them, if not those it has."""
+    own = bits or [stream.bits for stream in streams]
+    parts = [(*p, b) for s, b in zip(streams, own, strict=True) for p in parts_of(s)]
+    slots, reducers, bits = (list(column) for column in zip(*parts, strict=True))
+    return held(what, slots, bits, sink, recent, reducers)
+
+
+def of_budget(found: Held, budget: int) -> Held:
+    """What a budget bought whose slots are what that many would cost in the model's dtype: a slot
+    more of it costs what the others did."""
+    return replace(found, slot=found.bytes / budget)
+
+
+def _slot(slots: Slots, bits: Bits) -> float:
     widths = (slots.keys.shape[-1], slots.values.shape[-1])
-    keys_and_values = 2 * sum(widths) if bits == 16 else sum(slot_bytes(w, bits) for w in widths)
+    keys_and_values = 2 * sum(widths) if bits == FULL else sum(map(slot_bytes, widths, bits))
     return keys_and_values + 4 * (slots.mass is not None)
 
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvsketch
-from benchmarks.equal_bytes import Fit, Held, held_by, shares
+from benchmarks.equal_bytes import Fit, Held, held_by, of_budget, shares
 from benchmarks.options import (
     BITS,
     METHODS_HELP,
@@ -50,6 +50,7 @@ from benchmarks.options import (
 from benchmarks.prompts import PROTOCOLS, Text, default_models, feed, load, prefill, texts_for
 from benchmarks.results import Results, Row
 from kvsketch import SketchCache
+from kvsketch.cache.storage import MEASURED
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.evaluation.runner.allocation import Curves, measure_curves
 
@@ -104,7 +105,8 @@ def compressed(
             kvsketch.prefill(model, prompt, cache, queries="reread", tokenizer=tokenizer)
         else:
             prefill(model, prompt, cache)
-        return held_by(cache, method.bits, sink, recent)
+        found = held_by(cache, sink, recent)
+        return of_budget(found, budget) if method.bits == MEASURED else found
 
     if method.name is None:
         return n, run(n)

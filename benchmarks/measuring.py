@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvsketch import Observed, Slots
-from kvsketch.budget import Budget
+from kvsketch.budget import Budget, Schedule
 from kvsketch.cache import Plan, Stream, windowed
+from kvsketch.cache.storage import CHOICES, FULL, MEASURED
 
 
 def waiting(slots: Slots, seen: Observed, method: str, sink: int = 4, recent: int = 32) -> Stream:
@@ -19,15 +20,26 @@ def waiting(slots: Slots, seen: Observed, method: str, sink: int = 4, recent: in
 
 
 def planned(
-    layers: Sequence[tuple[Slots, Observed]], method: str, budget: int, sink: int, recent: int
+    layers: Sequence[tuple[Slots, Observed]],
+    method: str,
+    budget: int,
+    sink: int,
+    recent: int,
+    allocation: str = "measured",
+    schedule: Schedule | None = None,
+    bits: int | str = 16,
 ) -> list[Stream]:
-    """Layers, one after the other, as a cache with ``allocation="measured"`` compresses them.
+    """Layers, one after the other, as a cache compresses them whose budgets follow from the prompt.
 
     Args:
         layers: every layer's prompt and its queries.
         budget: slots per KV head, on average over all heads.
+        allocation: of that budget, or "schedule" with
+        schedule: the shares.
+        bits: 16, or "measured".
     """
-    plan = Plan("measured", Budget(budget))
+    choices = CHOICES if bits == MEASURED else (FULL,)
+    plan = Plan(allocation, Budget(budget), schedule, choices=choices)
     plan.begin(len(layers), layers[0][0].keys.shape[1])
     streams: list[Stream] = []
     for slots, seen in layers:

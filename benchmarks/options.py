@@ -10,7 +10,8 @@ import typer
 
 from kvsketch import ALL_METHODS, InputError
 from kvsketch.errors import unknown_name
-from kvsketch.methods.registry import REREADING, default_allocation
+from kvsketch.evaluation.runner.setups import BITS
+from kvsketch.methods.registry import REREADING, default_allocation, default_bits
 
 #: how a budget is spent over heads and layers, in the words of ``kvsketch eval --methods``: the
 #: same for every head; by errors measured on this very prompt; by the method's scores, over a layer
@@ -18,13 +19,14 @@ from kvsketch.methods.registry import REREADING, default_allocation
 #: ``kvsketch calibrate``)
 SPENT = ("even", "measured", "layer", "global", "calibrated")
 METHODS_HELP = (
-    "comma-separated NAME[@even|@measured|@layer|@global|@calibrated][+int8|+int4][/reread]: the "
-    "same budget for every head, or spent by errors measured on this prompt, by scores, or by "
-    "errors measured beforehand on others; a bare name: the method's own way. /reread: by the "
-    "queries of a second reading. int8, int4: all tokens."
+    "comma-separated NAME[@even|@measured|@layer|@global|@calibrated]"
+    "[+16bit|+int8|+int4|+measured][/reread]: the same budget for every head, or spent by errors "
+    "measured on this prompt, by scores, or by errors measured beforehand on others; slots in so "
+    "many bits, or in those that measured errors choose; a bare name: the method's own ways. "
+    "/reread: by the queries of a second reading. int8, int4: all tokens."
 )
-#: a method whose slots are stored in so many bits; alone: all tokens are
-BITS = {"int8": 8, "int4": 4}
+#: all tokens in so many bits
+ALONE = {"int8": 8, "int4": 4}
 #: one_dimensional needs head_dim 1
 LEFT_OUT = ("one_dimensional",)
 USUAL = tuple(name for name in ALL_METHODS if name not in (*LEFT_OUT, *REREADING))
@@ -32,22 +34,22 @@ USUAL = tuple(name for name in ALL_METHODS if name not in (*LEFT_OUT, *REREADING
 
 @dataclass(frozen=True)
 class Method:
-    """``name[@even|@measured|@layer|@global|@calibrated][+int8|+int4][/reread]``, or ``int8``,
-    ``int4``: all tokens, in so many bits. A bare name is the method as ``SketchCache(model.config,
-    name, budget=...)`` runs it.
+    """``name[@even|@measured|@layer|@global|@calibrated][+16bit|+int8|+int4|+measured][/reread]``,
+    or ``int8``, ``int4``: all tokens, in so many bits. A bare name is the method as
+    ``SketchCache(model.config, name, budget=...)`` runs it.
 
     Attributes:
         label: as it was written.
         name: the method; None where all tokens are kept.
         spent: one of ``SPENT``; where the label has none, the method's own.
-        bits: of its slots, 16 where they are stored as they come.
+        bits: of its slots, 16 where they are stored as they come, or "measured".
         reread: it goes by the queries of a second reading.
     """
 
     label: str
     name: str | None
     spent: str = "even"
-    bits: int = 16
+    bits: int | str = 16
     reread: bool = False
 
 
@@ -56,8 +58,8 @@ def parse(label: str) -> Method:
     Raises:
         InputError: no such method, or no such ending.
     """
-    if label in BITS:
-        return Method(label, None, bits=BITS[label])
+    if label in ALONE:
+        return Method(label, None, bits=ALONE[label])
     whole, slash, source = label.partition("/")
     if slash and source != "reread":
         raise unknown_name("where queries come from", source, ["reread"])
@@ -68,9 +70,10 @@ def parse(label: str) -> Method:
     if at and way not in SPENT:
         raise unknown_name("the way a budget is spent", at + way, [f"@{known}" for known in SPENT])
     if name not in USUAL and not (slash and name in REREADING):
-        raise unknown_name("method", name, (*USUAL, *BITS))
+        raise unknown_name("method", name, (*USUAL, *ALONE))
     spent = way if at else default_allocation(name)
-    return Method(label, name, spent, BITS.get(ending, 16), bool(slash))
+    bits = BITS[ending] if plus else default_bits(name)
+    return Method(label, name, spent, bits, bool(slash))
 
 
 def methods(text: str, others: Collection[str] = ()) -> list[Method]:

@@ -75,7 +75,7 @@ def held_to(
         summary = cache.summary()
         kept += summary["slots"] / n
         exact_heads += sum(len(layer["exact_heads"]) for layer in summary["layers"])
-        size += held_by(cache, 16, WINDOW["sink"], WINDOW["recent"]).bytes / n
+        size += held_by(cache, **WINDOW).bytes / n
     found = torch.tensor(errors, dtype=torch.float64)
     return {
         "tolerance": tolerance,

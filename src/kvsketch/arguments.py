@@ -14,7 +14,7 @@ from kvsketch.method_names import METHOD_NAMES
 PREFILL_MODES = ("exact", "streaming")
 #: where the queries come from that a compression goes by, beside texts of the user's
 QUERY_SOURCES = ("prompt", "reread")
-BITS = (16, 8, 4)
+BITS = (16, 8, 4, "measured")
 
 
 def check_arguments(
@@ -24,7 +24,7 @@ def check_arguments(
     tolerance: float | None = None,
     max_budget: int | float | None = None,
     allocation: str | None = None,
-    bits: int = 16,
+    bits: int | str | None = None,
     sink: int = 4,
     recent: int = 32,
     prefill: str = "exact",
@@ -57,9 +57,10 @@ def check_arguments(
             )
     if method not in METHOD_NAMES:
         raise unknown_name("method", method, METHOD_NAMES)
-    if isinstance(bits, bool) or bits not in BITS:
+    if bits is not None and (isinstance(bits, bool) or bits not in BITS):
         raise InputError(
-            f"bits={bits!r} must be one of 16 (keys and values as the model has them), 8 or 4"
+            f"bits={bits!r} must be one of 16 (keys and values as the model has them), 8 or 4, "
+            "or 'measured'"
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..slots import Observed, Slots
-from .curves import Curves, held_out_for, least_tokens, measure_rows
+from .curves import Curves, held_out_for, least_tokens, measure_rows, pooled
 from .quantized_page import QuantizedPage
 from .shard import Shard
 from .storage import FULL, Bits, Price
@@ -69,3 +69,56 @@ def measure(
             prices[bits] = price = Price.of(some, bits, sink + recent, stream.seen)
         curves[bits] = [replace(row, kept=price.cost(row.kept)) for row in rows]
     return curves, prices
+
+
+class Measurements:
+    """What was measured of layers that wait, until their budgets are handed down.
+
+    Args:
+        choices: bits to choose from, the most first.
+    """
+
+    def __init__(self, choices: Sequence[Bits]) -> None:
+        self.choices = choices
+        self._curves: dict[int, dict[Bits, list[Curves]]] = {}
+        self._prices: dict[int, dict[Bits, Price]] = {}
+
+    def take(self, layer: int, stream: Stream, shard: Shard | None) -> None:
+        """Measure a layer, see ``measure``."""
+        self._curves[layer], self._prices[layer] = measure(stream, shard, self.choices)
+
+    @property
+    def layers(self) -> list[int]:
+        """Those measured."""
+        return sorted(self._curves)
+
+    def most(self, layer: int) -> Bits:
+        """The most bits that a layer may get."""
+        return next(iter(self._curves[layer]))
+
+    def price(self, layer: int, bits: Bits) -> Price:
+        """What the layer's slots cost."""
+        return self._prices[layer][bits]
+
+    def rows(self, layer: int, bits: Bits, shard: Shard) -> list[Curves]:
+        """A layer's curves with all its heads, row by row."""
+        return [shard.whole(row) for row in self._curves[layer][bits]]
+
+    def options(self, layers: Sequence[int], shard: Shard) -> list[list[Curves]]:
+        """Curves of each layer for every choice, all rows pooled."""
+        return [[pooled(self.rows(n, b, shard)) for b in self.choices] for n in layers]
+
+    def keep_cheapest(self, layer: int, tolerance: float) -> None:
+        """Of a layer's choices, the one that costs least within a tolerance is left."""
+        curves = self._curves[layer]
+        costs = {
+            bits: sum(float(row.within(tolerance)[0].mean()) for row in rows)
+            for bits, rows in curves.items()
+        }
+        best = min(costs, key=lambda bits: costs[bits])
+        self._curves[layer] = {best: curves[best]}
+
+    def forget(self, layers: Sequence[int]) -> None:
+        for layer in layers:
+            self._curves.pop(layer, None)
+            self._prices.pop(layer, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,18 +13,16 @@ from ..arguments import check_tolerance
 from ..budget import ALLOCATIONS, Budget, Schedule, scheduled
 from ..errors import InputError, UnsupportedError
 from .budgets import HeadBudgets
-from .curves import Curves, of_layers, pooled, spend
+from .curves import Curves, of_layers
 from .error import QUERIES
-from .measure import measurable, measure
+from .goal import Goal
+from .measure import Measurements, measurable
 from .needs import by_need
 from .shard import Shard
 from .storage import FULL, Bits, Price, best_at, choose
 from .stream import Stream
 from .windowed_sketch import WindowedSketch
 
-# Peak of a prefill that the plan aims at, as a share of the exact cache, or so much above the least
-# that is possible: one layer exact, the others compressed.
-_PEAK, _SLACK = 0.5, 0.07
 # A bound on a head is worth a compression where it takes away so much of what the head holds.
 _WORTH = 0.9
 #: Allocations that compare scores.
@@ -32,6 +30,16 @@ BY_NEED = ("layer", "global")
 #: Of the average budget, what every head keeps at least where the heads of a layer compete: AdaKV's
 #: alpha, as its authors and kvpress have it.
 SAFEGUARD = 0.2
+
+
+class _Told(NamedTuple):
+    """What is handed down to a layer: the budgets of its heads, its bits (None: as they are), and
+    whether the budgets are upper bounds that others will replace."""
+
+    layer: int
+    budgets: HeadBudgets
+    bits: Bits | None = None
+    provisional: bool = False
 
 
 class Plan:
@@ -72,15 +80,13 @@ class Plan:
         max_budget: Budget | None = None,
         choices: Sequence[Bits] = (FULL,),
     ) -> None:
-        self.choices = choices
         self.kind, self.budget, self.schedule, self.curves = kind, budget, schedule, curves
         self.tolerance, self.max_budget = tolerance, max_budget
+        self.goal = Goal(budget, tolerance, max_budget)
         self._layers, self._heads = 0, 0
         #: heads above the tolerance in any row, bool ``[heads]``, by layer
         self.above: dict[int, Tensor] = {}
-        #: of a layer that was measured: for each choice of bits, curves of every row, and prices
-        self._measured: dict[int, dict[Bits, list[Curves]]] = {}
-        self._prices: dict[int, dict[Bits, Price]] = {}
+        self._measured = Measurements(choices)
         self._scores: dict[int, Tensor] = {}  # by layer, [batch, heads, n]
 
     def begin(self, layers: int, heads: int) -> list[HeadBudgets | None]:
@@ -115,12 +121,17 @@ class Plan:
     @property
     def chooses(self) -> bool:
         """Whether it chooses bits."""
-        return len(self.choices) > 1
+        return len(self._measured.choices) > 1
 
     @property
     def measures(self) -> bool:
         """Whether it measures on the prompt, for which it takes the prompt's queries."""
-        return self.chooses or (self.kind in ("measured", "tolerance") and self.curves is None)
+        return self.chooses or self.measures_errors
+
+    @property
+    def measures_errors(self) -> bool:
+        """Whether slots follow from errors that it measures on the prompt."""
+        return self.kind in ("measured", "tolerance") and self.curves is None
 
     def queries_for(self, stream: Stream) -> int | None:
         """How many of a prompt's last queries are measured on; None: all of them."""
@@ -158,20 +169,16 @@ class Plan:
             return False
         number = next(i for i, other in enumerate(streams) if other is stream)
         found = self._next_budgets(number, streams)
-        for place, budget, bits, provisional in found:
-            streams[place].spend(budget, provisional, bits)
+        for told in found:
+            streams[told.layer].spend(told.budgets, told.provisional, told.bits)
         if stream.waits and stream.method.window is not None:
             stream.queries.keep_last(stream.method.window)  # it has been measured
-        elif stream.waits and number in self._measured:
+        elif stream.waits and number in self._measured.layers:
             stream.fold()  # all queries count, and scores are smaller
         return bool(found)
 
-    def _next_budgets(
-        self, number: int, streams: Sequence[Stream]
-    ) -> list[tuple[int, HeadBudgets, Bits | None, bool]]:
-        """What to hand down now that layer ``number`` has its prompt: layers, their budgets, bits
-        (None: as the stream has them), and whether these are upper bounds that a later call
-        replaces.
+    def _next_budgets(self, number: int, streams: Sequence[Stream]) -> list[_Told]:
+        """What to hand down now that layer ``number`` has its prompt.
 
         What is measured on a prompt is for that prompt alone: every row of the batch gets its own
         budgets (bits are those of all rows). Unless a layer's budgets follow from that layer alone,
@@ -184,82 +191,63 @@ class Plan:
         if not measurable(stream) and (self.chooses or self.curves is None):
             # a number of slots, which may not be exceeded
             assert self.budget is not None
-            return [(number, HeadBudgets([[self.budget] * heads]), None, False)]
-        spent = self.kind in ("measured", "tolerance") and self.curves is None
-        if spent or self.chooses:
-            self._measure(number, stream, shard)
-        if not spent:
+            return [_Told(number, HeadBudgets([[self.budget] * heads]))]
+        if self.measures:
+            alone = self.kind == "tolerance" and self.max_budget is None
+            self._measured.take(number, stream, None if alone else shard)
+        if not self.measures_errors:
             return self._apart(number, streams, shard)
-        if self.kind == "tolerance":
-            self._cheapest(number)
+        if self.tolerance is not None:
+            self._measured.keep_cheapest(number, self.tolerance)
             if self.max_budget is None:
                 return [self._alone(number, streams)]
-        numbers = sorted(self._measured)
+        return self._together(streams, shard)
+
+    def _together(self, streams: Sequence[Stream], shard: Shard) -> list[_Told]:
+        """The budgets that follow from the errors of all layers, or bounds until all are there."""
+        found, numbers = self._measured, self._measured.layers
+        bits = [found.most(n) for n in numbers]
+        tokens = streams[numbers[0]].seen
         if len(numbers) < self._layers:
-            first = [self._rows(n, next(iter(self._measured[n])), shard) for n in numbers]
-            return self._bounds(numbers, _by_row(first), streams, shard)
-        bits = self._chosen(numbers, shard)
-        whole = _by_row([self._rows(n, b, shard) for n, b in zip(numbers, bits, strict=True)])
-        prices = [self._prices[n][b] for n, b in zip(numbers, bits, strict=True)]
+            whole = _by_row([found.rows(n, b, shard) for n, b in zip(numbers, bits, strict=True)])
+            return self._bounds(numbers, whole, streams, shard)
+        if self.chooses and self.tolerance is None:
+            best = choose(found.options(numbers, shard), self.goal.fraction(tokens))
+            bits = [found.choices[i] for i in best]
+        whole = _by_row([found.rows(n, b, shard) for n, b in zip(numbers, bits, strict=True)])
+        prices = [found.price(n, b) for n, b in zip(numbers, bits, strict=True)]
         held = torch.stack([streams[n].held for n in numbers], dim=1)  # [rows, layers, heads]
         told = [
-            self._spent(curves, stream.seen, prices, shard.whole_held(held[row]))
+            self.goal.spent(curves, tokens, prices, shard.whole_held(held[row]))
             for row, curves in enumerate(whole)
         ]
-        self._measured, self._prices = {}, {}
-        bound = None if self.max_budget is None else self.max_budget.value
-        found = []
+        found.forget(numbers)
         for place, n in enumerate(numbers):
             self._note_above(n, [above[place] for _, above in told], shard)
-            own = [shard.own(each[place]) for each, _ in told]
-            found.append((n, HeadBudgets(own, True, bound), self._named(bits[place]), False))
-        return found
+        return [
+            _Told(
+                n,
+                HeadBudgets([shard.own(each[place]) for each, _ in told], True, self.goal.bound),
+                self._named(bits[place]),
+            )
+            for place, n in enumerate(numbers)
+        ]
 
     def _named(self, bits: Bits) -> Bits | None:
         return bits if self.chooses else None
 
-    def _measure(self, number: int, stream: Stream, shard: Shard) -> None:
-        alone = self.kind == "tolerance" and self.max_budget is None
-        found = measure(stream, None if alone else shard, self.choices)
-        self._measured[number], self._prices[number] = found
-
-    def _rows(self, number: int, bits: Bits, shard: Shard) -> list[Curves]:
-        """A layer's curves with all its heads, row by row."""
-        return [shard.whole(row) for row in self._measured[number][bits]]
-
-    def _chosen(self, numbers: list[int], shard: Shard) -> list[Bits]:
-        """The bits of every layer."""
-        if not self.chooses or self.budget is None:
-            return [next(iter(self._measured[n])) for n in numbers]
-        options = [[pooled(self._rows(n, b, shard)) for b in self.choices] for n in numbers]
-        tokens = self._prices[numbers[0]][self.choices[-1]].tokens
-        found = choose(options, min(1.0, self.budget.slots(tokens) / tokens))
-        return [self.choices[i] for i in found]
-
-    def _cheapest(self, number: int) -> None:
-        """Of a layer's choices, the one that costs least within the tolerance is left."""
-        assert self.tolerance is not None
-        curves = self._measured[number]
-        costs = {
-            bits: sum(float(row.within(self.tolerance)[0].mean()) for row in rows)
-            for bits, rows in curves.items()
-        }
-        best = min(costs, key=lambda bits: costs[bits])
-        self._measured[number] = {best: curves[best]}
-
-    def _alone(
-        self, number: int, streams: Sequence[Stream]
-    ) -> tuple[int, HeadBudgets, Bits | None, bool]:
+    def _alone(self, number: int, streams: Sequence[Stream]) -> _Told:
         """The budgets of a tolerance that nothing bounds, which follow from a layer alone."""
-        prices = self._prices.pop(number)
-        (bits, rows), *_ = self._measured.pop(number).items()
-        told = [self._spent(curves, streams[number].seen, [prices[bits]]) for curves in rows]
+        found = self._measured
+        bits = found.most(number)
+        rows, price = found.rows(number, bits, Shard()), found.price(number, bits)
+        found.forget([number])
+        told = [self.goal.spent(curves, streams[number].seen, [price]) for curves in rows]
         self._note_above(number, [above[0] for _, above in told])
-        return number, HeadBudgets([found[0] for found, _ in told], True), self._named(bits), False
+        own = HeadBudgets([budgets[0] for budgets, _ in told], True)
+        return _Told(number, own, self._named(bits))
 
-    def _apart(
-        self, number: int, streams: Sequence[Stream], shard: Shard
-    ) -> list[tuple[int, HeadBudgets, Bits | None, bool]]:
+    def _apart(self, number: int, streams: Sequence[Stream], shard: Shard) -> list[_Told]:
         """Where slots are told without errors: bits, if they are to be chosen, are those that err
         least where every head pays the average."""
         stream = streams[number]
@@ -276,27 +264,23 @@ class Plan:
         numbers = sorted(self._scores) if together else [number]
         bits, price = FULL, Price()
         if self.chooses:
-            assert self.budget is not None
-            options = [[pooled(self._rows(n, b, shard)) for b in self.choices] for n in numbers]
-            budget = min(1.0, self.budget.slots(stream.seen) / stream.seen)
-            bits = self.choices[best_at(options, budget)]
-            price = self._prices[number][bits]
-            for n in numbers:
-                del self._measured[n], self._prices[n]
+            options = self._measured.options(numbers, shard)
+            bits = self._measured.choices[best_at(options, self.goal.fraction(stream.seen))]
+            price = self._measured.price(number, bits)
+            self._measured.forget(numbers)
         if self.kind in BY_NEED:
             found = self._by_need(numbers, streams, price)
         else:
-            curves, bound = self.curves, None if self.max_budget is None else self.max_budget.value
-            if curves is not None:
+            if self.curves is not None:
                 prices = [price] * self._layers
-                told, above = self._spent(curves, stream.seen, prices)
+                told, above = self.goal.spent(self.curves, stream.seen, prices)
                 self._note_above(number, [above[number]], shard)
                 row = list(told[number])
             else:
                 row = _bought(self._told()[number], price, stream.seen)
-            own = HeadBudgets([shard.own(row)], bound=bound, measured=True)
+            own = HeadBudgets([shard.own(row)], bound=self.goal.bound, measured=True)
             found = [(number, own)]
-        return [(n, budgets, self._named(bits), False) for n, budgets in found]
+        return [_Told(n, budgets, self._named(bits)) for n, budgets in found]
 
     def _by_need(
         self, numbers: list[int], streams: Sequence[Stream], price: Price
@@ -326,23 +310,15 @@ class Plan:
 
     def _bounds(
         self, numbers: list[int], whole: list[Curves], streams: Sequence[Stream], shard: Shard
-    ) -> list[tuple[int, HeadBudgets, Bits | None, bool]]:
+    ) -> list[_Told]:
         """Upper bounds for the layers measured so far: what these would get if they could spend all
         that keeps the peak of the prefill, with one more layer exact, where it should be."""
-        tokens = streams[numbers[0]].seen
-        most = self.budget or self.max_budget
-        assert most is not None
-        final = min(1.0, most.slots(tokens) / tokens)
-        layers = self._layers
-        peak = max(_PEAK, final + (1 - final) / layers + _SLACK)
-        if isinstance(streams[numbers[0]].method, WindowedSketch):
+        method, tokens = streams[numbers[0]].method, streams[numbers[0]].seen
+        if isinstance(method, WindowedSketch):
             return []  # what a sketch took in cannot be compressed again
-        allowed = (peak * layers - 1) / len(numbers)
-        if allowed >= 1:
+        kept = self.goal.at_most(len(numbers), self._layers, tokens)
+        if kept is None:
             return []
-        # Towards what the layers to come will leave, so that few compressions are enough.
-        kept = (allowed + max(final, (peak * layers - 1) / (layers - 1))) / 2
-        method = streams[numbers[0]].method
         # The queries to come back to see this much more as it is, on top of what the bound is for.
         extra = max(0, (method.window or 0) - method.recent)
         window = min(tokens, method.sink + method.recent + 1)
@@ -350,64 +326,16 @@ class Plan:
         found = []
         for place, n in enumerate(numbers):
             held = streams[n].held
-            bits = next(iter(self._measured[n]))
+            bits = self._measured.most(n)
             own = [shard.own(share[place].tolist()) for share in shares]
-            bought = self._prices[n][bits].buys(torch.tensor(own, dtype=torch.float64))
+            bought = self._measured.price(n, bits).buys(torch.tensor(own, dtype=torch.float64))
             bound = (bought * tokens).ceil().long()
             slots = (bound.clamp(min=window) + extra).clamp(max=tokens)
             # Head by head, so that a row of the batch decides nothing for another.
             slots = torch.where(slots > _WORTH * held, held, slots)
             rows = [[Budget(1.0, x / tokens) for x in row] for row in slots.tolist()]
-            found.append((n, HeadBudgets(rows, True), self._named(bits), True))
+            found.append(_Told(n, HeadBudgets(rows, True), self._named(bits), True))
         return found
-
-    def _spent(
-        self, curves: Curves, tokens: int, prices: Sequence[Price], held: Tensor | None = None
-    ) -> tuple[list[list[Budget]], Tensor]:
-        """The budget of every head of every layer, and which heads (bool ``[layers, heads]``) are
-        kept above the tolerance by ``max_budget``.
-
-        Args:
-            curves: of all layers.
-            tokens: seen.
-            prices: of every layer's slots.
-            held: slots that heads still have, int64 ``[layers, heads]``: what one cannot spend any
-                more goes to the others. None: all tokens.
-        """
-
-        def bought(cost: Tensor) -> Tensor:
-            return torch.stack([p.buys(row) for p, row in zip(prices, cost, strict=True)])
-
-        limits = None
-        if held is not None:
-            limits = held.double() / tokens
-            limits = torch.stack([p.cost(row) for p, row in zip(prices, limits, strict=True)])
-        if self.tolerance is None:
-            assert self.budget is not None
-            fraction = min(1.0, self.budget.slots(tokens) / tokens)
-            shares = torch.ones(curves.error.shape[:2], dtype=torch.float64)
-            if fraction >= curves.least:  # less: nothing is left to spend anywhere
-                shares = torch.tensor(curves.allocate(fraction), dtype=torch.float64)
-                if limits is not None:
-                    total = fraction * limits.numel()
-                    shares = spend(shares * fraction, total, limits) / fraction
-            shares = bought(shares * fraction) / fraction if self.chooses else shares
-            found = [[Budget(self.budget.value, x) for x in row] for row in shares.tolist()]
-            return found, torch.zeros(shares.shape, dtype=torch.bool)
-        most = 1.0 if self.max_budget is None else self.max_budget.slots(tokens) / tokens
-        kept, above = curves.within(self.tolerance, min(1.0, most))
-        if limits is not None:
-            kept = torch.minimum(kept, limits)
-        limit = self.max_budget.value if self.max_budget is not None else None
-        # An int stays the limit however long the stream gets.
-        slots: list[list[int | None]] = [[None] * kept.shape[1]] * kept.shape[0]
-        if isinstance(limit, int):
-            slots = (bought(kept) / kept.mean() * limit).long().clamp(min=1).tolist()
-        found = [
-            [Budget(1.0, share, limit) for share, limit in zip(*rows, strict=True)]
-            for rows in zip(bought(kept).tolist(), slots, strict=True)
-        ]
-        return found, above
 
     def _note_above(self, number: int, rows: Sequence[Tensor], shard: Shard | None = None) -> None:
         above = torch.stack(list(rows)).any(0)
@@ -417,8 +345,7 @@ class Plan:
 
     def forget(self, number: int) -> None:
         """A layer is not what it was when it was measured."""
-        self._measured.pop(number, None)
-        self._prices.pop(number, None)
+        self._measured.forget([number])
         self._scores.pop(number, None)
         self.above.pop(number, None)
 

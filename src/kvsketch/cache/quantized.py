@@ -167,7 +167,7 @@ def predicted_bytes(
     full: int,
     head_dim: int,
     value_dim: int,
-    bits: int,
+    bits: int | tuple[int, int],
     *,
     heads: int = 1,
     itemsize: int = 4,
@@ -178,17 +178,19 @@ def predicted_bytes(
     Args:
         quantised: slots per head in ``bits``: all but sinks, recent window and buffer.
         full: slots per head in the model's dtype, room not filled yet included.
+        bits: of keys and values, or of keys and of values.
         heads: batch rows times KV heads.
         itemsize: bytes of an element in the model's dtype.
         columns: how many of mass, positions and score there are (4 bytes per slot each).
 
     Centres and units (``8 * head_dim + 4`` per head) are counted.
     """
-    if check_bits(bits) == 16:
+    keys, values = map(check_bits, bits if isinstance(bits, tuple) else (bits, bits))
+    if keys == values == 16:
         full, quantised, grid = full + quantised, 0, 0
     else:
         grid = 8 * head_dim + 4
-    small = slot_bytes(head_dim, bits) + slot_bytes(value_dim, bits) if quantised else 0
+    small = slot_bytes(head_dim, keys) + slot_bytes(value_dim, values) if quantised else 0
     slots = quantised * small + full * (head_dim + value_dim) * itemsize
     return heads * (slots + 4 * columns * (quantised + full) + (grid if quantised else 0))
 

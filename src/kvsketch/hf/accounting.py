@@ -27,6 +27,11 @@ def exact_heads(layer: Any) -> list[int]:
     return [head for head, count in enumerate(held) if count >= layer.stream.seen]
 
 
+def bits(layer: Any) -> dict[str, int] | None:
+    """Of a compressible layer's keys and values between sinks and recent window."""
+    return layer.stream.bits._asdict() if isinstance(layer, SketchLayer) else None
+
+
 def errors(stream: Stream, error: Tensor | None) -> list[float] | None:
     if error is not None:
         largest: list[float] = error.amax(0).tolist()

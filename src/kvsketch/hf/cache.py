@@ -60,7 +60,11 @@ class SketchCache(Cache):  # type: ignore[misc]
         one_shot: compress prompts only and keep decoded tokens exactly.
         bits: 16: slots are stored as they come. 8 or 4: those between sinks and recent window in
             so many bits (keys per channel, values per token); ``budget=1.0`` then only quantises.
-            Not with a natively streaming sketch.
+            "measured" (heavy_merge's own way where the prefill is exact): as many bits for keys and
+            for values of each layer, and as many slots for the bytes of ``budget`` slots in the
+            model's dtype, as err least on the first prompt; ``summary`` says what was chosen, and
+            all stay in 16 bits while they fit the budget. Few bits make decoding slower. Not with
+            a natively streaming sketch.
         schedule: shares of the budget, one per compressed layer or one per layer and KV head,
             with mean 1. Default: the method's own (pyramidkv), else the same everywhere. Heads of
             equal share are kept together; memory falls as the shares say.
@@ -299,14 +303,16 @@ class SketchCache(Cache):  # type: ignore[misc]
 
     def summary(self) -> dict[str, Any]:
         """What is kept and what it costs, overall and per layer. ``slots`` is per KV head, the
-        mean over compressible layers; bytes are measured from live tensors. ``exact_heads`` hold
-        all their tokens; ``above_tolerance`` are those that ``max_budget`` keeps from it."""
+        mean over compressible layers; bytes are measured from live tensors. ``bits`` of a layer
+        are those of its keys and of its values between sinks and recent window. ``exact_heads``
+        hold all their tokens; ``above_tolerance`` are those that ``max_budget`` keeps from it."""
         layers = [
             {
                 "layer": index,
                 "compressed": isinstance(layer, SketchLayer) and layer.stream.compressed,
                 "tokens": accounting.tokens(layer),
                 "slots": accounting.held(layer),
+                "bits": accounting.bits(layer),
                 "exact_heads": accounting.exact_heads(layer),
                 "kv_bytes": accounting.layer_nbytes(layer),
                 "exact_kv_bytes": accounting.exact_nbytes(layer),

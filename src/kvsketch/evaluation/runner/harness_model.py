@@ -68,7 +68,7 @@ class SketchLM(HFLM):  # type: ignore[misc]
         tolerance: float | None = None,
         max_budget: int | float | None = None,
         allocation: str | None = None,
-        bits: int = 16,
+        bits: int | str | None = None,
         sink: int = 4,
         recent: int = 32,
         prefill: str = "exact",

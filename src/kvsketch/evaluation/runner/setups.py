@@ -14,7 +14,8 @@ from kvsketch.errors import InputError, unknown_name
 from kvsketch.method_names import METHOD_NAMES
 
 EXACT = "exact"
-BITS = {"int8": 8, "int4": 4}
+#: how slots are stored, as it is written behind a method
+BITS: dict[str, int | str] = {"16bit": 16, "int8": 8, "int4": 4, "measured": "measured"}
 #: first and last tokens that are always kept: numbers (int) or shares of the tokens (float)
 Window = tuple[int | float, int | float]
 
@@ -28,7 +29,7 @@ class Setup:
         budget: slots per KV head (int) or a share of the tokens (float); None with a tolerance.
         tolerance: of the measured error, instead of a budget.
         allocation: how the budget is spent, as for ``SketchCache``; None: the method's own way.
-        bits: of the slots.
+        bits: of the slots: 16, 8, 4 or "measured"; None: the method's own way.
         seed: of random methods.
         window: (first, last) tokens always kept, instead of the run's ``--sink`` and ``--recent``.
             A float is a share of the tokens that are compressed; None: the run's.
@@ -38,16 +39,16 @@ class Setup:
     budget: int | float | None = 1.0
     tolerance: float | None = None
     allocation: str | None = None
-    bits: int = 16
+    bits: int | str | None = None
     seed: int = 0
     window: Window | None = None
 
     @property
     def label(self) -> str:
-        """As it is written in ``--methods``: ``method[:first:last][@allocation][+intN]``."""
+        """As it is written in ``--methods``: ``method[:first:last][@allocation][+bits]``."""
         kept = ":{}:{}".format(*self.window) if self.window else ""
         spent = f"@{Path(self.allocation).stem}" if self.allocation else ""
-        stored = f"+int{self.bits}" if self.bits != 16 else ""
+        stored = next((f"+{name}" for name, bits in BITS.items() if bits == self.bits), "")
         return f"{self.method}{kept}{spent}{stored}"
 
     def window_of(self, sink: int, recent: int, tokens: int) -> tuple[int, int]:
@@ -81,7 +82,7 @@ class Setup:
 
 
 def parse_method(text: str, allocation: str | None = None) -> Setup:
-    """``name[:first:last][@even|@measured|@FILE][+int8|+int4]``, without a budget yet.
+    """``name[:first:last][@allocation][+16bit|+int8|+int4|+measured]``, without a budget yet.
 
     Args:
         allocation: of methods that name none.
@@ -111,7 +112,7 @@ def parse_method(text: str, allocation: str | None = None) -> Setup:
     return Setup(
         name,
         allocation=chosen,
-        bits=BITS[ending] if plus else 16,
+        bits=BITS[ending] if plus else None,
         window=_window(text, window) if colon else None,
     )
 

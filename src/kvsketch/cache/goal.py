@@ -1,0 +1,116 @@
+"""What a plan is after, a budget or a tolerance, and what follows from measured errors for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..budget import Budget
+from .curves import Curves, spend
+from .storage import Price
+
+# Peak of a prefill that is aimed at, as a share of the exact cache, or so much above the least that
+# is possible: one layer exact, the others compressed.
+_PEAK, _SLACK = 0.5, 0.07
+
+
+@dataclass(frozen=True)
+class Goal:
+    """
+    Attributes:
+        budget: the average over layers and heads; None with a tolerance.
+        tolerance: of every head's relative error; None with a budget.
+        max_budget: what a tolerance may cost on average; None: as much as it takes.
+    """
+
+    budget: Budget | None
+    tolerance: float | None = None
+    max_budget: Budget | None = None
+
+    @property
+    def bound(self) -> int | float | None:
+        """Of a tolerance: what it may cost on average, as ``Budget.value``."""
+        return None if self.max_budget is None else self.max_budget.value
+
+    def fraction(self, tokens: int) -> float:
+        """What may be spent on average, as a share of the tokens; 1 where nothing bounds it."""
+        most = self.budget or self.max_budget
+        return 1.0 if most is None else min(1.0, most.slots(tokens) / tokens)
+
+    def at_most(self, measured: int, layers: int, tokens: int) -> float | None:
+        """What the layers measured so far may hold on average until the last one is, as a share of
+        the tokens, so that the peak of the prefill stays where it should be with one more layer
+        exact; None: all tokens.
+
+        Args:
+            measured: how many layers are.
+            layers: of the model.
+        """
+        final = self.fraction(tokens)
+        peak = max(_PEAK, final + (1 - final) / layers + _SLACK)
+        allowed = (peak * layers - 1) / measured
+        if allowed >= 1:
+            return None
+        # Towards what the layers to come will leave, so that few compressions are enough.
+        return (allowed + max(final, (peak * layers - 1) / (layers - 1))) / 2
+
+    def spent(
+        self, curves: Curves, tokens: int, prices: Sequence[Price], held: Tensor | None = None
+    ) -> tuple[list[list[Budget]], Tensor]:
+        """The budget of every head of every layer, and which heads (bool ``[layers, heads]``) are
+        kept above the tolerance by ``max_budget``.
+
+        Args:
+            curves: of all layers; ``kept`` is a cost.
+            tokens: seen.
+            prices: of every layer's slots.
+            held: slots that heads still have, int64 ``[layers, heads]``: what one cannot spend any
+                more goes to the others. None: all tokens.
+        """
+
+        def bought(cost: Tensor) -> Tensor:
+            return torch.stack([p.buys(row) for p, row in zip(prices, cost, strict=True)])
+
+        limits = None
+        if held is not None:
+            shares = held.double() / tokens
+            limits = torch.stack([p.cost(row) for p, row in zip(prices, shares, strict=True)])
+        if self.tolerance is not None:
+            return self._tolerated(curves, tokens, bought, limits)
+        assert self.budget is not None
+        fraction = self.fraction(tokens)
+        shares = torch.ones(curves.error.shape[:2], dtype=torch.float64)
+        if fraction >= curves.least:  # less: nothing is left to spend anywhere
+            shares = torch.tensor(curves.allocate(fraction), dtype=torch.float64)
+            if limits is not None:
+                total = fraction * limits.numel()
+                shares = spend(shares * fraction, total, limits) / fraction
+        if any(price.slot != 1 for price in prices):
+            shares = bought(shares * fraction) / fraction
+        found = [[Budget(self.budget.value, x) for x in row] for row in shares.tolist()]
+        return found, torch.zeros(shares.shape, dtype=torch.bool)
+
+    def _tolerated(
+        self,
+        curves: Curves,
+        tokens: int,
+        bought: Callable[[Tensor], Tensor],
+        limits: Tensor | None,
+    ) -> tuple[list[list[Budget]], Tensor]:
+        assert self.tolerance is not None
+        kept, above = curves.within(self.tolerance, self.fraction(tokens))
+        if limits is not None:
+            kept = torch.minimum(kept, limits)
+        limit, shares = self.bound, bought(kept)
+        # An int stays the limit however long the stream gets.
+        slots: list[list[int | None]] = [[None] * kept.shape[1]] * kept.shape[0]
+        if isinstance(limit, int):
+            slots = (shares / kept.mean() * limit).long().clamp(min=1).tolist()
+        found = [
+            [Budget(1.0, share, most) for share, most in zip(*rows, strict=True)]
+            for rows in zip(shares.tolist(), slots, strict=True)
+        ]
+        return found, above
