@@ -19,11 +19,12 @@ from kvsketch.methods.registry import REREADING, default_allocation, default_bit
 #: ``kvsketch calibrate``)
 SPENT = ("even", "measured", "layer", "global", "calibrated")
 METHODS_HELP = (
-    "comma-separated NAME[@even|@measured|@layer|@global|@calibrated]"
-    "[+16bit|+int8|+int4|+measured][/reread]: the same budget for every head, or spent by errors "
-    "measured on this prompt, by scores, or by errors measured beforehand on others; slots in so "
-    "many bits, or in those that measured errors choose; a bare name: the method's own ways. "
-    "/reread: by the queries of a second reading. int8, int4: all tokens."
+    "comma-separated names, each with any of these behind it, in this order: @even, @measured, "
+    "@layer, @global or @calibrated (the same budget for every head, or spent by errors measured "
+    "on this prompt, by scores over a layer or the model, or by errors measured beforehand on "
+    "others); +16bit, +int8, +int4 or +measured (slots in so many bits, or in those that measured "
+    "errors choose); /reread (by the queries of a second reading). A bare name: the method's own "
+    "ways. int8, int4: all tokens."
 )
 #: all tokens in so many bits
 ALONE = {"int8": 8, "int4": 4}

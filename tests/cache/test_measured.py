@@ -25,6 +25,8 @@ from kvsketch.methods import METHODS
 from kvsketch.slots import causal
 
 WINDOW = {"sink": 2, "recent": 6}
+#: slots are counted here; in how many bits they are best stored: test_storage.py
+PLAIN = {**WINDOW, "bits": 16}
 DOUBLE = {"dtype": torch.float64}
 
 
@@ -359,7 +361,7 @@ def test_every_family_generates(family, padding, goal):
     mask = torch.ones_like(ids)
     for row, width in enumerate(padding):
         ids[row, :width] = mask[row, :width] = 0
-    cache = SketchCache(model.config, "heavy_merge", **goal, **WINDOW)
+    cache = SketchCache(model.config, "heavy_merge", **goal, **PLAIN)
     out = greedy(model, ids, cache, new, attention_mask=mask)
     assert out.shape == (len(padding), tokens + new)
     assert cache.get_seq_length() == tokens + new - 1
@@ -380,7 +382,7 @@ def test_a_tolerance_that_nothing_meets_stays_exact(family):
     """And then the answer is DynamicCache's, every head is listed, and nothing is lost."""
     model, ids = build(family), ids_of(2, 120)
     exact = greedy(model, ids, DynamicCache(config=model.config))
-    cache = SketchCache(model.config, "uniform", tolerance=1e-9, **WINDOW)
+    cache = SketchCache(model.config, "uniform", tolerance=1e-9, **PLAIN)
     assert torch.equal(greedy(model, ids, cache), exact)
     for row in cache.error():
         heads = len(row["prompt"])
@@ -389,7 +391,7 @@ def test_a_tolerance_that_nothing_meets_stays_exact(family):
 
 
 def test_a_wide_tolerance_takes_the_lowest_level(llama):
-    cache = SketchCache(llama.config, "heavy_merge", tolerance=0.999, **WINDOW)
+    cache = SketchCache(llama.config, "heavy_merge", tolerance=0.999, **PLAIN)
     with torch.no_grad():
         llama(ids_of(1, 200), past_key_values=cache, use_cache=True)
     summary = cache.summary()
@@ -401,7 +403,7 @@ def test_a_wide_tolerance_takes_the_lowest_level(llama):
 def test_max_budget_wins_and_says_who_pays(llama):
     caches = []
     for most in (None, 0.3, 70):
-        cache = SketchCache(llama.config, tolerance=0.02, max_budget=most, **WINDOW)
+        cache = SketchCache(llama.config, tolerance=0.02, max_budget=most, **PLAIN)
         with torch.no_grad():
             llama(ids_of(1, 200), past_key_values=cache, use_cache=True)
         caches.append(cache.summary())
@@ -414,7 +416,7 @@ def test_max_budget_wins_and_says_who_pays(llama):
 
 
 def test_an_int_max_budget_holds_however_long_the_answer(llama):
-    cache = SketchCache(llama.config, tolerance=0.02, max_budget=70, buffer=2, **WINDOW)
+    cache = SketchCache(llama.config, tolerance=0.02, max_budget=70, buffer=2, **PLAIN)
     greedy(llama, ids_of(1, 200), cache, new=150)
     assert cache.get_seq_length() == 349
     assert cache.summary()["slots"] <= 70 + 2
@@ -443,7 +445,7 @@ def test_the_measured_allocation_lowers_the_error_it_measures(llama):
     ids = llama.generate(ids_of(1, 8), max_new_tokens=300, do_sample=True, top_k=0)
     errors = {}
     for allocation in ("even", "measured"):
-        cache = SketchCache(llama.config, budget=0.3, allocation=allocation, **WINDOW)
+        cache = SketchCache(llama.config, budget=0.3, allocation=allocation, **PLAIN)
         with torch.no_grad():
             llama(ids, past_key_values=cache, use_cache=True)
         assert cache.summary()["slots"] == pytest.approx(0.3 * ids.shape[1], rel=0.02)
@@ -452,8 +454,8 @@ def test_the_measured_allocation_lowers_the_error_it_measures(llama):
 
 
 def test_running_errors_come_with_the_cache(llama):
-    cache = SketchCache(llama.config, budget=0.3, track_error=True, **WINDOW)
-    plain = SketchCache(llama.config, budget=0.3, **WINDOW)
+    cache = SketchCache(llama.config, budget=0.3, track_error=True, **PLAIN)
+    plain = SketchCache(llama.config, budget=0.3, **PLAIN)
     for held in (cache, plain):
         greedy(llama, ids_of(1, 150), held, new=60)
     assert cache.nbytes() > plain.nbytes()  # the probe is counted
@@ -469,7 +471,7 @@ def test_curves_given_beforehand_need_no_second_measurement(llama, tmp_path):
     curves.save(tmp_path / "curves.json")
     held = []
     for allocation in (curves, tmp_path / "curves.json", str(tmp_path / "curves.json")):
-        cache = SketchCache(llama.config, budget=0.4, allocation=allocation, **WINDOW)
+        cache = SketchCache(llama.config, budget=0.4, allocation=allocation, **PLAIN)
         out = greedy(llama, ids_of(1, 60), cache)
         held.append((out.tolist(), cache.summary()["kv_bytes"]))
         full = cache.exact_nbytes()
@@ -480,8 +482,8 @@ def test_curves_given_beforehand_need_no_second_measurement(llama, tmp_path):
 def test_short_prompts_wait_and_ints_do_not(llama):
     """A share waits until there is enough to measure on, over several turns; a number of slots
     may not be exceeded, so it is spent evenly then."""
-    share = SketchCache(llama.config, budget=0.5, **WINDOW)
-    number = SketchCache(llama.config, budget=20, **WINDOW)
+    share = SketchCache(llama.config, budget=0.5, **PLAIN)
+    number = SketchCache(llama.config, budget=20, **PLAIN)
     for cache in (share, number):
         greedy(llama, ids_of(1, 40), cache, new=4)
     assert share.summary()["slots"] == 43
@@ -494,7 +496,7 @@ def test_short_prompts_wait_and_ints_do_not(llama):
 
 def test_decoding_alone_reaches_the_plan(llama):
     for goal in ({"budget": 0.5}, {"budget": 90}, {"tolerance": 0.5}):
-        cache = SketchCache(llama.config, **goal, **WINDOW)
+        cache = SketchCache(llama.config, **goal, **PLAIN)
         greedy(llama, ids_of(1, 5), cache, new=150)
         assert cache.get_seq_length() == 154
         assert not cache.layers[0].stream.waits
@@ -504,7 +506,7 @@ def test_decoding_alone_reaches_the_plan(llama):
 
 def test_reset_copy_crop_and_beams(llama):
     ids = ids_of(1, 150)
-    cache = SketchCache(llama.config, budget=0.4, **WINDOW)
+    cache = SketchCache(llama.config, budget=0.4, **PLAIN)
     first = greedy(llama, ids, cache)
     assert not cache.layers[0].stream.waits
     cache.reset()
@@ -516,21 +518,21 @@ def test_reset_copy_crop_and_beams(llama):
     assert twin.layers[0].stream.waits
     assert torch.equal(greedy(llama, ids, twin), first)
     with torch.no_grad():  # cropped before it was told: measured on what is left
-        short = SketchCache(llama.config, budget=0.4, **WINDOW)
+        short = SketchCache(llama.config, budget=0.4, **PLAIN)
         llama(ids[:, :60], past_key_values=short, use_cache=True)
         short.crop(-10)
         llama(ids[:, 50:], past_key_values=short, use_cache=True)
     assert short.get_seq_length() == 150
     assert short.summary()["slots"] <= 62
-    beams = SketchCache(llama.config, budget=0.4, **WINDOW)
+    beams = SketchCache(llama.config, budget=0.4, **PLAIN)
     out = greedy(llama, ids, beams, num_beams=3)
     assert out.shape == (1, 160)
 
 
 def test_chunks_of_an_exact_prompt_wait_for_its_end(llama):
     ids = ids_of(1, 150)
-    whole = SketchCache(llama.config, budget=0.4, **WINDOW)
-    chunked = SketchCache(llama.config, budget=0.4, prompt_length=150, **WINDOW)
+    whole = SketchCache(llama.config, budget=0.4, **PLAIN)
+    chunked = SketchCache(llama.config, budget=0.4, prompt_length=150, **PLAIN)
     one = greedy(llama, ids, whole)
     assert torch.equal(greedy(llama, ids, chunked, prefill_chunk_size=40), one)
 
@@ -538,7 +540,7 @@ def test_chunks_of_an_exact_prompt_wait_for_its_end(llama):
 def test_a_failed_prompt_leaves_nothing_behind(llama):
     """Non-finite keys in the last layer: the first one's curves are forgotten too."""
     ids = ids_of(1, 150)
-    cache = SketchCache(llama.config, budget=0.4, **WINDOW)
+    cache = SketchCache(llama.config, budget=0.4, **PLAIN)
     weight = llama.model.layers[1].self_attn.k_proj.weight
     saved = weight.detach().clone()
     try:
@@ -550,23 +552,23 @@ def test_a_failed_prompt_leaves_nothing_behind(llama):
         with torch.no_grad():
             weight.copy_(saved)
     assert cache.get_seq_length() == 0
-    fresh = SketchCache(llama.config, budget=0.4, **WINDOW)
+    fresh = SketchCache(llama.config, budget=0.4, **PLAIN)
     assert torch.equal(greedy(llama, ids, cache), greedy(llama, ids, fresh))
 
 
 @pytest.mark.parametrize("method", ["h2o", "uniform", "cluster_merge", "subgen", "pyramidkv"])
 def test_any_method_can_be_planned(llama, method):
-    cache = SketchCache(llama.config, method, budget=0.5, allocation="measured", **WINDOW)
+    cache = SketchCache(llama.config, method, budget=0.5, allocation="measured", **PLAIN)
     greedy(llama, ids_of(2, 150), cache)
     assert cache.layers[0].stream.compressed
-    again = SketchCache(llama.config, method, tolerance=0.2, **WINDOW)
+    again = SketchCache(llama.config, method, tolerance=0.2, **PLAIN)
     greedy(llama, ids_of(2, 150), again)
     assert again.get_seq_length() == 159
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_planned_slots_in_fewer_bits(llama, bits):
-    plain = SketchCache(llama.config, budget=0.4, **WINDOW)
+    plain = SketchCache(llama.config, budget=0.4, **PLAIN)
     small = SketchCache(llama.config, budget=0.4, bits=bits, **WINDOW)
     for cache in (plain, small):
         greedy(llama, ids_of(1, 200), cache)
