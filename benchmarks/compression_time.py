@@ -91,7 +91,7 @@ def evenly_spent(text: str) -> list[Method]:
     """``--methods``: those that compress to one budget for all heads, which is what is timed."""
     chosen = methods(text)
     for method in chosen:
-        if method.name not in METHODS or method.bits != 16:
+        if method.name not in METHODS or method.bits not in (16, "measured"):
             raise typer.BadParameter(f"--methods: {method.label!r} is not one of {_all()}")
         if method.spent != "even":
             raise typer.BadParameter(

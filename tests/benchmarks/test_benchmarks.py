@@ -28,6 +28,7 @@ from benchmarks.peers import exchange
 from kvsketch import SketchCache, Slots
 from kvsketch.cache import windowed
 from kvsketch.cache.quantized_page import QuantizedPage
+from kvsketch.cache.storage import Bits
 from kvsketch.evaluation.runner.activations import capture
 from kvsketch.evaluation.runner.setups import parse_method
 from kvsketch.methods.registry import SKETCHES
@@ -165,9 +166,9 @@ def test_bytes_are_counted_by_one_rule():
     assert held_bytes(slots_of()) == 200 * 32
     assert held_bytes(slots_of(mass=True)) == 200 * 36
     slots = slots_of(mass=True)
-    page = QuantizedPage(slots, None, 0, 4, 10, 20)
+    page = QuantizedPage(slots, None, 0, Bits(8, 4), 10, 20)
     stored = sum(t.nbytes for part in page._packed.values() for t in part.tensors()) / 2
-    assert held_bytes(slots, 4, 10, 20) == stored + 30 * 32 + 200 * 4
+    assert held_bytes(slots, Bits(8, 4), 10, 20) == stored + 30 * 32 + 200 * 4
     dead = slots.only(torch.arange(200) < 150)
     assert held_bytes(dead) == 150 * 36
 

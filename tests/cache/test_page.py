@@ -18,6 +18,7 @@ from kvsketch.budget import Budget
 from kvsketch.cache import Page, windowed
 from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.quantized_page import QuantizedPage
+from kvsketch.cache.storage import Bits
 from kvsketch.cache.stream import Stream
 from kvsketch.slots import Observed, Slots, attend, causal, compute_dtype
 
@@ -151,7 +152,7 @@ def test_a_page_shows_its_slots_in_order_whatever_was_done_to_it(kind, shape, sc
     exact = {"rtol": 1e-5, "atol": 1e-5}
     if kind == "quantized":
         cut = held if sizes is None else held.only(torch.arange(n) < sizes.unsqueeze(-1))
-        page = QuantizedPage(cut, sizes, q + 1, 8, 2, 3)
+        page = QuantizedPage(cut, sizes, q + 1, Bits(8, 8), 2, 3)
         exact = {"rtol": 0.02, "atol": 0.1}
     new = tokens(g, batch, heads, q, dim, dim, torch.float32)
     page.append(new)

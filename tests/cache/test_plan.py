@@ -61,7 +61,7 @@ def test_a_measured_prefill_does_not_hold_all_layers(layers, tokens):
         )
     ).eval()
     ids = torch.randint(0, 100, (1, tokens), generator=torch.Generator().manual_seed(1))
-    cache = SketchCache(model.config, budget=0.25)
+    cache = SketchCache(model.config, budget=0.25, bits=16)
     with torch.no_grad():
         model(ids, past_key_values=cache)
     summary = cache.summary()

@@ -12,7 +12,8 @@ import torch
 from families import VOCABULARY, build
 from kvsketch import SketchCache
 
-WINDOW: dict[str, Any] = {"sink": 2, "recent": 6}
+#: in how many bits slots are stored is decided for all rows together where it is measured
+WINDOW: dict[str, Any] = {"sink": 2, "recent": 6, "bits": 16}
 WAYS: list[dict[str, Any]] = [
     {"budget": 0.4},
     {"budget": 60},

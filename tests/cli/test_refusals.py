@@ -74,7 +74,11 @@ REFUSED = [
         "allocation 'x'",
         "even, measured, layer, global, or a file",
     ),
-    ("eval longeval --methods h2o@measured+int5", "'int5'", "Allowed: 16bit, int4, int8, measured."),
+    (
+        "eval longeval --methods h2o@measured+int5",
+        "'int5'",
+        "Allowed: 16bit, int4, int8,",
+    ),
     ("eval longeval --methods exact+int4", "'exact+int4'", "no bits"),
     ("eval longeval --methods ,", "--methods", "allowed: exact, uniform"),
     ("eval longeval --allocation x", "allocation 'x'", "even, measured, layer, global, or a file"),

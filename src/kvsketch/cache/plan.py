@@ -55,7 +55,7 @@ class Plan:
       kind; on average no more than ``max_budget``.
 
     Whatever the kind, it may choose for every layer in how many bits slots are stored, by errors
-    measured on this prompt. A budget is then what that many slots would cost in the model's dtype.
+    measured on this prompt. A budget is then what that many slots would cost in 16 bits.
 
     The cache owns the plan, and asks it to ``hand_down`` what follows when the attention of a layer
     is done.

@@ -57,12 +57,13 @@ def bits_of(bits: object) -> Bits | None:
 @dataclass(frozen=True)
 class Price:
     """What a head's slots cost in few bits. The unit is what all its tokens would cost as slots in
-    the model's dtype: a budget of 0.1 is 0.1 of that, in whatever bits.
+    16 bits: a budget of 0.1 is 0.1 of that, in whatever bits. A model in 32 bits counts as one in
+    16, so that the choice is the same.
 
     Attributes:
-        slot: bytes of a slot in few bits, over those of one in the model's dtype.
-        fixed: bytes of a head's centres and units, over those of a slot in the model's dtype.
-        window: slots that stay in the model's dtype: sinks and recent tokens.
+        slot: bytes of a slot in few bits, over those of one in 16 bits.
+        fixed: bytes of a head's centres and units, over those of a slot in 16 bits.
+        window: slots that stay as given: sinks and recent tokens.
         tokens: seen.
     """
 
@@ -79,7 +80,7 @@ class Price:
         tensors = slots.tensors()
         columns = 4 * sum(name not in ("keys", "values") for name in tensors)
         widths = [tensors[name].shape[-1] for name in ("keys", "values")]
-        given = sum(widths) * slots.keys.element_size() + columns
+        given = 2 * sum(widths) + columns
         small = sum(map(slot_bytes, widths, bits)) + columns
         return Price(small / given, (8 * widths[0] + 4) / given, window, tokens)
 

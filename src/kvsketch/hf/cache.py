@@ -61,8 +61,8 @@ class SketchCache(Cache):  # type: ignore[misc]
         bits: 16: slots are stored as they come. 8 or 4: those between sinks and recent window in
             so many bits (keys per channel, values per token); ``budget=1.0`` then only quantises.
             "measured" (heavy_merge's own way where the prefill is exact): as many bits for keys and
-            for values of each layer, and as many slots for the bytes of ``budget`` slots in the
-            model's dtype, as err least on the first prompt; ``summary`` says what was chosen, and
+            for values of each layer, and as many slots for the bytes of ``budget`` slots in 16
+            bits, as err least on the first prompt; ``summary`` says what was chosen, and
             all stay in 16 bits while they fit the budget. Few bits make decoding slower. Not with
             a natively streaming sketch.
         schedule: shares of the budget, one per compressed layer or one per layer and KV head,
