@@ -37,7 +37,7 @@ from benchmarks.options import Method, methods
 from benchmarks.page import save
 from kvsketch import METHODS, Observed, Slots, attend
 from kvsketch.cache import windowed
-from kvsketch.cache.plan import measure
+from kvsketch.cache.measure import measure
 from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.methods.registry import default_allocation
 

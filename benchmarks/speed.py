@@ -48,7 +48,8 @@ from benchmarks.peers import kvpress
 from kvsketch import METHODS, Observed, SketchCache, Slots
 from kvsketch.attention import attend_to
 from kvsketch.cache import Page, windowed
-from kvsketch.cache.plan import measure
+from kvsketch.cache.measure import measure
+from kvsketch.cache.storage import CHOICES
 from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
 
@@ -206,7 +207,7 @@ def prefill(repeats: int, tokens: int, seed: int) -> Rows:
 
     whole, slots, seen = layer(tokens, torch.bfloat16, seed)
     measured = min(
-        seconds(lambda: measure(waiting(slots, seen, "heavy_merge"), None)) for _ in "ab"
+        seconds(lambda: measure(waiting(slots, seen, "heavy_merge"), None, CHOICES)) for _ in "ab"
     )
     rows: Rows = [
         {"what": "measuring", "tokens": tokens, "share_of_prefill": measured / whole},
