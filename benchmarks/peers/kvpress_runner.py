@@ -2,8 +2,9 @@
 
     python kvpress_runner.py request.json in.safetensors out.safetensors
 
-The request is a list of jobs ``{"press": class name, "arguments": of its constructor, "ratio":
-compression_ratio, "layer": index, "layers": how many}``; job i reads ``queries.i``
+The request is a list of jobs ``{"press": class name, "arguments": of its constructor, "inner":
+class name of the press inside it or null, "inner_arguments": likewise, "ratio": compression_ratio,
+"layer": index, "layers": how many}``; job i reads ``queries.i``
 ``[batch, heads, n, dim]``, ``keys.i`` and ``values.i`` ``[batch, kv_heads, n, dim]`` and writes
 ``kept.i``, int64 ``[batch, kv_heads, kept]``: what the press's own ``compress`` kept, ascending,
 and ``seconds.i``, float64: how long that took (the least of ``"repeats"`` calls).
@@ -76,13 +77,21 @@ def indices(whole: list[torch.Tensor], kept: list[torch.Tensor]) -> torch.Tensor
     return found.sort(dim=-1).values
 
 
+def press_of(job: dict[str, Any]) -> Any:
+    cls, arguments = getattr(kvpress, job["press"]), job["arguments"]
+    if job["inner"] is None:
+        return cls(compression_ratio=job["ratio"], **arguments)
+    inner = getattr(kvpress, job["inner"])(compression_ratio=job["ratio"], **job["inner_arguments"])
+    return cls(inner, **arguments)
+
+
 @torch.no_grad()
 def run(
     job: dict[str, Any], queries: Any, keys: Any, values: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, n, dim = queries.shape
     module = layer(heads, keys.shape[1], dim, job["layer"], job["layers"]).to(queries.dtype)
-    press = getattr(kvpress, job["press"])(compression_ratio=job["ratio"], **job["arguments"])
+    press = press_of(job)
     hidden = queries.transpose(1, 2).reshape(batch, n, heads * dim)
     weights = None
     if job["press"] == "ObservedAttentionPress":  # the one that cannot do without

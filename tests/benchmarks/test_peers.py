@@ -43,6 +43,13 @@ SETTINGS = {
     "tova": (0, 1, {}, {}),
     "observed_attention": (0, 0, {}, {}),
 }
+#: chunk, window: the window begins a chunk, by shape
+CHUNKS = dict(zip(SHAPES, [(8, 16), (9, 16), (10, 20), (5, 6)], strict=True))
+#: sink, lag, kept of every part that is compared with the next one; the last: fewer than two parts
+LAGS = {
+    **dict(zip(SHAPES, [(4, 12, 3), (4, 10, 2), (4, 32, 9), (1, 10, 6)], strict=True)),
+    (2, 4, 2, 70, 8, 20): (4, 34, 0),
+}
 PYRAMID = {"beta": 4, "window_size": 5, "kernel_size": 7}
 LAYERS = 3
 
@@ -68,6 +75,13 @@ def ours(compressor, shape, sink, recent, budget):
     return kept.positions.long()
 
 
+def lag_kept(shape):
+    """Tokens kept: sinks, as many of every part, and the last whole part with the rest."""
+    sink, lag, each = LAGS[shape]
+    parts = (shape[3] - sink) // lag
+    return sink + each * (parts - 1) + shape[3] - sink - (parts - 1) * lag if parts > 1 else 20
+
+
 @pytest.fixture(scope="module")
 def theirs():
     """What kvpress keeps, for every method, shape and layer of this file: one process."""
@@ -81,6 +95,17 @@ def theirs():
         for layer in range(LAYERS):
             job = Job("pyramidkv", *tensors(shape), shape[-1], PYRAMID, layer, LAYERS)
             jobs["pyramidkv", shape, layer] = job
+        chunk, window = CHUNKS[shape]
+        for row in range(shape[0]):  # kvpress keeps the chunks of the first row in all rows
+            parts = (t[row : row + 1] for t in tensors(shape))
+            inner = {"window_size": window, "kernel_size": 3}
+            job = Job(
+                "chunkkv", *parts, shape[3] // 2, {"chunk_length": chunk}, inner_options=inner
+            )
+            jobs["chunkkv", shape, row] = job
+    for shape, (sink, lag, _) in LAGS.items():
+        job = Job("lagkv", *tensors(shape), lag_kept(shape), {"n_sink": sink, "lag_size": lag})
+        jobs["lagkv", shape, 0] = job
     return dict(zip(jobs, kvpress.kept_many(list(jobs.values())), strict=True))
 
 
@@ -104,6 +129,30 @@ def test_pyramidkv_keeps_the_tokens_of_kvpress_in_every_layer(theirs, shape):
         kept = ours(compressor, shape, 0, 5, count)
         assert torch.equal(kept, theirs["pyramidkv", shape, layer])
     assert counts[0] > counts[-1]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_chunkkv_keeps_the_chunks_of_kvpress(theirs, shape):
+    chunk, window = CHUNKS[shape]
+    budgets = {theirs["chunkkv", shape, row].shape[-1] for row in range(shape[0])}
+    for budget in budgets:
+        assert window + chunk <= budget < shape[3] - chunk
+        compressor = METHODS["chunkkv"](chunk=chunk, window=window, kernel_size=3)
+        kept = ours(compressor, shape, 0, window, budget)
+        for row in range(shape[0]):
+            if theirs["chunkkv", shape, row].shape[-1] == budget:
+                assert torch.equal(kept[row : row + 1], theirs["chunkkv", shape, row])
+
+
+@pytest.mark.parametrize("shape", LAGS, ids=str)
+def test_lagkv_keeps_the_tokens_of_kvpress(theirs, shape):
+    sink, lag, each = LAGS[shape]
+    kept = ours(METHODS["lagkv"](lag=lag), shape, sink, 0, lag_kept(shape))
+    assert torch.equal(kept, theirs["lagkv", shape, 0])
+    parts = torch.bincount(((kept - sink).clamp(min=0) // lag).flatten())
+    if each:  # as many of every part, and not the same ones in every head
+        assert len(set(parts[1:-2].tolist())) <= 1
+        assert kept.flatten(0, 1).unique(dim=0).shape[0] == shape[0] * shape[2]
 
 
 def test_pyramid_shares_are_the_budgets_of_kvpress():
