@@ -28,10 +28,11 @@ PRESSES = {
     # on queries that are rotated already, its averaging over rotations to come does nothing
     "expected_attention": "ExpectedAttentionPress",
     "chunkkv": "ChunkKVPress",
+    "criticalkv": "CriticalKVPress",
 }
 _WINDOWED = ("snapkv", "pyramidkv")
 #: Presses around another one: our name of that.
-_AROUND = {"chunkkv": "snapkv"}
+_AROUND = {"chunkkv": "snapkv", "criticalkv": "snapkv"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Job:
         layer: which layer this is, and
         layers: of how many (PyramidKV's budgets depend on it).
         inner_options: arguments of the constructor of the press inside, if there is one.
+        output: weight of the layer's output projection, ``[num_attention_heads, head_dim, hidden]``
+            with hidden = num_attention_heads x head_dim; None: no matter.
 
     Raises:
         InputError: an unknown press, ``kept`` out of range, or a window that does not fit.
@@ -63,6 +66,7 @@ class Job:
     layer: int = 0
     layers: int = 1
     inner_options: Mapping[str, Any] = field(default_factory=dict)
+    output: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.press not in PRESSES:
@@ -132,6 +136,8 @@ def _run(jobs: Sequence[Job], repeats: int) -> dict[str, Tensor]:
         # copies: two jobs may share a tensor, two entries of a safetensors file may not
         for name in ("queries", "keys", "values"):
             tensors[f"{name}.{i}"] = getattr(job, name).clone()
+        if job.output is not None:
+            tensors[f"output.{i}"] = job.output.clone()
         request.append(
             {
                 "press": PRESSES[job.press],

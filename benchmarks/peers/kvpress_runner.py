@@ -5,7 +5,8 @@
 The request is a list of jobs ``{"press": class name, "arguments": of its constructor, "inner":
 class name of the press inside it or null, "inner_arguments": likewise, "ratio": compression_ratio,
 "layer": index, "layers": how many}``; job i reads ``queries.i``
-``[batch, heads, n, dim]``, ``keys.i`` and ``values.i`` ``[batch, kv_heads, n, dim]`` and writes
+``[batch, heads, n, dim]``, ``keys.i`` and ``values.i`` ``[batch, kv_heads, n, dim]``, perhaps
+``output.i`` ``[heads, dim, heads * dim]``, the weight of the output projection, and writes
 ``kept.i``, int64 ``[batch, kv_heads, kept]``: what the press's own ``compress`` kept, ascending,
 and ``seconds.i``, float64: how long that took (the least of ``"repeats"`` calls).
 
@@ -87,10 +88,12 @@ def press_of(job: dict[str, Any]) -> Any:
 
 @torch.no_grad()
 def run(
-    job: dict[str, Any], queries: Any, keys: Any, values: Any
+    job: dict[str, Any], queries: Any, keys: Any, values: Any, output: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, n, dim = queries.shape
     module = layer(heads, keys.shape[1], dim, job["layer"], job["layers"]).to(queries.dtype)
+    if output is not None:
+        module.o_proj.weight.copy_(output.flatten(0, 1).T)
     press = press_of(job)
     hidden = queries.transpose(1, 2).reshape(batch, n, heads * dim)
     weights = None
@@ -112,7 +115,7 @@ def main() -> None:
     tensors = load_file(source)
     found = {}
     for i, job in enumerate(jobs):
-        given = (tensors[f"{x}.{i}"] for x in ("queries", "keys", "values"))
+        given = (tensors.get(f"{x}.{i}") for x in ("queries", "keys", "values", "output"))
         found[f"kept.{i}"], found[f"seconds.{i}"] = run(job, *given)
     save_file(found, target)
 

@@ -25,6 +25,7 @@ METHOD_NAMES = (
     "greedy_halving",
     "cluster_merge",
     "heavy_merge",
+    "criticalkv",
     "subgen",
     "subgen_coupled",
     "merge_reduce",

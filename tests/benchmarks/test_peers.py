@@ -26,6 +26,7 @@ from benchmarks.peers.kvpress import Job
 from kvsketch import InputError, Observed, Slots, attend
 from kvsketch.evaluation.runner.activations import Activations
 from kvsketch.methods import METHODS, pyramid_shares
+from kvsketch.methods.registry import ALL_METHODS
 
 #: batch, query heads, KV heads, tokens, head_dim, kept: equal heads, GQA, MQA, an odd everything
 SHAPES = [
@@ -50,6 +51,11 @@ LAGS = {
     **dict(zip(SHAPES, [(4, 12, 3), (4, 10, 2), (4, 32, 9), (1, 10, 6)], strict=True)),
     (2, 4, 2, 70, 8, 20): (4, 34, 0),
 }
+CRITICAL = {
+    "critical": {},
+    "critical_third": {"first_stage_ratio": 0.3, "epsilon": 0.01},
+    "critical_products": {"first_stage_ratio": 0.0},
+}
 PYRAMID = {"beta": 4, "window_size": 5, "kernel_size": 7}
 LAYERS = 3
 
@@ -73,6 +79,19 @@ def ours(compressor, shape, sink, recent, budget):
     slots = Slots(keys, values, positions=positions)
     kept = compressor(slots, budget, observed, sink=sink, recent=recent)
     return kept.positions.long()
+
+
+def critical_kept(shape):
+    """An odd number: half of it is rounded down."""
+    return shape[-1] | 1
+
+
+def projection(shape):
+    """Weight of an output projection; values have other norms behind it than before."""
+    heads, dim = shape[1], shape[4]
+    g = torch.Generator().manual_seed(9)
+    weight = torch.randn(heads, dim, heads * dim, generator=g)
+    return weight * torch.rand(heads, dim, 1, generator=g) ** 3
 
 
 def lag_kept(shape):
@@ -103,6 +122,11 @@ def theirs():
                 "chunkkv", *parts, shape[3] // 2, {"chunk_length": chunk}, inner_options=inner
             )
             jobs["chunkkv", shape, row] = job
+        for critical, options in CRITICAL.items():
+            found = (*tensors(shape), critical_kept(shape))
+            inner = {"window_size": 5, "kernel_size": 3}
+            job = Job("criticalkv", *found, options, 0, 1, inner, projection(shape))
+            jobs[critical, shape, 0] = job
     for shape, (sink, lag, _) in LAGS.items():
         job = Job("lagkv", *tensors(shape), lag_kept(shape), {"n_sink": sink, "lag_size": lag})
         jobs["lagkv", shape, 0] = job
@@ -142,6 +166,19 @@ def test_chunkkv_keeps_the_chunks_of_kvpress(theirs, shape):
         for row in range(shape[0]):
             if theirs["chunkkv", shape, row].shape[-1] == budget:
                 assert torch.equal(kept[row : row + 1], theirs["chunkkv", shape, row])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("critical", CRITICAL)
+def test_criticalkv_keeps_the_tokens_of_kvpress(theirs, critical, shape):
+    names = {"first_stage_ratio": "first_stage", "epsilon": "epsilon"}
+    options = {names[name]: value for name, value in CRITICAL[critical].items()}
+    compressor = ALL_METHODS["criticalkv"](window=5, kernel_size=3, **options)
+    compressor.output = projection(shape)
+    kept = ours(compressor, shape, 0, 5, critical_kept(shape))
+    assert torch.equal(kept, theirs[critical, shape, 0])
+    plain = ours(METHODS["snapkv"](window=5, kernel_size=3), shape, 0, 5, critical_kept(shape))
+    assert not torch.equal(kept, plain)
 
 
 @pytest.mark.parametrize("shape", LAGS, ids=str)

@@ -39,6 +39,9 @@ def theirs():
     jobs = {}
     for n, kept in SHAPES:
         jobs["kvzip", n] = ModelJob("KVzipPress", ids[:, :n], kept)
+        jobs["critical", n] = ModelJob(
+            "CriticalAdaKVPress", ids[:, :n], kept, {}, "SnapKVPress", snapkv
+        )
         jobs["layer", n] = ModelJob("AdaKVPress", ids[:, :n], kept, {}, "SnapKVPress", snapkv)
     return dict(zip(jobs, kept_of_model(folder, list(jobs.values())), strict=True))
 
@@ -63,12 +66,12 @@ def test_kvzip_keeps_what_kvpress_keeps(theirs, n, kept):
     assert torch.equal(kept_by(cache, n), theirs["kvzip", n])
 
 
-@pytest.mark.parametrize(("n", "kept"), SHAPES)
-def test_snapkv_by_layer_keeps_what_adakv_keeps(theirs, n, kept):
+def by_layer(method, n, kept):
+    """What it keeps with a window of 32 where the heads of a layer share the budget."""
     _, model, _, ids = packaged()
     cache = SketchCache(
         model.config,
-        "snapkv",
+        method,
         budget=kept,
         sink=0,
         recent=32,
@@ -77,4 +80,16 @@ def test_snapkv_by_layer_keeps_what_adakv_keeps(theirs, n, kept):
         options={"window": 32, "kernel_size": 5},
     )
     kvsketch.prefill(model, ids[:, :n], cache)
-    assert torch.equal(kept_by(cache, n), theirs["layer", n])
+    return kept_by(cache, n)
+
+
+@pytest.mark.parametrize(("n", "kept"), SHAPES)
+def test_snapkv_by_layer_keeps_what_adakv_keeps(theirs, n, kept):
+    assert torch.equal(by_layer("snapkv", n, kept), theirs["layer", n])
+
+
+@pytest.mark.parametrize(("n", "kept"), SHAPES)
+def test_criticalkv_by_layer_keeps_what_criticaladakv_keeps(theirs, n, kept):
+    found = by_layer("criticalkv", n, kept)
+    assert torch.equal(found, theirs["critical", n])
+    assert not torch.equal(found, by_layer("snapkv", n, kept))

@@ -13,12 +13,14 @@ from transformers.cache_utils import DynamicLayer
 
 from ..cache.queries import joined, side_by_side
 from ..cache.stream import Stream
+from ..cache.window import Windowed
 from ..errors import InputError, KVSketchError, UnsupportedError
 from ..slots import Observed, Slots
 from . import interface
 from .attention import attention
 from .checks import check_tokens
 from .masks import View
+from .output import output_weight
 
 if TYPE_CHECKING:
     from .forward import Forward
@@ -180,12 +182,24 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         if self._reads:
             return  # another layer of the same model, which shares these keys
         if self.module is None:
+            self._project(module)
             self.module = weakref.ref(module)
         elif self.module() is not module:
             raise InputError(
                 "this SketchCache holds the context of another model (or of a copy of it): make "
                 "one cache per model, or call reset()"
             )
+
+    def _project(self, module: nn.Module) -> None:
+        """Hand the module's output projection to a method that goes by it.
+
+        Raises:
+            UnsupportedError: it cannot be found.
+        """
+        method = self.stream.method
+        if isinstance(method, Windowed) and method.needs_output:
+            heads, dim = self.token_shape[1], self.stream.slots.values.shape[3]
+            method.project(output_weight(module, heads, dim, method.compressor.name))
 
     def attend(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """What the model calls instead of its kernel: see ``attention``."""

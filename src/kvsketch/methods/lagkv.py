@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import at_least
 from ..slots import Observed, Slots, compute_dtype
 from .base import Compressor, keep_top
+from .beside import column_of, with_columns, without_columns
 from .scoring import score_of
 from .seen import Seen
 from .window import check_window
@@ -60,10 +61,8 @@ class LagKV(Compressor):
         check_window(sink, recent)
         # The recent window is what the tokens before it are compared with: ranked all together.
         ranked = replace(slots, score=lag_order(slots, sink, self.lag))
-        dtype = slots.keys.dtype
-        if slots.score is not None:  # another method's, which stays: it goes with the keys
-            wide = slots.keys.to(compute_dtype(dtype))
-            ranked = replace(ranked, keys=torch.cat([wide, slots.score.unsqueeze(-1)], dim=-1))
+        if slots.score is not None:  # another method's, which stays
+            ranked = with_columns(ranked, slots.score)
         kept = super().compress(
             ranked, budget, observed, sink=sink, recent=recent, scored=scored, fit=fit
         )
@@ -71,7 +70,8 @@ class LagKV(Compressor):
             return slots
         if slots.score is None:
             return replace(kept, score=None)
-        return replace(kept, score=kept.keys[..., -1], keys=kept.keys[..., :-1].to(dtype))
+        scored_before = replace(kept, score=column_of(kept, -1))
+        return without_columns(scored_before, 1, slots.keys.dtype)
 
     __call__ = compress
 
