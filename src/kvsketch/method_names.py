@@ -34,7 +34,9 @@ METHOD_NAMES = (
     "sliding_window_sampled",
     "one_dimensional",
     "kvzip",
+    "kvzip_plus",
+    "kvgrad",
 )
 
 #: those of them that need a second reading of the context
-NEED_REREAD = ("kvzip",)
+NEED_REREAD = ("kvzip", "kvzip_plus", "kvgrad")

@@ -15,6 +15,7 @@ from benchmarks.peers.kvpress_model import ModelJob, kept_of_model
 from kvsketch import SketchCache
 from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
+from kvsketch.methods.registry import REREADING
 
 #: tokens, kept on average: one part of a second reading, most of one, a token more, two parts
 SHAPES = [(300, 150), (1000, 100), (2049, 300), (2600, 650)]
@@ -39,6 +40,9 @@ def theirs():
     jobs = {}
     for n, kept in SHAPES:
         jobs["kvzip", n] = ModelJob("KVzipPress", ids[:, :n], kept)
+        plus = {"kvzip_plus_normalization": True}
+        jobs["kvzip_plus", n] = ModelJob("KVzipPress", ids[:, :n], kept, plus)
+        jobs["kvgrad", n] = ModelJob("KVgradPress", ids[:, :n], kept)
         jobs["critical", n] = ModelJob(
             "CriticalAdaKVPress", ids[:, :n], kept, {}, "SnapKVPress", snapkv
         )
@@ -59,11 +63,14 @@ def kept_by(cache, n):
 
 
 @pytest.mark.parametrize(("n", "kept"), SHAPES)
-def test_kvzip_keeps_what_kvpress_keeps(theirs, n, kept):
+@pytest.mark.parametrize("method", REREADING)
+def test_a_second_reading_keeps_what_kvpress_keeps(theirs, method, n, kept):
     _, model, tokenizer, ids = packaged()
-    cache = SketchCache(model.config, "kvzip", budget=kept, recent=0, track_positions=True)
+    cache = SketchCache(model.config, method, budget=kept, recent=0, track_positions=True)
     kvsketch.prefill(model, ids[:, :n], cache, queries="reread", tokenizer=tokenizer)
-    assert torch.equal(kept_by(cache, n), theirs["kvzip", n])
+    assert torch.equal(kept_by(cache, n), theirs[method, n])
+    others = [theirs[name, n] for name in REREADING if name != method]
+    assert not any(torch.equal(theirs[method, n], other) for other in others)
 
 
 def by_layer(method, n, kept):

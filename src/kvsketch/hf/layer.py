@@ -251,7 +251,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         reading = self.forward.reading
         if reading is not None and reading.span is not None:
             if observed is not None:
-                self.stream.ask(observed, reading.span, reading.sample)
+                reading.ask(self, observed)
             else:  # nothing will ever be compressed
                 self.stream.drop(q)
         elif self.record_past:

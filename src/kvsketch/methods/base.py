@@ -48,6 +48,13 @@ class Compressor(ABC):
     #: whether it takes a second reading to score at all
     needs_reread: ClassVar[bool] = False
 
+    #: what the queries of a second reading are weighed by (see ``hf.weighing``): "hidden",
+    #: "gradient" or nothing
+    weighs: ClassVar[str | None] = None
+
+    #: tokens of the context in one part of a second reading; None: as KVzip has it
+    part: ClassVar[int | None] = None
+
     #: whether it goes by what values become in the output of their layer, so needs ``output``
     needs_output: ClassVar[bool] = False
 

@@ -6,7 +6,9 @@ from ..budget import Budget
 from ..errors import InputError, unknown_name
 from . import METHODS, Compressor
 from .criticalkv import CriticalKV
+from .kvgrad import KVgrad
 from .kvzip import KVzip
+from .kvzip_plus import KVzipPlus
 from .sketches.balancekv import BalanceKVStreaming
 from .sketches.base import Sketch
 from .sketches.merge_reduce import MergeReduce
@@ -32,7 +34,7 @@ SKETCHES: dict[str, type[Sketch]] = {
 PROJECTING: dict[str, type[Compressor]] = {CriticalKV.name: CriticalKV}
 
 #: The methods that need a second reading of the context (``kvsketch.prefill``).
-REREADING: dict[str, type[Compressor]] = {KVzip.name: KVzip}
+REREADING: dict[str, type[Compressor]] = {cls.name: cls for cls in (KVzip, KVzipPlus, KVgrad)}
 
 #: Everything ``SketchCache`` takes as a method.
 ALL_METHODS: dict[str, type[Compressor] | type[Sketch]] = {
