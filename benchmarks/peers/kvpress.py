@@ -29,6 +29,7 @@ PRESSES = {
     "expected_attention": "ExpectedAttentionPress",
     "chunkkv": "ChunkKVPress",
     "criticalkv": "CriticalKVPress",
+    "compactor": "CompactorPress",
 }
 _WINDOWED = ("snapkv", "pyramidkv")
 #: Presses around another one: our name of that.

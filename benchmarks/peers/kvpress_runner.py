@@ -12,7 +12,8 @@ and ``seconds.i``, float64: how long that took (the least of ``"repeats"`` calls
 
 Presses compute queries from hidden states, with the layer's projection and rotary embedding. Here
 that layer is a real LlamaAttention whose projection is the identity and whose rotation is by zero
-degrees, so that the queries it computes are the given ones.
+degrees, so that the queries and keys it computes are the given ones: hidden states are both, side
+by side. Random numbers start from seed 0.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from transformers.models.llama import modeling_llama
 
 def layer(heads: int, kv_heads: int, dim: int, index: int, layers: int) -> Any:
     config = LlamaConfig(
-        hidden_size=heads * dim,
+        hidden_size=(heads + kv_heads) * dim,
         head_dim=dim,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -40,7 +41,9 @@ def layer(heads: int, kv_heads: int, dim: int, index: int, layers: int) -> Any:
     )
     module = modeling_llama.LlamaAttention(config, index)
     with torch.no_grad():
-        module.q_proj.weight.copy_(torch.eye(heads * dim))
+        both = torch.eye((heads + kv_heads) * dim)
+        module.q_proj.weight.copy_(both[: heads * dim])
+        module.k_proj.weight.copy_(both[heads * dim :])
     # ExpectedAttentionPress asks the layer itself for rotations of positions to come.
     module.rotary_emb = lambda x, ids: unrotated(ids.shape[-1], x)
     return module.eval()
@@ -93,15 +96,17 @@ def run(
     batch, heads, n, dim = queries.shape
     module = layer(heads, keys.shape[1], dim, job["layer"], job["layers"]).to(queries.dtype)
     if output is not None:
-        module.o_proj.weight.copy_(output.flatten(0, 1).T)
+        module.o_proj.weight.zero_()
+        module.o_proj.weight[: output.shape[2]] = output.flatten(0, 1).T
     press = press_of(job)
-    hidden = queries.transpose(1, 2).reshape(batch, n, heads * dim)
+    hidden = torch.cat([queries, keys], dim=1).transpose(1, 2).reshape(batch, n, -1)
     weights = None
     if job["press"] == "ObservedAttentionPress":  # the one that cannot do without
         weights = attention_weights(module, queries, keys)
     extra = {"position_embeddings": unrotated(n, queries)}
     seconds = []
     for _ in range(job["repeats"]):
+        torch.manual_seed(0)
         start = time.perf_counter()
         kept = press.compress(module, hidden, keys, values, weights, extra)
         seconds.append(time.perf_counter() - start)

@@ -16,6 +16,7 @@ METHOD_NAMES = (
     "chunkkv",
     "tova",
     "expected_attention",
+    "compactor",
     "knorm",
     "keydiff",
     "lagkv",

@@ -51,6 +51,8 @@ LAGS = {
     **dict(zip(SHAPES, [(4, 12, 3), (4, 10, 2), (4, 32, 9), (1, 10, 6)], strict=True)),
     (2, 4, 2, 70, 8, 20): (4, 34, 0),
 }
+#: whole blocks between the first 8 and the last 4 tokens, by shape
+BLOCKS = dict(zip(SHAPES, [26, 17, 47, 29], strict=True))
 CRITICAL = {
     "critical": {},
     "critical_third": {"first_stage_ratio": 0.3, "epsilon": 0.01},
@@ -127,6 +129,12 @@ def theirs():
             inner = {"window_size": 5, "kernel_size": 3}
             job = Job("criticalkv", *found, options, 0, 1, inner, projection(shape))
             jobs[critical, shape, 0] = job
+        for row in range(shape[0]):  # kvpress standardises scores over the batch
+            queries, keys, values = (t[row : row + 1] for t in tensors(shape))
+            queries = queries * shape[4] ** -0.5  # and does not scale
+            options = {"chunk_size": BLOCKS[shape], "sketch_dimension": 6, "blending": 0.7}
+            job = Job("compactor", queries, keys, values, shape[-1], options)
+            jobs["compactor", shape, row] = job
     for shape, (sink, lag, _) in LAGS.items():
         job = Job("lagkv", *tensors(shape), lag_kept(shape), {"n_sink": sink, "lag_size": lag})
         jobs["lagkv", shape, 0] = job
@@ -179,6 +187,24 @@ def test_criticalkv_keeps_the_tokens_of_kvpress(theirs, critical, shape):
     assert torch.equal(kept, theirs[critical, shape, 0])
     plain = ours(METHODS["snapkv"](window=5, kernel_size=3), shape, 0, 5, critical_kept(shape))
     assert not torch.equal(kept, plain)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_compactor_keeps_the_tokens_of_kvpress(theirs, monkeypatch, shape):
+    """By the same random numbers, of keys that have no RoPE."""
+
+    def gaussian(self, keys):
+        torch.manual_seed(0)
+        return torch.randn(1, *keys.shape[1::2], 6) / 6**0.5
+
+    monkeypatch.setattr(METHODS["compactor"], "_gaussian", gaussian)
+    compressor = METHODS["compactor"](chunk=BLOCKS[shape], sketch=6, blending=0.7)
+    for row in range(shape[0]):
+        queries, keys, values = (t[row : row + 1] for t in tensors(shape))
+        positions = torch.arange(shape[3], dtype=torch.float32).expand(keys.shape[:3])
+        observed = Observed(queries, shape[4] ** -0.5)
+        kept = compressor(Slots(keys, values, positions=positions), shape[-1], observed)
+        assert torch.equal(kept.positions.long(), theirs["compactor", shape, row])
 
 
 @pytest.mark.parametrize("shape", LAGS, ids=str)

@@ -63,9 +63,9 @@ def prefill(
         queries: what the method, measured budgets and measured errors go by. "prompt": the queries
             of the context itself, as ``generate`` alone would do. "reread": those of a second
             reading: the context again, 2,048 tokens at a time (kvgrad: 512), behind a request to
-            repeat it (KVzip, arXiv:2505.23416), while all of the first reading is there, uncompressed; it
-            costs more than a second prefill, and its keys are not kept. Texts: questions that are
-            expected, read in the place of the second reading.
+            repeat it (KVzip, arXiv:2505.23416), while all of the first reading is there,
+            uncompressed; it costs more than a second prefill, and its keys are not kept. Texts:
+            questions that are expected, read in the place of the second reading.
         tokenizer: of the model; needed but for "prompt".
         attention_mask: int or bool ``[batch, tokens]``, 0 for padding on the left.
         chunk_size: read so many tokens of the context at a time; default: all at once.

@@ -7,6 +7,7 @@ from .balancekv import BalanceKV, SoftmaxBalance
 from .base import Compressor, keep_top
 from .chunkkv import ChunkKV
 from .cluster_merge import ClusterMerge
+from .compactor import Compactor
 from .expected_attention import ExpectedAttention
 from .h2o import H2O
 from .halving import Halving
@@ -33,6 +34,7 @@ _CLASSES: tuple[type[Compressor], ...] = (
     ChunkKV,
     TOVA,
     ExpectedAttention,
+    Compactor,
     KNorm,
     KeyDiff,
     LagKV,
@@ -71,6 +73,7 @@ __all__ = [
     "TOVA",
     "BalanceKV",
     "ChunkKV",
+    "Compactor",
     "Compressor",
     "ExpectedAttention",
     "GreedyHalving",
