@@ -243,6 +243,21 @@ def test_a_refusal_leaves_the_cache_as_it_was():
     assert cache.get_seq_length() == 0
 
 
+def test_a_compiled_graph_shows_no_projection():
+    model = build("llama")
+    compiled = torch.compile(model, backend="eager")
+    cache = SketchCache(model.config, "criticalkv", budget=20, sink=2, recent=4)
+    ids = torch.randint(3, VOCABULARY, (1, 60), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        with pytest.raises(UnsupportedError, match="compiled graph does not show"):
+            compiled(ids, past_key_values=cache)
+        cache.reset()
+        model(ids, past_key_values=cache)
+        found = compiled(ids[:, :1], past_key_values=cache).logits
+        expected = model(ids[:, :1], past_key_values=read(model)).logits
+    torch.testing.assert_close(found, expected)
+
+
 def test_latents_are_no_values():
     with pytest.raises(UnsupportedError, match="caches latents instead of values"):
         SketchCache(DeepseekV3Config(), "criticalkv")

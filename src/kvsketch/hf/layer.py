@@ -170,7 +170,9 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
                 "(it caches latents, or attends in several parts), so its cache cannot be "
                 "compressed; use DynamicCache for this model"
             )
-        if module is not None and (self.module is None or self.module() is not module):
+        if module is None:
+            self._project(None)
+        elif self.module is None or self.module() is not module:
             self.claim(module)
 
     def claim(self, module: nn.Module) -> None:
@@ -190,7 +192,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
                 "one cache per model, or call reset()"
             )
 
-    def _project(self, module: nn.Module) -> None:
+    def _project(self, module: nn.Module | None) -> None:
         """Hand the module's output projection to a method that goes by it.
 
         Raises:
@@ -198,8 +200,17 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         """
         method = self.stream.method
         if isinstance(method, Windowed) and method.needs_output:
+            name = method.compressor.name
+            if module is None:
+                if method.compressor.output is None:
+                    raise UnsupportedError(
+                        f"method={name!r} needs the output projection of every layer, which a "
+                        "compiled graph does not show: read the prompt with the model as it was "
+                        "before torch.compile, or use another method"
+                    )
+                return
             heads, dim = self.token_shape[1], self.stream.slots.values.shape[3]
-            method.project(output_weight(module, heads, dim, method.compressor.name))
+            method.project(output_weight(module, heads, dim, name))
 
     def attend(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """What the model calls instead of its kernel: see ``attention``."""
