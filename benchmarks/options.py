@@ -11,7 +11,7 @@ import typer
 from kvsketch import ALL_METHODS, InputError
 from kvsketch.errors import unknown_name
 from kvsketch.evaluation.runner.setups import BITS
-from kvsketch.methods.registry import REREADING, default_allocation, default_bits
+from kvsketch.methods.registry import PROJECTING, REREADING, default_allocation, default_bits
 
 #: how a budget is spent over heads and layers, in the words of ``kvsketch eval --methods``: the
 #: same for every head; by errors measured on this very prompt; by the method's scores, over a layer
@@ -28,8 +28,8 @@ METHODS_HELP = (
 )
 #: all tokens in so many bits
 ALONE = {"int8": 8, "int4": 4}
-#: one_dimensional needs head_dim 1
-LEFT_OUT = ("one_dimensional",)
+#: one_dimensional needs head_dim 1; the others a model, where errors are measured on activations
+LEFT_OUT = ("one_dimensional", *PROJECTING)
 USUAL = tuple(name for name in ALL_METHODS if name not in (*LEFT_OUT, *REREADING))
 
 

@@ -13,6 +13,7 @@ import yaml
 from kvsketch.cli.app import app
 from kvsketch.evaluation.runner.configuration import read_config
 from kvsketch.evaluation.tasks import TASKS
+from kvsketch.methods.registry import ALL_METHODS, SKETCHES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -49,6 +50,16 @@ def test_the_example_of_a_configuration_is_one(tmp_path):
     found = read_config(path, names)
     assert found["tasks"] == yaml.safe_load(example)["tasks"]
     assert found["budgets"] == "0.5,0.25,1024"
+
+
+def test_every_method_of_others_is_in_the_table():
+    """A row for each that is neither ours nor one of the four papers'."""
+    text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    rows = set(re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE))
+    theirs = {"uniform", "kcenter", "balancekv", "kernel_halving", "greedy_halving"}
+    assert rows == set(ALL_METHODS) - set(SKETCHES) - theirs - {"cluster_merge", "heavy_merge"}
+    for name in re.findall(r"`(tests/[\w/]+\.py)`", text):
+        assert (ROOT / name).is_file()
 
 
 def test_every_task_is_in_the_table():

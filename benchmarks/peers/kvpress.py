@@ -22,12 +22,18 @@ PRESSES = {
     "pyramidkv": "PyramidKVPress",
     "knorm": "KnormPress",
     "keydiff": "KeyDiffPress",
+    "lagkv": "LagKVPress",
     "tova": "TOVAPress",
     "observed_attention": "ObservedAttentionPress",
     # on queries that are rotated already, its averaging over rotations to come does nothing
     "expected_attention": "ExpectedAttentionPress",
+    "chunkkv": "ChunkKVPress",
+    "criticalkv": "CriticalKVPress",
+    "compactor": "CompactorPress",
 }
 _WINDOWED = ("snapkv", "pyramidkv")
+#: Presses around another one: our name of that.
+_AROUND = {"chunkkv": "snapkv", "criticalkv": "snapkv"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,9 @@ class Job:
             ``kernel_size``, ``beta``, ``n_sink``, ...).
         layer: which layer this is, and
         layers: of how many (PyramidKV's budgets depend on it).
+        inner_options: arguments of the constructor of the press inside, if there is one.
+        output: weight of the layer's output projection, ``[num_attention_heads, head_dim, hidden]``
+            with hidden = num_attention_heads x head_dim; None: no matter.
 
     Raises:
         InputError: an unknown press, ``kept`` out of range, or a window that does not fit.
@@ -57,6 +66,8 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict)
     layer: int = 0
     layers: int = 1
+    inner_options: Mapping[str, Any] = field(default_factory=dict)
+    output: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.press not in PRESSES:
@@ -77,7 +88,9 @@ class Job:
         if self.queries.shape[2] != n:
             raise InputError(f"queries for {self.queries.shape[2]} tokens, keys for {n}")
         # kvpress's own default is a window of 64
-        window = self.options.get("window_size", 64) if self.press in _WINDOWED else 0
+        inner = _AROUND.get(self.press, self.press)
+        options = self.inner_options if self.press in _AROUND else self.options
+        window = options.get("window_size", 64) if inner in _WINDOWED else 0
         if window >= n:
             raise InputError(f"window_size={window} must be below the prompt's {n} tokens")
         if not 0 <= self.layer < self.layers:
@@ -124,10 +137,14 @@ def _run(jobs: Sequence[Job], repeats: int) -> dict[str, Tensor]:
         # copies: two jobs may share a tensor, two entries of a safetensors file may not
         for name in ("queries", "keys", "values"):
             tensors[f"{name}.{i}"] = getattr(job, name).clone()
+        if job.output is not None:
+            tensors[f"output.{i}"] = job.output.clone()
         request.append(
             {
                 "press": PRESSES[job.press],
                 "arguments": dict(job.options),
+                "inner": PRESSES[_AROUND[job.press]] if job.press in _AROUND else None,
+                "inner_arguments": dict(job.inner_options),
                 "ratio": job.ratio(),
                 "layer": job.layer,
                 "layers": job.layers,

@@ -2,15 +2,18 @@
 
     python kvpress_runner.py request.json in.safetensors out.safetensors
 
-The request is a list of jobs ``{"press": class name, "arguments": of its constructor, "ratio":
-compression_ratio, "layer": index, "layers": how many}``; job i reads ``queries.i``
-``[batch, heads, n, dim]``, ``keys.i`` and ``values.i`` ``[batch, kv_heads, n, dim]`` and writes
+The request is a list of jobs ``{"press": class name, "arguments": of its constructor, "inner":
+class name of the press inside it or null, "inner_arguments": likewise, "ratio": compression_ratio,
+"layer": index, "layers": how many}``; job i reads ``queries.i``
+``[batch, heads, n, dim]``, ``keys.i`` and ``values.i`` ``[batch, kv_heads, n, dim]``, perhaps
+``output.i`` ``[heads, dim, heads * dim]``, the weight of the output projection, and writes
 ``kept.i``, int64 ``[batch, kv_heads, kept]``: what the press's own ``compress`` kept, ascending,
 and ``seconds.i``, float64: how long that took (the least of ``"repeats"`` calls).
 
 Presses compute queries from hidden states, with the layer's projection and rotary embedding. Here
 that layer is a real LlamaAttention whose projection is the identity and whose rotation is by zero
-degrees, so that the queries it computes are the given ones.
+degrees, so that the queries and keys it computes are the given ones: hidden states are both, side
+by side. Random numbers start from seed 0.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from transformers.models.llama import modeling_llama
 
 def layer(heads: int, kv_heads: int, dim: int, index: int, layers: int) -> Any:
     config = LlamaConfig(
-        hidden_size=heads * dim,
+        hidden_size=(heads + kv_heads) * dim,
         head_dim=dim,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -38,7 +41,9 @@ def layer(heads: int, kv_heads: int, dim: int, index: int, layers: int) -> Any:
     )
     module = modeling_llama.LlamaAttention(config, index)
     with torch.no_grad():
-        module.q_proj.weight.copy_(torch.eye(heads * dim))
+        both = torch.eye((heads + kv_heads) * dim)
+        module.q_proj.weight.copy_(both[: heads * dim])
+        module.k_proj.weight.copy_(both[heads * dim :])
     # ExpectedAttentionPress asks the layer itself for rotations of positions to come.
     module.rotary_emb = lambda x, ids: unrotated(ids.shape[-1], x)
     return module.eval()
@@ -76,20 +81,32 @@ def indices(whole: list[torch.Tensor], kept: list[torch.Tensor]) -> torch.Tensor
     return found.sort(dim=-1).values
 
 
+def press_of(job: dict[str, Any]) -> Any:
+    cls, arguments = getattr(kvpress, job["press"]), job["arguments"]
+    if job["inner"] is None:
+        return cls(compression_ratio=job["ratio"], **arguments)
+    inner = getattr(kvpress, job["inner"])(compression_ratio=job["ratio"], **job["inner_arguments"])
+    return cls(inner, **arguments)
+
+
 @torch.no_grad()
 def run(
-    job: dict[str, Any], queries: Any, keys: Any, values: Any
+    job: dict[str, Any], queries: Any, keys: Any, values: Any, output: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, n, dim = queries.shape
     module = layer(heads, keys.shape[1], dim, job["layer"], job["layers"]).to(queries.dtype)
-    press = getattr(kvpress, job["press"])(compression_ratio=job["ratio"], **job["arguments"])
-    hidden = queries.transpose(1, 2).reshape(batch, n, heads * dim)
+    if output is not None:
+        module.o_proj.weight.zero_()
+        module.o_proj.weight[: output.shape[2]] = output.flatten(0, 1).T
+    press = press_of(job)
+    hidden = torch.cat([queries, keys], dim=1).transpose(1, 2).reshape(batch, n, -1)
     weights = None
     if job["press"] == "ObservedAttentionPress":  # the one that cannot do without
         weights = attention_weights(module, queries, keys)
     extra = {"position_embeddings": unrotated(n, queries)}
     seconds = []
     for _ in range(job["repeats"]):
+        torch.manual_seed(0)
         start = time.perf_counter()
         kept = press.compress(module, hidden, keys, values, weights, extra)
         seconds.append(time.perf_counter() - start)
@@ -103,7 +120,7 @@ def main() -> None:
     tensors = load_file(source)
     found = {}
     for i, job in enumerate(jobs):
-        given = (tensors[f"{x}.{i}"] for x in ("queries", "keys", "values"))
+        given = (tensors.get(f"{x}.{i}") for x in ("queries", "keys", "values", "output"))
         found[f"kept.{i}"], found[f"seconds.{i}"] = run(job, *given)
     save_file(found, target)
 

@@ -13,16 +13,20 @@ METHOD_NAMES = (
     "observed_attention",
     "snapkv",
     "pyramidkv",
+    "chunkkv",
     "tova",
     "expected_attention",
+    "compactor",
     "knorm",
     "keydiff",
+    "lagkv",
     "kcenter",
     "balancekv",
     "kernel_halving",
     "greedy_halving",
     "cluster_merge",
     "heavy_merge",
+    "criticalkv",
     "subgen",
     "subgen_coupled",
     "merge_reduce",
@@ -31,7 +35,9 @@ METHOD_NAMES = (
     "sliding_window_sampled",
     "one_dimensional",
     "kvzip",
+    "kvzip_plus",
+    "kvgrad",
 )
 
 #: those of them that need a second reading of the context
-NEED_REREAD = ("kvzip",)
+NEED_REREAD = ("kvzip", "kvzip_plus", "kvgrad")

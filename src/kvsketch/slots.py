@@ -209,6 +209,8 @@ class Observed:
             all tokens up to their own.
         sinks: ``[num_attention_heads]``: the logit of an attention sink in the softmax (gpt-oss),
             which takes its share of every query's attention and adds no value.
+        weights: float32 ``[batch, q]``: what each query gives is multiplied by this, in methods of
+            a second reading that weigh its queries; others take no note.
         after: they are asked behind all slots, as those of a second reading are.
     """
 
@@ -219,6 +221,7 @@ class Observed:
     live: Tensor | None = None
     sinks: Tensor | None = None
     after: bool = False
+    weights: Tensor | None = None
 
     @property
     def plain(self) -> bool:
@@ -227,19 +230,24 @@ class Observed:
 
     def narrow(self, start: int, length: int) -> Observed:
         """``length`` queries from ``start`` on, as views."""
-        live = None if self.live is None else self.live.narrow(1, start, length)
-        return replace(self, queries=self.queries.narrow(2, start, length), live=live)
+        live, weights = (
+            None if t is None else t.narrow(1, start, length) for t in (self.live, self.weights)
+        )
+        queries = self.queries.narrow(2, start, length)
+        return replace(self, queries=queries, live=live, weights=weights)
 
     def every(self, start: int, step: int) -> Observed:
         """Each ``step``-th query from ``start`` on, as views; only of queries ``after`` all slots,
         which need no neighbours."""
-        live = None if self.live is None else self.live[:, start::step]
-        return replace(self, queries=self.queries[:, :, start::step], live=live)
+        live, weights = (
+            None if t is None else t[:, start::step] for t in (self.live, self.weights)
+        )
+        return replace(self, queries=self.queries[:, :, start::step], live=live, weights=weights)
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> Observed:
         """With ``fn``, which acts on axis 0, applied."""
-        live = None if self.live is None else fn(self.live)
-        return replace(self, queries=fn(self.queries), live=live)
+        live, weights = (None if t is None else fn(t) for t in (self.live, self.weights))
+        return replace(self, queries=fn(self.queries), live=live, weights=weights)
 
 
 def causal(num_queries: int, num_slots: int, device: torch.device) -> Tensor:
@@ -302,7 +310,11 @@ def attend(
 
 
 def attention_received(
-    slots: Slots, observed: Observed, weights: Tensor | None = None, largest: bool = False
+    slots: Slots,
+    observed: Observed,
+    weights: Tensor | None = None,
+    largest: bool = False,
+    factors: Tensor | None = None,
 ) -> Tensor:
     """Attention each slot received from the observed queries, summed over queries (times
     ``weights``, float ``[batch, q]``) and the query heads of its group: float32 ``[batch,
@@ -310,6 +322,8 @@ def attention_received(
 
     Args:
         largest: the largest that any query and head of the group gave, instead of the sum.
+        factors: with ``largest``: what a head of the group gives a slot is multiplied by this
+            first, ``[batch, num_key_value_heads, group, slots]``.
     """
     check_queries(observed.queries, slots, observed.slopes)
     heads, n, q = slots.keys.shape[1], slots.count, observed.queries.shape[2]
@@ -327,7 +341,9 @@ def attention_received(
             weight = None if weights is None else weights[:, start : start + few]
             end = n - q + start + late.queries.shape[2]  # nobody looks further
             seen = part if observed.after else part.narrow(0, end)
-            found, target = _received(seen, late, weight, largest), received[:, mine, : seen.count]
+            factor = None if factors is None else factors[:, mine, :, : seen.count]
+            found = _received(seen, late, weight, largest, factor)
+            target = received[:, mine, : seen.count]
             if largest:
                 torch.maximum(target, found.to(target.dtype), out=target)
             else:
@@ -345,7 +361,11 @@ def _of_heads(observed: Observed, heads: slice, count: int) -> Observed:
 
 
 def _received(
-    slots: Slots, observed: Observed, weights: Tensor | None, largest: bool = False
+    slots: Slots,
+    observed: Observed,
+    weights: Tensor | None,
+    largest: bool,
+    factors: Tensor | None,
 ) -> Tensor:
     """``attention_received`` of few enough queries."""
     queries, heads = observed.queries, slots.keys.shape[1]
@@ -367,6 +387,10 @@ def _received(
     if observed.live is not None or slots.mass is not None:
         share = share.nan_to_num_(0.0)  # a padded query sees nothing
     if largest:
+        if weights is not None:
+            share = share * weights[:, None, None, :, None].to(share.dtype)
+        if factors is not None:  # the same for every query
+            return (share.amax(3) * factors.to(share.dtype)).amax(2)
         return share.amax((2, 3))
     if weights is None:
         return share.sum((2, 3))

@@ -26,6 +26,7 @@ from benchmarks.peers.kvpress import Job
 from kvsketch import InputError, Observed, Slots, attend
 from kvsketch.evaluation.runner.activations import Activations
 from kvsketch.methods import METHODS, pyramid_shares
+from kvsketch.methods.registry import ALL_METHODS
 
 #: batch, query heads, KV heads, tokens, head_dim, kept: equal heads, GQA, MQA, an odd everything
 SHAPES = [
@@ -42,6 +43,20 @@ SETTINGS = {
     "keydiff": (0, 0, {}, {}),
     "tova": (0, 1, {}, {}),
     "observed_attention": (0, 0, {}, {}),
+}
+#: chunk, window: the window begins a chunk, by shape
+CHUNKS = dict(zip(SHAPES, [(8, 16), (9, 16), (10, 20), (5, 6)], strict=True))
+#: sink, lag, kept of every part that is compared with the next one; the last: fewer than two parts
+LAGS = {
+    **dict(zip(SHAPES, [(4, 12, 3), (4, 10, 2), (4, 32, 9), (1, 10, 6)], strict=True)),
+    (2, 4, 2, 70, 8, 20): (4, 34, 0),
+}
+#: whole blocks between the first 8 and the last 4 tokens, by shape
+BLOCKS = dict(zip(SHAPES, [26, 17, 47, 29], strict=True))
+CRITICAL = {
+    "critical": {},
+    "critical_third": {"first_stage_ratio": 0.3, "epsilon": 0.01},
+    "critical_products": {"first_stage_ratio": 0.0},
 }
 PYRAMID = {"beta": 4, "window_size": 5, "kernel_size": 7}
 LAYERS = 3
@@ -68,6 +83,26 @@ def ours(compressor, shape, sink, recent, budget):
     return kept.positions.long()
 
 
+def critical_kept(shape):
+    """An odd number: half of it is rounded down."""
+    return shape[-1] | 1
+
+
+def projection(shape):
+    """Weight of an output projection; values have other norms behind it than before."""
+    heads, dim = shape[1], shape[4]
+    g = torch.Generator().manual_seed(9)
+    weight = torch.randn(heads, dim, heads * dim, generator=g)
+    return weight * torch.rand(heads, dim, 1, generator=g) ** 3
+
+
+def lag_kept(shape):
+    """Tokens kept: sinks, as many of every part, and the last whole part with the rest."""
+    sink, lag, each = LAGS[shape]
+    parts = (shape[3] - sink) // lag
+    return sink + each * (parts - 1) + shape[3] - sink - (parts - 1) * lag if parts > 1 else 20
+
+
 @pytest.fixture(scope="module")
 def theirs():
     """What kvpress keeps, for every method, shape and layer of this file: one process."""
@@ -81,6 +116,28 @@ def theirs():
         for layer in range(LAYERS):
             job = Job("pyramidkv", *tensors(shape), shape[-1], PYRAMID, layer, LAYERS)
             jobs["pyramidkv", shape, layer] = job
+        chunk, window = CHUNKS[shape]
+        for row in range(shape[0]):  # kvpress keeps the chunks of the first row in all rows
+            parts = (t[row : row + 1] for t in tensors(shape))
+            inner = {"window_size": window, "kernel_size": 3}
+            job = Job(
+                "chunkkv", *parts, shape[3] // 2, {"chunk_length": chunk}, inner_options=inner
+            )
+            jobs["chunkkv", shape, row] = job
+        for critical, options in CRITICAL.items():
+            found = (*tensors(shape), critical_kept(shape))
+            inner = {"window_size": 5, "kernel_size": 3}
+            job = Job("criticalkv", *found, options, 0, 1, inner, projection(shape))
+            jobs[critical, shape, 0] = job
+        for row in range(shape[0]):  # kvpress standardises scores over the batch
+            queries, keys, values = (t[row : row + 1] for t in tensors(shape))
+            queries = queries * shape[4] ** -0.5  # and does not scale
+            options = {"chunk_size": BLOCKS[shape], "sketch_dimension": 6, "blending": 0.7}
+            job = Job("compactor", queries, keys, values, shape[-1], options)
+            jobs["compactor", shape, row] = job
+    for shape, (sink, lag, _) in LAGS.items():
+        job = Job("lagkv", *tensors(shape), lag_kept(shape), {"n_sink": sink, "lag_size": lag})
+        jobs["lagkv", shape, 0] = job
     return dict(zip(jobs, kvpress.kept_many(list(jobs.values())), strict=True))
 
 
@@ -104,6 +161,61 @@ def test_pyramidkv_keeps_the_tokens_of_kvpress_in_every_layer(theirs, shape):
         kept = ours(compressor, shape, 0, 5, count)
         assert torch.equal(kept, theirs["pyramidkv", shape, layer])
     assert counts[0] > counts[-1]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_chunkkv_keeps_the_chunks_of_kvpress(theirs, shape):
+    chunk, window = CHUNKS[shape]
+    budgets = {theirs["chunkkv", shape, row].shape[-1] for row in range(shape[0])}
+    for budget in budgets:
+        assert window + chunk <= budget < shape[3] - chunk
+        compressor = METHODS["chunkkv"](chunk=chunk, window=window, kernel_size=3)
+        kept = ours(compressor, shape, 0, window, budget)
+        for row in range(shape[0]):
+            if theirs["chunkkv", shape, row].shape[-1] == budget:
+                assert torch.equal(kept[row : row + 1], theirs["chunkkv", shape, row])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("critical", CRITICAL)
+def test_criticalkv_keeps_the_tokens_of_kvpress(theirs, critical, shape):
+    names = {"first_stage_ratio": "first_stage", "epsilon": "epsilon"}
+    options = {names[name]: value for name, value in CRITICAL[critical].items()}
+    compressor = ALL_METHODS["criticalkv"](window=5, kernel_size=3, **options)
+    compressor.output = projection(shape)
+    kept = ours(compressor, shape, 0, 5, critical_kept(shape))
+    assert torch.equal(kept, theirs[critical, shape, 0])
+    plain = ours(METHODS["snapkv"](window=5, kernel_size=3), shape, 0, 5, critical_kept(shape))
+    assert not torch.equal(kept, plain)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_compactor_keeps_the_tokens_of_kvpress(theirs, monkeypatch, shape):
+    """By the same random numbers, of keys that have no RoPE."""
+
+    def gaussian(self, keys):
+        torch.manual_seed(0)
+        return torch.randn(1, *keys.shape[1::2], 6) / 6**0.5
+
+    monkeypatch.setattr(METHODS["compactor"], "_gaussian", gaussian)
+    compressor = METHODS["compactor"](chunk=BLOCKS[shape], sketch=6, blending=0.7)
+    for row in range(shape[0]):
+        queries, keys, values = (t[row : row + 1] for t in tensors(shape))
+        positions = torch.arange(shape[3], dtype=torch.float32).expand(keys.shape[:3])
+        observed = Observed(queries, shape[4] ** -0.5)
+        kept = compressor(Slots(keys, values, positions=positions), shape[-1], observed)
+        assert torch.equal(kept.positions.long(), theirs["compactor", shape, row])
+
+
+@pytest.mark.parametrize("shape", LAGS, ids=str)
+def test_lagkv_keeps_the_tokens_of_kvpress(theirs, shape):
+    sink, lag, each = LAGS[shape]
+    kept = ours(METHODS["lagkv"](lag=lag), shape, sink, 0, lag_kept(shape))
+    assert torch.equal(kept, theirs["lagkv", shape, 0])
+    parts = torch.bincount(((kept - sink).clamp(min=0) // lag).flatten())
+    if each:  # as many of every part, and not the same ones in every head
+        assert len(set(parts[1:-2].tolist())) <= 1
+        assert kept.flatten(0, 1).unique(dim=0).shape[0] == shape[0] * shape[2]
 
 
 def test_pyramid_shares_are_the_budgets_of_kvpress():

@@ -15,6 +15,7 @@ from benchmarks.peers.kvpress_model import ModelJob, kept_of_model
 from kvsketch import SketchCache
 from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
+from kvsketch.methods.registry import REREADING
 
 #: tokens, kept on average: one part of a second reading, most of one, a token more, two parts
 SHAPES = [(300, 150), (1000, 100), (2049, 300), (2600, 650)]
@@ -39,6 +40,12 @@ def theirs():
     jobs = {}
     for n, kept in SHAPES:
         jobs["kvzip", n] = ModelJob("KVzipPress", ids[:, :n], kept)
+        plus = {"kvzip_plus_normalization": True}
+        jobs["kvzip_plus", n] = ModelJob("KVzipPress", ids[:, :n], kept, plus)
+        jobs["kvgrad", n] = ModelJob("KVgradPress", ids[:, :n], kept)
+        jobs["critical", n] = ModelJob(
+            "CriticalAdaKVPress", ids[:, :n], kept, {}, "SnapKVPress", snapkv
+        )
         jobs["layer", n] = ModelJob("AdaKVPress", ids[:, :n], kept, {}, "SnapKVPress", snapkv)
     return dict(zip(jobs, kept_of_model(folder, list(jobs.values())), strict=True))
 
@@ -56,19 +63,22 @@ def kept_by(cache, n):
 
 
 @pytest.mark.parametrize(("n", "kept"), SHAPES)
-def test_kvzip_keeps_what_kvpress_keeps(theirs, n, kept):
+@pytest.mark.parametrize("method", REREADING)
+def test_a_second_reading_keeps_what_kvpress_keeps(theirs, method, n, kept):
     _, model, tokenizer, ids = packaged()
-    cache = SketchCache(model.config, "kvzip", budget=kept, recent=0, track_positions=True)
+    cache = SketchCache(model.config, method, budget=kept, recent=0, track_positions=True)
     kvsketch.prefill(model, ids[:, :n], cache, queries="reread", tokenizer=tokenizer)
-    assert torch.equal(kept_by(cache, n), theirs["kvzip", n])
+    assert torch.equal(kept_by(cache, n), theirs[method, n])
+    others = [theirs[name, n] for name in REREADING if name != method]
+    assert not any(torch.equal(theirs[method, n], other) for other in others)
 
 
-@pytest.mark.parametrize(("n", "kept"), SHAPES)
-def test_snapkv_by_layer_keeps_what_adakv_keeps(theirs, n, kept):
+def by_layer(method, n, kept):
+    """What it keeps with a window of 32 where the heads of a layer share the budget."""
     _, model, _, ids = packaged()
     cache = SketchCache(
         model.config,
-        "snapkv",
+        method,
         budget=kept,
         sink=0,
         recent=32,
@@ -77,4 +87,16 @@ def test_snapkv_by_layer_keeps_what_adakv_keeps(theirs, n, kept):
         options={"window": 32, "kernel_size": 5},
     )
     kvsketch.prefill(model, ids[:, :n], cache)
-    assert torch.equal(kept_by(cache, n), theirs["layer", n])
+    return kept_by(cache, n)
+
+
+@pytest.mark.parametrize(("n", "kept"), SHAPES)
+def test_snapkv_by_layer_keeps_what_adakv_keeps(theirs, n, kept):
+    assert torch.equal(by_layer("snapkv", n, kept), theirs["layer", n])
+
+
+@pytest.mark.parametrize(("n", "kept"), SHAPES)
+def test_criticalkv_by_layer_keeps_what_criticaladakv_keeps(theirs, n, kept):
+    found = by_layer("criticalkv", n, kept)
+    assert torch.equal(found, theirs["critical", n])
+    assert not torch.equal(found, by_layer("snapkv", n, kept))

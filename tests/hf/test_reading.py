@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoTokenizer, DynamicCache
@@ -12,6 +14,8 @@ from kvsketch import InputError, SketchCache, Slots, UnsupportedError
 from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
 from kvsketch.hf import reading
 from kvsketch.hf.interface import watched
+from kvsketch.methods import registry
+from kvsketch.methods.registry import ALL_METHODS
 from tiny_model import small_llama
 
 
@@ -40,6 +44,7 @@ def answer(model, ids, cache, new=8, **settings):
 
 REREADING = [("heavy_merge", "global"), ("heavy_merge", "measured"), ("heavy_merge", "layer"),
              ("snapkv", "global"), ("h2o", "even"), ("kvzip", "global"), ("kvzip", "layer"),
+             ("kvzip_plus", "global"), ("kvgrad", "global"), ("kvgrad", "layer"),
              ("pyramidkv", None), ("uniform", "even")]  # fmt: skip
 
 
@@ -86,15 +91,46 @@ def test_every_method_that_can_goes_by_a_second_reading(llama, method, allocatio
 
 
 @pytest.mark.parametrize("part", [2048, 80])
-def test_kvzip_scores_are_those_of_a_plain_computation(llama, monkeypatch, part):
-    """From queries and keys of transformers' own attention over an uncompressed cache."""
+@pytest.mark.parametrize("method", ["kvzip", "kvzip_plus", "kvgrad"])
+def test_kvzip_scores_are_those_of_a_plain_computation(llama, monkeypatch, method, part):
+    """From queries, keys and values of transformers' own attention over an uncompressed cache, the
+    hidden states before it, and gradients of what comes behind it."""
     monkeypatch.setattr(reading, "PART", part)
+    monkeypatch.setattr(ALL_METHODS["kvgrad"], "part", part)
     n, seen, plain = 200, {}, DynamicCache()
     ids = ids_of(1, n)
+    hidden, outputs = {}, {}
+    llama = copy.deepcopy(llama)
+    for layer in llama.model.layers:  # or all hidden states would have one norm
+        layer.input_layernorm.weight.data *= torch.linspace(0.1, 1, 64)
 
     def around(kernel, module, query, key, value, *args, **kwargs):
-        seen[module.layer_idx] = query, key
+        seen[module.layer_idx] = query.detach(), key.detach(), value.detach()
         return kernel(module, query, key, value, *args, **kwargs)
+
+    def weighs_of(again):
+        """Of every query in both layers."""
+        hooks = []
+        for i, layer in enumerate(llama.model.layers):
+            for into, part in ((hidden, layer.input_layernorm), (outputs, layer.self_attn)):
+
+                def save(module, args, out, into=into, i=i):
+                    into[i] = out[0] if isinstance(out, tuple) else out
+
+                hooks.append(part.register_forward_hook(save))
+        hooks.append(layer.register_forward_hook(lambda m, a, out: outputs.update(end=out)))
+        with torch.enable_grad(), watched(llama, around):
+            ids = llama.model.embed_tokens(again).detach().requires_grad_(True)
+            llama.model(inputs_embeds=ids, past_key_values=copy.deepcopy(plain))
+            end = outputs.pop("end").square().sum()
+            grads = torch.autograd.grad(end, [outputs[i] for i in range(2)])
+        for hook in hooks:
+            hook.remove()
+        if method == "kvzip_plus":
+            return [1 / hidden[i].norm(dim=-1) for i in range(2)]
+        if method == "kvgrad":
+            return [grad.norm(dim=-1) for grad in grads]
+        return [torch.ones(1, again.shape[1])] * 2
 
     with torch.no_grad():
         llama(ids, past_key_values=plain)
@@ -105,22 +141,26 @@ def test_kvzip_scores_are_those_of_a_plain_computation(llama, monkeypatch, part)
         ends = ids[:, max(0, start - 8) : start]
         texts = [torch.tensor([Letters()(text)["input_ids"]]) for text in (asked, "\n")]
         again = torch.cat([texts[0], ends, texts[1], ids[:, start:end]], dim=1)
-        with torch.no_grad(), watched(llama, around):
-            llama(again, past_key_values=plain)
-        plain.crop(-again.shape[1])
+        weighs = weighs_of(again)
         q, first = again.shape[1], min(4, start)
         for number in range(2):
-            query, key = seen[number]
+            query, key, value = seen[number]
             keys = torch.cat([key[:, :, :first], key[:, :, start:end], key[:, :, n:]], dim=2)
             logits = query @ keys.repeat_interleave(2, dim=1).mT * query.shape[-1] ** -0.5
             later = torch.ones(q, keys.shape[2], dtype=torch.bool).triu(keys.shape[2] - q + 1)
             share = logits.masked_fill(later, -torch.inf).softmax(-1)[..., first:]
-            largest = share[..., : end - start].amax(2).view(1, 4, 2, -1).amax(2)
+            share = share[..., : end - start] * weighs[number].detach().view(1, 1, -1, 1)
+            if method != "kvzip":
+                weight = llama.model.layers[number].self_attn.o_proj.weight.detach()
+                weight = weight.T.view(1, 8, -1, weight.shape[0])
+                values = value[:, :, start:end].repeat_interleave(2, dim=1)
+                share = share * (values @ weight).norm(dim=-1).unsqueeze(2)
+            largest = share.amax(2).view(1, 4, 2, -1).amax(2)
             scores[number, :, start:end] = largest[0]
-    scores[..., :4] = 2.0
+    scores[..., :4] = torch.inf
     wanted = torch.zeros(scores.numel(), dtype=torch.bool)
     wanted[scores.flatten().topk(round(0.2 * scores.numel())).indices] = True
-    cache = SketchCache(llama.config, "kvzip", budget=0.2, recent=0, track_positions=True)
+    cache = SketchCache(llama.config, method, budget=0.2, recent=0, track_positions=True)
     kvsketch.prefill(llama, ids, cache, queries="reread", tokenizer=Letters())
     for number, layer in enumerate(cache.layers):
         slots = layer.stream.slots
@@ -170,8 +210,9 @@ def test_a_retrieval_head_is_found_by_the_second_reading():
     assert right["reread"] == 4 > right["prompt"]
 
 
-def test_kvzip_without_a_second_reading_is_refused_before_the_first_token(llama):
-    cache = SketchCache(llama.config, "kvzip", budget=0.3)
+@pytest.mark.parametrize("method", registry.REREADING)
+def test_kvzip_without_a_second_reading_is_refused_before_the_first_token(llama, method):
+    cache = SketchCache(llama.config, method, budget=0.3)
     with pytest.raises(UnsupportedError, match=r"kvsketch\.prefill"):
         answer(llama, ids_of(1, 50), cache)
     assert cache.get_seq_length() == 0
@@ -312,10 +353,95 @@ def test_within_a_layer_every_head_has_its_safeguard():
     assert held["global"] == [4, 4]  # sinks and recent window
 
 
-def test_what_kvzip_decodes_stays(llama):
+@pytest.mark.parametrize("budget", [0.3, 500])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_gradients_leave_the_model_and_the_cache_as_they_were(mode, budget):
+    """In whatever mode it is called; a parameter that was frozen stays so."""
+    model = small_llama().eval()
+    frozen = model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    cache = SketchCache(model.config, "kvgrad", budget=budget)
+    with mode():
+        grad = torch.is_grad_enabled()
+        kvsketch.prefill(model, ids_of(1, 150), cache, queries="reread", tokenizer=Letters())
+        assert torch.is_grad_enabled() == grad
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.grad is None
+        assert parameter.requires_grad == (parameter is not frozen)
+    for layer in cache.layers:
+        assert not any(t.requires_grad for t in layer.tensors())
+        assert not layer.module()._forward_hooks
+        assert not layer.module()._forward_pre_hooks
+    assert answer(model, ids_of(1, 160), cache).shape == (1, 8)
+
+
+@pytest.mark.parametrize("method", ["kvzip_plus", "kvgrad"])
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [(f, None) for f in CONFIGS if f not in ("gemma2", "gemma3")] + [("llama", "eager")],
+)
+def test_a_weighed_reading_of_every_family(family, attention, method):
+    """Rows of a padded batch keep what they keep alone, also where padding looks at everything."""
+    model = build(family, attention)
+    if family != "mpt" and attention is None:  # their masks make NaN of padding in float64
+        model = model.double()
+    ids = ids_of(3, 90)
+    mask = torch.ones_like(ids)
+    mask[0, :20] = 0
+    found = []
+    for rows in ([0, 1, 2], [0], [2]):
+        cache = SketchCache(model.config, method, budget=0.4, sink=2, recent=4)
+        kvsketch.prefill(
+            model, ids[rows], cache, queries="reread", tokenizer=Letters(),
+            attention_mask=mask[rows],
+        )  # fmt: skip
+        found.append([layer.stream.slots for layer in cache.layers])
+    for whole, first, last in zip(*found, strict=True):
+        for row, alone in ((0, first), (2, last)):
+            for head in range(whole.keys.shape[1]):
+                mine, theirs = (
+                    s.keys[r, head][s.masses()[r, head] > 0] for s, r in ((whole, row), (alone, 0))
+                )
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_go_with_their_queries():
+    from kvsketch import Observed
+
+    queries, weights = torch.arange(24.0).view(2, 1, 12, 1), torch.arange(24.0).view(2, 12)
+    observed = Observed(queries, 1.0, after=True, weights=weights)
+    for part in (observed.narrow(3, 5), observed.every(1, 4), observed.map_batch(lambda t: t[1:])):
+        assert torch.equal(part.weights, part.queries[:, 0, :, 0])
+
+
+def test_what_a_query_gives_is_weighed_before_the_largest_is_taken(monkeypatch):
+    from kvsketch import Observed
+    from kvsketch import slots as module
+    from kvsketch.slots import attention_received
+
+    monkeypatch.setattr(module, "_BLOCK_SCORES", 300)  # a few queries and heads at a time
+    monkeypatch.setattr(module, "_FEW_QUERIES", 2)
+    g = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 2, 3, 20, 8, generator=g)
+    queries, weights = torch.randn(2, 6, 9, 8, generator=g), torch.rand(2, 9, generator=g)
+    factors = torch.rand(2, 3, 2, 20, generator=g)
+    for after in (True, False):
+        observed = Observed(queries, 0.3, after=after)
+        logits = queries.view(2, 3, 2, 9, 8) @ keys.unsqueeze(2).mT * 0.3
+        if not after:
+            later = torch.ones(9, 20, dtype=torch.bool).triu(12)
+            logits = logits.masked_fill(later, -torch.inf)
+        share = logits.softmax(-1) * weights.view(2, 1, 1, 9, 1) * factors.unsqueeze(3)
+        found = attention_received(Slots(keys, values), observed, weights, True, factors)
+        torch.testing.assert_close(found, share.amax((2, 3)))
+
+
+@pytest.mark.parametrize("method", registry.REREADING)
+def test_what_kvzip_decodes_stays(llama, method):
     """Its scores are of the context; tokens that come later are no part of it."""
     ids = ids_of(1, 200)
-    cache = SketchCache(llama.config, "kvzip", budget=120, recent=4, track_positions=True)
+    cache = SketchCache(llama.config, method, budget=120, recent=4, track_positions=True)
     kvsketch.prefill(llama, ids, cache, queries="reread", tokenizer=Letters())
     answer(llama, torch.cat([ids, ids_of(1, 1, 7)], dim=1), cache, new=60)
     for layer in cache.layers:

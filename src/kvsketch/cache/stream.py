@@ -325,6 +325,7 @@ class Stream:
         live = slots.live()
         return found if live is None else found.masked_fill(~live, -torch.inf)
 
+    @torch.no_grad()
     def ask(self, observed: Observed, span: tuple[int, int], sample: int) -> None:
         """Take note of the queries of a part of a second reading, whose tokens are the newest here
         and go again: they are no part of the stream.
@@ -339,10 +340,11 @@ class Stream:
         if self.needs_queries:
             score = self.method.reread(slots, observed, span).score
         self.drop(observed.queries.shape[2])
+        self.page = self.page.map(Tensor.detach)  # of a reading that took gradients
         if self.needs_queries and score is not None:
             self.page.set_score(score)
         step = max(1, observed.queries.shape[2] // max(1, sample))
-        some = replace(observed, after=True).every(0, step)
+        some = replace(observed, after=True, weights=None).every(0, step)
         self.queries.add(replace(some, queries=some.queries.clone()))
 
     def scored(self) -> Slots:

@@ -41,6 +41,15 @@ class Windowed:
         return self.compressor.needs_queries
 
     @property
+    def needs_output(self) -> bool:
+        """Whether the method goes by the layer's output projection, see ``project``."""
+        return self.compressor.needs_output
+
+    def project(self, output: Tensor) -> None:
+        """Hand over the weight of that projection, ``[num_attention_heads, value_dim, hidden]``."""
+        self.compressor.output = output
+
+    @property
     def observes_values(self) -> bool:
         return self.compressor.observes_values
 

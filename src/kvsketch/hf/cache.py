@@ -164,6 +164,8 @@ class SketchCache(Cache):  # type: ignore[misc]
                 f"method={cls.name!r} has none; use 'even' or 'measured'"
             )
         models.check_supported(config)
+        if getattr(cls, "needs_output", False):
+            models.check_projection(config, cls.name)
         self.max_positions = models.max_positions(config)
         layers, chosen = models.layers_of(config)
         readers = models.readers_of(config, layers)

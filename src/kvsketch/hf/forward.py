@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor, nn
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
@@ -16,6 +18,7 @@ from transformers.cache_utils import (
 from ..cache.plan import Plan
 from ..cache.stream import Stream
 from ..errors import UnsupportedError
+from ..slots import Observed
 from . import accounting, interface
 from .layer import SketchLayer
 from .masks import Masks
@@ -29,11 +32,28 @@ class Reading:
         first_counts: whether the queries of the first reading count.
         span: of a second reading: which tokens are read again now; None: it is the first.
         sample: queries to keep of these.
+        weights: how much each query of an attention module counts, ``[batch, q]``; None: all alike.
+        later: queries that wait for their weights, with their layers; None: they are known.
     """
 
     first_counts: bool
     span: tuple[int, int] | None = None
     sample: int = 0
+    weights: Mapping[nn.Module, Tensor] | None = None
+    later: list[tuple[SketchLayer, Observed]] | None = None
+
+    def ask(self, layer: SketchLayer, observed: Observed) -> None:
+        """The queries of a layer in a second reading."""
+        if self.later is not None:
+            self.later.append((layer, observed))
+            return
+        if self.weights is not None:
+            module = None if layer.module is None else layer.module()
+            assert module is not None
+            weights = self.weights[module].to(observed.queries.device)
+            observed = replace(observed, weights=weights)
+        assert self.span is not None
+        layer.stream.ask(observed, self.span, self.sample)
 
 
 class Forward:

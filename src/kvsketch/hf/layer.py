@@ -13,12 +13,14 @@ from transformers.cache_utils import DynamicLayer
 
 from ..cache.queries import joined, side_by_side
 from ..cache.stream import Stream
+from ..cache.window import Windowed
 from ..errors import InputError, KVSketchError, UnsupportedError
 from ..slots import Observed, Slots
 from . import interface
 from .attention import attention
 from .checks import check_tokens
 from .masks import View
+from .output import output_weight
 
 if TYPE_CHECKING:
     from .forward import Forward
@@ -168,7 +170,9 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
                 "(it caches latents, or attends in several parts), so its cache cannot be "
                 "compressed; use DynamicCache for this model"
             )
-        if module is not None and (self.module is None or self.module() is not module):
+        if module is None:
+            self._project(None)
+        elif self.module is None or self.module() is not module:
             self.claim(module)
 
     def claim(self, module: nn.Module) -> None:
@@ -180,12 +184,33 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         if self._reads:
             return  # another layer of the same model, which shares these keys
         if self.module is None:
+            self._project(module)
             self.module = weakref.ref(module)
         elif self.module() is not module:
             raise InputError(
                 "this SketchCache holds the context of another model (or of a copy of it): make "
                 "one cache per model, or call reset()"
             )
+
+    def _project(self, module: nn.Module | None) -> None:
+        """Hand the module's output projection to a method that goes by it.
+
+        Raises:
+            UnsupportedError: it cannot be found.
+        """
+        method = self.stream.method
+        if isinstance(method, Windowed) and method.needs_output:
+            name = method.compressor.name
+            if module is None:
+                if method.compressor.output is None:
+                    raise UnsupportedError(
+                        f"method={name!r} needs the output projection of every layer, which a "
+                        "compiled graph does not show: read the prompt with the model as it was "
+                        "before torch.compile, or use another method"
+                    )
+                return
+            heads, dim = self.token_shape[1], self.stream.slots.values.shape[3]
+            method.project(output_weight(module, heads, dim, name))
 
     def attend(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """What the model calls instead of its kernel: see ``attention``."""
@@ -237,7 +262,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         reading = self.forward.reading
         if reading is not None and reading.span is not None:
             if observed is not None:
-                self.stream.ask(observed, reading.span, reading.sample)
+                reading.ask(self, observed)
             else:  # nothing will ever be compressed
                 self.stream.drop(q)
         elif self.record_past:

@@ -75,6 +75,23 @@ def check_supported(config: PretrainedConfig) -> None:
         raise UnsupportedError(f"{name} {reason}; use DynamicCache for it")
 
 
+def check_projection(config: PretrainedConfig, method: str) -> None:
+    """Raise unless what is cached are values that one output projection takes, layer by layer.
+
+    Raises:
+        UnsupportedError: latents, or keys and values that several layers share.
+    """
+    text = config.get_text_config(decoder=True)
+    reason = "caches latents instead of values" if has_latents(config) else None
+    if getattr(text, "num_kv_shared_layers", None):
+        reason = "shares keys and values between layers, each with a projection of its own"
+    if reason is not None:
+        raise UnsupportedError(
+            f"method={method!r} goes by what values become in the output of their layer, and "
+            f"{type(config).__name__} {reason}; use another method"
+        )
+
+
 def _has_interface(model: Any) -> bool:
     """Whether a model class asks the interface for its kernel: it says so, or transformers finds
     the call in its source."""

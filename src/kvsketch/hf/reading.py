@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..methods.registry import class_of
 from .cache import SketchCache
 from .forward import Reading
 from .layer import SketchLayer
+from .weighing import weighed
 
 #: Tokens of the context in one part of a second reading, and what the model is told before it: as
 #: KVzip's code has them (also kvpress's).
@@ -60,10 +62,10 @@ def prefill(
         cache: an empty ``SketchCache``.
         queries: what the method, measured budgets and measured errors go by. "prompt": the queries
             of the context itself, as ``generate`` alone would do. "reread": those of a second
-            reading: the context again, 2,048 tokens at a time, behind a request to repeat it
-            (KVzip, arXiv:2505.23416), while all of the first reading is there, uncompressed; it
-            costs more than a second prefill, and its keys are not kept. Texts: questions that are
-            expected, read in the place of the second reading.
+            reading: the context again, 2,048 tokens at a time (kvgrad: 512), behind a request to
+            repeat it (KVzip, arXiv:2505.23416), while all of the first reading is there,
+            uncompressed; it costs more than a second prefill, and its keys are not kept. Texts:
+            questions that are expected, read in the place of the second reading.
         tokenizer: of the model; needed but for "prompt".
         attention_mask: int or bool ``[batch, tokens]``, 0 for padding on the left.
         chunk_size: read so many tokens of the context at a time; default: all at once.
@@ -88,7 +90,8 @@ def prefill(
             f"attention_mask {tuple(mask.shape)} must be of the shape of input_ids, "
             f"{tuple(input_ids.shape)}"
         )
-    parts = _parts(queries, tokenizer, input_ids, mask)
+    size = getattr(class_of(cache.method), "part", None) or PART
+    parts = _parts(queries, tokenizer, input_ids, mask, size)
     if not parts and getattr(class_of(cache.method), "needs_reread", False):
         raise UnsupportedError(
             f"method={cache.method!r} scores a context by a second reading: "
@@ -99,7 +102,9 @@ def prefill(
         _check_reread(cache, tokens + max(part.ids.shape[1] for part in parts))
     forward, inner = cache._forward, model.base_model
     every = sum(part.ids.shape[1] for part in parts)
-    with Progress(disable=not progress, transient=True) as bar, torch.no_grad():
+    weighs = getattr(class_of(cache.method), "weighs", None)
+    normal = torch.inference_mode(False) if weighs == "gradient" else nullcontext()
+    with normal, Progress(disable=not progress, transient=True) as bar, torch.no_grad():
         task = bar.add_task("Reading", total=tokens + every)
         try:
             forward.reading = Reading(first_counts=queries == "prompt")
@@ -111,13 +116,14 @@ def prefill(
             for part in parts:
                 count = part.ids.shape[1]
                 sample = max(1, round(_SAMPLE * count / every))
-                forward.reading = Reading(False, part.span, sample)
-                inner(
-                    input_ids=part.ids,
-                    attention_mask=torch.cat([mask, part.mask], dim=1),
-                    past_key_values=cache,
-                    use_cache=True,
-                )
+                forward.reading = reading = Reading(False, part.span, sample)
+                with weighed(weighs, model, forward.sketches, reading):
+                    inner(
+                        input_ids=part.ids,
+                        attention_mask=torch.cat([mask, part.mask], dim=1),
+                        past_key_values=cache,
+                        use_cache=True,
+                    )
                 forward.masks.cut(tokens)
                 bar.advance(task, count)
             forward.reading = None
@@ -176,7 +182,7 @@ def _check_reread(cache: SketchCache, tokens: int) -> None:
 
 
 def _parts(
-    queries: str | Sequence[str], tokenizer: Any, input_ids: Tensor, mask: Tensor
+    queries: str | Sequence[str], tokenizer: Any, input_ids: Tensor, mask: Tensor, size: int
 ) -> list[_Part]:
     """What is read after the context.
 
@@ -194,7 +200,7 @@ def _parts(
         raise InputError("queries: the texts must be strings, at least one, and none empty")
     if tokenizer is None:
         raise InputError(f"queries={queries!r} needs tokenizer=, the model's")
-    found = _repeated(tokenizer, input_ids) if isinstance(queries, str) else None
+    found = _repeated(tokenizer, input_ids, size) if isinstance(queries, str) else None
     spans = found if found is not None else _given(queries, tokenizer, input_ids)
     parts = []
     for ids, span in spans:
@@ -205,11 +211,13 @@ def _parts(
     return parts
 
 
-def _repeated(tokenizer: Any, input_ids: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
-    """The context in parts, each behind a request to repeat it."""
+def _repeated(
+    tokenizer: Any, input_ids: Tensor, size: int
+) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+    """The context in parts of ``size`` tokens, each behind a request to repeat it."""
     tokens = input_ids.shape[1]
-    for start in range(0, tokens, PART):
-        end = min(start + PART, tokens)
+    for start in range(0, tokens, size):
+        end = min(start + size, tokens)
         before = input_ids[:, max(0, start - _BEFORE) : start]
         asked = _ids(tokenizer, REPEAT if start == 0 else REPEAT_PART, input_ids)
         line = _ids(tokenizer, "\n", input_ids)

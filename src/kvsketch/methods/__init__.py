@@ -5,7 +5,9 @@ from __future__ import annotations
 from ..errors import unknown_name
 from .balancekv import BalanceKV, SoftmaxBalance
 from .base import Compressor, keep_top
+from .chunkkv import ChunkKV
 from .cluster_merge import ClusterMerge
+from .compactor import Compactor
 from .expected_attention import ExpectedAttention
 from .h2o import H2O
 from .halving import Halving
@@ -14,6 +16,7 @@ from .kcenter import KCenter
 from .kernel_halving import GreedyHalving, KernelHalving
 from .keydiff import KeyDiff
 from .knorm import KNorm
+from .lagkv import LagKV
 from .observed_attention import ObservedAttention
 from .pyramidkv import PyramidKV, pyramid_shares
 from .snapkv import SnapKV
@@ -28,10 +31,13 @@ _CLASSES: tuple[type[Compressor], ...] = (
     ObservedAttention,
     SnapKV,
     PyramidKV,
+    ChunkKV,
     TOVA,
     ExpectedAttention,
+    Compactor,
     KNorm,
     KeyDiff,
+    LagKV,
     KCenter,
     BalanceKV,
     KernelHalving,
@@ -66,6 +72,8 @@ __all__ = [
     "METHODS",
     "TOVA",
     "BalanceKV",
+    "ChunkKV",
+    "Compactor",
     "Compressor",
     "ExpectedAttention",
     "GreedyHalving",
@@ -74,6 +82,7 @@ __all__ = [
     "KNorm",
     "KernelHalving",
     "KeyDiff",
+    "LagKV",
     "ObservedAttention",
     "PyramidKV",
     "SnapKV",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,16 @@ class Compressor(ABC):
     #: whether it takes a second reading to score at all
     needs_reread: ClassVar[bool] = False
 
+    #: what the queries of a second reading are weighed by (see ``hf.weighing``): "hidden",
+    #: "gradient" or nothing
+    weighs: ClassVar[str | None] = None
+
+    #: tokens of the context in one part of a second reading; None: as KVzip has it
+    part: ClassVar[int | None] = None
+
+    #: whether it goes by what values become in the output of their layer, so needs ``output``
+    needs_output: ClassVar[bool] = False
+
     #: whether ``reduce`` takes a budget for each head; if not, it is called once for every budget
     ragged: ClassVar[bool] = False
 
@@ -67,6 +77,10 @@ class Compressor(ABC):
     #: the numbers of its rows, int64 ``[batch]``, if they are part of a larger batch; None: 0, 1, 2
     #: and so on. Rows of different numbers choose independently of each other.
     rows: Tensor | None = None
+
+    #: weight of the layer's output projection W_O, ``[num_attention_heads, value_dim, hidden]``,
+    #: where ``needs_output``: the model's own tensor, which is not copied
+    output: Tensor | None = None
 
     # where the heads of a call stand in the batch, int64 ``[batch, heads]``, if not in order
     _places: Tensor | None = None
@@ -202,6 +216,10 @@ class Compressor(ABC):
         twin = self.__class__.__new__(self.__class__)
         twin.__dict__.update(self.__dict__)
         return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the model's weight, which is handed over again."""
+        return {**self.__dict__, "output": None}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Compressor:
         """Copies continue the random stream from the same state (torch.Generator itself cannot be

@@ -28,6 +28,7 @@ class KVzip(Scoring):
     allocation = "global"
     rereads = True
     needs_reread = True
+    above = 2.0  # every attention; what tokens decoded later score
 
     def reread(self, slots: Slots, observed: Observed, span: tuple[int, int]) -> Slots:
         return reread_attention(slots, observed, span)
@@ -36,5 +37,5 @@ class KVzip(Scoring):
         if observed.after:
             raise UnsupportedError("kvzip needs the tokens of a second reading, not only queries")
         score = score_of(slots, self.name).clone()
-        score[..., slots.count - observed.queries.shape[2] :] = 2.0  # above every attention
+        score[..., slots.count - observed.queries.shape[2] :] = self.above
         return score

@@ -5,7 +5,10 @@ from __future__ import annotations
 from ..budget import Budget
 from ..errors import InputError, unknown_name
 from . import METHODS, Compressor
+from .criticalkv import CriticalKV
+from .kvgrad import KVgrad
 from .kvzip import KVzip
+from .kvzip_plus import KVzipPlus
 from .sketches.balancekv import BalanceKVStreaming
 from .sketches.base import Sketch
 from .sketches.merge_reduce import MergeReduce
@@ -27,11 +30,19 @@ SKETCHES: dict[str, type[Sketch]] = {
     )
 }
 
+#: The methods that need the weight of every layer's output projection, so a model.
+PROJECTING: dict[str, type[Compressor]] = {CriticalKV.name: CriticalKV}
+
 #: The methods that need a second reading of the context (``kvsketch.prefill``).
-REREADING: dict[str, type[Compressor]] = {KVzip.name: KVzip}
+REREADING: dict[str, type[Compressor]] = {cls.name: cls for cls in (KVzip, KVzipPlus, KVgrad)}
 
 #: Everything ``SketchCache`` takes as a method.
-ALL_METHODS: dict[str, type[Compressor] | type[Sketch]] = {**METHODS, **SKETCHES, **REREADING}
+ALL_METHODS: dict[str, type[Compressor] | type[Sketch]] = {
+    **METHODS,
+    **PROJECTING,
+    **SKETCHES,
+    **REREADING,
+}
 
 
 #: What says how a cache compresses: a name in ``ALL_METHODS``, one's own class, or a compressor

@@ -1,0 +1,41 @@
+"""KVzip+: KVzip's attention, weighed by what it does to the hidden states."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import InputError
+from ..slots import Observed, Slots
+from .kvzip import KVzip
+from .output import output_norms
+from .rereading import reread_attention
+
+
+class KVzipPlus(KVzip):
+    """KVzip with the normalisation that its form for training KVzap has: what a query gives a token
+    is multiplied by the norm of what the token's value becomes in the output, v W_O, for the query
+    head that gives it, and divided by the norm of the hidden state that the query was made from, as
+    it enters the attention module (kvpress's KVzipPress with ``kvzip_plus_normalization``: the same
+    tokens are kept).
+
+    Costs what KVzip does, and the products v W_O of every token in every query head. It needs the
+    weight of the model's output projection, as ``CriticalKV`` does.
+    """
+
+    name = "kvzip_plus"
+    paper = "Jegou and Jeblick, KVzap: Fast, Adaptive, and Faithful KV Cache Pruning (2601.07891)"
+    observes_values = True
+    needs_output = True
+    weighs = "hidden"
+    above = torch.inf
+
+    def reread(self, slots: Slots, observed: Observed, span: tuple[int, int]) -> Slots:
+        if observed.weights is None:
+            raise InputError(
+                f"{self.name} weighs the queries of a second reading: pass Observed(weights=...), "
+                "as kvsketch.prefill(..., queries='reread') does"
+            )
+        start, end = span
+        part = slots.narrow(start, end - start)
+        factors = output_norms(part, self.output, self.name, order=2)
+        return reread_attention(slots, observed, span, factors)
