@@ -11,8 +11,8 @@ from kvsketch.cache.storage import CHOICES, FULL, MEASURED
 
 
 def waiting(slots: Slots, seen: Observed, method: str, sink: int = 4, recent: int = 32) -> Stream:
-    """A layer that has its prompt and waits for a budget: ``kvsketch.cache.measure`` finds the errors
-    its heads' budgets follow from."""
+    """A layer that has its prompt and waits for a budget: ``kvsketch.cache.measure`` finds the
+    errors its heads' budgets follow from."""
     stream = Stream(windowed(method, sink, recent), None)
     stream.extend(slots)
     stream.settle(seen, prefill=True)
