@@ -389,46 +389,20 @@ def _rate(row: dict[str, Any]) -> str:
 SEEN = {"agnostic": ", queries unseen", "aware": ", queries right before seen", None: ""}
 EQUAL_BYTES = (
     "Equal bytes: every method gets those of one that keeps the share of the tokens as they are. "
-    "Slots with a mass cost 4 bytes more and are fewer; slots in 4 bits (`+int4`) are more; of a "
-    "streaming sketch the whole state is counted. "
+    "Slots with a mass cost 4 bytes more and are fewer; slots in fewer bits (`+int8`, `+int4`, or "
+    "as measured errors choose) are more; of a streaming sketch the whole state is counted. "
 )
 #: benchmarks/options.py reads these names
 SPENT = (
     "Methods are named as in `kvsketch eval --methods`. A bare name is the method as "
-    "`SketchCache(model.config, name, budget=...)` runs it by default: `heavy_merge` as "
-    "`@measured`, every other one as `@even`. `@even`: the same budget for every head "
+    "`SketchCache(model.config, name, budget=...)` runs it by default: `heavy_merge` with "
+    "budgets and bits as measured errors choose (`@measured+measured`), every other one as "
+    "`@even+16bit`. `@even`: the same budget for every head "
     "(`pyramidkv`: of a layer, by its own schedule over layers). `@measured`: the same bytes, "
     "spent over heads and layers by errors measured on this very prompt. `@calibrated`: by errors "
     "measured beforehand on other prompts, which `kvsketch eval` takes as `@FILE`, written by "
-    "`kvsketch calibrate`. "
+    "`kvsketch calibrate`. `+16bit`: slots as the model has them. "
 )
-
-#: Right answers of methods that benchmarks.longeval_unseen does not have. Source: our own
-#: measurement with the code of kvpress 0.5.5; the packaged model, the first official cases of 200
-#: lines, question unseen when the record was compressed, 16 bits.
-KVPRESS: dict[str, Any] = {
-    "cases": 20,
-    "kept": (0.5, 0.25, 0.1),
-    "right": {"KVzip": (18, 18, 8), "KVgrad": (20, 20, 11), "heavy_merge": (20, 18, 3)},
-}
-
-
-def not_compared() -> str:
-    """What ``KVPRESS`` says, in one sentence."""
-
-    def triple(numbers: tuple[float, ...]) -> str:
-        return "/".join(map(str, numbers))
-
-    theirs = dict(KVPRESS["right"])
-    own = theirs.pop("heavy_merge")
-    told = ", ".join(f"{name} {triple(right)}" for name, right in theirs.items())
-    return (
-        f"Known to be strong and not among them: {' and '.join(theirs)}, which read the context a "
-        "second time (KVzip: see the next table). Of the first "
-        f"{KVPRESS['cases']} official cases of 200 lines, question unseen, 16 bits, right at kept "
-        f"{triple(KVPRESS['kept'])}: {told}, our default (`heavy_merge`) {triple(own)} (measured "
-        "once with kvpress 0.5.5's code on the packaged model)."
-    )
 
 
 def by_share(result: dict[str, Any], key: str, digits: int, name: str = "method") -> str:
@@ -529,7 +503,8 @@ def longeval_unseen(result: dict[str, Any]) -> str:
         "question is read one token at a time after compression.\n\n"
         + table(["method", *map(str, budgets)], rows)
         + f"\n\nOthers' methods compared, as they run by default: {', '.join(compared(result))}. "
-        f"{not_compared()}\n\n{made_with(result)}\n"
+        "KVzip and KVgrad, which read the context a second time, are in the next section.\n\n"
+        f"{made_with(result)}\n"
     )
 
 
@@ -668,7 +643,7 @@ PAGES: dict[str, tuple[str, dict[str, Callable[[dict[str, Any]], str]]]] = {
 
 
 #: rows of the README's table
-SHOWN = ("exact", "heavy_merge", "heavy_merge@calibrated+int4")
+SHOWN = ("exact", "heavy_merge", "heavy_merge+16bit", "heavy_merge@calibrated+int4")
 #: all others are in its last row
 OURS = ("exact", "cluster_merge", "heavy_merge")
 
@@ -702,11 +677,14 @@ def readme_block(result: dict[str, Any]) -> str:
         table(["kept", *(f"{b}" for b in budgets)], rows)
         + f"\n\nLongEval, {result['lines']} lines, the question not seen when the record was "
         f"compressed; accuracy of the packaged model on {count} {result['source']} cases, at equal "
-        "bytes. `heavy_merge` is what `SketchCache(model.config, budget=...)` does: its budget is "
-        "spent over heads and layers by errors measured on this very prompt; `@calibrated`: by "
-        "errors measured beforehand on other prompts (`kvsketch calibrate`); `+int4`: slots in 4 "
-        f"bits.\n\nCompared in the last row: {', '.join(others)}; each as `SketchCache` runs it by "
-        f"default, none with a measured budget{also}. {not_compared()}"
+        "bytes. `heavy_merge` is what `SketchCache(model.config, budget=...)` does: errors "
+        "measured on this very prompt say which heads and layers get the budget, and in how many "
+        "bits; "
+        "`+16bit`: which heads and layers only; `@calibrated`: by errors measured beforehand on "
+        "other prompts (`kvsketch calibrate`); `+int4`: slots in 4 bits.\n\nCompared in the last "
+        f"row: {', '.join(others)}; each as `SketchCache` runs it by default, none with a measured "
+        f"budget{also}. KVzip and KVgrad, which read the context a second time, are in the next "
+        "table."
     )
 
 

@@ -52,7 +52,7 @@ REREADING = [("heavy_merge", "global"), ("heavy_merge", "measured"), ("heavy_mer
 @pytest.mark.parametrize("method", ["heavy_merge", "snapkv", "h2o", "kcenter"])
 def test_with_the_prompts_queries_it_is_the_prefill_of_generate(llama, method, chunk_size):
     ids = ids_of(1, 300)
-    read, plain = (SketchCache(llama.config, method, budget=0.3) for _ in range(2))
+    read, plain = (SketchCache(llama.config, method, budget=0.3, bits=16) for _ in range(2))
     kvsketch.prefill(llama, ids[:, :290], read, chunk_size=chunk_size)
     with torch.no_grad():
         llama(ids[:, :290], past_key_values=plain)
@@ -76,7 +76,7 @@ def test_every_method_that_can_goes_by_a_second_reading(llama, method, allocatio
     ids = ids_of(2, 320)
     mask = torch.ones_like(ids)
     mask[1, :30] = 0
-    cache = SketchCache(llama.config, method, budget=0.25, allocation=allocation)
+    cache = SketchCache(llama.config, method, budget=0.25, allocation=allocation, bits=16)
     kvsketch.prefill(
         llama, ids[:, :300], cache, queries="reread", tokenizer=Letters(),
         attention_mask=mask[:, :300],
@@ -84,7 +84,7 @@ def test_every_method_that_can_goes_by_a_second_reading(llama, method, allocatio
     summary = cache.summary()
     assert summary["slots"] == pytest.approx(75, rel=0.03)
     assert all(x is not None and 0 <= x < 3 for row in cache.error() for x in row["prompt"])
-    alone = SketchCache(llama.config, method, budget=0.25, allocation=allocation)
+    alone = SketchCache(llama.config, method, budget=0.25, allocation=allocation, bits=16)
     kvsketch.prefill(llama, ids[:1, :300], alone, queries="reread", tokenizer=Letters())
     together = answer(llama, ids, cache, attention_mask=mask)
     assert torch.equal(together[:1], answer(llama, ids[:1], alone))
