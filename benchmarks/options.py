@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from kvsketch import ALL_METHODS, InputError
+from kvsketch.arguments import QUERY_SOURCES
 from kvsketch.errors import unknown_name
 from kvsketch.methods.registry import REREADING, default_allocation
 
@@ -18,11 +19,14 @@ from kvsketch.methods.registry import REREADING, default_allocation
 #: ``kvsketch calibrate``)
 SPENT = ("even", "measured", "layer", "global", "calibrated")
 METHODS_HELP = (
-    "comma-separated NAME[@even|@measured|@layer|@global|@calibrated][+int8|+int4][/reread]: the "
+    "comma-separated NAME[@even|@measured|@layer|@global|@calibrated][+int8|+int4]"
+    "[/reread|/local|/sample]: the "
     "same budget for every head, or spent by errors measured on this prompt, by scores, or by "
-    "errors measured beforehand on others; a bare name: the method's own way. /reread: by the "
-    "queries of a second reading. int8, int4: all tokens."
+    "errors measured beforehand on others; a bare name: the method's own way. /reread, /local, "
+    "/sample: by the queries of a second reading. int8, int4: all tokens."
 )
+#: the ways to read a context a second time
+SECOND = QUERY_SOURCES[1:]
 #: a method whose slots are stored in so many bits; alone: all tokens are
 BITS = {"int8": 8, "int4": 4}
 #: one_dimensional needs head_dim 1
@@ -32,23 +36,23 @@ USUAL = tuple(name for name in ALL_METHODS if name not in (*LEFT_OUT, *REREADING
 
 @dataclass(frozen=True)
 class Method:
-    """``name[@even|@measured|@layer|@global|@calibrated][+int8|+int4][/reread]``, or ``int8``,
-    ``int4``: all tokens, in so many bits. A bare name is the method as ``SketchCache(model.config,
-    name, budget=...)`` runs it.
+    """``name[@even|@measured|@layer|@global|@calibrated][+int8|+int4][/reread|/local|/sample]``, or
+    ``int8``, ``int4``: all tokens, in so many bits. A bare name is the method as
+    ``SketchCache(model.config, name, budget=...)`` runs it.
 
     Attributes:
         label: as it was written.
         name: the method; None where all tokens are kept.
         spent: one of ``SPENT``; where the label has none, the method's own.
         bits: of its slots, 16 where they are stored as they come.
-        reread: it goes by the queries of a second reading.
+        queries: what it goes by: "prompt", or the second reading that its label names.
     """
 
     label: str
     name: str | None
     spent: str = "even"
     bits: int = 16
-    reread: bool = False
+    queries: str = "prompt"
 
 
 def parse(label: str) -> Method:
@@ -59,8 +63,8 @@ def parse(label: str) -> Method:
     if label in BITS:
         return Method(label, None, bits=BITS[label])
     whole, slash, source = label.partition("/")
-    if slash and source != "reread":
-        raise unknown_name("where queries come from", source, ["reread"])
+    if slash and source not in SECOND:
+        raise unknown_name("where queries come from", source, SECOND)
     rest, plus, ending = whole.partition("+")
     if plus and ending not in BITS:
         raise unknown_name("the ending of a method", ending, BITS)
@@ -70,7 +74,7 @@ def parse(label: str) -> Method:
     if name not in USUAL and not (slash and name in REREADING):
         raise unknown_name("method", name, (*USUAL, *BITS))
     spent = way if at else default_allocation(name)
-    return Method(label, name, spent, BITS.get(ending, 16), bool(slash))
+    return Method(label, name, spent, BITS.get(ending, 16), source or "prompt")
 
 
 def methods(text: str, others: Collection[str] = ()) -> list[Method]:

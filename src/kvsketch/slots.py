@@ -210,6 +210,9 @@ class Observed:
         sinks: ``[num_attention_heads]``: the logit of an attention sink in the softmax (gpt-oss),
             which takes its share of every query's attention and adds no value.
         after: they are asked behind all slots, as those of a second reading are.
+        total: of a second reading, float ``[batch, num_attention_heads, q]``: the log of the sum of
+            exp(score) over what its scores are relative to, where the kernel has left it (see
+            ``kernels.again``).
     """
 
     queries: Tensor
@@ -219,6 +222,7 @@ class Observed:
     live: Tensor | None = None
     sinks: Tensor | None = None
     after: bool = False
+    total: Tensor | None = None
 
     @property
     def plain(self) -> bool:
@@ -228,18 +232,20 @@ class Observed:
     def narrow(self, start: int, length: int) -> Observed:
         """``length`` queries from ``start`` on, as views."""
         live = None if self.live is None else self.live.narrow(1, start, length)
-        return replace(self, queries=self.queries.narrow(2, start, length), live=live)
+        total = None if self.total is None else self.total.narrow(2, start, length)
+        return replace(self, queries=self.queries.narrow(2, start, length), live=live, total=total)
 
     def every(self, start: int, step: int) -> Observed:
         """Each ``step``-th query from ``start`` on, as views; only of queries ``after`` all slots,
         which need no neighbours."""
         live = None if self.live is None else self.live[:, start::step]
-        return replace(self, queries=self.queries[:, :, start::step], live=live)
+        return replace(self, queries=self.queries[:, :, start::step], live=live, total=None)
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> Observed:
         """With ``fn``, which acts on axis 0, applied."""
         live = None if self.live is None else fn(self.live)
-        return replace(self, queries=fn(self.queries), live=live)
+        total = None if self.total is None else fn(self.total)
+        return replace(self, queries=fn(self.queries), live=live, total=total)
 
 
 def causal(num_queries: int, num_slots: int, device: torch.device) -> Tensor:
@@ -341,7 +347,8 @@ def _of_heads(observed: Observed, heads: slice, count: int) -> Observed:
     group = observed.queries.shape[1] // count
     mine = slice(heads.start * group, heads.stop * group)
     slopes, sinks = (x if x is None else x[mine] for x in (observed.slopes, observed.sinks))
-    return replace(observed, queries=observed.queries[:, mine], slopes=slopes, sinks=sinks)
+    queries = observed.queries[:, mine]
+    return replace(observed, queries=queries, slopes=slopes, sinks=sinks, total=None)
 
 
 def _received(

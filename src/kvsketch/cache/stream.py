@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..budget import Budget
 from ..errors import InputError, UnsupportedError
+from ..methods.learned import LAST
 from ..slots import Observed, Slots
 from . import next_page
 from .budgets import HeadBudgets
@@ -85,6 +86,7 @@ class Stream:
         self.one_shot, self.bits = one_shot, bits
         self.pace = Pace(method, buffer, one_shot, bits)
         self.queries, self.errors = Queries(), Errors(track_error)
+        self.first = Queries()  # of a first reading, until the second is over
         #: whether the method looks at queries
         self.needs_queries = method.needs_queries
         self.reset()
@@ -97,6 +99,7 @@ class Stream:
         self.compressed = False
         self.page: Tokens | Held = Tokens()
         self.queries.clear()
+        self.first.clear()
         self.errors.reset()
         self._limit = 0  # appended tokens at which the page is due
         self._bytes = 0  # of the page
@@ -314,25 +317,40 @@ class Stream:
         live = slots.live()
         return found if live is None else found.masked_fill(~live, -torch.inf)
 
-    def ask(self, observed: Observed, span: tuple[int, int], sample: int) -> None:
+    def ask(self, observed: Observed, about: slice | Tensor, sample: int) -> None:
         """Take note of the queries of a part of a second reading, whose tokens are the newest here
         and go again: they are no part of the stream.
 
         Args:
             observed: the queries.
-            span: the part of the first reading that is read again, as in ``Compressor.reread``.
+            about: the tokens of the first reading that are read again, as in ``Compressor.reread``.
             sample: of the queries, which are kept for what else looks at queries.
         """
         assert isinstance(self.method, Windowed)
         slots = self.visible
         if self.needs_queries:
-            score = self.method.reread(slots, observed, span).score
+            score = self.method.reread(slots, observed, about).score
         self.drop(observed.queries.shape[2])
         if self.needs_queries and score is not None:
             self.page.set_score(score)
         step = max(1, observed.queries.shape[2] // max(1, sample))
         some = replace(observed, after=True).every(0, step)
         self.queries.add(replace(some, queries=some.queries.clone()))
+
+    def remember(self, observed: Observed) -> None:
+        """Keep the last of these queries, of the newest tokens, until ``complete``."""
+        self.first.add(observed)
+        self.first.keep_last(LAST)
+
+    def complete(self, sample: Tensor) -> None:
+        """The second reading is over and was about these tokens alone, int64, in order."""
+        last = self.first.all()
+        self.first.clear()
+        if self.needs_queries and last is not None:
+            assert isinstance(self.method, Windowed)
+            score = self.method.complete(self.visible, sample, last).score
+            if score is not None:
+                self.page.set_score(score)
 
     def scored(self) -> Slots:
         """``slots`` with the waiting queries folded into their scores."""
@@ -370,6 +388,7 @@ class Stream:
         self.page = self.page.map(fn)
         self.errors.map_batch(fn)
         self.queries.map_batch(fn)
+        self.first.map_batch(fn)
 
     def crop(self, tokens: int) -> None:
         """Forget the last ``tokens`` tokens; only possible while nothing was compressed.
@@ -407,7 +426,7 @@ class Stream:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held, for byte counting."""
-        parts = (self.page, self.method, self.errors, self.queries)
+        parts = (self.page, self.method, self.errors, self.queries, self.first)
         return [tensor for part in parts for tensor in part.tensors()]
 
 

@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
@@ -21,19 +22,39 @@ from .layer import SketchLayer
 from .masks import Masks
 
 
-@dataclass
+@dataclass(frozen=True)
+class Again:
+    """A part of a second reading.
+
+    Attributes:
+        about: the tokens that are read again, in order: a slice, or int64 indices.
+        kept: queries to keep.
+        local: attend to these tokens, the first four and the part itself alone.
+        unmasked: nothing is padding and the kernel is torch's, so that the model need not make a
+            mask over the tokens of the first reading.
+        stops: a forward may stop after the last layer's queries (``second_reading.ReadEnough``).
+    """
+
+    about: slice | Tensor
+    kept: int = 0
+    local: bool = False
+    unmasked: bool = False
+    stops: bool = False
+
+
+@dataclass(frozen=True)
 class Reading:
     """A context that ``prefill`` reads before anything is compressed.
 
     Attributes:
         first_counts: whether the queries of the first reading count.
-        span: of a second reading: which tokens are read again now; None: it is the first.
-        sample: queries to keep of these.
+        remember: whether the second reading will need the last queries of the first.
+        again: what is read a second time now; None: it is the first.
     """
 
     first_counts: bool
-    span: tuple[int, int] | None = None
-    sample: int = 0
+    remember: bool = False
+    again: Again | None = None
 
 
 class Forward:
@@ -140,6 +161,15 @@ class Forward:
         if layer in self._open:
             self._open.remove(layer)
         self._end()
+
+    def is_last(self, layer: SketchLayer) -> bool:
+        """Whether the forward ends with the attention of ``layer``."""
+        return self._open == [layer] and len(self._updated) == len(self._counted)
+
+    @property
+    def over(self) -> bool:
+        """Whether every layer has attended to the newest tokens."""
+        return self._thread is None
 
     def _end(self) -> None:
         if not self._open and len(self._updated) == len(self._counted):

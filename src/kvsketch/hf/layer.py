@@ -235,9 +235,9 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             interface.close(self)
         q, self.pending, self._returned = self.pending, 0, None
         reading = self.forward.reading
-        if reading is not None and reading.span is not None:
+        if reading is not None and reading.again is not None:
             if observed is not None:
-                self.stream.ask(observed, reading.span, reading.sample)
+                self.stream.ask(observed, reading.again.about, reading.again.kept)
             else:  # nothing will ever be compressed
                 self.stream.drop(q)
         elif self.record_past:
@@ -245,6 +245,8 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             self._unverified_tokens += q
         else:
             counts = reading is None or reading.first_counts
+            if reading is not None and reading.remember and observed is not None:
+                self.stream.remember(observed)
             self._settle(observed if counts else None, prefill=q > 1)
         self.forward.attended(self)
 
@@ -262,8 +264,10 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         if stream.compressed:
             self.forward.masks.settled = True
 
-    def finish_reading(self) -> None:
-        """``prefill`` has read it all: compress if due."""
+    def finish_reading(self, sample: Tensor | None = None) -> None:
+        """``prefill`` has read it all, of the second reading just a ``sample``: compress if due."""
+        if sample is not None:
+            self.stream.complete(sample)
         self._settle(None, prefill=True)
 
     def get_seq_length(self) -> int:
@@ -272,6 +276,9 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Masks are made over all tokens seen, as for an uncompressed cache; see ``masks``."""
+        reading = self.forward.reading
+        if reading is not None and reading.again is not None and reading.again.unmasked:
+            return query_length, self.stream.seen  # those before are visible: ``widened``
         return self.stream.seen + query_length, 0
 
     @property

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..slots import Observed, Slots
+from .learned import learned_scores
 from .rereading import reread_attention
 from .scoring import Scoring, score_of
 
@@ -29,8 +30,11 @@ class KVzip(Scoring):
     rereads = True
     needs_reread = True
 
-    def reread(self, slots: Slots, observed: Observed, span: tuple[int, int]) -> Slots:
-        return reread_attention(slots, observed, span)
+    def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
+        return reread_attention(slots, observed, about)
+
+    def complete(self, slots: Slots, sample: Tensor, last: Observed) -> Slots:
+        return learned_scores(slots, sample, last)
 
     def scores(self, slots: Slots, observed: Observed) -> Tensor:
         if observed.after:

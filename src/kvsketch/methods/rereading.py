@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from ..kernels.again import fits, largest_share, looked_at
 from ..slots import Observed, Slots, attention_received
 
-# Tokens at the start that every part of the second reading may look at: kvpress's n_sink.
-_SINK = 4
 
-
-def reread_attention(slots: Slots, observed: Observed, span: tuple[int, int]) -> Slots:
+def reread_attention(slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
     """The tokens of a context, scored by the largest attention that any query of a part of the
     second reading, and any query head of its KV head, gives them (KVzip, arXiv:2505.23416, equation
     2). The softmax is over the tokens that are read again, the first four and the second reading
@@ -20,16 +19,16 @@ def reread_attention(slots: Slots, observed: Observed, span: tuple[int, int]) ->
 
     Arguments as for ``Compressor.reread``.
     """
-    start, end = span
-    n = slots.count - observed.queries.shape[2]
-    first = min(_SINK, start)
-    parts = [slots.narrow(0, first), slots.narrow(start, end - start)]
-    parts.append(slots.narrow(n, slots.count - n))
-    found = attention_received(Slots.cat(parts), observed, largest=True)
-    context = slots.narrow(0, n)
-    score = torch.zeros_like(found[..., :1]).repeat(1, 1, n)
+    q = observed.queries.shape[2]
+    first, again, own = looked_at(slots, about, q)
+    if observed.total is not None and fits(observed, slots):
+        fresh = largest_share(observed, again.keys, observed.total).float()
+    else:
+        found = attention_received(Slots.cat([first, again, own]), observed, largest=True)
+        fresh = found[..., first.count : first.count + again.count]
+    context = slots.narrow(0, slots.count - q)
+    score = torch.zeros_like(fresh[..., :1]).repeat(1, 1, context.count)
     if context.score is not None:
         score.copy_(context.score)
-    fresh = found[..., first : first + end - start]
-    score[..., start:end] = torch.maximum(score[..., start:end], fresh)
+    score[..., about] = torch.maximum(score[..., about], fresh)
     return replace(context, score=score)
