@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..budget import Budget
 from ..errors import InputError, UnsupportedError
-from ..methods.learned import LAST
 from ..slots import Observed, Slots
 from . import next_page
 from .budgets import HeadBudgets
@@ -86,7 +85,6 @@ class Stream:
         self.one_shot, self.bits = one_shot, bits
         self.pace = Pace(method, buffer, one_shot, bits)
         self.queries, self.errors = Queries(), Errors(track_error)
-        self.first = Queries()  # of a first reading, until the second is over
         #: whether the method looks at queries
         self.needs_queries = method.needs_queries
         self.reset()
@@ -99,7 +97,6 @@ class Stream:
         self.compressed = False
         self.page: Tokens | Held = Tokens()
         self.queries.clear()
-        self.first.clear()
         self.errors.reset()
         self._limit = 0  # appended tokens at which the page is due
         self._bytes = 0  # of the page
@@ -337,20 +334,13 @@ class Stream:
         some = replace(observed, after=True).every(0, step)
         self.queries.add(replace(some, queries=some.queries.clone()))
 
-    def remember(self, observed: Observed) -> None:
-        """Keep the last of these queries, of the newest tokens, until ``complete``."""
-        self.first.add(observed)
-        self.first.keep_last(LAST)
-
     def complete(self, sample: Tensor) -> None:
         """The second reading is over and was about these tokens alone, int64, in order."""
-        last = self.first.all()
-        self.first.clear()
-        if self.needs_queries and last is not None:
+        if self.needs_queries:
             assert isinstance(self.method, Windowed)
-            score = self.method.complete(self.visible, sample, last).score
-            if score is not None:
-                self.page.set_score(score)
+            score = self.method.complete(self.visible, sample).score
+            assert score is not None
+            self.page.set_score(score)
 
     def scored(self) -> Slots:
         """``slots`` with the waiting queries folded into their scores."""
@@ -388,7 +378,6 @@ class Stream:
         self.page = self.page.map(fn)
         self.errors.map_batch(fn)
         self.queries.map_batch(fn)
-        self.first.map_batch(fn)
 
     def crop(self, tokens: int) -> None:
         """Forget the last ``tokens`` tokens; only possible while nothing was compressed.
@@ -426,7 +415,7 @@ class Stream:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held, for byte counting."""
-        parts = (self.page, self.method, self.errors, self.queries, self.first)
+        parts = (self.page, self.method, self.errors, self.queries)
         return [tensor for part in parts for tensor in part.tensors()]
 
 

@@ -57,9 +57,9 @@ class Windowed:
         """Fold queries of a second reading into the scores, see ``Compressor.reread``."""
         return self.compressor.reread(slots, observed, about)
 
-    def complete(self, slots: Slots, sample: Tensor, last: Observed) -> Slots:
+    def complete(self, slots: Slots, sample: Tensor) -> Slots:
         """Score what was not read again, see ``Compressor.complete``."""
-        return self.compressor.complete(slots, sample, last)
+        return self.compressor.complete(slots, sample)
 
     def importance(self, slots: Slots) -> Tensor | None:
         """How much slots matter, see ``Compressor.importance``."""

@@ -48,12 +48,10 @@ class Reading:
 
     Attributes:
         first_counts: whether the queries of the first reading count.
-        remember: whether the second reading will need the last queries of the first.
         again: what is read a second time now; None: it is the first.
     """
 
     first_counts: bool
-    remember: bool = False
     again: Again | None = None
 
 

@@ -245,8 +245,6 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             self._unverified_tokens += q
         else:
             counts = reading is None or reading.first_counts
-            if reading is not None and reading.remember and observed is not None:
-                self.stream.remember(observed)
             self._settle(observed if counts else None, prefill=q > 1)
         self.forward.attended(self)
 

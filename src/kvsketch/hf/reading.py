@@ -30,7 +30,7 @@ REPEAT_PART = "\n\nRepeat the part of the previous context exactly, starting wit
 # Tokens of the part before that follow the latter.
 _BEFORE = 8
 #: "sample": the context is divided into rows of so many tokens, whose first are read again.
-ROW, OF_ROW = 256, 64
+ROW, OF_ROW = 384, 64
 # Queries of all parts together that are kept for measuring and fitting.
 _SAMPLE = 256
 
@@ -67,8 +67,14 @@ def prefill(
             of the context itself, as ``generate`` alone would do. "reread": those of a second
             reading: the context again, 2,048 tokens at a time, behind a request to repeat it
             (KVzip, arXiv:2505.23416), while all of the first reading is there, uncompressed; it
-            costs more than a second prefill, and its keys are not kept. Texts: questions that are
-            expected, read in the place of the second reading.
+            costs about a second prefill, and its keys are not kept. "local", ours: the same, 512
+            tokens at a time, that look at themselves and the first four tokens alone; it costs
+            less, the longer the context. "sample", ours: so are 64 of every 384 tokens read, all of
+            a context of no more; methods that score by the largest attention (kvzip, heavy_merge)
+            learn from these what to give the others (``methods.learned``); others go by the
+            queries of the sample. It costs about a sixth. Rows of a batch are cut at the same
+            columns, padding included. MPT, BLOOM and Falcon look at all of the first reading
+            always. Texts: questions that are expected, read in the place of the second reading.
         tokenizer: of the model; needed but for "prompt".
         attention_mask: int or bool ``[batch, tokens]``, 0 for padding on the left.
         chunk_size: read so many tokens of the context at a time; default: all at once.
@@ -109,8 +115,7 @@ def prefill(
     with Progress(disable=not progress, transient=True) as bar, torch.no_grad():
         task = bar.add_task("Reading", total=tokens + every)
         try:
-            sample = _sampled(parts)
-            forward.reading = Reading(queries == "prompt", remember=sample is not None)
+            forward.reading = Reading(first_counts=queries == "prompt")
             size = chunk_size or tokens
             for start in range(0, tokens, size):
                 ids, seen = input_ids[:, start : start + size], mask[:, : start + size]
@@ -126,7 +131,7 @@ def prefill(
                     unmasked=real and model.config._attn_implementation == "sdpa",
                     stops=not any(hasattr(module, "_hf_hook") for module in inner.modules()),
                 )
-                forward.reading = Reading(False, again=again)
+                forward.reading = Reading(False, again)
                 with suppress(ReadEnough):
                     inner(
                         input_ids=part.ids,
@@ -137,6 +142,7 @@ def prefill(
                 forward.masks.cut(tokens)
                 bar.advance(task, count)
             forward.reading = None
+            sample = _sampled(parts)
             for layer in forward.sketches:
                 layer.finish_reading(sample)
         except BaseException:

@@ -153,14 +153,13 @@ class Compressor(ABC):
         context = slots.narrow(0, slots.count - observed.queries.shape[2])
         return self.observe(context, replace(observed, after=True, total=None))
 
-    def complete(self, slots: Slots, sample: Tensor, last: Observed) -> Slots:
+    def complete(self, slots: Slots, sample: Tensor) -> Slots:
         """The tokens of a context, of which a second reading has read only some again: with scores
         of the others too, where ``reread`` does not score them.
 
         Args:
             slots: ``[batch, heads, n, ...]``: the context.
             sample: int64: the tokens that were read again, in order.
-            last: the last queries of the first reading, 64 or fewer.
         """
         return slots
 

@@ -99,8 +99,8 @@ class HeavyMerge(Compressor):
     def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
         return reread_attention(slots, observed, about)
 
-    def complete(self, slots: Slots, sample: Tensor, last: Observed) -> Slots:
-        return learned_scores(slots, sample, last)
+    def complete(self, slots: Slots, sample: Tensor) -> Slots:
+        return learned_scores(slots, sample)
 
     def importance(self, slots: Slots) -> Tensor:
         norm = torch.linalg.vector_norm(

@@ -19,8 +19,9 @@ class KVzip(Scoring):
     first four tokens and the second reading itself (Algorithm 1; so are the scores of kvpress's
     KVzipPress). Scores are compared over all layers and heads: ``allocation="global"``.
 
-    It needs ``kvsketch.prefill(model, input_ids, cache, queries="reread")``, which costs more than
-    a second prefill. Tokens decoded later are no part of the context: they go last.
+    It needs ``kvsketch.prefill(model, input_ids, cache, queries="reread")``, which costs about a
+    second prefill (or "local" or "sample", whose scores are no longer the paper's). Tokens decoded
+    later are no part of the context: they go last.
     """
 
     name = "kvzip"
@@ -33,8 +34,8 @@ class KVzip(Scoring):
     def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
         return reread_attention(slots, observed, about)
 
-    def complete(self, slots: Slots, sample: Tensor, last: Observed) -> Slots:
-        return learned_scores(slots, sample, last)
+    def complete(self, slots: Slots, sample: Tensor) -> Slots:
+        return learned_scores(slots, sample)
 
     def scores(self, slots: Slots, observed: Observed) -> Tensor:
         if observed.after:

@@ -7,46 +7,39 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..slots import Observed, Slots, compute_dtype
-from .scoring import recent_attention
+from ..slots import Slots, compute_dtype
 
 # Of the regression, relative to the variance of a feature.
 _RIDGE = 1e-2
 # What a score is at least: the log of a smaller one would say nothing but count.
 _LEAST = 1e-6
-_TINY = 1e-9  # of an average over queries
-#: Last queries of the first reading that tell something about every token.
-LAST = 64
 
 
-def learned_scores(slots: Slots, sample: Tensor, last: Observed) -> Slots:
+def learned_scores(slots: Slots, sample: Tensor) -> Slots:
     """Tokens of which only a sample is scored, with a score for each of the others. Ours.
 
     In every head a ridge regression on the sample tells the log of a score from the token's value,
-    which knows no position, and from the log of the attention that it has from the last queries of
-    the first reading. The score of another token is the mean that follows, if what the regression
-    leaves is normal: exp(log + variance / 2), at most 1. So a head whose scores cannot be told
-    gives all tokens the same, and does not keep some of them by chance.
+    which knows no position. A token's score is at least the mean that follows, if what the
+    regression leaves is normal: exp(log + variance / 2), at most 1. So a head whose scores cannot
+    be told gives all tokens the same, and does not keep some of them by chance.
 
     Args:
         slots: ``[batch, num_key_value_heads, n, ...]``, all of them with a score, those in the
             sample with one that counts.
         sample: int64, the tokens whose score counts, in order.
-        last: the last queries of the first reading, ``LAST`` or fewer.
     """
     assert slots.score is not None
     wide = compute_dtype(slots.values.dtype)
-    received = recent_attention(slots, last, LAST)[0].to(wide).clamp(min=_TINY).log()
-    x = torch.cat([slots.values.to(wide), received.unsqueeze(-1)], dim=-1)
+    x = slots.values.to(wide)
     known = slots.score[:, :, sample].to(wide).clamp(min=_LEAST).log().unsqueeze(-1)
     live = slots.live()
     real = torch.ones_like(known) if live is None else live[:, :, sample].unsqueeze(-1).to(wide)
     guess = _expected(x, x[:, :, sample], known, real).squeeze(-1).clamp(max=1.0)
     if live is not None:
         guess = guess.masked_fill(~live, 0.0)
-    whole = guess.to(slots.score.dtype)
-    whole[:, :, sample] = slots.score[:, :, sample]
-    return replace(slots, score=whole)
+    # At a seam of the sample nothing leads to a token, which has too low a score then; and what is
+    # not in the sample has none.
+    return replace(slots, score=torch.maximum(slots.score, guess.to(slots.score.dtype)))
 
 
 def _expected(every: Tensor, x: Tensor, y: Tensor, real: Tensor) -> Tensor:
