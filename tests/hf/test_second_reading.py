@@ -15,6 +15,7 @@ from kvsketch import SketchCache
 from kvsketch.hf import reading, second_reading
 from kvsketch.hf.interface import watched
 from kvsketch.hf.layer import SketchLayer
+from kvsketch.methods import rereading
 from tiny_model import small_llama
 
 SECOND = ["reread", "local", "sample"]
@@ -120,20 +121,21 @@ def test_scores_are_those_of_a_plain_computation(scores, small, queries, impleme
 def test_the_kernel_is_ours_where_it_can_be(llama, monkeypatch, queries):
     calls = Counter()
 
-    def counted(name):
-        original = getattr(second_reading, name)
+    def counted(module, name):
+        original = getattr(module, name)
 
         def call(*args, **kwargs):
             calls[name] += 1
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(second_reading, name, call)
+        monkeypatch.setattr(module, name, call)
 
-    counted("attend_again")
-    counted("causal")
+    counted(second_reading, "attend_again")
+    counted(second_reading, "causal")
+    counted(rereading, "attention_received")
     ids = ids_of(2, 300)
     read(llama, ids, queries)
-    assert calls == {"attend_again": 2}
+    assert calls == {"attend_again": 2}  # and no softmax beside it
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     read(llama, ids, queries, attention_mask=mask)
@@ -154,6 +156,18 @@ def test_padding_changes_nothing(llama, scores, queries, method):
     torch.testing.assert_close(together[::2], alone, rtol=1e-3, atol=1e-4)
     assert (together[1::2, :, :25] == 0).all()  # snapkv pools
     assert (together[1::2, :, 30:] > 0).all()
+
+
+@pytest.mark.parametrize("queries", SECOND)
+def test_padding_before_a_part_is_seen_by_nobody(scores, small, queries):
+    """Parts without padding behind one with it: as with a kernel that gets a mask."""
+    model, ids = small_llama().eval(), ids_of(2, 250)
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        read(model, ids, queries, attention_mask=mask)
+    torch.testing.assert_close(scores[:2], scores[2:], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("queries", SECOND)
