@@ -101,8 +101,8 @@ def compressed(
             schedule=None if curves is None else shares(curves, budget / n),
             seed=seed,
         )
-        if method.reread:
-            kvsketch.prefill(model, prompt, cache, queries="reread", tokenizer=tokenizer)
+        if method.queries != "prompt":
+            kvsketch.prefill(model, prompt, cache, queries=method.queries, tokenizer=tokenizer)
         else:
             prefill(model, prompt, cache)
         found = held_by(cache, sink, recent)

@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from kvsketch import ALL_METHODS, InputError
+from kvsketch.arguments import QUERY_SOURCES
 from kvsketch.errors import unknown_name
 from kvsketch.evaluation.runner.setups import BITS
 from kvsketch.methods.registry import PROJECTING, REREADING, default_allocation, default_bits
@@ -23,9 +24,11 @@ METHODS_HELP = (
     "@layer, @global or @calibrated (the same budget for every head, or spent by errors measured "
     "on this prompt, by scores over a layer or the model, or by errors measured beforehand on "
     "others); +16bit, +int8, +int4 or +measured (slots in so many bits, or in those that measured "
-    "errors choose); /reread (by the queries of a second reading). A bare name: the method's own "
-    "ways. int8, int4: all tokens."
+    "errors choose); /reread, /local or /sample (by the queries of a second reading). A bare name: "
+    "the method's own ways. int8, int4: all tokens."
 )
+#: the ways to read a context a second time
+SECOND = QUERY_SOURCES[1:]
 #: all tokens in so many bits
 ALONE = {"int8": 8, "int4": 4}
 #: one_dimensional needs head_dim 1; the others a model, where errors are measured on activations
@@ -35,8 +38,9 @@ USUAL = tuple(name for name in ALL_METHODS if name not in (*LEFT_OUT, *REREADING
 
 @dataclass(frozen=True)
 class Method:
-    """``name[@even|@measured|@layer|@global|@calibrated][+16bit|+int8|+int4|+measured][/reread]``,
-    or ``int8``, ``int4``: all tokens, in so many bits. A bare name is the method as
+    """``name[@even|@measured|@layer|@global|@calibrated][+16bit|+int8|+int4|+measured]`` and
+    ``[/reread|/local|/sample]``, or ``int8``, ``int4``: all tokens, in so many bits. A bare name is
+    the method as
     ``SketchCache(model.config, name, budget=...)`` runs it.
 
     Attributes:
@@ -44,14 +48,14 @@ class Method:
         name: the method; None where all tokens are kept.
         spent: one of ``SPENT``; where the label has none, the method's own.
         bits: of its slots, 16 where they are stored as they come, or "measured".
-        reread: it goes by the queries of a second reading.
+        queries: what it goes by: "prompt", or the second reading that its label names.
     """
 
     label: str
     name: str | None
     spent: str = "even"
     bits: int | str = 16
-    reread: bool = False
+    queries: str = "prompt"
 
 
 def parse(label: str) -> Method:
@@ -62,8 +66,8 @@ def parse(label: str) -> Method:
     if label in ALONE:
         return Method(label, None, bits=ALONE[label])
     whole, slash, source = label.partition("/")
-    if slash and source != "reread":
-        raise unknown_name("where queries come from", source, ["reread"])
+    if slash and source not in SECOND:
+        raise unknown_name("where queries come from", source, SECOND)
     rest, plus, ending = whole.partition("+")
     if plus and ending not in BITS:
         raise unknown_name("the ending of a method", ending, BITS)
@@ -74,7 +78,7 @@ def parse(label: str) -> Method:
         raise unknown_name("method", name, (*USUAL, *ALONE))
     spent = way if at else default_allocation(name)
     bits = BITS[ending] if plus else default_bits(name)
-    return Method(label, name, spent, bits, bool(slash))
+    return Method(label, name, spent, bits, source or "prompt")
 
 
 def methods(text: str, others: Collection[str] = ()) -> list[Method]:

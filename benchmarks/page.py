@@ -21,9 +21,13 @@ left in docs/results/.
     python -m benchmarks.kl --out docs/results/kl.json
     python -m benchmarks.longeval_unseen --out docs/results/longeval_unseen.json
     python -m benchmarks.longeval_unseen --budgets 0.25,0.1,0.05 --methods \
-        kvzip/reread,kvzip+int4/reread,heavy_merge@global/reread,heavy_merge@global+int4/reread \
+        kvzip/reread,kvzip+int4/reread,kvgrad/reread,heavy_merge@global+16bit/reread,\
+heavy_merge@global+int4/reread,heavy_merge@global+16bit/local,heavy_merge@global+int4/local,\
+heavy_merge@global+16bit/sample,heavy_merge@global+int4/sample,heavy_merge@global+16bit,\
+heavy_merge@global+int4,heavy_merge \
         --out docs/results/longeval_reread.json
-    python -m benchmarks.reading --out docs/results/reading.json
+    python -m benchmarks.reading --beside docs/results/longeval_reread.json \
+        --out docs/results/reading.json
     python -m benchmarks.ablation --out docs/results/ablation.json
     python -m benchmarks.compression_time --out docs/results/compression_time.json
     python -m benchmarks.tolerance --out docs/results/tolerance.json

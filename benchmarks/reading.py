@@ -1,62 +1,171 @@
-"""What a second reading of the context costs, beside the first.
+"""What a second reading of the context costs beside the first, and what it brings.
 
     python -m benchmarks.reading --json
 
-Seconds of reading a context with an uncompressed cache, of ``kvsketch.prefill`` by the prompt's own
-queries, and of the same by a second reading: with the packaged model, and with two layers of Llama
-3 8B's shape and random weights. Runs are paired; medians count.
+Cost: CPU seconds of the second reading over those of reading the context with an uncompressed
+cache, and of compressing it afterwards; with the packaged model, and with two layers of Llama 3
+8B's shape and random weights. What follows the last layer's queries is skipped, which a model of
+two layers shows more than one of 32: ``layer`` is the first layer alone, and ``of_32`` puts 31 of
+these and one last layer together. Seconds are of all threads, so that other work on the machine
+counts little; runs are paired, medians count.
+
+Accuracy: with ``--beside``, rows of ``benchmarks.longeval_unseen``, of the methods that differ in
+nothing but where their queries come from.
 """
 
 from __future__ import annotations
 
+import json as jsonlib
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
 
 import kvsketch
 from benchmarks.page import save
 from benchmarks.speed import prompt
 from kvsketch import SketchCache
+from kvsketch.arguments import QUERY_SOURCES
 from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
 
+#: layers of the model whose cost is put together from those that are measured
+DEEP = 32
 
-def models() -> dict[str, Any]:
+
+def models() -> dict[str, Callable[[], Any]]:
     """By what they are called in the table."""
-    wide = LlamaConfig(
-        vocab_size=8000,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=2,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=32768,
-    )
-    torch.manual_seed(0)
+
+    def wide() -> Any:
+        config = LlamaConfig(
+            vocab_size=8000,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=2,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            max_position_embeddings=32768,
+        )
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+    def packaged() -> Any:
+        return AutoModelForCausalLM.from_pretrained(resolve_model(PACKAGED)).eval()
+
+    return {"packaged": packaged, "two layers of Llama 3 8B's shape": wide}
+
+
+class Clock:
+    """When a model begins and ends a forward, and the decoders of its layers theirs, in CPU seconds
+    of the process."""
+
+    def __init__(self, model: Any) -> None:
+        self.forwards: list[float] = []  # when each began
+        self.layers: list[list[float]] = []  # of each forward: when each layer began, and the end
+        inner = model.base_model
+        self._hooks = [inner.register_forward_pre_hook(self._forward)]
+        self._hooks += [x.register_forward_pre_hook(self._layer) for x in inner.layers]
+
+    def _forward(self, *_: Any) -> None:
+        self.end()
+        self.forwards.append(time.process_time())
+        self.layers.append([])
+
+    def _layer(self, *_: Any) -> None:
+        self.layers[-1].append(time.process_time())
+
+    def end(self) -> float:
+        """The last forward is over."""
+        now = time.process_time()
+        if self.layers and self.layers[-1]:
+            self.layers[-1].append(now)
+        return now
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def seconds(model: Any, ids: Tensor, queries: str | None, tokenizer: Any) -> dict[str, float]:
+    """CPU seconds of reading ``ids`` (``first``), of that by its layers, of reading them again and
+    of compressing; ``queries`` None: with an uncompressed cache, nothing else."""
+    clock = Clock(model)
+    if queries is None:
+        model.base_model(ids, past_key_values=DynamicCache(config=model.config))
+        read = done = clock.end()
+    else:
+        cache = SketchCache(model.config, budget=0.1, allocation="global", bits=16)
+        first = cache.layers[0]
+        finish, ends = first.finish_reading, []
+        first.finish_reading = lambda *a: (ends.append(clock.end()), finish(*a))
+        kvsketch.prefill(model, ids, cache, queries=queries, tokenizer=tokenizer)
+        read, done = ends[0], time.process_time()
+    clock.close()
+    begin = clock.forwards[0]
+    second = clock.forwards[1] if len(clock.forwards) > 1 else read
+    parts = clock.layers if queries in (None, "prompt") else clock.layers[1:]
     return {
-        "packaged": AutoModelForCausalLM.from_pretrained(resolve_model(PACKAGED)).eval(),
-        "two layers of Llama 3 8B's shape": AutoModelForCausalLM.from_config(wide).eval(),
+        "first": second - begin,
+        "second": read - second,
+        "compress": done - read,
+        "layer": sum(times[1] - times[0] for times in parts),
+        "last": sum(times[-1] - times[-2] for times in parts),
     }
 
 
-def timed(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+def costs(
+    name: str, model: Any, ids: Tensor, tokenizer: Any, sources: list[str], repeats: int
+) -> list[dict[str, Any]]:
+    """Rows of one model, over the seconds of its first reading in the same round."""
+    found: dict[str, list[dict[str, float]]] = {source: [] for source in sources}
+    for _ in range(repeats):
+        plain = seconds(model, ids, None, tokenizer)
+        for source in sources:
+            one = seconds(model, ids, source, tokenizer)
+            deep = (DEEP - 1) * one["layer"] + one["last"]
+            ratios = {
+                "second": one["second"] / plain["first"],
+                "layer": one["layer"] / plain["layer"] if source != "prompt" else 0.0,
+                "of_32": deep / (DEEP * plain["layer"]) if source != "prompt" else 0.0,
+                "compress": one["compress"] / plain["first"],
+            }
+            found[source].append(ratios)
+    return [
+        {"model": name, "queries": source, "tokens": ids.shape[1], "pairs": repeats}
+        | {f"{key}_over_first": statistics.median(r[key] for r in rows) for key in rows[0]}
+        for source, rows in found.items()
+    ]
+
+
+def accuracies(beside: Path, sources: list[str]) -> list[dict[str, Any]]:
+    """Rows of a result of ``longeval_unseen``, of methods that are there with every source."""
+    result = jsonlib.loads(beside.read_text(encoding="utf-8"))
+    found = []
+    for row in result["results"]:
+        name, _, source = row["method"].partition("/")
+        found.append(
+            row | {"method": name, "queries": source or "prompt", "lines": result["lines"]}
+        )
+    has = {(row["method"], row["queries"]) for row in found}
+    return [row for row in found if all((row["method"], source) in has for source in sources)]
 
 
 def main(
     tokens: Annotated[int, typer.Option(help="Of the context.")] = 4000,
-    repeats: Annotated[int, typer.Option(help="Paired runs; their median counts.")] = 5,
-    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
+    repeats: Annotated[
+        int, typer.Option(help="Paired runs, of the large layers a third; their median counts.")
+    ] = 3,
+    beside: Annotated[
+        Path | None, typer.Option(help="JSON of longeval_unseen with accuracies to copy.")
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
     seed: int = 0,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
@@ -64,39 +173,27 @@ def main(
     """Example: python -m benchmarks.reading --tokens 1000 --repeats 1 --json"""
     if tokens < 256 or repeats < 1 or threads < 1:
         raise typer.BadParameter("--tokens must be at least 256, --repeats and --threads 1")
+    if beside is not None and not beside.is_file():
+        raise typer.BadParameter(f"--beside {beside}: not there")
     torch.set_num_threads(threads)
     console = Console(stderr=True)
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(PACKAGED))
-    rows = []
-    with torch.inference_mode(), console.status("a few minutes"):
-        for name, model in models().items():
+    sources, rows = list(QUERY_SOURCES), []
+    with torch.inference_mode(), console.status("many minutes"):
+        for name, make in models().items():
+            model = make()
             ids = prompt(model, tokens, seed)
-            found: dict[str, list[float]] = {"first": [], "prompt": [], "reread": []}
-            for _ in range(repeats):
-                inner, plain = model.base_model, DynamicCache(config=model.config)
-                found["first"].append(timed(partial(inner, ids, past_key_values=plain)))
-                for queries in ("prompt", "reread"):
-                    cache = SketchCache(model.config, budget=0.1, allocation="global", seed=seed)
-                    read = partial(
-                        kvsketch.prefill, model, ids, cache, queries=queries, tokenizer=tokenizer
-                    )
-                    found[queries].append(timed(read))
-            pairs = list(zip(*found.values(), strict=True))
-            rows.append(
-                {
-                    "model": name,
-                    "tokens": tokens,
-                    "pairs": repeats,
-                    "prompt_over_first": statistics.median(p / f for f, p, _ in pairs),
-                    "reread_over_first": statistics.median(r / f for f, _, r in pairs),
-                    "second_over_first": statistics.median((r - p) / f for f, p, r in pairs),
-                }
-            )
-    result: dict[str, Any] = {"command": "reading", "results": rows, "tokens": tokens}
-    result |= {"repeats": repeats, "threads": threads, "seed": seed} | environment()
+            rounds = repeats if name == "packaged" else max(1, repeats // 3)
+            rows += costs(name, model, ids, tokenizer, sources, rounds)
+            for row in rows[-len(sources) :]:
+                console.print(
+                    {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
+                )
+    right = [] if beside is None else accuracies(beside, sources)
+    result: dict[str, Any] = {"command": "reading", "results": rows, "accuracy": right}
+    result |= {"tokens": tokens, "repeats": repeats, "threads": threads, "seed": seed}
+    result |= environment()
     save(result, out)
-    for row in rows:
-        console.print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
     if json:
         print(dumps(result))
 

@@ -13,7 +13,7 @@ from kvsketch.method_names import METHOD_NAMES
 
 PREFILL_MODES = ("exact", "streaming")
 #: where the queries come from that a compression goes by, beside texts of the user's
-QUERY_SOURCES = ("prompt", "reread")
+QUERY_SOURCES = ("prompt", "reread", "local", "sample")
 BITS = (16, 8, 4, "measured")
 
 

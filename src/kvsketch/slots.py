@@ -212,6 +212,9 @@ class Observed:
         weights: float32 ``[batch, q]``: what each query gives is multiplied by this, in methods of
             a second reading that weigh its queries; others take no note.
         after: they are asked behind all slots, as those of a second reading are.
+        total: of a second reading, float ``[batch, num_attention_heads, q]``: the log of the sum of
+            exp(score) over what its scores are relative to, where the kernel has left it (see
+            ``kernels.again``).
     """
 
     queries: Tensor
@@ -222,6 +225,7 @@ class Observed:
     sinks: Tensor | None = None
     after: bool = False
     weights: Tensor | None = None
+    total: Tensor | None = None
 
     @property
     def plain(self) -> bool:
@@ -233,8 +237,9 @@ class Observed:
         live, weights = (
             None if t is None else t.narrow(1, start, length) for t in (self.live, self.weights)
         )
+        total = None if self.total is None else self.total.narrow(2, start, length)
         queries = self.queries.narrow(2, start, length)
-        return replace(self, queries=queries, live=live, weights=weights)
+        return replace(self, queries=queries, live=live, weights=weights, total=total)
 
     def every(self, start: int, step: int) -> Observed:
         """Each ``step``-th query from ``start`` on, as views; only of queries ``after`` all slots,
@@ -242,12 +247,15 @@ class Observed:
         live, weights = (
             None if t is None else t[:, start::step] for t in (self.live, self.weights)
         )
-        return replace(self, queries=self.queries[:, :, start::step], live=live, weights=weights)
+        queries = self.queries[:, :, start::step]
+        return replace(self, queries=queries, live=live, weights=weights, total=None)
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> Observed:
         """With ``fn``, which acts on axis 0, applied."""
-        live, weights = (None if t is None else fn(t) for t in (self.live, self.weights))
-        return replace(self, queries=fn(self.queries), live=live, weights=weights)
+        live, weights, total = (
+            None if t is None else fn(t) for t in (self.live, self.weights, self.total)
+        )
+        return replace(self, queries=fn(self.queries), live=live, weights=weights, total=total)
 
 
 def causal(num_queries: int, num_slots: int, device: torch.device) -> Tensor:
@@ -357,7 +365,8 @@ def _of_heads(observed: Observed, heads: slice, count: int) -> Observed:
     group = observed.queries.shape[1] // count
     mine = slice(heads.start * group, heads.stop * group)
     slopes, sinks = (x if x is None else x[mine] for x in (observed.slopes, observed.sinks))
-    return replace(observed, queries=observed.queries[:, mine], slopes=slopes, sinks=sinks)
+    queries = observed.queries[:, mine]
+    return replace(observed, queries=queries, slopes=slopes, sinks=sinks, total=None)
 
 
 def _received(

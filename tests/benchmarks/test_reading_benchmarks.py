@@ -21,17 +21,37 @@ def invoke(command, *arguments, code=0):
     return json.loads(done.stdout.splitlines()[-1]) if code == 0 else done.output
 
 
-def test_what_a_second_reading_costs(monkeypatch):
-    monkeypatch.setattr(reading, "models", lambda: {"tiny": small_llama().eval()})
+def test_what_a_second_reading_costs(monkeypatch, tmp_path):
+    monkeypatch.setattr(reading, "models", lambda: {"tiny": lambda: small_llama().eval()})
     monkeypatch.setattr(
         reading, "AutoTokenizer", type("", (), {"from_pretrained": lambda _: Letters()})
     )
     monkeypatch.setattr(reading, "prompt", lambda model, tokens, seed: ids_of(tokens))
-    result = invoke(reading.main, "--tokens", "300", "--repeats", "1", "--threads", "1")
-    (row,) = result["results"]
-    assert row["reread_over_first"] > row["prompt_over_first"] > 0
+    names = [f"heavy_merge{end}" for end in ("", "/reread", "/local", "/sample")]
+    found = [{"method": name, "budget": 0.3, "accuracy": 0.5, "cases": 2} for name in names]
+    beside = tmp_path / "longeval.json"
+    found.append(found[1] | {"method": "kvzip/reread"})  # alone
+    beside.write_text(json.dumps({"lines": 30, "results": found}), encoding="utf-8")
+    arguments = ["--tokens", "300", "--repeats", "1", "--beside", str(beside)]
+    result = invoke(reading.main, *arguments)
+    rows = {row["queries"]: row for row in result["results"]}
+    assert list(rows) == ["prompt", "reread", "local", "sample"]
+    assert rows["prompt"]["second_over_first"] == 0
+    for queries in ("reread", "local", "sample"):
+        row = rows[queries]
+        assert row["second_over_first"] > 0 < row["compress_over_first"]
+        assert row["layer_over_first"] > 0
+        assert 0 < row["of_32_over_first"] < 1.1 * row["layer_over_first"]
+    assert [row["queries"] for row in result["accuracy"]] == list(rows)
     assert result["versions"]["torch"]
-    assert "| tiny | 300 |" in page_reread.reading(result)
+    page = page_reread.reading(result)
+    assert f"| sample | {rows['sample']['second_over_first']:.2f} |" in page
+    assert "heavy_merge at 0.3 |" in page
+    assert "kvzip at" not in page
+
+
+def test_accuracies_that_are_not_there_are_named():
+    assert "--beside" in invoke(reading.main, "--beside", "nowhere.json", code=2)
 
 
 def ids_of(tokens):
@@ -47,7 +67,7 @@ class Letters:
 
 @pytest.mark.parametrize("option", ["--tokens", "--repeats", "--threads"])
 def test_numbers_out_of_range_are_named(option):
-    assert option in invoke(reading.main, option, "0", code=2)
+    assert option in invoke(reading.main, option, "-1", code=2)
 
 
 def test_longeval_after_a_second_reading_at_equal_bytes(monkeypatch, tmp_path):

@@ -331,7 +331,7 @@ def test_of_several_questions_all_count(method):
         stream.extend(Slots(keys, values))
         for new_keys, new_values, queries in (asked[i] for i in order):
             stream.extend(Slots(new_keys, new_values))
-            stream.ask(Observed(3 * queries, 0.3), (0, 50), 6)
+            stream.ask(Observed(3 * queries, 0.3), slice(0, 50), 6)
         return stream.slots.score
 
     one, other, both, turned = map(scores, ([0], [1], [0, 1], [1, 0]))
@@ -466,7 +466,7 @@ def test_a_sample_of_the_queries_is_kept_and_all_of_it_used():
     queries = torch.randn(1, 4, 200, 8, generator=generator)
     stream = Stream(windowed("heavy_merge"), None)
     stream.extend(Slots(keys, values))
-    stream.ask(Observed(queries, 0.3), (0, 200), 100)
+    stream.ask(Observed(queries, 0.3), slice(0, 200), 100)
     assert stream.seen == stream.slots.count == 300
     kept = stream.queries.all()
     assert kept.after

@@ -326,19 +326,19 @@ class Stream:
         return found if live is None else found.masked_fill(~live, -torch.inf)
 
     @torch.no_grad()
-    def ask(self, observed: Observed, span: tuple[int, int], sample: int) -> None:
+    def ask(self, observed: Observed, about: slice | Tensor, sample: int) -> None:
         """Take note of the queries of a part of a second reading, whose tokens are the newest here
         and go again: they are no part of the stream.
 
         Args:
             observed: the queries.
-            span: the part of the first reading that is read again, as in ``Compressor.reread``.
+            about: the tokens of the first reading that are read again, as in ``Compressor.reread``.
             sample: of the queries, which are kept for what else looks at queries.
         """
         assert isinstance(self.method, Windowed)
         slots = self.visible
         if self.needs_queries:
-            score = self.method.reread(slots, observed, span).score
+            score = self.method.reread(slots, observed, about).score
         self.drop(observed.queries.shape[2])
         self.page = self.page.map(Tensor.detach)  # of a reading that took gradients
         if self.needs_queries and score is not None:
@@ -346,6 +346,14 @@ class Stream:
         step = max(1, observed.queries.shape[2] // max(1, sample))
         some = replace(observed, after=True, weights=None).every(0, step)
         self.queries.add(replace(some, queries=some.queries.clone()))
+
+    def complete(self, sample: Tensor) -> None:
+        """The second reading is over and was about these tokens alone, int64, in order."""
+        if self.needs_queries:
+            assert isinstance(self.method, Windowed)
+            score = self.method.complete(self.visible, sample).score
+            assert score is not None
+            self.page.set_score(score)
 
     def scored(self) -> Slots:
         """``slots`` with the waiting queries folded into their scores."""

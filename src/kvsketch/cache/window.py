@@ -62,9 +62,13 @@ class Windowed:
         """Fold queries into the scores of all slots, see ``Compressor.observe``."""
         return self.compressor.observe(slots, observed)
 
-    def reread(self, slots: Slots, observed: Observed, span: tuple[int, int]) -> Slots:
+    def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
         """Fold queries of a second reading into the scores, see ``Compressor.reread``."""
-        return self.compressor.reread(slots, observed, span)
+        return self.compressor.reread(slots, observed, about)
+
+    def complete(self, slots: Slots, sample: Tensor) -> Slots:
+        """Score what was not read again, see ``Compressor.complete``."""
+        return self.compressor.complete(slots, sample)
 
     def importance(self, slots: Slots) -> Tensor | None:
         """How much slots matter, see ``Compressor.importance``."""

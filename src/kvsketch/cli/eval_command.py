@@ -105,7 +105,7 @@ def eval_command(
         str,
         typer.Option(
             help="What a compression goes by: the queries of the prompt, or of a second reading "
-            "of the context (reread; with --question unseen)."
+            "of the context (reread, local, sample; with --question unseen)."
         ),
     ] = "prompt",
     question: Annotated[

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..attention import attend_to
 from ..errors import UnsupportedError
 from ..slots import Observed
+from . import second_reading
 from .checks import check_queries
 from .masks import PLAIN, View, mask_over
 
@@ -83,6 +84,8 @@ def attention(
     def usual(keys: Tensor, values: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
         return kernel(module, query, keys, values, mask, *args, scaling=scaling, **kwargs)
 
+    reading = layer.forward.reading
+    again = None if reading is None else reading.again
     if layer.settings.lossless:  # nothing to account for: the kernel gets it all
         out, weights = usual(key, value, attention_mask)
         layer.after_attention(None)
@@ -93,6 +96,8 @@ def attention(
     queries = layer.to_slots(module, query)
     if queries.shape != layer.query_shape:
         check_queries(layer, queries)
+    if again is not None and again.unmasked:
+        attention_mask = second_reading.widened(attention_mask, stream.seen)
     view = layer.forward.masks.read(attention_mask, batch, q, stream.seen)
     if view is not PLAIN or stream.padded:
         layer.mark(view)
@@ -100,8 +105,17 @@ def attention(
     seen = queries.detach() if queries.requires_grad else queries
     observed = Observed(seen, scale, softcap, live=view.causal, sinks=s_aux)
     if not stream.compressed:
-        out, weights = usual(key, value, attention_mask)
+        weights = None
+        if again is None:
+            out, weights = usual(key, value, attention_mask)
+        else:
+            plain = view.plain and view.causal is None
+            out, weights, observed = second_reading.attention(
+                layer, again, name, observed, plain, attention_mask, usual
+            )
         layer.after_attention(observed)
+        if again is not None and again.stops and layer.forward.over:
+            raise second_reading.ReadEnough
         return out, weights
     asked = observed if seen is queries else replace(observed, queries=queries)
     out = attend_slots(layer, asked, view)

@@ -24,21 +24,39 @@ from .layer import SketchLayer
 from .masks import Masks
 
 
+@dataclass(frozen=True)
+class Again:
+    """A part of a second reading.
+
+    Attributes:
+        about: the tokens that are read again, in order: a slice, or int64 indices.
+        kept: queries to keep.
+        local: attend to these tokens, the first four and the part itself alone.
+        unmasked: nothing is padding and the kernel is torch's, so that the model need not make a
+            mask over the tokens of the first reading.
+        stops: a forward may stop after the last layer's queries (``second_reading.ReadEnough``).
+    """
+
+    about: slice | Tensor
+    kept: int = 0
+    local: bool = False
+    unmasked: bool = False
+    stops: bool = False
+
+
 @dataclass
 class Reading:
     """A context that ``prefill`` reads before anything is compressed.
 
     Attributes:
         first_counts: whether the queries of the first reading count.
-        span: of a second reading: which tokens are read again now; None: it is the first.
-        sample: queries to keep of these.
+        again: what is read a second time now; None: it is the first.
         weights: how much each query of an attention module counts, ``[batch, q]``; None: all alike.
         later: queries that wait for their weights, with their layers; None: they are known.
     """
 
     first_counts: bool
-    span: tuple[int, int] | None = None
-    sample: int = 0
+    again: Again | None = None
     weights: Mapping[nn.Module, Tensor] | None = None
     later: list[tuple[SketchLayer, Observed]] | None = None
 
@@ -52,8 +70,8 @@ class Reading:
             assert module is not None
             weights = self.weights[module].to(observed.queries.device)
             observed = replace(observed, weights=weights)
-        assert self.span is not None
-        layer.stream.ask(observed, self.span, self.sample)
+        assert self.again is not None
+        layer.stream.ask(observed, self.again.about, self.again.kept)
 
 
 class Forward:
@@ -160,6 +178,15 @@ class Forward:
         if layer in self._open:
             self._open.remove(layer)
         self._end()
+
+    def is_last(self, layer: SketchLayer) -> bool:
+        """Whether the forward ends with the attention of ``layer``."""
+        return self._open == [layer] and len(self._updated) == len(self._counted)
+
+    @property
+    def over(self) -> bool:
+        """Whether every layer has attended to the newest tokens."""
+        return self._thread is None
 
     def _end(self) -> None:
         if not self._open and len(self._updated) == len(self._counted):

@@ -260,7 +260,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             interface.close(self)
         q, self.pending, self._returned = self.pending, 0, None
         reading = self.forward.reading
-        if reading is not None and reading.span is not None:
+        if reading is not None and reading.again is not None:
             if observed is not None:
                 reading.ask(self, observed)
             else:  # nothing will ever be compressed
@@ -287,8 +287,10 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         if stream.compressed:
             self.forward.masks.settled = True
 
-    def finish_reading(self) -> None:
-        """``prefill`` has read it all: compress if due."""
+    def finish_reading(self, sample: Tensor | None = None) -> None:
+        """``prefill`` has read it all, of the second reading just a ``sample``: compress if due."""
+        if sample is not None:
+            self.stream.complete(sample)
         self._settle(None, prefill=True)
 
     def get_seq_length(self) -> int:
@@ -297,6 +299,9 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Masks are made over all tokens seen, as for an uncompressed cache; see ``masks``."""
+        reading = self.forward.reading
+        if reading is not None and reading.again is not None and reading.again.unmasked:
+            return query_length, self.stream.seen  # those before are visible: ``widened``
         return self.stream.seen + query_length, 0
 
     @property

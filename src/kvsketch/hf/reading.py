@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +17,21 @@ from ..errors import InputError, UnsupportedError
 from ..methods.base import Compressor
 from ..methods.registry import class_of
 from .cache import SketchCache
-from .forward import Reading
+from .forward import Again, Reading
 from .layer import SketchLayer
+from .second_reading import ReadEnough
 from .weighing import weighed
 
 #: Tokens of the context in one part of a second reading, and what the model is told before it: as
-#: KVzip's code has them (also kvpress's).
+#: KVzip's code has them (also kvpress's). Of a part that looks at itself alone there are fewer.
 PART = 2048
+LOCAL_PART = 512
 REPEAT = "\n\nRepeat the previous context exactly."
 REPEAT_PART = "\n\nRepeat the part of the previous context exactly, starting with"
 # Tokens of the part before that follow the latter.
 _BEFORE = 8
+#: "sample": the context is divided into rows of so many tokens, whose first are read again.
+ROW, OF_ROW = 384, 64
 # Queries of all parts together that are kept for measuring and fitting.
 _SAMPLE = 256
 
@@ -35,11 +39,11 @@ _SAMPLE = 256
 @dataclass(frozen=True)
 class _Part:
     """What is read after the context, and not kept: ``ids`` ``[batch, q]`` with their mask, about
-    the tokens from ``span[0]`` on and before ``span[1]``."""
+    some of its tokens."""
 
     ids: Tensor
     mask: Tensor
-    span: tuple[int, int]
+    about: slice | Tensor
 
 
 def prefill(
@@ -64,8 +68,14 @@ def prefill(
             of the context itself, as ``generate`` alone would do. "reread": those of a second
             reading: the context again, 2,048 tokens at a time (kvgrad: 512), behind a request to
             repeat it (KVzip, arXiv:2505.23416), while all of the first reading is there,
-            uncompressed; it costs more than a second prefill, and its keys are not kept. Texts:
-            questions that are expected, read in the place of the second reading.
+            uncompressed; it costs about a second prefill, and its keys are not kept. "local", ours:
+            the same, 512 tokens at a time, that look at themselves and the first four tokens alone;
+            it costs less, the longer the context. "sample", ours: so are 64 of every 384 tokens
+            read, all of a context of no more; methods that score by the largest attention (kvzip,
+            heavy_merge) learn from these what to give the others (``methods.learned``); others go
+            by the queries of the sample. It costs about a sixth. Rows of a batch are cut at the
+            same columns, padding included. MPT, BLOOM and Falcon look at all of the first reading
+            always. Texts: questions that are expected, read in the place of the second reading.
         tokenizer: of the model; needed but for "prompt".
         attention_mask: int or bool ``[batch, tokens]``, 0 for padding on the left.
         chunk_size: read so many tokens of the context at a time; default: all at once.
@@ -101,6 +111,8 @@ def prefill(
     if parts:
         _check_reread(cache, tokens + max(part.ids.shape[1] for part in parts))
     forward, inner = cache._forward, model.base_model
+    if all(layer.settings.lossless for layer in forward.sketches):
+        parts = []  # nothing will be compressed: nothing to go by
     every = sum(part.ids.shape[1] for part in parts)
     weighs = getattr(class_of(cache.method), "weighs", None)
     normal = torch.inference_mode(False) if weighs == "gradient" else nullcontext()
@@ -113,11 +125,19 @@ def prefill(
                 ids, seen = input_ids[:, start : start + size], mask[:, : start + size]
                 inner(input_ids=ids, attention_mask=seen, past_key_values=cache, use_cache=True)
                 bar.advance(task, ids.shape[1])
+            real = bool(mask.all())
             for part in parts:
                 count = part.ids.shape[1]
-                sample = max(1, round(_SAMPLE * count / every))
-                forward.reading = reading = Reading(False, part.span, sample)
-                with weighed(weighs, model, forward.sketches, reading):
+                again = Again(
+                    part.about,
+                    kept=max(1, round(_SAMPLE * count / every)),
+                    local=queries in ("local", "sample"),
+                    unmasked=real and model.config._attn_implementation == "sdpa",
+                    stops=weighs is None
+                    and not any(hasattr(module, "_hf_hook") for module in inner.modules()),
+                )
+                forward.reading = reading = Reading(False, again)
+                with suppress(ReadEnough), weighed(weighs, model, forward.sketches, reading):
                     inner(
                         input_ids=part.ids,
                         attention_mask=torch.cat([mask, part.mask], dim=1),
@@ -127,8 +147,9 @@ def prefill(
                 forward.masks.cut(tokens)
                 bar.advance(task, count)
             forward.reading = None
+            sample = _sampled(parts)
             for layer in forward.sketches:
-                layer.finish_reading()
+                layer.finish_reading(sample)
         except BaseException:
             forward.reading = None
             cache.reset()
@@ -200,38 +221,48 @@ def _parts(
         raise InputError("queries: the texts must be strings, at least one, and none empty")
     if tokenizer is None:
         raise InputError(f"queries={queries!r} needs tokenizer=, the model's")
-    found = _repeated(tokenizer, input_ids, size) if isinstance(queries, str) else None
-    spans = found if found is not None else _given(queries, tokenizer, input_ids)
+    if not isinstance(queries, str):
+        return [
+            _Part(ids, mask.new_ones(ids.shape), slice(0, input_ids.shape[1]))
+            for ids in _given(queries, tokenizer, input_ids)
+        ]
     parts = []
-    for ids, span in spans:
-        live = mask.new_ones(ids.shape)
-        if found is not None:  # padding of the context is padding again
-            live[:, ids.shape[1] - (span[1] - span[0]) :] = mask[:, slice(*span)]
-        parts.append(_Part(ids, live, span))
+    for about in _abouts(queries, input_ids, size):
+        start = about.start if isinstance(about, slice) else int(about[0])
+        before = input_ids[:, max(0, start - _BEFORE) : start]
+        asked = _ids(tokenizer, REPEAT if start == 0 else REPEAT_PART, input_ids)
+        request = torch.cat([asked, before, _ids(tokenizer, "\n", input_ids)], dim=1)
+        ids = torch.cat([request, input_ids[:, about]], dim=1)
+        # padding of the context is padding again
+        live = torch.cat([mask.new_ones(request.shape), mask[:, about]], dim=1)
+        parts.append(_Part(ids, live, about))
     return parts
 
 
-def _repeated(
-    tokenizer: Any, input_ids: Tensor, size: int
-) -> Iterator[tuple[Tensor, tuple[int, int]]]:
-    """The context in parts of ``size`` tokens, each behind a request to repeat it."""
+def _abouts(queries: str, input_ids: Tensor, size: int) -> Iterator[slice | Tensor]:
+    """The tokens that each part of a second reading is about."""
     tokens = input_ids.shape[1]
+    if queries == "sample" and tokens > ROW:
+        index = torch.arange(tokens, device=input_ids.device)
+        yield from torch.split(index[index % ROW < OF_ROW], size)
+        return
+    size = min(size, LOCAL_PART) if queries == "local" else size
     for start in range(0, tokens, size):
-        end = min(start + size, tokens)
-        before = input_ids[:, max(0, start - _BEFORE) : start]
-        asked = _ids(tokenizer, REPEAT if start == 0 else REPEAT_PART, input_ids)
-        line = _ids(tokenizer, "\n", input_ids)
-        yield torch.cat([asked, before, line, input_ids[:, start:end]], dim=1), (start, end)
+        yield slice(start, min(start + size, tokens))
 
 
-def _given(
-    queries: Sequence[str], tokenizer: Any, input_ids: Tensor
-) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+def _sampled(parts: Sequence[_Part]) -> Tensor | None:
+    """The tokens of a second reading that is about a sample; None: it is about all."""
+    found = [part.about for part in parts if isinstance(part.about, Tensor)]
+    return torch.cat(found) if found else None
+
+
+def _given(queries: Sequence[str], tokenizer: Any, input_ids: Tensor) -> Iterator[Tensor]:
     for text in queries:
         ids = _ids(tokenizer, text, input_ids)
         if not ids.shape[1]:
             raise InputError(f"queries: {text!r} has no tokens")
-        yield ids, (0, input_ids.shape[1])
+        yield ids
 
 
 def _ids(tokenizer: Any, text: str, like: Tensor) -> Tensor:

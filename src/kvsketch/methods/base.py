@@ -157,7 +157,7 @@ class Compressor(ABC):
         Sees all slots, sinks and recent ones included."""
         return slots
 
-    def reread(self, slots: Slots, observed: Observed, span: tuple[int, int]) -> Slots:
+    def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
         """The tokens of a context, with the queries of a part of its second reading folded into
         ``score``.
 
@@ -165,10 +165,21 @@ class Compressor(ABC):
             slots: ``[batch, heads, n + q, ...]``: the context's n tokens, scored by the parts read
                 before, and behind them the q tokens read now.
             observed: the queries of these.
-            span: first token of the context that is read again now, and the one behind the last.
+            about: the tokens of the context that are read again now, in order: a slice, or int64
+                indices.
         """
         context = slots.narrow(0, slots.count - observed.queries.shape[2])
-        return self.observe(context, replace(observed, after=True))
+        return self.observe(context, replace(observed, after=True, total=None))
+
+    def complete(self, slots: Slots, sample: Tensor) -> Slots:
+        """The tokens of a context, of which a second reading has read only some again: with scores
+        of the others too, where ``reread`` does not score them.
+
+        Args:
+            slots: ``[batch, heads, n, ...]``: the context.
+            sample: int64: the tokens that were read again, in order.
+        """
+        return slots
 
     def importance(self, slots: Slots) -> Tensor | None:
         """How much slots matter, ``[batch, heads, n]``, by which heads' needs are compared (see

@@ -13,6 +13,7 @@ from .base import Compressor
 from .clustering import check_pairs, group
 from .fit import Asked, fitted
 from .groups import merge, packed
+from .learned import learned_scores
 from .rereading import reread_attention
 from .scoring import recent_attention, score_of, scored_before
 from .seen import Seen
@@ -96,8 +97,11 @@ class HeavyMerge(Compressor):
             received = received + slots.score * fade
         return replace(slots, score=received)
 
-    def reread(self, slots: Slots, observed: Observed, span: tuple[int, int]) -> Slots:
-        return reread_attention(slots, observed, span)
+    def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
+        return reread_attention(slots, observed, about)
+
+    def complete(self, slots: Slots, sample: Tensor) -> Slots:
+        return learned_scores(slots, sample)
 
     def importance(self, slots: Slots) -> Tensor:
         norm = torch.linalg.vector_norm(

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..slots import Observed, Slots
+from .learned import learned_scores
 from .rereading import reread_attention
 from .scoring import Scoring, score_of
 
@@ -18,8 +19,9 @@ class KVzip(Scoring):
     first four tokens and the second reading itself (Algorithm 1; so are the scores of kvpress's
     KVzipPress). Scores are compared over all layers and heads: ``allocation="global"``.
 
-    It needs ``kvsketch.prefill(model, input_ids, cache, queries="reread")``, which costs more than
-    a second prefill. Tokens decoded later are no part of the context: they go last.
+    It needs ``kvsketch.prefill(model, input_ids, cache, queries="reread")``, which costs about a
+    second prefill (or "local" or "sample", whose scores are no longer the paper's). Tokens decoded
+    later are no part of the context: they go last.
     """
 
     name = "kvzip"
@@ -30,8 +32,11 @@ class KVzip(Scoring):
     needs_reread = True
     above = 2.0  # every attention; what tokens decoded later score
 
-    def reread(self, slots: Slots, observed: Observed, span: tuple[int, int]) -> Slots:
-        return reread_attention(slots, observed, span)
+    def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
+        return reread_attention(slots, observed, about)
+
+    def complete(self, slots: Slots, sample: Tensor) -> Slots:
+        return learned_scores(slots, sample)
 
     def scores(self, slots: Slots, observed: Observed) -> Tensor:
         if observed.after:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError
+from ..kernels.again import looked_at
 from ..slots import Observed, Slots
 from .kvzip import KVzip
 from .output import output_norms
@@ -29,13 +31,12 @@ class KVzipPlus(KVzip):
     weighs = "hidden"
     above = torch.inf
 
-    def reread(self, slots: Slots, observed: Observed, span: tuple[int, int]) -> Slots:
+    def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
         if observed.weights is None:
             raise InputError(
                 f"{self.name} weighs the queries of a second reading: pass Observed(weights=...), "
                 "as kvsketch.prefill(..., queries='reread') does"
             )
-        start, end = span
-        part = slots.narrow(start, end - start)
+        part = looked_at(slots, about, observed.queries.shape[2])[1]
         factors = output_norms(part, self.output, self.name, order=2)
-        return reread_attention(slots, observed, span, factors)
+        return reread_attention(slots, observed, about, factors)

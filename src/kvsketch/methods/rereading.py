@@ -7,14 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..kernels.again import fits, largest_share, looked_at
 from ..slots import Observed, Slots, attention_received
-
-# Tokens at the start that every part of the second reading may look at: kvpress's n_sink.
-_SINK = 4
 
 
 def reread_attention(
-    slots: Slots, observed: Observed, span: tuple[int, int], factors: Tensor | None = None
+    slots: Slots, observed: Observed, about: slice | Tensor, factors: Tensor | None = None
 ) -> Slots:
     """The tokens of a context, scored by the largest attention that any query of a part of the
     second reading, and any query head of its KV head, gives them (KVzip, arXiv:2505.23416, equation
@@ -23,21 +21,22 @@ def reread_attention(
 
     Arguments as for ``Compressor.reread``; what a query gives is multiplied by
     ``observed.weights``, if there are any, and by ``factors``, ``[batch, num_key_value_heads,
-    group, end - start]``.
+    group, tokens]`` of those that are read again.
     """
-    start, end = span
-    n = slots.count - observed.queries.shape[2]
-    first = min(_SINK, start)
-    parts = [slots.narrow(0, first), slots.narrow(start, end - start)]
-    parts.append(slots.narrow(n, slots.count - n))
-    if factors is not None:  # nothing else is scored
-        factors = torch.nn.functional.pad(factors, (first, slots.count - n))
-    weights = observed.weights
-    found = attention_received(Slots.cat(parts), observed, weights, True, factors)
-    context = slots.narrow(0, n)
-    score = torch.zeros_like(found[..., :1]).repeat(1, 1, n)
+    q, weights = observed.queries.shape[2], observed.weights
+    first, again, own = looked_at(slots, about, q)
+    weighed = weights is not None or factors is not None
+    if observed.total is not None and not weighed and fits(observed, slots):
+        fresh = largest_share(observed, again.keys, observed.total).float()
+    else:
+        if factors is not None:  # nothing else is scored
+            factors = torch.nn.functional.pad(factors, (first.count, own.count))
+        parts = Slots.cat([first, again, own])
+        found = attention_received(parts, observed, weights, True, factors)
+        fresh = found[..., first.count : first.count + again.count]
+    context = slots.narrow(0, slots.count - q)
+    score = torch.zeros_like(fresh[..., :1]).repeat(1, 1, context.count)
     if context.score is not None:
         score.copy_(context.score)
-    fresh = found[..., first : first + end - start]
-    score[..., start:end] = torch.maximum(score[..., start:end], fresh)
+    score[..., about] = torch.maximum(score[..., about], fresh)
     return replace(context, score=score)

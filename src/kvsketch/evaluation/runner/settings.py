@@ -22,8 +22,8 @@ class Settings:
 
     Attributes:
         prefill_chunk_size: tokens; None prefills the prompt in one piece (512 when streaming).
-        queries: what a compression goes by: "prompt", or "reread", a second reading of the context
-            (``kvsketch.prefill``), with the question unseen.
+        queries: what a compression goes by: "prompt", or "reread", "local" or "sample", a second
+            reading of the context (``kvsketch.prefill``), with the question unseen.
         question: "seen" or "unseen" when the context is compressed.
         max_new_tokens: longest answer; None: what each case allows.
         max_prompt_tokens: prompts are made to fit this by the task's own rule, where it has one;

@@ -1,0 +1,66 @@
+"""Scores of the tokens that a sample of a context does not have, from those that it has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..slots import Slots, compute_dtype
+
+# Of the regression, relative to the variance of a feature.
+_RIDGE = 1e-2
+# What a score is at least: the log of a smaller one would say nothing but count.
+_LEAST = 1e-6
+
+
+def learned_scores(slots: Slots, sample: Tensor) -> Slots:
+    """Tokens of which only a sample is scored, with a score for each of the others. Ours.
+
+    In every head a ridge regression on the sample tells the log of a score from the token's value,
+    which knows no position. A token's score is at least the mean that follows, if what the
+    regression leaves is normal: exp(log + variance / 2), at most 1. So a head whose scores cannot
+    be told gives all tokens the same, and does not keep some of them by chance.
+
+    Args:
+        slots: ``[batch, num_key_value_heads, n, ...]``, all of them with a score, those in the
+            sample with one that counts.
+        sample: int64, the tokens whose score counts, in order.
+    """
+    assert slots.score is not None
+    wide = compute_dtype(slots.values.dtype)
+    x = slots.values.to(wide)
+    known = slots.score[:, :, sample].to(wide).clamp(min=_LEAST).log().unsqueeze(-1)
+    live = slots.live()
+    real = torch.ones_like(known) if live is None else live[:, :, sample].unsqueeze(-1).to(wide)
+    guess = _expected(x, x[:, :, sample], known, real).squeeze(-1).clamp(max=1.0)
+    if live is not None:
+        guess = guess.masked_fill(~live, 0.0)
+    # At a seam of the sample nothing leads to a token, which has too low a score then; and what is
+    # not in the sample has none.
+    return replace(slots, score=torch.maximum(slots.score, guess.to(slots.score.dtype)))
+
+
+def _expected(every: Tensor, x: Tensor, y: Tensor, real: Tensor) -> Tensor:
+    """The mean of exp(y) at ``every`` point, by a ridge regression of y on x in every head.
+
+    Args:
+        every: ``[batch, heads, n, features]``.
+        x: ``[batch, heads, m, features]``.
+        y: ``[batch, heads, m, 1]``.
+        real: same shape, 0 for rows that do not count, else 1.
+
+    Returns:
+        ``[batch, heads, n, 1]``.
+    """
+    count = real.sum(2, keepdim=True).clamp(min=1)
+    middle, level = ((t * real).sum(2, keepdim=True) / count for t in (x, y))
+    x, y = (x - middle) * real, (y - level) * real
+    scale = (x.square().sum(2, keepdim=True) / count).sqrt().clamp(min=1e-12)
+    x = x / scale
+    square = x.mT @ x / count
+    square.diagonal(dim1=-2, dim2=-1).add_(_RIDGE)
+    weights: Tensor = torch.linalg.solve(square, x.mT @ y / count)
+    variance = (y - x @ weights).square().sum(2, keepdim=True) / count
+    return (((every - middle) / scale) @ weights + level + variance / 2).exp()
