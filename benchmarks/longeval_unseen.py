@@ -28,13 +28,20 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from benchmarks.equal_bytes import Fit
 from benchmarks.kl import compressed, curves_of
 from benchmarks.options import METHODS_HELP, Method, fractions, methods, positive
-from benchmarks.prompts import ANSWER_TOKENS, answered, feed, load, prefill, question_apart
+from benchmarks.prompts import (
+    ANSWER_TOKENS,
+    Asked,
+    answered,
+    feed,
+    load,
+    prefill,
+    question_apart,
+)
 from benchmarks.results import Results, Row
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.evaluation.runner.allocation import Curves
@@ -51,6 +58,7 @@ METHODS = (
 
 
 def cases(lines: int, count: int, seed: int) -> tuple[str, list[dict[str, Any]]]:
+    """Where cases come from, and they."""
     path = OFFICIAL / f"{lines}_lines.jsonl"
     if path.is_file():
         rows = [jsonlib.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -58,14 +66,27 @@ def cases(lines: int, count: int, seed: int) -> tuple[str, list[dict[str, Any]]]
     return "generated", generate_cases(lines, count, seed)
 
 
-def answer(model: Any, tokenizer: Any, ids: Tensor, record: int, cache: Cache) -> str:
+def questions(tokenizer: Any, found: list[dict[str, Any]]) -> list[Asked]:
+    """Of LongEval cases."""
+
+    def question(case: dict[str, Any]) -> Asked:
+        def score(text: str) -> float:
+            return float(str(case["expected_number"]) in text)
+
+        return Asked(*question_apart(tokenizer, case["prompt"]), score, ANSWER_TOKENS)
+
+    return [question(case) for case in found]
+
+
+def answer(model: Any, tokenizer: Any, asked: Asked, cache: Cache) -> str:
     """The greedy answer of a cache that has read the record."""
-    feed(model, ids[:, record:-1], cache)
+    ids = asked.ids
+    feed(model, ids[:, asked.record : -1], cache)
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         past_key_values=cache,
-        max_new_tokens=ANSWER_TOKENS,
+        max_new_tokens=asked.new_tokens,
         do_sample=False,
     )
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
@@ -74,17 +95,17 @@ def answer(model: Any, tokenizer: Any, ids: Tensor, record: int, cache: Cache) -
 def measure(
     model: Any,
     tokenizer: Any,
-    found: list[dict[str, Any]],
+    found: list[Asked],
     method: Method,
     share: float,
     curves: Curves | None,
     seed: int,
 ) -> Row | None:
     """Accuracy and what was kept; None if the method does not fit into the bytes of one."""
-    right, slots, size = 0, 0.0, 0.0
+    scores, slots, size = [], 0.0, 0.0
     fit = Fit()
-    for case in found:
-        ids, record = question_apart(tokenizer, case["prompt"])
+    for asked in found:
+        ids, record = asked.ids, asked.record
         if method.name == "exact":
             cache: Cache = DynamicCache(config=model.config)
             prefill(model, ids[:, :record], cache)
@@ -100,11 +121,12 @@ def measure(
             cache = held.what
             slots += budget / record
             size += held.bytes / record
-        text = answer(model, tokenizer, ids, record, cache)
-        right += str(case["expected_number"]) in text
+        scores.append(asked.score(answer(model, tokenizer, asked, cache)))
     count = len(found)
-    row = {"accuracy": right / count, "cases": count}
-    row["ci95"] = [round(bound, 4) for bound in wilson_interval(right, count)]
+    row: Row = {"accuracy": sum(scores) / count, "cases": count}
+    if set(scores) <= {0.0, 1.0}:
+        interval = wilson_interval(round(sum(scores)), count)
+        row["ci95"] = [round(bound, 4) for bound in interval]
     if method.name != "exact":
         row["slots_per_token"] = round(slots / count, 4)
         row["bytes_per_token"] = round(size / count, 3)
@@ -139,6 +161,7 @@ def main(
         source=source,
         seed=seed,
     )
+    asked = questions(tokenizer, found)
     other = answered(model, tokenizer, 3, lines, seed + 1000)
     with Progress(console=console) as progress:
         for method in progress.track(chosen, description="methods"):
@@ -147,7 +170,7 @@ def main(
             curves = curves_of(model, other, method)
             rows = []
             for share in shares if method.name not in ("exact", None) else [1.0]:
-                row = measure(model, tokenizer, found, method, share, curves, seed)
+                row = measure(model, tokenizer, asked, method, share, curves, seed)
                 if row is None:
                     console.print(f"left out: {method.label} does not fit at {share}")
                     continue

@@ -10,6 +10,7 @@ What a method may have seen of the queries it is asked is in every row as ``quer
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,23 @@ class Text:
     ids: Tensor
     cut: int
     asked: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question about a record.
+
+    Attributes:
+        ids: of both, ``[1, tokens]``.
+        record: how many tokens belong to the record.
+        score: of an answer, in [0, 1].
+        new_tokens: of the longest answer.
+    """
+
+    ids: Tensor
+    record: int
+    score: Callable[[str], float]
+    new_tokens: int
 
 
 def question_apart(tokenizer: Any, prompt: str) -> tuple[Tensor, int]:

@@ -1,0 +1,135 @@
+"""RULER's synthetic tasks with the question unseen at compression, the same bytes for every method.
+
+    python -m benchmarks.ruler_unseen --json
+
+As ``benchmarks.longeval_unseen``: the context is read and compressed, then the question is fed one
+token at a time and the answer written with the compressed cache. The model is the packaged one that
+answers RULER's questions (``--model packaged-ruler``); the subtasks are those of which it answers
+nine in ten with the exact cache. Essays of ../shared/data/essays where they are there, else the
+filler text of the task. Methods are named as there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.longeval_unseen import measure
+from benchmarks.options import METHODS_HELP, among, fractions, methods, positive
+from benchmarks.prompts import Asked, load
+from benchmarks.results import Results, Row
+from kvsketch.evaluation.report.report import dumps
+from kvsketch.evaluation.tasks.ruler import SUBTASKS, Ruler
+
+MODEL = "packaged-ruler"
+ESSAYS = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "essays"
+METHODS = (
+    "exact,streaming_llm,snapkv,kvzip/reread,kvzip+int4/reread,heavy_merge,"
+    "heavy_merge@global+int4/reread,heavy_merge@global+int4/sample"
+)
+#: of which the packaged model answers at least nine in ten
+ANSWERED = "niah_single_1,niah_single_2,niah_multikey_1,niah_multikey_2,niah_multiquery,vt"
+
+
+def questions(tokenizer: Any, task: Ruler, limit: int) -> dict[str, list[Asked]]:
+    """The cases of every subtask."""
+    found: dict[str, list[Asked]] = {}
+    for drawn in task.cases():
+        case = task.fitted(drawn, tokenizer, limit)
+        parts = [
+            tokenizer(text, return_tensors="pt", add_special_tokens=first).input_ids
+            for text, first in ((case.context, True), (case.question, False))
+        ]
+
+        def score(text: str, case: Any = case) -> float:
+            return task.score(case, text)
+
+        asked = Asked(torch.cat(parts, 1), parts[0].shape[1], score, case.max_new_tokens)
+        found.setdefault(str(case.group["subtask"]), []).append(asked)
+    return found
+
+
+def main(
+    subtasks: Annotated[str, typer.Option(help="Comma-separated.")] = ANSWERED,
+    length: Annotated[int, typer.Option(help="Tokens of context, question and answer.")] = 4000,
+    count: Annotated[int, typer.Option(help="Cases per subtask.")] = 10,
+    budgets: Annotated[str, typer.Option(help="Kept fractions of the bytes.")] = "0.25,0.1",
+    methods_: Annotated[str, typer.Option("--methods", help=f"exact; {METHODS_HELP}")] = METHODS,
+    model: Annotated[str, typer.Option(help="Folder, hub id, or a packaged model.")] = MODEL,
+    seed: int = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the JSON here, and go on from it.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+) -> None:
+    """Example: python -m benchmarks.ruler_unseen --count 2 --methods exact,snapkv --json"""
+    console = Console(stderr=True)
+    chosen = methods(methods_, others=["exact"])
+    shares = fractions("budgets", budgets)
+    names = among("subtasks", subtasks, SUBTASKS)
+    positive(length=length, count=count)
+    loaded, tokenizer = load(model)
+    task = Ruler(names, [length], count, ESSAYS if ESSAYS.is_dir() else None, seed)
+    asked = questions(tokenizer, task, int(loaded.config.max_position_embeddings))
+    results = Results(
+        out,
+        command="ruler_unseen",
+        model=model,
+        methods=[method.label for method in chosen],
+        subtasks=names,
+        length=length,
+        count=count,
+        budgets=shares,
+        source="essays" if ESSAYS.is_dir() else "filler",
+        seed=seed,
+    )
+    with Progress(console=console) as progress:
+        steps = [(method, name) for method in chosen for name in names]
+        for method, name in progress.track(steps, description="methods and subtasks"):
+            if results.has(method=method.label, subtask=name):
+                continue
+            rows: list[Row] = []
+            for share in shares if method.name != "exact" else [1.0]:
+                row = measure(loaded, tokenizer, asked[name], method, share, None, seed)
+                if row is None:
+                    console.print(f"left out: {method.label} does not fit at {share}")
+                    continue
+                label = {"method": method.label, "subtask": name, "queries": "agnostic"}
+                rows.append({**label, "budget": share, **row})
+            results.add(rows)
+            console.print(method.label, name, [(row["budget"], row["accuracy"]) for row in rows])
+    result = results.finish()
+    console.print(table(results.rows))
+    if json:
+        print(dumps(result))
+
+
+def averages(rows: list[Row]) -> dict[tuple[str, float], float]:
+    """Mean accuracy over subtasks, by method and budget."""
+    found: dict[tuple[str, float], list[float]] = {}
+    for row in rows:
+        found.setdefault((row["method"], row["budget"]), []).append(row["accuracy"])
+    return {name: sum(scores) / len(scores) for name, scores in found.items()}
+
+
+def table(rows: list[Row]) -> Table:
+    shown = Table(title="score, question unseen at compression: mean over subtasks")
+    budgets = sorted({r["budget"] for r in rows}, reverse=True)
+    for column in ("method", *map(str, budgets)):
+        shown.add_column(column)
+    means = averages(rows)
+    for name in dict.fromkeys(r["method"] for r in rows):
+        shown.add_row(
+            name, *(f"{means[name, b]:.2f}" if (name, b) in means else "" for b in budgets)
+        )
+    return shown
+
+
+if __name__ == "__main__":
+    typer.run(main)
