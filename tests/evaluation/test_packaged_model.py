@@ -1,4 +1,4 @@
-"""The model in the package: loads as any other, reads any text, answers LongEval."""
+"""The models in the package: load as any other, read any text, answer LongEval, and RULER."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
 
-from kvsketch.evaluation.runner.loading import packaged_model
+from kvsketch.evaluation.runner.loading import PACKAGED_MODELS, packaged_model, resolve_model
 from kvsketch.evaluation.runner.longeval import load_case_files, read_answer
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
+from kvsketch.evaluation.tasks.ruler import Ruler
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFICIAL = Path(os.environ.get("KVSKETCH_DATA", ROOT.parent / "shared" / "data")) / "longeval"
@@ -91,3 +92,44 @@ def test_answers_680_lines(model, tokenizer):
     cases = generate_cases(680, 20, seed=7)
     prompts = [case["prompt"] for case in cases]
     assert accuracy(model, tokenizer, prompts, [c["expected_number"] for c in cases]) >= 0.9
+
+
+@pytest.mark.parametrize("name", PACKAGED_MODELS)
+def test_every_packaged_model_is_found_by_its_name_and_is_small(name):
+    folder = Path(resolve_model(name))
+    assert folder == packaged_model(name)
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 10e6
+    assert not [f for f in folder.iterdir() if f.suffix in {".bin", ".pt", ".pkl"}]
+
+
+@pytest.fixture(scope="module")
+def ruler():
+    folder = packaged_model("packaged-ruler")
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(
+        folder
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
+def test_the_ruler_tokenizer_is_lossless_on_any_text(ruler, text):
+    ids = ruler[1](text, add_special_tokens=False).input_ids
+    assert ruler[1].decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_the_ruler_model_answers_lines(ruler):
+    cases = generate_cases(100, 4, seed=123)
+    prompts = [case["prompt"] for case in cases]
+    assert accuracy(*ruler, prompts, [c["expected_number"] for c in cases]) >= 0.75
+
+
+@pytest.mark.parametrize("subtask", ["niah_single_1", "niah_multikey_2", "niah_multiquery"])
+def test_the_ruler_model_answers_ruler(ruler, subtask):
+    model, tokenizer = ruler
+    task = Ruler([subtask], [1000], 3, seed=5)
+    scores = []
+    for case in (task.fitted(case, tokenizer, 4000) for case in task.cases()):
+        inputs = tokenizer(case.prompt, return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=case.max_new_tokens, do_sample=False)
+        scores.append(task.score(case, tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :])))
+    assert sum(scores) / len(scores) >= 0.75

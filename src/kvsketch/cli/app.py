@@ -154,7 +154,11 @@ def calibrate(
     ],
     out: Annotated[Path, typer.Option(help="Where the curves go (JSON).")],
     model: Annotated[
-        str, typer.Option(help="Model folder or Hugging Face id. Default: the packaged model.")
+        str,
+        typer.Option(
+            help="Model folder or Hugging Face id; packaged: ours for longeval; packaged-ruler: "
+            "ours for longeval and ruler."
+        ),
     ] = "packaged",
     method: Annotated[str, typer.Option(help="See `kvsketch methods`.")] = "heavy_merge",
     follow: Annotated[

@@ -72,7 +72,11 @@ def eval_command(
         ),
     ] = None,
     model: Annotated[
-        str, typer.Option(help="Model folder or Hugging Face id. Default: the packaged model.")
+        str,
+        typer.Option(
+            help="Model folder or Hugging Face id; packaged: ours for longeval; packaged-ruler: "
+            "ours for longeval and ruler."
+        ),
     ] = "packaged",
     methods: Annotated[
         str,

@@ -6,6 +6,7 @@ torch and transformers are imported where something is loaded: a wrong name is r
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from kvsketch.evaluation.runner import hub
 from kvsketch.evaluation.runner.devices import DEVICE_MAPS, check_device_name, needs_accelerate
 
 PACKAGED = "packaged"
+#: names of the models that ship with the package, and their folders in ``kvsketch/models``
+PACKAGED_MODELS: Mapping[str, str] = {PACKAGED: "longeval", "packaged-ruler": "ruler"}
 _CONFIGURATION = {
     "config.json",
     "generation_config.json",
@@ -23,9 +26,10 @@ _CONFIGURATION = {
 _WHOLE_FILE = 64 * 2**20  # bytes; larger weights are told apart by size and first megabyte
 
 
-def packaged_model() -> Path:
-    """Folder of the line-retrieval model that ships with the package."""
-    return Path(__file__).resolve().parents[2] / "models" / "longeval"
+def packaged_model(name: str = PACKAGED) -> Path:
+    """Folder of a model that ships with the package: "packaged" retrieves lines, "packaged-ruler"
+    answers RULER's questions too."""
+    return Path(__file__).resolve().parents[2] / "models" / PACKAGED_MODELS[name]
 
 
 def resolve_model(name: str) -> str:
@@ -34,12 +38,12 @@ def resolve_model(name: str) -> str:
     Raises `InputError` if it looks like a path and is not a model folder, or if it is no folder and
     cannot be had from the Hub or its local cache.
     """
-    path = packaged_model() if name == PACKAGED else Path(name).expanduser()
+    path = packaged_model(name) if name in PACKAGED_MODELS else Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError(f"--model {path} has no config.json, so it is not a model folder")
         return str(path)
-    if name == PACKAGED:
+    if name in PACKAGED_MODELS:
         raise InputError(
             f"the packaged model is missing ({path}); reinstall kvsketch, "
             "or give a model folder or Hugging Face id with --model"

@@ -122,7 +122,7 @@ class Sweep:
                 # A cache that cannot be made is an error now, not after the weights are loaded.
                 new_cache(config, settings, setup, prompt_length=1)
             base = {
-                "model": model if model == loading.PACKAGED else resolved,
+                "model": model if model in loading.PACKAGED_MODELS else resolved,
                 "model_fingerprint": loading.fingerprint(resolved),
                 "kvsketch": __version__,
                 **settings.identity(),
