@@ -250,3 +250,35 @@ def test_what_cannot_choose_is_refused(llama: Any, tmp_path: Any) -> None:
     assert streamed.bits == 16
     assert SketchCache(llama.config, "snapkv", budget=60).bits == 16
     assert SketchCache(llama.config, budget=60).bits == "measured"
+
+
+@pytest.mark.parametrize("bits", ["measured", 8, 4])
+def test_no_head_loses_what_it_holds_while_the_others_are_measured(llama: Any, bits: Any) -> None:
+    """Layers that are compressed to a bound, to another one, and at last to their budgets."""
+    config = LlamaConfig(**{**llama.config.to_dict(), "num_hidden_layers": 6})
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    for layer in model.model.layers:  # heads that differ
+        layer.self_attn.k_proj.weight.data[:32] *= 6
+    spent: list[Any] = []
+    cache = SketchCache(config, budget=0.2, bits=bits, buffer=2)
+    for layer in cache.layers:
+        stream = layer.stream
+
+        def spend(*arguments: Any, stream: Any = stream, before: Any = stream.spend) -> None:
+            before(*arguments)
+            spent.append((stream, arguments[0].slots(stream.seen, 1), arguments[1]))
+            assert torch.equal((stream.slots.masses() > 0).sum(-1), stream.held)
+            assert bool((stream.held >= 36).all())
+
+        stream.spend = spend
+    read(model, ids_of(1, 700), cache)
+    again = [s for s, _, provisional in spent if provisional]
+    assert len(again) > len(set(map(id, again))), "some layer has more than one bound"
+    assert any(len(set(s.held.flatten().tolist())) > 1 for s, *_ in spent), "heads differ"
+    for token in ids_of(1, 60, seed=4)[0].tolist():  # and while the budget grows
+        read(model, torch.tensor([[token]]), cache)
+        for layer in cache.layers:
+            stream = layer.stream
+            assert torch.equal((stream.slots.masses() > 0).sum(-1), stream.held)
+            assert bool((stream.held >= 36).all())

@@ -230,9 +230,10 @@ class Stream:
         if bits is not None:
             self._store(bits)
         size = torch.as_tensor(budget.slots(self.seen, len(self.held)))
-        if provisional or not (
-            budget.whole and self.bits == FULL and bool((self.held <= size).all())
-        ):
+        fits = bool((self.held <= size).all())
+        if provisional and fits and self.compressed:
+            pass  # to that bound already
+        elif provisional or not (budget.whole and self.bits == FULL and fits):
             self._compress(budget, prefill=True, last=self.queries.all(), provisional=provisional)
         elif not provisional:
             self.fold()
@@ -291,10 +292,10 @@ class Stream:
         kept = self._scored(slots)
         if self.bits != FULL and bool((held <= torch.as_tensor(limit)).all()):
             budget = held  # only in fewer bits
-        else:
-            if isinstance(page, (Page, QuantizedPage)) and page.sizes is not None:
-                budget = torch.minimum(torch.as_tensor(budget), held)
-            kept = method(kept, budget, self.queries.all(), scored=True, fit=fit)
+        elif isinstance(page, (Page, QuantizedPage)) and page.sizes is not None:
+            budget = torch.minimum(torch.as_tensor(budget), held)
+        # Also where nothing is reduced: of every head its own slots come first.
+        kept = method(kept, budget, self.queries.all(), scored=True, fit=fit)
         if isinstance(budget, Tensor):
             sizes = next_page.sizes_of(slots, budget, kept)
         space = self.pace.period * room
