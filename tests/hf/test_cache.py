@@ -214,7 +214,7 @@ def live_kv_bytes(kv_heads=2, head_dim=32):
 def test_bytes_stay_within_five_percent_of_the_budget(wide_llama, method, budget):
     """After the prefill and after 200 decoded tokens; prompt of 1,600 tokens."""
     ids = ids_of(1, 1600)
-    cache = SketchCache(wide_llama.config, method, budget=budget)
+    cache = SketchCache(wide_llama.config, method, budget=budget, bits=16)
     with torch.no_grad():
         out = wide_llama(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         for step in range(201):

@@ -194,6 +194,8 @@ class Stream:
             self.queries.keep_last(QUERIES)
         elif hold and self.method.window is not None:
             self.queries.keep_last(self.method.window)
+        elif hold and self.method.at_once:
+            pass
         elif prefill or (self.queries.count and self.queries.many(self._bytes)):
             self.fold()
         self.page.release()

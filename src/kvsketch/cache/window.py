@@ -54,6 +54,11 @@ class Windowed:
         return self.compressor.observes_values
 
     @property
+    def at_once(self) -> bool:
+        """Whether it scores a prompt as a whole."""
+        return self.compressor.at_once
+
+    @property
     def window(self) -> int | None:
         """How many of a prompt's last queries the method looks at; None: all of them."""
         return self.compressor.window

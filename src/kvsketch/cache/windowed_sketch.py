@@ -40,6 +40,7 @@ class WindowedSketch:
     needs_queries = False
     observes_values = False
     window: int | None = None
+    at_once = False
 
     def __init__(
         self, build: Callable[[int], Sketch], sink: int = 4, recent: int = 32, least: int = 1

@@ -45,6 +45,10 @@ class Compressor(ABC):
     #: whether ``observe`` takes queries that belong to no slot, as those of a second reading
     rereads: ClassVar[bool] = False
 
+    #: whether it scores a prompt as a whole, so that the queries of one that is read in chunks must
+    #: wait for the last
+    at_once: ClassVar[bool] = False
+
     #: whether it takes a second reading to score at all
     needs_reread: ClassVar[bool] = False
 

@@ -50,6 +50,7 @@ class Compactor(Scoring):
 
     name = "compactor"
     paper = "Chari and Van Durme, Compactor: Calibrated Query-Agnostic KV Compression (2507.08143)"
+    at_once = True
 
     def __init__(
         self,
