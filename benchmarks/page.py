@@ -28,6 +28,7 @@ heavy_merge@global+int4,heavy_merge \
         --out docs/results/longeval_reread.json
     python -m benchmarks.reading --beside docs/results/longeval_reread.json \
         --out docs/results/reading.json
+    python -m benchmarks.ruler_unseen --count 4 --out docs/results/ruler_unseen.json
     python -m benchmarks.ablation --out docs/results/ablation.json
     python -m benchmarks.compression_time --out docs/results/compression_time.json
     python -m benchmarks.tolerance --out docs/results/tolerance.json
@@ -41,7 +42,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import page_balance, page_reread
+from benchmarks import page_balance, page_reread, page_ruler
 from benchmarks.markdown import made_with, table
 from benchmarks.page_speed import speed
 
@@ -638,6 +639,7 @@ PAGES: dict[str, tuple[str, dict[str, Callable[[dict[str, Any]], str]]]] = {
             "longeval_unseen": longeval_unseen,
             "longeval_reread": page_reread.longeval_reread,
             "reading": page_reread.reading,
+            "ruler_unseen": page_ruler.ruler_unseen,
             "tolerance": tolerance,
             "ablation": ablation,
             "compression_time": compression_time,

@@ -1,0 +1,30 @@
+"""The section on RULER's tasks with the question unseen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.markdown import made_with, table
+from benchmarks.ruler_unseen import averages
+
+
+def ruler_unseen(result: dict[str, Any]) -> str:
+    """A row for every method and budget: the mean over subtasks, then each of them."""
+    rows = result["results"]
+    means = averages(rows)
+    subtasks = list(dict.fromkeys(r["subtask"] for r in rows))
+    lines = []
+    for method, budget in sorted(means, key=lambda name: (-name[1], -means[name])):
+        found = {r["subtask"]: r for r in rows if (r["method"], r["budget"]) == (method, budget)}
+        cells = [f"{found[name]['accuracy']:.2f}" if name in found else "" for name in subtasks]
+        mean = f"{means[method, budget]:.2f}" if len(found) == len(subtasks) else ""
+        lines.append([method, f"{budget:g}", mean, *cells])
+    columns = ["method", "kept", "mean", *subtasks]
+    return (
+        f"## RULER, {result['length']:,} tokens, question unseen at compression\n\n"
+        f"Score on {result['count']} cases of each subtask that the packaged RULER model answers "
+        f"(`--model {result['model']}`; texts between the needles: {result['source']}), by the "
+        "share of the context's bytes that is kept, best first; equal bytes and names of methods "
+        "as above. So few cases leave much room: all of four right means at least a half.\n\n"
+        f"{table(columns, lines)}\n\n{made_with(result)}\n"
+    )
