@@ -18,6 +18,7 @@ from .error import QUERIES
 from .goal import Goal
 from .measure import Measurements, measurable
 from .needs import by_need
+from .retrieval_heads import RetrievalHeads
 from .shard import Shard
 from .storage import FULL, Bits, Price, best_at, choose
 from .stream import Stream
@@ -43,10 +44,11 @@ class _Told(NamedTuple):
 
 
 class Plan:
-    """One of seven ways to spend a budget:
+    """One of eight ways to spend a budget:
 
     - ``even``: the same budget for every head.
     - ``schedule``: shares of it, given per layer or per layer and head.
+    - ``heads``: all tokens for a share of the heads, sinks and recent window for the others.
     - ``curves``: where errors fall most, by curves measured before on other prompts.
     - ``measured``: the same, by curves measured on this prompt.
     - ``layer``, ``global``: where the slots lie that matter most to the method, by its scores,
@@ -68,6 +70,7 @@ class Plan:
         tolerance: of every head's relative error.
         max_budget: what a tolerance may cost on average; None: as much as it takes.
         choices: bits to choose from; the first are what a bound stores slots in.
+        retrieval: of ``heads``: which ones these are.
     """
 
     def __init__(
@@ -79,7 +82,9 @@ class Plan:
         tolerance: float | None = None,
         max_budget: Budget | None = None,
         choices: Sequence[Bits] = (FULL,),
+        retrieval: RetrievalHeads | None = None,
     ) -> None:
+        self.retrieval = retrieval
         self.kind, self.budget, self.schedule, self.curves = kind, budget, schedule, curves
         self.tolerance, self.max_budget = tolerance, max_budget
         self.goal = Goal(budget, tolerance, max_budget)
@@ -89,7 +94,7 @@ class Plan:
         self._measured = Measurements(choices)
         self._scores: dict[int, Tensor] = {}  # by layer, [batch, heads, n]
 
-    def begin(self, layers: int, heads: int) -> list[HeadBudgets | None]:
+    def begin(self, layers: int, heads: int, window: int = 0) -> list[HeadBudgets | None]:
         """What is known before the first token: the budgets of every layer, None where they follow
         from the prompt.
 
@@ -97,9 +102,10 @@ class Plan:
             layers: how many are compressed.
             heads: KV heads of the model. A layer that has fewer is one of a tensor-parallel rank:
                 budgets are then spread over the heads of all ranks.
+            window: sinks and recent tokens.
 
         Raises:
-            InputError: a schedule or curves that do not fit.
+            InputError: a schedule, curves or scores of heads that do not fit.
         """
         self._layers, self._heads = layers, heads
         if self.curves is not None and tuple(self.curves.error.shape[:2]) != (layers, heads):
@@ -108,6 +114,9 @@ class Plan:
                 f"allocation: the curves are of {found[0]} layers x {found[1]} KV heads, the model "
                 f"compresses {layers} x {heads}"
             )
+        if self.retrieval is not None:
+            assert self.budget is not None
+            return [*self.retrieval.budgets(float(self.budget.value), window, layers, heads)]
         if self.chooses or self.kind not in ("even", "schedule"):
             return [None] * layers
         assert self.budget is not None
@@ -367,7 +376,7 @@ def make_plan(
     budget: int | float | None,
     tolerance: float | None,
     max_budget: int | float | None,
-    allocation: str | Path | Curves,
+    allocation: str | Path | Curves | RetrievalHeads,
     schedule: Schedule | None,
     prefill: str,
     choices: Sequence[Bits] = (FULL,),
@@ -377,6 +386,8 @@ def make_plan(
     Raises:
         InputError: an argument out of range, or two that exclude each other.
     """
+    if isinstance(allocation, RetrievalHeads):
+        return _of_heads(allocation, budget, tolerance, max_budget, schedule, choices)
     curves = None
     if isinstance(allocation, Curves):
         curves = allocation
@@ -402,10 +413,33 @@ def make_plan(
     return Plan("tolerance", None, None, curves, float(tolerance), most, choices)
 
 
+def _of_heads(
+    heads: RetrievalHeads,
+    budget: int | float | None,
+    tolerance: float | None,
+    max_budget: int | float | None,
+    schedule: Schedule | None,
+    choices: Sequence[Bits],
+) -> Plan:
+    share = Budget(0.5 if budget is None else budget)
+    if not share.is_fraction:
+        raise InputError(
+            f"budget={budget!r} is the share of retrieval heads with allocation=RetrievalHeads: a "
+            "float in (0, 1]"
+        )
+    others = {"tolerance": tolerance, "max_budget": max_budget, "schedule": schedule}
+    for name, given in others.items():
+        if given is not None:
+            raise InputError(f"allocation=RetrievalHeads and {name}={given!r}: give one")
+    if len(choices) > 1:
+        raise InputError("bits='measured' chooses slots, too; with RetrievalHeads give 16, 8 or 4")
+    return Plan("heads", share, retrieval=heads)
+
+
 def _loaded(allocation: Any) -> Curves:
     if not isinstance(allocation, (str, Path)) or not Path(allocation).is_file():
         raise InputError(
-            f"allocation={allocation!r} must be one of {', '.join(ALLOCATIONS)}, Curves, or the "
-            "path of a file of them"
+            f"allocation={allocation!r} must be one of {', '.join(ALLOCATIONS)}, RetrievalHeads, "
+            "Curves, or the path of a file of them"
         )
     return Curves.load(allocation)
