@@ -10,6 +10,7 @@ METHOD_NAMES = (
     "uniform",
     "streaming_llm",
     "h2o",
+    "d2o",
     "observed_attention",
     "snapkv",
     "pyramidkv",

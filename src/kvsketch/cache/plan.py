@@ -17,7 +17,7 @@ from .curves import Curves, of_layers
 from .error import QUERIES
 from .goal import Goal
 from .measure import Measurements, measurable
-from .needs import by_need
+from .needs import by_need, by_variance
 from .retrieval_heads import RetrievalHeads
 from .shard import Shard
 from .storage import FULL, Bits, Price, best_at, choose
@@ -27,7 +27,7 @@ from .windowed_sketch import WindowedSketch
 # A bound on a head is worth a compression where it takes away so much of what the head holds.
 _WORTH = 0.9
 #: Allocations that compare scores.
-BY_NEED = ("layer", "global")
+BY_NEED = ("layer", "global", "variance")
 #: Of the average budget, what every head keeps at least where the heads of a layer compete: AdaKV's
 #: alpha, as its authors and kvpress have it.
 SAFEGUARD = 0.2
@@ -44,7 +44,7 @@ class _Told(NamedTuple):
 
 
 class Plan:
-    """One of eight ways to spend a budget:
+    """One of nine ways to spend a budget:
 
     - ``even``: the same budget for every head.
     - ``schedule``: shares of it, given per layer or per layer and head.
@@ -53,6 +53,7 @@ class Plan:
     - ``measured``: the same, by curves measured on this prompt.
     - ``layer``, ``global``: where the slots lie that matter most to the method, by its scores,
       among the heads of a layer (AdaKV) or of the model (KVzip).
+    - ``variance``: more in the layers whose scores vary less (D2O).
     - ``tolerance``: the fewest slots that keep every head's error within it, by curves of either
       kind; on average no more than ``max_budget``.
 
@@ -260,7 +261,7 @@ class Plan:
         """Where slots are told without errors: bits, if they are to be chosen, are those that err
         least where every head pays the average."""
         stream = streams[number]
-        together = self.kind == "global"
+        together = self.kind != "layer" and self.kind in BY_NEED
         if self.kind in BY_NEED:
             if shard.ranks > 1:
                 raise UnsupportedError(
@@ -302,10 +303,13 @@ class Plan:
         slots = int(float(price.buys(torch.tensor(average / seen))) * seen + 1e-6)
         safeguard = SAFEGUARD if self.kind == "layer" else 0.0
         scores = [self._scores.pop(n) for n in numbers]
-        told = [
-            by_need([s[row] for s in scores], slots, method.sink, method.recent, safeguard)
-            for row in range(len(scores[0]))
-        ]
+        told = []
+        for row in range(len(scores[0])):
+            own = [s[row] for s in scores]
+            if self.kind == "variance":
+                told.append(by_variance(own, slots, method.sink + method.recent))
+            else:
+                told.append(by_need(own, slots, method.sink, method.recent, safeguard))
         return [
             (
                 n,

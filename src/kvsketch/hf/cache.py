@@ -81,8 +81,9 @@ class SketchCache(Cache):  # type: ignore[misc]
             user's kind; better than "measured" where what is asked differs from what was read.
             "layer" and "global": the slots that the method scores highest among all heads of a
             layer (AdaKV), or of the model (KVzip), for which all layers wait uncompressed; with
-            methods that score by queries. ``RetrievalHeads``: a share ``budget`` of the heads keep
-            all tokens, the others sinks and recent window (DuoAttention).
+            methods that score by queries, as is "variance" (d2o's own way): more for the layers
+            whose tokens are attended to more evenly. ``RetrievalHeads``: a share ``budget`` of the
+            heads keep all tokens, the others sinks and recent window (DuoAttention).
             "measured", and a tolerance with ``max_budget``, compare all layers: a layer that is
             measured is meanwhile compressed to the most its heads may get, so that about half of
             an uncompressed cache is held at most (of a natively streaming sketch, all of it).

@@ -8,6 +8,7 @@ from .base import Compressor, keep_top
 from .chunkkv import ChunkKV
 from .cluster_merge import ClusterMerge
 from .compactor import Compactor
+from .d2o import D2O
 from .expected_attention import ExpectedAttention
 from .h2o import H2O
 from .halving import Halving
@@ -28,6 +29,7 @@ _CLASSES: tuple[type[Compressor], ...] = (
     Uniform,
     StreamingLLM,
     H2O,
+    D2O,
     ObservedAttention,
     SnapKV,
     PyramidKV,
@@ -67,6 +69,7 @@ def make(method: str, seed: int = 0) -> Compressor:
 
 
 __all__ = [
+    "D2O",
     "H2O",
     "HALVINGS",
     "METHODS",
