@@ -11,6 +11,7 @@ METHOD_NAMES = (
     "streaming_llm",
     "h2o",
     "d2o",
+    "cam",
     "observed_attention",
     "snapkv",
     "pyramidkv",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..errors import unknown_name
 from .balancekv import BalanceKV, SoftmaxBalance
 from .base import Compressor, keep_top
+from .cam import CaM
 from .chunkkv import ChunkKV
 from .cluster_merge import ClusterMerge
 from .compactor import Compactor
@@ -30,6 +31,7 @@ _CLASSES: tuple[type[Compressor], ...] = (
     StreamingLLM,
     H2O,
     D2O,
+    CaM,
     ObservedAttention,
     SnapKV,
     PyramidKV,
@@ -75,6 +77,7 @@ __all__ = [
     "METHODS",
     "TOVA",
     "BalanceKV",
+    "CaM",
     "ChunkKV",
     "Compactor",
     "Compressor",

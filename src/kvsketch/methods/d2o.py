@@ -10,16 +10,14 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..slots import Observed, Slots, compute_dtype
-from .base import check_input
-from .h2o import H2O
-from .window import check_window
+from ..slots import Slots, compute_dtype
+from .evicted import Evicted, Merging
 
 # Similarities that are formed at a time.
 _BLOCK = 1 << 22
 
 
-class D2O(H2O):
+class D2O(Merging):
     """Keep what H2O keeps; merge an evicted token into the kept one whose key is most similar to
     its own, if that similarity is no less than a threshold, and drop it else.
 
@@ -64,61 +62,12 @@ class D2O(H2O):
         self.decay = decay
         self.threshold = None
 
-    def compress(
-        self,
-        slots: Slots,
-        budget: int | Tensor,
-        observed: Observed | None = None,
-        *,
-        sink: int = 0,
-        recent: int = 0,
-        scored: bool = False,
-        fit: bool = True,
-    ) -> Slots:
-        check_window(sink, recent)
-        check_input(slots, budget)
-        if slots.count <= (budget if isinstance(budget, int) else int(budget.min())):
-            return slots
-        if not scored:
-            slots = self.observe(slots, observed)
-        number = torch.arange(slots.count, dtype=torch.float64, device=slots.keys.device)
-        marks = number.view(-1, 1).expand(*slots.keys.shape[:3], 1)
-        chosen = super().compress(
-            replace(slots, keys=marks, positions=None),
-            budget,
-            sink=sink,
-            recent=recent,
-            scored=True,
-        )
-        place, own = chosen.keys.squeeze(-1).long(), chosen.live()
-        kept = slots.take(place)
-        if own is None:
-            own = torch.ones_like(place, dtype=torch.bool)
-        else:  # dead ones, but for those of a head that keeps everything
-            limit = torch.as_tensor(budget, device=own.device).unsqueeze(-1)
-            behind = ~own & (limit < slots.count)
-            kept = replace(kept, mass=kept.masses())
-            kept = kept.map(
-                lambda t: t.masked_fill(behind.view(*own.shape, *[1] * (t.dim() - 3)), 0)
-            )
-        return self._merged(slots, kept, place, own)
-
-    __call__ = compress
-
-    def _merged(self, slots: Slots, kept: Slots, place: Tensor, own: Tensor) -> Slots:
-        """``kept``, those of ``slots`` at ``place`` (``own``: which of them are live), with the
-        others merged into them."""
-        n, live = slots.count, slots.live()
-        gone = torch.ones(*place.shape[:2], n + 1, dtype=torch.bool, device=place.device)
-        gone.scatter_(-1, torch.where(own, place, n), False)
-        gone = gone[..., :n] if live is None else gone[..., :n] & live
-        count = gone.sum(-1)
-        most = int(count.max())
-        if most == 0:
+    def merged(self, evicted: Evicted, fit: bool) -> Slots:
+        kept, own = evicted.kept, evicted.own
+        order, real = evicted.first()
+        if not order.shape[-1]:
             return kept
-        order = gone.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :most]
-        real = torch.arange(most, device=count.device) < count.unsqueeze(-1)
-        lost = slots.take(order)
+        lost, count = evicted.slots.take(order), real.sum(-1)
         u, nearest = most_similar(lost.keys, kept.keys, own)
         u = torch.where(real, u, 0.0)
         mean = u.sum(-1) / count  # NaN where nothing goes
@@ -128,7 +77,7 @@ class D2O(H2O):
         found = torch.where(before.isnan(), mean, self.decay * mean + (1 - self.decay) * before)
         self.threshold = torch.where(mean.isnan(), before, found)
         weight = torch.where(real & (u >= self.threshold.unsqueeze(-1)), u.exp(), 0.0)
-        added = torch.zeros_like(place, dtype=weight.dtype).scatter_add(-1, nearest, weight)
+        added = torch.zeros_like(own, dtype=weight.dtype).scatter_add(-1, nearest, weight)
 
         def mean_of(mine: Tensor, theirs: Tensor) -> Tensor:
             dtype = compute_dtype(mine.dtype)
