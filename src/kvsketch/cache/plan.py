@@ -18,7 +18,7 @@ from .error import QUERIES
 from .goal import Goal
 from .measure import Measurements, measurable
 from .needs import by_need, by_variance
-from .retrieval_heads import RetrievalHeads
+from .retrieval_heads import RetrievalHeads, share_of_heads
 from .shard import Shard
 from .storage import FULL, Bits, Price, best_at, choose
 from .stream import Stream
@@ -391,7 +391,10 @@ def make_plan(
         InputError: an argument out of range, or two that exclude each other.
     """
     if isinstance(allocation, RetrievalHeads):
-        return _of_heads(allocation, budget, tolerance, max_budget, schedule, choices)
+        bits = "measured" if len(choices) > 1 else None
+        others = {"tolerance": tolerance, "max_budget": max_budget, "schedule": schedule}
+        share = share_of_heads(budget, **others, bits=bits)
+        return Plan("heads", share, retrieval=allocation)
     curves = None
     if isinstance(allocation, Curves):
         curves = allocation
@@ -415,29 +418,6 @@ def make_plan(
             "bits 16, 8 or 4"
         )
     return Plan("tolerance", None, None, curves, float(tolerance), most, choices)
-
-
-def _of_heads(
-    heads: RetrievalHeads,
-    budget: int | float | None,
-    tolerance: float | None,
-    max_budget: int | float | None,
-    schedule: Schedule | None,
-    choices: Sequence[Bits],
-) -> Plan:
-    share = Budget(0.5 if budget is None else budget)
-    if not share.is_fraction:
-        raise InputError(
-            f"budget={budget!r} is the share of retrieval heads with allocation=RetrievalHeads: a "
-            "float in (0, 1]"
-        )
-    others = {"tolerance": tolerance, "max_budget": max_budget, "schedule": schedule}
-    for name, given in others.items():
-        if given is not None:
-            raise InputError(f"allocation=RetrievalHeads and {name}={given!r}: give one")
-    if len(choices) > 1:
-        raise InputError("bits='measured' chooses slots, too; with RetrievalHeads give 16, 8 or 4")
-    return Plan("heads", share, retrieval=heads)
 
 
 def _loaded(allocation: Any) -> Curves:

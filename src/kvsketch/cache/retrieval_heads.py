@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,3 +77,27 @@ class RetrievalHeads:
             HeadBudgets([[part if x else whole for x in row]], bound=share, measured=True)
             for row in self.streaming(share).tolist()
         ]
+
+
+def share_of_heads(budget: int | float | None, **others: Any) -> Budget:
+    """The share of retrieval heads that a budget means.
+
+    Args:
+        budget: None: a half.
+        others: what else may say how a budget is spent, None where it is not given.
+
+    Raises:
+        InputError: a budget that is no share, or anything else that is given.
+    """
+    share = Budget(0.5 if budget is None else budget)
+    if not share.is_fraction:
+        raise InputError(
+            f"budget={budget!r} is the share of retrieval heads with allocation=RetrievalHeads: a "
+            "float in (0, 1]"
+        )
+    for name, given in others.items():
+        if given is not None:
+            raise InputError(
+                f"allocation=RetrievalHeads and {name}={given!r} exclude each other: leave one out"
+            )
+    return share
