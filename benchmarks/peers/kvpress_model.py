@@ -49,6 +49,21 @@ def kept_of_model(folder: Path, jobs: Sequence[ModelJob]) -> list[Tensor]:
     Raises:
         PeerError: kvpress is missing, of another version, or refused.
     """
+    return kept_and_scores(folder, jobs)[0]
+
+
+def kept_and_scores(
+    folder: Path, jobs: Sequence[ModelJob], texts: Sequence[str] | None = None
+) -> tuple[list[Tensor], Tensor | None]:
+    """``kept_of_model``, and DuoAttention's scores of the heads by texts, float ``[layers,
+    num_key_value_heads]``; its presses then measure on these.
+
+    Args:
+        texts: 50 of them, as many as kvpress takes; None: no scores.
+
+    Raises:
+        PeerError: as ``kept_of_model``.
+    """
     reason = available()
     if reason is not None:
         raise PeerError(reason)
@@ -63,5 +78,6 @@ def kept_of_model(folder: Path, jobs: Sequence[ModelJob]) -> list[Tensor]:
         for job in jobs
     ]
     tensors = {f"ids.{i}": job.ids.clone() for i, job in enumerate(jobs)}
-    found = call(_RUNNER, tensors, {"model": str(folder), "jobs": request})
-    return [found[f"kept.{i}"] for i in range(len(jobs))]
+    given = None if texts is None else list(texts)
+    found = call(_RUNNER, tensors, {"model": str(folder), "texts": given, "jobs": request})
+    return [found[f"kept.{i}"] for i in range(len(jobs))], found.get("scores")

@@ -2,10 +2,12 @@
 
     python kvpress_model_runner.py request.json in.safetensors out.safetensors
 
-The request is ``{"model": folder, "jobs": [{"press": class name, "arguments": of its constructor,
-"inner": class name of the press inside it or null, "inner_arguments": likewise, "ratio":
-compression_ratio}]}``; job i reads the context ``ids.i``, int64 ``[1, n]``, and writes ``kept.i``,
-bool ``[layers, num_key_value_heads, n]``: what the press did not mask.
+The request is ``{"model": folder, "texts": what DuoAttention measures heads on or null, "jobs":
+[{"press": class name, "arguments": of its constructor, "inner": class name of the press inside it
+or null, "inner_arguments": likewise, "ratio": compression_ratio}]}``; job i reads the context
+``ids.i``, int64 ``[1, n]``, and writes ``kept.i``, bool ``[layers, num_key_value_heads, n]``: what
+the press did not mask. With texts, ``scores`` are DuoAttention's, float ``[layers,
+num_key_value_heads]``.
 """
 
 from __future__ import annotations
@@ -16,12 +18,32 @@ from typing import Any
 
 import kvpress
 import torch
+from kvpress.presses import duo_attention_press
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 
+class Texts:
+    """Stands in for the data set that kvpress would take from the network."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+
+    def to_pandas(self) -> Texts:
+        return self
+
+    def sample(self, count: int, random_state: int) -> dict[str, Texts]:
+        assert len(self.texts) == count
+        return {"chapter": self}
+
+    def tolist(self) -> list[str]:
+        return self.texts
+
+
 def press_of(job: dict[str, Any]) -> Any:
     cls = getattr(kvpress, job["press"])
+    if job["press"] == "DuoAttentionPress":
+        return cls(**job["arguments"])
     if job["inner"] is None:
         return cls(compression_ratio=job["ratio"], **job["arguments"])
     inner = getattr(kvpress, job["inner"])(compression_ratio=job["ratio"], **job["inner_arguments"])
@@ -36,6 +58,10 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32).eval()
     model.config.name_or_path = asked["model"]  # where KVzip finds the tokenizer
     found = {}
+    if asked["texts"] is not None:
+        duo_attention_press.load_dataset = lambda *_, **__: Texts(asked["texts"])
+        scores = duo_attention_press.duo_attention_on_the_fly(model)
+        found["scores"] = torch.from_numpy(scores).clone()
     for i, job in enumerate(asked["jobs"]):
         ids = tensors[f"ids.{i}"]
         grad = "grad" in job["press"].lower()

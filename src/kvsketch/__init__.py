@@ -9,9 +9,9 @@ from .errors import InputError, KVSketchError, UnsupportedError
 
 if TYPE_CHECKING:
     from .budget import Budget
-    from .cache import Curves
+    from .cache import Curves, RetrievalHeads
     from .evaluation.runner.allocation import measure_curves, measure_schedule
-    from .hf import SketchCache, compressing, prefill
+    from .hf import SketchCache, compressing, measure_heads, prefill
     from .methods import METHODS
     from .methods.registry import ALL_METHODS, SKETCHES
     from .slots import Observed, Slots, attend
@@ -27,6 +27,7 @@ __all__ = [
     "InputError",
     "KVSketchError",
     "Observed",
+    "RetrievalHeads",
     "SketchCache",
     "Slots",
     "UnsupportedError",
@@ -34,6 +35,7 @@ __all__ = [
     "attend",
     "compressing",
     "measure_curves",
+    "measure_heads",
     "measure_schedule",
     "prefill",
 ]
@@ -45,11 +47,13 @@ _LAZY = {
     "measure_curves": "evaluation.runner.allocation",
     "measure_schedule": "evaluation.runner.allocation",
     "Curves": "cache",
+    "RetrievalHeads": "cache",
     "SKETCHES": "methods.registry",
     "Budget": "budget",
     "Observed": "slots",
     "SketchCache": "hf",
     "compressing": "hf",
+    "measure_heads": "hf",
     "prefill": "hf",
     "Slots": "slots",
     "attend": "slots",

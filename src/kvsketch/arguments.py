@@ -39,8 +39,8 @@ def check_arguments(
     named = isinstance(allocation, (str, Path)) and Path(allocation).is_file()
     if allocation is not None and allocation not in ALLOCATIONS and not named:
         raise InputError(
-            f"allocation={allocation!r} must be one of {', '.join(ALLOCATIONS)}, Curves, or the "
-            "path of a file of them"
+            f"allocation={allocation!r} must be one of {', '.join(ALLOCATIONS)}, RetrievalHeads, "
+            "Curves, or the path of a file of them"
         )
     if tolerance is not None:
         check_tolerance(tolerance, budget, prefill)

@@ -12,7 +12,7 @@ from .errors import InputError
 Schedule = Sequence[float] | Sequence[Sequence[float]]
 
 #: How a budget can be spent over layers and heads, besides by a schedule or by curves.
-ALLOCATIONS = ("even", "measured", "layer", "global")
+ALLOCATIONS = ("even", "measured", "layer", "global", "variance")
 
 
 @dataclass(frozen=True)

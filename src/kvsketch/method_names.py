@@ -10,6 +10,8 @@ METHOD_NAMES = (
     "uniform",
     "streaming_llm",
     "h2o",
+    "d2o",
+    "cam",
     "observed_attention",
     "snapkv",
     "pyramidkv",

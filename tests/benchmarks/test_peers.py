@@ -4,8 +4,10 @@ Comparisons run where the peer is installed (``make peers``) and skip with the r
 
 from __future__ import annotations
 
+import copy
 import itertools
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -470,3 +472,39 @@ def test_bad_jobs_are_named_before_work_starts(changes, message):
     job = {"press": "knorm", "queries": queries, "keys": keys, "values": values, "kept": 5}
     with pytest.raises(InputError, match=message):
         Job(**{**job, **changes})
+
+
+def cam_case(shape, neighbours):
+    """Slots whose heads have the same accumulated attention, as CAMPress's score the same."""
+    _, keys, values = tensors(shape)
+    g = torch.Generator().manual_seed(3)
+    attention = 0.2 + torch.rand(shape[0], 1, shape[3], generator=g)
+    slots = Slots(keys, values, score=attention.expand(keys.shape[:3]))
+    compressor = ALL_METHODS["cam"](neighbours=neighbours, seed=4)
+    numbers = copy.deepcopy(compressor).random(keys.shape[:3], keys.device)
+    # all but the tokens of highest attention go
+    order = attention.topk(shape[3] - shape[-1], dim=-1, largest=False).indices.sort(-1).values
+    uniform = numbers.gather(-1, order.expand(-1, keys.shape[1], -1))
+    return slots, compressor, uniform.float()
+
+
+@pytest.mark.parametrize("neighbours", [1, 5, 32])
+def test_cam_merges_as_kvpress_does_by_the_same_random_numbers(neighbours):
+    reason = kvpress.available()
+    if reason is not None:
+        pytest.skip(f"kvpress: {reason}")
+    cases = [cam_case(shape, neighbours) for shape in SHAPES]
+    given, request = {}, []
+    for i, (slots, _, uniform) in enumerate(cases):
+        fields = {"keys": slots.keys, "values": slots.values, "attention": slots.score}
+        for name, tensor in {**fields, "uniform": uniform}.items():
+            given[f"{name}.{i}"] = tensor.clone().contiguous()
+        request.append({"kept": SHAPES[i][-1], "merge_budget": neighbours})
+    runner = Path(kvpress.__file__).with_name("kvpress_cam_runner.py")
+    found = exchange.call(runner, given, request)
+    for i, (slots, compressor, _) in enumerate(cases):
+        kept = compressor(slots, SHAPES[i][-1], scored=True, fit=False)
+        assert torch.equal(kept.keys, found[f"keys.{i}"])
+        torch.testing.assert_close(kept.values, found[f"values.{i}"], rtol=1e-5, atol=1e-5)
+        plain = compressor(slots, SHAPES[i][-1], scored=True)
+        assert not torch.allclose(kept.values, plain.values, atol=1e-3)

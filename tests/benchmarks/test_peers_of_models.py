@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvsketch
 from benchmarks.peers import kvpress
-from benchmarks.peers.kvpress_model import ModelJob, kept_of_model
+from benchmarks.peers.kvpress_model import ModelJob, kept_and_scores, kept_of_model
 from kvsketch import SketchCache
 from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
@@ -100,3 +100,28 @@ def test_criticalkv_by_layer_keeps_what_criticaladakv_keeps(theirs, n, kept):
     found = by_layer("criticalkv", n, kept)
     assert torch.equal(found, theirs["critical", n])
     assert not torch.equal(found, by_layer("snapkv", n, kept))
+
+
+#: as many as kvpress asks for
+TEXTS = [case["prompt"] for case in generate_cases(70, 5, seed=9)] * 10
+
+
+@pytest.mark.parametrize("share", [0.25, 0.7])
+def test_heads_are_scored_and_split_as_by_duo_attention(share):
+    """With the sinks and the recent window that kvpress's scoring sets."""
+    reason = kvpress.available()
+    if reason is not None:
+        pytest.skip(f"kvpress: {reason}")
+    folder, model, tokenizer, ids = packaged()
+    arguments = {"head_compression_ratio": 1 - share, "on_the_fly_scoring": True}
+    jobs = [ModelJob("DuoAttentionPress", ids[:, :n], 1, arguments) for n, _ in SHAPES]
+    theirs, scores = kept_and_scores(folder, jobs, TEXTS)
+    heads = kvsketch.measure_heads(model, tokenizer, TEXTS[:5])
+    torch.testing.assert_close(heads.scores, scores, rtol=1e-4, atol=1e-5)
+    for (n, _), expected in zip(SHAPES, theirs, strict=True):
+        cache = SketchCache(
+            model.config, allocation=heads, budget=share, sink=128, recent=256, track_positions=True
+        )
+        kvsketch.prefill(model, ids[:, :n], cache)
+        assert torch.equal(kept_by(cache, n), expected)
+    assert 0 < expected.float().mean() < 1

@@ -4,6 +4,7 @@ from .budgets import HeadBudgets
 from .curves import Curves
 from .page import Page
 from .plan import Plan, make_plan
+from .retrieval_heads import RetrievalHeads
 from .stream import Stream
 from .window import Windowed, windowed
 from .windowed_sketch import WindowedSketch
@@ -13,6 +14,7 @@ __all__ = [
     "HeadBudgets",
     "Page",
     "Plan",
+    "RetrievalHeads",
     "Stream",
     "Windowed",
     "WindowedSketch",

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .curves import spend
+
 
 def by_need(
     scores: Sequence[Tensor], budget: int, sink: int, recent: int, safeguard: float = 0.0
@@ -42,3 +44,41 @@ def by_need(
         chosen = between.flatten().topk(free * len(between)).indices // between.shape[1]
         counts = torch.bincount(chosen, minlength=len(between)).cpu()
     return list(torch.split(counts + first + last, [len(layer) for layer in scores]))
+
+
+def by_variance(scores: Sequence[Tensor], budget: int, window: int) -> list[Tensor]:
+    """How many slots the heads of each layer get if layers whose attention is spread evenly over
+    tokens keep more than those where few tokens get most of it (D2O, arXiv:2406.13035, section 3).
+
+    A layer weighs exp(-F): F is the variance over tokens of the attention that they received in
+    all, brought to [0, 1] over the heads of the layer, and averaged over them (so in the authors'
+    code). Sinks and recent window are the same everywhere; what lies between is shared out by these
+    weights, and what a layer cannot use goes to the others, so that the total stays.
+
+    Args:
+        scores: of every layer, float ``[heads, n]``, -inf for slots that are not there.
+        budget: slots per head on average, the window included.
+        window: sinks and recent window.
+
+    Returns:
+        int64 ``[heads]`` for every layer, the same for all its heads.
+    """
+    n = scores[0].shape[-1]
+    weight = torch.stack([(-_spread(layer)).exp() for layer in scores])
+    window = min(window, budget, n)
+    free = torch.full_like(weight, n - window)
+    total = float(min(budget - window, n - window) * len(weight))
+    shared = spend(weight / weight.sum() * total, total, free) if total else 0 * weight
+    counts = (shared + 1e-6).floor().long() + window
+    return [count.expand(len(layer)) for count, layer in zip(counts, scores, strict=True)]
+
+
+def _spread(score: Tensor) -> Tensor:
+    """A layer's F, float64, in [0, 1]."""
+    there = torch.isfinite(score)
+    count = there.sum(-1)
+    held = torch.where(there, score, 0.0).double()
+    away = torch.where(there, held - (held.sum(-1) / count).unsqueeze(-1), 0.0)
+    variance = (away.square().sum(-1) / (count - 1).clamp(min=1)).cpu()
+    low, high = variance.aminmax()
+    return ((variance - low) / (high - low + 1e-6)).mean()

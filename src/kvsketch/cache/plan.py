@@ -17,7 +17,8 @@ from .curves import Curves, of_layers
 from .error import QUERIES
 from .goal import Goal
 from .measure import Measurements, measurable
-from .needs import by_need
+from .needs import by_need, by_variance
+from .retrieval_heads import RetrievalHeads, share_of_heads
 from .shard import Shard
 from .storage import FULL, Bits, Price, best_at, choose
 from .stream import Stream
@@ -26,7 +27,7 @@ from .windowed_sketch import WindowedSketch
 # A bound on a head is worth a compression where it takes away so much of what the head holds.
 _WORTH = 0.9
 #: Allocations that compare scores.
-BY_NEED = ("layer", "global")
+BY_NEED = ("layer", "global", "variance")
 #: Of the average budget, what every head keeps at least where the heads of a layer compete: AdaKV's
 #: alpha, as its authors and kvpress have it.
 SAFEGUARD = 0.2
@@ -43,14 +44,16 @@ class _Told(NamedTuple):
 
 
 class Plan:
-    """One of seven ways to spend a budget:
+    """One of nine ways to spend a budget:
 
     - ``even``: the same budget for every head.
     - ``schedule``: shares of it, given per layer or per layer and head.
+    - ``heads``: all tokens for a share of the heads, sinks and recent window for the others.
     - ``curves``: where errors fall most, by curves measured before on other prompts.
     - ``measured``: the same, by curves measured on this prompt.
     - ``layer``, ``global``: where the slots lie that matter most to the method, by its scores,
       among the heads of a layer (AdaKV) or of the model (KVzip).
+    - ``variance``: more in the layers whose scores vary less (D2O).
     - ``tolerance``: the fewest slots that keep every head's error within it, by curves of either
       kind; on average no more than ``max_budget``.
 
@@ -68,6 +71,7 @@ class Plan:
         tolerance: of every head's relative error.
         max_budget: what a tolerance may cost on average; None: as much as it takes.
         choices: bits to choose from; the first are what a bound stores slots in.
+        retrieval: of ``heads``: which ones these are.
     """
 
     def __init__(
@@ -79,7 +83,9 @@ class Plan:
         tolerance: float | None = None,
         max_budget: Budget | None = None,
         choices: Sequence[Bits] = (FULL,),
+        retrieval: RetrievalHeads | None = None,
     ) -> None:
+        self.retrieval = retrieval
         self.kind, self.budget, self.schedule, self.curves = kind, budget, schedule, curves
         self.tolerance, self.max_budget = tolerance, max_budget
         self.goal = Goal(budget, tolerance, max_budget)
@@ -89,7 +95,7 @@ class Plan:
         self._measured = Measurements(choices)
         self._scores: dict[int, Tensor] = {}  # by layer, [batch, heads, n]
 
-    def begin(self, layers: int, heads: int) -> list[HeadBudgets | None]:
+    def begin(self, layers: int, heads: int, window: int = 0) -> list[HeadBudgets | None]:
         """What is known before the first token: the budgets of every layer, None where they follow
         from the prompt.
 
@@ -97,9 +103,10 @@ class Plan:
             layers: how many are compressed.
             heads: KV heads of the model. A layer that has fewer is one of a tensor-parallel rank:
                 budgets are then spread over the heads of all ranks.
+            window: sinks and recent tokens.
 
         Raises:
-            InputError: a schedule or curves that do not fit.
+            InputError: a schedule, curves or scores of heads that do not fit.
         """
         self._layers, self._heads = layers, heads
         if self.curves is not None and tuple(self.curves.error.shape[:2]) != (layers, heads):
@@ -108,6 +115,9 @@ class Plan:
                 f"allocation: the curves are of {found[0]} layers x {found[1]} KV heads, the model "
                 f"compresses {layers} x {heads}"
             )
+        if self.retrieval is not None:
+            assert self.budget is not None
+            return [*self.retrieval.budgets(float(self.budget.value), window, layers, heads)]
         if self.chooses or self.kind not in ("even", "schedule"):
             return [None] * layers
         assert self.budget is not None
@@ -251,7 +261,7 @@ class Plan:
         """Where slots are told without errors: bits, if they are to be chosen, are those that err
         least where every head pays the average."""
         stream = streams[number]
-        together = self.kind == "global"
+        together = self.kind != "layer" and self.kind in BY_NEED
         if self.kind in BY_NEED:
             if shard.ranks > 1:
                 raise UnsupportedError(
@@ -293,10 +303,13 @@ class Plan:
         slots = int(float(price.buys(torch.tensor(average / seen))) * seen + 1e-6)
         safeguard = SAFEGUARD if self.kind == "layer" else 0.0
         scores = [self._scores.pop(n) for n in numbers]
-        told = [
-            by_need([s[row] for s in scores], slots, method.sink, method.recent, safeguard)
-            for row in range(len(scores[0]))
-        ]
+        told = []
+        for row in range(len(scores[0])):
+            own = [s[row] for s in scores]
+            if self.kind == "variance":
+                told.append(by_variance(own, slots, method.sink + method.recent))
+            else:
+                told.append(by_need(own, slots, method.sink, method.recent, safeguard))
         return [
             (
                 n,
@@ -367,7 +380,7 @@ def make_plan(
     budget: int | float | None,
     tolerance: float | None,
     max_budget: int | float | None,
-    allocation: str | Path | Curves,
+    allocation: str | Path | Curves | RetrievalHeads,
     schedule: Schedule | None,
     prefill: str,
     choices: Sequence[Bits] = (FULL,),
@@ -377,6 +390,11 @@ def make_plan(
     Raises:
         InputError: an argument out of range, or two that exclude each other.
     """
+    if isinstance(allocation, RetrievalHeads):
+        bits = "measured" if len(choices) > 1 else None
+        others = {"tolerance": tolerance, "max_budget": max_budget, "schedule": schedule}
+        share = share_of_heads(budget, **others, bits=bits)
+        return Plan("heads", share, retrieval=allocation)
     curves = None
     if isinstance(allocation, Curves):
         curves = allocation
@@ -405,7 +423,7 @@ def make_plan(
 def _loaded(allocation: Any) -> Curves:
     if not isinstance(allocation, (str, Path)) or not Path(allocation).is_file():
         raise InputError(
-            f"allocation={allocation!r} must be one of {', '.join(ALLOCATIONS)}, Curves, or the "
-            "path of a file of them"
+            f"allocation={allocation!r} must be one of {', '.join(ALLOCATIONS)}, RetrievalHeads, "
+            "Curves, or the path of a file of them"
         )
     return Curves.load(allocation)

@@ -262,6 +262,8 @@ class Stream:
         if not prefill:
             room = self.buffer
             budget = self.pace.below(budget, room)
+            if isinstance(limit, Tensor):  # heads that keep every token have no use for room
+                budget = torch.where(limit >= self.seen, limit, budget)
         if exact is not None and prefill and last is not None:
             recent = int(torch.as_tensor(self.pace.recent(budget)).min())
             self.errors.ask(exact, last, recent, self.seen)

@@ -94,12 +94,12 @@ class Windowed:
         )
 
     def reset(self) -> None:
-        """A compressor holds nothing; rows are numbered anew."""
-        self.compressor.rows = None
+        """Forget what the compressor holds."""
+        self.compressor.reset()
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Rows are numbered anew."""
-        self.compressor.rows = None
+        """Apply ``fn``, which acts on axis 0, to what the compressor holds."""
+        self.compressor.map_batch(fn)
 
     def number_rows(self, rows: Tensor) -> None:
         """Say that the rows are part of a larger batch and which ones (int64 ``[batch]``): they
@@ -107,8 +107,8 @@ class Windowed:
         self.compressor.rows = rows
 
     def tensors(self) -> list[Tensor]:
-        """Nothing is held."""
-        return []
+        """What the compressor holds between calls."""
+        return self.compressor.tensors()
 
 
 def windowed(

@@ -81,9 +81,10 @@ def eval_command(
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated; NAME with any of :FIRST:LAST, @even, @measured, @layer, @global "
-            "or @FILE, and +16bit, +int8, +int4 or +measured behind it. FIRST and LAST are its own "
-            "--sink and --recent, or shares of the tokens; see `kvsketch methods`."
+            help="Comma-separated; NAME with any of :FIRST:LAST, @even, @measured, @layer, "
+            "@global, @variance or @FILE, and +16bit, +int8, +int4 or +measured behind it. FIRST "
+            "and LAST are its own --sink and --recent, or shares of the tokens; see `kvsketch "
+            "methods`."
         ),
     ] = METHODS_DEFAULT,
     budgets: Annotated[

@@ -17,11 +17,12 @@ from transformers.cache_utils import (
 
 from ..arguments import PREFILL_MODES
 from ..budget import Budget, Schedule
-from ..cache import Curves, HeadBudgets, Stream, make_plan, windowed
+from ..cache import Curves, HeadBudgets, RetrievalHeads, Stream, make_plan, windowed
 from ..cache.plan import BY_NEED
 from ..cache.storage import CHOICES, FULL, MEASURED
 from ..errors import InputError, UnsupportedError
 from ..methods.registry import Method, class_of, default_allocation, default_bits, default_schedule
+from ..methods.sketches import Sketch
 from . import accounting, adapters, compiled, interface, models
 from .forward import Forward
 from .hybrid_layer import HybridSketchLayer
@@ -80,7 +81,9 @@ class SketchCache(Cache):  # type: ignore[misc]
             user's kind; better than "measured" where what is asked differs from what was read.
             "layer" and "global": the slots that the method scores highest among all heads of a
             layer (AdaKV), or of the model (KVzip), for which all layers wait uncompressed; with
-            methods that score by queries.
+            methods that score by queries, as is "variance" (d2o's own way): more for the layers
+            whose tokens are attended to more evenly. ``RetrievalHeads``: a share ``budget`` of the
+            heads keep all tokens, the others sinks and recent window (DuoAttention).
             "measured", and a tolerance with ``max_budget``, compare all layers: a layer that is
             measured is meanwhile compressed to the most its heads may get, so that about half of
             an uncompressed cache is held at most (of a natively streaming sketch, all of it).
@@ -119,7 +122,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         schedule: Schedule | None = None,
         tolerance: float | None = None,
         max_budget: int | float | None = None,
-        allocation: str | Path | Curves | None = None,
+        allocation: str | Path | Curves | RetrievalHeads | None = None,
         track_positions: bool = False,
         track_error: bool = False,
         options: Mapping[str, Any] | None = None,
@@ -136,8 +139,14 @@ class SketchCache(Cache):  # type: ignore[misc]
         if allocation is None:
             own = schedule is None and tolerance is None and prefill == "exact"
             allocation = default_allocation(method) if own else "even"
+        heads_told = isinstance(allocation, RetrievalHeads)
+        if heads_told and issubclass(cls, Sketch):
+            raise InputError(
+                f"allocation=RetrievalHeads keeps all tokens of a head, which method={cls.name!r} "
+                "does not; use a Compressor, such as 'streaming_llm'"
+            )
         if bits is None:
-            bits = default_bits(method) if prefill == "exact" else 16
+            bits = default_bits(method) if prefill == "exact" and not heads_told else 16
         exact = budget is not None and Budget(budget).value == 1.0  # nothing to choose
         choices = CHOICES if bits == MEASURED and not exact else (FULL,)
         self.plan = plan = make_plan(
@@ -176,7 +185,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         whole = plan.budget is not None and plan.budget.is_fraction and plan.budget.value >= 1
         if plan.kind == "even" and plan.budget is not None:
             plan.schedule = default_schedule(method, len(chosen), plan.budget, recent)
-        budgets: list[HeadBudgets | None] = plan.begin(len(chosen), heads)
+        budgets: list[HeadBudgets | None] = plan.begin(len(chosen), heads, sink + recent)
         for place, index in enumerate(chosen):
             made = windowed(method, sink, recent, seed + index, options)
             stream = Stream(made, budgets[place], buffer, one_shot, bits, track_error)

@@ -24,8 +24,8 @@ def check_tokens(layer: SketchLayer, keys: Tensor, values: Tensor) -> None:
     budget = layer.stream.budget
     if budget is not None and budget.even is None and budget.heads != keys.shape[1]:
         raise InputError(
-            f"schedule has {budget.heads} KV heads, this process holds {keys.shape[1]}: under "
-            "tensor parallelism give one share per layer"
+            f"schedule or allocation has {budget.heads} KV heads, this process holds "
+            f"{keys.shape[1]}: under tensor parallelism give one share per layer"
         )
     if layer.stream.seen:
         held = layer.token_shape

@@ -5,9 +5,11 @@ from __future__ import annotations
 from ..errors import unknown_name
 from .balancekv import BalanceKV, SoftmaxBalance
 from .base import Compressor, keep_top
+from .cam import CaM
 from .chunkkv import ChunkKV
 from .cluster_merge import ClusterMerge
 from .compactor import Compactor
+from .d2o import D2O
 from .expected_attention import ExpectedAttention
 from .h2o import H2O
 from .halving import Halving
@@ -28,6 +30,8 @@ _CLASSES: tuple[type[Compressor], ...] = (
     Uniform,
     StreamingLLM,
     H2O,
+    D2O,
+    CaM,
     ObservedAttention,
     SnapKV,
     PyramidKV,
@@ -67,11 +71,13 @@ def make(method: str, seed: int = 0) -> Compressor:
 
 
 __all__ = [
+    "D2O",
     "H2O",
     "HALVINGS",
     "METHODS",
     "TOVA",
     "BalanceKV",
+    "CaM",
     "ChunkKV",
     "Compactor",
     "Compressor",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -24,8 +25,9 @@ class Compressor(ABC):
     Input may be weighted (the output of an earlier compression) and may hold dead slots; the
     order of the slots is the order of the tokens, and the output keeps it.
 
-    Nothing is held between calls but the state of the random generator: what a method remembers
-    about slots travels with them, in ``Slots.score``.
+    Nothing is held between calls but the state of the random generator, and what ``map_batch``
+    knows of (D2O's thresholds): what a method remembers about slots travels with them, in
+    ``Slots.score``.
 
     What a row of the batch keeps depends on its own slots and queries, its number in the batch, the
     seed and the calls before: neither on what other rows hold nor on how many there are, but for
@@ -203,6 +205,18 @@ class Compressor(ABC):
             seen: the observed queries and what they attended to, for a method that ``fits`` to
                 them; None where there are none to fit to.
         """
+
+    def reset(self) -> None:
+        """Forget what was held of rows; they are numbered anew."""
+        self.rows = None
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``fn``, which acts on axis 0, to what is held of rows; these are numbered anew."""
+        self.rows = None
+
+    def tensors(self) -> list[Tensor]:
+        """What is held of rows, for byte counting."""
+        return []
 
     def streams(self, batch: int, heads: int, device: torch.device) -> Tensor:
         """A fresh random stream for every row and head: keys, int64 ``[batch, heads]``. Takes one
