@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.markdown import made_with, table
-from benchmarks.ruler_unseen import averages
+
+
+def averages(rows: list[dict[str, Any]]) -> dict[tuple[str, float], float]:
+    """Mean accuracy over subtasks, by method and budget."""
+    found: dict[tuple[str, float], list[float]] = {}
+    for row in rows:
+        found.setdefault((row["method"], row["budget"]), []).append(row["accuracy"])
+    return {name: sum(scores) / len(scores) for name, scores in found.items()}
 
 
 def ruler_unseen(result: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from benchmarks.longeval_unseen import measure
 from benchmarks.options import METHODS_HELP, among, fractions, methods, positive
+from benchmarks.page_ruler import averages
 from benchmarks.prompts import Asked, load
 from benchmarks.results import Results, Row
 from kvsketch.evaluation.report.report import dumps
@@ -108,14 +109,6 @@ def main(
     console.print(table(results.rows))
     if json:
         print(dumps(result))
-
-
-def averages(rows: list[Row]) -> dict[tuple[str, float], float]:
-    """Mean accuracy over subtasks, by method and budget."""
-    found: dict[tuple[str, float], list[float]] = {}
-    for row in rows:
-        found.setdefault((row["method"], row["budget"]), []).append(row["accuracy"])
-    return {name: sum(scores) / len(scores) for name, scores in found.items()}
 
 
 def table(rows: list[Row]) -> Table:

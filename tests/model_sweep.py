@@ -214,22 +214,27 @@ def hide_old(mask: Any, kept: Tensor, q: int, like: Tensor, n: int | None = None
 
 
 def default(model: Any) -> None:
-    """The default method: runs, stays within its budget, and can say what it costs."""
-    cache = SketchCache(model.config, budget=0.5)
-    ids, mask = prompt([0, 0], 120)
-    with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-        for _ in range(3):
-            mask = torch.cat([mask, mask[:, :1]], dim=1)
-            out = model(ids[:, :1], attention_mask=mask, past_key_values=cache, use_cache=True)
-    assert bool(torch.isfinite(out.logits).all())
-    summary = cache.summary()
-    assert summary["tokens"] == 123
-    assert any(layer["compressed"] for layer in summary["layers"])
+    """The default method, and the same in 16 bits: run, stay within their budget, and can say what
+    they cost."""
+    bytes_held = []
+    for bits in (None, 16):
+        cache = SketchCache(model.config, budget=0.5, bits=bits)
+        ids, mask = prompt([0, 0], 120)
+        with torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+            for _ in range(3):
+                mask = torch.cat([mask, mask[:, :1]], dim=1)
+                out = model(ids[:, :1], attention_mask=mask, past_key_values=cache, use_cache=True)
+        assert bool(torch.isfinite(out.logits).all())
+        summary = cache.summary()
+        bytes_held.append(summary["kv_bytes"])
+        assert summary["tokens"] == 123
+        assert any(layer["compressed"] for layer in summary["layers"])
+        for row in cache.error():
+            assert row["prompt"] is not None
+            assert all(0 <= error < 2 for error in row["prompt"])
     assert summary["slots"] <= 0.52 * 123 + 2
-    for row in cache.error():
-        assert row["prompt"] is not None
-        assert all(0 <= error < 2 for error in row["prompt"])
+    assert bytes_held[0] <= 1.05 * bytes_held[1]
 
 
 def everything(model: Any) -> dict[str, float | None]:

@@ -39,7 +39,7 @@ def test_it_runs_goes_on_and_makes_a_section(tmp_path) -> None:
     assert len(rows) == 6
     assert rows["exact", "niah_single_1"]["accuracy"] == 1.0
     assert rows["heavy_merge@global+int4/sample", "niah_single_1"]["bytes_per_token"] <= 0.3 * 128
-    means = ruler_unseen.averages(result["results"])
+    means = page_ruler.averages(result["results"])
     assert means["exact", 1.0] == 1.0
     text = page_ruler.ruler_unseen(result)
     assert "| exact | 1 | 1.00 | 1.00 | 1.00 |" in text
