@@ -284,7 +284,7 @@ def test_calibrate_writes_curves_that_eval_reads(model: str, cases: str, tmp_pat
     assert (shown["layers"], shown["heads"]) == (2, 2)
     kept = shown["kept_by_tolerance"]
     assert 0 < kept["0.1"] <= kept["0.05"] <= kept["0.02"] <= 1
-    options = ("--methods", "heavy_merge,uniform", "--budgets", "0.3", "--json")
+    options = ("--methods", "heavy_merge+16bit,uniform", "--budgets", "0.3", "--json")
     peaks = {}
     for allocation in (str(curves), "measured", "even"):
         run = kvsketch(*longeval(model, cases, *options, "--allocation", allocation))

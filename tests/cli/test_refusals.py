@@ -72,7 +72,7 @@ REFUSED = [
     (
         "eval longeval --methods kcenter@x",
         "allocation 'x'",
-        "even, measured, layer, global, or a file",
+        "even, measured, layer, global, variance, or a file",
     ),
     (
         "eval longeval --methods h2o@measured+int5",
@@ -81,7 +81,11 @@ REFUSED = [
     ),
     ("eval longeval --methods exact+int4", "'exact+int4'", "no bits"),
     ("eval longeval --methods ,", "--methods", "allowed: exact, uniform"),
-    ("eval longeval --allocation x", "allocation 'x'", "even, measured, layer, global, or a file"),
+    (
+        "eval longeval --allocation x",
+        "allocation 'x'",
+        "even, measured, layer, global, variance, or a file",
+    ),
     ("eval longeval --queries twice", "--queries", "prompt, reread"),
     ("eval longeval --queries reread", "--queries reread", "--question unseen"),
     ("eval longeval --methods kvzip", "--methods kvzip", "--queries reread"),
