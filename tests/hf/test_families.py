@@ -67,7 +67,7 @@ def test_compressed_generation_stays_in_budget(family, method):
     model = build(family)
     for padding in BATCHES.values():
         window = {"sink": 2, "recent": 6}
-        cache = SketchCache(model.config, method, budget=0.5, allocation="even", **window)
+        cache = SketchCache(model.config, method, budget=0.5, allocation="even", bits=16, **window)
         ids = generate(model, cache, padding)
         assert ids.shape == (len(padding), TOKENS + NEW)
         assert cache.get_seq_length() == TOKENS + NEW - 1

@@ -346,7 +346,8 @@ def test_within_a_layer_every_head_has_its_safeguard():
         layer.self_attn.v_proj.weight.data[:8] *= 1e-4
     held = {}
     for allocation in ("layer", "global"):
-        cache = SketchCache(model.config, budget=60, sink=2, recent=2, allocation=allocation)
+        goal = {"budget": 60, "allocation": allocation, "bits": 16}
+        cache = SketchCache(model.config, **goal, sink=2, recent=2)
         kvsketch.prefill(model, ids_of(1, 600), cache)
         held[allocation] = [layer.stream.held[0, 0].item() for layer in cache.layers]
     assert held["layer"] == [12, 12]  # AdaKV's 0.2 of the budget

@@ -75,6 +75,8 @@ def test_every_method_keeps_the_budget_and_its_windows(
             slots.narrow(n - kept_recent, kept_recent),
         ),
     ):
+        if method == "d2o":  # merges into whatever stays, these included
+            continue
         assert torch.equal(part.keys[1], original.keys[1])
         assert torch.equal(part.values[1], original.values[1])
     # the padded row keeps as many real tokens as fit

@@ -546,7 +546,9 @@ def test_measured_schedule_goes_into_a_cache():
     schedule = measure_schedule(model, prompts, "heavy_merge", 0.4, follow=16, **window)
     sizes = {}
     for name, chosen in (("same", None), ("measured", schedule)):
-        cache = SketchCache(model.config, "heavy_merge", budget=0.4, schedule=chosen, **window)
+        cache = SketchCache(
+            model.config, "heavy_merge", budget=0.4, schedule=chosen, bits=16, **window
+        )
         with torch.no_grad():
             model(prompts[0], past_key_values=cache, use_cache=True)
         sizes[name] = cache.summary()["slots"]
