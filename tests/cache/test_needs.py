@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvsketch import SketchCache
 from kvsketch.cache.needs import by_need
+from tiny_model import small_llama
 
 
 def by_loop(scores, budget, sink, recent, safeguard):
@@ -51,3 +54,16 @@ def test_as_a_plain_loop(layers, heads, n, budget, sink, recent, safeguard, seed
 def test_padding_is_never_counted_before_tokens():
     scores = [torch.tensor([[-torch.inf] * 6 + [0.1] * 4, [0.5] * 10])]
     assert by_need(scores, 7, 0, 0)[0].tolist() == [4, 10]
+
+
+@pytest.mark.parametrize("tokens", [411, 1000])
+@pytest.mark.parametrize("allocation", ["layer", "global"])
+def test_a_number_of_slots_is_kept_to_the_slot(allocation, tokens):
+    """All of it is spent, whatever the length makes of its share."""
+    model = small_llama().eval()
+    cache = SketchCache(model.config, "h2o", budget=300, allocation=allocation)
+    ids = torch.randint(3, 90, (1, tokens), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    held = torch.stack([layer.stream.held for layer in cache.layers])
+    assert int(held.sum()) == 300 * held.numel()

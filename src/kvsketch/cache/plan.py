@@ -300,7 +300,8 @@ class Plan:
         stream = streams[numbers[0]]
         method, seen, value = stream.method, stream.seen, self.budget.value
         average = self.budget.slots(seen)
-        slots = int(float(price.buys(torch.tensor(average / seen))) * seen + 1e-6)
+        bought = price.buys(torch.tensor(average / seen, dtype=torch.float64))
+        slots = int(float(bought) * seen + 1e-6)
         safeguard = SAFEGUARD if self.kind == "layer" else 0.0
         scores = [self._scores.pop(n) for n in numbers]
         told = []
