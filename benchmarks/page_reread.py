@@ -53,11 +53,39 @@ def what(result: dict[str, Any]) -> str:
     )
 
 
+#: what is read again, from the least to the most
+READ_AGAIN = {
+    "": "nothing",
+    "sample": "a sixth of it",
+    "local": "all, in parts alone",
+    "reread": "all, against all",
+}
+
+
+def decisions(result: dict[str, Any]) -> str:
+    """The method of highest accuracy at each budget, by what may be read again; where several are
+    best, the first that was measured."""
+    rows = []
+    budgets = sorted({r["budget"] for r in result["results"]}, reverse=True)
+    for source, words in READ_AGAIN.items():
+        found = [r for r in result["results"] if r["method"].partition("/")[2] == source]
+        cells = []
+        for budget in budgets:
+            here = [r for r in found if r["budget"] == budget]
+            best = max(here, key=lambda r: r["accuracy"], default=None)
+            cells.append("" if best is None else f"{best['method']}: {best['accuracy']:.2f}")
+        if any(cells):
+            rows.append([words, *cells])
+    return table(["what is read again", *map(str, budgets)], rows)
+
+
 def longeval_reread(result: dict[str, Any]) -> str:
     names = list(dict.fromkeys(r["method"] for r in result["results"]))
     return (
         f"## A second reading: LongEval, {result['lines']} lines, question unseen\n\n"
         f"{what(result)} With 95% intervals.\n\n{accuracies(result, names, True)}\n\n"
+        "Which method for which price: the best at each share, by how much of the context may be "
+        f"read again (its cost is in the next section).\n\n{decisions(result)}\n\n"
         f"{made_with(result)}\n"
     )
 

@@ -97,3 +97,14 @@ def test_rows_outlive_another_list_of_methods(tmp_path):
     first.finish()
     assert Results(out, methods=["a", "b"], seed=1).rows == []  # done: the same again is a new run
     assert Results(out, methods=["b"], seed=1).rows == [{"method": "b", "x": 2}]
+
+
+def test_the_best_method_is_told_by_what_is_read_again():
+    rows = [("a", 0.1, 0.2), ("b", 0.1, 0.4), ("c/sample", 0.1, 0.9), ("d/reread", 0.2, 0.7)]
+    result = {"results": [{"method": m, "budget": b, "accuracy": x} for m, b, x in rows]}
+    lines = page_reread.decisions(result).splitlines()
+    assert lines[2:] == [
+        "| nothing |  | b: 0.40 |",
+        "| a sixth of it |  | c/sample: 0.90 |",
+        "| all, against all | d/reread: 0.70 |  |",
+    ]
