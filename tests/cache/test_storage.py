@@ -198,9 +198,23 @@ def test_a_tolerance_takes_fewer_bytes_and_is_held(llama: Any) -> None:
         few = read(llama, ids, SketchCache(llama.config, **goal))
         plain = read(llama, ids, SketchCache(llama.config, **goal, bits=16))
         assert few.nbytes() < (0.9 if bound is None else 1.05) * plain.nbytes()
-        assert set(bits_in(few)) <= set(CHOICES)
+        assert set(bits_in(few)) <= {FULL, *CHOICES}
         if bound is None:
             assert max(max(row["prompt"]) for row in few.error()) <= 0.05
+
+
+@pytest.mark.parametrize("bound", [None, 0.6])
+def test_a_tolerance_below_what_rounding_errs_takes_more_bits(llama: Any, bound: Any) -> None:
+    """Bits in which a head that keeps everything is not within the tolerance are no choice."""
+    ids, chosen = ids_of(1, 600), {}
+    for tolerance in (0.0005, 0.01, 0.3):
+        cache = read(llama, ids, SketchCache(llama.config, tolerance=tolerance, max_budget=bound))
+        chosen[tolerance] = bits_in(cache)
+        if bound is None:
+            assert max(max(row["prompt"]) for row in cache.error()) <= tolerance
+    assert chosen[0.0005] == [FULL] * 3
+    assert set(chosen[0.01]) <= {FULL, Bits(8, 8)}
+    assert Bits(4, 4) in chosen[0.3]
 
 
 def test_all_rows_of_a_batch_share_their_bits(llama: Any) -> None:

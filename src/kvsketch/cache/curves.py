@@ -137,6 +137,12 @@ class Curves:
             level = self._greedy(most, needed)
         return self._at(level), level < needed
 
+    def rounds_within(self, tolerance: float) -> bool:
+        """Whether every head that keeps all its tokens is within ``MARGIN`` of the tolerance: not
+        so, perhaps, where they are stored in few bits."""
+        assert self.relative is not None
+        return bool((self.relative[..., -1] <= tolerance * MARGIN).all())
+
     def _greedy(self, budget: float, most: Tensor | None = None) -> Tensor:
         """Levels ``[layers, heads]`` within the budget, and within ``most``."""
         layers, heads, levels = self.error.shape

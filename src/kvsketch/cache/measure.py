@@ -126,11 +126,13 @@ class Measurements:
         return [[pooled(self.rows(n, b, shard)) for b in self.choices] for n in layers]
 
     def keep_cheapest(self, layer: int, tolerance: float) -> None:
-        """Of a layer's choices, the one that costs least within a tolerance is left."""
+        """Of a layer's choices, the one that costs least within a tolerance is left: 16 bits, if
+        with fewer a head errs too much even where it keeps all its tokens."""
         curves = self._curves[layer]
         costs = {
             bits: sum(float(row.within(tolerance)[0].mean()) for row in rows)
             for bits, rows in curves.items()
+            if bits == FULL or all(row.rounds_within(tolerance) for row in rows)
         }
         best = min(costs, key=lambda bits: costs[bits])
         self._curves[layer] = {best: curves[best]}

@@ -418,6 +418,8 @@ def make_plan(
             "each other, since these know one way to store slots: leave out allocation, or give "
             "bits 16, 8 or 4"
         )
+    if len(choices) > 1:
+        choices = (FULL, *choices)  # what a tolerance may need
     return Plan("tolerance", None, None, curves, float(tolerance), most, choices)
 
 
