@@ -74,7 +74,9 @@ def decode_speed(result: dict[str, Any]) -> str:
         f"{first['tokens']} greedy tokens from {first['slots']} slots; the ratio of tokens per "
         "second (above 1: faster than DynamicCache), median of paired runs. SketchCache "
         "recompresses as it goes and stays at its budget; DynamicCache grows. The model is tiny "
-        "(a layer takes a quarter of a millisecond), so every operation shows; under `The default "
+        "(a layer takes a quarter of a millisecond), so every operation shows; `heavy_merge`, the "
+        "default, holds more slots for the same bytes, in 8 or 4 bits, and reads them out of these "
+        "for every token. Under `The default "
         "from end to end` are layers of a usual size.\n\n"
         + table(["method", "ratio", "least - most", "pairs"], rows)
         + f"\n\n{made_with(result)}\n"
