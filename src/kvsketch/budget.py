@@ -15,6 +15,11 @@ Schedule = Sequence[float] | Sequence[Sequence[float]]
 ALLOCATIONS = ("even", "measured", "layer", "global", "variance")
 
 
+#: Of the average budget, what every head keeps at least where the heads of a layer compete: AdaKV's
+#: alpha, as its authors and kvpress have it.
+SAFEGUARD = 0.2
+
+
 @dataclass(frozen=True)
 class Budget:
     """Slots kept per KV head (int), or the kept fraction of the tokens seen (float in (0, 1]).

@@ -2,8 +2,9 @@
 
 from .budgets import HeadBudgets
 from .curves import Curves
+from .make_plan import make_plan
 from .page import Page
-from .plan import Plan, make_plan
+from .plan import Plan
 from .retrieval_heads import RetrievalHeads
 from .stream import Stream
 from .window import Windowed, windowed

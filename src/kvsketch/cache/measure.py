@@ -125,17 +125,17 @@ class Measurements:
         """Curves of each layer for every choice, all rows pooled."""
         return [[pooled(self.rows(n, b, shard)) for b in self.choices] for n in layers]
 
-    def keep_cheapest(self, layer: int, tolerance: float) -> None:
+    def keep_cheapest(self, layer: int, tolerance: float, shard: Shard) -> None:
         """Of a layer's choices, the one that costs least within a tolerance is left: 16 bits, if
-        with fewer a head errs too much even where it keeps all its tokens."""
-        curves = self._curves[layer]
-        costs = {
-            bits: sum(float(row.within(tolerance)[0].mean()) for row in rows)
-            for bits, rows in curves.items()
-            if bits == FULL or all(row.rounds_within(tolerance) for row in rows)
-        }
+        with fewer a head errs too much even where it keeps all its tokens. All heads of the layer
+        count, those of other processes too."""
+        costs = {}
+        for bits in self._curves[layer]:
+            rows = self.rows(layer, bits, shard)
+            if bits == FULL or all(row.rounds_within(tolerance) for row in rows):
+                costs[bits] = sum(float(row.within(tolerance)[0].mean()) for row in rows)
         best = min(costs, key=lambda bits: costs[bits])
-        self._curves[layer] = {best: curves[best]}
+        self._curves[layer] = {best: self._curves[layer][best]}
 
     def forget(self, layers: Sequence[int]) -> None:
         for layer in layers:

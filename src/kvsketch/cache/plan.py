@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..arguments import check_tolerance
-from ..budget import ALLOCATIONS, Budget, Schedule, scheduled
+from ..budget import SAFEGUARD, Budget, Schedule, scheduled
 from ..errors import InputError, UnsupportedError
 from .budgets import HeadBudgets
 from .curves import Curves, of_layers
@@ -18,7 +16,7 @@ from .error import QUERIES
 from .goal import Goal
 from .measure import Measurements, measurable
 from .needs import by_need, by_variance
-from .retrieval_heads import RetrievalHeads, share_of_heads
+from .retrieval_heads import RetrievalHeads
 from .shard import Shard
 from .storage import FULL, Bits, Price, best_at, choose
 from .stream import Stream
@@ -28,9 +26,6 @@ from .windowed_sketch import WindowedSketch
 _WORTH = 0.9
 #: Allocations that compare scores.
 BY_NEED = ("layer", "global", "variance")
-#: Of the average budget, what every head keeps at least where the heads of a layer compete: AdaKV's
-#: alpha, as its authors and kvpress have it.
-SAFEGUARD = 0.2
 
 
 class _Told(NamedTuple):
@@ -202,15 +197,15 @@ class Plan:
             # a number of slots, which may not be exceeded
             assert self.budget is not None
             return [_Told(number, HeadBudgets([[self.budget] * heads]))]
+        alone = self.kind == "tolerance" and self.max_budget is None and self.curves is None
         if self.measures:
-            alone = self.kind == "tolerance" and self.max_budget is None
             self._measured.take(number, stream, None if alone else shard)
         if not self.measures_errors:
             return self._apart(number, streams, shard)
-        if self.tolerance is not None:
-            self._measured.keep_cheapest(number, self.tolerance)
-            if self.max_budget is None:
-                return [self._alone(number, streams)]
+        if self.tolerance is not None and self.chooses:
+            self._measured.keep_cheapest(number, self.tolerance, shard)
+        if alone:
+            return [self._alone(number, streams)]
         return self._together(streams, shard)
 
     def _together(self, streams: Sequence[Stream], shard: Shard) -> list[_Told]:
@@ -375,58 +370,3 @@ def _bought(row: Sequence[Budget], price: Price, tokens: int) -> list[Budget]:
     costs = torch.tensor([b.share for b in row], dtype=torch.float64) * average
     shares = (price.buys(costs.clamp(max=1.0)) / average).tolist()
     return [Budget(b.value, x) for b, x in zip(row, shares, strict=True)]
-
-
-def make_plan(
-    budget: int | float | None,
-    tolerance: float | None,
-    max_budget: int | float | None,
-    allocation: str | Path | Curves | RetrievalHeads,
-    schedule: Schedule | None,
-    prefill: str,
-    choices: Sequence[Bits] = (FULL,),
-) -> Plan:
-    """The plan that a cache's arguments ask for.
-
-    Raises:
-        InputError: an argument out of range, or two that exclude each other.
-    """
-    if isinstance(allocation, RetrievalHeads):
-        bits = "measured" if len(choices) > 1 else None
-        others = {"tolerance": tolerance, "max_budget": max_budget, "schedule": schedule}
-        share = share_of_heads(budget, **others, bits=bits)
-        return Plan("heads", share, retrieval=allocation)
-    curves = None
-    if isinstance(allocation, Curves):
-        curves = allocation
-    elif isinstance(allocation, Path) or allocation not in ALLOCATIONS:
-        curves = _loaded(allocation)
-    if schedule is not None and (allocation != "even" or tolerance is not None):
-        given = f"tolerance={tolerance!r}" if tolerance is not None else f"{allocation=}"
-        raise InputError(f"schedule and {given} both say how the budget is spent: give one")
-    if tolerance is None:
-        if max_budget is not None:
-            raise InputError(f"max_budget={max_budget!r} bounds a tolerance, which was not given")
-        kind = "curves" if curves is not None else "schedule" if schedule is not None else None
-        spent = Budget(0.5 if budget is None else budget)
-        return Plan(kind or str(allocation), spent, schedule, curves, choices=choices)
-    check_tolerance(tolerance, budget, prefill)
-    most = None if max_budget is None else Budget(max_budget)
-    if curves is not None and len(choices) > 1:
-        raise InputError(
-            f"bits='measured' and a tolerance ({tolerance!r}) by errors measured before exclude "
-            "each other, since these know one way to store slots: leave out allocation, or give "
-            "bits 16, 8 or 4"
-        )
-    if len(choices) > 1:
-        choices = (FULL, *choices)  # what a tolerance may need
-    return Plan("tolerance", None, None, curves, float(tolerance), most, choices)
-
-
-def _loaded(allocation: Any) -> Curves:
-    if not isinstance(allocation, (str, Path)) or not Path(allocation).is_file():
-        raise InputError(
-            f"allocation={allocation!r} must be one of {', '.join(ALLOCATIONS)}, RetrievalHeads, "
-            "Curves, or the path of a file of them"
-        )
-    return Curves.load(allocation)

@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 )
 
 from ..arguments import PREFILL_MODES
-from ..budget import Budget, Schedule
+from ..budget import Schedule
 from ..cache import Curves, HeadBudgets, RetrievalHeads, Stream, make_plan, windowed
 from ..cache.plan import BY_NEED
 from ..cache.storage import CHOICES, FULL, MEASURED
@@ -147,7 +147,7 @@ class SketchCache(Cache):  # type: ignore[misc]
             )
         if bits is None:
             bits = default_bits(method) if prefill == "exact" and not heads_told else 16
-        exact = budget is not None and Budget(budget).value == 1.0  # nothing to choose
+        exact = isinstance(budget, float) and budget == 1  # nothing to choose
         choices = CHOICES if bits == MEASURED and not exact else (FULL,)
         self.plan = plan = make_plan(
             budget, tolerance, max_budget, allocation, schedule, prefill, choices

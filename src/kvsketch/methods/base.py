@@ -145,6 +145,15 @@ class Compressor(ABC):
         if not scored:
             slots = self.observe(slots, observed)
         seen = Seen.of(slots, observed) if observed is not None and fit and self.fits else None
+        ready = self.prepared(slots, budget, sink, recent)
+        return self.finished(self._kept(ready, budget, sink, recent, seen), slots, budget, fit)
+
+    __call__ = compress
+
+    def _kept(
+        self, slots: Slots, budget: int | Tensor, sink: int, recent: int, seen: Seen | None
+    ) -> Slots:
+        """Sinks, what ``reduce`` makes of the middle, and recent window."""
         if isinstance(budget, Tensor):
             return compress_ragged(self, slots, budget, sink, recent, seen)
         first = min(sink, budget)
@@ -156,7 +165,20 @@ class Compressor(ABC):
             return Slots.cat([start, end])
         return Slots.cat([start, self.reduce(middle, budget - first - last, seen), end])
 
-    __call__ = compress
+    def prepared(self, slots: Slots, budget: int | Tensor, sink: int, recent: int) -> Slots:
+        """All scored slots as ``reduce`` is to get its part of them: a method may put numbers
+        beside them that depend on all (``beside.with_columns``). Arguments as for ``compress``."""
+        return slots
+
+    def finished(self, kept: Slots, slots: Slots, budget: int | Tensor, fit: bool) -> Slots:
+        """What ``compress`` returns.
+
+        Args:
+            kept: what became of the ``prepared`` slots, sinks and recent window included.
+            slots: all before that.
+            budget, fit: as for ``compress``.
+        """
+        return kept
 
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
         """``slots`` with the observed queries folded into ``score``; whatever else they have stays.

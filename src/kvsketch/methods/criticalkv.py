@@ -5,18 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..budget import SAFEGUARD
 from ..errors import InputError
-from ..slots import Observed, Slots
+from ..slots import Slots
 from .base import keep_top
 from .beside import column_of, with_columns, without_columns
 from .output import output_norms
 from .scoring import score_of
 from .seen import Seen
 from .snapkv import SnapKV
-from .window import check_window
-
-# Of the average budget, what every head keeps by scores alone: AdaKV's alpha.
-_SAFEGUARD = 0.2
 
 
 class CriticalKV(SnapKV):
@@ -62,32 +59,16 @@ class CriticalKV(SnapKV):
             raise InputError(f"epsilon={epsilon!r} must be a number >= 0")
         self.first_stage, self.epsilon = first_stage, epsilon
 
-    def compress(
-        self,
-        slots: Slots,
-        budget: int | Tensor,
-        observed: Observed | None = None,
-        *,
-        sink: int = 0,
-        recent: int = 0,
-        scored: bool = False,
-        fit: bool = True,
-    ) -> Slots:
-        check_window(sink, recent)
-        if slots.count <= (budget if isinstance(budget, int) else int(budget.min())):
-            return super().compress(slots, budget, observed, sink=sink, recent=recent)
-        if not scored:
-            slots = self.observe(slots, observed)
+    def prepared(self, slots: Slots, budget: int | Tensor, sink: int, recent: int) -> Slots:
         norms = output_norms(slots, self.output, self.name, order=1).mean(2)
         whole = torch.as_tensor(budget, device=norms.device).expand(slots.keys.shape[:2]).double()
         first = (whole * self.first_stage).floor()
         if isinstance(budget, Tensor):
-            first = first.maximum((whole.mean(1, keepdim=True) * _SAFEGUARD).floor())
-        wide = with_columns(slots, norms, (first - sink - recent).unsqueeze(-1))
-        kept = super().compress(wide, budget, sink=sink, recent=recent, scored=True)
-        return slots if kept is wide else without_columns(kept, 2, slots.keys.dtype)
+            first = first.maximum((whole.mean(1, keepdim=True) * SAFEGUARD).floor())
+        return with_columns(slots, norms, (first - sink - recent).unsqueeze(-1))
 
-    __call__ = compress
+    def finished(self, kept: Slots, slots: Slots, budget: int | Tensor, fit: bool) -> Slots:
+        return without_columns(kept, 2, slots.keys.dtype)
 
     def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
         score = score_of(slots, self.name)

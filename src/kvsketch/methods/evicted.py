@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..slots import Observed, Slots
-from .base import check_input
+from ..slots import Slots
 from .h2o import H2O
-from .window import check_window
 
 
 @dataclass(frozen=True)
@@ -54,42 +52,25 @@ class Merging(H2O):
             fit: as for ``compress``.
         """
 
-    def compress(
-        self,
-        slots: Slots,
-        budget: int | Tensor,
-        observed: Observed | None = None,
-        *,
-        sink: int = 0,
-        recent: int = 0,
-        scored: bool = False,
-        fit: bool = True,
-    ) -> Slots:
-        check_window(sink, recent)
-        check_input(slots, budget)
-        n = slots.count
-        if n <= (budget if isinstance(budget, int) else int(budget.min())):
-            return slots
-        if not scored:
-            slots = self.observe(slots, observed)
-        number = torch.arange(n, dtype=torch.float64, device=slots.keys.device)
+    def prepared(self, slots: Slots, budget: int | Tensor, sink: int, recent: int) -> Slots:
+        number = torch.arange(slots.count, dtype=torch.float64, device=slots.keys.device)
         marks = number.view(-1, 1).expand(*slots.keys.shape[:3], 1)
-        marked = replace(slots, keys=marks, positions=None)
-        chosen = super().compress(marked, budget, sink=sink, recent=recent, scored=True)
-        place, own = chosen.keys.squeeze(-1).long(), chosen.live()
-        kept = slots.take(place)
+        return replace(slots, keys=marks, positions=None)
+
+    def finished(self, kept: Slots, slots: Slots, budget: int | Tensor, fit: bool) -> Slots:
+        n = slots.count
+        place, own = kept.keys.squeeze(-1).long(), kept.live()
+        stay = slots.take(place)
         if own is None:
             own = torch.ones_like(place, dtype=torch.bool)
         else:  # dead ones, but for those of a head that keeps everything
             limit = torch.as_tensor(budget, device=own.device).unsqueeze(-1)
             behind = ~own & (limit < n)
-            kept = replace(kept, mass=kept.masses()).map(
+            stay = replace(stay, mass=stay.masses()).map(
                 lambda t: t.masked_fill(behind.view(*own.shape, *[1] * (t.dim() - 3)), 0)
             )
         gone = torch.ones(*place.shape[:2], n + 1, dtype=torch.bool, device=place.device)
         gone = gone.scatter(-1, torch.where(own, place, n), False)[..., :n]
         live = slots.live()
         gone = gone if live is None else gone & live
-        return self.merged(Evicted(slots, kept, place, own, gone), fit)
-
-    __call__ = compress
+        return self.merged(Evicted(slots, stay, place, own, gone), fit)

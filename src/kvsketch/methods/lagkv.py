@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from ..errors import at_least
-from ..slots import Observed, Slots, compute_dtype
+from ..slots import Slots, compute_dtype
 from .base import Compressor, keep_top
 from .beside import column_of, with_columns, without_columns
 from .scoring import score_of
 from .seen import Seen
-from .window import check_window
 
 
 class LagKV(Compressor):
@@ -47,33 +46,17 @@ class LagKV(Compressor):
         super().__init__(seed)
         self.lag = at_least("lag", lag, 1)
 
-    def compress(
-        self,
-        slots: Slots,
-        budget: int | Tensor,
-        observed: Observed | None = None,
-        *,
-        sink: int = 0,
-        recent: int = 0,
-        scored: bool = False,
-        fit: bool = True,
-    ) -> Slots:
-        check_window(sink, recent)
+    def prepared(self, slots: Slots, budget: int | Tensor, sink: int, recent: int) -> Slots:
         # The recent window is what the tokens before it are compared with: ranked all together.
         ranked = replace(slots, score=lag_order(slots, sink, self.lag))
-        if slots.score is not None:  # another method's, which stays
-            ranked = with_columns(ranked, slots.score)
-        kept = super().compress(
-            ranked, budget, observed, sink=sink, recent=recent, scored=scored, fit=fit
-        )
-        if kept is ranked:
-            return slots
+        # Another method's scores stay.
+        return ranked if slots.score is None else with_columns(ranked, slots.score)
+
+    def finished(self, kept: Slots, slots: Slots, budget: int | Tensor, fit: bool) -> Slots:
         if slots.score is None:
             return replace(kept, score=None)
         scored_before = replace(kept, score=column_of(kept, -1))
         return without_columns(scored_before, 1, slots.keys.dtype)
-
-    __call__ = compress
 
     def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
         return keep_top(slots, score_of(slots, self.name), budget)
