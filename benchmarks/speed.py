@@ -125,8 +125,8 @@ def _decoded(query: Tensor, keys: Tensor, values: Tensor, slots: int, repeats: i
     packed = partial(F.scaled_dot_product_attention, query.view(1, KV_HEADS, -1, DIM))
     found = paired(
         repeats,
-        slots=lambda: attend_to(asked, even),
-        ragged=lambda: attend_to(asked, uneven),
+        slots=lambda: attend_to(asked, [even]),
+        ragged=lambda: attend_to(asked, [uneven]),
         plain=lambda: sdpa(*part),
         full=lambda: sdpa(keys, values),
         packed=lambda: packed(*part),

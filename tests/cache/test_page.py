@@ -20,6 +20,7 @@ from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.quantized_page import QuantizedPage
 from kvsketch.cache.storage import Bits
 from kvsketch.cache.stream import Stream
+from kvsketch.kernels import paged
 from kvsketch.slots import Observed, Slots, attend, causal, compute_dtype
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.08, torch.float16: 0.01}
@@ -98,7 +99,7 @@ def test_attention_over_a_page_equals_the_reference_head_by_head(
         None,
         torch.randn(every, generator=g, dtype=torch.float64) if sunk else None,
     )
-    out = attend_to(asked, page)
+    out = attend_to(asked, [page])
     assert out.dtype == dtype
     for row, head in itertools.product(range(batch), range(heads)):
         count = n if sizes is None else int(sizes[row, head])
@@ -117,6 +118,62 @@ def test_attention_over_a_page_equals_the_reference_head_by_head(
         )
         error = float((out[row : row + 1, own].double() - expected).abs().max())
         assert error < TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@settings(max_examples=80, deadline=None)
+@given(
+    shape=shapes,
+    softcap=st.sampled_from([None, None, 3.0]),
+    alibi=st.booleans(),
+    sunk=st.booleans(),
+    bits=st.sampled_from([Bits(8, 8), Bits(8, 4), Bits(4, 4)]),
+    window=st.tuples(st.integers(0, 4), st.integers(0, 6)),
+    piece=st.sampled_from([1, 300, 1 << 20]),
+)
+def test_attention_over_few_bits_is_that_over_what_they_say(
+    dtype, shape, softcap, alibi, sunk, bits, window, piece
+):
+    """Of both parts, in pieces of any size, against the reference over the dequantised slots."""
+    s = shape
+    g = torch.Generator().manual_seed(s["seed"])
+    batch, heads, n, q, dim = s["batch"], s["heads"], s["n"], s["q"], s["dim"]
+    value_dim = dim if s["same"] else dim + 3
+    held = tokens(g, batch, heads, n, dim, value_dim, dtype, s["weighted"], alibi)
+    new = tokens(g, batch, heads, q, dim, value_dim, dtype, False, alibi)
+    if alibi:
+        new = Slots(new.keys, new.values, positions=new.positions + n)
+    sizes = sizes_of(g, batch, heads, n) if s["ragged"] else None
+    if sizes is not None:
+        held = held.only(torch.arange(n) < sizes.unsqueeze(-1))
+    page = QuantizedPage(held, sizes, q + 3, bits, *window)
+    page.append(new)
+    every = heads * s["group"]
+    asked = Observed(
+        torch.randn(batch, every, q, dim, generator=g, dtype=torch.float64).to(dtype),
+        0.4,
+        softcap,
+        torch.rand(every, generator=g, dtype=torch.float64) if alibi else None,
+        None,
+        torch.randn(every, generator=g, dtype=torch.float64) if sunk else None,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged, "_PIECE", piece)
+        out = attend_to(asked, page.open())
+    assert out.dtype == dtype
+    slots = page.read(exactly=True).map(lambda t: t.double())
+    expected = attend(
+        asked.queries.double(),
+        slots,
+        scaling=0.4,
+        softcap=softcap,
+        mask=causal(q, slots.count, torch.device("cpu")),
+        slopes=asked.slopes,
+        sinks=asked.sinks,
+    )
+    tolerance = {torch.float64: 2e-4, torch.float32: 5e-4, torch.bfloat16: 0.08}[dtype]
+    error = float((out.double() - expected).abs().max())
+    assert error < tolerance * max(1.0, float(expected.abs().max()))
 
 
 def test_softmax_over_values_and_masses_divided_is_attention_over_slots():
@@ -195,7 +252,7 @@ def test_dead_slots_do_not_even_shift_the_softmax(ragged):
     sizes = torch.tensor([[20, 12], [20, 9]]) if ragged else None
     page = page_of(held.only(live.expand(2, 2, 20)), sizes, 1)
     queries = torch.rand(2, 4, 1, 8, generator=g) + 1
-    out = attend_to(Observed(queries, 1.0), page, padded=True)
+    out = attend_to(Observed(queries, 1.0), [page], padded=True)
     alive = page.slots.only(page.slots.masses() > 0).map(lambda t: t.double())
     torch.testing.assert_close(
         out.double(), attend(queries.double(), alive, scaling=1.0), rtol=1e-4, atol=1e-5
@@ -229,16 +286,21 @@ def test_heads_of_different_size_take_what_they_need():
 IN_TRITON = """
 import torch
 from kvsketch.attention import attend_to
+from kvsketch.cache.quantized_page import QuantizedPage
+from kvsketch.cache.storage import Bits
 from kvsketch.kernels import paged, triton_support
 from kvsketch.slots import Observed, Slots
 from test_page import page_of, sizes_of, tokens
 
 generator = torch.Generator().manual_seed(0)
-for ragged in (False, True):
+for ragged, bits in ((False, None), (True, None), (False, Bits(8, 4)), (True, Bits(4, 8))):
     for sinks, slopes in ((None, None), (torch.randn(4, generator=generator), None),
                           (None, torch.rand(4, generator=generator))):
         held = tokens(generator, 2, 2, 40, 8, 8, torch.float32, True, slopes is not None)
-        page = page_of(held, sizes_of(generator, 2, 2, 40) if ragged else None, 5)
+        sizes = sizes_of(generator, 2, 2, 40) if ragged else None
+        page = page_of(held, sizes, 5)
+        if bits is not None:
+            page = QuantizedPage(page.slots if sizes is None else held, sizes, 5, bits, 2, 3)
         for step, q in enumerate((1, 1) if slopes is not None else (1, 3, 1)):
             new = tokens(generator, 2, 2, q, 8, 8, torch.float32, False, slopes is not None)
             if slopes is not None:
@@ -247,10 +309,11 @@ for ragged in (False, True):
             queries = torch.randn(2, 4, q, 8, generator=generator)
             asked = Observed(queries, 0.4, None, slopes, None, sinks)
             triton_support.DEVICES.clear()
-            expected = attend_to(asked, page)
+            held_now = [page] if bits is None else page.open()
+            expected = attend_to(asked, held_now)
             triton_support.DEVICES.add("cpu")
-            assert paged.triton_fits(asked, page)
-            torch.testing.assert_close(attend_to(asked, page), expected, rtol=1e-4, atol=1e-5)
+            assert paged.triton_fits(asked)
+            torch.testing.assert_close(attend_to(asked, held_now), expected, rtol=1e-4, atol=1e-5)
 print("equal")
 """
 

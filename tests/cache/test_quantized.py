@@ -204,14 +204,16 @@ def test_sixteen_bits_are_the_page_as_it_was():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("method", "columns"), [("streaming_llm", 0), ("uniform", 1)])
 def test_bytes_are_as_predicted(bits, dim, dtype, method, columns):
-    """A quarter of a prompt of 2,000 tokens kept: to 2% of the formula, written out here too."""
+    """A quarter of a prompt of 2,000 tokens kept: to 2% of the formula, written out here too. Where
+    no token in full precision was merged, their masses, which are all 1, take no bytes."""
     tokens = Slots(rows_of(1, 2, 2000, dim).to(dtype), rows_of(1, 2, 2000, dim, seed=1).to(dtype))
     held = driver(method, 0.25, bits)
     held.extend(tokens)
     held.settle(None, prefill=True)
     actual, size = nbytes(held.tensors()), dtype.itemsize
     settings = {"heads": 2, "itemsize": size, "columns": columns}
-    assert actual == predicted_bytes(464, 36, dim, dim, bits, **settings)
+    ones = 2 * 36 * 4 * columns
+    assert actual == predicted_bytes(464, 36, dim, dim, bits, **settings) - ones
     scales = 4 * (2 if dim > 64 else 1)  # one scale and zero point of 2 bytes per 64 channels
     per_head = 464 * 2 * (dim * bits / 8 + scales) + 36 * 2 * dim * size + 500 * 4 * columns
     assert actual == pytest.approx(2 * per_head, rel=0.02)
@@ -247,7 +249,7 @@ def test_2000_tokens_do_not_drift(bits, dtype, method):
             first = first or page.read(exactly=True)
     assert pages > 80
     last = held.page.read(exactly=True)
-    middle = last.narrow(4, held.page._hidden)
+    middle = last.narrow(4, held.page.middle.count)
     index = middle.positions.long()
     for field, true in (("keys", keys), ("values", values)):
         scale = spread if field == "keys" else torch.ones(32)
@@ -305,17 +307,6 @@ def test_nothing_in_full_precision_stays_alive(bits):
         assert counted <= most
 
 
-def test_the_dequantised_copy_is_counted_while_it_is_there():
-    held = stream(driver("uniform", 200, 4), *(rows_of(1, 2, 400, 32) for _ in "kv"), prompt=400)
-    rest = nbytes(held.tensors())
-    held.extend(Slots(*(rows_of(1, 2, 1, 32) for _ in "kv"), positions=torch.ones(1, 2, 1)))
-    assert held.open() is held.open(), "made once per attention"
-    grown = nbytes(held.tensors())
-    assert grown >= rest + 2 * 2 * 201 * 32 * 4
-    held.settle(None, prefill=False)
-    assert nbytes(held.tensors()) < grown - 2 * 2 * 200 * 32 * 4
-
-
 @pytest.mark.parametrize("bits", BITS)
 def test_sinks_recent_and_buffer_stay_exact(bits):
     """And everything else does not."""
@@ -348,14 +339,16 @@ def test_one_shot_keeps_decoded_tokens_exact():
     assert torch.equal(held.slots.keys[:, :, -232:], keys[:, :, -232:])
 
 
-def test_scores_are_added_to_in_place():
-    """What a decode kernel writes into ``slots.score`` is what the next compression sees."""
+def test_scores_are_set_wherever_a_slot_is_held():
+    """Among the exact slots or in the middle: the next compression sees what was written."""
     held = driver("h2o", 100, 4)
     held.extend(Slots(rows_of(1, 2, 200, 16), rows_of(1, 2, 200, 16, seed=1)))
     held.settle(Observed(rows_of(1, 2, 200, 16, seed=2), 0.25), prefill=True)
     before = held.slots.score.clone()
     held.extend(Slots(rows_of(1, 2, 1, 16), rows_of(1, 2, 1, 16)))
-    held.slots.score[..., 50] += 7.0
+    more = torch.zeros_like(held.slots.score)
+    more[..., 50] = 7.0
+    held.page.set_score(held.slots.score + more)
     held.settle(None, prefill=False)
     torch.testing.assert_close(held.slots.score[..., 50], before[..., 50] + 7.0)
     position = held.slots.keys[:, :, 50].clone()

@@ -44,7 +44,7 @@ def test_attention(seed: int, weighted: bool) -> None:
     expected = attend(queries, reference, scaling=0.5)
     torch.testing.assert_close(attend(queries, slots, scaling=0.5, sinks=sinks), expected)
     one = replace(observed, queries=queries[:, :, :1])
-    found = attend_to(one, Page(slots))
+    found = attend_to(one, [Page(slots)])
     torch.testing.assert_close(found, expected[:, :, :1])
     received = attention_received(slots, observed)
     plain = replace(observed, sinks=None)

@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 
 from ..slots import Slots, compute_dtype
-from .ragged import Ragged, flatten, unflatten
+from .ragged import Blocks, Ragged, flatten, unflatten
 
-# Heads of different size start at multiples of about this share of their mean size ...
-_PART = 32
-# ... and of no more slots than these: a kernel goes over slots in blocks of as many.
-_MOST_BLOCK = 256
-# Blocks of fewer slots are not worth remembering whose they are.
-_WORTH_KEEPING = 8
 # What a new slot has unless it comes with something else: it is there before the slot is.
 _NEW = {"mass": 1.0, "score": 0.0}
 
@@ -45,8 +39,8 @@ class Page:
         base: slots of the largest head, without the appended ones.
         appended: slots appended to every head.
         room: slots that still can be.
-        layout: of heads of different size; None: all have ``base + appended``.
-        block: what heads of different size start at multiples of.
+        blocks: of heads of different size, as they were when nothing was appended; None: all have
+            ``base + appended``.
     """
 
     def __init__(
@@ -57,8 +51,7 @@ class Page:
     ) -> None:
         self.batch, self.heads, self.base = slots.keys.shape[:3]
         self.appended, self.room, self.sizes = 0, room, sizes
-        self.layout: Ragged | None = None
-        self.block = 0
+        self.blocks: Blocks | None = None
         self._spans: tuple[Tensor, Tensor] | None = None
         self._places: tuple[Tensor, Tensor] | None = None  # of all slots, while they are handled
         fields = _stored(slots, sizes)
@@ -69,13 +62,16 @@ class Page:
 
     def _lay(self, fields: dict[str, Tensor], sizes: Tensor) -> None:
         """Heads of different size, one behind the other."""
-        mean = float((sizes + self.room).double().mean())
-        self.block = _block(mean)
-        self.layout = layout = Ragged.of(sizes, self.room, self.block)
+        self.blocks = Blocks(sizes, self.room)
+        layout = self.blocks.layout
         places = layout.places(self.base)
         self.fields = {n: flatten(t, *places, layout.total) for n, t in fields.items()}
         self._next = layout.behind(sizes)
-        self._blocks: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def layout(self) -> Ragged | None:
+        """Where the slots of heads of different size start; None: all are of the same size."""
+        return None if self.blocks is None else self.blocks.layout
 
     def refilled(self, slots: Slots, sizes: Tensor | None, room: int) -> Page:
         """A page of other slots, in the same tensors if they fit these as they are: a page that is
@@ -87,10 +83,11 @@ class Page:
         twin = copy.copy(self)
         twin.base, twin.appended, twin.room, twin.sizes = slots.count, 0, room, sizes
         if sizes is not None:
-            assert self.layout is not None
-            twin.layout = layout = Ragged(self.layout.start, sizes, self.layout.total)
+            assert self.blocks is not None
+            start, total = self.blocks.layout.start, self.blocks.layout.total
+            layout = Ragged(start, sizes, total)
+            twin.blocks = self.blocks.moved(layout)
             twin._next.copy_(layout.behind(sizes))
-            twin._blocks = None
             places = layout.places(slots.count)
         for name, buffer in self.fields.items():
             tensor = fields[name]
@@ -114,36 +111,11 @@ class Page:
         keys, buffer = fields["keys"], self.fields["keys"]
         if (self.batch, self.heads) != keys.shape[:2] or keys.dtype != buffer.dtype:
             return False
-        if sizes is None or self.layout is None:
-            same = sizes is None and self.layout is None
+        if sizes is None or self.blocks is None:
+            same = sizes is None and self.blocks is None
             return same and keys.shape[2] + room == buffer.shape[2]
-        other = Ragged.of(sizes, room, self.block)
-        return other.total == self.layout.total and torch.equal(other.start, self.layout.start)
-
-    def blocks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of heads of different size: which head every block of slots belongs to, int64 ``[batch *
-        blocks]`` into ``[batch * heads]``; 0 for a head's own blocks and -inf for the others,
-        float32 ``[batch, heads, 1, blocks]``; how many slots there are from the start of each block
-        on, without the appended ones, int64 ``[batch * blocks]``. Kept from token to token, but
-        where blocks are so small that this would be more than the slots."""
-        if self._blocks is not None:
-            return self._blocks
-        layout, sizes = self.layout, self.sizes
-        assert layout is not None
-        assert sizes is not None
-        count = layout.total // self.block
-        first = layout.start // self.block
-        number = torch.arange(count, device=first.device)
-        head = (number >= first.unsqueeze(-1)).sum(1) - 1
-        row = torch.arange(self.batch, device=first.device).unsqueeze(1) * self.heads
-        behind = number * self.block - layout.start.gather(1, head)
-        left = (sizes.gather(1, head) - behind).flatten()
-        every = torch.arange(self.heads, device=first.device).view(1, -1, 1)
-        foreign = torch.where(head.unsqueeze(1) == every, 0.0, -torch.inf).unsqueeze(2)
-        found = (head + row).flatten(), foreign, left
-        if self.block >= _WORTH_KEEPING:
-            self._blocks = found
-        return found
+        layout, other = self.blocks.layout, Ragged.of(sizes, room, self.blocks.size)
+        return other.total == layout.total and torch.equal(other.start, layout.start)
 
     @property
     def count(self) -> int:
@@ -180,12 +152,6 @@ class Page:
                 start = self.layout.start
             self._spans = start, self.held.to(device).contiguous()
         return self._spans
-
-    def blocks_live(self) -> Tensor:
-        """Where heads differ in size and there are no masses: which slots of every block there are,
-        bool ``[batch * blocks, block]``."""
-        left = self.blocks()[2] + self.appended
-        return torch.arange(self.block, device=left.device) < left.unsqueeze(1)
 
     @property
     def slots(self) -> Slots:
@@ -313,8 +279,8 @@ class Page:
         keys = self.fields["keys"]
         shape, dtype = keys.shape[:-1], compute_dtype(self.fields["values"].dtype)
         value = 1.0 if name == "mass" else 0.0
-        if name == "mass" and self.layout is not None:
-            return self.blocks_live().to(dtype).view(shape)
+        if name == "mass" and self.blocks is not None:
+            return self.blocks.live(self.appended).to(dtype).view(shape)
         return torch.full(shape, value, dtype=dtype, device=keys.device)
 
     def grown(self, room: int) -> Page:
@@ -339,12 +305,12 @@ class Page:
         twin._spans = twin._places = None
         twin.fields = {name: owned(fn(tensor)) for name, tensor in self.fields.items()}
         twin.batch = twin.fields["keys"].shape[0]
-        if self.layout is not None:
+        if self.blocks is not None:
             assert self.sizes is not None
-            start, twin.sizes = fn(self.layout.start), fn(self.sizes)
-            twin.layout = Ragged(start, twin.sizes, self.layout.total)
-            twin._next = twin.layout.behind(twin.held)
-            twin._blocks = None
+            twin.sizes = fn(self.sizes)
+            layout = Ragged(fn(self.blocks.layout.start), twin.sizes, self.blocks.layout.total)
+            twin.blocks = self.blocks.moved(layout)
+            twin._next = layout.behind(twin.held)
         return twin
 
     def release(self) -> None:
@@ -354,17 +320,9 @@ class Page:
     def tensors(self) -> list[Tensor]:
         """Every tensor held, for byte counting."""
         held = list(self.fields.values())
-        if self.layout is None:
+        if self.blocks is None:
             return held
-        return [*held, self._next, *(self._blocks or ())]
-
-
-def _block(mean: float) -> int:
-    """A power of two, about 1/32 of the mean size."""
-    block = 1
-    while block < _MOST_BLOCK and block * 2 * _PART <= mean:
-        block *= 2
-    return block
+        return [*held, self._next, *self.blocks.tensors()]
 
 
 def _stored(slots: Slots, sizes: Tensor | None) -> dict[str, Tensor]:

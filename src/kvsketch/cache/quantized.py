@@ -76,24 +76,34 @@ class Quantized:
     def read(self, out: Tensor) -> None:
         """Write the dequantised slots into ``out`` ``[batch, heads, slots, dim]``, any floating
         point dtype; computed in float32."""
-        groups, width = _layout(self.dim, self.bits)
-        in_place = out.dtype == torch.float32 and groups * width == self.dim
-        shape = (*self.codes.shape[:3], groups * width)
+        in_place = out.dtype == torch.float32 and self.channels == self.dim
+        shape = (*self.codes.shape[:3], self.channels)
         work = out if in_place else torch.empty(shape, device=out.device)
-        if self.bits == 4:
-            half = self.codes.shape[-1]
-            work[..., :half] = self.codes & 15
-            work[..., half:] = self.codes >> 4
-        else:
-            work.copy_(self.codes)
-        parts = work.view(*shape[:3], groups, width)
-        parts.mul_(self.step.float().unsqueeze(-1)).add_(self.low.float().unsqueeze(-1))
+        self.in_units(work)
         work = work if in_place else work[..., : self.dim]
         work.mul_(self.unit)
         if self.offset is not None:
             work.add_(self.offset)
         if not in_place:
             out.copy_(work)
+
+    def in_units(self, out: Tensor) -> None:
+        """Write ``low + step * code``, which lacks ``unit`` and ``offset``, into contiguous ``out``
+        ``[batch, heads, slots, channels]``."""
+        if self.bits == 4:
+            half = self.codes.shape[-1]
+            out[..., :half] = self.codes & 15
+            out[..., half:] = self.codes >> 4
+        else:
+            out.copy_(self.codes)
+        parts = out.view(*out.shape[:3], self.low.shape[-1], -1)
+        parts.mul_(self.step.to(out.dtype).unsqueeze(-1))
+        parts.add_(self.low.to(out.dtype).unsqueeze(-1))
+
+    @property
+    def channels(self) -> int:
+        """Channels there are codes for: ``dim``, filled up."""
+        return self.codes.shape[-1] * 8 // self.bits
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Quantized:
         """Apply ``fn`` (which acts on axis 0, the batch) to every tensor."""

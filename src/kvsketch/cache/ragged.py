@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..kernels.partial import NOTHING
 from ..slots import Slots
+
+# Heads of different size start at multiples of about this share of their mean size ...
+_PART = 32
+# ... and of no more slots than these: a kernel goes over slots in blocks of as many.
+_MOST_BLOCK = 256
+# Blocks of fewer slots are not worth remembering whose they are.
+_WORTH_KEEPING = 8
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,69 @@ class Ragged:
         return there.flatten().nonzero().squeeze(-1), flat
 
 
+class Blocks:
+    """Whose slots the blocks of a flat tensor are, as a kernel that goes over all blocks needs it.
+
+    Attributes:
+        size: slots of a block, a power of two of about 1/32 of the mean size of a head.
+        layout: heads one behind the other, all of them starting at a multiple of that.
+        kept: whether ``found`` is kept from call to call: not where blocks are so small that this
+            would be more than the slots.
+    """
+
+    def __init__(self, sizes: Tensor, room: int = 0) -> None:
+        self.size = _block(float((sizes + room).double().mean()))
+        self.layout = Ragged.of(sizes, room, self.size)
+        self.kept = self.size >= _WORTH_KEEPING
+        self._found: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def moved(self, layout: Ragged) -> Blocks:
+        """Blocks of the same size, of another layout."""
+        twin = copy.copy(self)
+        twin.layout, twin._found = layout, None
+        return twin
+
+    def found(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Which head every block of slots belongs to, int64 ``[batch * blocks]`` into ``[batch *
+        heads]``; 0 for a head's own blocks and ``NOTHING`` for the others, float32 ``[batch, heads,
+        1, blocks]``; how many slots there are from the start of each block on, int64 ``[batch *
+        blocks]``."""
+        if self._found is not None:
+            return self._found
+        layout = self.layout
+        batch, heads = layout.start.shape
+        first = layout.start // self.size
+        number = torch.arange(layout.total // self.size, device=first.device)
+        head = (number >= first.unsqueeze(-1)).sum(1) - 1
+        row = torch.arange(batch, device=first.device).unsqueeze(1) * heads
+        behind = number * self.size - layout.start.gather(1, head)
+        left = (layout.sizes.gather(1, head) - behind).flatten()
+        every = torch.arange(heads, device=first.device).view(1, -1, 1)
+        foreign = torch.where(head.unsqueeze(1) == every, 0.0, NOTHING).unsqueeze(2)
+        found = (head + row).flatten(), foreign, left
+        if self.kept:
+            self._found = found
+        return found
+
+    def live(self, appended: int = 0) -> Tensor:
+        """Which slots of every block there are once each head got so many more, bool ``[batch *
+        blocks, size]``."""
+        left = self.found()[2] + appended
+        return torch.arange(self.size, device=left.device) < left.unsqueeze(1)
+
+    def tensors(self) -> list[Tensor]:
+        """What is kept, for byte counting."""
+        return list(self._found or ())
+
+
+def _block(mean: float) -> int:
+    """A power of two, about 1/32 of the mean size."""
+    block = 1
+    while block < _MOST_BLOCK and block * 2 * _PART <= mean:
+        block *= 2
+    return block
+
+
 def flatten(tensor: Tensor, padded: Tensor, flat: Tensor, total: int) -> Tensor:
     """``[batch, heads, count, ...]`` as ``[batch, total, ...]``; zeros where there is no slot."""
     batch, heads, count = tensor.shape[:3]
@@ -80,6 +152,11 @@ def to_the_end(slots: Slots, sizes: Tensor) -> Slots:
     ones before: the newest tokens of all heads are then side by side."""
     behind = slots.count - sizes.to(slots.keys.device).unsqueeze(-1)
     index = torch.arange(slots.count, device=behind.device) - behind
-    moved, there = slots.take(index.clamp(min=0)), index >= 0
+    return picked(slots, index.clamp(min=0), index >= 0)
+
+
+def picked(slots: Slots, index: Tensor, there: Tensor) -> Slots:
+    """Slots by their number, int64 ``[batch, heads, k]``; dead where not ``there``, bool."""
+    moved = slots.take(index)
     score = None if moved.score is None else moved.score * there
     return replace(moved.only(there), score=score)

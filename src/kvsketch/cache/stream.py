@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,7 @@ from ..slots import Observed, Slots
 from . import next_page
 from .budgets import HeadBudgets
 from .error import QUERIES, Errors
+from .middle import Middle
 from .next_page import Held
 from .pace import Pace
 from .page import Page
@@ -123,15 +124,16 @@ class Stream:
         smaller ones' are the last ones, behind dead slots."""
         return self.page.slots
 
-    def open(self) -> Page | Slots:
-        """What the newest tokens attend to, once something was compressed."""
+    def open(self) -> Sequence[Page | Middle] | Slots:
+        """What the newest tokens attend to, once something was compressed: parts of a page, or
+        slots."""
         page = self.page
-        return page if isinstance(page, Page) else page.open()
+        return [page] if isinstance(page, Page) else page.open()
 
     @property
     def held(self) -> Tensor:
-        """Slots of every row and head, int64 ``[batch, num_key_value_heads]``."""
-        return self.page.held
+        """Slots of every row and head, int64 ``[batch, num_key_value_heads]`` on the CPU."""
+        return self.page.held.cpu()
 
     @property
     def visible(self) -> Slots:
@@ -294,8 +296,10 @@ class Stream:
         slots = page.read(exactly=True) if isinstance(page, QuantizedPage) else self.visible
         # Scored before: where nothing is compressed, the queries must not be lost either.
         kept = self._scored(slots)
-        if self.bits != FULL and bool((held <= torch.as_tensor(limit)).all()):
-            budget = held  # only in fewer bits
+        fits = held <= torch.as_tensor(limit)
+        if self.bits != FULL and (bool(fits.all()) or isinstance(limit, Tensor)):
+            less = torch.minimum(torch.as_tensor(budget), held)
+            budget = torch.where(fits, held, less)  # what fits is only stored in fewer bits
         elif isinstance(page, (Page, QuantizedPage)) and page.sizes is not None:
             budget = torch.minimum(torch.as_tensor(budget), held)
         # Also where nothing is reduced: of every head its own slots come first.

@@ -136,10 +136,11 @@ def attend_slots(layer: SketchLayer, asked: Observed, view: View) -> Tensor:
     Raises:
         UnsupportedError: a mask that slots cannot honour.
     """
-    stream, mask = layer.stream, None
-    if view is not PLAIN and not view.plain:
-        mask = mask_over(view, stream.slots, *asked.queries.shape[1:3])
-    return attend_to(asked, stream.open(), mask, stream.padded)
+    stream = layer.stream
+    if view is PLAIN or view.plain:
+        return attend_to(asked, stream.open(), None, stream.padded)
+    slots = stream.slots
+    return attend_to(asked, slots, mask_over(view, slots, *asked.queries.shape[1:3]))
 
 
 def check_arguments(

@@ -1,96 +1,134 @@
-"""Attention over a page: heads of equal size in one call, heads of any size in one call."""
+"""Attention over what a layer holds: over its parts one by one, heads of any size in one call."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from ..cache.middle import Middle
 from ..cache.page import Page
-from ..slots import Observed, per_group
+from ..cache.quantized import Quantized
+from ..slots import Observed, compute_dtype, per_group
 from . import triton_support
+from .flat_page import FlatQuantized
 from .partial import NOTHING, log_mass, partial, together
 
+# Keys (and values) in few bits are turned into floats so many at a time, and give so many scores:
+# 4 MB stay near the processor, where a new tensor of their size would cost more than the attention.
+_PIECE = 1 << 20
 
-def decode(asked: Observed, page: Page, padded: bool) -> Tensor:
+
+def decode(asked: Observed, parts: Sequence[Page | Middle], padded: bool) -> Tensor:
     """Attention of one query per head over all slots of its head.
 
     Args:
         asked: queries ``[batch, num_attention_heads, 1, head_dim]``.
-        page: the slots, the queries' own tokens included.
+        parts: the slots; the last is a page and ends with the queries' own tokens.
         padded: whether some slots may be dead, so that a row may have no live one.
 
     Returns:
         ``[batch, num_attention_heads, 1, value_dim]``; zeros where no slot is live.
     """
-    if triton_fits(asked, page):
-        return _by_triton(asked, page)
+    by_triton = triton_fits(asked)
+    page = parts[-1]
+    assert isinstance(page, Page)
+    if by_triton and len(parts) == 1:
+        return _by_triton(asked, page, None)[0]
     batch, heads = asked.queries.shape[:2]
     packed = asked.queries.view(batch, page.heads, heads // page.heads, -1)
-    over = _over_equal_heads if page.layout is None else _over_blocks
-    out, log_total = over(packed, page, asked)
+    newest = None if asked.slopes is None else _newest(page)
+    found = []
+    for part in parts:
+        if by_triton:
+            out, total = _by_triton(replace(asked, sinks=None), part, newest)
+            found.append((out.view(*packed.shape[:3], -1), total.view(packed.shape[:3])))
+        else:
+            found.append(_over(packed, part, asked, newest))
+    out, total = together(found)
     if padded or asked.sinks is not None:
-        if page.layout is not None:
-            log_total = log_total.logsumexp(-1)
-        out = _finished(out, log_total, asked, page.heads, padded)
+        out = _finished(out, total, asked, page.heads, padded)
     return out.reshape(batch, heads, 1, out.shape[-1]).to(asked.queries.dtype)
 
 
-def prefill(asked: Observed, page: Page, padded: bool) -> Tensor:
+def prefill(asked: Observed, parts: Sequence[Page | Middle], padded: bool) -> Tensor:
     """Attention of a chunk of new tokens over the slots before them and, causally, over themselves.
 
     Args:
         asked: queries ``[batch, num_attention_heads, q, head_dim]``; no ALiBi.
-        page: the slots, the q newest tokens included.
+        parts: the slots; the last is a page and ends with the q newest tokens.
         padded: whether some slots may be dead.
 
     Returns:
         ``[batch, num_attention_heads, q, value_dim]``. A padded query's row means nothing.
     """
-    if triton_fits(asked, page):
-        return _prefill_by_triton(asked, page)
+    page, before = parts[-1], parts[:-1]
+    assert isinstance(page, Page)
+    by_triton = triton_fits(asked)
+    if by_triton and not before:
+        return _prefill_by_triton(asked, page)[0]
     batch, heads, q, _ = asked.queries.shape
     group = heads // page.heads
-    keys, values, mass = _padded(page)
     packed = asked.queries.reshape(batch, page.heads, group * q, -1)
-    before = page.count - q
-    new = [t[:, :, before:] for t in (keys, values)]
-    weight = None if mass is None else mass[:, :, before:]
-    keys, values = keys[:, :, :before], values[:, :, :before]
-    mass = None if mass is None else mass[:, :, :before]
-    parts = []
-    if keys.shape[2]:
-        bias = None if mass is None else log_mass(mass).unsqueeze(2)
-        out, total = partial(packed, keys, values, bias, asked.scaling, asked.softcap)
-        parts.append((out.reshape(batch, heads, q, -1), total.reshape(batch, heads, q)))
-    wide = [t.repeat_interleave(group, dim=1) if group > 1 else t for t in new]
-    if weight is None or not padded:
-        parts.append(
-            partial(asked.queries, wide[0], wide[1], None, asked.scaling, asked.softcap, True)
-        )
+    found = [_over(packed, part, asked, None) for part in before]
+    if by_triton:
+        out, total = _prefill_by_triton(replace(asked, sinks=None), page)
+        shape = packed.shape[:3]
+        found.append((out.reshape(*shape, -1), total.reshape(shape)))
     else:
-        later = torch.ones(q, q, dtype=torch.bool, device=keys.device).triu_(1)
+        found += _chunk(packed, page, asked, padded)
+    out, total = together(found)
+    out = _finished(out, total, asked, page.heads, padded, q)
+    return out.reshape(batch, heads, q, -1).to(asked.queries.dtype)
+
+
+def _chunk(
+    packed: Tensor, page: Page, asked: Observed, padded: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """The attention over the slots of a page before the newest tokens, and over these, causally,
+    with the logs of its totals, ``[batch, heads, group * q]``."""
+    q = asked.queries.shape[2]
+    group, shape = packed.shape[2] // q, packed.shape[:3]
+    keys, values, mass = _padded(page)
+    before = page.count - q
+    wide = [t[:, :, before:].repeat_interleave(group, dim=1) for t in (keys, values)]
+    weight = None if mass is None else mass[:, :, before:]
+    found = []
+    if before:
+        bias = None if mass is None else log_mass(mass[:, :, :before]).unsqueeze(2)
+        keys, values = keys[:, :, :before], values[:, :, :before]
+        found.append(partial(packed, keys, values, bias, asked.scaling, asked.softcap))
+    bias = None
+    if weight is not None and padded:
+        later = torch.ones(q, q, dtype=torch.bool, device=packed.device).triu_(1)
         bias = log_mass(weight).repeat_interleave(group, dim=1).unsqueeze(2)
         bias = bias.expand(-1, -1, q, -1).masked_fill(later, NOTHING)
-        parts.append(partial(asked.queries, wide[0], wide[1], bias, asked.scaling, asked.softcap))
-    out, total = together(parts)
-    shape = (batch, page.heads, group * q)
-    out, total = out.reshape(*shape, -1), total.reshape(shape)
-    out = _finished(out, total, asked, page.heads, padded, q)
-    return out.reshape(batch, heads, q, -1)
+    out, total = partial(
+        asked.queries, wide[0], wide[1], bias, asked.scaling, asked.softcap, bias is None
+    )
+    found.append((out.reshape(*shape, -1), total.reshape(shape)))
+    return found
 
 
-def triton_fits(asked: Observed, page: Page) -> bool:
-    """Whether the Triton kernels take these queries and this page: ALiBi beside sinks needs the
+def triton_fits(asked: Observed) -> bool:
+    """Whether the Triton kernels take these queries: ALiBi beside sinks needs the
     query's own position, which a page does not know."""
     both = asked.slopes is not None and asked.sinks is not None
     return not both and triton_support.chosen(asked.queries)
 
 
-def _by_triton(asked: Observed, page: Page) -> Tensor:
-    """One launch for all heads, whatever their sizes."""
+def _by_triton(
+    asked: Observed, part: Page | Middle, newest: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """One launch for all heads, whatever their sizes: the attention ``[batch, num_attention_heads,
+    1, value_dim]`` and the logs of its totals."""
     from .triton_decode import decode as launch
 
-    (start, count), flat = page.spans(), _flat(page)
+    (start, count), flat = part.spans(), _flat(part)
     sinks, slopes = (None if x is None else x.float() for x in (asked.sinks, asked.slopes))
     positions = flat["positions"].float() if slopes is not None else None
     return launch(
@@ -105,12 +143,13 @@ def _by_triton(asked: Observed, page: Page) -> Tensor:
         sinks=sinks,
         slopes=slopes,
         positions=positions,
-        most=page.count + page.room,
-    )[0]
+        query_positions=None if newest is None else newest.flatten().float(),
+        most=part.count + part.room,
+    )
 
 
-def _prefill_by_triton(asked: Observed, page: Page) -> Tensor:
-    """One launch: the slots before the new tokens, and these, causally."""
+def _prefill_by_triton(asked: Observed, page: Page) -> tuple[Tensor, Tensor]:
+    """One launch: the slots before the new tokens, and these, causally; the logs of its totals."""
     from .triton_prefill import prefill as launch
 
     q = asked.queries.shape[2]
@@ -128,65 +167,168 @@ def _prefill_by_triton(asked: Observed, page: Page) -> Tensor:
         new_mass=new.get("mass"),
         softcap=asked.softcap,
         sinks=None if asked.sinks is None else asked.sinks.float(),
-    )[0]
+    )
 
 
-def _flat(page: Page) -> dict[str, Tensor]:
-    """The fields of a page, ``[batch, total, ...]``."""
-    return {n: t.flatten(1, 2) if page.layout is None else t for n, t in page.fields.items()}
+def _flat(part: Page | Middle) -> dict[str, Any]:
+    """The fields of a part, ``[batch, total, ...]``; keys and values in few bits as they are."""
+    even = part.blocks is None
+    flat: dict[str, Any] = {n: t.flatten(1, 2) if even else t for n, t in part.fields.items()}
+    if isinstance(part, Middle):
+        for name, few in part.packed.items():
+            few = few.map_slots(lambda t: t.flatten(1, 2)) if even else few
+            flat[name] = FlatQuantized(
+                few.bits, few.dim, few.codes, few.low, few.step, few.unit, few.offset
+            )
+    return flat
 
 
 def _padded(page: Page) -> tuple[Tensor, Tensor, Tensor | None]:
     """Keys, mean values and masses ``[batch, heads, count, ...]``, the newest tokens last."""
-    if page.layout is None:
+    if page.blocks is None:
         return page.even("keys"), page.even("values"), page.even_mass
     slots = page.slots
     return slots.keys, slots.mean_values().to(slots.keys.dtype), slots.mass
 
 
-def _over_equal_heads(packed: Tensor, page: Page, asked: Observed) -> tuple[Tensor, Tensor]:
-    """The attention, and the logs of its totals, ``[batch, heads, group]``."""
-    keys, values, mass = page.even("keys"), page.even("values"), page.even_mass
-    bias = None if mass is None else log_mass(mass).unsqueeze(2)
-    if asked.slopes is not None:
-        bent = _bent(asked, page.even("positions").unsqueeze(2), page.heads)
-        bias = bent if bias is None else bent + bias
-    return partial(packed, keys, values, bias, asked.scaling, asked.softcap)
+def _over(
+    packed: Tensor, part: Page | Middle, asked: Observed, newest: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The attention of packed queries ``[batch, heads, queries of a group, head_dim]`` over a part,
+    and the logs of its totals, ``[batch, heads, queries of a group]``."""
+    if isinstance(part, Middle):
+        return _over_few_bits(packed, part, asked, newest)
+    bias = _bias(part, asked, newest, packed)
+    if part.blocks is None:
+        keys, values = part.even("keys"), part.even("values")
+        return partial(packed, keys, values, bias, asked.scaling, asked.softcap)
+    owner, foreign, _ = part.blocks.found()
+    queries = packed.flatten(0, 1).index_select(0, owner).unsqueeze(1)
+    keys, values = (
+        part.fields[name].view(len(owner), 1, part.blocks.size, -1) for name in ("keys", "values")
+    )
+    found = partial(queries, keys, values, bias, asked.scaling, asked.softcap)
+    return _of_heads(*found, foreign)
 
 
-def _over_blocks(packed: Tensor, page: Page, asked: Observed) -> tuple[Tensor, Tensor]:
-    """Every block of slots is attended to by the queries of its head, all blocks in one call, then
-    the blocks of a head are put together. Returns that, and the logs of the blocks' totals,
-    ``[batch, heads, group, blocks]``."""
-    batch, heads, group, dim = packed.shape
-    owner, foreign, _ = page.blocks()
-    size, blocks = page.block, len(owner)
-    queries = packed.reshape(-1, group, dim).index_select(0, owner).unsqueeze(1)
-    keys = page.fields["keys"].view(blocks, 1, size, -1)
-    values = page.fields["values"].view(blocks, 1, size, -1)
-    mass = page.fields.get("mass")
+def _over_few_bits(
+    packed: Tensor, part: Middle, asked: Observed, newest: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As ``_over``, in pieces. With keys ``offset + unit * y``, a score is <q, offset> + <q * unit,
+    y>: the first is the same for all slots of a head, so that it only shifts the logs, and a unit
+    of the values is a factor of the output. A soft-cap bends the whole score: keys are read as they
+    are then."""
+    keys, values = part.packed["keys"], part.packed["values"]
+    dtype, whole = compute_dtype(packed.dtype), asked.softcap is not None
+    queries = packed.to(dtype)
+    scaled = queries if whole else pad(queries * keys.unit, (0, keys.channels - keys.dim))
+    bias, blocks = _bias(part, asked, newest, packed), part.blocks
+    if blocks is not None:
+        owner = blocks.found()[0]
+        scaled = scaled.flatten(0, 1).index_select(0, owner).unsqueeze(1)
+        keys, values = _in_blocks(keys, owner), _in_blocks(values, owner)
+    axis = 2 if blocks is None else 0
+    length, rows = keys.codes.shape[axis], keys.codes[..., 0].numel()
+    most = max(keys.channels, values.channels, scaled.shape[2])
+    step = max(1, min(length, _PIECE * length // (rows * most)))
+    found = []
+    for start in range(0, length, step):
+        size = min(step, length - start)
+        mine = scaled if blocks is None else scaled.narrow(0, start, size)
+        weight = None if bias is None else bias.narrow(3 if blocks is None else 0, start, size)
+        some = [_piece(few, axis, start, size) for few in (keys, values)]
+        floats = _floats(some[0], dtype, whole), _floats(some[1], dtype, False)
+        found.append(partial(mine, *floats, weight, asked.scaling, asked.softcap))
+    if blocks is None:
+        out, total = together(found)
+    else:
+        out, total = map(torch.cat, zip(*found, strict=True))
+        out, total = _of_heads(out, total, blocks.found()[1])
+    offset, unit = part.packed["keys"].offset, part.packed["values"].unit
+    if offset is not None and not whole:
+        total = total + asked.scaling * (queries @ offset.to(dtype).mT).squeeze(-1)
+    return out[..., : values.dim] * unit.to(dtype), total
+
+
+def _in_blocks(few: Quantized, owner: Tensor) -> Quantized:
+    """Keys or values ``[batch, total, ...]`` as ``[blocks, 1, slots of a block, ...]``."""
+    blocks = few.map_slots(lambda t: t.view(len(owner), 1, -1, t.shape[-1]))
+    offset = blocks.offset
+    return replace(
+        blocks,
+        unit=blocks.unit.flatten(0, 1)[owner].unsqueeze(1),
+        offset=None if offset is None else offset.flatten(0, 1)[owner].unsqueeze(1),
+    )
+
+
+def _piece(few: Quantized, axis: int, start: int, size: int) -> Quantized:
+    """Some of the slots (``axis`` 2) or of the blocks (0)."""
+    if axis == 2:
+        return few.map_slots(lambda t: t.narrow(2, start, size))
+    return few.map(lambda t: t.narrow(0, start, size))
+
+
+def _floats(few: Quantized, dtype: torch.dtype, whole: bool) -> Tensor:
+    """``[.., dim]`` as they are (``whole``), or without unit and offset and with all channels."""
+    channels = few.dim if whole else few.channels
+    out = torch.empty(*few.codes.shape[:3], channels, dtype=dtype, device=few.codes.device)
+    if whole:
+        few.read(out)
+    else:
+        few.in_units(out)
+    return out
+
+
+def _of_heads(out: Tensor, totals: Tensor, foreign: Tensor) -> tuple[Tensor, Tensor]:
+    """The attention over heads, from that over their blocks ``[blocks, 1, queries, value_dim]``."""
+    batch, queries = len(foreign), out.shape[2]
+    totals = totals.view(batch, 1, -1, queries).transpose(2, 3) + foreign
+    whole = totals.logsumexp(-1)
+    weights = (totals - whole.unsqueeze(-1)).exp_().transpose(1, 2)
+    parts = out.view(batch, -1, queries, out.shape[-1]).transpose(1, 2)
+    return (weights @ parts.to(weights.dtype)).transpose(1, 2), whole
+
+
+def _bias(
+    part: Page | Middle, asked: Observed, newest: Tensor | None, packed: Tensor
+) -> Tensor | None:
+    """What masses, dead slots and ALiBi add to scores, ``[batch, heads, 1 or queries, slots]``, or
+    ``[blocks, 1, 1 or queries, slots of a block]`` where heads differ in size; None: nothing."""
+    if part.blocks is None:
+        mass = part.even_mass
+        bias = None if mass is None else log_mass(mass).unsqueeze(2)
+        if newest is None:
+            return bias
+        bent = _bent(asked, part.even("positions").unsqueeze(2), newest, part.heads)
+        return bent if bias is None else bent + bias
+    owner, size = part.blocks.found()[0], part.blocks.size
+    blocks, mass = len(owner), part.fields.get("mass")
     if mass is not None:
         bias = log_mass(mass).view(blocks, 1, 1, size)
     else:
-        bias = torch.where(page.blocks_live(), 0.0, NOTHING).view(blocks, 1, 1, size)
-    if asked.slopes is not None:
-        bent = _bent(asked, page.fields["positions"].view(batch, 1, 1, -1), heads)
-        bent = bent.view(-1, group, bent.shape[-1] // size, size)
-        mine = torch.arange(blocks, device=keys.device) % bent.shape[2]
-        bias = bias + bent[owner, :, mine].unsqueeze(1)
-    out, total = partial(queries, keys, values, bias, asked.scaling, asked.softcap)
-    totals = total.view(batch, 1, -1, group).transpose(2, 3) + foreign
-    weights = totals.softmax(-1).transpose(1, 2)
-    parts = out.view(batch, -1, group, out.shape[-1]).transpose(1, 2)
-    return (weights @ parts.to(weights.dtype)).transpose(1, 2), totals
+        live = part.blocks.live(part.appended)
+        bias = torch.where(live, 0.0, NOTHING).view(blocks, 1, 1, size)
+    if newest is None:
+        return bias
+    batch, heads, group = packed.shape[:3]
+    bent = _bent(asked, part.fields["positions"].view(batch, 1, 1, -1), newest, heads)
+    bent = bent.view(-1, group, bent.shape[-1] // size, size)
+    mine = torch.arange(blocks, device=owner.device) % bent.shape[2]
+    return bias + bent[owner, :, mine].unsqueeze(1)
 
 
-def _bent(asked: Observed, positions: Tensor, heads: int) -> Tensor:
+def _newest(page: Page) -> Tensor:
+    """The last position of each row, ``[batch, 1, 1, 1]``."""
+    found = page.even("positions") if page.blocks is None else page.fields["positions"]
+    return found.flatten(1).amax(1).view(-1, 1, 1, 1)
+
+
+def _bent(asked: Observed, positions: Tensor, newest: Tensor, heads: int) -> Tensor:
     """ALiBi's bias of every slot, ``[batch, heads, group, slots]``; positions ``[batch, heads or 1,
     1, slots]`` are counted from the newest, since softmax ignores a constant."""
     assert asked.slopes is not None
     slopes = asked.slopes.to(positions.dtype).view(1, heads, -1, 1)
-    return slopes * (positions - positions.amax((1, 3), keepdim=True))
+    return slopes * (positions - newest)
 
 
 def _finished(
