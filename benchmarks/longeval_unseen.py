@@ -133,6 +133,28 @@ def measure(
     return row
 
 
+def measure_shares(
+    model: Any,
+    tokenizer: Any,
+    found: list[Asked],
+    method: Method,
+    shares: list[float],
+    curves: Curves | None,
+    seed: int,
+    console: Console,
+) -> list[Row]:
+    """``measure`` at every share, in rows that say so; what does not fit is reported."""
+    rows: list[Row] = []
+    for share in shares if method.name != "exact" else [1.0]:
+        row = measure(model, tokenizer, found, method, share, curves, seed)
+        if row is None:
+            console.print(f"left out: {method.label} does not fit at {share}")
+            continue
+        name = {"method": method.label, "queries": "agnostic", "budget": share}
+        rows.append({**name, **row})
+    return rows
+
+
 def main(
     lines: Annotated[int, typer.Option(help="Lines per record.")] = 200,
     count: Annotated[int, typer.Option(help="Cases.")] = 50,
@@ -168,14 +190,7 @@ def main(
             if results.has(method=method.label):
                 continue
             curves = curves_of(model, other, method)
-            rows = []
-            for share in shares if method.name not in ("exact", None) else [1.0]:
-                row = measure(model, tokenizer, asked, method, share, curves, seed)
-                if row is None:
-                    console.print(f"left out: {method.label} does not fit at {share}")
-                    continue
-                name = {"method": method.label, "queries": "agnostic", "budget": share}
-                rows.append({**name, **row})
+            rows = measure_shares(model, tokenizer, asked, method, shares, curves, seed, console)
             results.add(rows)
             console.print(method.label, [(row["budget"], row["accuracy"]) for row in rows])
     result = results.finish()

@@ -125,7 +125,19 @@ def reading(result: dict[str, Any]) -> str:
         "packaged model, whose heads of 32 dimensions make attention most of its time. `local`: "
         "512 tokens at a time, which look at themselves and the first four tokens alone. `sample`: "
         "64 of every 384 tokens, in the same way; scores of the others are learned from these.\n\n"
-        f"{table(columns, rows)}\n\n{made_with(result)}\n"
+        f"{table(columns, rows)}\n\n{_peers(result)}{made_with(result)}\n"
+    )
+
+
+def _peers(result: dict[str, Any]) -> str:
+    """What the whole prefill costs with the methods that read a second time."""
+    rows = result.get("peers", [])
+    if not rows:
+        return ""
+    each = ", ".join(f"`{row['method']}` {row['whole_over_first']:.1f}" for row in rows)
+    return (
+        "The whole prefill with `reread`, compressing included, over the first reading, packaged "
+        f"model: {each}. `kvgrad` takes gradients.\n\n"
     )
 
 

@@ -7,7 +7,8 @@ cache, and of compressing it afterwards; with the packaged model, and with two l
 8B's shape and random weights. What follows the last layer's queries is skipped, which a model of
 two layers shows more than one of 32: ``layer`` is the first layer alone, and ``of_32`` puts 31 of
 these and one last layer together. Seconds are of all threads, so that other work on the machine
-counts little; runs are paired, medians count.
+counts little; runs are paired, medians count. Of the peers that read a second time, with the
+packaged model, the ``whole`` prefill over the same first reading.
 
 Accuracy: with ``--beside``, rows of ``benchmarks.longeval_unseen``, of the methods that differ in
 nothing but where their queries come from.
@@ -36,6 +37,8 @@ from kvsketch.arguments import QUERY_SOURCES
 from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
 
+#: peers that read a second time
+PEERS = ("kvzip", "kvzip_plus", "kvgrad")
 #: layers of the model whose cost is put together from those that are measured
 DEEP = 32
 
@@ -93,15 +96,18 @@ class Clock:
             hook.remove()
 
 
-def seconds(model: Any, ids: Tensor, queries: str | None, tokenizer: Any) -> dict[str, float]:
-    """CPU seconds of reading ``ids`` (``first``), of that by its layers, of reading them again and
-    of compressing; ``queries`` None: with an uncompressed cache, nothing else."""
+def seconds(
+    model: Any, ids: Tensor, queries: str | None, tokenizer: Any, method: str = "heavy_merge"
+) -> dict[str, float]:
+    """CPU seconds of reading ``ids`` (``first``), of that by its layers, of reading them again, of
+    compressing and of all this (``whole``); ``queries`` None: with an uncompressed cache, nothing
+    else."""
     clock = Clock(model)
     if queries is None:
         model.base_model(ids, past_key_values=DynamicCache(config=model.config))
         read = done = clock.end()
     else:
-        cache = SketchCache(model.config, budget=0.1, allocation="global", bits=16)
+        cache = SketchCache(model.config, method, budget=0.1, allocation="global", bits=16)
         first = cache.layers[0]
         finish, ends = first.finish_reading, []
         first.finish_reading = lambda *a: (ends.append(clock.end()), finish(*a))
@@ -115,6 +121,7 @@ def seconds(model: Any, ids: Tensor, queries: str | None, tokenizer: Any) -> dic
         "first": second - begin,
         "second": read - second,
         "compress": done - read,
+        "whole": done - begin,
         "layer": sum(times[1] - times[0] for times in parts),
         "last": sum(times[-1] - times[-2] for times in parts),
     }
@@ -141,6 +148,20 @@ def costs(
         {"model": name, "queries": source, "tokens": ids.shape[1], "pairs": repeats}
         | {f"{key}_over_first": statistics.median(r[key] for r in rows) for key in rows[0]}
         for source, rows in found.items()
+    ]
+
+
+def wholes(model: Any, ids: Tensor, tokenizer: Any, repeats: int) -> list[dict[str, Any]]:
+    """Of ours and the peers that read a second time: the whole prefill over the first reading."""
+    found: dict[str, list[float]] = {method: [] for method in ("heavy_merge", *PEERS)}
+    for _ in range(repeats):
+        plain = seconds(model, ids, None, tokenizer)
+        for method, ratios in found.items():
+            one = seconds(model, ids, "reread", tokenizer, method)
+            ratios.append(one["whole"] / plain["first"])
+    return [
+        {"method": method, "pairs": repeats, "whole_over_first": statistics.median(ratios)}
+        for method, ratios in found.items()
     ]
 
 
@@ -179,18 +200,22 @@ def main(
     console = Console(stderr=True)
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(PACKAGED))
     sources, rows = list(QUERY_SOURCES), []
-    with torch.inference_mode(), console.status("many minutes"):
+    peers: list[dict[str, Any]] = []
+    with torch.no_grad(), console.status("many minutes"):
         for name, make in models().items():
             model = make()
             ids = prompt(model, tokens, seed)
             rounds = repeats if name == "packaged" else max(1, repeats // 3)
             rows += costs(name, model, ids, tokenizer, sources, rounds)
+            if name == "packaged":
+                peers = wholes(model, ids, tokenizer, rounds)
             for row in rows[-len(sources) :]:
                 console.print(
                     {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
                 )
     right = [] if beside is None else accuracies(beside, sources)
     result: dict[str, Any] = {"command": "reading", "results": rows, "accuracy": right}
+    result["peers"] = peers
     result |= {"tokens": tokens, "repeats": repeats, "threads": threads, "seed": seed}
     result |= environment()
     save(result, out)

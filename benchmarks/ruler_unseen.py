@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.longeval_unseen import measure
+from benchmarks.longeval_unseen import measure_shares
 from benchmarks.options import METHODS_HELP, among, fractions, methods, positive
 from benchmarks.page_ruler import averages
 from benchmarks.prompts import Asked, load
@@ -95,14 +95,10 @@ def main(
         for method, name in progress.track(steps, description="methods and subtasks"):
             if results.has(method=method.label, subtask=name):
                 continue
-            rows: list[Row] = []
-            for share in shares if method.name != "exact" else [1.0]:
-                row = measure(loaded, tokenizer, asked[name], method, share, None, seed)
-                if row is None:
-                    console.print(f"left out: {method.label} does not fit at {share}")
-                    continue
-                label = {"method": method.label, "subtask": name, "queries": "agnostic"}
-                rows.append({**label, "budget": share, **row})
+            found = measure_shares(
+                loaded, tokenizer, asked[name], method, shares, None, seed, console
+            )
+            rows = [{"subtask": name, **row} for row in found]
             results.add(rows)
             console.print(method.label, name, [(row["budget"], row["accuracy"]) for row in rows])
     result = results.finish()

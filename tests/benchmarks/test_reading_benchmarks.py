@@ -22,7 +22,7 @@ def invoke(command, *arguments, code=0):
 
 
 def test_what_a_second_reading_costs(monkeypatch, tmp_path):
-    monkeypatch.setattr(reading, "models", lambda: {"tiny": lambda: small_llama().eval()})
+    monkeypatch.setattr(reading, "models", lambda: {"packaged": lambda: small_llama().eval()})
     monkeypatch.setattr(
         reading, "AutoTokenizer", type("", (), {"from_pretrained": lambda _: Letters()})
     )
@@ -44,7 +44,11 @@ def test_what_a_second_reading_costs(monkeypatch, tmp_path):
         assert 0 < row["of_32_over_first"] < 1.1 * row["layer_over_first"]
     assert [row["queries"] for row in result["accuracy"]] == list(rows)
     assert result["versions"]["torch"]
+    peers = {row["method"]: row["whole_over_first"] for row in result["peers"]}
+    assert list(peers) == ["heavy_merge", "kvzip", "kvzip_plus", "kvgrad"]
+    assert all(ratio > 1 for ratio in peers.values())
     page = page_reread.reading(result)
+    assert f"`kvgrad` {peers['kvgrad']:.1f}." in page
     assert f"| sample | {rows['sample']['second_over_first']:.2f} |" in page
     assert "heavy_merge at 0.3 |" in page
     assert "kvzip at" not in page

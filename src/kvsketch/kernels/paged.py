@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -223,60 +223,58 @@ def _over_few_bits(
     queries = packed.to(dtype)
     scaled = queries if whole else pad(queries * keys.unit, (0, keys.channels - keys.dim))
     bias, blocks = _bias(part, asked, newest, packed), part.blocks
+    owner, axis = None, 2
     if blocks is not None:
-        owner = blocks.found()[0]
+        owner, axis = blocks.found()[0], 0
         scaled = scaled.flatten(0, 1).index_select(0, owner).unsqueeze(1)
-        keys, values = _in_blocks(keys, owner), _in_blocks(values, owner)
-    axis = 2 if blocks is None else 0
+        keys, values = (few.map_slots(_in_blocks(len(owner))) for few in (keys, values))
     length, rows = keys.codes.shape[axis], keys.codes[..., 0].numel()
     most = max(keys.channels, values.channels, scaled.shape[2])
     step = max(1, min(length, _PIECE * length // (rows * most)))
     found = []
     for start in range(0, length, step):
-        size = min(step, length - start)
-        mine = scaled if blocks is None else scaled.narrow(0, start, size)
-        weight = None if bias is None else bias.narrow(3 if blocks is None else 0, start, size)
-        some = [_piece(few, axis, start, size) for few in (keys, values)]
-        floats = _floats(some[0], dtype, whole), _floats(some[1], dtype, False)
-        found.append(partial(mine, *floats, weight, asked.scaling, asked.softcap))
+        some = slice(start, start + step)
+        mine, weight = scaled, bias
+        if owner is not None:
+            mine, weight = scaled[some], None if bias is None else bias[some]
+        elif bias is not None:
+            weight = bias[..., some]
+        k, v = (_in_units(few, axis, some, dtype) for few in (keys, values))
+        if whole:
+            k = _as_they_are(k, keys, None if owner is None else owner[some])
+            v = v[..., : values.dim]
+        found.append(partial(mine, k, v, weight, asked.scaling, asked.softcap))
     if blocks is None:
         out, total = together(found)
     else:
-        out, total = map(torch.cat, zip(*found, strict=True))
+        out, total = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
         out, total = _of_heads(out, total, blocks.found()[1])
-    offset, unit = part.packed["keys"].offset, part.packed["values"].unit
-    if offset is not None and not whole:
-        total = total + asked.scaling * (queries @ offset.to(dtype).mT).squeeze(-1)
-    return out[..., : values.dim] * unit.to(dtype), total
+    if keys.offset is not None and not whole:
+        total = total + asked.scaling * (queries @ keys.offset.to(dtype).mT).squeeze(-1)
+    return out[..., : values.dim] * values.unit.to(dtype), total
 
 
-def _in_blocks(few: Quantized, owner: Tensor) -> Quantized:
-    """Keys or values ``[batch, total, ...]`` as ``[blocks, 1, slots of a block, ...]``."""
-    blocks = few.map_slots(lambda t: t.view(len(owner), 1, -1, t.shape[-1]))
-    offset = blocks.offset
-    return replace(
-        blocks,
-        unit=blocks.unit.flatten(0, 1)[owner].unsqueeze(1),
-        offset=None if offset is None else offset.flatten(0, 1)[owner].unsqueeze(1),
-    )
+def _in_blocks(blocks: int) -> Callable[[Tensor], Tensor]:
+    """From ``[batch, total, ...]`` to ``[blocks, 1, slots of a block, ...]``."""
+    return lambda t: t.view(blocks, 1, -1, t.shape[-1])
 
 
-def _piece(few: Quantized, axis: int, start: int, size: int) -> Quantized:
-    """Some of the slots (``axis`` 2) or of the blocks (0)."""
-    if axis == 2:
-        return few.map_slots(lambda t: t.narrow(2, start, size))
-    return few.map(lambda t: t.narrow(0, start, size))
-
-
-def _floats(few: Quantized, dtype: torch.dtype, whole: bool) -> Tensor:
-    """``[.., dim]`` as they are (``whole``), or without unit and offset and with all channels."""
-    channels = few.dim if whole else few.channels
-    out = torch.empty(*few.codes.shape[:3], channels, dtype=dtype, device=few.codes.device)
-    if whole:
-        few.read(out)
-    else:
-        few.in_units(out)
+def _in_units(few: Quantized, axis: int, some: slice, dtype: torch.dtype) -> Tensor:
+    """Some of the slots (``axis`` 2) or blocks (0), without unit and offset, all channels."""
+    if some.stop - some.start < few.codes.shape[axis]:
+        few = few.map_slots(lambda t: t[some] if axis == 0 else t[:, :, some])
+    out = torch.empty(*few.codes.shape[:3], few.channels, dtype=dtype, device=few.codes.device)
+    few.in_units(out)
     return out
+
+
+def _as_they_are(units: Tensor, few: Quantized, owner: Tensor | None) -> Tensor:
+    """Keys with unit and offset, of the heads they belong to."""
+    assert few.offset is not None
+    unit, offset = few.unit, few.offset
+    if owner is not None:
+        unit, offset = (t.flatten(0, 1)[owner].unsqueeze(1) for t in (unit, offset))
+    return units[..., : few.dim] * unit.to(units.dtype) + offset.to(units.dtype)
 
 
 def _of_heads(out: Tensor, totals: Tensor, foreign: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,9 +16,8 @@ class KVgrad(KVzipPlus):
     tokens; of a padded batch each row has its own.
 
     It needs gradients: a forward of every part whose activations are kept, and a backward. Nothing
-    of the model changes; parameters are frozen meanwhile. On the packaged model (2,600 tokens, one
-    thread) the whole prefill takes 1.4 times as long as KVzip's. Memory: the activations of about
-    540 tokens of all layers.
+    of the model changes; parameters are frozen meanwhile. docs/benchmarks.md has what that costs
+    beside KVzip. Memory: the activations of about 540 tokens of all layers.
     """
 
     name = "kvgrad"
