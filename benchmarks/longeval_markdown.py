@@ -16,6 +16,7 @@ BEGIN, END = "<!-- longeval:begin -->", "<!-- longeval:end -->"
 NAMES = {
     "exact": "exact",
     "heavy_merge": "heavy_merge (ours)",
+    "heavy_merge+16bit": "ours, 16 bits",
     "streaming_llm": "streaming_llm (Sink)",
     "h2o": "h2o (H2O)",
     "kcenter": "kcenter (SubGen)",
@@ -132,7 +133,7 @@ def _intro(results: Mapping[str, Any]) -> str:
         f"{versions['transformers']}, Python {versions['python']}, {hardware['processor']}, "
         f"{hardware['torch_threads']} threads per process. Speeds are shown relative to the exact "
         "cache in the same run."
-        f"{_earlier(results)}"
+        f"{_earlier(results)}{_later(results)}"
     )
 
 
@@ -150,9 +151,22 @@ def _earlier(results: Mapping[str, Any]) -> str:
     )
     same = "and came out the same" + (f" but for {others}" if others else "")
     return (
-        "\n\nTwo runs: rows in a paper's own window are from this one; all others, and all speeds "
-        f"and peaks, are from an earlier one ({versions}, {earlier['hardware']['processor']}). Of "
-        f"those, {checked} were answered again in this run {same}."
+        "\n\nRows in a paper's own window are from one run; all others, and all speeds "
+        f"and peaks, are from another ({versions}, {earlier['hardware']['processor']}). Of "
+        f"those, {checked} were answered again in the first {same}."
+    )
+
+
+def _later(results: Mapping[str, Any]) -> str:
+    """Which rows are newer than the others."""
+    later = results.get("later")
+    if later is None:
+        return ""
+    versions = ", ".join(f"{name} {version}" for name, version in later["versions"].items())
+    return (
+        f"\n\nRows of {', '.join(f'`{name}`' for name in later['methods'])} are from this run, the "
+        f"others from one before it ({versions}, {later['hardware']['processor']}): speeds of "
+        "different runs are not compared."
     )
 
 
@@ -305,7 +319,8 @@ def _fixed(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float]) -> lis
 def _costs(rows: Sequence[Mapping[str, Any]]) -> str:
     header = ["lines", "method", "kept", "slots", "KV MB", "peak KV MB"]
     header += ["prefill speed / exact", "decode speed / exact"]
-    exact = {row["lines"]: row for row in rows if row["method"] == "exact"}
+    # in another run's seconds nothing can be compared
+    exact = {(row["lines"], row.get("run")): row for row in rows if row["method"] == "exact"}
     return _markdown(
         header,
         [
@@ -316,11 +331,10 @@ def _costs(rows: Sequence[Mapping[str, Any]]) -> str:
                 f"{row['slots']:,.0f}",
                 f"{row['kv_bytes'] / 1e6:.2f}",
                 f"{row['peak_kv_bytes'] / 1e6:.2f}",
-                _ratio(row, exact.get(row["lines"]), "prefill_tokens_per_s"),
-                _ratio(row, exact.get(row["lines"]), "decode_tokens_per_s"),
+                _ratio(row, exact.get((row["lines"], row.get("run"))), "prefill_tokens_per_s"),
+                _ratio(row, exact.get((row["lines"], row.get("run"))), "decode_tokens_per_s"),
             ]
             for row in rows
-            # in another run's seconds nothing can be compared
             if row.get("run") != "windows"
         ],
     )

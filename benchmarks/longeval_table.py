@@ -3,12 +3,12 @@
     python -m benchmarks.longeval_table
 
 answers the official 200, 300 and 400 line cases with the paper's methods, uniform sampling and
-heavy_merge (as ``SketchCache`` runs it) at the shares the paper kept, and at 0.25 and 0.10, with
-the question seen (the paper's protocol) and unseen when the record is compressed. It writes
-docs/results/longeval.json, docs/longeval.md and the block between the `longeval` marks of
-README.md. All methods keep the first 4 and last 32 tokens; H2O and k-center run a second time in
-the windows of their own papers (``presets``). Finished answers are kept in build/longeval/, so an
-interrupted run goes on where it stopped.
+heavy_merge (as ``SketchCache`` runs it, and with all slots in 16 bits) at the shares the paper
+kept, and at 0.25 and 0.10, with the question seen (the paper's protocol) and unseen when the record
+is compressed. It writes docs/results/longeval.json, docs/longeval.md and the block between the
+`longeval` marks of README.md. All methods keep the first 4 and last 32 tokens; H2O and k-center run
+a second time in the windows of their own papers (``presets``). Finished answers are kept in
+build/longeval/, so an interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from kvsketch.evaluation.runner.sweep import Sweep
 from kvsketch.evaluation.tasks import Options, make_tasks
 
 ROOT = Path(__file__).resolve().parent.parent
-METHODS = ["exact", "heavy_merge", "streaming_llm", "h2o", "kcenter", "uniform"]
-QUICK = [method for method in METHODS if method != "heavy_merge"]
+OURS = ["heavy_merge", "heavy_merge+16bit"]
+METHODS = ["exact", *OURS, "streaming_llm", "h2o", "kcenter", "uniform"]
+QUICK = [method for method in METHODS if method not in OURS]
 SMALL_SHARES = [0.25, 0.10]
 
 
@@ -122,6 +123,20 @@ def with_earlier(
     return [*known.values(), *new], {**origin, "checked": checked}
 
 
+def replaced(
+    rows: Sequence[Mapping[str, Any]], before: Mapping[str, Any], methods: Sequence[str]
+) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+    """An earlier run's rows with those of some methods replaced.
+
+    Returns:
+        The rows, those of this run marked ``"run": "later"``; and what else the earlier run says of
+        itself.
+    """
+    kept = [row for row in before["results"] if row["method"] not in methods]
+    said = {name: before[name] for name in ("versions", "hardware", "earlier") if name in before}
+    return [*kept, *({**row, "run": "later"} for row in rows)], said
+
+
 def write(results: Mapping[str, Any], docs: Path, readme: Path) -> list[Path]:
     """Writes JSON, page and README block; returns what was written."""
     (docs / "results").mkdir(parents=True, exist_ok=True)
@@ -153,6 +168,13 @@ def main(
             "docs/results/longeval.json.",
         ),
     ] = False,
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Run these methods only, comma-separated; keep the other rows of "
+            "docs/results/longeval.json."
+        ),
+    ] = "",
 ) -> None:
     """Run Table 1 (resumable) and write it into the documentation."""
     data = data or default_data()
@@ -160,9 +182,20 @@ def main(
     if missing:
         print(f"skipped: the official LongEval cases are not here ({', '.join(missing)})")
         return
+    chosen = [name for name in only.split(",") if name]
+    unknown = [name for name in chosen if name not in METHODS]
+    if unknown or (chosen and windows):
+        what = f"--only {only}: {', '.join(METHODS)}" if unknown else "--only beside --windows"
+        typer.echo(f"error: {what} {'are allowed' if unknown else 'is not'}", err=True)
+        raise typer.Exit(2)
+    some = {
+        lines: make_setups(chosen, [share, *SMALL_SHARES]) for lines, share in PAPER_SHARES.items()
+    }
     try:
         sweeps = {
-            q: measure(data, q, store, limit, again_by_lines(q) if windows else None)
+            q: measure(
+                data, q, store, limit, again_by_lines(q) if windows else some if chosen else None
+            )
             for q in questions.split(",")
         }
     except KVSketchError as error:
@@ -174,6 +207,11 @@ def main(
     if windows:
         before = json.loads((docs / "results" / "longeval.json").read_text(encoding="utf-8"))
         rows, more["earlier"] = with_earlier(rows, before)
+    if chosen:
+        before = json.loads((docs / "results" / "longeval.json").read_text(encoding="utf-8"))
+        rows, said = replaced(rows, before, chosen)
+        more["later"] = {"methods": chosen, **{n: said.pop(n) for n in ("versions", "hardware")}}
+        more |= said
     results = report(
         "benchmarks.longeval_table",
         rows,

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from test_sweep import METHODS, record_of
+from typer.testing import CliRunner
 
 from benchmarks import longeval_markdown as markdown
 from benchmarks import longeval_table
@@ -238,3 +240,30 @@ def test_the_page_is_what_its_results_say() -> None:
     results = json.loads((ROOT / "docs" / "results" / "longeval.json").read_text(encoding="utf-8"))
     page = (ROOT / "docs" / "longeval.md").read_text(encoding="utf-8")
     assert page == markdown.page(results)
+
+
+def test_rows_of_some_methods_are_replaced_and_the_page_says_so() -> None:
+    before = table_rows()
+    later = [row for row in before["results"] if row["method"] == "h2o"]
+    later = [{**row, "accuracy": 0.75, "ci95": [0.5, 0.9]} for row in later]
+    rows, said = longeval_table.replaced(later, before, ["h2o"])
+    assert len(rows) == len(before["results"])
+    assert {row["accuracy"] for row in rows if row["method"] == "h2o"} == {0.75}
+    assert all((row.get("run") == "later") == (row["method"] == "h2o") for row in rows)
+    noted = {"methods": ["h2o"], **{name: said[name] for name in ("versions", "hardware")}}
+    page = markdown.page({**before, "results": rows, "later": noted})
+    assert "Rows of `h2o` are from this run" in page
+    costs = [line for line in page.splitlines() if line.startswith("| 200 | ")]
+    assert all(line.endswith("| - | - |") == ("| h2o |" in line) for line in costs)
+    assert "0.75 [0.50, 0.90]" in page
+
+
+@pytest.mark.parametrize("arguments", [["--only", "h3o"], ["--only", "h2o", "--windows"]])
+def test_only_methods_of_the_table(arguments: list[str], tmp_path: Path) -> None:
+    for lines in longeval_table.PAPER_SHARES:
+        (tmp_path / f"{lines}_lines.jsonl").touch()
+    app = typer.Typer()
+    app.command()(longeval_table.main)
+    done = CliRunner().invoke(app, ["--data", str(tmp_path), *arguments])
+    assert done.exit_code == 2
+    assert "--only" in done.output
