@@ -167,7 +167,7 @@ def test_bytes_are_counted_by_one_rule():
     assert held_bytes(slots_of(mass=True)) == 200 * 36
     slots = slots_of(mass=True)
     page = QuantizedPage(slots, None, 0, Bits(8, 4), 10, 20)
-    stored = sum(t.nbytes for part in page._packed.values() for t in part.tensors()) / 2
+    stored = sum(t.nbytes for part in page.middle.packed.values() for t in part.tensors()) / 2
     assert held_bytes(slots, Bits(8, 4), 10, 20) == stored + 30 * 32 + 200 * 4
     dead = slots.only(torch.arange(200) < 150)
     assert held_bytes(dead) == 150 * 36

@@ -1,0 +1,1 @@
+"""One fixed page of slots per request and layer, for a serving engine: plain torch, no engine."""

@@ -1,0 +1,195 @@
+"""A layer's attention over fixed pages, for a batch of requests, and their compression in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..cache.window import Windowed
+from ..kernels.partial import NOTHING, log_mass, partial, together
+from ..slots import Observed, Slots, compute_dtype
+from .layout import Fields
+from .rhythm import Rhythm, Round
+
+
+@dataclass
+class Counts:
+    """What was done, for whoever watches.
+
+    Attributes:
+        compressions: of a page.
+        errors: the sum over them of the relative error that a compression adds to the last query's
+            output, mean over heads.
+    """
+
+    compressions: int = 0
+    errors: float = 0.0
+
+
+class Pages:
+    """The pages of one layer.
+
+    Args:
+        method: with its sinks and recent window; None: nothing is compressed.
+        rhythm: when it is.
+        scaling, softcap: of the model, see ``slots.Observed``.
+        counts: added to at every compression; None: nobody watches, and errors are not measured.
+    """
+
+    def __init__(
+        self,
+        method: Windowed | None,
+        rhythm: Rhythm,
+        scaling: float,
+        softcap: float | None = None,
+        counts: Counts | None = None,
+    ) -> None:
+        self.method, self.rhythm, self.counts = method, rhythm, counts
+        self.scaling, self.softcap = scaling, softcap
+
+    @torch.no_grad()
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        fields: Fields,
+        todo: Sequence[Round],
+        out: Tensor,
+    ) -> None:
+        """Take in the tokens of a batch and write what they attend to.
+
+        Args:
+            queries: ``[tokens, num_attention_heads, head_dim]``.
+            keys: ``[tokens, num_key_value_heads, head_dim]``; values likewise.
+            fields: of all pages.
+            todo: what to do, in order.
+            out: ``[tokens, num_attention_heads, value_dim]``.
+        """
+        for now in todo:
+            q, k, v = (t[now.tokens].transpose(1, 2) for t in (queries, keys, values))
+            if now.tokens.shape[1] == 1:
+                self._write(now, fields, q, k, v)
+                found = self._decoded(now, fields, q)
+            else:
+                found = self._chunk(now, fields, q, k, v)
+                self._write(now, fields, q, k, v)
+            found = found.transpose(1, 2).to(out.dtype)
+            if now.own is None:
+                out[now.tokens] = found
+            else:
+                out[now.tokens[now.own]] = found[now.own]
+            if self.method is not None and len(now.due):
+                self._compress(self.method, now.pages[now.due], fields)
+
+    def _write(self, now: Round, fields: Fields, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """New tokens behind the slots of their pages, and the last queries of a period."""
+        number = torch.arange(k.shape[2], device=k.device)
+        page = now.pages.unsqueeze(1).expand(-1, k.shape[2])
+        slot = now.held.unsqueeze(1) + number
+        place = number + fields.queries.shape[2] - now.until.unsqueeze(1)
+        k, v, q = (t.transpose(1, 2) for t in (k, v, q))  # [A, C, heads, dim]
+        if now.own is not None:
+            page, slot, place = page[now.own], slot[now.own], place[now.own]
+            k, v, q = k[now.own], v[now.own], q[now.own]
+        else:
+            page, slot, place = page.flatten(), slot.flatten(), place.flatten()
+            k, v, q = (t.flatten(0, 1) for t in (k, v, q))
+        fields.keys[page, :, slot] = k.to(fields.keys.dtype)
+        fields.values[page, :, slot] = v.to(fields.values.dtype)
+        fields.mass[page, :, slot] = 1.0
+        if fields.score.shape[2]:
+            fields.score[page, :, slot] = 0.0
+        if fields.queries.shape[2]:
+            last = place >= 0
+            if bool(last.any()):
+                fields.queries[page[last], :, place[last]] = q[last].to(fields.queries.dtype)
+
+    def _decoded(self, now: Round, fields: Fields, q: Tensor) -> Tensor:
+        """One query per head over its page, ``[A, num_attention_heads, 1, value_dim]``."""
+        rows, heads, _, dim = q.shape
+        kv_heads = fields.keys.shape[1]
+        packed = q.reshape(rows, kv_heads, heads // kv_heads, dim)
+        out, _ = self._over(packed, now.pages, fields, now.held + 1, now.most + 1)
+        return out.reshape(rows, heads, 1, -1)
+
+    def _over(
+        self, packed: Tensor, pages: Tensor, fields: Fields, held: Tensor, most: int
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over the first ``held`` slots (int64 ``[A]``, at most ``most``), and the logs
+        of its totals."""
+        keys, values, mass = (
+            t[:, :, :most].index_select(0, pages) for t in (fields.keys, fields.values, fields.mass)
+        )
+        there = torch.arange(most, device=held.device) < held.unsqueeze(1)
+        bias = log_mass(mass).masked_fill_(~there.unsqueeze(1), NOTHING).unsqueeze(2)
+        packed = packed.to(keys.dtype)
+        return partial(packed, keys, values, bias, self.scaling, self.softcap)
+
+    def _chunk(self, now: Round, fields: Fields, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Several queries per head over its page and, causally, over themselves."""
+        rows, heads, count, dim = q.shape
+        kv_heads = fields.keys.shape[1]
+        group = heads // kv_heads
+        wide = [t.repeat_interleave(group, dim=1) for t in (k, v)]
+        parts = [partial(q, wide[0], wide[1], None, self.scaling, self.softcap, True)]
+        if now.most:
+            packed = q.reshape(rows, kv_heads, group * count, dim)
+            out, total = self._over(packed, now.pages, fields, now.held, now.most)
+            shape = (rows, heads, count)
+            parts.append((out.reshape(*shape, -1).to(q.dtype), total.reshape(shape)))
+        return together(parts)[0]
+
+    def _compress(self, method: Windowed, pages: Tensor, fields: Fields) -> None:
+        """Full pages, in place."""
+        kept = self.rhythm.slots - self.rhythm.buffer
+        keys, values, mass, queries = (
+            t.index_select(0, pages)
+            for t in (fields.keys, fields.values, fields.mass, fields.queries)
+        )
+        wide = compute_dtype(values.dtype)
+        score = fields.score.index_select(0, pages) if fields.score.shape[2] else None
+        slots = Slots(keys, values.to(wide) * mass.unsqueeze(-1), mass, score=score)
+        observed = Observed(queries, self.scaling, self.softcap)
+        if method.needs_queries:
+            slots = method.observe(slots, observed)
+        after = method(slots, kept, observed, scored=True, fit=False)
+        masses = after.masses()
+        weight = torch.where(masses != 0, masses, 1.0).unsqueeze(-1)
+        means = (after.values / weight).to(values.dtype)
+        if self.counts is not None:
+            before = (keys, values, mass)
+            self._count(self.counts, queries, before, (after.keys, means, masses))
+        fields.keys[pages, :, :kept] = after.keys.to(keys.dtype)
+        fields.values[pages, :, :kept] = means
+        fields.mass[pages, :, :kept] = masses.float()
+        if after.score is not None and fields.score.shape[2]:
+            fields.score[pages, :, :kept] = after.score.float()
+
+    def _count(
+        self,
+        counts: Counts,
+        queries: Tensor,
+        before: tuple[Tensor, Tensor, Tensor],
+        after: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """What the last query sees, before and after."""
+        rows, dim = len(queries), queries.shape[3]
+        packed = queries[:, :, -1].reshape(rows, before[0].shape[1], -1, dim)
+        was, now = (
+            partial(
+                packed,
+                keys.to(packed.dtype),
+                values,
+                log_mass(mass).unsqueeze(2),
+                self.scaling,
+                self.softcap,
+            )[0].float()
+            for keys, values, mass in (before, after)
+        )
+        error = (now - was).norm(dim=-1) / was.norm(dim=-1).clamp(min=1e-30)
+        counts.compressions += rows
+        counts.errors += float(error.mean((1, 2)).sum())

@@ -1,0 +1,53 @@
+"""kvsketch in vLLM: a plugin that vLLM finds by its entry point ``vllm.general_plugins``.
+
+With ``KVSKETCH_METHOD`` or ``KVSKETCH_BUDGET`` set, every full-attention layer of a served model
+keeps one page of slots per request, however long it grows; unset, vLLM is untouched. No method of
+vLLM is replaced: a backend, a cache spec and its manager are registered where vLLM asks for them.
+
+    KVSKETCH_METHOD=heavy_merge KVSKETCH_BUDGET=1024 vllm serve MODEL
+"""
+
+from __future__ import annotations
+
+from ..errors import UnsupportedError
+from ..serving.settings import read
+
+#: the release whose seams this was written and tested for
+VERSION = "0.32"
+_BACKEND = "kvsketch.vllm.backend.PageBackend"
+
+
+def register() -> None:
+    """Make vLLM use our pages; called by vLLM in each of its processes.
+
+    Raises:
+        InputError: a setting that does not exist or is not allowed.
+        UnsupportedError: another release of vLLM.
+    """
+    if read() is None:
+        return
+    import vllm
+
+    if vllm.__version__.split("+")[0].split(".")[:2] != VERSION.split("."):
+        raise UnsupportedError(
+            f"kvsketch {_ours()} serves with vLLM {VERSION}, this is {vllm.__version__}: install "
+            f"vllm=={VERSION}.* or unset KVSKETCH_METHOD and KVSKETCH_BUDGET"
+        )
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from . import spec
+
+    spec.register()
+    register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
+    if current_platform.is_cpu():  # which does not ask for --attention-backend
+        register_backend(AttentionBackendEnum.CPU_ATTN, _BACKEND)
+    from . import metrics
+
+    metrics.show()
+
+
+def _ours() -> str:
+    from .. import __version__
+
+    return __version__

@@ -1,0 +1,73 @@
+"""What cannot be served from pages is refused when the engine starts, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import UnsupportedError
+
+
+def check_engine(config: Any) -> None:
+    """Raise unless an engine's configuration can be honoured.
+
+    Args:
+        config: ``VllmConfig``.
+
+    Raises:
+        UnsupportedError: it cannot; the message says what to change.
+    """
+    parallel, cache = config.parallel_config, config.cache_config
+    refused = [
+        (config.speculative_config is not None, "speculative decoding", "--speculative-config"),
+        (config.kv_transfer_config is not None, "KV transfer", "--kv-transfer-config"),
+        (
+            getattr(cache, "kv_offloading_size", None) is not None,
+            "KV offloading",
+            "--kv-offloading-size",
+        ),
+        (
+            getattr(parallel, "decode_context_parallel_size", 1) > 1
+            or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            "context parallelism",
+            "--decode-context-parallel-size",
+        ),
+        (
+            cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
+            f"a KV cache in {cache.cache_dtype}",
+            "--kv-cache-dtype",
+        ),
+        (config.model_config.use_mla, "multi-head latent attention", "KVSKETCH_METHOD"),
+        (config.model_config.is_encoder_decoder, "an encoder", "KVSKETCH_METHOD"),
+    ]
+    for wrong, what, option in refused:
+        if wrong:
+            raise UnsupportedError(f"kvsketch does not serve {what} from its pages: unset {option}")
+
+
+def check_layer(
+    alibi_slopes: object, attn_type: object, shared: object, others: dict[str, object]
+) -> None:
+    """Raise unless an attention layer's arguments can be honoured.
+
+    Args:
+        alibi_slopes, attn_type: as vLLM passes them.
+        shared: name of the layer whose keys this one reads; None: it has its own.
+        others: further arguments.
+
+    Raises:
+        UnsupportedError: one that cannot.
+    """
+    refused = {
+        "ALiBi": alibi_slopes is not None,
+        f"attention of type {attn_type!r}": attn_type != "decoder",
+        "layers that share keys and values": shared is not None,
+        "attention sinks": others.get("sinks") is not None,
+    }
+    unknown = [name for name, value in others.items() if name != "sinks" and value is not None]
+    refused |= {f"attention with {name}=": True for name in unknown}
+    for what, wrong in refused.items():
+        if wrong:
+            raise UnsupportedError(
+                f"kvsketch does not serve {what} from its pages: unset KVSKETCH_METHOD and "
+                "KVSKETCH_BUDGET for this model"
+            )
