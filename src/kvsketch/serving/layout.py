@@ -18,14 +18,16 @@ class Fields:
     Attributes:
         keys: ``[..., head_dim]``.
         values: means u / m, ``[..., value_dim]``.
-        mass: m, float32; score: of the method, float32.
+        log_mass: log m, float32, which is what attention adds to scores; ``NOTHING`` where no slot
+            is.
+        score: of the method, float32.
         queries: the last ones before a compression, ``[pages, num_attention_heads, queries,
             head_dim]``.
     """
 
     keys: Tensor
     values: Tensor
-    mass: Tensor
+    log_mass: Tensor
     score: Tensor
     queries: Tensor
 
@@ -58,7 +60,7 @@ class Layout:
         return {
             "keys": ((*each, self.head_dim), self.dtype),
             "values": ((*each, self.value_dim), self.dtype),
-            "mass": (each, torch.float32),
+            "log_mass": (each, torch.float32),
             "score": (scores, torch.float32),
             "queries": ((self.heads * self.group, self.queries, self.head_dim), self.dtype),
         }

@@ -29,6 +29,24 @@ class Counts:
     errors: float = 0.0
 
 
+class Workspace:
+    """Where the pages of a batch are laid side by side: memory that is used again and again, since
+    new memory costs more than the copy. One for all layers, which run one after the other."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def rows(self, number: int, part: Tensor, pages: Tensor) -> Tensor:
+        """``part[pages]``, until it is asked for the same ``number`` again."""
+        shape = torch.Size((len(pages), *part.shape[1:]))
+        key, size = (number, part.dtype), shape.numel()
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < size or buffer.device != part.device:
+            buffer = self._buffers[key] = torch.empty(size, dtype=part.dtype, device=part.device)
+        out = buffer[:size].view(shape)
+        return torch.index_select(part, 0, pages, out=out)
+
+
 class Pages:
     """The pages of one layer.
 
@@ -37,6 +55,7 @@ class Pages:
         rhythm: when it is.
         scaling, softcap: of the model, see ``slots.Observed``.
         counts: added to at every compression; None: nobody watches, and errors are not measured.
+        workspace: shared with other layers; None: one of its own.
     """
 
     def __init__(
@@ -46,7 +65,9 @@ class Pages:
         scaling: float,
         softcap: float | None = None,
         counts: Counts | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
+        self.workspace = workspace or Workspace()
         self.method, self.rhythm, self.counts = method, rhythm, counts
         self.scaling, self.softcap = scaling, softcap
 
@@ -70,6 +91,11 @@ class Pages:
             out: ``[tokens, num_attention_heads, value_dim]``.
         """
         for now in todo:
+            if len(now.fresh):  # 0 times what another request has left might be no number
+                pages = now.pages[now.fresh]
+                fields.keys.index_fill_(0, pages, 0)
+                fields.values.index_fill_(0, pages, 0)
+                fields.log_mass.index_fill_(0, pages, NOTHING)
             q, k, v = (t[now.tokens].transpose(1, 2) for t in (queries, keys, values))
             if now.tokens.shape[1] == 1:
                 self._write(now, fields, q, k, v)
@@ -100,7 +126,7 @@ class Pages:
             k, v, q = (t.flatten(0, 1) for t in (k, v, q))
         fields.keys[page, :, slot] = k.to(fields.keys.dtype)
         fields.values[page, :, slot] = v.to(fields.values.dtype)
-        fields.mass[page, :, slot] = 1.0
+        fields.log_mass[page, :, slot] = 0.0
         if fields.score.shape[2]:
             fields.score[page, :, slot] = 0.0
         if fields.queries.shape[2]:
@@ -113,20 +139,19 @@ class Pages:
         rows, heads, _, dim = q.shape
         kv_heads = fields.keys.shape[1]
         packed = q.reshape(rows, kv_heads, heads // kv_heads, dim)
-        out, _ = self._over(packed, now.pages, fields, now.held + 1, now.most + 1)
+        out, _ = self._over(packed, now.pages, fields, now.most + 1)
         return out.reshape(rows, heads, 1, -1)
 
     def _over(
-        self, packed: Tensor, pages: Tensor, fields: Fields, held: Tensor, most: int
+        self, packed: Tensor, pages: Tensor, fields: Fields, most: int
     ) -> tuple[Tensor, Tensor]:
-        """Attention over the first ``held`` slots (int64 ``[A]``, at most ``most``), and the logs
-        of its totals."""
-        keys, values, mass = (
-            t[:, :, :most].index_select(0, pages) for t in (fields.keys, fields.values, fields.mass)
+        """Attention over all slots, at most ``most``, and the logs of its totals."""
+        parts = (fields.keys, fields.values, fields.log_mass)
+        keys, values, bias = (
+            self.workspace.rows(number, part[:, :, :most], pages)
+            for number, part in enumerate(parts)
         )
-        there = torch.arange(most, device=held.device) < held.unsqueeze(1)
-        bias = log_mass(mass).masked_fill_(~there.unsqueeze(1), NOTHING).unsqueeze(2)
-        packed = packed.to(keys.dtype)
+        packed, bias = packed.to(keys.dtype), bias.unsqueeze(2)
         return partial(packed, keys, values, bias, self.scaling, self.softcap)
 
     def _chunk(self, now: Round, fields: Fields, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -138,7 +163,7 @@ class Pages:
         parts = [partial(q, wide[0], wide[1], None, self.scaling, self.softcap, True)]
         if now.most:
             packed = q.reshape(rows, kv_heads, group * count, dim)
-            out, total = self._over(packed, now.pages, fields, now.held, now.most)
+            out, total = self._over(packed, now.pages, fields, now.most)
             shape = (rows, heads, count)
             parts.append((out.reshape(*shape, -1).to(q.dtype), total.reshape(shape)))
         return together(parts)[0]
@@ -146,10 +171,11 @@ class Pages:
     def _compress(self, method: Windowed, pages: Tensor, fields: Fields) -> None:
         """Full pages, in place."""
         kept = self.rhythm.slots - self.rhythm.buffer
-        keys, values, mass, queries = (
+        keys, values, bias, queries = (
             t.index_select(0, pages)
-            for t in (fields.keys, fields.values, fields.mass, fields.queries)
+            for t in (fields.keys, fields.values, fields.log_mass, fields.queries)
         )
+        mass = bias.exp()
         wide = compute_dtype(values.dtype)
         score = fields.score.index_select(0, pages) if fields.score.shape[2] else None
         slots = Slots(keys, values.to(wide) * mass.unsqueeze(-1), mass, score=score)
@@ -161,11 +187,12 @@ class Pages:
         weight = torch.where(masses != 0, masses, 1.0).unsqueeze(-1)
         means = (after.values / weight).to(values.dtype)
         if self.counts is not None:
-            before = (keys, values, mass)
-            self._count(self.counts, queries, before, (after.keys, means, masses))
+            before = (keys, values, bias)
+            self._count(self.counts, queries, before, (after.keys, means, log_mass(masses)))
         fields.keys[pages, :, :kept] = after.keys.to(keys.dtype)
         fields.values[pages, :, :kept] = means
-        fields.mass[pages, :, :kept] = masses.float()
+        fields.log_mass[pages, :, :kept] = log_mass(masses.float())
+        fields.log_mass[pages, :, kept:] = NOTHING
         if after.score is not None and fields.score.shape[2]:
             fields.score[pages, :, :kept] = after.score.float()
 
@@ -184,11 +211,11 @@ class Pages:
                 packed,
                 keys.to(packed.dtype),
                 values,
-                log_mass(mass).unsqueeze(2),
+                bias.unsqueeze(2),
                 self.scaling,
                 self.softcap,
             )[0].float()
-            for keys, values, mass in (before, after)
+            for keys, values, bias in (before, after)
         )
         error = (now - was).norm(dim=-1) / was.norm(dim=-1).clamp(min=1e-30)
         counts.compressions += rows

@@ -46,7 +46,7 @@ class Round:
         own: bool ``[A, C]``, whether they are its own; None: all are.
         held: slots before them, int64 ``[A]``; most: the largest.
         until: tokens until the next compression, from the first of them on, int64 ``[A]``.
-        due: which of the A are full afterwards, int64.
+        fresh: which of the A begin; due: which are full afterwards; int64.
     """
 
     pages: Tensor
@@ -55,6 +55,7 @@ class Round:
     held: Tensor
     most: int
     until: Tensor
+    fresh: Tensor
     due: Tensor
 
 
@@ -91,6 +92,7 @@ def rounds(
                     tensor(held),
                     int(held.max()),
                     tensor(until[rows]),
+                    tensor((seen[rows] == 0).nonzero()[0]),
                     tensor((count == until)[rows].nonzero()[0]),
                 )
             )

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 
 from ..errors import UnsupportedError
 from ..serving.layout import Layout
-from ..serving.pages import Counts, Pages
+from ..serving.pages import Counts, Pages, Workspace
 from ..serving.rhythm import Rhythm, Round, rounds
 from ..serving.settings import Settings, read
 from . import metrics
@@ -32,6 +32,7 @@ from .spec import PageSpec
 
 # vLLM's own blocks of tokens, where a layer has a sliding window: what the CPU's kernels take.
 _BLOCKS = 32
+_WORKSPACE = Workspace()
 
 
 class PageBackend(AttentionBackend):
@@ -229,6 +230,7 @@ class PageImpl(AttentionImpl[PageMetadata]):
             self.scale,
             softcap,
             self.counts,
+            _WORKSPACE,
         )
 
     def do_kv_cache_update(

@@ -1,0 +1,117 @@
+"""One vLLM engine in a process of its own: what ``benchmarks.vllm_engine`` and tests/engine start.
+
+    python -m benchmarks.engine_job < job.json
+
+reads a job and writes its result as the last line. The environment says which backend runs
+(``KVSKETCH_METHOD`` and so on; unset: vLLM's own). A job:
+
+    {"engine": arguments of vllm.LLM,
+     "requests": [{"prompt": text or token ids, "max_tokens": n, "abort": after so many steps}],
+     "together": false}                      # one request after the other instead of all at once
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+class Engine:
+    """An engine, stepped by hand."""
+
+    def __init__(self, **arguments: Any) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(enforce_eager=True, **arguments)
+        self.engine = self.llm.llm_engine
+        core = self.engine.engine_core.engine_core
+        self.scheduler = core.scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.steps: list[tuple[float, int, int]] = []  # seconds, requests, tokens of a step
+
+    def answer(self, requests: list[dict[str, Any]], together: bool) -> list[dict[str, Any] | None]:
+        """Greedy answers; None: aborted."""
+        found: list[dict[str, Any] | None] = []
+        groups = [list(enumerate(requests))]
+        if not together:
+            groups = [[one] for one in enumerate(requests)]
+        for group in groups:
+            found += self._group([request for _, request in group])
+        return found
+
+    def _group(self, requests: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
+        from vllm import SamplingParams
+
+        done: dict[str, dict[str, Any]] = {}
+        for number, request in enumerate(requests):
+            prompt = request["prompt"]
+            given = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
+            sampling = SamplingParams(
+                temperature=0.0,
+                max_tokens=request["max_tokens"],
+                ignore_eos=request.get("ignore_eos", False),
+            )
+            self.engine.add_request(str(number), given, sampling)
+        step = 0
+        while self.engine.has_unfinished_requests():
+            start = time.perf_counter()
+            outputs = self.engine.step()
+            running = len(self.scheduler.running)
+            self.steps.append((time.perf_counter() - start, running, len(outputs)))
+            step += 1
+            for output in outputs:
+                if output.finished:
+                    one = output.outputs[0]
+                    done[output.request_id] = {"text": one.text, "tokens": list(one.token_ids)}
+            gone = [str(i) for i, r in enumerate(requests) if r.get("abort") == step]
+            gone = [name for name in gone if name not in done]
+            if gone:
+                self.engine.abort_request(gone)
+        return [done.get(str(number)) for number in range(len(requests))]
+
+
+def main() -> None:
+    """Read a job, run it, write its result."""
+    job = json.load(sys.stdin)
+    start = time.perf_counter()
+    engine = Engine(**job["engine"])
+    begun = time.perf_counter() - start
+    free = engine.pool.get_num_free_blocks()
+    preempted = 0
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        nonlocal preempted
+        preempted += 1
+        return preempt(*args, **kwargs)
+
+    preempt = engine.scheduler._preempt_request
+    engine.scheduler._preempt_request = count
+    start = time.perf_counter()
+    answers = engine.answer(job["requests"], job.get("together", True))
+    result = {
+        "answers": answers,
+        "seconds": time.perf_counter() - start,
+        "start_seconds": begun,
+        "steps": engine.steps,
+        "most_running": max((running for _, running, _ in engine.steps), default=0),
+        "preemptions": preempted,
+        "blocks": engine.pool.num_gpu_blocks,
+        "free_before": free,
+        "free_after": engine.pool.get_num_free_blocks(),
+    }
+    if os.environ.get("KVSKETCH_STATS_DIR"):
+        from kvsketch.vllm.metrics import total
+
+        result["metrics"] = total()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
