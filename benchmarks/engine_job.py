@@ -18,7 +18,6 @@ import sys
 import time
 from typing import Any
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -35,6 +34,15 @@ class Engine:
         self.scheduler = core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.steps: list[tuple[float, int, int]] = []  # seconds, requests, tokens of a step
+
+    def concurrency(self) -> float:
+        """Requests of the longest context that fit, as the engine logs it."""
+        from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+        config = self.engine.vllm_config
+        return float(
+            get_max_concurrency_for_kv_cache_config(config, self.scheduler.kv_cache_config)
+        )
 
     def answer(self, requests: list[dict[str, Any]], together: bool) -> list[dict[str, Any] | None]:
         """Greedy answers; None: aborted."""
@@ -70,16 +78,27 @@ class Engine:
                 if output.finished:
                     one = output.outputs[0]
                     done[output.request_id] = {"text": one.text, "tokens": list(one.token_ids)}
+            every = int(os.environ.get("BENCH_PREEMPT", "0"))
+            if every and step % every == 0 and len(self.scheduler.running) > 1:
+                self._preempt()
             gone = [str(i) for i, r in enumerate(requests) if r.get("abort") == step]
             gone = [name for name in gone if name not in done]
             if gone:
                 self.engine.abort_request(gone)
         return [done.get(str(number)) for number in range(len(requests))]
 
+    def _preempt(self) -> None:
+        """As the scheduler does where blocks run out: the request that came last goes back into
+        the queue."""
+        request = self.scheduler.running.pop()
+        self.scheduler._preempt_request(request, time.monotonic())
+
 
 def main() -> None:
     """Read a job, run it, write its result."""
     job = json.load(sys.stdin)
+    if "kv_cache_memory_bytes" not in job["engine"]:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     start = time.perf_counter()
     engine = Engine(**job["engine"])
     begun = time.perf_counter() - start
@@ -95,8 +114,11 @@ def main() -> None:
     engine.scheduler._preempt_request = count
     start = time.perf_counter()
     answers = engine.answer(job["requests"], job.get("together", True))
+    spec = engine.scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
     result = {
         "answers": answers,
+        "page_bytes": spec.page_size_bytes,
+        "concurrency": engine.concurrency(),
         "seconds": time.perf_counter() - start,
         "start_seconds": begun,
         "steps": engine.steps,

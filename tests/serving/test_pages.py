@@ -74,7 +74,7 @@ class Served:
         # what others have left there
         raw = torch.randint(0, 256, (9, layout.bytes), dtype=torch.uint8)
         self.fields = layout.fields(raw)
-        self.rhythm, self.counts = rhythm, Counts()
+        self.rhythm, self.counts, self.queries = rhythm, Counts(), queries
         self.pages = Pages(made, rhythm, 0.5, softcap, self.counts)
 
     def step(self, parts: list[tuple[int, int, Any]]) -> list[torch.Tensor]:
@@ -82,7 +82,7 @@ class Served:
         sizes = [len(request[0]) for _, _, request in parts]
         starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         seen, pages = (np.array([p[i] for p in parts], dtype=np.int64) for i in (1, 0))
-        todo = rounds(starts, seen, pages, self.rhythm, CPU)
+        todo = rounds(starts, seen, pages, self.rhythm, self.queries, CPU)
         q, k, v = (torch.cat([part[2][i] for part in parts]) for i in range(3))
         out = torch.full_like(q, torch.nan)
         self.pages.attend(q, k, v, self.fields, todo, out)

@@ -12,7 +12,10 @@ from ..cache.window import Windowed
 from ..kernels.partial import NOTHING, log_mass, partial, together
 from ..slots import Observed, Slots, compute_dtype
 from .layout import Fields
-from .rhythm import Rhythm, Round
+from .rhythm import Rhythm, Round, Writes
+
+# Pages are close together if there are at most so many in their span for each of them.
+_DENSE = 2
 
 
 @dataclass
@@ -96,13 +99,13 @@ class Pages:
                 fields.keys.index_fill_(0, pages, 0)
                 fields.values.index_fill_(0, pages, 0)
                 fields.log_mass.index_fill_(0, pages, NOTHING)
-            q, k, v = (t[now.tokens].transpose(1, 2) for t in (queries, keys, values))
             if now.tokens.shape[1] == 1:
-                self._write(now, fields, q, k, v)
-                found = self._decoded(now, fields, q)
+                self._write(now.writes, fields, queries, keys, values)
+                found = self._decoded(now, fields, queries)
             else:
+                q, k, v = (t[now.tokens].transpose(1, 2) for t in (queries, keys, values))
                 found = self._chunk(now, fields, q, k, v)
-                self._write(now, fields, q, k, v)
+                self._write(now.writes, fields, queries, keys, values)
             found = found.transpose(1, 2).to(out.dtype)
             if now.own is None:
                 out[now.tokens] = found
@@ -111,48 +114,46 @@ class Pages:
             if self.method is not None and len(now.due):
                 self._compress(self.method, now.pages[now.due], fields)
 
-    def _write(self, now: Round, fields: Fields, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def _write(
+        self, to: Writes, fields: Fields, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
         """New tokens behind the slots of their pages, and the last queries of a period."""
-        number = torch.arange(k.shape[2], device=k.device)
-        page = now.pages.unsqueeze(1).expand(-1, k.shape[2])
-        slot = now.held.unsqueeze(1) + number
-        place = number + fields.queries.shape[2] - now.until.unsqueeze(1)
-        k, v, q = (t.transpose(1, 2) for t in (k, v, q))  # [A, C, heads, dim]
-        if now.own is not None:
-            page, slot, place = page[now.own], slot[now.own], place[now.own]
-            k, v, q = k[now.own], v[now.own], q[now.own]
-        else:
-            page, slot, place = page.flatten(), slot.flatten(), place.flatten()
-            k, v, q = (t.flatten(0, 1) for t in (k, v, q))
-        fields.keys[page, :, slot] = k.to(fields.keys.dtype)
-        fields.values[page, :, slot] = v.to(fields.values.dtype)
-        fields.log_mass[page, :, slot] = 0.0
+        fields.keys[to.pages, :, to.slots] = keys[to.tokens].to(fields.keys.dtype)
+        fields.values[to.pages, :, to.slots] = values[to.tokens].to(fields.values.dtype)
+        fields.log_mass[to.pages, :, to.slots] = 0.0
         if fields.score.shape[2]:
-            fields.score[page, :, slot] = 0.0
-        if fields.queries.shape[2]:
-            last = place >= 0
-            if bool(last.any()):
-                fields.queries[page[last], :, place[last]] = q[last].to(fields.queries.dtype)
+            fields.score[to.pages, :, to.slots] = 0.0
+        if to.queried is not None:
+            q = queries[to.tokens[to.queried]].to(fields.queries.dtype)
+            fields.queries[to.pages[to.queried], :, to.places] = q
 
-    def _decoded(self, now: Round, fields: Fields, q: Tensor) -> Tensor:
+    def _decoded(self, now: Round, fields: Fields, queries: Tensor) -> Tensor:
         """One query per head over its page, ``[A, num_attention_heads, 1, value_dim]``."""
-        rows, heads, _, dim = q.shape
-        kv_heads = fields.keys.shape[1]
-        packed = q.reshape(rows, kv_heads, heads // kv_heads, dim)
-        out, _ = self._over(packed, now.pages, fields, now.most + 1)
+        q = queries[now.tokens[:, 0]]
+        rows, heads, dim = q.shape
+        packed = q.view(rows, fields.keys.shape[1], -1, dim)
+        out, _ = self._over(packed, now, fields, now.most + 1)
         return out.reshape(rows, heads, 1, -1)
 
-    def _over(
-        self, packed: Tensor, pages: Tensor, fields: Fields, most: int
-    ) -> tuple[Tensor, Tensor]:
-        """Attention over all slots, at most ``most``, and the logs of its totals."""
+    def _over(self, packed: Tensor, now: Round, fields: Fields, most: int) -> tuple[Tensor, Tensor]:
+        """Attention over all slots, at most ``most``, and the logs of its totals. Pages that lie
+        close together are read where they are, those between them too; others are copied."""
         parts = (fields.keys, fields.values, fields.log_mass)
-        keys, values, bias = (
-            self.workspace.rows(number, part[:, :, :most], pages)
-            for number, part in enumerate(parts)
-        )
-        packed, bias = packed.to(keys.dtype), bias.unsqueeze(2)
-        return partial(packed, keys, values, bias, self.scaling, self.softcap)
+        first, end = now.span
+        rows, asked = now.pages - first, packed.to(fields.keys.dtype)
+        dense = end - first <= _DENSE * len(rows)
+        if dense:
+            keys, values, bias = (part[first:end, :, :most] for part in parts)
+            asked = asked.new_zeros(end - first, *asked.shape[1:]).index_copy_(0, rows, asked)
+        else:
+            keys, values, bias = (
+                self.workspace.rows(number, part[:, :, :most], now.pages)
+                for number, part in enumerate(parts)
+            )
+        found = partial(asked, keys, values, bias.unsqueeze(2), self.scaling, self.softcap)
+        if not dense:
+            return found
+        return found[0].index_select(0, rows), found[1].index_select(0, rows)
 
     def _chunk(self, now: Round, fields: Fields, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Several queries per head over its page and, causally, over themselves."""
@@ -163,7 +164,7 @@ class Pages:
         parts = [partial(q, wide[0], wide[1], None, self.scaling, self.softcap, True)]
         if now.most:
             packed = q.reshape(rows, kv_heads, group * count, dim)
-            out, total = self._over(packed, now.pages, fields, now.most)
+            out, total = self._over(packed, now, fields, now.most)
             shape = (rows, heads, count)
             parts.append((out.reshape(*shape, -1).to(q.dtype), total.reshape(shape)))
         return together(parts)[0]
@@ -182,6 +183,8 @@ class Pages:
         observed = Observed(queries, self.scaling, self.softcap)
         if method.needs_queries:
             slots = method.observe(slots, observed)
+        # Without a fit: a preempted request reads its decoded tokens again as if they were a
+        # prompt's, and must get what it got before.
         after = method(slots, kept, observed, scored=True, fit=False)
         masses = after.masses()
         weight = torch.where(masses != 0, masses, 1.0).unsqueeze(-1)

@@ -36,40 +36,67 @@ class Rhythm:
 
 
 @dataclass(frozen=True)
+class Writes:
+    """Where N new tokens go, int64 ``[N]``.
+
+    Attributes:
+        tokens: rows of the batch.
+        pages, slots: where their keys and values go.
+        queried: which of the N have a query that is kept; None: no one. places: where it goes.
+    """
+
+    tokens: Tensor
+    pages: Tensor
+    slots: Tensor
+    queried: Tensor | None
+    places: Tensor
+
+
+@dataclass(frozen=True)
 class Round:
     """Tokens that attend to what is there, and to themselves, before anything is compressed: for
     each of A requests at most C.
 
     Attributes:
-        pages: int64 ``[A]``.
+        pages: int64 ``[A]``; span: the first of them, and one behind the last.
         tokens: which rows of the batch's queries, int64 ``[A, C]``; behind a request's own any.
         own: bool ``[A, C]``, whether they are its own; None: all are.
-        held: slots before them, int64 ``[A]``; most: the largest.
-        until: tokens until the next compression, from the first of them on, int64 ``[A]``.
+        most: slots before them, of the request that has most.
+        writes: where the new tokens go.
         fresh: which of the A begin; due: which are full afterwards; int64.
     """
 
     pages: Tensor
+    span: tuple[int, int]
     tokens: Tensor
     own: Tensor | None
-    held: Tensor
     most: int
-    until: Tensor
+    writes: Writes
     fresh: Tensor
     due: Tensor
 
 
 def rounds(
-    starts: Numbers, seen: Numbers, pages: Numbers, rhythm: Rhythm, device: torch.device
+    starts: Numbers,
+    seen: Numbers,
+    pages: Numbers,
+    rhythm: Rhythm,
+    queries: int,
+    device: torch.device,
 ) -> list[Round]:
     """What a batch of requests does, in order; those with one token apart from those with more.
 
     Args:
         starts: where each request's queries start in the batch, and the end, ``[R + 1]``.
         seen: tokens of each before these, ``[R]``; pages: ``[R]``.
+        queries: the last so many before a compression are kept.
     """
     found = []
     at, left, seen = starts[:-1].copy(), np.diff(starts), seen.copy()
+
+    def tensor(values: Any) -> Tensor:
+        return torch.as_tensor(values, device=device)
+
     while (left > 0).any():
         until = rhythm.left(seen)
         count = np.minimum(left, until)
@@ -77,21 +104,28 @@ def rounds(
             rows = some.nonzero()[0]
             if not len(rows):
                 continue
-            most = int(count[rows].max())
-            own = np.arange(most) < count[rows, None]
-            held = rhythm.held(seen[rows])
-
-            def tensor(values: Any) -> Tensor:
-                return torch.as_tensor(values, device=device)
-
+            number, mine = np.arange(count[rows].max()), count[rows, None]
+            own = number < mine
+            held = rhythm.held(seen[rows])[:, None] + number
+            place = number + queries - until[rows, None]
+            page = np.broadcast_to(pages[rows, None], own.shape)
+            token = at[rows, None] + np.minimum(number, mine - 1)
+            queried = (place[own] >= 0).nonzero()[0]
+            writes = Writes(
+                tensor(token[own]),
+                tensor(page[own]),
+                tensor(held[own]),
+                tensor(queried) if len(queried) else None,
+                tensor(place[own][queried]),
+            )
             found.append(
                 Round(
                     tensor(pages[rows]),
-                    tensor(at[rows, None] + np.minimum(np.arange(most), count[rows, None] - 1)),
+                    (int(pages[rows].min()), int(pages[rows].max()) + 1),
+                    tensor(token),
                     None if own.all() else tensor(own),
-                    tensor(held),
-                    int(held.max()),
-                    tensor(until[rows]),
+                    int(held[:, 0].max()),
+                    writes,
                     tensor((seen[rows] == 0).nonzero()[0]),
                     tensor((count == until)[rows].nonzero()[0]),
                 )

@@ -17,6 +17,7 @@ from typing import Any
 from ..cache.window import Windowed, windowed
 from ..errors import InputError, unknown_name
 from ..methods.window import check_window
+from .rhythm import Rhythm
 
 #: the name of the uncompressed page
 EXACT = "exact"
@@ -33,8 +34,10 @@ SERVED = (
     "knorm",
 )
 _PREFIX = "KVSKETCH_"
-# Of a budget, what fills up between two compressions, and the most slots of it.
-_BUFFER_SHARE, _MOST_BUFFER = 8, 256
+# Variables of other parts of the package.
+_OTHERS = {"KVSKETCH_DATA", "KVSKETCH_STATS_DIR"}
+# The buffer is one part in so many of the budget, and at most so many slots.
+_BUFFER_PART, _MOST_BUFFER = 4, 256
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,12 @@ class Settings:
 
     Attributes:
         method: one of ``SERVED``.
-        budget: slots of a page per KV head, which never holds more; a float in (0, 1]: that share
-            of the longest context the engine allows. Not with "exact", which holds all tokens.
+        budget: slots per KV head that a compression leaves; a float in (0, 1]: that share of the
+            longest context the engine allows. Not with "exact", which holds all tokens.
         sink: first tokens kept as they are.
         recent: last tokens kept as they are.
-        buffer: slots that are free after a compression: one every so many tokens. None: an eighth
-            of the budget, at most 256.
+        buffer: slots of a page above these: it is compressed when they are full, every so many
+            tokens. None: a quarter of the budget, at most 256.
 
     Raises:
         InputError: an unknown method, or numbers out of range.
@@ -81,28 +84,25 @@ class Settings:
         if self.buffer is not None and (isinstance(self.buffer, bool) or self.buffer < 1):
             raise InputError(f"buffer={self.buffer!r} must be an int >= 1")
 
-    def slots(self, context: int) -> int:
-        """Slots of a page per KV head, where requests have at most ``context`` tokens.
+    def rhythm(self, context: int) -> Rhythm:
+        """Slots of a page, and when it is compressed, where requests have at most ``context``
+        tokens.
 
         Raises:
-            InputError: too few for the sinks, the recent window and the buffer.
+            InputError: a budget too small for the sinks and the recent window.
         """
         if self.method == EXACT:
-            return context + 1
+            return Rhythm(context + 1, 1)
         assert self.budget is not None
-        slots = self.budget if isinstance(self.budget, int) else math.ceil(self.budget * context)
-        least = self.sink + self.recent + self.room(slots) + 1
-        if slots < least:
+        kept = self.budget if isinstance(self.budget, int) else math.ceil(self.budget * context)
+        if kept <= self.sink + self.recent:
             raise InputError(
-                f"budget={self.budget!r} is {slots} slots per KV head, and sink={self.sink}, "
-                f"recent={self.recent} and buffer={self.room(slots)} leave none of them to the "
-                f"method: at least {least} are needed"
+                f"budget={self.budget!r} is {kept} slots per KV head; sink={self.sink} and "
+                f"recent={self.recent} leave none to the method: at least "
+                f"{self.sink + self.recent + 1} are needed"
             )
-        return slots
-
-    def room(self, slots: int) -> int:
-        """Tokens between two compressions."""
-        return self.buffer or max(1, min(_MOST_BUFFER, slots // _BUFFER_SHARE))
+        room = self.buffer or max(1, min(_MOST_BUFFER, kept // _BUFFER_PART))
+        return Rhythm(kept + room, room)
 
     def windowed(self) -> Windowed | None:
         """A fresh method with its window; None: nothing is compressed."""
@@ -132,6 +132,10 @@ def read(
         for name in names
         if environment.get(_PREFIX + name.upper())
     }
+    known = {_PREFIX + name.upper() for name in names} | _OTHERS
+    for variable in environment:
+        if variable.startswith(_PREFIX) and variable not in known:
+            raise unknown_name("environment variable", variable, known)
     for name, value in (config or {}).items():
         if name not in names:
             raise unknown_name("kvsketch setting", name, names)

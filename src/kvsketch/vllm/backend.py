@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -22,9 +23,9 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 
 from ..errors import UnsupportedError
-from ..serving.layout import Layout
+from ..serving.layout import Fields, Layout
 from ..serving.pages import Counts, Pages, Workspace
-from ..serving.rhythm import Rhythm, Round, rounds
+from ..serving.rhythm import Round, rounds
 from ..serving.settings import Settings, read
 from . import metrics
 from .checks import check_engine, check_layer
@@ -111,13 +112,13 @@ def layout_of(
         context: the longest, in tokens.
         group: query heads of a KV head.
     """
-    slots, method = settings.slots(context), settings.windowed()
+    rhythm, method = settings.rhythm(context), settings.windowed()
     queries = 0
     if method is not None:
-        room = settings.room(slots)
-        queries = min(room, method.window or room) if method.needs_queries else 1
+        window = method.window or rhythm.buffer
+        queries = min(rhythm.buffer, window) if method.needs_queries else 1
     scored = method is not None and method.needs_queries
-    return Layout(kv_heads, group, slots, head_size, head_size, queries, scored, dtype)
+    return Layout(kv_heads, group, rhythm.slots, head_size, head_size, queries, scored, dtype)
 
 
 @dataclass
@@ -151,22 +152,19 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         fast_build: bool = False,
     ) -> PageMetadata:
         batch = common_attn_metadata
+        settings = PageBackend.settings
+        assert settings is not None
         starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].numpy().astype(np.int64)
         seen = batch.seq_lens[: batch.num_reqs].cpu().numpy() - np.diff(starts)
         pages = batch.block_table_tensor[: batch.num_reqs, 0].cpu().numpy().astype(np.int64)
-        settings = PageBackend.settings
-        assert settings is not None
-        rhythm = rhythm_of(settings, PageBackend.context)
+        rhythm = settings.rhythm(PageBackend.context)
         after = seen.astype(np.int64) + np.diff(starts)
-        metrics.add(tokens=float(np.diff(starts).sum()), slots=float(rhythm.held(after).sum()))
-        todo = rounds(starts, seen.astype(np.int64), pages, rhythm, self.device)
+        if get_tensor_model_parallel_rank() == 0:  # all ranks see the same
+            tokens, slots = np.diff(starts).sum(), rhythm.held(after).sum()
+            metrics.add(tokens=float(tokens), slots=float(slots))
+        queries = self.kv_cache_spec.layout.queries
+        todo = rounds(starts, seen.astype(np.int64), pages, rhythm, queries, self.device)
         return PageMetadata(todo, batch.num_actual_tokens)
-
-
-def rhythm_of(settings: Settings, context: int) -> Rhythm:
-    """When a page is compressed."""
-    slots = settings.slots(context)
-    return Rhythm(slots, settings.room(slots))
 
 
 class PageImpl(AttentionImpl[PageMetadata]):
@@ -224,9 +222,11 @@ class PageImpl(AttentionImpl[PageMetadata]):
         PageBackend.groups[self.num_kv_heads, head_size] = group
         softcap = logits_soft_cap or None
         self.counts = Counts()
+        self._seen: Tensor | None = None
+        self._fields: Fields | None = None
         self.pages = Pages(
             settings.windowed(),
-            rhythm_of(settings, context),
+            settings.rhythm(context),
             self.scale,
             softcap,
             self.counts,
@@ -260,9 +260,12 @@ class PageImpl(AttentionImpl[PageMetadata]):
         """
         if attn_metadata is None:
             return output.zero_()
-        layout = PageBackend.layout(self.num_kv_heads, self.head_size, key.dtype)
-        raw = kv_cache.view(torch.uint8).flatten(1)
-        fields = layout.fields(raw)
+        if self._seen is not kv_cache:  # the same all the time
+            layout = PageBackend.layout(self.num_kv_heads, self.head_size, key.dtype)
+            self._fields = layout.fields(kv_cache.view(torch.uint8).flatten(1))
+            self._seen = kv_cache
+        fields = self._fields
+        assert fields is not None
         out = output.view(-1, self.num_heads, self.head_size)
         self.pages.attend(query, key, value, fields, attn_metadata.rounds, out)
         if self.counts.compressions:

@@ -31,6 +31,11 @@ def check_engine(config: Any) -> None:
             "context parallelism",
             "--decode-context-parallel-size",
         ),
+        (  # vLLM 0.32 loses track of its own requests there, on a CPU, with its own backend too
+            parallel.pipeline_parallel_size > 1,
+            "pipeline parallelism",
+            "--pipeline-parallel-size",
+        ),
         (
             cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
             f"a KV cache in {cache.cache_dtype}",

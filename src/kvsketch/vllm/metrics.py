@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 _FOLDER = "KVSKETCH_STATS_DIR"
-#: what is counted: of all layers, but tokens and slots, which are a request's in one layer
+#: what is counted: in all layers and on all ranks, but tokens and slots, a request's in one layer
 NAMES = {
     "tokens": "Tokens that were read or written.",
-    "compressions": "Compressions of a page, in all layers.",
+    "compressions": "Compressions of a page, in all layers and on all ranks.",
     "error": "Relative error that compressions add to the output of the last query, summed.",
     "slots": "Slots that the requests of the last step hold per KV head.",
 }

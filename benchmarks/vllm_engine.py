@@ -1,0 +1,290 @@
+"""kvsketch's pages in a real vLLM engine, beside vLLM's own blocks.
+
+    make .venv-vllm/.ready && python -m benchmarks.vllm_engine --json
+
+Every engine is a process of ``.venv-vllm`` on a CPU (``benchmarks.engine_job``), with the packaged
+model in float32. Parts:
+
+answers      LongEval questions with vLLM's own backend, the exact page, and heavy_merge; the last
+             also by ``SketchCache`` in transformers (streaming prefill, the same budget).
+chunks       heavy_merge with prompts in chunks of 64, 300 and 4,096 tokens.
+mixed        requests of mixed length at once, some aborted, in so few pages that others are
+             preempted, against one after the other.
+concurrency  requests of 12,000 tokens in the same memory: how many run at once.
+throughput   decoding with 8 requests of 12,000 and of 1,000 tokens, both backends in turn.
+parallel     two ranks of tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import random
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from benchmarks.longeval_unseen import cases
+from benchmarks.page import save
+from kvsketch.evaluation.report.report import dumps, environment
+from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+PARTS = ("answers", "chunks", "mixed", "concurrency", "throughput", "parallel")
+OURS = {"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "1536"}
+SMALL = {"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "1024"}
+Job = dict[str, Any]
+
+
+def run(
+    requests: list[Job], variables: dict[str, str], together: bool = True, **engine: Any
+) -> Job:
+    """One engine and its answers.
+
+    Raises:
+        RuntimeError: it did not answer; with what it said.
+    """
+    given = {"model": resolve_model(PACKAGED), "dtype": "float32", "max_model_len": 8192}
+    job = {"engine": {**given, **engine}, "requests": requests, "together": together}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("KVSKETCH_")}
+    done = subprocess.run(
+        [str(PYTHON), "-m", "benchmarks.engine_job"],
+        input=jsonlib.dumps(job),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**clean, **variables},
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    found: Job = jsonlib.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def tokens_of(result: Job) -> list[Any]:
+    """The answers' tokens; None: aborted."""
+    return [None if one is None else one["tokens"] for one in result["answers"]]
+
+
+def same(one: Job, other: Job) -> int:
+    """How many answers of two runs are equal, of those that both have."""
+    pairs = zip(tokens_of(one), tokens_of(other), strict=True)
+    return sum(a is not None and a == b for a, b in pairs)
+
+
+def answers(count: int, budget: int = 1536) -> Job:
+    """LongEval, 200 lines."""
+    source, rows = cases(200, count, 0)
+    asked = [{"prompt": row["prompt"], "max_tokens": 12} for row in rows]
+    stock = run(asked, {}, max_num_seqs=16)
+    exact = run(asked, {"KVSKETCH_METHOD": "exact"}, max_num_seqs=16)
+    ours = run(asked, {**OURS, "KVSKETCH_BUDGET": str(budget)}, max_num_seqs=16)
+    theirs = transformers_answers([row["prompt"] for row in rows], budget)
+
+    def right(texts: list[str]) -> int:
+        return sum(str(row["expected_number"]) in t for row, t in zip(rows, texts, strict=True))
+
+    texts = {
+        n: [one["text"] for one in r["answers"]] for n, r in (("stock", stock), ("ours", ours))
+    }
+    differing = [
+        {"case": i, "vllm": a, "transformers": b, "expected": rows[i]["expected_number"]}
+        for i, (a, b) in enumerate(zip(texts["ours"], theirs, strict=True))
+        if a.strip() != b.strip()
+    ]
+    return {
+        "cases": len(rows),
+        "source": source,
+        "budget": budget,
+        "exact_equal_to_stock": same(stock, exact),
+        "right": {
+            "stock": right(texts["stock"]),
+            "heavy_merge": right(texts["ours"]),
+            "heavy_merge in transformers": right(theirs),
+        },
+        "equal_to_transformers": len(rows) - len(differing),
+        "differing": differing,
+    }
+
+
+def transformers_answers(prompts: list[str], budget: int) -> list[str]:
+    """Of ``SketchCache``, chunks as long as a page's buffer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from kvsketch import SketchCache
+
+    path = resolve_model(PACKAGED)
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    found = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        cache = SketchCache(
+            model.config,
+            "heavy_merge",
+            budget=budget,
+            allocation="even",
+            bits=16,
+            prefill="streaming",
+        )
+        out = model.generate(
+            ids,
+            past_key_values=cache,
+            max_new_tokens=12,
+            do_sample=False,
+            prefill_chunk_size=min(256, budget // 4),
+        )
+        found.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    return found
+
+
+def chunks(count: int) -> Job:
+    """The same requests with prompts cut in three ways."""
+    _, rows = cases(200, count, 0)
+    asked = [{"prompt": row["prompt"], "max_tokens": 12} for row in rows]
+    sizes = (64, 300, 4096)
+    found = [run(asked, SMALL, max_num_seqs=16, max_num_batched_tokens=n) for n in sizes]
+    equal = min(same(found[0], other) for other in found[1:])
+    return {"requests": count, "sizes": list(sizes), "equal": equal}
+
+
+def mixed(count: int, seed: int) -> Job:
+    """Requests of 100 to 6,000 tokens, a quarter of them aborted, in pages for a few."""
+    numbers = random.Random(seed)
+    asked = []
+    for number in range(count):
+        prompt = [numbers.randrange(3, 2000) for _ in range(numbers.randrange(100, 6000))]
+        asked.append({"prompt": prompt, "max_tokens": numbers.randrange(8, 40), "ignore_eos": True})
+        if number % 4 == 0:
+            asked[-1]["abort"] = numbers.randrange(5, 120)
+    engine = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
+    # Blocks for a dozen: requests wait; the engine is told to preempt every tenth step.
+    crowd = run(asked, {**SMALL, "BENCH_PREEMPT": "10"}, num_gpu_blocks_override=16, **engine)
+    alone = run([{**r, "abort": None} for r in asked], SMALL, together=False, **engine)
+    finished = [tokens is not None for tokens in tokens_of(crowd)]
+    return {
+        "requests": count,
+        "aborted": finished.count(False),
+        "finished": finished.count(True),
+        "equal": same(crowd, alone),
+        "preemptions": crowd["preemptions"],
+        "most_running": crowd["most_running"],
+        "free_pages": [crowd["free_before"], crowd["free_after"]],
+    }
+
+
+def concurrency(seed: int) -> Job:
+    """Requests of 12,000 tokens in 100 MiB."""
+    numbers = random.Random(seed)
+    asked = [
+        {
+            "prompt": [numbers.randrange(3, 2000) for _ in range(12_000)],
+            "max_tokens": 250,
+            "ignore_eos": True,
+        }
+        for _ in range(32)
+    ]
+    engine = {"max_model_len": 12_288, "max_num_seqs": 64, "kv_cache_memory_bytes": 100 * 2**20}
+    stock, ours = run(asked, {}, **engine), run(asked, SMALL, **engine)
+    sizes = {}
+    for context in (2048, 16_000):
+        page = run([], SMALL, **{**engine, "max_model_len": context})
+        sizes[str(context)] = page["page_bytes"]
+    return {
+        "memory": engine["kv_cache_memory_bytes"],
+        "tokens": 12_000,
+        "ran": {"stock": stock["most_running"], "ours": ours["most_running"]},
+        "times": ours["most_running"] / stock["most_running"],
+        "logged": {"stock": stock["concurrency"], "ours": ours["concurrency"]},
+        "preemptions": {"stock": stock["preemptions"], "ours": ours["preemptions"]},
+        "seconds": {"stock": stock["seconds"], "ours": ours["seconds"]},
+        "page_bytes_by_context": sizes,
+    }
+
+
+def throughput(rounds: int, seed: int) -> list[Job]:
+    """Decoded tokens a second of 8 requests, the median of the steps in which all decode."""
+    found = []
+    for tokens in (12_000, 1000):
+        numbers = random.Random(seed)
+        prompts = [[numbers.randrange(3, 2000) for _ in range(tokens)] for _ in range(8)]
+        asked = [{"prompt": p, "max_tokens": 200, "ignore_eos": True} for p in prompts]
+        engine = {"max_model_len": 16_000, "max_num_seqs": 8}
+        rates: dict[str, list[float]] = {"stock": [], "ours": []}
+        for _ in range(rounds):
+            for name, variables in (("stock", {}), ("ours", SMALL)):
+                given = {**variables, "VLLM_CPU_KVCACHE_SPACE": "4"}
+                result = run(asked, given, **engine)
+                steps = [s for s, _, out in result["steps"] if out == 8][5:-1]
+                # a compression every 256 tokens is in the mean, not in the median
+                rates[name].append(8 * len(steps) / sum(steps))
+        pairs = [o / s for o, s in zip(rates["ours"], rates["stock"], strict=True)]
+        found.append(
+            {
+                "tokens": tokens,
+                "rounds": rounds,
+                "ours_over_stock": statistics.median(pairs),
+                "ratios": pairs,
+                **{f"{name}_tokens_per_s": statistics.median(r) for name, r in rates.items()},
+            }
+        )
+    return found
+
+
+def parallel(count: int) -> Job:
+    """One rank and two."""
+    _, rows = cases(200, count, 0)
+    asked = [{"prompt": row["prompt"], "max_tokens": 12} for row in rows]
+    one = run(asked, OURS, max_num_seqs=16)
+    both = {**OURS, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    two = run(asked, both, max_num_seqs=16, tensor_parallel_size=2)
+    return {"requests": count, "ranks": 2, "equal": same(one, two)}
+
+
+def main(
+    parts: Annotated[str, typer.Option(help=f"Of {', '.join(PARTS)}.")] = ",".join(PARTS),
+    count: Annotated[int, typer.Option(help="LongEval cases.")] = 50,
+    requests: Annotated[int, typer.Option(help="Of the part mixed.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Of the part throughput.")] = 3,
+    seed: int = 0,
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+) -> None:
+    """Example: python -m benchmarks.vllm_engine --parts answers --count 5 --json"""
+    chosen = parts.split(",")
+    unknown = [part for part in chosen if part not in PARTS]
+    if unknown:
+        raise typer.BadParameter(f"--parts {unknown[0]!r}: of {', '.join(PARTS)}")
+    if not PYTHON.is_file():
+        raise typer.BadParameter(f"{PYTHON} is not there: make .venv-vllm/.ready")
+    torch.set_num_threads(1)
+    console = Console(stderr=True)
+    found: Job = {}
+    small = min(count, 12)
+    todo = {
+        "answers": lambda: answers(count),
+        "chunks": lambda: chunks(small),
+        "mixed": lambda: mixed(requests, seed),
+        "concurrency": lambda: concurrency(seed),
+        "throughput": lambda: throughput(rounds, seed),
+        "parallel": lambda: parallel(small),
+    }
+    for part in chosen:
+        with console.status(part):
+            found[part] = todo[part]()
+        console.print(part, found[part])
+    result = {"command": "vllm_engine", "results": found, "seed": seed, **environment()}
+    save(result, out)
+    if json:
+        print(dumps(result))
+
+
+if __name__ == "__main__":
+    typer.run(main)
