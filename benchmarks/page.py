@@ -32,6 +32,7 @@ heavy_merge@global+int4,heavy_merge \
     python -m benchmarks.ablation --out docs/results/ablation.json
     python -m benchmarks.compression_time --out docs/results/compression_time.json
     python -m benchmarks.tolerance --out docs/results/tolerance.json
+    python -m benchmarks.vllm_engine --out docs/results/vllm.json
     python -m benchmarks.page
 """
 
@@ -42,7 +43,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import page_balance, page_reread, page_ruler
+from benchmarks import page_balance, page_reread, page_ruler, page_vllm
 from benchmarks.markdown import made_with, table
 from benchmarks.page_speed import speed
 
@@ -727,6 +728,10 @@ def main() -> None:
                 write_readme("reread", block, DOCS.parent / "README.md")
         (DOCS / page).write_text("\n".join(parts), encoding="utf-8")
         print(f"wrote {DOCS / page}")
+    served = DOCS / "results" / "vllm.json"
+    if served.is_file():
+        result = json.loads(served.read_text(encoding="utf-8"))
+        write_readme("vllm", page_vllm.block(result), DOCS / "vllm.md")
 
 
 if __name__ == "__main__":

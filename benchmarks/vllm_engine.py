@@ -207,6 +207,7 @@ def concurrency(seed: int) -> Job:
     return {
         "memory": engine["kv_cache_memory_bytes"],
         "tokens": 12_000,
+        "requests": len(asked),
         "ran": {"stock": stock["most_running"], "ours": ours["most_running"]},
         "times": ours["most_running"] / stock["most_running"],
         "logged": {"stock": stock["concurrency"], "ours": ours["concurrency"]},

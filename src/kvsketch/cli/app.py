@@ -29,6 +29,8 @@ from kvsketch.cli.eval_command import (
 from kvsketch.cli.eval_command import EPILOG as EVAL_EXAMPLE
 from kvsketch.cli.inspect_command import EPILOG as INSPECT_EXAMPLE
 from kvsketch.cli.inspect_command import inspect_command
+from kvsketch.cli.plan_command import EPILOG as PLAN_EXAMPLE
+from kvsketch.cli.plan_command import plan_command
 from kvsketch.cli.report_command import EPILOG as REPORT_EXAMPLE
 from kvsketch.cli.report_command import report_command
 from kvsketch.errors import KVSketchError, unknown_name
@@ -213,6 +215,7 @@ def calibrate(
 app.command("eval", epilog=EVAL_EXAMPLE)(eval_command)
 app.command("inspect", epilog=INSPECT_EXAMPLE)(inspect_command)
 app.command("report", epilog=REPORT_EXAMPLE)(report_command)
+app.command("plan", epilog=PLAN_EXAMPLE)(plan_command)
 
 
 @app.command(epilog="Example: kvsketch demo --quick --json")

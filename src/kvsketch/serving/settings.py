@@ -14,9 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from ..cache.window import Windowed, windowed
 from ..errors import InputError, unknown_name
 from ..methods.window import check_window
+from .layout import Layout
 from .rhythm import Rhythm
 
 #: the name of the uncompressed page
@@ -103,6 +106,23 @@ class Settings:
             )
         room = self.buffer or max(1, min(_MOST_BUFFER, kept // _BUFFER_PART))
         return Rhythm(kept + room, room)
+
+    def layout(
+        self, context: int, kv_heads: int, group: int, head_dim: int, dtype: torch.dtype
+    ) -> Layout:
+        """A request's page in one layer.
+
+        Args:
+            context: the longest, in tokens.
+            group: query heads of a KV head.
+        """
+        rhythm, method = self.rhythm(context), self.windowed()
+        queries = 0
+        if method is not None:
+            window = method.window or rhythm.buffer
+            queries = min(rhythm.buffer, window) if method.needs_queries else 1
+        scored = method is not None and method.needs_queries
+        return Layout(kv_heads, group, rhythm.slots, head_dim, head_dim, queries, scored, dtype)
 
     def windowed(self) -> Windowed | None:
         """A fresh method with its window; None: nothing is compressed."""

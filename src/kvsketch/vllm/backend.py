@@ -95,30 +95,7 @@ class PageBackend(AttentionBackend):
         """Of a page of this engine."""
         assert cls.settings is not None
         group = cls.groups[kv_heads, head_size]
-        return layout_of(cls.settings, cls.context, kv_heads, group, head_size, dtype)
-
-
-def layout_of(
-    settings: Settings,
-    context: int,
-    kv_heads: int,
-    group: int,
-    head_size: int,
-    dtype: torch.dtype,
-) -> Layout:
-    """The page of a request.
-
-    Args:
-        context: the longest, in tokens.
-        group: query heads of a KV head.
-    """
-    rhythm, method = settings.rhythm(context), settings.windowed()
-    queries = 0
-    if method is not None:
-        window = method.window or rhythm.buffer
-        queries = min(rhythm.buffer, window) if method.needs_queries else 1
-    scored = method is not None and method.needs_queries
-    return Layout(kv_heads, group, rhythm.slots, head_size, head_size, queries, scored, dtype)
+        return cls.settings.layout(cls.context, kv_heads, group, head_size, dtype)
 
 
 @dataclass

@@ -1,0 +1,77 @@
+"""`kvsketch plan`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvsketch.errors import InputError
+
+EPILOG = (
+    "Example: kvsketch plan --model YOUR_MODEL --gpu-memory 80GiB --context 128k --concurrency 64"
+)
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def plan_command(
+    model: Annotated[str, typer.Option(help="Model folder, hub id, or a packaged model.")],
+    gpu_memory: Annotated[str, typer.Option(help="Of the GPU: 80GiB, 24GB.")],
+    context: Annotated[str, typer.Option(help="The longest, in tokens: 128k, 8192.")],
+    concurrency: Annotated[
+        int | None, typer.Option(help="Requests at once: the budget follows.")
+    ] = None,
+    budget: Annotated[
+        int | None, typer.Option(help="Slots per KV head: the number of requests follows.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="As KVSKETCH_METHOD.")] = "heavy_merge",
+    sink: Annotated[int, typer.Option(help="First tokens kept as they are.")] = 4,
+    recent: Annotated[int, typer.Option(help="Last tokens kept as they are.")] = 32,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, on one line.")] = False,
+) -> None:
+    """Say how many requests vLLM serves at once, before and after, and with which budget."""
+    if (concurrency is None) == (budget is None):
+        raise InputError("give either --concurrency (the budget follows) or --budget, not both")
+    if dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype!r}: one of {', '.join(DTYPES)}")
+    import torch
+
+    from kvsketch.evaluation.report.report import dumps
+    from kvsketch.evaluation.runner.loading import load_config, resolve_model
+    from kvsketch.serving.plan import plan, size_of, tokens_of
+    from kvsketch.serving.settings import Settings
+
+    tokens, memory = tokens_of(context, "context"), size_of(gpu_memory, "gpu-memory")
+    settings = Settings(method, budget or 1024, sink, recent)
+    found = plan(
+        load_config(resolve_model(model)),
+        memory,
+        tokens,
+        concurrency,
+        settings,
+        getattr(torch, dtype),
+    )
+    if as_json:
+        given = {"model": model, "gpu_memory": memory, "context": tokens, "method": method}
+        print(dumps({"command": "plan", **given, **asdict(found)}))
+        return
+    table = Table("", "vLLM", f"kvsketch, {method}")
+    gib = 2**30
+    exact = tokens * found.token_bytes
+    table.add_row("slots per KV head", f"{tokens:,}", f"{found.budget:,}")
+    table.add_row("a request, GiB", f"{exact / gib:.3f}", f"{found.page_bytes / gib:.3f}")
+    table.add_row("requests at once", f"{found.before:.1f}", f"{found.after:,}")
+    console = Console()
+    console.print(
+        f"{found.weight_bytes / gib:.1f} GiB of weights, {found.kv_bytes / gib:.1f} GiB for caches"
+    )
+    console.print(table)
+    console.print(
+        f"KVSKETCH_METHOD={method} KVSKETCH_BUDGET={found.budget} KVSKETCH_SINK={sink} "
+        f"KVSKETCH_RECENT={recent} vllm serve {model} --max-model-len {tokens}",
+        soft_wrap=True,
+    )

@@ -1,0 +1,146 @@
+"""What an engine is told, and what fits into its memory."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, LlamaConfig
+from typer.testing import CliRunner
+
+from kvsketch import InputError, UnsupportedError
+from kvsketch.cli.app import app
+from kvsketch.serving.layout import Layout
+from kvsketch.serving.plan import plan, size_of, tokens_of
+from kvsketch.serving.settings import SERVED, Settings, read
+
+RIGHT = {"KVSKETCH_METHOD": "snapkv", "KVSKETCH_BUDGET": "0.25", "KVSKETCH_RECENT": "16"}
+
+
+def test_variables_and_the_engines_configuration():
+    assert read({}, {}) is None
+    assert read(None, {"KVSKETCH_DATA": "there", "HOME": "/"}) is None
+    assert read({}, RIGHT) == Settings("snapkv", 0.25, recent=16)
+    assert read({"budget": 300, "sink": 2}, RIGHT) == Settings("snapkv", 300, 2, 16)
+    assert read({"method": "exact"}, {}) == Settings("exact")
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "said"),
+    [
+        ({}, {"KVSKETCH_METHOD": "snapvk", "KVSKETCH_BUDGET": "9"}, "did you mean 'snapkv'"),
+        ({}, {"KVSKETCH_METHOD": "subgen", "KVSKETCH_BUDGET": "9"}, "Allowed: "),
+        ({}, {"KVSKETCH_METHOD": "snapkv"}, "budget is missing"),
+        ({}, {"KVSKETCH_BUDGET": "a lot"}, "KVSKETCH_BUDGET='a lot' is not a number"),
+        ({}, {"KVSKETCH_BUDGET": "1.5"}, "at most 1"),
+        ({}, {"KVSKETCH_BUDGET": "-3"}, "budget=-3"),
+        ({}, {"KVSKETCH_BUGDET": "9"}, "KVSKETCH_BUGDET"),
+        ({}, {**RIGHT, "KVSKETCH_SINK": "-1"}, "sink=-1"),
+        ({}, {**RIGHT, "KVSKETCH_BUFFER": "0"}, "buffer=0"),
+        ({}, {"KVSKETCH_METHOD": "exact", "KVSKETCH_BUDGET": "9"}, "leave budget out"),
+        ({"bugdet": 3}, RIGHT, "kvsketch setting='bugdet'"),
+        ({"budget": True}, RIGHT, "budget=True"),
+        ({"budget": float("nan")}, RIGHT, "budget=nan"),
+    ],
+)
+def test_what_is_wrong_is_said(config, environment, said):
+    with pytest.raises(InputError, match=said.replace("[", r"\[")):
+        read(config, environment)
+
+
+def test_a_page_has_room_for_the_budget_and_a_buffer():
+    rhythm = Settings("snapkv", 1000).rhythm(9000)
+    assert (rhythm.slots, rhythm.buffer) == (1250, 250)
+    assert Settings("snapkv", 4000).rhythm(9000).buffer == 256
+    assert Settings("snapkv", 1000, buffer=7).rhythm(9000).slots == 1007
+    assert Settings("snapkv", 0.25).rhythm(9001).slots == 2251 + 256
+    assert Settings("exact").rhythm(500).slots == 501
+    with pytest.raises(InputError, match="at least 37"):
+        Settings("snapkv", 36).rhythm(9000)
+    Settings("snapkv", 37).rhythm(9000)
+
+
+@pytest.mark.parametrize("method", SERVED)
+def test_methods_keep_what_they_look_at(method):
+    settings = Settings(method, None if method == "exact" else 400)
+    layout = settings.layout(4000, 2, 4, 16, torch.bfloat16)
+    scored = method in ("heavy_merge", "h2o", "tova", "snapkv")
+    assert layout.scored == scored
+    kept = {"exact": 0, "h2o": 100, "heavy_merge": 64}
+    if scored or method == "exact":
+        assert layout.queries == kept.get(method, layout.queries)
+        assert layout.queries <= 100
+    else:
+        assert layout.queries == 1  # to measure the error on
+
+
+def llama(**changes: Any) -> LlamaConfig:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 100}
+    return LlamaConfig(**{**sizes, **heads, **changes})
+
+
+def test_a_plan_fits_and_nothing_larger_does():
+    config = llama()
+    found = plan(config, 2**30, 8192, concurrency=20)
+    assert found.token_bytes == 3 * 2 * 2 * 32 * 2
+    assert found.before == pytest.approx(found.kv_bytes / (8192 * found.token_bytes))
+    assert found.after >= 20
+    assert 21 * found.page_bytes <= found.kv_bytes
+    larger = Settings(budget=found.budget + 1).layout(8192, 2, 4, 32, torch.bfloat16)
+    assert 21 * larger.bytes * 3 > found.kv_bytes or found.budget == 8192
+    layout = Settings(budget=found.budget).layout(8192, 2, 4, 32, torch.bfloat16)
+    assert isinstance(layout, Layout)
+    assert found.page_bytes == 3 * layout.bytes
+    assert found.slots == layout.slots
+
+
+def test_a_plan_with_a_budget():
+    found = plan(llama(), 2**30, 8192, settings=Settings(budget=512))
+    assert found.budget == 512
+    assert found.after == found.kv_bytes // found.page_bytes - 1
+
+
+def test_a_plan_that_cannot_be():
+    with pytest.raises(InputError, match="weights take"):
+        plan(llama(hidden_size=2048, vocab_size=50_000), 2**27, 8192, concurrency=2)
+    with pytest.raises(InputError, match="not even budget=37"):
+        plan(llama(), 2**24, 8192, concurrency=10_000)
+    with pytest.raises(InputError, match="concurrency=0"):
+        plan(llama(), 2**30, 8192, concurrency=0)
+    sliding = AutoConfig.for_model("gemma3_text", num_hidden_layers=6)
+    with pytest.raises(UnsupportedError, match="gemma3_text"):
+        plan(sliding, 2**34, 8192, concurrency=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("80GiB", 80 * 2**30), ("24GB", 24 * 10**9), ("1.5 gib", 3 * 2**29)]
+)
+def test_sizes(text, size):
+    assert size_of(text, "memory") == size
+
+
+def test_contexts():
+    assert tokens_of("128k", "context") == 131_072
+    assert tokens_of("4096", "context") == 4096
+    for wrong in ("", "lots", "0", "12GiB"):
+        with pytest.raises(InputError, match="context="):
+            tokens_of(wrong, "context")
+    with pytest.raises(InputError, match="memory='lots'"):
+        size_of("lots", "memory")
+
+
+def test_the_command(tmp_path):
+    llama().save_pretrained(tmp_path)
+    arguments = ["plan", "--model", str(tmp_path), "--gpu-memory", "1GiB", "--context", "8k"]
+    done = CliRunner().invoke(app, [*arguments, "--concurrency", "20", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["after"] >= 20
+    assert found["context"] == 8192
+    shown = CliRunner().invoke(app, [*arguments, "--concurrency", "20"])
+    assert f"KVSKETCH_BUDGET={found['budget']}" in shown.stdout
+    for wrong in ([], ["--concurrency", "2", "--budget", "9"], ["--budget", "64", "--dtype", "x"]):
+        assert CliRunner().invoke(app, [*arguments, *wrong]).exit_code == 2
