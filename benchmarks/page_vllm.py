@@ -27,8 +27,8 @@ def block(result: dict[str, Any]) -> str:
     free = " and ".join(map(str, crowd["free_pages"]))
     cut = ", ".join(f"{size:,}" for size in chunks["sizes"])
     lines = [
-        f"LongEval, {answers['cases']} {answers['source']} cases of 200 lines (about 2,050 tokens), "
-        f"budget {answers['budget']:,}: the exact page gives vLLM's own answers, token by token, in "
+        f"LongEval, {answers['cases']} {answers['source']} cases of 200 lines, about 2,050 tokens, "
+        f"budget {answers['budget']:,}: the exact page gives vLLM's own answers, each token, in "
         f"{answers['exact_equal_to_stock']} of {answers['cases']}; `heavy_merge` gives those of "
         f"`SketchCache` (streaming prefill) in {answers['equal_to_transformers']}. Right answers: "
         f"vLLM {right['stock']}, `heavy_merge` {right['heavy_merge']}, in transformers "
@@ -41,8 +41,8 @@ def block(result: dict[str, Any]) -> str:
         f"{crowd['equal']} of the {crowd['finished']} finished answers are those of the request "
         f"alone; free pages before and after: {free}.",
         f"{many['requests']} requests of {many['tokens']:,} tokens in {many['memory'] / 2**20:.0f} "
-        f"MiB, budget 1,024: {many['ran']['ours']} ran at once, {many['ran']['stock']} in vLLM's own "
-        f"blocks, and all were done in {many['seconds']['ours'] / many['seconds']['stock']:.2f} of "
+        f"MiB, budget 1,024: {many['ran']['ours']} ran at once, {many['ran']['stock']} in vLLM's "
+        f"own blocks, and all were done in {many['seconds']['ours'] / many['seconds']['stock']:.2f} of "
         f"the time; the engine says that {many['logged']['ours']:.1f} and "
         f"{many['logged']['stock']:.1f} fit. A page takes {page} bytes, whether requests have at "
         f"most {contexts} tokens.",
