@@ -26,6 +26,11 @@ heavy_merge@global+int4/reread,heavy_merge@global+16bit/local,heavy_merge@global
 heavy_merge@global+16bit/sample,heavy_merge@global+int4/sample,heavy_merge@global+16bit,\
 heavy_merge@global+int4,heavy_merge \
         --out docs/results/longeval_reread.json
+    for lines in 300 400; do
+        python -m benchmarks.longeval_unseen --lines $lines --count 20 --budgets 0.25,0.1,0.05 \
+            --methods exact,heavy_merge,heavy_merge@global+int4/sample,kvzip+int4/reread,\
+kvzip/reread,kvgrad/reread --out docs/results/longeval_unseen_$lines.json
+    done
     python -m benchmarks.reading --beside docs/results/longeval_reread.json \
         --out docs/results/reading.json
     python -m benchmarks.ruler_unseen --count 4 --out docs/results/ruler_unseen.json
@@ -641,6 +646,8 @@ PAGES: dict[str, tuple[str, dict[str, Callable[[dict[str, Any]], str]]]] = {
             "kl": kl,
             "longeval_unseen": longeval_unseen,
             "longeval_reread": page_reread.longeval_reread,
+            "longeval_unseen_300": page_reread.longeval_reread,
+            "longeval_unseen_400": page_reread.longeval_reread,
             "reading": page_reread.reading,
             "ruler_unseen": page_ruler.ruler_unseen,
             "tolerance": tolerance,

@@ -66,7 +66,7 @@ def decisions(result: dict[str, Any]) -> str:
     """The method of highest accuracy at each budget, by what may be read again; where several are
     best, the first that was measured."""
     rows = []
-    budgets = sorted({r["budget"] for r in result["results"]}, reverse=True)
+    budgets = sorted({r["budget"] for r in result["results"] if r["budget"] < 1}, reverse=True)
     for source, words in READ_AGAIN.items():
         found = [r for r in result["results"] if r["method"].partition("/")[2] == source]
         cells = []
@@ -85,7 +85,8 @@ def longeval_reread(result: dict[str, Any]) -> str:
         f"## A second reading: LongEval, {result['lines']} lines, question unseen\n\n"
         f"{what(result)} With 95% intervals.\n\n{accuracies(result, names, True)}\n\n"
         "Which method for which price: the best at each share, by how much of the context may be "
-        f"read again (its cost is in the next section).\n\n{decisions(result)}\n\n"
+        "read again (what that costs is under `What a second reading costs`).\n\n"
+        f"{decisions(result)}\n\n"
         f"{made_with(result)}\n"
     )
 

@@ -26,6 +26,7 @@ def block(result: dict[str, Any]) -> str:
     right = answers["right"]
     free = " and ".join(map(str, crowd["free_pages"]))
     cut = ", ".join(f"{size:,}" for size in chunks["sizes"])
+    took = many["seconds"]["ours"] / many["seconds"]["stock"]
     lines = [
         f"LongEval, {answers['cases']} {answers['source']} cases of 200 lines, about 2,050 tokens, "
         f"budget {answers['budget']:,}: the exact page gives vLLM's own answers, each token, in "
@@ -42,7 +43,7 @@ def block(result: dict[str, Any]) -> str:
         f"alone; free pages before and after: {free}.",
         f"{many['requests']} requests of {many['tokens']:,} tokens in {many['memory'] / 2**20:.0f} "
         f"MiB, budget 1,024: {many['ran']['ours']} ran at once, {many['ran']['stock']} in vLLM's "
-        f"own blocks, and all were done in {many['seconds']['ours'] / many['seconds']['stock']:.2f} of "
+        f"own blocks, and all were done in {took:.2f} of "
         f"the time; the engine says that {many['logged']['ours']:.1f} and "
         f"{many['logged']['stock']:.1f} fit. A page takes {page} bytes, whether requests have at "
         f"most {contexts} tokens.",
