@@ -262,7 +262,9 @@ def main(
     requests: Annotated[int, typer.Option(help="Of the part mixed.")] = 64,
     rounds: Annotated[int, typer.Option(help="Of the part throughput.")] = 3,
     seed: int = 0,
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write the JSON here; parts not run stay there.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
     """Example: python -m benchmarks.vllm_engine --parts answers --count 5 --json"""
@@ -275,6 +277,8 @@ def main(
     torch.set_num_threads(1)
     console = Console(stderr=True)
     found: Job = {}
+    if out is not None and out.is_file():  # the parts that are not run stay
+        found = jsonlib.loads(out.read_text(encoding="utf-8"))["results"]
     small = min(count, 12)
     todo = {
         "answers": lambda: answers(count),

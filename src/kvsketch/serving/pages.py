@@ -99,6 +99,7 @@ class Pages:
                 fields.keys.index_fill_(0, pages, 0)
                 fields.values.index_fill_(0, pages, 0)
                 fields.log_mass.index_fill_(0, pages, NOTHING)
+                fields.score.index_fill_(0, pages, 0)
             if now.tokens.shape[1] == 1:
                 self._write(now.writes, fields, queries, keys, values)
                 found = self._decoded(now, fields, queries)
@@ -107,7 +108,9 @@ class Pages:
                 found = self._chunk(now, fields, q, k, v)
                 self._write(now.writes, fields, queries, keys, values)
             found = found.transpose(1, 2).to(out.dtype)
-            if now.own is None:
+            if now.writes.tokens is None:
+                out.copy_(found.reshape(out.shape) if now.own is None else found[now.own])
+            elif now.own is None:
                 out[now.tokens] = found
             else:
                 out[now.tokens[now.own]] = found[now.own]
@@ -118,18 +121,18 @@ class Pages:
         self, to: Writes, fields: Fields, queries: Tensor, keys: Tensor, values: Tensor
     ) -> None:
         """New tokens behind the slots of their pages, and the last queries of a period."""
-        fields.keys[to.pages, :, to.slots] = keys[to.tokens].to(fields.keys.dtype)
-        fields.values[to.pages, :, to.slots] = values[to.tokens].to(fields.values.dtype)
+        if to.tokens is not None:
+            queries, keys, values = (t[to.tokens] for t in (queries, keys, values))
+        fields.keys[to.pages, :, to.slots] = keys.to(fields.keys.dtype)
+        fields.values[to.pages, :, to.slots] = values.to(fields.values.dtype)
         fields.log_mass[to.pages, :, to.slots] = 0.0
-        if fields.score.shape[2]:
-            fields.score[to.pages, :, to.slots] = 0.0
         if to.queried is not None:
-            q = queries[to.tokens[to.queried]].to(fields.queries.dtype)
+            q = queries[to.queried].to(fields.queries.dtype)
             fields.queries[to.pages[to.queried], :, to.places] = q
 
     def _decoded(self, now: Round, fields: Fields, queries: Tensor) -> Tensor:
         """One query per head over its page, ``[A, num_attention_heads, 1, value_dim]``."""
-        q = queries[now.tokens[:, 0]]
+        q = queries if now.writes.tokens is None else queries[now.tokens[:, 0]]
         rows, heads, dim = q.shape
         packed = q.view(rows, fields.keys.shape[1], -1, dim)
         out, _ = self._over(packed, now, fields, now.most + 1)
@@ -198,6 +201,7 @@ class Pages:
         fields.log_mass[pages, :, kept:] = NOTHING
         if after.score is not None and fields.score.shape[2]:
             fields.score[pages, :, :kept] = after.score.float()
+            fields.score[pages, :, kept:] = 0.0
 
     def _count(
         self,

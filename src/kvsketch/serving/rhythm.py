@@ -40,12 +40,12 @@ class Writes:
     """Where N new tokens go, int64 ``[N]``.
 
     Attributes:
-        tokens: rows of the batch.
+        tokens: rows of the batch; None: all of them, in order.
         pages, slots: where their keys and values go.
         queried: which of the N have a query that is kept; None: no one. places: where it goes.
     """
 
-    tokens: Tensor
+    tokens: Tensor | None
     pages: Tensor
     slots: Tensor
     queried: Tensor | None
@@ -111,8 +111,9 @@ def rounds(
             page = np.broadcast_to(pages[rows, None], own.shape)
             token = at[rows, None] + np.minimum(number, mine - 1)
             queried = (place[own] >= 0).nonzero()[0]
+            every = np.array_equal(token[own], np.arange(starts[-1]))
             writes = Writes(
-                tensor(token[own]),
+                None if every else tensor(token[own]),
                 tensor(page[own]),
                 tensor(held[own]),
                 tensor(queried) if len(queried) else None,

@@ -243,7 +243,9 @@ class PageImpl(AttentionImpl[PageMetadata]):
             self._seen = kv_cache
         fields = self._fields
         assert fields is not None
-        out = output.view(-1, self.num_heads, self.head_size)
+        own = attn_metadata.num_actual_tokens  # behind them there may be padding
+        out = output.view(-1, self.num_heads, self.head_size)[:own]
+        query, key, value = query[:own], key[:own], value[:own]
         self.pages.attend(query, key, value, fields, attn_metadata.rounds, out)
         if self.counts.compressions:
             metrics.add(compressions=self.counts.compressions, error=self.counts.errors)
