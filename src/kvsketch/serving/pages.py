@@ -201,7 +201,6 @@ class Pages:
         fields.log_mass[pages, :, kept:] = NOTHING
         if after.score is not None and fields.score.shape[2]:
             fields.score[pages, :, :kept] = after.score.float()
-            fields.score[pages, :, kept:] = 0.0
 
     def _count(
         self,
