@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .budget import Budget
     from .cache import Curves, RetrievalHeads
     from .evaluation.runner.allocation import measure_curves, measure_schedule
+    from .evaluation.runner.loading import packaged_model
     from .hf import SketchCache, compressing, measure_heads, prefill
     from .methods import METHODS
     from .methods.registry import ALL_METHODS, SKETCHES
@@ -37,6 +38,7 @@ __all__ = [
     "measure_curves",
     "measure_heads",
     "measure_schedule",
+    "packaged_model",
     "prefill",
 ]
 
@@ -54,6 +56,7 @@ _LAZY = {
     "SketchCache": "hf",
     "compressing": "hf",
     "measure_heads": "hf",
+    "packaged_model": "evaluation.runner.loading",
     "prefill": "hf",
     "Slots": "slots",
     "attend": "slots",

@@ -5,6 +5,7 @@ The cache has the last word; a test holds the two together, word for word.
 
 from __future__ import annotations
 
+from numbers import Real
 from pathlib import Path
 
 from kvsketch.budget import ALLOCATIONS, Budget
@@ -71,7 +72,7 @@ def check_tolerance(tolerance: float, budget: int | float | None, prefill: str) 
             f"budget={budget!r} and tolerance={tolerance!r} exclude each other; max_budget bounds "
             "what a tolerance may keep"
         )
-    number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
+    number = isinstance(tolerance, Real) and not isinstance(tolerance, bool)
     if not number or not 0 < tolerance < 1:
         raise InputError(f"tolerance={tolerance!r} must be a relative error in (0, 1)")
     if prefill == "streaming":

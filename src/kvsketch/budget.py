@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from .errors import InputError
 
@@ -43,8 +44,11 @@ class Budget:
     def __post_init__(self) -> None:
         value = self.value
         allowed = "an int >= 1 (slots per KV head) or a float in (0, 1] (kept fraction)"
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, Real):
             raise InputError(f"budget={value!r} is not a number; allowed: {allowed}")
+        # Numbers of NumPy are numbers of Python from here on.
+        value = int(value) if isinstance(value, Integral) else float(value)
+        object.__setattr__(self, "value", value)
         if not math.isfinite(value) or value <= 0:
             raise InputError(f"budget={value!r} must be positive; allowed: {allowed}")
         if isinstance(value, float) and value > 1:

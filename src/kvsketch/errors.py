@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from numbers import Integral
 
 
 class KVSketchError(Exception):
@@ -24,9 +25,9 @@ def at_least(name: str, value: object, least: int) -> int:
     Raises:
         InputError: it is not.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise InputError(f"{name}={value!r} must be an int >= {least}")
-    return value
+    return int(value)
 
 
 def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> InputError:

@@ -20,6 +20,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .errors import InputError
+from .state import Reader, State
+
 # Numbers made at a time: 256 kB.
 _BLOCK = 1 << 15
 
@@ -33,6 +36,31 @@ _KEYS: _Mix = (33, 0xFF51AFD7ED558CCD - (1 << 64), 33, 0xC4CEB9FE1A85EC53 - (1 <
 def drawn(generator: torch.Generator) -> int:
     """A 64-bit number (signed). The generator moves on by as much whatever it is used for."""
     return int(torch.randint(-(1 << 63), (1 << 63) - 1, (), generator=generator))
+
+
+def generator_state(generator: torch.Generator, seed: int) -> State | None:
+    """The state of a generator; None where it is as ``manual_seed`` leaves it."""
+    found = generator.get_state()
+    if torch.equal(found, torch.Generator().manual_seed(seed).get_state()):
+        return None
+    return State({"bytes": found})
+
+
+def restore_generator(generator: torch.Generator, reader: Reader) -> None:
+    """Take in the part "generator" of a state, if there is one.
+
+    Raises:
+        InputError: no state of a generator.
+    """
+    if not reader.has("generator"):
+        return
+    part = reader.part("generator")
+    found = part.tensor("bytes", (len(generator.get_state()),), torch.uint8).cpu()
+    part.close()
+    try:
+        generator.set_state(found)
+    except RuntimeError as error:
+        raise InputError(f"generator: {error}") from error
 
 
 def streams(number: int, rows: Tensor, heads: int) -> Tensor:

@@ -67,6 +67,29 @@ shapes = st.fixed_dictionaries(
 )
 
 
+def drawn(shape, dtype, softcap, alibi, sunk):
+    """Slots, how many of them each head has, new tokens and their queries."""
+    s = shape
+    g = torch.Generator().manual_seed(s["seed"])
+    batch, heads, n, q, dim = s["batch"], s["heads"], s["n"], s["q"], s["dim"]
+    value_dim = dim if s["same"] else dim + 3
+    held = tokens(g, batch, heads, n, dim, value_dim, dtype, s["weighted"], alibi)
+    new = tokens(g, batch, heads, q, dim, value_dim, dtype, False, alibi)
+    if alibi:
+        new = Slots(new.keys, new.values, positions=new.positions + n)
+    sizes = sizes_of(g, batch, heads, n) if s["ragged"] else None
+    every = heads * s["group"]
+    asked = Observed(
+        torch.randn(batch, every, q, dim, generator=g, dtype=torch.float64).to(dtype),
+        0.4,
+        softcap,
+        torch.rand(every, generator=g, dtype=torch.float64) if alibi else None,
+        None,
+        torch.randn(every, generator=g, dtype=torch.float64) if sunk else None,
+    )
+    return held, sizes, new, asked
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @settings(max_examples=60, deadline=None)
 @given(
@@ -79,40 +102,23 @@ def test_attention_over_a_page_equals_the_reference_head_by_head(
     dtype, shape, softcap, alibi, sunk
 ):
     """Appended tokens included; sizes that are no powers of two; values of another width."""
-    s = shape
-    g = torch.Generator().manual_seed(s["seed"])
-    batch, heads, n, q, dim = s["batch"], s["heads"], s["n"], s["q"], s["dim"]
-    value_dim = dim if s["same"] else dim + 3
-    held = tokens(g, batch, heads, n, dim, value_dim, dtype, s["weighted"], alibi)
-    new = tokens(g, batch, heads, q, dim, value_dim, dtype, False, alibi)
-    if alibi:
-        new = Slots(new.keys, new.values, positions=new.positions + n)
-    sizes = sizes_of(g, batch, heads, n) if s["ragged"] else None
-    page = page_of(held, sizes, q + 3)
+    held, sizes, new, asked = drawn(shape, dtype, softcap, alibi, sunk)
+    page = page_of(held, sizes, new.count + 3)
     page.append(new)
-    every = heads * s["group"]
-    asked = Observed(
-        torch.randn(batch, every, q, dim, generator=g, dtype=torch.float64).to(dtype),
-        0.4,
-        softcap,
-        torch.rand(every, generator=g, dtype=torch.float64) if alibi else None,
-        None,
-        torch.randn(every, generator=g, dtype=torch.float64) if sunk else None,
-    )
     out = attend_to(asked, [page])
     assert out.dtype == dtype
-    for row, head in itertools.product(range(batch), range(heads)):
-        count = n if sizes is None else int(sizes[row, head])
+    for row, head in itertools.product(*map(range, held.keys.shape[:2])):
+        count = held.count if sizes is None else int(sizes[row, head])
         mine = Slots.cat([held.narrow(0, count), new]).map(
             lambda t, r=row, h=head: t[r : r + 1, h : h + 1].double()
         )
-        own = slice(head * s["group"], (head + 1) * s["group"])
+        own = slice(head * shape["group"], (head + 1) * shape["group"])
         expected = attend(
             asked.queries[row : row + 1, own].double(),
             mine,
             scaling=0.4,
             softcap=softcap,
-            mask=causal(q, count + q, torch.device("cpu")),
+            mask=causal(new.count, count + new.count, torch.device("cpu")),
             slopes=None if asked.slopes is None else asked.slopes[own],
             sinks=None if asked.sinks is None else asked.sinks[own],
         )
@@ -135,28 +141,11 @@ def test_attention_over_few_bits_is_that_over_what_they_say(
     dtype, shape, softcap, alibi, sunk, bits, window, piece
 ):
     """Of both parts, in pieces of any size, against the reference over the dequantised slots."""
-    s = shape
-    g = torch.Generator().manual_seed(s["seed"])
-    batch, heads, n, q, dim = s["batch"], s["heads"], s["n"], s["q"], s["dim"]
-    value_dim = dim if s["same"] else dim + 3
-    held = tokens(g, batch, heads, n, dim, value_dim, dtype, s["weighted"], alibi)
-    new = tokens(g, batch, heads, q, dim, value_dim, dtype, False, alibi)
-    if alibi:
-        new = Slots(new.keys, new.values, positions=new.positions + n)
-    sizes = sizes_of(g, batch, heads, n) if s["ragged"] else None
+    held, sizes, new, asked = drawn(shape, dtype, softcap, alibi, sunk)
     if sizes is not None:
-        held = held.only(torch.arange(n) < sizes.unsqueeze(-1))
-    page = QuantizedPage(held, sizes, q + 3, bits, *window)
+        held = held.only(torch.arange(held.count) < sizes.unsqueeze(-1))
+    page = QuantizedPage(held, sizes, new.count + 3, bits, *window)
     page.append(new)
-    every = heads * s["group"]
-    asked = Observed(
-        torch.randn(batch, every, q, dim, generator=g, dtype=torch.float64).to(dtype),
-        0.4,
-        softcap,
-        torch.rand(every, generator=g, dtype=torch.float64) if alibi else None,
-        None,
-        torch.randn(every, generator=g, dtype=torch.float64) if sunk else None,
-    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged, "_PIECE", piece)
         out = attend_to(asked, page.open())
@@ -167,7 +156,7 @@ def test_attention_over_few_bits_is_that_over_what_they_say(
         slots,
         scaling=0.4,
         softcap=softcap,
-        mask=causal(q, slots.count, torch.device("cpu")),
+        mask=causal(new.count, slots.count, torch.device("cpu")),
         slopes=asked.slopes,
         sinks=asked.sinks,
     )

@@ -90,6 +90,59 @@ def test_methods_lists_every_method_with_its_paper() -> None:
     assert all(name in table for name in names)
 
 
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_methods_say_what_they_need_and_promise(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list where a table would be broken, and no marks of a markup anywhere."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = kvsketch("methods").stdout
+    assert max(map(len, shown.splitlines())) <= columns
+    assert ("┃" in shown) == (columns == 200)
+    assert "``" not in shown
+    assert "…" not in shown
+    text = " ".join(shown.replace("│", " ").split())
+    for words in ("needs the model's queries", "needs none", "Theorem 1,", "none proved"):
+        assert columns == 200 or words in text
+    assert "heavy_merge" in text
+    rows = {row["name"]: row for row in json.loads(kvsketch("methods", "--json").stdout)["methods"]}
+    assert rows["subgen"]["streams"].startswith("natively")
+    assert rows["subgen"]["guarantee"].startswith("Theorem 1")
+    assert rows["kvzip"]["queries"].startswith("needs those of a second reading")
+    assert rows["streaming_llm"]["queries"] == "needs none"
+    assert rows["snapkv"]["guarantee"] == "none proved"
+
+
+def test_options_of_a_method_are_explained() -> None:
+    shown = json.loads(kvsketch("methods", "heavy_merge", "sliding_window", "--json").stdout)
+    merge, window = shown["methods"]
+    options = {option["name"]: option for option in merge["options"]}
+    assert options["window"]["default"] == 64
+    assert options["window"]["meaning"] == "queries that vote, >= 1."
+    (required,) = window["options"]
+    assert required["required"]
+    text = " ".join(kvsketch("methods", "heavy_merge").stdout.split())
+    assert "option share (default 0.25): of the budget that keeps heavy tokens" in text
+    assert "did you mean 'heavy_merge'" in refused("methods", "heavy_marge")
+
+
+def test_brackets_of_an_extra_are_shown() -> None:
+    text = "".join(kvsketch("eval", "--help").stdout.replace("│", " ").split())
+    assert "pipinstallkvsketch[ray]" in text
+
+
+def test_a_log_gets_lines_of_progress(
+    model: str, cases: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsketch.evaluation.runner.progress.EVERY", 0.0)
+    result = kvsketch(*longeval(model, cases, "--methods", "exact"))
+    first, second, third = result.stderr.splitlines()
+    assert first == "0 of 3 answers"
+    assert second.startswith("1 of 3 answers, ")
+    assert third.startswith("2 of 3 answers, ")
+    assert third.endswith(" s left")
+
+
 def test_longeval_json_is_the_last_line_and_complete(model: str, cases: str) -> None:
     words = longeval(model, cases, "--methods", "exact,streaming_llm,h2o,kcenter,uniform")
     result = kvsketch(*words, "--budgets", "0.5,64", "--json")
@@ -111,12 +164,29 @@ def test_longeval_json_is_the_last_line_and_complete(model: str, cases: str) -> 
     assert "kcenter" in result.stderr
 
 
-def test_longeval_shows_a_table_that_fits_80_columns(model: str, cases: str) -> None:
-    result = kvsketch(*longeval(model, cases, "--limit", "1", "--budgets", "0.5"))
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_longeval_shows_a_table_that_fits(
+    model: str, cases: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    methods = "exact,streaming_llm,h2o:2:8@measured+int4"
+    words = ("--limit", "1", "--budgets", "0.5", "--methods", methods)
+    result = kvsketch(*longeval(model, cases, *words))
     assert "20 lines" in result.stdout
     assert "streaming_llm" in result.stdout
     assert "…" not in result.stdout
-    assert max(len(line) for line in result.stdout.splitlines()) <= 80
+    assert max(len(line) for line in result.stdout.splitlines()) <= columns
+    head = next(line for line in result.stdout.splitlines() if line.startswith("method"))
+    exact = next(line for line in result.stdout.splitlines() if line.startswith("exact"))
+    assert head.split() == [
+        *("method", "budget", "cases", "score", "95%", "CI"),
+        *(() if columns == 60 else ("slots", "KV", "kB")),
+        "kept",
+        *(("peak", "kB", "prefill/s") if columns == 120 else ()),
+        *(() if columns == 60 else ("tok/s",)),
+    ]
+    assert "100.0%" in exact
+    assert len(exact.rstrip()) == len(head.rstrip())  # numbers are right-justified and whole
 
 
 def test_several_case_files_follow_one_option(model: str, cases: str, tmp_path: Path) -> None:
@@ -307,7 +377,7 @@ def test_calibrate_refuses_before_it_measures(model: str, tmp_path: Path) -> Non
         ((str(latin), "--out", out), "not UTF-8"),
         ((str(short), "--out", out, "--method", "snapv"), "did you mean 'snapkv'"),
         ((str(short), "--out", out, "--follow", "0"), "--follow 0"),
-        ((str(short), "--out", str(tmp_path / "no" / "c.json")), "there is no folder"),
+        ((str(short), "--out", str(short / "c.json")), "the folder"),
     ):
         assert message in refused("calibrate", *words, "--model", model)
     assert not Path(out).exists()
@@ -340,3 +410,14 @@ def test_packaged_model_answers_a_short_record() -> None:
     words = ["eval", "longeval", "--lines", "20", "--num-cases", "4", "--methods", "exact"]
     (row,) = json.loads(kvsketch(*words, "--json").stdout)["results"]
     assert row["accuracy"] >= 0.75
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    """As bash asks: the words so far, and which of them is being typed."""
+    for words, place, expected in (
+        ("kvsketch inspe", "1", "inspect"),
+        ("kvsketch eval --toler", "2", "--tolerances"),
+    ):
+        asked = {"_KVSKETCH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
+        result = CliRunner().invoke(app, [], env=asked, prog_name="kvsketch")
+        assert result.stdout.split() == [expected]

@@ -8,6 +8,7 @@ import copy
 
 import pytest
 import torch
+from drawn import BATCH, HEADS, case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,25 +16,6 @@ from kvsketch import InputError, Observed, Slots
 from kvsketch.budget import Budget
 from kvsketch.cache import Stream, windowed
 from kvsketch.methods import H2O, CaM
-
-BATCH, HEADS, DIM = 2, 2, 4
-
-
-def case(seed, n, padding=0, weighted=False):
-    g = torch.Generator().manual_seed(seed)
-    mass = 1 + torch.randint(3, (BATCH, HEADS, n), generator=g).double() if weighted else None
-    slots = Slots(
-        torch.randn(BATCH, HEADS, n, DIM, generator=g).double(),
-        torch.randn(BATCH, HEADS, n, DIM + 1, generator=g).double(),
-        mass,
-        torch.arange(n).float().expand(BATCH, HEADS, n),
-    )
-    live = torch.ones(BATCH, n, dtype=torch.bool)
-    live[0, :padding] = False
-    if padding:
-        slots = slots.only(live[:, None])
-    queries = 1.5 * torch.randn(BATCH, 2 * HEADS, n, DIM, generator=g).double()
-    return slots, live, Observed(queries, 0.4, live=live)
 
 
 @settings(max_examples=40, deadline=None)

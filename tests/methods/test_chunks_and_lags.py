@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from drawn import check_stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsketch import InputError, Observed, Slots
-from kvsketch.budget import Budget
-from kvsketch.cache import Stream, windowed
+from kvsketch.cache import windowed
 from kvsketch.methods import make
 from kvsketch.methods.chunkkv import ChunkKV
 from kvsketch.methods.lagkv import LagKV
@@ -186,15 +186,7 @@ def test_another_methods_score_stays_with_its_slots():
 def test_a_stream_stays_within_its_budget(method):
     slots, _, observed = case(2, 50)
     options = {"chunk": 6, "window": 4} if method == "chunkkv" else {"lag": 6}
-    stream = Stream(windowed(method, 2, 4, options=options), Budget(20), 4)
-    for start, count in ((0, 30), *((i, 1) for i in range(30, 50))):
-        stream.extend(slots.narrow(start, count))
-        part = Observed(observed.queries[:, :, start : start + count], 0.4)
-        stream.settle(part, prefill=count > 1)
-        held = stream.slots
-        assert held.count <= 24 + (start == 0) * 6
-        assert torch.equal(held.positions[0, 0, :2], torch.tensor([0.0, 1.0]))
-        assert float(held.positions[0, 0, -1]) == start + count - 1
+    check_stream(method, slots, observed, options)
 
 
 @pytest.mark.parametrize(

@@ -6,34 +6,14 @@ import math
 
 import pytest
 import torch
+from drawn import BATCH, HEADS, case, check_stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from families import build
 from kvsketch import InputError, Observed, SketchCache, Slots
-from kvsketch.budget import Budget
-from kvsketch.cache import Stream, windowed
 from kvsketch.cache.needs import by_variance
 from kvsketch.methods import D2O, H2O
-
-BATCH, HEADS, DIM = 2, 2, 4
-
-
-def case(seed, n, padding=0, weighted=False):
-    g = torch.Generator().manual_seed(seed)
-    mass = 1 + torch.randint(3, (BATCH, HEADS, n), generator=g).double() if weighted else None
-    slots = Slots(
-        torch.randn(BATCH, HEADS, n, DIM, generator=g).double(),
-        torch.randn(BATCH, HEADS, n, DIM + 1, generator=g).double(),
-        mass,
-        torch.arange(n).float().expand(BATCH, HEADS, n),
-    )
-    live = torch.ones(BATCH, n, dtype=torch.bool)
-    live[0, :padding] = False
-    if padding:
-        slots = slots.only(live[:, None])
-    queries = 1.5 * torch.randn(BATCH, 2 * HEADS, n, DIM, generator=g).double()
-    return slots, live, Observed(queries, 0.4, live=live)
 
 
 def cosine(a, b):
@@ -153,15 +133,7 @@ def test_the_threshold_follows_its_rows_and_can_be_forgotten():
 
 def test_a_stream_stays_within_its_budget():
     slots, _, observed = case(2, 60)
-    stream = Stream(windowed("d2o", 2, 4), Budget(20), 4)
-    for start, count in ((0, 30), *((i, 1) for i in range(30, 60))):
-        stream.extend(slots.narrow(start, count))
-        part = Observed(observed.queries[:, :, start : start + count], 0.4)
-        stream.settle(part, prefill=count > 1)
-        held = stream.slots
-        assert held.count <= 24 + (start == 0) * 6
-        assert torch.equal(held.positions[0, 0, :2], torch.tensor([0.0, 1.0]))
-        assert float(held.positions[0, 0, -1]) == start + count - 1
+    check_stream("d2o", slots, observed)
 
 
 # --- budgets by variance -------------------------------------------------------------------------

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ..budget import Budget
+from ..errors import InputError
+from ..state import Reader, State
 
 
 class HeadBudgets:
@@ -30,6 +32,7 @@ class HeadBudgets:
     ) -> None:
         self.by_row = by_row
         self.bound = bound
+        self.measured = measured
         self.rows = tuple(tuple(row) for row in rows)
         flat = {budget for row in self.rows for budget in row}
         #: the budget of every head, if they are the same and not by chance: when a row is
@@ -74,6 +77,39 @@ class HeadBudgets:
         if self.even is not None or isinstance(self.value, int) or self.value < 1:
             return (self.even or Budget(self.value)).average(tokens)
         return Budget(self.bound or 0.25).average(tokens)
+
+    def to_state(self) -> State:
+        """The budget of every head."""
+        flags = {"by_row": self.by_row, "measured": self.measured, "bound": self.bound}
+        state = State(values={**flags, "value": self.value})
+        state.keep(share=self._share, limit=self._limit)
+        return state
+
+    @staticmethod
+    def from_state(reader: Reader, batch: int, heads: int) -> HeadBudgets:
+        """What ``to_state`` said.
+
+        Raises:
+            InputError: shares or limits that are no budgets.
+        """
+        by_row, measured = reader.flag("by_row"), reader.flag("measured")
+        value, bound = reader.anything("value"), reader.anything("bound")
+        shape = (batch if by_row else 1, heads)
+        share = reader.tensor("share", shape, torch.float64).cpu()
+        most = torch.iinfo(torch.int64).max
+        limits = torch.full(shape, most)
+        if reader.has("limit"):
+            limits = reader.integers("limit", shape, 0, most).cpu()
+        reader.close()
+        for given in (value, bound) if bound is not None else (value,):
+            Budget(given)  # raises
+        if bool((share < 0).any()):
+            raise InputError("share: a head's share of the budget must be >= 0")
+        rows = [
+            [Budget(value, x, None if y == most else y) for x, y in zip(*row, strict=True)]
+            for row in zip(share.tolist(), limits.tolist(), strict=True)
+        ]
+        return HeadBudgets(rows, by_row, bound, measured)
 
     @property
     def whole(self) -> bool:

@@ -7,12 +7,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
 from ..slots import Observed, Slots, causal
+from ..writing import save_bytes
 from .error import asked_of, relative_error, window_error
 
 #: kept shares of the middle whose errors are measured
@@ -43,6 +45,7 @@ class Curves:
             (``storage.Price``), ``[layers, levels]`` where layers differ.
         relative: float64 ``[layers, heads, levels]``: error over the norm of the head's own exact
             output, the largest of all prompts and rows; None where it was not measured.
+        model: whose they are (``model_of``); None: not said.
 
     Raises:
         InputError: shapes that do not fit, or numbers that are not finite.
@@ -51,6 +54,7 @@ class Curves:
     error: Tensor
     kept: Tensor
     relative: Tensor | None = None
+    model: str | None = None
 
     def __post_init__(self) -> None:
         levels = self.error.shape[-1:]
@@ -69,6 +73,28 @@ class Curves:
             tensor = getattr(self, name)
             if tensor is not None and not bool(torch.isfinite(tensor).all()):
                 raise InputError(f"{name} is not finite (NaN or infinity)")
+
+    def check_model(self, layers: int, heads: int, model: str | None) -> None:
+        """Raise unless they are curves of this model.
+
+        Args:
+            layers: that are compressed; heads: KV heads of each.
+            model: as ``model_of`` names it; None: nobody knows.
+
+        Raises:
+            InputError: they are of another.
+        """
+        found = tuple(self.error.shape[:2])
+        if found != (layers, heads):
+            raise InputError(
+                f"allocation: the curves are of {found[0]} layers x {found[1]} KV heads, the model "
+                f"compresses {layers} x {heads}"
+            )
+        if self.model is not None and model is not None and self.model != model:
+            raise InputError(
+                f"allocation: the curves are of another model ({self.model}), this one is {model}: "
+                "measure its own with kvsketch calibrate"
+            )
 
     def allocate(self, budget: float) -> list[list[float]]:
         """The shares, mean 1, that lower the summed error most: from the lowest level, always the
@@ -174,11 +200,9 @@ class Curves:
         """
         relative = None if self.relative is None else self.relative.tolist()
         content = {"kvsketch_curves": _FORMAT, "kept": self.kept.tolist()}
-        content |= {"error": self.error.tolist(), "relative": relative}
-        try:
-            Path(path).write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+        content |= {"error": self.error.tolist(), "relative": relative, "model": self.model}
+        text = json.dumps(content, allow_nan=False) + "\n"
+        save_bytes(Path(path), text.encode(), repr(str(path)))
 
     @staticmethod
     def load(path: str | Path) -> Curves:
@@ -205,7 +229,22 @@ class Curves:
             raise InputError(f"{str(path)!r} holds damaged curves: {error}") from error
         if tensors[0] is None or tensors[1] is None:
             raise InputError(f"{str(path)!r} holds damaged curves: error or kept is missing")
-        return Curves(tensors[0], tensors[1], tensors[2])
+        model = content.get("model")
+        if not isinstance(model, str | None):
+            raise InputError(f"{str(path)!r} holds damaged curves: model={model!r} is no text")
+        return Curves(tensors[0], tensors[1], tensors[2], model)
+
+
+def model_of(config: Any) -> str:
+    """A model by its shape, so that the curves of one are not taken for another's.
+
+    Args:
+        config: of a transformers model.
+    """
+    text = config.get_text_config(decoder=True)
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    sizes = [f"{name}={getattr(text, name)}" for name in names if hasattr(text, name)]
+    return " ".join([str(text.model_type), *sizes])
 
 
 def spend(kept: Tensor, total: float, most: Tensor | float = 1.0) -> Tensor:

@@ -8,7 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedError
 from ..slots import Observed, Slots, attend, attention_scores, causal, compute_dtype
+from ..state import Reader, State
+from .kind import Kind
+from .queries import observed_state, read_observed
 
 #: queries the error is measured on
 QUERIES = 32
@@ -151,6 +155,24 @@ class Probe:
         """Every tensor held, for byte counting."""
         return [self._asked.queries, self._log_total, self._answer]
 
+    def to_state(self) -> State:
+        """The queries and their exact answers."""
+        state = State()
+        state.put("asked", observed_state(self._asked))
+        state.keep(log_total=self._log_total, answer=self._answer)
+        return state
+
+    @classmethod
+    def from_state(cls, reader: Reader, kind: Kind) -> Probe:
+        """What ``to_state`` said."""
+        probe = cls.__new__(cls)
+        probe._asked = read_observed(reader.part("asked"), kind)
+        shape, dtype = probe._asked.queries.shape[:3], probe._asked.queries.dtype
+        probe._log_total = reader.tensor("log_total", shape, dtype, allow=("inf",))
+        probe._answer = reader.tensor("answer", (*shape, kind.value_dim), dtype)
+        reader.close()
+        return probe
+
     def _attended(self, tokens: Slots) -> tuple[Tensor, Tensor]:
         """Log of the summed weights ``[batch, num_attention_heads, q]`` and the attention."""
         asked = self._asked
@@ -228,6 +250,29 @@ class Errors:
         if self._probe is not None:
             self._probe.map_batch(fn)
         self.prompt = None if self.prompt is None else fn(self.prompt)
+
+    def to_state(self) -> State:
+        """What was measured, and what is still asked.
+
+        Raises:
+            UnsupportedError: a prompt whose last compression is to come.
+        """
+        if self._asked is not None:
+            raise UnsupportedError("a prompt is not compressed for good yet: read it to its end")
+        state = State(values={"probed": self._probed})
+        state.keep(prompt=self.prompt)
+        state.put("probe", None if self._probe is None else self._probe.to_state())
+        return state
+
+    def restore(self, reader: Reader, kind: Kind, seen: int) -> None:
+        """Take in what ``to_state`` said."""
+        self._probed = reader.whole("probed", 0, seen)
+        if reader.has("prompt"):
+            shape = (kind.batch, kind.heads)
+            self.prompt = reader.tensor("prompt", shape, torch.float64, allow=("inf",))
+        if reader.has("probe"):
+            self._probe = Probe.from_state(reader.part("probe"), kind)
+        reader.close()
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held, for byte counting."""

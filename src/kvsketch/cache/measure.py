@@ -18,9 +18,7 @@ from .windowed_sketch import WindowedSketch
 _MEASURED_TOKENS = 4096
 # How much more an error counts that comes from fewer slots than one that comes from fewer bits.
 # Rounding errs alike whatever is asked; what was merged or dropped may be just what the queries to
-# come ask for, and those measured did not. With 1, half of the tokens of a head that looks up one
-# token were given for more bits of the others, and half the answers with them; 4 and 8 keep them
-# (LongEval lines, question unseen, budget 0.1).
+# come ask for, and those measured did not.
 _UNSEEN = 4.0
 
 

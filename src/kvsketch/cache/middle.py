@@ -1,17 +1,21 @@
-"""The slots of a layer that are held in 8 or 4 bits: read only, heads of any size."""
+"""Slots of a layer that are read only, heads of any size: in 8 or 4 bits, or as they are."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..slots import Slots, compute_dtype
+from ..state import Reader, State
+from .fields import read_columns
+from .kind import Kind
 from .quantized import Quantized, quantize
 from .ragged import Blocks, Ragged, flatten, unflatten
-from .storage import Bits
+from .storage import FULL, Bits
 
 
 class Middle:
@@ -26,15 +30,15 @@ class Middle:
         slots: ``[batch, heads, n, ...]``, of every head its own slots first. Slots read from
             ``previous`` in float32 get the same codes again.
         sizes: how many slots each head has, int64 ``[batch, heads]``, all <= n.
-        bits: of keys and of values, 8 or 4.
+        bits: of keys and of values, 8 or 4; or 16 of both: in the dtype of the keys.
         previous: where centres and units come from.
 
     Attributes:
         appended, room: 0, as nothing can be appended.
         sizes: as given.
         count: slots of the largest head.
-        packed: keys and values.
-        fields: mass, positions, score, as far as there are any.
+        packed: keys and values in few bits.
+        fields: mass, positions, score, as far as there are any; keys and mean values as they are.
         blocks: of heads of different size; None: all have ``count``.
     """
 
@@ -51,8 +55,10 @@ class Middle:
         live = there if live is None else there & live
         weight = _weight(slots.mass)
         means = slots.values if weight is None else slots.values / weight
+        given = {**slots.tensors(), "values": means.to(slots.keys.dtype)}
         self.packed: dict[str, Quantized] = {}
-        for name, tensor in (("keys", slots.keys), ("values", means)):
+        few = () if bits == FULL else (("keys", slots.keys), ("values", means))
+        for name, tensor in few:
             part = quantize(
                 tensor,
                 bits.keys if name == "keys" else bits.values,
@@ -62,10 +68,34 @@ class Middle:
             )
             self.packed[name] = part.map_slots(self._laid)
         self.fields = {
-            name: self._laid(tensor)
-            for name, tensor in slots.tensors().items()
-            if name not in self.packed
+            name: self._laid(tensor) for name, tensor in given.items() if name not in self.packed
         }
+
+    @classmethod
+    def hollow(cls, one: Slots, sizes: Tensor, bits: Bits) -> Middle:
+        """A layout without slots: its contents are views of a single slot, which take no memory and
+        say shapes and dtypes of what ``of`` is to be given.
+
+        Args:
+            one: a slot of every head, ``[1, heads, 1, ...]``.
+            sizes, bits: as for the class.
+        """
+        made = cls(one, torch.ones_like(sizes[:1], device=one.keys.device), bits)
+        made.batch, made.sizes, made.count = len(sizes), sizes, int(sizes.max())
+        even = bool((sizes == made.count).all())
+        made.blocks = None if even else Blocks(sizes)
+
+        def spread(tensor: Tensor) -> Tensor:
+            if made.blocks is None:
+                return tensor.expand(*tensor.shape[:2], made.count, *tensor.shape[3:])
+            return tensor[:, 0].expand(1, made.blocks.layout.total, *tensor.shape[3:])
+
+        made.fields = {name: spread(tensor) for name, tensor in made.fields.items()}
+        made.packed = {
+            name: replace(part.map_slots(spread), count=made.count)
+            for name, part in made.packed.items()
+        }
+        return made
 
     def _laid(self, tensor: Tensor) -> Tensor:
         """From ``[batch, heads, n, ...]`` to how it is held."""
@@ -92,6 +122,7 @@ class Middle:
             )
             padded.read(out)
             fields[name] = out
+        fields |= {name: fields[name].to(dtype) for name in ("keys", "values")}
         weight = _weight(fields.get("mass"))
         if weight is not None:
             fields["values"] = fields["values"].to(compute_dtype(dtype)) * weight
@@ -140,12 +171,76 @@ class Middle:
             twin.blocks = self.blocks.moved(Ragged(fn(layout.start), twin.sizes, layout.total))
         return twin
 
-    def tensors(self) -> list[Tensor]:
-        """Every tensor held, for byte counting."""
+    def to_state(self) -> State:
+        """All slots, in their bits."""
+        state, laid = State(values={"count": self.count}), _same
+        if self.blocks is not None:
+            state.put("layout", self.blocks.to_state(self.sizes))
+            laid = self.blocks.layout.packed
+        state.keep(sizes=self.sizes, **{name: laid(t) for name, t in self.fields.items()})
+        for name, part in self.packed.items():
+            state.put(name, part.map_slots(laid).to_state())
+        return state
+
+    @classmethod
+    def from_state(cls, reader: Reader, kind: Kind) -> Middle:
+        """What ``to_state`` said.
+
+        Raises:
+            InputError: tensors or numbers that do not fit together.
+        """
+        middle = cls.__new__(cls)
+        heads = middle.batch, middle.heads = kind.batch, kind.heads
+        middle.count = reader.whole("count", 1)
+        middle.sizes = reader.integers("sizes", heads, 0, middle.count)
+        middle.blocks, laid = None, _same
+        lead: tuple[int, ...] = (*heads, middle.count)
+        if int(middle.sizes.max()) != middle.count:
+            raise reader.wrong("count", middle.count, "the size of the largest head")
+        if reader.has("layout"):
+            layout = reader.part("layout")
+            middle.blocks = Blocks.from_state(layout, middle.sizes, middle.sizes, 0)
+            laid, lead = middle.blocks.layout.unpacked, (int(middle.sizes.sum()),)
+        elif bool((middle.sizes != middle.count).any()):
+            raise reader.wrong("count", middle.count, "the size of every head, without a layout")
+        middle.packed = {}
+        for name, dim in (("keys", kind.key_dim), ("values", kind.value_dim)):
+            part = Quantized.from_state(reader.part(name), lead, heads, dim, name == "keys")
+            if part.count != middle.count:
+                raise reader.wrong(f"{name}.count", part.count, f"{middle.count}")
+            middle.packed[name] = part.map_slots(laid)
+        middle.fields = {name: laid(t) for name, t in read_columns(reader, lead).items()}
+        reader.close()
+        return middle
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Middle:
+        """Shares the tensors, which are never written into: a score that is set is another."""
+        twin = copy.copy(self)
+        twin.packed, twin.fields = dict(self.packed), dict(self.fields)
+        return twin
+
+    def contents(self) -> list[Tensor]:
+        """The tensors that hold slots, without those that say where they lie."""
         held = list(self.fields.values())
         for part in self.packed.values():
             held += part.tensors()
+        return held
+
+    def of(self, contents: Iterable[Tensor]) -> Middle:
+        """The same layout with other ``contents``, in that order and of those shapes and dtypes."""
+        twin, rest = copy.copy(self), iter(contents)
+        twin.fields = {name: next(rest) for name in self.fields}
+        twin.packed = {name: part.of(rest) for name, part in self.packed.items()}
+        return twin
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held, for byte counting."""
+        held = self.contents()
         return held if self.blocks is None else [*held, *self.blocks.tensors()]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _weight(mass: Tensor | None) -> Tensor | None:

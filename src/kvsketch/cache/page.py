@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from ..slots import Slots, compute_dtype
+from ..state import Reader, State
+from .fields import owned, read_fields, stored, with_room
+from .kind import Kind
 from .ragged import Blocks, Ragged, flatten, unflatten
 
 # What a new slot has unless it comes with something else: it is there before the slot is.
@@ -54,9 +57,9 @@ class Page:
         self.blocks: Blocks | None = None
         self._spans: tuple[Tensor, Tensor] | None = None
         self._places: tuple[Tensor, Tensor] | None = None  # of all slots, while they are handled
-        fields = _stored(slots, sizes)
+        fields = stored(slots, sizes)
         if sizes is None:
-            self.fields = {n: _with_room(t, room, _NEW.get(n)) for n, t in fields.items()}
+            self.fields = {n: with_room(t, room, _NEW.get(n)) for n, t in fields.items()}
         else:
             self._lay(fields, sizes)
 
@@ -77,7 +80,7 @@ class Page:
         """A page of other slots, in the same tensors if they fit these as they are: a page that is
         compressed again and again then stays where it is, as a recorded CUDA graph needs it.
         Arguments as for the class. This page is not to be used any more."""
-        fields = _stored(slots, sizes)
+        fields = stored(slots, sizes)
         if not self._fits(fields, sizes, room):
             return Page(slots, sizes, room)
         twin = copy.copy(self)
@@ -290,7 +293,7 @@ class Page:
             twin._spans = twin._places = None
             twin.base, twin.appended, twin.room = self.count, 0, room
             twin.fields = {
-                name: _with_room(buffer[:, :, : self.count], room, _NEW.get(name))
+                name: with_room(buffer[:, :, : self.count], room, _NEW.get(name))
                 for name, buffer in self.fields.items()
             }
             return twin
@@ -313,6 +316,51 @@ class Page:
             twin._next = layout.behind(twin.held)
         return twin
 
+    def to_state(self) -> State:
+        """All slots, and how much room there is behind them: no more than twice as much."""
+        if self.blocks is not None:
+            layout = Ragged(self.blocks.layout.start, self.held, self.blocks.layout.total)
+            if layout.roomy and self.room:
+                return self.grown(0).to_state()
+        room = self.room if self.blocks is not None else min(self.room, 2 * self.count)
+        state = State(values={"base": self.base, "appended": self.appended, "room": room})
+        if self.blocks is None:
+            state.keep(**{name: self.even(name) for name in self.fields})
+        else:
+            state.keep(sizes=self.sizes, **{n: layout.packed(t) for n, t in self.fields.items()})
+            state.put("layout", self.blocks.to_state(self.held))
+        return state
+
+    @classmethod
+    def from_state(cls, reader: Reader, kind: Kind) -> Page:
+        """What ``to_state`` said.
+
+        Raises:
+            InputError: tensors or numbers that do not fit together.
+        """
+        page = cls.__new__(cls)
+        page.batch, page.heads = kind.batch, kind.heads
+        page.sizes = page.blocks = page._spans = page._places = None
+        page.base, page.appended = reader.whole("base"), reader.whole("appended")
+        page.room = reader.whole("room")
+        if not reader.has("layout"):
+            fields = read_fields(reader, (kind.batch, kind.heads, page.count), kind)
+            if page.room > 2 * page.count:
+                raise reader.wrong("room", page.room, "at most twice the slots there are")
+            page.fields = {n: with_room(t, page.room, _NEW.get(n)) for n, t in fields.items()}
+        else:
+            page.sizes = reader.integers("sizes", (kind.batch, kind.heads), 0, page.base)
+            if page.base > 16 * int(page.sizes.max()) + 1024:
+                raise reader.wrong("base", page.base, "about the size of the largest head")
+            part, held = reader.part("layout"), page.held
+            page.blocks = Blocks.from_state(part, page.sizes, held, page.room)
+            layout = Ragged(page.blocks.layout.start, held, page.blocks.layout.total)
+            fields = read_fields(reader, (int(held.sum()),), kind)
+            page.fields = {name: layout.unpacked(tensor) for name, tensor in fields.items()}
+            page._next = layout.behind(held)
+        reader.close()
+        return page
+
     def release(self) -> None:
         """The attention over the page is done, and what was made for it can go."""
         self._places = None
@@ -323,35 +371,3 @@ class Page:
         if self.blocks is None:
             return held
         return [*held, self._next, *self.blocks.tensors()]
-
-
-def _stored(slots: Slots, sizes: Tensor | None) -> dict[str, Tensor]:
-    """The fields of slots as a page has them: values as u / m, in the dtype of the keys."""
-    fields = {name: tensor.detach() for name, tensor in slots.tensors().items()}
-    if slots.mass is not None:
-        weight = torch.where(slots.mass != 0, slots.mass, 1.0).unsqueeze(-1)
-        fields["values"] = (fields["values"] / weight).to(slots.keys.dtype)
-        says = slots.mass != 1
-        if sizes is not None:
-            says &= torch.arange(slots.count, device=sizes.device) < sizes.unsqueeze(-1)
-        if not bool(says.any()):
-            del fields["mass"]  # which says no more than the sizes do
-    return fields
-
-
-def _with_room(tensor: Tensor, room: int, fill: float | None = None) -> Tensor:
-    """A copy with room for more slots, which holds ``fill``; None: anything."""
-    if not room:
-        return owned(tensor)
-    count = tensor.shape[2]
-    buffer = tensor.new_empty((*tensor.shape[:2], count + room, *tensor.shape[3:]))
-    buffer[:, :, :count] = tensor
-    if fill is not None:
-        buffer[:, :, count:] = fill
-    return buffer
-
-
-def owned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it where it is a view, which would keep the larger one alive."""
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if whole and tensor.is_contiguous() else tensor.contiguous().clone()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..budget import SAFEGUARD, Budget, Schedule, scheduled
-from ..errors import InputError, UnsupportedError
+from ..errors import UnsupportedError
 from .budgets import HeadBudgets
 from .curves import Curves, of_layers
 from .error import QUERIES
@@ -90,7 +90,9 @@ class Plan:
         self._measured = Measurements(choices)
         self._scores: dict[int, Tensor] = {}  # by layer, [batch, heads, n]
 
-    def begin(self, layers: int, heads: int, window: int = 0) -> list[HeadBudgets | None]:
+    def begin(
+        self, layers: int, heads: int, window: int = 0, model: str | None = None
+    ) -> list[HeadBudgets | None]:
         """What is known before the first token: the budgets of every layer, None where they follow
         from the prompt.
 
@@ -99,17 +101,14 @@ class Plan:
             heads: KV heads of the model. A layer that has fewer is one of a tensor-parallel rank:
                 budgets are then spread over the heads of all ranks.
             window: sinks and recent tokens.
+            model: as ``curves.model_of`` names it; None: nobody knows.
 
         Raises:
             InputError: a schedule, curves or scores of heads that do not fit.
         """
         self._layers, self._heads = layers, heads
-        if self.curves is not None and tuple(self.curves.error.shape[:2]) != (layers, heads):
-            found = self.curves.error.shape
-            raise InputError(
-                f"allocation: the curves are of {found[0]} layers x {found[1]} KV heads, the model "
-                f"compresses {layers} x {heads}"
-            )
+        if self.curves is not None:
+            self.curves.check_model(layers, heads, model)
         if self.retrieval is not None:
             assert self.budget is not None
             return [*self.retrieval.budgets(float(self.budget.value), window, layers, heads)]

@@ -13,13 +13,14 @@ read and quantised again gets the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..state import Reader, State
 
 ALLOWED_BITS = (16, 8, 4)
 #: at most so many channels of a slot share a scale and a zero point
@@ -120,10 +121,54 @@ class Quantized:
         """Apply ``fn``, which moves slots, to what every slot has of its own."""
         return replace(self, codes=fn(self.codes), low=fn(self.low), step=fn(self.step))
 
+    def to_state(self) -> State:
+        """All of it."""
+        state = State(values={"bits": self.bits, "count": self.count})
+        state.keep(codes=self.codes, low=self.low, step=self.step)
+        state.keep(unit=self.unit, offset=self.offset)
+        return state
+
+    @staticmethod
+    def from_state(
+        reader: Reader, lead: tuple[int, ...], heads: tuple[int, int], dim: int, per_channel: bool
+    ) -> Quantized:
+        """What ``to_state`` said.
+
+        Args:
+            lead: axes of ``codes`` before the bytes of a slot.
+            heads: rows and KV heads.
+            dim, per_channel: as for the class and ``quantize``.
+
+        Raises:
+            InputError: tensors that do not fit together.
+        """
+        bits, count = reader.whole("bits", 4, 8), reader.whole("count")
+        if bits not in ALLOWED_BITS:
+            raise reader.wrong("bits", bits, "8 or 4")
+        groups, width = _layout(dim, bits)
+        found = Quantized(
+            bits,
+            dim,
+            count,
+            reader.tensor("codes", (*lead, groups * width * bits // 8), torch.uint8),
+            reader.tensor("low", (*lead, groups), torch.float16),
+            reader.tensor("step", (*lead, groups), torch.float16),
+            reader.tensor("unit", (*heads, 1, dim if per_channel else 1), torch.float32),
+            reader.tensor("offset", (*heads, 1, dim), torch.float32) if per_channel else None,
+        )
+        reader.close()
+        return found
+
     def tensors(self) -> list[Tensor]:
         """Every tensor held, for byte counting."""
         held = [self.codes, self.low, self.step, self.unit]
         return held if self.offset is None else [*held, self.offset]
+
+    def of(self, tensors: Iterator[Tensor]) -> Quantized:
+        """The same with other ``tensors()``, the next ones."""
+        codes, low, step, unit = (next(tensors) for _ in range(4))
+        offset = None if self.offset is None else next(tensors)
+        return replace(self, codes=codes, low=low, step=step, unit=unit, offset=offset)
 
 
 def quantize(

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from ..slots import Slots, compute_dtype
+from ..state import Reader, State, name_of
+from .fields import owned
+from .kind import Kind
 from .middle import Middle
-from .page import Page, owned
+from .page import Page
 from .ragged import picked
 from .storage import Bits
 
@@ -184,6 +187,41 @@ class QuantizedPage:
         if self.sizes is not None:
             twin.sizes = fn(self.sizes)
         return twin
+
+    def to_state(self) -> State:
+        """All slots, and the room behind them."""
+        state = State(values={"base": self._base, "kept": self._kept})
+        state.values["dtype"] = name_of(self._dtype)
+        state.keep(first=self._first, sizes=self.sizes)
+        state.put("exact", self.exact.to_state())
+        state.put("middle", None if self.middle is None else self.middle.to_state())
+        return state
+
+    @classmethod
+    def from_state(cls, reader: Reader, kind: Kind) -> QuantizedPage:
+        """What ``to_state`` said.
+
+        Raises:
+            InputError: tensors or numbers that do not fit together.
+        """
+        page, heads = cls.__new__(cls), (kind.batch, kind.heads)
+        page._base, page._kept = reader.whole("base", 1), reader.whole("kept")
+        page._dtype = reader.dtype("dtype")
+        page.exact = Page.from_state(reader.part("exact"), kind)
+        page._first = reader.integers("first", (*heads, 1), 0, page._kept)
+        page.sizes = page.middle = None
+        if reader.has("sizes"):
+            page.sizes = reader.integers("sizes", heads, 0, page._base)
+        if reader.has("middle"):
+            page.middle = Middle.from_state(reader.part("middle"), kind)
+        held, grown = page.held, page.exact.count - page._kept
+        every = page._base if page.sizes is None else page.sizes
+        own = page.exact.held - grown  # sinks and recent window
+        fits = grown >= 0 and bool((held - grown == every).all())
+        if not fits or bool((own < page._first.squeeze(-1)).any()):
+            raise reader.wrong("base", page._base, "the slots of the parts together")
+        reader.close()
+        return page
 
     def release(self) -> None:
         """The attention over the page is done, and what was made for it can go."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ..slots import Observed
+from ..state import FLOATS, Reader, State
+from .kind import Kind
 
 #: Decoded queries wait until there are this many: fewer groups cost less time, smaller ones less
 #: memory.
@@ -64,6 +66,51 @@ class Queries:
     def tensors(self) -> list[Tensor]:
         """Every tensor held, for byte counting."""
         return [observed.queries for observed in self._waiting]
+
+    def to_state(self) -> State | None:
+        """Those that wait, as one; None: none does."""
+        together = self.all()
+        return None if together is None else observed_state(together)
+
+    def restore(self, reader: Reader, kind: Kind) -> None:
+        """Take in what ``to_state`` said."""
+        self.add(read_observed(reader, kind))
+
+
+def observed_state(observed: Observed) -> State:
+    """Queries, with all that turns them into scores."""
+    values = {"scaling": observed.scaling, "softcap": observed.softcap, "after": observed.after}
+    state = State(values=values)
+    names = ("queries", "slopes", "live", "sinks", "weights", "total")
+    state.keep(**{name: getattr(observed, name) for name in names})
+    return state
+
+
+def read_observed(reader: Reader, kind: Kind) -> Observed:
+    """What ``observed_state`` said.
+
+    Raises:
+        InputError: tensors that do not fit together.
+    """
+    floats = tuple(FLOATS.values())
+    queries = reader.tensor("queries", (kind.batch, None, None, kind.key_dim), *floats)
+    _, heads, count, _ = queries.shape
+    if not heads or heads % kind.heads or not count:
+        raise reader.wrong("queries", tuple(queries.shape), f"of {kind.heads} KV heads' groups")
+    softcap = reader.anything("softcap")
+    if softcap is not None and (type(softcap) is not float or not softcap > 0):
+        raise reader.wrong("softcap", softcap, "null or a number > 0")
+    rows, each = (kind.batch, count), (heads,)
+    shapes = {"slopes": each, "sinks": each, "weights": rows, "total": (kind.batch, heads, count)}
+    found = {
+        name: reader.tensor(name, shape, *floats, allow=("inf",))
+        for name, shape in shapes.items()
+        if reader.has(name)
+    }
+    live = reader.tensor("live", rows, torch.bool) if reader.has("live") else None
+    scaling, after = reader.number("scaling"), reader.flag("after")
+    reader.close()
+    return Observed(queries, scaling, softcap=softcap, live=live, after=after, **found)
 
 
 def joined(observed: Sequence[Observed]) -> Observed:

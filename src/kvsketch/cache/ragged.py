@@ -8,13 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedError
 from ..kernels.partial import NOTHING
 from ..slots import Slots
+from ..state import Reader, State
 
 # Heads of different size start at multiples of about this share of their mean size ...
 _PART = 32
 # ... and of no more slots than these: a kernel goes over slots in blocks of as many.
 _MOST_BLOCK = 256
+# A saved layout takes at most so many times the slots that are there.
+_ROOMY = 3
 # Blocks of fewer slots are not worth remembering whose they are.
 _WORTH_KEEPING = 8
 
@@ -66,6 +70,30 @@ class Ragged:
         flat = (row + self.start.unsqueeze(-1) + number)[there]
         return there.flatten().nonzero().squeeze(-1), flat
 
+    @property
+    def flat(self) -> Tensor:
+        """The second of ``places``, for all slots; nothing of the padded tensor is made."""
+        sizes, device = self.sizes.flatten(), self.sizes.device
+        row = torch.arange(self.start.shape[0], device=device).unsqueeze(1) * self.total
+        first = (row + self.start).flatten() - (sizes.cumsum(0) - sizes)
+        every = torch.arange(int(sizes.sum()), device=device)
+        return every + first.repeat_interleave(sizes)
+
+    def packed(self, tensor: Tensor) -> Tensor:
+        """``[batch, total, ...]`` as ``[slots of all heads, ...]``."""
+        return tensor.reshape(-1, *tensor.shape[2:]).index_select(0, self.flat)
+
+    def unpacked(self, tensor: Tensor) -> Tensor:
+        """And back, with zeros where there is no slot."""
+        batch = self.start.shape[0]
+        out = tensor.new_zeros(batch * self.total, *tensor.shape[1:])
+        return out.index_copy_(0, self.flat, tensor).view(batch, self.total, *tensor.shape[1:])
+
+    @property
+    def roomy(self) -> bool:
+        """Whether it takes far more than the slots that are there."""
+        return self.start.shape[0] * self.total > _ROOMY * int(self.sizes.sum())
+
 
 class Blocks:
     """Whose slots the blocks of a flat tensor are, as a kernel that goes over all blocks needs it.
@@ -88,6 +116,46 @@ class Blocks:
         twin = copy.copy(self)
         twin.layout, twin._found = layout, None
         return twin
+
+    def to_state(self, held: Tensor) -> State:
+        """The layout.
+
+        Args:
+            held: slots of every head now, int64 ``[batch, heads]``.
+
+        Raises:
+            UnsupportedError: rows so different that most of the flat tensor is empty.
+        """
+        if Ragged(self.layout.start, held, self.layout.total).roomy:
+            raise UnsupportedError(
+                "the rows of this batch hold so different numbers of slots that most of their page "
+                "is empty; save them one by one (batch_select_indices)"
+            )
+        state = State(values={"total": self.layout.total, "size": self.size})
+        state.keep(start=self.layout.start)
+        return state
+
+    @staticmethod
+    def from_state(reader: Reader, sizes: Tensor, held: Tensor, room: int) -> Blocks:
+        """What ``to_state`` said.
+
+        Args:
+            sizes: slots of every head without the appended ones; ``held``: with them.
+            room: slots that can be appended to every head.
+        """
+        total, size = reader.whole("total"), reader.whole("size", 1, _MOST_BLOCK)
+        start = reader.integers("start", sizes.shape, 0, total)
+        ends = torch.cat([start[:, 1:], torch.full_like(start[:, :1], total)], dim=1)
+        fits = size & (size - 1) == 0 and not total % size and not bool((start % size).any())
+        if not fits or bool((start + held + room > ends).any()):
+            raise reader.wrong("total", total, "the end of heads that have room side by side")
+        if Ragged(start, held, total).roomy:
+            raise reader.wrong("total", total, f"at most {_ROOMY} times the slots there are")
+        reader.close()
+        blocks = Blocks.__new__(Blocks)
+        blocks.size, blocks.kept, blocks._found = size, size >= _WORTH_KEEPING, None
+        blocks.layout = Ragged(start, sizes, total)
+        return blocks
 
     def found(self) -> tuple[Tensor, Tensor, Tensor]:
         """Which head every block of slots belongs to, int64 ``[batch * blocks]`` into ``[batch *

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ..slots import Slots
-from .page import owned
+from ..state import Reader, State, numbered
+from .fields import owned, read_fields
+from .kind import Kind
 
 if TYPE_CHECKING:
     from .windowed_sketch import WindowedSketch
@@ -120,6 +122,39 @@ class SketchPage:
         twin._exact = self._exact.map(lambda t: owned(fn(t)))
         twin.batch, twin._opened = twin._exact.keys.shape[0], None
         return twin
+
+    def to_state(self) -> State:
+        """The exact tokens, the sketch, and how much room there is: no more than twice as much."""
+        names = {"first": self._first, "used": self._used, "appended": self.appended}
+        state = State(values={**names, "room": min(self.room, 2 * self._used)})
+        state.keep(**self.exact.tensors())
+        state.put("window", None if self.window is None else self.window.to_state())
+        return state
+
+    @classmethod
+    def from_state(cls, reader: Reader, kind: Kind, window: WindowedSketch) -> SketchPage:
+        """What ``to_state`` said.
+
+        Args:
+            window: holds nothing yet, and takes the sketch in.
+
+        Raises:
+            InputError: tensors or numbers that do not fit together.
+        """
+        page = cls.__new__(cls)
+        page.batch, page.heads = kind.batch, kind.heads
+        page._used, page.room = reader.whole("used", 1), reader.whole("room")
+        page._first = reader.whole("first", 0, page._used)
+        page.appended = reader.whole("appended", 0, page._used - page._first)
+        exact = Slots(**read_fields(reader, (kind.batch, kind.heads, page._used), kind))
+        if page.room > 2 * page._used:
+            raise reader.wrong("room", page.room, "at most twice the exact tokens")
+        page._exact, page._opened, page.window = _with_room(exact, page.room), None, None
+        if reader.has("window"):
+            window.restore(reader.part("window"), exact)
+            page.window = window
+        reader.close()
+        return page
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held but the sketch's, for byte counting."""
@@ -248,6 +283,35 @@ class SketchPages:
             pages.append(page.map(some))
             places.append(rows.to(mine.device))
         return SketchPages(pages, places, (len(source), self.heads))
+
+    def to_state(self) -> State:
+        """Every page, and whose heads are on it."""
+        state = State(values={"count": len(self.pages)})
+        state.put("pages", numbered([page.to_state() for page in self.pages]))
+        state.keep(**{f"places{i}": places for i, places in enumerate(self.places)})
+        return state
+
+    @classmethod
+    def from_state(cls, reader: Reader, kind: Kind, method: WindowedSketch) -> SketchPages:
+        """What ``to_state`` said.
+
+        Args:
+            method: what the sketches are made like.
+
+        Raises:
+            InputError: tensors or numbers that do not fit together.
+        """
+        total = kind.batch * kind.heads
+        count = reader.whole("count", 1, total)
+        places = [reader.integers(f"places{i}", (None,), 0, total - 1) for i in range(count)]
+        if sorted(torch.cat(places).tolist()) != list(range(total)):
+            raise reader.wrong("places", count, "groups that have every head once")
+        pages = [
+            SketchPage.from_state(part, kind.rows(len(mine)), method.fresh())
+            for part, mine in zip(reader.parts("pages", count), places, strict=True)
+        ]
+        reader.close()
+        return cls(pages, places, (kind.batch, kind.heads))
 
     def tensors(self) -> list[Tensor]:
         held = [tensor for page in self.pages for tensor in page.tensors()]

@@ -33,7 +33,8 @@ class Bits(NamedTuple):
 
 FULL = Bits(16, 16)
 #: What can be chosen where not all tokens fit as they are, from most to fewest bits. Keys in 8 bits
-#: err so little that 16 never pay; where heads attend to a few tokens, keys in 4 bits err much.
+#: err little beside what more slots save; where heads attend to a few tokens, keys in 4 bits err
+#: much.
 CHOICES = (Bits(8, 8), Bits(8, 4), Bits(4, 4))
 
 

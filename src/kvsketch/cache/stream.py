@@ -73,7 +73,7 @@ class Stream:
         bits: int | str = 16,
         track_error: bool = False,
     ) -> None:
-        if buffer is not None and (isinstance(buffer, bool) or buffer < 1):
+        if buffer is not None and (type(buffer) is not int or buffer < 1):
             raise InputError(f"buffer={buffer!r} must be an int >= 1 (tokens per recompression)")
         known = bits_of(bits)
         if known != FULL and isinstance(method, WindowedSketch):
@@ -400,6 +400,39 @@ class Stream:
         self.page = self.page.map(fn)
         self.errors.map_batch(fn)
         self.queries.map_batch(fn)
+
+    def adopt(self, slots: Slots, seen: int, budget: HeadBudgets, bits: Bits) -> None:
+        """Hold slots that were made elsewhere, scores included, instead of what is held, and
+        compress them if they are more than the budget.
+
+        Args:
+            slots: ``[batch, num_key_value_heads, n, ...]`` in the order of the tokens, dead ones
+                anywhere.
+            seen: tokens they stand for.
+            budget: of every head from now on.
+            bits: of the slots between sinks and recent window.
+        """
+        page = Tokens()
+        page.append(slots)
+        self.page, self.seen, self.budget, self._limit = page, seen, budget, 0
+        self.compressed, before = False, self.compressed
+        self.queries.clear()
+        self.errors.reset()
+        self._store(bits)
+        if before or slots.count < seen or self.due(prefill=True):
+            self._compress(budget, prefill=True, last=None)
+
+    def number_rows(self, rows: Tensor) -> None:
+        """Say which rows of another batch these are (int64 ``[batch]``): random choices are then
+        those that would be made there."""
+        page = self.page
+        if not isinstance(page, SketchPages):
+            self.method.number_rows(rows)
+            return
+        for part, places in zip(page.pages, page.places, strict=True):
+            if part.window is not None:
+                at = places.cpu()
+                part.window.number_rows(rows[at // page.heads] * page.heads + at % page.heads)
 
     def crop(self, tokens: int) -> None:
         """Forget the last ``tokens`` tokens; only possible while nothing was compressed.

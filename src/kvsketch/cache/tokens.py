@@ -10,6 +10,9 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..slots import Slots
+from ..state import Reader, State
+from .fields import read_fields
+from .kind import Kind
 
 
 class Tokens:
@@ -77,6 +80,32 @@ class Tokens:
         twin = Tokens()
         twin._slots = None if self._slots is None else self._slots.map(fn)
         twin.live = None if self.live is None else fn(self.live)
+        return twin
+
+    def to_state(self) -> State:
+        """All tokens."""
+        state = State(values={"count": self.slots.count})
+        state.keep(live=self.live, **self.slots.tensors())
+        return state
+
+    @staticmethod
+    def from_state(reader: Reader, kind: Kind) -> Tokens:
+        """What ``to_state`` said.
+
+        Raises:
+            InputError: tensors that do not fit together.
+        """
+        count, tokens = reader.whole("count", 1), Tokens()
+        tokens._slots = Slots(**read_fields(reader, (kind.batch, kind.heads, count), kind))
+        if reader.has("live"):
+            tokens.live = reader.tensor("live", (kind.batch, count), torch.bool)
+        reader.close()
+        return tokens
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Tokens:
+        """Shares the tokens, which are never written into: appending makes others."""
+        twin = Tokens()
+        twin._slots, twin.live = self._slots, None if self.live is None else self.live.clone()
         return twin
 
     def open(self) -> Slots:

@@ -106,6 +106,11 @@ class Windowed:
         then keep from here on what they would keep there."""
         self.compressor.rows = rows
 
+    def restart(self, rows: Tensor) -> None:
+        """Begin the random stream of the seed anew, for rows of these numbers (``number_rows``)."""
+        self.compressor.generator.manual_seed(self.compressor.seed)
+        self.compressor.rows = rows
+
     def tensors(self) -> list[Tensor]:
         """What the compressor holds between calls."""
         return self.compressor.tensors()

@@ -13,6 +13,7 @@ from ..methods.base import check_input
 from ..methods.sketches.base import Sketch, token_bytes
 from ..methods.window import check_window, split
 from ..slots import Observed, Slots
+from ..state import FLOATS, Reader, State, name_of
 from .budgets import HeadBudgets
 from .sketch_page import SketchPage, SketchPages
 
@@ -177,6 +178,41 @@ class WindowedSketch:
         self._rows = rows
         if self.sketch is not None:
             self.sketch.number_rows(rows)
+
+    def to_state(self) -> State:
+        """The sketch, and what it was sized for."""
+        names = {"worth": self.worth, "sinks": self._sinks, "window": self._window}
+        state = State(values={**names, "room": self._room, "before": self._before})
+        state.values["dtype"] = None if self._dtype is None else name_of(self._dtype)
+        state.keep(rows=self._rows)
+        state.put("sketch", None if self.sketch is None else self.sketch.to_state())
+        return state
+
+    def restore(self, reader: Reader, token: Slots) -> None:
+        """Take in what ``to_state`` said; nothing may be held yet.
+
+        Args:
+            token: tokens like those that come; their number does not matter.
+
+        Raises:
+            InputError: tensors or numbers that do not fit together.
+        """
+        self._sinks = reader.whole("sinks", 0, self.sink)
+        self._window = reader.whole("window", 0, self.recent)
+        self.worth, self._room = reader.whole("worth"), reader.whole("room")
+        self._before = reader.whole("before")
+        dtype = reader.anything("dtype")
+        if dtype is not None and dtype not in FLOATS:
+            raise reader.wrong("dtype", dtype, f"null or one of {', '.join(FLOATS)}")
+        self._dtype = None if dtype is None else FLOATS[dtype]
+        if reader.has("rows"):
+            self._rows = reader.integers("rows", (token.keys.shape[0],), 0, 1 << 40)
+        if reader.has("sketch"):
+            kind = type(self.build(self.least))
+            self.sketch = kind.from_state(reader.part("sketch"), token)
+            if self.worth != _worth(self.sketch, token):
+                raise reader.wrong("worth", self.worth, "what the sketch takes at most")
+        reader.close()
 
     def tensors(self) -> list[Tensor]:
         """Every tensor the sketch holds."""

@@ -14,10 +14,16 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from typer.core import TyperGroup
 
+from kvsketch.cli.append_command import EPILOG as APPEND_EXAMPLE
+from kvsketch.cli.append_command import append_command
+from kvsketch.cli.ask_command import EPILOG as ASK_EXAMPLE
+from kvsketch.cli.ask_command import ask_command
+from kvsketch.cli.chat_command import EPILOG as CHAT_EXAMPLE
+from kvsketch.cli.chat_command import chat_command
+from kvsketch.cli.compress_command import EPILOG as COMPRESS_EXAMPLE
+from kvsketch.cli.compress_command import compress_command
 from kvsketch.cli.eval_command import (
     BUDGETS_DEFAULT,
     INTERRUPTED,
@@ -27,8 +33,14 @@ from kvsketch.cli.eval_command import (
     run_sweep,
 )
 from kvsketch.cli.eval_command import EPILOG as EVAL_EXAMPLE
+from kvsketch.cli.info_command import EPILOG as INFO_EXAMPLE
+from kvsketch.cli.info_command import info_command
 from kvsketch.cli.inspect_command import EPILOG as INSPECT_EXAMPLE
 from kvsketch.cli.inspect_command import inspect_command
+from kvsketch.cli.merge_command import EPILOG as MERGE_EXAMPLE
+from kvsketch.cli.merge_command import merge_command
+from kvsketch.cli.methods_command import EPILOG as METHODS_EXAMPLE
+from kvsketch.cli.methods_command import methods_command
 from kvsketch.cli.plan_command import EPILOG as PLAN_EXAMPLE
 from kvsketch.cli.plan_command import plan_command
 from kvsketch.cli.report_command import EPILOG as REPORT_EXAMPLE
@@ -92,7 +104,7 @@ def _errors_in_one_line(group: Any = None) -> Iterator[None]:
 app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Keeps the KV cache of long-context language models small while it streams.",
@@ -116,35 +128,6 @@ def _root(
     ] = False,
 ) -> None:
     pass
-
-
-@app.command("methods", epilog="Example: kvsketch methods --json")
-def list_methods(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, on one line.")] = False,
-) -> None:
-    """List the compression methods and the papers they come from."""
-    from kvsketch.evaluation.report.report import dumps
-    from kvsketch.methods.registry import ALL_METHODS
-
-    rows = [
-        {"name": name, "summary": _first_sentence(cls.__doc__), "paper": cls.paper}
-        for name, cls in ALL_METHODS.items()
-    ]
-    if as_json:
-        print(dumps({"command": "methods", "methods": rows}))
-        return
-    table = Table()
-    for column in ("name", "summary", "paper"):
-        table.add_column(column, no_wrap=column == "name")
-    for row in rows:
-        table.add_row(*(escape(row[column]) for column in ("name", "summary", "paper")))
-    Console().print(table)
-
-
-def _first_sentence(doc: str | None) -> str:
-    text = " ".join((doc or "").split("\n\n")[0].split())
-    head, dot, _ = text.partition(". ")
-    return head + "." if dot else text
 
 
 @app.command(
@@ -176,15 +159,15 @@ def calibrate(
     ] = False,
 ) -> None:
     """Measure which layers and heads need their tokens, for `--allocation` and SketchCache."""
-    from kvsketch.errors import InputError
     from kvsketch.evaluation.report.report import dumps
     from kvsketch.evaluation.runner.calibration import calibrate_files
+    from kvsketch.evaluation.runner.files import check_folder, try_folder
     from kvsketch.evaluation.runner.settings import Settings
 
     settings = Settings(sink=sink, recent=recent, device=device, dtype=dtype)
-    if not out.parent.is_dir():  # said now, not after minutes of measuring
-        raise InputError(f"--out {out}: there is no folder {out.parent}")
+    try_folder(out.parent, f"--out {out}: the folder")  # said now, not after minutes of measuring
     curves = calibrate_files(model, prompts, method, follow, settings, seed, Console(stderr=True))
+    check_folder(out.parent, f"--out {out}: the folder")  # made where it is missing, as by `eval`
     curves.save(out)
     layers, heads, _ = curves.error.shape
     needed = {t: float(curves.within(t)[0].mean()) for t in (0.02, 0.05, 0.1)}
@@ -212,7 +195,14 @@ def calibrate(
         )
 
 
+app.command("compress", epilog=COMPRESS_EXAMPLE)(compress_command)
+app.command("info", epilog=INFO_EXAMPLE)(info_command)
+app.command("ask", epilog=ASK_EXAMPLE)(ask_command)
+app.command("chat", epilog=CHAT_EXAMPLE)(chat_command)
+app.command("append", epilog=APPEND_EXAMPLE)(append_command)
+app.command("merge", epilog=MERGE_EXAMPLE)(merge_command)
 app.command("eval", epilog=EVAL_EXAMPLE)(eval_command)
+app.command("methods", epilog=METHODS_EXAMPLE)(methods_command)
 app.command("inspect", epilog=INSPECT_EXAMPLE)(inspect_command)
 app.command("report", epilog=REPORT_EXAMPLE)(report_command)
 app.command("plan", epilog=PLAN_EXAMPLE)(plan_command)

@@ -181,7 +181,8 @@ def eval_command(
     ray: Annotated[
         str | None,
         typer.Option(
-            metavar="local|ADDRESS", help="Answer on a Ray cluster (pip install kvsketch[ray])."
+            metavar="local|ADDRESS",
+            help=r"Answer on a Ray cluster (pip install kvsketch\[ray]).",
         ),
     ] = None,
     workers: Annotated[int, typer.Option(help="Ray: models loaded at once.")] = 2,
@@ -366,7 +367,7 @@ def run_sweep(
             interrupted = True
     rows = sweep.rows()
     console = console_for(as_json)
-    for table in results_tables(rows, wide=console.width >= 100):
+    for table in results_tables(rows, console.width):
         console.print()
         console.print(table)
     more: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from kvsketch.errors import InputError
 from kvsketch.evaluation.runner.files import check_folder, read_text, try_folder
+from kvsketch.writing import save_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -200,12 +201,8 @@ def run(
         from kvsketch.evaluation.inspection.figures import draw
 
         result["figures"] = draw(result, out)
-        try:
-            (out / "inspect.json").write_text(dumps(result) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InputError(
-                f"{out / 'inspect.json'} cannot be written: {error.strerror or error}"
-            ) from error
+        file = out / "inspect.json"
+        save_bytes(file, f"{dumps(result)}\n".encode(), str(file))
     return result
 
 

@@ -30,6 +30,7 @@ def plan_command(
     method: Annotated[str, typer.Option(help="As KVSKETCH_METHOD.")] = "heavy_merge",
     sink: Annotated[int, typer.Option(help="First tokens kept as they are.")] = 4,
     recent: Annotated[int, typer.Option(help="Last tokens kept as they are.")] = 32,
+    bits: Annotated[int, typer.Option(help="Of compressed slots: 16, 8 or 4.")] = 16,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, on one line.")] = False,
 ) -> None:
@@ -46,7 +47,8 @@ def plan_command(
     from kvsketch.serving.settings import Settings
 
     tokens, memory = tokens_of(context, "context"), size_of(gpu_memory, "gpu-memory")
-    settings = Settings(method, budget or 1024, sink, recent)
+    kept = 1024 if budget is None else budget
+    settings = Settings(method, kept, sink, recent, bits=bits)
     found = plan(
         load_config(resolve_model(model)),
         memory,
@@ -57,6 +59,7 @@ def plan_command(
     )
     if as_json:
         given = {"model": model, "gpu_memory": memory, "context": tokens, "method": method}
+        given["bits"] = bits
         print(dumps({"command": "plan", **given, **asdict(found)}))
         return
     table = Table("", "vLLM", f"kvsketch, {method}")
@@ -70,8 +73,9 @@ def plan_command(
         f"{found.weight_bytes / gib:.1f} GiB of weights, {found.kv_bytes / gib:.1f} GiB for caches"
     )
     console.print(table)
+    few = f" KVSKETCH_BITS={bits}" if bits != 16 else ""
     console.print(
         f"KVSKETCH_METHOD={method} KVSKETCH_BUDGET={found.budget} KVSKETCH_SINK={sink} "
-        f"KVSKETCH_RECENT={recent} vllm serve {model} --max-model-len {tokens}",
+        f"KVSKETCH_RECENT={recent}{few} vllm serve {model} --max-model-len {tokens}",
         soft_wrap=True,
     )

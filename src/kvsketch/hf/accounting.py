@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
@@ -10,6 +11,9 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ..cache.stream import Stream
 from .hybrid_layer import linear_states
 from .layer import SketchLayer
+
+if TYPE_CHECKING:
+    from .cache import SketchCache
 
 
 def held(layer: Any) -> float:
@@ -66,3 +70,55 @@ def exact_nbytes(layer: Any) -> int:
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         exact += sum(state.nbytes for state in linear_states(layer))
     return exact
+
+
+def summary(cache: SketchCache) -> dict[str, Any]:
+    """See ``SketchCache.summary``."""
+    layers = [
+        {
+            "layer": index,
+            "compressed": isinstance(layer, SketchLayer) and layer.stream.compressed,
+            "tokens": tokens(layer),
+            "slots": held(layer),
+            "bits": bits(layer),
+            "exact_heads": exact_heads(layer),
+            "kv_bytes": layer_nbytes(layer),
+            "exact_kv_bytes": exact_nbytes(layer),
+        }
+        for index, layer in enumerate(cache.layers)
+    ]
+    if cache.tolerance is not None:
+        numbers = [i for i, layer in enumerate(cache.layers) if isinstance(layer, SketchLayer)]
+        for number, index in enumerate(numbers):
+            above = cache.plan.above.get(number)
+            heads = [] if above is None else above.nonzero().flatten().tolist()
+            layers[index]["above_tolerance"] = heads
+    found = [held(layer) for layer in cache._sketches()]
+    return {
+        "method": cache.method,
+        "budget": None if cache.budget is None else cache.budget.value,
+        "tolerance": cache.tolerance,
+        "bits": cache.bits,
+        "tokens": cache.get_seq_length(),
+        "slots": sum(found) / len(found),
+        "kv_bytes": cache.nbytes(),
+        "exact_kv_bytes": cache.exact_nbytes(),
+        "peak_kv_bytes": max(cache.peak_nbytes, cache.nbytes()),
+        "layers": layers,
+    }
+
+
+def measured(layers: Sequence[Any]) -> list[dict[str, Any]]:
+    """See ``SketchCache.error``."""
+    rows = []
+    for index, layer in enumerate(layers):
+        if isinstance(layer, SketchLayer):
+            stream = layer.stream
+            rows.append(
+                {
+                    "layer": index,
+                    "prompt": errors(stream, stream.errors.prompt),
+                    "now": errors(stream, stream.running_error),
+                }
+            )
+    return rows

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -18,12 +20,15 @@ from transformers.cache_utils import (
 from ..arguments import PREFILL_MODES
 from ..budget import Schedule
 from ..cache import Curves, HeadBudgets, RetrievalHeads, Stream, make_plan, windowed
+from ..cache.curves import model_of
 from ..cache.plan import BY_NEED
 from ..cache.storage import CHOICES, FULL, MEASURED
-from ..errors import InputError, UnsupportedError
+from ..errors import InputError, UnsupportedError, at_least
 from ..methods.registry import Method, class_of, default_allocation, default_bits, default_schedule
 from ..methods.sketches import Sketch
-from . import accounting, adapters, compiled, interface, models
+from ..methods.window import check_window
+from . import accounting, adapters, compiled, interface, models, saving
+from .chunks import Chunks
 from .forward import Forward
 from .hybrid_layer import HybridSketchLayer
 from .latent import LatentSketchLayer
@@ -57,7 +62,8 @@ class SketchCache(Cache):  # type: ignore[misc]
             cache never holds more than budget + chunk.
         prompt_length: "exact" with ``prefill_chunk_size``: tokens of the first prompt, so that
             compression waits for its last chunk (a cache cannot see how many are to come).
-            Without it, chunks after the first attend to compressed ones, as in "streaming".
+            Without it, chunks after the first attend to compressed ones, as in "streaming", and a
+            UserWarning says so where chunks can be told from questions behind a context.
         one_shot: compress prompts only and keep decoded tokens exactly.
         bits: 16: slots are stored as they come. 8 or 4: those between sinks and recent window in
             so many bits (keys per channel, values per token); ``budget=1.0`` then only quantises.
@@ -128,12 +134,19 @@ class SketchCache(Cache):  # type: ignore[misc]
         options: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
+        #: what it was made with, by name
+        self.arguments = _arguments(locals())
+        #: what its owner says of it: kept by ``save``
+        self.about: dict[str, Any] = {}
+        self._marks: dict[str, Any] = {}  # of the model, of a cache that was loaded
+        self._tokenizer: str | None = None
         if not isinstance(config, PretrainedConfig):
             raise InputError(f"config must be the model's config, got {type(config).__name__}")
         if prefill not in PREFILL_MODES:
             raise InputError(f"prefill={prefill!r} must be one of {', '.join(PREFILL_MODES)}")
-        if prompt_length is not None and prompt_length < 1:
-            raise InputError(f"prompt_length={prompt_length!r} must be an int >= 1")
+        sink, recent = check_window(sink, recent)
+        if prompt_length is not None:
+            at_least("prompt_length", prompt_length, 1)
         cls = class_of(method)
         self.method = cls.name
         if allocation is None:
@@ -147,7 +160,8 @@ class SketchCache(Cache):  # type: ignore[misc]
             )
         if bits is None:
             bits = default_bits(method) if prefill == "exact" and not heads_told else 16
-        exact = isinstance(budget, float) and budget == 1  # nothing to choose
+        # a share of 1: nothing to choose
+        exact = isinstance(budget, Real) and not isinstance(budget, Integral) and budget == 1
         choices = CHOICES if bits == MEASURED and not exact else (FULL,)
         self.plan = plan = make_plan(
             budget, tolerance, max_budget, allocation, schedule, prefill, choices
@@ -185,7 +199,9 @@ class SketchCache(Cache):  # type: ignore[misc]
         whole = plan.budget is not None and plan.budget.is_fraction and plan.budget.value >= 1
         if plan.kind == "even" and plan.budget is not None:
             plan.schedule = default_schedule(method, len(chosen), plan.budget, recent)
-        budgets: list[HeadBudgets | None] = plan.begin(len(chosen), heads, sink + recent)
+        budgets: list[HeadBudgets | None] = plan.begin(
+            len(chosen), heads, sink + recent, model_of(config)
+        )
         for place, index in enumerate(chosen):
             made = windowed(method, sink, recent, seed + index, options)
             stream = Stream(made, budgets[place], buffer, one_shot, bits, track_error)
@@ -204,6 +220,8 @@ class SketchCache(Cache):  # type: ignore[misc]
                 layers[index] = kind(stream, self._forward, settings)
         super().__init__(layers=layers)
         self._forward.watch(self.layers)
+        self._first = self._sketches()[0]
+        self._chunks = Chunks(prefill == "exact" and prompt_length is None)
         self._adapter = adapter
         #: whether a compiled forward needs no break: every layer that counts tokens is plainly ours
         self._graphs = adapter is None and all(
@@ -251,9 +269,11 @@ class SketchCache(Cache):  # type: ignore[misc]
                 f"layer_idx={layer_idx}: this SketchCache was made from a configuration of "
                 f"{len(self.layers)} layers, which is not this model's"
             )
-        self._forward.begin(layer_idx)
         layer = self.layers[layer_idx]
         q = key_states.shape[2] if key_states.dim() == 4 else 0
+        if q > 1 and layer is self._first:
+            self._chunks.note(q, layer.get_seq_length(), self._forward.masks.settled)
+        self._forward.begin(layer_idx)
         try:
             if q > 1 and self.max_positions is not None:
                 total = layer.get_seq_length() + q
@@ -317,38 +337,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         mean over compressible layers; bytes are measured from live tensors. ``bits`` of a layer
         are those of its keys and of its values between sinks and recent window. ``exact_heads``
         hold all their tokens; ``above_tolerance`` are those that ``max_budget`` keeps from it."""
-        layers = [
-            {
-                "layer": index,
-                "compressed": isinstance(layer, SketchLayer) and layer.stream.compressed,
-                "tokens": accounting.tokens(layer),
-                "slots": accounting.held(layer),
-                "bits": accounting.bits(layer),
-                "exact_heads": accounting.exact_heads(layer),
-                "kv_bytes": accounting.layer_nbytes(layer),
-                "exact_kv_bytes": accounting.exact_nbytes(layer),
-            }
-            for index, layer in enumerate(self.layers)
-        ]
-        if self.tolerance is not None:
-            numbers = [i for i, layer in enumerate(self.layers) if isinstance(layer, SketchLayer)]
-            for number, index in enumerate(numbers):
-                above = self.plan.above.get(number)
-                heads = [] if above is None else above.nonzero().flatten().tolist()
-                layers[index]["above_tolerance"] = heads
-        held = [accounting.held(layer) for layer in self._sketches()]
-        return {
-            "method": self.method,
-            "budget": None if self.budget is None else self.budget.value,
-            "tolerance": self.tolerance,
-            "bits": self.bits,
-            "tokens": self.get_seq_length(),
-            "slots": sum(held) / len(held),
-            "kv_bytes": self.nbytes(),
-            "exact_kv_bytes": self.exact_nbytes(),
-            "peak_kv_bytes": max(self.peak_nbytes, self.nbytes()),
-            "layers": layers,
-        }
+        return accounting.summary(self)
 
     def error(self) -> list[dict[str, Any]]:
         """Measured relative error |z - exact| / |exact| of every compressible layer and KV head,
@@ -360,18 +349,63 @@ class SketchCache(Cache):  # type: ignore[misc]
         None where a head was compressed but nothing could be measured: compressed first while
         decoding.
         """
-        rows = []
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, SketchLayer):
-                stream = layer.stream
-                rows.append(
-                    {
-                        "layer": index,
-                        "prompt": accounting.errors(stream, stream.errors.prompt),
-                        "now": accounting.errors(stream, stream.running_error),
-                    }
-                )
-        return rows
+        return accounting.measured(self.layers)
+
+    def save(
+        self, path: str | Path, *, tokenizer: Any = None, about: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write everything to one file (safetensors with a JSON header, no pickle): what ``load``
+        gives back goes on with the same bytes, random choices included. The file appears whole or
+        not at all.
+
+        Args:
+            tokenizer: of the model; ``load`` then refuses another.
+            about: what JSON can hold, kept as ``about``; default: as it is.
+
+        Raises:
+            InputError: it cannot be written (no such folder, a full disk), or ``about`` holds what
+                JSON cannot. An older file is untouched.
+            UnsupportedError: what cannot be saved, by name: an empty cache, a method of one's own,
+                a forward that is not over, assisted decoding. Nothing is written then.
+        """
+        saving.save(self, path, tokenizer, about)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, model: PreTrainedModel, *, tokenizer: Any = None
+    ) -> SketchCache:
+        """Read what ``save`` wrote, onto the devices of the model. Every length, name, shape and
+        number is checked before a cache is built from it.
+
+        Args:
+            model: that the cache was made with: the same weights in the same dtype.
+            tokenizer: of the model; refused if the text was read by another.
+
+        Raises:
+            InputError: no such file, truncated, damaged, of another version, model or tokenizer.
+        """
+        return saving.load(cls, path, model, tokenizer)
+
+    def fork(self, copies: int = 1) -> SketchCache:
+        """A cache that goes on from here by itself. Slots in few bits, and tokens of which nothing
+        was compressed, are never written into, so both share them; the rest is copied.
+
+        Args:
+            copies: every row so many times, side by side. A method that chooses at random chooses
+                for each what it would choose for one.
+
+        Raises:
+            InputError: copies < 1.
+        """
+        at_least("copies", copies, 1)
+        shared: list[Any] = [self._forward._config, self.plan.curves, self.plan.retrieval]
+        twin = copy.deepcopy(self, {id(one): one for one in shared if one is not None})
+        if copies > 1:
+            batch = self._sketches()[0].token_shape[0]
+            twin.batch_repeat_interleave(copies)
+            for layer in twin._sketches():
+                layer.stream.number_rows(torch.arange(batch).repeat_interleave(copies))
+        return twin
 
     def reset(self) -> None:
         """Forget everything; settings stay."""
@@ -399,6 +433,10 @@ class SketchCache(Cache):  # type: ignore[misc]
         """A copy, perhaps in a new process: attention has to become ours there, too."""
         self.__dict__.update(state)
         self._install()
+
+
+def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in given.items() if k not in ("self", "config", "__class__")}
 
 
 class _NoFixedLengthError(UnsupportedError, AttributeError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +55,7 @@ def prefill(
     tokenizer: Any = None,
     attention_mask: Tensor | None = None,
     chunk_size: int | None = None,
-    progress: bool = False,
+    progress: bool | Callable[[int, int], None] = False,
 ) -> None:
     """Read a context into ``cache`` and compress it, with queries of one's choice. Then go on with
     ``model.generate``, whose ids are the context and the question behind it.
@@ -79,7 +79,7 @@ def prefill(
         tokenizer: of the model; needed but for "prompt".
         attention_mask: int or bool ``[batch, tokens]``, 0 for padding on the left.
         chunk_size: read so many tokens of the context at a time; default: all at once.
-        progress: show a bar.
+        progress: show a bar; or a function that is told how many tokens were read, of how many.
 
     Raises:
         InputError: an argument out of range; nothing has changed then.
@@ -116,15 +116,14 @@ def prefill(
     every = sum(part.ids.shape[1] for part in parts)
     weighs = getattr(class_of(cache.method), "weighs", None)
     normal = torch.inference_mode(False) if weighs == "gradient" else nullcontext()
-    with normal, Progress(disable=not progress, transient=True) as bar, torch.no_grad():
-        task = bar.add_task("Reading", total=tokens + every)
+    with normal, _Bar(progress, tokens + every) as bar, torch.no_grad():
         try:
             forward.reading = Reading(first_counts=queries == "prompt")
             size = chunk_size or tokens
             for start in range(0, tokens, size):
                 ids, seen = input_ids[:, start : start + size], mask[:, : start + size]
                 inner(input_ids=ids, attention_mask=seen, past_key_values=cache, use_cache=True)
-                bar.advance(task, ids.shape[1])
+                bar.advance(ids.shape[1])
             real = bool(mask.all())
             for part in parts:
                 count = part.ids.shape[1]
@@ -145,7 +144,7 @@ def prefill(
                         use_cache=True,
                     )
                 forward.masks.cut(tokens)
-                bar.advance(task, count)
+                bar.advance(count)
             forward.reading = None
             sample = _sampled(parts)
             for layer in forward.sketches:
@@ -154,6 +153,35 @@ def prefill(
             forward.reading = None
             cache.reset()
             raise
+
+
+class _Bar:
+    """Shows how far it is, or tells a function.
+
+    Args:
+        progress: as for ``prefill``.
+        total: tokens that will be read.
+    """
+
+    def __init__(self, progress: bool | Callable[[int, int], None], total: int) -> None:
+        self._tell = None if isinstance(progress, bool) else progress
+        self._bar = Progress(disable=progress is not True, transient=True)
+        self._task = self._bar.add_task("Reading", total=total)
+        self._done, self._total = 0, total
+
+    def advance(self, tokens: int) -> None:
+        """So many more were read."""
+        self._done += tokens
+        self._bar.advance(self._task, tokens)
+        if self._tell is not None:
+            self._tell(self._done, self._total)
+
+    def __enter__(self) -> _Bar:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._bar.__exit__(*error)
 
 
 def _check(input_ids: Tensor, cache: SketchCache, chunk_size: int | None) -> None:

@@ -48,7 +48,7 @@ def decode(asked: Observed, parts: Sequence[Page | Middle], padded: bool) -> Ten
             out, total = _by_triton(replace(asked, sinks=None), part, newest)
             found.append((out.view(*packed.shape[:3], -1), total.view(packed.shape[:3])))
         else:
-            found.append(_over(packed, part, asked, newest))
+            found.append(over(packed, part, asked, newest))
     out, total = together(found)
     if padded or asked.sinks is not None:
         out = _finished(out, total, asked, page.heads, padded)
@@ -74,7 +74,7 @@ def prefill(asked: Observed, parts: Sequence[Page | Middle], padded: bool) -> Te
     batch, heads, q, _ = asked.queries.shape
     group = heads // page.heads
     packed = asked.queries.reshape(batch, page.heads, group * q, -1)
-    found = [_over(packed, part, asked, None) for part in before]
+    found = [over(packed, part, asked, None) for part in before]
     if by_triton:
         out, total = _prefill_by_triton(replace(asked, sinks=None), page)
         shape = packed.shape[:3]
@@ -191,12 +191,22 @@ def _padded(page: Page) -> tuple[Tensor, Tensor, Tensor | None]:
     return slots.keys, slots.mean_values().to(slots.keys.dtype), slots.mass
 
 
-def _over(
-    packed: Tensor, part: Page | Middle, asked: Observed, newest: Tensor | None
+def over(
+    packed: Tensor, part: Page | Middle, asked: Observed, newest: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The attention of packed queries ``[batch, heads, queries of a group, head_dim]`` over a part,
-    and the logs of its totals, ``[batch, heads, queries of a group]``."""
-    if isinstance(part, Middle):
+    """The attention of packed queries over a part of what a layer holds.
+
+    Args:
+        packed: ``[batch, heads, queries of a group, head_dim]``.
+        part: the slots.
+        asked: where they come from: scaling, soft-cap and ALiBi's slopes.
+        newest: with slopes, the last position of each row, ``[batch, 1, 1, 1]``.
+
+    Returns:
+        ``[batch, heads, queries of a group, value_dim]``, and the logs of the summed weights,
+        ``[batch, heads, queries of a group]``.
+    """
+    if isinstance(part, Middle) and part.packed:
         return _over_few_bits(packed, part, asked, newest)
     bias = _bias(part, asked, newest, packed)
     if part.blocks is None:
@@ -214,7 +224,7 @@ def _over(
 def _over_few_bits(
     packed: Tensor, part: Middle, asked: Observed, newest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """As ``_over``, in pieces. With keys ``offset + unit * y``, a score is <q, offset> + <q * unit,
+    """As ``over``, in pieces. With keys ``offset + unit * y``, a score is <q, offset> + <q * unit,
     y>: the first is the same for all slots of a head, so that it only shifts the logs, and a unit
     of the values is a factor of the output. A soft-cap bends the whole score: keys are read as they
     are then."""

@@ -18,6 +18,9 @@ from ..slots import compute_dtype
 #: Stands for the log of a mass of 0: exp of it is 0, and differences of two are no NaN.
 NOTHING = -1e30
 
+# Where no kernel does it, so many scores are computed at a time: 256 MB in float32.
+_SCORES = 1 << 26
+
 _FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
@@ -60,18 +63,27 @@ def partial(
             queries, keys, values, 0.0, is_causal, attn_mask=bias, scale=scaling
         )
         return found
-    dtype = compute_dtype(queries.dtype)
-    scores = (queries.to(dtype) * scaling) @ keys.to(dtype).mT
-    if softcap is not None:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
-    if bias is not None:
-        scores += bias
-    if is_causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
-        scores.masked_fill_(later, NOTHING)
-    log_total = scores.logsumexp(-1)
-    out = (scores - log_total.unsqueeze(-1)).exp_() @ values.to(dtype)
-    return out.to(queries.dtype), log_total
+    dtype, count = compute_dtype(queries.dtype), queries.shape[2]
+    keys, values = keys.to(dtype), values.to(dtype)
+    number = torch.arange(keys.shape[2], device=keys.device)
+    step = max(1, _SCORES // max(1, queries[:, :, 0, 0].numel() * keys.shape[2]))
+    parts: list[tuple[Tensor, Tensor]] = []
+    for start in range(0, count, step):
+        some = slice(start, min(start + step, count))
+        scores = (queries[:, :, some].to(dtype) * scaling) @ keys.mT
+        if softcap is not None:
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
+        if bias is not None:
+            scores += bias if bias.shape[2] == 1 else bias[:, :, some]
+        if is_causal:
+            scores.masked_fill_(number > number[some].unsqueeze(-1), NOTHING)
+        log_total = scores.logsumexp(-1)
+        out = scores.sub_(log_total.unsqueeze(-1)).exp_() @ values
+        parts.append((out.to(queries.dtype), log_total))
+    if len(parts) == 1:
+        return parts[0]
+    outs, totals = zip(*parts, strict=True)
+    return torch.cat(outs, dim=2), torch.cat(totals, dim=2)
 
 
 def together(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import random_numbers
 from ..errors import InputError
 from ..slots import Observed, Slots
+from ..state import Reader, State
 from .ragged import compress_ragged
 from .seen import Seen
 from .window import check_window, split
@@ -39,6 +40,8 @@ class Compressor(ABC):
 
     name: ClassVar[str]
     paper: ClassVar[str]
+    #: what is proved of its output, in a line; "": nothing
+    guarantee: ClassVar[str] = ""
     needs_queries: ClassVar[bool] = False
 
     #: whether ``observe`` looks at values; if not, it may get slots whose values have no columns
@@ -239,6 +242,24 @@ class Compressor(ABC):
     def tensors(self) -> list[Tensor]:
         """What is held of rows, for byte counting."""
         return []
+
+    def to_state(self) -> State:
+        """What is held between calls: the state of the random generator, and of rows."""
+        state = State()
+        state.keep(rows=self.rows)
+        state.put("generator", random_numbers.generator_state(self.generator, self.seed))
+        return state
+
+    def restore(self, reader: Reader, batch: int, heads: int) -> None:
+        """Take in what ``to_state`` said of so many rows and KV heads.
+
+        Raises:
+            InputError: tensors that do not fit.
+        """
+        if reader.has("rows"):
+            self.rows = reader.integers("rows", (batch,), 0, 1 << 40)
+        random_numbers.restore_generator(self.generator, reader)
+        reader.close()
 
     def streams(self, batch: int, heads: int, device: torch.device) -> Tensor:
         """A fresh random stream for every row and head: keys, int64 ``[batch, heads]``. Takes one

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..slots import Slots, compute_dtype
+from ..state import Reader, State
 from .evicted import Evicted, Merging
 
 # Similarities that are formed at a time.
@@ -101,6 +102,17 @@ class D2O(Merging):
     def reset(self) -> None:
         super().reset()
         self.threshold = None
+
+    def to_state(self) -> State:
+        state = super().to_state()
+        state.keep(threshold=self.threshold)
+        return state
+
+    def restore(self, reader: Reader, batch: int, heads: int) -> None:
+        if reader.has("threshold"):
+            shape = (batch, heads)
+            self.threshold = reader.tensor("threshold", shape, torch.float64, allow=("nan",))
+        super().restore(reader, batch, heads)
 
     def tensors(self) -> list[Tensor]:
         return [] if self.threshold is None else [self.threshold]

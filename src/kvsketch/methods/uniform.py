@@ -23,6 +23,7 @@ class Uniform(Compressor):
 
     name = "uniform"
     paper = "baseline in BalanceKV (arXiv:2502.07861)"
+    guarantee = "numerator and denominator are unbiased (Horvitz-Thompson)"
     ragged = True
 
     def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 
 from ..errors import InputError
 from ..slots import Slots
 
 
-def check_window(sink: object, recent: object) -> None:
-    """Raise InputError unless both are ints >= 0."""
+def check_window(sink: object, recent: object) -> tuple[int, int]:
+    """Both as Python's ints; raises InputError unless they are ints >= 0."""
+    checked = []
     for name, value in (("sink", sink), ("recent", recent)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
             raise InputError(f"{name}={value!r} must be an int >= 0 (tokens kept as they are)")
+        checked.append(int(value))
+    return checked[0], checked[1]
 
 
 def split(slots: Slots, sink: int, recent: int) -> tuple[Slots, Slots, Slots]:

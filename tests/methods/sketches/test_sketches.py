@@ -196,7 +196,7 @@ def test_bad_files_are_refused_by_name(name, tmp_path):
         cls.load(path)
     with pytest.raises(InputError, match="is not a file"):
         cls.load(tmp_path / "missing")
-    with pytest.raises(InputError, match="cannot write"):
+    with pytest.raises(InputError, match="cannot be written"):
         filled(name).save(tmp_path / "no" / "folder")
     another = next(cls for key, cls in SKETCHES.items() if key != name).for_budget(40)
     another.save(path)

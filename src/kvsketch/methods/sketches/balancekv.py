@@ -52,6 +52,10 @@ class BalanceKVStreaming(Sketch):
 
     name = "balancekv_streaming"
     paper = "Han et al., BalanceKV Algorithm 1 (2502.07861)"
+    guarantee = (
+        "Theorem 3.1, at the batch size that kvsketch.theory.balancekv calculates: error at most "
+        "eps |softmax(Kq)|_2 |V|_F; within a budget: unbiased numerator and denominator"
+    )
     least_slots = BalanceKVBounded.least_slots
     parameters = (
         "r",

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from ... import random_numbers
 from ...errors import InputError
+from ...files.format import read, write
 from ...slots import FIELDS, Slots
+from ...state import Reader, State
 from ..base import all_finite
-from .storage import read_sketch, write_sketch
+from .checks import check_state, token_layout, try_state
 
 S = TypeVar("S", bound="Sketch")
 
@@ -43,6 +45,8 @@ class Sketch(ABC):
 
     name: ClassVar[str]
     paper: ClassVar[str]
+    #: what is proved of its output, in a line; "": nothing
+    guarantee: ClassVar[str] = ""
     #: constructor arguments, read back from attributes of the same name by ``save``
     parameters: ClassVar[tuple[str, ...]] = ()
     #: whether anything it does depends on the random stream
@@ -97,6 +101,9 @@ class Sketch(ABC):
         """Take over the size of a sketch that ``for_budget`` made for more slots, with the same
         options. What was dropped does not come back. A sketch whose size is for good stays."""
 
+    def _check(self) -> None:  # noqa: B027 - the trial that follows may be enough
+        """Raise InputError where a state that was read would lead into an endless loop."""
+
     @abstractmethod
     def _extend(self, new: Slots, live: Tensor | None) -> None:
         """Take in checked tokens; those where ``live`` is False do not exist."""
@@ -123,7 +130,7 @@ class Sketch(ABC):
         before = self._snapshot()
         try:
             if not self.state:
-                self.meta["token"] = _token_layout(new)
+                self.meta["token"] = token_layout(new)
             self._renew()
             self._extend(new, live)
         except Exception:
@@ -180,37 +187,65 @@ class Sketch(ABC):
 
     def save(self, path: str | Path) -> None:
         """Write everything, the state of the random stream included, to one safetensors file with
-        a JSON header. The file appears whole or not at all.
+        a JSON header (``kvsketch.files.format``). The file appears whole or not at all.
 
         Raises:
             InputError: the file cannot be written.
         """
-        header = {
-            "sketch": self.name,
-            "parameters": {name: getattr(self, name) for name in self.parameters},
-            "seed": self.seed,
-            "seen": self.seen,
-            "meta": self.meta,
-        }
-        write_sketch(Path(path), header, self.state, self.generator.get_state())
+        write(Path(path), self.name, {}, self.to_state())
 
     @classmethod
     def load(cls: type[S], path: str | Path, device: str | torch.device = "cpu") -> S:
         """Read back what ``save`` wrote; the loaded sketch continues as the saved one would have.
 
         Raises:
-            InputError: missing, truncated or foreign file, another kind of sketch, or a version
-                this one cannot read.
+            InputError: missing, truncated, damaged or foreign file, another kind of sketch, or a
+                version this one cannot read.
         """
-        header, state, generator = read_sketch(Path(path), cls.name, device)
+        _, state = read(Path(path), cls.name)
         try:
-            sketch = cls(**header["parameters"], seed=header["seed"])
+            return cls.from_state(Reader(state, device=device))
+        except InputError as error:
+            raise InputError(f"{str(path)!r}: {error}") from error
+
+    def to_state(self) -> State:
+        """Everything, the state of the random stream included."""
+        parameters = {name: getattr(self, name) for name in self.parameters}
+        values = {"seed": self.seed, "seen": self.seen, "meta": self.meta}
+        state = State(values={**values, "parameters": parameters})
+        state.keep(**self.state)
+        state.put("generator", random_numbers.generator_state(self.generator, self.seed))
+        return state
+
+    @classmethod
+    def from_state(cls: type[S], reader: Reader, token: Slots | None = None) -> S:
+        """What ``to_state`` said.
+
+        Args:
+            token: tokens like those that come, if that is known.
+
+        Raises:
+            InputError: parameters the class does not take, or tensors that do not fit together:
+                the sketch must give its slots and take in a token.
+        """
+        parameters, seed = reader.anything("parameters"), reader.whole("seed", -(1 << 63), 1 << 63)
+        if not isinstance(parameters, dict) or set(parameters) != set(cls.parameters):
+            raise reader.wrong("parameters", parameters, f"those of {cls.name}")
+        try:
+            sketch = cls(**parameters, seed=seed)
         except TypeError as error:
-            raise InputError(f"{str(path)!r} has parameters {cls.name} lacks: {error}") from error
-        sketch.state, sketch.meta, sketch.seen = state, header["meta"], header["seen"]
-        if "token" in sketch.meta:
-            sketch.meta["token"] = {**sketch.meta["token"], "device": str(torch.device(device))}
-        sketch.generator.set_state(generator)
+            raise InputError(f"parameters of {cls.name}: {error}") from error
+        sketch.seen = reader.whole("seen")
+        random_numbers.restore_generator(sketch.generator, reader)
+        meta, state = reader.anything("meta"), reader.rest()
+        reader.close()
+        check_state(cls.name, meta, state, token)
+        sketch.state, sketch.meta = state, meta
+        if not state:
+            return sketch
+        try_state(sketch, meta["token"])
+        sketch.state = {name: tensor.to(reader.device) for name, tensor in state.items()}
+        meta["token"] = {**meta["token"], "device": str(torch.device(reader.device))}
         return sketch
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -307,7 +342,7 @@ class Sketch(ABC):
                 raise InputError(f"{name} must be floating point, got {tensor.dtype}")
             if not all_finite(tensor):
                 raise InputError(f"{name} are not finite (NaN or infinity); sketch unchanged")
-        layout = _token_layout(new)
+        layout = token_layout(new)
         if self.state and layout != self.meta["token"]:
             raise InputError(
                 f"tokens {layout} do not fit this sketch, which holds {self.meta['token']}"
@@ -319,20 +354,6 @@ class Sketch(ABC):
         if bool((new.values[new.mass == 0] != 0).any()):
             raise InputError("a sketch takes exact tokens: a slot of mass 0 must have value 0")
         return new.live()
-
-
-def _token_layout(new: Slots) -> dict[str, Any]:
-    """What every chunk must agree on."""
-    return {
-        "batch": new.keys.shape[0],
-        "heads": new.keys.shape[1],
-        "head_dim": new.keys.shape[3],
-        "value_dim": new.values.shape[3],
-        "keys": str(new.keys.dtype),
-        "values": str(new.values.dtype),
-        "device": str(new.keys.device),
-        "positions": new.positions is not None,
-    }
 
 
 def _mixed(*generators: torch.Generator) -> int:

@@ -104,6 +104,18 @@ class Bounded(Sketch):
         """t, as it is now."""
         return self.batch_size or min(BATCH, max(2, self.capacity // 16 * 2))
 
+    def _check(self) -> None:
+        held, fill, weights = self._held(), self.state["fill"], self.state["weights"]
+        shape = (*held.keys.shape[:3], self.columns)
+        if weights.shape != shape:
+            raise InputError(f"weights {tuple(weights.shape)} must be {shape}")
+        if bool(((fill < 0) | (fill > min(held.count, self.capacity))).any()):
+            raise InputError(f"fill: more slots than the capacity of {self.capacity}")
+        column = torch.arange(held.count, device=fill.device)
+        lost = (column < fill.unsqueeze(-1)) & ~(weights > 0).any(-1)
+        if bool(lost.any()) or bool((weights < 0).any()) or not bool(weights.isfinite().all()):
+            raise InputError("weights must be finite and >= 0, and those of a slot not all 0")
+
     def _held(self) -> Slots:
         """What is held, keys and values as they came; places beyond ``fill`` mean nothing."""
         return self.get("held")

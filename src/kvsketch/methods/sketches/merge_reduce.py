@@ -95,6 +95,7 @@ class MergeReduce(Sketch):
 
     name = "merge_reduce"
     paper = "Han et al., BalanceKV Algorithm 3 (2502.07861)"
+    guarantee = "Theorem 3.3, with halving='softmax_balance' at the theorem's batch size"
     least_slots = MergeReduceBounded.least_slots
     parameters = ("halving", "batch_size", "levels", "options")
 

@@ -46,6 +46,7 @@ class OneDimensional(Sketch):
 
     name = "one_dimensional"
     paper = "Haris and Onak, Compression Barriers, Appendix E"
+    guarantee = "each draw of sample() has the softmax law while its reservoir suffices"
     least_slots = 3
     grows = False  # what left the extremes, or the sample, does not come back
     parameters = ("max_tokens", "buffer", "reservoir")

@@ -33,6 +33,7 @@ class SlidingWindow(Sketch):
 
     name = "sliding_window"
     paper = "Haris and Onak, Compression Barriers, equation 20"
+    guarantee = "exact for the attention that equation 20 defines"
     randomised = False
     least_slots = 2
     parameters: ClassVar[tuple[str, ...]] = ("window",)
@@ -158,6 +159,10 @@ class SlidingWindowSampled(SlidingWindow):
 
     name = "sliding_window_sampled"
     paper = "Haris and Onak, Compression Barriers, Algorithm 1"
+    guarantee = (
+        "unbiased for the attention that equation 20 defines (Theorem 24); Theorem 25, as its "
+        "docstring repairs it, with enough samples"
+    )
     randomised = True
     parameters = ("window", "samples")
 

@@ -60,6 +60,13 @@ class _Clusters(Sketch):
         self.overflow = overflow
         super().__init__(seed)
 
+    def _check(self) -> None:
+        delta, count = self.state["delta"], self.state["count"]
+        if not bool(((delta > 0) & delta.isfinite()).all()):
+            raise InputError("delta must be finite and > 0")
+        if not bool(((count >= 0) & count.isfinite()).all()):
+            raise InputError("count must be finite and >= 0")
+
     @property
     def clusters(self) -> Tensor:
         """How many clusters there are, int64 ``[batch, heads]``: m' of Theorem 1."""
@@ -302,6 +309,10 @@ class SubGen(_Clusters):
     name = "subgen"
     least_slots = 2
     paper = "Zandieh et al., SubGen Algorithm 1 (2402.06082); ClusterGen"
+    guarantee = (
+        "Theorem 1, at the sizes that kvsketch.theory.subgen calculates: error at most "
+        "eps |softmax(Kq)|_2 |V|_op with probability 0.99"
+    )
     parameters = ("delta", "s", "t", "max_clusters", "overflow")
 
     def __init__(
@@ -451,6 +462,7 @@ class SubGenCoupled(_Clusters):
 
     name = "subgen_coupled"
     paper = "ours, after SubGen Algorithm 1 (2402.06082)"
+    guarantee = "numerator and denominator are unbiased"
     keeps_values = True
 
     def __init__(

@@ -1,0 +1,116 @@
+"""What it costs that merged documents have not seen each other.
+
+    python -m benchmarks.document_merge --cases ../shared/data/longeval/200_lines.jsonl --json
+
+A LongEval record is cut in two between lines. ``together``: read as one. ``appended``: the second
+half read behind the compressed first (``kvsketch append``). ``merged``: both read apart and put
+together (``kvsketch merge``). All three hold about as many bytes and get the same questions, half
+of them about each half. ``divergence``: KL of the number's first token, behind the right words of
+the answer, to the exact cache of the whole, in nats, the mean over questions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from torch import Tensor
+from transformers import DynamicCache
+
+from benchmarks.page import save
+from benchmarks.records import Record, records
+from kvsketch import SketchCache
+from kvsketch.documents.answering import answers
+from kvsketch.documents.document import Document, encoded, read
+from kvsketch.documents.wording import Wording
+from kvsketch.evaluation.report.report import dumps, environment
+from kvsketch.evaluation.runner import loading
+from kvsketch.hf.joining import join
+
+WAYS = ("together", "appended", "merged")
+
+
+def caches(model: Any, tokenizer: Any, record: Record, settings: Any) -> dict[str, SketchCache]:
+    """The record in every way."""
+    first, second = record.halves()
+
+    def fresh(text: str, special: bool = True) -> SketchCache:
+        cache = SketchCache(model.config, **settings)
+        read(model, tokenizer, encoded(model, tokenizer, text, special), cache)
+        return cache
+
+    appended = Document(model, tokenizer, fresh(first), Wording(), {})
+    appended.append(second)
+    merged = join(fresh(first), fresh(second), model)
+    return {"together": fresh(record.text), "appended": appended.cache, "merged": merged}
+
+
+@torch.no_grad()
+def predictions(model: Any, tokenizer: Any, cache: Any, leads: list[str]) -> Tensor:
+    """Log probabilities of what follows each text, ``[texts, vocabulary]``."""
+    found = []
+    for lead in leads:
+        twin = cache.fork() if isinstance(cache, SketchCache) else cache
+        ids = encoded(model, tokenizer, "\n" + lead, special=False)
+        logits = model(ids, past_key_values=twin, use_cache=True, logits_to_keep=1).logits
+        found.append(logits[0, -1].double().log_softmax(-1))
+        if twin is cache:
+            cache.crop(-ids.shape[1])
+    return torch.stack(found)
+
+
+def main(
+    cases: Annotated[Path | None, typer.Option(help="LongEval's own file.")] = None,
+    lines: Annotated[int, typer.Option(help="Of generated records.")] = 200,
+    count: Annotated[int, typer.Option(help="Records.")] = 5,
+    asked: Annotated[int, typer.Option(help="Questions of each.")] = 20,
+    budgets: Annotated[str, typer.Option(help="Shares of the tokens.")] = "1.0,0.25,0.1",
+    method: Annotated[str, typer.Option(help="A compressor.")] = "heavy_merge",
+    seed: int = 0,
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+) -> None:
+    """Example: python -m benchmarks.document_merge --lines 200 --json"""
+    console = Console(stderr=True)
+    folder = loading.resolve_model("packaged")
+    model, tokenizer = loading.load_model(folder, "cpu", "float32"), loading.load_tokenizer(folder)
+    chosen = records(cases, lines, count, asked, seed)
+    results = []
+    truths = []
+    for record in chosen:
+        exact = DynamicCache(config=model.config)
+        with torch.no_grad():
+            ids = encoded(model, tokenizer, record.text, special=True)
+            model(ids, past_key_values=exact, use_cache=True, logits_to_keep=1)
+        truths.append(predictions(model, tokenizer, exact, record.leads))
+    for budget in map(float, budgets.split(",")):
+        settings = {"method": method, "budget": budget, "seed": seed}
+        settings |= {"bits": 16} if budget == 1 else {}
+        totals = {way: {"right": 0, "divergence": 0.0, "kv_bytes": 0} for way in WAYS}
+        for record, truth in zip(chosen, truths, strict=True):
+            for way, cache in caches(model, tokenizer, record, settings).items():
+                document = Document(model, tokenizer, cache, Wording(), {})
+                found = answers(document, record.questions)
+                texts = tokenizer.batch_decode(found, skip_special_tokens=True)
+                ours = predictions(model, tokenizer, cache, record.leads)
+                kl = (truth.exp() * (truth - ours)).sum(-1).mean()
+                totals[way]["right"] += record.right(texts)
+                totals[way]["divergence"] += float(kl) / len(chosen)
+                totals[way]["kv_bytes"] += cache.nbytes()
+        for way, row in totals.items():
+            share = row["right"] / (len(chosen) * asked)
+            results.append({"budget": budget, "way": way, "accuracy": share, **row})
+            console.print(results[-1])
+    shown = {"cases": cases.name if cases else "generated", "records": len(chosen), "asked": asked}
+    shown |= {"method": method, "seed": seed}
+    result = {"command": "document_merge", "results": results, **shown, **environment()}
+    save(result, out)
+    if json:
+        print(dumps(result))
+
+
+if __name__ == "__main__":
+    typer.run(main)

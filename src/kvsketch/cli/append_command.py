@@ -1,0 +1,60 @@
+"""`kvsketch append`: more text behind a compressed document."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvsketch.cli.document_options import (
+    DeviceOption,
+    FileArgument,
+    JsonOption,
+    ModelOfFile,
+    check_out,
+    mb,
+    open_document,
+    reading,
+    text_of,
+)
+from kvsketch.cli.eval_command import console_for
+
+EPILOG = "Example: kvsketch append report.kvs appendix.txt"
+
+
+def append_command(
+    file: FileArgument,
+    text: Annotated[Path, typer.Argument(metavar="FILE", help="UTF-8 text; -: standard input.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="DOC.kvs", help="[default: the file itself]"),
+    ] = None,
+    model: ModelOfFile = None,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Read more text behind a compressed document, at the same budget."""
+    target = file if out is None else out
+    check_out(target)
+    more = text_of(text, "FILE")
+    document = open_document(file, model, device)
+    start = time.perf_counter()
+    with reading(document.cache) as advance:
+        tokens = document.append(more, advance)
+    seconds = time.perf_counter() - start
+    document.save(target)
+    cache = document.cache
+    console_for(as_json).print(
+        f"{tokens:,} tokens more ({tokens / seconds:,.0f} tokens/s), {cache.get_seq_length():,} in "
+        f"all: {mb(cache.nbytes())}. {target}: {mb(target.stat().st_size)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if as_json:
+        from kvsketch.evaluation.report.report import dumps
+
+        sizes = {"kv_bytes": cache.nbytes(), "file_bytes": target.stat().st_size}
+        row = {"appended": tokens, "tokens": cache.get_seq_length(), "seconds": seconds, **sizes}
+        print(dumps({"command": "append", "out": str(target), **row}))

@@ -1,0 +1,74 @@
+"""`kvsketch ask`: questions about a compressed document, each from the same state."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from kvsketch.cli.document_options import (
+    DeviceOption,
+    FileArgument,
+    JsonOption,
+    ModelOfFile,
+    open_document,
+    text_of,
+)
+from kvsketch.cli.eval_command import console_for
+from kvsketch.errors import InputError, at_least
+
+EPILOG = 'Example: kvsketch ask report.kvs "Who signed it?" "When?" --json'
+
+
+def ask_command(
+    file: FileArgument,
+    questions: Annotated[
+        list[str] | None, typer.Argument(metavar="QUESTION...", help="One or more.")
+    ] = None,
+    questions_from: Annotated[
+        Path | None,
+        typer.Option("--questions", metavar="FILE", help="One question a line; -: standard input."),
+    ] = None,
+    model: ModelOfFile = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 64,
+    batch: Annotated[
+        int, typer.Option(help="Questions of equal length that are answered at once.")
+    ] = 8,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the choices, above temperature 0.")] = 0,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Ask questions about a compressed document. The file stays as it is."""
+    asked = list(questions or [])
+    if questions_from is not None:
+        lines = text_of(questions_from, "--questions").splitlines()
+        asked += [line for line in lines if line.strip()]
+    if not asked or not all(question.strip() for question in asked):
+        raise InputError("give a question, or a file of them with --questions; none may be empty")
+    at_least("--max-new-tokens", max_new_tokens, 1)
+    at_least("--batch", batch, 1)
+    document = open_document(file, model, device)
+    from kvsketch.documents.answering import Sampling, answers
+
+    start = time.perf_counter()
+    ids = answers(document, asked, max_new_tokens, batch, Sampling(temperature, seed))
+    seconds = time.perf_counter() - start
+    found = [document.tokenizer.decode(one, skip_special_tokens=True).strip() for one in ids]
+    console = console_for(as_json)
+    for question, answer in zip(asked, found, strict=True):
+        if len(asked) > 1:
+            console.print(f"[dim]{escape(question)}[/dim]", highlight=False, soft_wrap=True)
+        console.print(escape(answer), highlight=False, soft_wrap=True)
+    if as_json:
+        from kvsketch.evaluation.report.report import dumps
+
+        rows = [
+            {"question": question, "answer": answer, "tokens": len(one)}
+            for question, answer, one in zip(asked, found, ids, strict=True)
+        ]
+        settings = {"temperature": temperature, "seed": seed, "seconds": seconds}
+        print(dumps({"command": "ask", "file": str(file), "answers": rows, **settings}))

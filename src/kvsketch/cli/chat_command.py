@@ -1,0 +1,208 @@
+"""`kvsketch chat`: a conversation in one cache, which stays as large as its budget says."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from kvsketch.arguments import check_arguments
+from kvsketch.cli.document_options import DeviceOption, check_out, mb, open_document, percent
+from kvsketch.errors import InputError, KVSketchError, at_least
+
+if TYPE_CHECKING:
+    from kvsketch.documents.conversation import Conversation, Status
+    from kvsketch.documents.document import Document
+
+EPILOG = (
+    "Example: kvsketch chat --context report.kvs --save talk.kvs\n\n"
+    "Ctrl-C stops an answer and not the session; Ctrl-D or /exit ends it."
+)
+_LEAVE = ("/exit", "/quit")
+
+
+def chat_command(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model folder or Hugging Face id. [default: that of --context]"),
+    ] = None,
+    context: Annotated[
+        Path | None,
+        typer.Option(metavar="DOC.kvs", help="A compressed document, or a chat that was saved."),
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="TALK.kvs", help="Save the cache here on exit.")
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="As for `kvsketch compress`. [default: 1024 slots, or the context's own]"
+        ),
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="As for `kvsketch compress`. [default: heavy_merge]")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of random methods, and above temperature 0.")] = 0,
+    device: DeviceOption = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16. [default: float32]")
+    ] = None,
+) -> None:
+    """Talk to a model in one cache, turn after turn, and see what it holds."""
+    at_least("--max-new-tokens", max_new_tokens, 1)
+    if save is not None:
+        check_out(save)
+    if context is None:
+        document = _fresh(model or "packaged", budget, method, seed, device, dtype or "float32")
+    else:
+        for name, given in (("budget", budget), ("method", method), ("dtype", dtype)):
+            if given is not None:
+                raise InputError(f"--{name} {given} and --context {context} exclude each other: "
+                                 "the file says it already")  # fmt: skip
+        document = open_document(context, model, device)
+    from kvsketch.documents.answering import Sampling
+    from kvsketch.documents.conversation import Conversation
+
+    conversation = Conversation(document, max_new_tokens, Sampling(temperature, seed))
+    try:
+        _talk(conversation, Console())
+    finally:  # whatever ended it, what was said should not be lost
+        if save is not None and conversation.document.cache.get_seq_length():
+            conversation.settle().save(save)
+            print(f"saved to {save}: {mb(save.stat().st_size)}", file=sys.stderr)
+
+
+def _fresh(
+    model: str, budget: str | None, method: str | None, seed: int, device: str, dtype: str
+) -> Document:
+    """A document of nothing yet."""
+    from kvsketch.evaluation.runner import loading
+    from kvsketch.evaluation.runner.settings import Settings
+    from kvsketch.evaluation.runner.setups import parse_budget
+
+    amount, method = 1024 if budget is None else parse_budget(budget), method or "heavy_merge"
+    check_arguments(method, budget=amount)
+    Settings(device=device, dtype=dtype)  # raises
+    folder = loading.resolve_model(model)
+    from kvsketch.documents.document import Document
+    from kvsketch.documents.wording import Wording
+    from kvsketch.hf import SketchCache
+
+    loading.check_device(device)
+    tokenizer = loading.load_tokenizer(folder)
+    loaded = loading.load_model(folder, device, dtype)
+    cache = SketchCache(loaded.config, method, budget=amount, seed=seed, track_error=True)
+    named = model if model in loading.PACKAGED_MODELS else folder
+    named = str(Path(named).resolve()) if Path(named).is_dir() else named
+    return Document(loaded, tokenizer, cache, Wording.of(tokenizer), {"model": named})
+
+
+def _talk(conversation: Conversation, console: Console) -> None:
+    """Turn after turn, until the end of the input."""
+    while True:
+        try:
+            said = input("you> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\nCtrl-D or /exit ends the session", file=sys.stderr)
+            continue
+        if said.strip() in _LEAVE:
+            return
+        if not said.strip():
+            continue
+        try:
+            _turn(conversation, said, console)
+        except KVSketchError as error:
+            print("error:", error, file=sys.stderr)
+
+
+def _turn(conversation: Conversation, said: str, console: Console) -> None:
+    with _stopping(conversation), _Screen(console) as screen:
+        for piece in conversation.say(said):
+            screen.add(piece, conversation.status())
+        if conversation.stopped:
+            screen.add(" [stopped]", conversation.status())
+
+
+@contextmanager
+def _stopping(conversation: Conversation) -> Iterator[None]:
+    """Ctrl-C asks the answer to stop, between two tokens: a forward that is torn in the middle
+    would cost the session."""
+
+    def stop(*_: object) -> None:
+        conversation.stop = True
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _Screen:
+    """An answer as it comes. On a terminal: whole lines for good, and below them the line that
+    grows and one that says what the cache holds. Else the pieces, and that line at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._line = console, ""
+        self._status: Status | None = None
+        self._live: Live | None = None
+
+    def __enter__(self) -> _Screen:
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, transient=True, auto_refresh=False)
+            self._live.__enter__()
+        return self
+
+    def add(self, piece: str, status: Status) -> None:
+        """Show one more piece."""
+        self._status = status
+        if self._live is None:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+            return
+        *whole, self._line = (self._line + piece).split("\n")
+        width = max(20, self._console.width - 1)
+        while len(self._line) > width:
+            cut = self._line.rfind(" ", 1, width) + 1 or width
+            whole.append(self._line[:cut])
+            self._line = self._line[cut:]
+        for line in whole:
+            self._console.print(Text(line), soft_wrap=True)
+        said = Text(_said(status), style="dim", no_wrap=True, overflow="ellipsis")
+        self._live.update(Group(Text(self._line), said), refresh=True)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.__exit__(kind, error, trace)
+            self._console.print(Text(self._line), soft_wrap=True)
+        elif self._status is not None:
+            print()
+        if self._status is not None:
+            said = Text(_said(self._status), style="dim")
+            (self._console if self._live else Console(stderr=True)).print(said, soft_wrap=True)
+
+
+def _said(status: Status) -> str:
+    return (
+        f"[{status.tokens:,} tokens seen, {status.slots:,.0f} slots, {mb(status.nbytes)}, "
+        f"error {percent(status.error)}]"
+    )

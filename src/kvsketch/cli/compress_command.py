@@ -1,0 +1,176 @@
+"""`kvsketch compress`: a document becomes a file that can be asked."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvsketch.arguments import QUERY_SOURCES, check_arguments
+from kvsketch.cli.document_options import (
+    DeviceOption,
+    JsonOption,
+    check_out,
+    mb,
+    percent,
+    reading,
+    text_of,
+)
+from kvsketch.cli.eval_command import console_for
+from kvsketch.errors import InputError
+from kvsketch.method_names import NEED_REREAD
+
+EPILOG = "Example: kvsketch compress --model YOUR_MODEL report.txt -o report.kvs --budget 0.25"
+
+
+def compress_command(
+    document: Annotated[
+        Path, typer.Argument(metavar="FILE", help="UTF-8 text; -: standard input.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DOC.kvs", help="Where it goes.")],
+    model: Annotated[
+        str, typer.Option(help="Model folder or Hugging Face id; packaged: ours for longeval.")
+    ] = "packaged",
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="0.25 is a share of the tokens, 1024 slots per KV head. [default: 0.25, unless "
+            "there is a tolerance]"
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Instead of a budget: the largest measured error, 0.05.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="See `kvsketch methods`.")] = "heavy_merge",
+    queries: Annotated[
+        str,
+        typer.Option(
+            help="What the compression goes by: the queries of the document (prompt), or of a "
+            "second reading (reread, local, sample), which suits questions not known yet better."
+        ),
+    ] = "prompt",
+    allocation: Annotated[
+        str | None,
+        typer.Option(
+            help="How the budget is spent over layers and heads, as for `kvsketch eval`. [default: "
+            "the method's own way]"
+        ),
+    ] = None,
+    bits: Annotated[
+        str | None,
+        typer.Option(help="16, 8, 4 or measured. [default: the method's own way]"),
+    ] = None,
+    sink: Annotated[int, typer.Option(help="First tokens that are always kept.")] = 4,
+    recent: Annotated[int, typer.Option(help="Last tokens that are always kept.")] = 32,
+    prefill: Annotated[
+        str, typer.Option(help="exact: compress after reading. streaming: while reading.")
+    ] = "exact",
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Read only the first so many tokens of the document.")
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="No chat template, even if the tokenizer has one.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of random methods.")] = 0,
+    device: DeviceOption = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    as_json: JsonOption = False,
+) -> None:
+    """Compress a document once, into a file that answers questions about it."""
+    from kvsketch.evaluation.runner.setups import parse_budget
+
+    if budget is not None and tolerance is not None:
+        raise InputError(f"--budget {budget} and --tolerance {tolerance} exclude each other")
+    amount = 0.25 if budget is None and tolerance is None else None
+    amount = parse_budget(budget) if budget is not None else amount
+    stored: Any = int(bits) if bits is not None and bits.isdecimal() else bits
+    settings: dict[str, Any] = {"budget": amount, "tolerance": tolerance, "allocation": allocation}
+    settings |= {"bits": stored, "sink": sink, "recent": recent, "prefill": prefill}
+    check_arguments(method, **settings)
+    if queries not in QUERY_SOURCES:
+        raise InputError(f"--queries {queries!r} must be one of {', '.join(QUERY_SOURCES)}")
+    if queries == "prompt" and method in NEED_REREAD:
+        raise InputError(f"--method {method} scores a text by a second reading: --queries reread")
+    if max_tokens is not None and max_tokens < 1:
+        raise InputError(f"--max-tokens {max_tokens} must be at least 1")
+    check_out(out)
+    text = text_of(document, "FILE")
+    found = _compressed(text, document, model, method, queries, settings, max_tokens, plain, seed,
+                        device, dtype, out)  # fmt: skip
+    console = console_for(as_json)
+    console.print(
+        f"{found['tokens']:,} tokens in {found['seconds']:.1f} s "
+        f"({found['tokens_per_s']:,.0f} tokens/s): {found['slots']:,.0f} slots per KV head, "
+        f"{mb(found['kv_bytes'])} instead of {mb(found['exact_kv_bytes'])}",
+        highlight=False,
+    )
+    error = found["error"] or {"mean": None, "largest": None}
+    console.print(
+        f"Measured error: {percent(error['mean'])} on average, {percent(error['largest'])} in the "
+        f"worst head. {out}: {mb(found['file_bytes'])}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(
+        f'Go on with: kvsketch ask {out} "YOUR QUESTION"', highlight=False, soft_wrap=True
+    )
+    if as_json:
+        from kvsketch.evaluation.report.report import dumps
+
+        print(dumps({"command": "compress", "out": str(out), **found}))
+
+
+def _compressed(
+    text: str,
+    source: Path,
+    model: str,
+    method: str,
+    queries: str,
+    settings: dict[str, Any],
+    max_tokens: int | None,
+    plain: bool,
+    seed: int,
+    device: str,
+    dtype: str,
+    out: Path,
+) -> dict[str, Any]:
+    from kvsketch.evaluation.runner import loading
+    from kvsketch.evaluation.runner.settings import Settings
+
+    Settings(device=device, dtype=dtype)  # raises
+    folder = loading.resolve_model(model)
+    from kvsketch.documents import document as documents
+    from kvsketch.documents.wording import Wording
+    from kvsketch.hf import SketchCache
+    from kvsketch.hf.saving import summary_of
+    from kvsketch.hf.size import predicted_size
+
+    loading.check_device(device)
+    config, tokenizer = loading.load_config(folder), loading.load_tokenizer(folder)
+    cache = SketchCache(config, method, seed=seed, **settings)  # raises, before weights are loaded
+    wording = Wording.of(tokenizer, plain)
+    loaded = loading.load_model(folder, device, dtype)
+    ids = documents.encoded(loaded, tokenizer, wording.before + text, not wording.chat)
+    ids = ids[:, :max_tokens]
+    documents.check_positions(ids.shape[1], cache, f"FILE {source}")
+    cache = SketchCache(loaded.config, method, seed=seed, **settings)
+    start = time.perf_counter()
+    with reading(cache) as advance:
+        documents.read(loaded, tokenizer, ids, cache, queries, advance)
+    seconds = time.perf_counter() - start
+    named = model if model in loading.PACKAGED_MODELS else folder
+    named = str(Path(named).resolve()) if Path(named).is_dir() else named
+    about = {"model": named, "source": source.name, "queries": queries}
+    documents.Document(loaded, tokenizer, cache, wording, about).save(out)
+    return {
+        "model": named,
+        "source": str(source),
+        "queries": queries,
+        "seconds": seconds,
+        "tokens_per_s": ids.shape[1] / seconds,
+        **summary_of(cache),
+        "file_bytes": out.stat().st_size,
+        "predicted_file_bytes": predicted_size(cache),
+    }

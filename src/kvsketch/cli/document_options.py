@@ -1,0 +1,161 @@
+"""What the commands about compressed documents have in common: texts, files, models, progress.
+
+torch and transformers are imported inside, after all that can be refused without them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from kvsketch.errors import InputError
+from kvsketch.evaluation.runner.files import read_text
+from kvsketch.files import container
+
+if TYPE_CHECKING:
+    from kvsketch.documents.document import Advance, Document
+
+KIND = "cache"  # as ``hf.saving`` has it, which needs torch
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+FileArgument = Annotated[
+    Path, typer.Argument(metavar="DOC.kvs", help="Written by `kvsketch compress`.")
+]
+ModelOfFile = Annotated[
+    str | None,
+    typer.Option("--model", help="Model folder or Hugging Face id. [default: the file's own]"),
+]
+DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
+]
+
+
+def text_of(path: Path, what: str) -> str:
+    """The text of a file, or of standard input for "-".
+
+    Raises:
+        InputError: it cannot be read, is not text, or is empty.
+    """
+    name = f"{what} {path}"
+    if str(path) == "-":
+        try:
+            text = sys.stdin.buffer.read().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{what} - (standard input) is not UTF-8 text") from error
+    elif path.is_file():
+        text = read_text(path, what)
+    else:
+        raise InputError(f"{name} is not a file")
+    if "\0" in text:
+        raise InputError(f"{name} is not text: it holds zero bytes")
+    if not text.strip():
+        raise InputError(f"{name} is empty")
+    return text
+
+
+def check_out(path: Path) -> None:
+    """Raise InputError, before any work, where a file cannot be written."""
+    if path.is_dir():
+        raise InputError(f"--out {path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise InputError(f"--out {path}: there is no folder {path.parent}")
+
+
+def header_of(path: Path) -> dict[str, Any]:
+    """What a file says of itself, its data not looked at.
+
+    Raises:
+        InputError: it is no file of a cache.
+    """
+    with container.opened(path, KIND) as (_, table):
+        return table.header
+
+
+def model_of(path: Path, header: dict[str, Any], given: str | None) -> str:
+    """The model to load: the one that was given, or the file's own.
+
+    Raises:
+        InputError: the file names none, or what is neither a folder nor a Hugging Face id.
+    """
+    from kvsketch.evaluation.runner.loading import PACKAGED_MODELS, resolve_model
+
+    if given is not None:
+        return resolve_model(given)
+    about = header.get("about")
+    named = about.get("model") if isinstance(about, dict) else None
+    if not isinstance(named, str):
+        raise InputError(f"{path} does not name its model; give it with --model")
+    known = named in PACKAGED_MODELS or _HUB_ID.fullmatch(named)
+    if not known and not (Path(named).is_absolute() and ".." not in Path(named).parts):
+        raise InputError(f"{path} names the model {named!r:.60}, which is no folder and no id; "
+                         "give it with --model")  # fmt: skip
+    return resolve_model(named)
+
+
+def open_document(path: Path, model: str | None, device: str) -> Document:
+    """A document with its model, which is loaded in the dtype the file was made with.
+
+    Raises:
+        InputError: as ``header_of`` and ``Document.load``.
+    """
+    header = header_of(path)
+    folder = model_of(path, header, model)
+    from kvsketch.documents.document import Document
+    from kvsketch.evaluation.runner import loading
+    from kvsketch.hf.identity import check_model_config
+
+    told = header.get("model")
+    loading.check_device(device)
+    check_model_config(told, loading.load_config(folder))
+    loaded = loading.load_model(folder, device, dtype_of(header))
+    return Document.load(path, loaded, loading.load_tokenizer(folder))
+
+
+def dtype_of(header: dict[str, Any]) -> str:
+    """In which the file's model was loaded."""
+    told = header.get("model")
+    dtype = told.get("dtype") if isinstance(told, dict) else None
+    return dtype if dtype in ("float32", "bfloat16", "float16") else "float32"
+
+
+@contextmanager
+def reading(cache: Any) -> Iterator[Advance]:
+    """A bar on standard error, with tokens per second and the bytes that a cache holds."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("Reading"),
+        BarColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task, start = bar.add_task("", total=None), time.perf_counter()
+
+        def advance(done: int, total: int) -> None:
+            seconds = max(1e-9, time.perf_counter() - start)
+            held = mb(cache.nbytes())
+            said = f"{done:,}/{total:,} tokens, {done / seconds:,.0f} tokens/s, {held}"
+            bar.update(task, completed=done, total=total, description=said)
+
+        yield advance
+
+
+def mb(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / 1e6:,.2f} MB"
+
+
+def percent(error: float | None) -> str:
+    """An error for people."""
+    return "not measured" if error is None else f"{error:.1%}"

@@ -1,0 +1,97 @@
+"""`kvsketch info`: what a file says of itself. Neither torch nor a model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from kvsketch.cli.document_options import KIND, FileArgument, JsonOption, mb, percent
+from kvsketch.cli.eval_command import console_for
+from kvsketch.errors import InputError
+from kvsketch.files import container
+
+EPILOG = "Example: kvsketch info report.kvs --json"
+#: what a header holds that is shown as it is
+_HEADS = ("model", "tokenizer", "summary", "about")
+
+
+def info_command(file: FileArgument, as_json: JsonOption = False) -> None:
+    """Show what a compressed document holds, and check that it is whole."""
+    found = info(file)
+    if as_json:
+        from kvsketch.evaluation.report.report import dumps
+
+        print(dumps({"command": "info", **found}))
+        return
+    table = Table(show_header=False)
+    for name, value in rows_of(found):
+        table.add_row(name, value)
+    console_for(False).print(table)
+
+
+def info(path: Path) -> dict[str, Any]:
+    """What a file says of itself, its checksum verified.
+
+    Raises:
+        InputError: it is no file of a cache, or damaged.
+    """
+    with container.opened(path, KIND) as (file, table):
+        container.verify(file, table, path)
+    header = table.header
+    for name in _HEADS:
+        if name not in header:
+            raise InputError(f"{str(path)!r} was not written by kvsketch: it has no {name}")
+    return {
+        "file": str(path),
+        "file_bytes": path.stat().st_size,
+        "predicted_file_bytes": header.get("predicted_file_bytes"),
+        "tensors": len(table.entries),
+        "version": header["version"],
+        "checksum": table.checksum,
+        **{name: header[name] for name in _HEADS},
+        "arguments": _arguments(header),
+    }
+
+
+def _arguments(header: dict[str, Any]) -> Any:
+    state = header.get("state")
+    return state.get("arguments") if isinstance(state, dict) else None
+
+
+def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is shown, name by name.
+
+    Raises:
+        InputError: a header that does not say what it should.
+    """
+    try:
+        said = _rows(found)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{found['file']!r}: its header lacks something: {error!r:.100}"
+        ) from error
+    return [(name, value.replace("[", r"\[")) for name, value in said]
+
+
+def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    summary, about, model = found["summary"], found["about"], found["model"]
+    error = summary.get("error") or {}
+    kept = summary["tolerance"] if summary["budget"] is None else summary["budget"]
+    what = "tolerance" if summary["budget"] is None else "budget"
+    return [
+        ("model", f"{about.get('model', '-')} ({model['type']}, {summary['dtype']})"),
+        ("source", str(about.get("source", "-"))),
+        ("method", f"{summary['method']}, {what} {kept}, bits {summary['bits']}"),
+        ("tokens seen", f"{summary['tokens']:,}"),
+        ("slots per KV head", f"{summary['slots']:,.0f}"),
+        ("bytes in memory", f"{mb(summary['kv_bytes'])} of {mb(summary['exact_kv_bytes'])}"),
+        ("file", f"{mb(found['file_bytes'])}, whole (sha256 {found['checksum'][:12]}...)"),
+        (
+            "measured error",
+            f"{percent(error.get('mean'))} on average, "
+            f"{percent(error.get('largest'))} in the worst head",
+        ),
+        ("seed", str(summary["seed"])),
+    ]

@@ -1,0 +1,58 @@
+"""`kvsketch merge`: two documents that were compressed apart, as one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvsketch.cli.document_options import (
+    DeviceOption,
+    FileArgument,
+    JsonOption,
+    ModelOfFile,
+    check_out,
+    header_of,
+    mb,
+    open_document,
+)
+from kvsketch.cli.eval_command import console_for
+
+EPILOG = "Example: kvsketch merge part1.kvs part2.kvs -o both.kvs"
+
+
+def merge_command(
+    first: FileArgument,
+    second: FileArgument,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DOC.kvs", help="Where it goes.")],
+    model: ModelOfFile = None,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Put two compressed documents one behind the other, without reading them again."""
+    check_out(out)
+    header_of(second)  # said before a model is loaded
+    document = open_document(first, model, device)
+    from kvsketch.documents.document import Document
+    from kvsketch.hf.joining import join
+
+    other = Document.load(second, document.model, document.tokenizer)
+    cache = join(document.cache, other.cache, document.model)
+    sources = [one.about.get("source") for one in (document, other)]
+    about = {**document.about, "source": " + ".join(map(str, sources))}
+    both = replace(document, cache=cache, about=about, answered=other.answered)
+    both.save(out)
+    console_for(as_json).print(
+        f"{cache.get_seq_length():,} tokens, {mb(cache.nbytes())}. {out}: "
+        f"{mb(out.stat().st_size)}. The error of the whole was not measured.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if as_json:
+        from kvsketch.evaluation.report.report import dumps
+
+        sizes = {"kv_bytes": cache.nbytes(), "file_bytes": out.stat().st_size}
+        row = {"tokens": cache.get_seq_length(), "sources": sources, **sizes}
+        print(dumps({"command": "merge", "out": str(out), **row}))

@@ -1,0 +1,156 @@
+"""`kvsketch methods`: what each method needs, promises and takes.
+
+Heavy imports happen inside, as in ``kvsketch.cli``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+#: register it with ``app.command("methods", epilog=EPILOG)(methods_command)``
+EPILOG = "Examples: kvsketch methods; kvsketch methods heavy_merge; kvsketch methods --json"
+#: columns a terminal needs for the table; a narrower one gets a list
+WIDE = 140
+
+
+def methods_command(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME...", help="Only these, with what their options mean."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, on one line.")] = False,
+) -> None:
+    """List the compression methods: what they need, what is proved of them, where they are from."""
+    from kvsketch.errors import unknown_name
+    from kvsketch.method_names import METHOD_NAMES
+
+    for name in names or []:
+        if name not in METHOD_NAMES:
+            raise unknown_name("method", name, METHOD_NAMES)
+
+    from kvsketch.evaluation.report.report import dumps
+    from kvsketch.methods.registry import ALL_METHODS
+
+    rows = [_row(name, ALL_METHODS[name]) for name in names or METHOD_NAMES]
+    if as_json:
+        print(dumps({"command": "methods", "methods": rows}))
+        return
+    console = Console()
+    if names or console.width < WIDE:
+        for row in rows:
+            _show(row, console, meanings=bool(names))
+    else:
+        console.print(_table(rows))
+    if not names:
+        console.print(
+            "Options of a method: SketchCache(model.config, NAME, options={...}). What they mean: "
+            "kvsketch methods NAME.",
+            highlight=False,
+        )
+
+
+def _row(name: str, cls: type[Any]) -> dict[str, Any]:
+    doc = _plain(inspect.getdoc(cls) or "")
+    meanings = _meanings(doc)
+    taken = inspect.signature(cls).parameters.values()
+    return {
+        "name": name,
+        "summary": _first_sentence(doc),
+        "queries": _queries(cls),
+        "streams": _streams(cls),
+        "guarantee": cls.guarantee or "none proved",
+        "paper": cls.paper,
+        "options": [
+            {
+                "name": p.name,
+                "default": None if p.default is p.empty else p.default,
+                "required": p.default is p.empty,
+                "meaning": meanings.get(p.name, ""),
+            }
+            for p in taken
+            if p.name != "seed"  # SketchCache and the commands have one of their own
+        ],
+    }
+
+
+def _queries(cls: type[Any]) -> str:
+    if getattr(cls, "needs_reread", False):
+        return "needs those of a second reading (kvsketch.prefill)"
+    return "needs the model's queries" if getattr(cls, "needs_queries", False) else "needs none"
+
+
+def _streams(cls: type[Any]) -> str:
+    from kvsketch.methods.sketches import Sketch
+
+    if issubclass(cls, Sketch):
+        return "natively: a budget bounds its whole state"
+    if cls.needs_reread:
+        return "no: it reads the whole context twice; what is decoded later is compressed again"
+    return "by compressing again whenever the budget is full"
+
+
+def _plain(doc: str) -> str:
+    """A docstring without the marks of its markup."""
+    return re.sub(r":\w+:`([^`]*)`", r"\1", doc).replace("``", "")
+
+
+def _first_sentence(doc: str) -> str:
+    text = " ".join(doc.split("\n\n")[0].split())
+    head, dot, _ = text.partition(". ")
+    return head + "." if dot else text
+
+
+def _meanings(doc: str) -> dict[str, str]:
+    """What a docstring's ``Args`` say, by argument."""
+    block = re.search(r"^Args:\n((?:    .*\n?|\n)*)", doc, flags=re.MULTILINE)
+    if block is None:
+        return {}
+    found = re.split(r"^    (\w+): ", block.group(1), flags=re.MULTILINE)[1:]
+    return {
+        name: " ".join(text.split()) for name, text in zip(found[::2], found[1::2], strict=True)
+    }
+
+
+def _options(row: Mapping[str, Any]) -> str:
+    return ", ".join(
+        option["name"] if option["required"] else f"{option['name']}={option['default']!r}"
+        for option in row["options"]
+    )
+
+
+def _show(row: Mapping[str, Any], console: Console, meanings: bool) -> None:
+    """One method of the list."""
+    console.print(f"[bold]{escape(row['name'])}[/bold]", highlight=False)
+    lines = [row["summary"]]
+    lines += [f"{what}: {row[what]}" for what in ("queries", "streams", "guarantee")]
+    lines.append(f"source: {row['paper']}")
+    if not meanings:
+        lines.append(f"options: {_options(row) or 'none'}")
+    for line in lines:
+        console.print(Padding(escape(line), (0, 0, 0, 2), expand=False), highlight=False)
+    for option in row["options"] if meanings else []:
+        value = "required" if option["required"] else f"default {option['default']!r}"
+        text = f"option {option['name']} ({value}): {option['meaning'] or 'see its docstring'}"
+        console.print(Padding(escape(text), (0, 0, 0, 2), expand=False), highlight=False)
+    console.print()
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(show_lines=True)
+    for column in ("name", "what it does", "queries", "streams", "guarantee", "source"):
+        table.add_column(column, no_wrap=column == "name", overflow="fold")
+    for row in rows:
+        options = _options(row)
+        text = row["summary"] + (f"\nOptions: {options}" if options else "")
+        cells = (row["name"], text, row["queries"], row["streams"], row["guarantee"], row["paper"])
+        table.add_row(*(escape(cell) for cell in cells))
+    return table

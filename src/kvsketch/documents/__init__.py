@@ -1,0 +1,1 @@
+"""Documents that were compressed once: read, asked, talked about, continued, put together."""

@@ -1,0 +1,157 @@
+"""A document's cache, with what belongs to it: the model, its tokenizer, and how it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..hf import SketchCache, prefill
+from .wording import Wording
+
+#: tokens that are read at a time
+CHUNK = 1024
+
+#: called with how many tokens were read and how many there are
+Advance = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Document:
+    """
+    Attributes:
+        model: a transformers causal language model.
+        tokenizer: its own.
+        cache: what has become of the document, one row.
+        wording: what comes around it.
+        answered: whether the last thing in the cache is an answer, not the document.
+        about: what else a file says of it: the model's name, where the text comes from.
+    """
+
+    model: Any
+    tokenizer: Any
+    cache: SketchCache
+    wording: Wording
+    about: dict[str, Any]
+    answered: bool = False
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file, see ``SketchCache.save``."""
+        more = {"wording": self.wording.values(), "answered": self.answered}
+        self.cache.save(path, tokenizer=self.tokenizer, about={**self.about, **more})
+
+    @staticmethod
+    def load(path: str | Path, model: Any, tokenizer: Any) -> Document:
+        """Read what ``save`` wrote; a cache that was saved in Python is a document, too.
+
+        Raises:
+            InputError: as ``SketchCache.load``, or it has several rows.
+        """
+        cache = SketchCache.load(path, model, tokenizer=tokenizer)
+        if (rows := cache._sketches()[0].token_shape[0]) != 1:
+            raise InputError(f"{str(path)!r} holds {rows} rows; a document is one")
+        about = dict(cache.about)
+        said, answered = about.pop("wording", None), about.pop("answered", False)
+        wording = Wording.of(tokenizer) if said is None else Wording.read(said)
+        return Document(model, tokenizer, cache, wording, about, answered is True)
+
+    @property
+    def positions_left(self) -> int | None:
+        """Tokens the model still has positions for; None: it has no limit."""
+        most = self.cache.max_positions
+        return None if most is None else max(0, most - self.cache.get_seq_length())
+
+    def ids_of(self, text: str) -> Tensor:
+        """A text behind what is there, int64 ``[1, tokens]``."""
+        return encoded(self.model, self.tokenizer, text, special=False)
+
+    @torch.no_grad()
+    def append(self, text: str, advance: Advance = lambda done, total: None) -> int:
+        """Read more text behind the document.
+
+        Returns:
+            How many tokens.
+
+        Raises:
+            InputError: no text, an answer is the last thing there, or more tokens than positions.
+        """
+        if self.answered:
+            raise InputError("the file holds a chat, whose last words are an answer: append to the "
+                             "document before it is talked about")  # fmt: skip
+        ids = self.ids_of(text)
+        total, left = ids.shape[1], self.positions_left
+        if not total:
+            raise InputError("the text to append is empty")
+        if left is not None and total > left:
+            raise InputError(
+                f"{total} tokens are to be appended, and {left} of the model's "
+                f"{self.cache.max_positions} positions are left; append less of it, or compress "
+                "less of the document (`kvsketch compress --max-tokens`)"
+            )
+        for start in range(0, total, CHUNK):
+            part = ids[:, start : start + CHUNK]
+            self.model(part, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            advance(start + part.shape[1], total)
+        return total
+
+    def fork(self) -> Document:
+        """The same, with a cache that goes on by itself."""
+        return replace(self, cache=self.cache.fork())
+
+
+def encoded(model: Any, tokenizer: Any, text: str, special: bool) -> Tensor:
+    """Ids of a text on the device of the model, int64 ``[1, tokens]``."""
+    ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    return torch.tensor([ids], dtype=torch.int64, device=model.device)
+
+
+def check_positions(tokens: int, cache: SketchCache, what: str) -> None:
+    """Raise InputError where a document has more tokens than the model positions."""
+    most = cache.max_positions
+    if most is not None and tokens > most:
+        raise InputError(
+            f"{what} has {tokens} tokens, and the model {most} positions; --max-tokens "
+            f"{max(1, most - 256)} reads the first ones and leaves room for questions"
+        )
+
+
+@torch.no_grad()
+def read(
+    model: Any,
+    tokenizer: Any,
+    ids: Tensor,
+    cache: SketchCache,
+    queries: str | Sequence[str] = "prompt",
+    advance: Advance = lambda done, total: None,
+) -> None:
+    """Read a document into an empty cache and compress it.
+
+    Args:
+        ids: int64 ``[1, tokens]``.
+        queries: as for ``kvsketch.prefill``.
+        advance: told how far it is.
+    """
+    total = ids.shape[1]
+    if all(layer.settings.exact_prefill for layer in cache._sketches()):
+        size = CHUNK if total > CHUNK else None
+        prefill(
+            model,
+            ids,
+            cache,
+            queries=queries,
+            tokenizer=tokenizer,
+            chunk_size=size,
+            progress=advance,
+        )
+        return
+    if queries != "prompt":
+        raise InputError(f"--queries {queries} reads all of a document first: --prefill exact")
+    for start in range(0, total, CHUNK):
+        part = ids[:, start : start + CHUNK]
+        model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        advance(start + part.shape[1], total)

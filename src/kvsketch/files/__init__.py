@@ -1,0 +1,1 @@
+"""Compressed documents on disk."""

@@ -1,0 +1,48 @@
+"""Notices a prompt that is read in chunks by a cache that took the first chunk for all of it."""
+
+from __future__ import annotations
+
+import warnings
+
+
+class Chunks:
+    """A cache cannot see how many chunks a prompt will have. Without ``prompt_length`` an exact
+    prefill is compressed after the first, and the others attend to slots: a warning says so, once.
+
+    Forwards of equal size, one after the other from the start on, are taken for chunks, and a
+    shorter one behind two or more of them for the last. A prompt of two chunks, the second of which
+    is shorter, looks like a context with a question behind it, and is not noticed.
+
+    Args:
+        watched: whether the prompt is meant to be read exactly and its length was not given.
+    """
+
+    def __init__(self, watched: bool) -> None:
+        self._watched = watched
+        self._size = 0  # of all forwards so far; 0: they differ
+
+    def note(self, tokens: int, before: int, compressed: bool) -> None:
+        """A forward of several tokens begins.
+
+        Args:
+            tokens: how many, > 1.
+            before: tokens that the cache has seen.
+            compressed: whether it holds slots already.
+        """
+        if not self._watched:
+            return
+        size = self._size
+        if before == 0:
+            self._size = tokens
+        elif not size or before % size or tokens > size or (tokens < size and before < 2 * size):
+            self._size = 0
+        elif compressed:
+            self._watched = False
+            warnings.warn(
+                f"SketchCache(prefill='exact') gets a prompt in chunks of {size} tokens and was "
+                "compressed before the last of them, so that later chunks attend to slots. Give "
+                "prompt_length= (the tokens of the whole prompt) to wait for all of it, or say "
+                "prefill='streaming' if that is what you want",
+                UserWarning,
+                stacklevel=3,
+            )

@@ -1,0 +1,131 @@
+"""Two caches of documents that were compressed apart, as one of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from ..budget import Budget
+from ..cache.budgets import HeadBudgets
+from ..cache.storage import Bits
+from ..cache.stream import Stream
+from ..cache.window import Windowed
+from ..errors import InputError, UnsupportedError
+from ..slots import Slots
+from .cache import SketchCache
+from .layer import SketchLayer
+from .saving import cache_arguments
+from .turning import turn_of
+
+# Arguments that say how slots were made, and may differ between the two.
+_FREE = ("seed", "prompt_length", "track_error")
+
+
+@torch.no_grad()
+def join(first: SketchCache, second: SketchCache, model: PreTrainedModel) -> SketchCache:
+    """The cache of the first document with the second behind it; both caches stay as they are.
+
+    All slots of both are kept, where the budget is a share of the tokens; they are compressed to
+    it, where it is a number. The second's keys are turned on by the number of tokens of the first.
+    Neither document has attended to the other, which one that is read as a whole would have: what
+    that costs ``benchmarks/document_merge.py`` measures. The error of the whole is not known.
+
+    Raises:
+        InputError: caches that were made with other settings, of other dtypes or numbers of rows,
+            or too many tokens for the model's positions.
+        UnsupportedError: positions other than plain rotary ones, a streaming sketch, layers that
+            are no full attention, or padding.
+    """
+    _check(first, second, model)
+    shift = first.get_seq_length()
+    turn = turn_of(model, shift)
+    joined = first.fork()
+    pairs = zip(joined._sketches(), second._sketches(), strict=True)
+    for layer, other in pairs:
+        a, b = layer.stream, other.stream
+        mine, theirs = a.scored(), b.scored()
+        moved = None if theirs.positions is None else theirs.positions + shift
+        theirs = replace(theirs, keys=turn(theirs.keys, shift), positions=moved)
+        bits = Bits(max(a.bits.keys, b.bits.keys), max(a.bits.values, b.bits.values))
+        budget = _budgets(a, b) if a._given is None else a._given
+        a.adopt(Slots.cat([mine, theirs]), a.seen + b.seen, budget, bits)
+    joined._forward.masks.settled = any(x.stream.compressed for x in joined._sketches())
+    for number, above in second.plan.above.items():
+        known = joined.plan.above.get(number)
+        joined.plan.above[number] = above if known is None else known | above
+    joined._forward.note_bytes()
+    return joined
+
+
+def _check(first: SketchCache, second: SketchCache, model: PreTrainedModel) -> None:
+    mine, theirs = (cache_arguments(cache) for cache in (first, second))
+    for name, value in mine.values.items():
+        other = theirs.values[name]
+        if name not in _FREE and (type(value) is not type(other) or value != other):
+            raise InputError(
+                f"the two were compressed with different settings: {name}={value!r:.60} and "
+                f"{other!r:.60}"
+            )
+    same = mine.tensors.keys() == theirs.tensors.keys()
+    if not same or not all(torch.equal(t, theirs.tensors[n]) for n, t in mine.tensors.items()):
+        raise InputError("the two were compressed with different allocations")
+    for cache in (first, second):
+        for index, layer in enumerate(cache.layers):
+            if type(layer) is not SketchLayer:
+                raise UnsupportedError(
+                    f"layer {index} is a {type(layer).__name__}, of which two cannot be put "
+                    "together; read the documents as one"
+                )
+            if not isinstance(layer.stream.method, Windowed):
+                raise UnsupportedError(
+                    f"method={cache.method!r}: the state of a streaming sketch cannot be turned to "
+                    "later positions; use a compressor, such as heavy_merge"
+                )
+            if layer.stream.padded:
+                raise UnsupportedError("a padded cache cannot be put together with another")
+    a, b = first._sketches()[0], second._sketches()[0]
+    if (a.token_shape, a.dtype) != (b.token_shape, b.dtype):
+        raise InputError(
+            f"the two hold tokens {a.token_shape} of {a.dtype} and {b.token_shape} of {b.dtype}"
+        )
+    given = first.plan.budget
+    if a.stream.waits and b.stream.waits and (given is None or given.value != 1.0):
+        raise InputError(
+            "both documents are too short for their errors to be measured; read them as one"
+        )
+    total = first.get_seq_length() + second.get_seq_length()
+    if first.max_positions is not None and total > first.max_positions:
+        raise InputError(
+            f"together the documents have {total} tokens, and the model {first.max_positions} "
+            "positions; compress less of them (--max-tokens)"
+        )
+
+
+def _budgets(a: Stream, b: Stream) -> HeadBudgets:
+    """Of every head what both budgets come to; a document too short to be measured keeps all."""
+    told = next((stream.budget for stream in (a, b) if stream.budget is not None), None)
+    if told is None:  # all tokens are kept: there was nothing to measure
+        return HeadBudgets([[Budget(1.0)] * a.held.shape[1]])
+    value, batch = told.value, len(a.held)
+    rows = [_rows(stream, batch, value, told.heads) for stream in (a, b)]
+    weights = (a.seen, b.seen) if isinstance(value, float) else (1, 1)  # slots, or parts of tokens
+    found = []
+    for pairs in zip(*rows, strict=True):
+        row = []
+        for x, y in zip(*pairs, strict=True):
+            share = (x.share * weights[0] + y.share * weights[1]) / sum(weights)
+            limit = None if x.limit is None or y.limit is None else x.limit + y.limit
+            row.append(Budget(value, share, limit))
+        found.append(row)
+    return HeadBudgets(found, True, told.bound)
+
+
+def _rows(stream: Stream, batch: int, value: int | float, heads: int) -> list[Sequence[Budget]]:
+    if stream.budget is None:
+        share = 1 / value if isinstance(value, float) else 1.0
+        return [[Budget(value, share)] * heads] * batch
+    rows: list[Sequence[Budget]] = list(stream.budget.rows)
+    return rows * batch if len(rows) < batch else rows

@@ -1,0 +1,75 @@
+"""How large a cache's file will be, from what it holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..cache.quantized import slot_bytes
+from ..cache.quantized_page import QuantizedPage
+from ..cache.sketch_page import SketchPage, SketchPages
+from ..cache.window import Windowed
+from ..methods.base import Compressor
+from ..methods.sketches import Sketch
+from ..random_numbers import generator_state
+from . import accounting
+from .layer import SketchLayer
+
+if TYPE_CHECKING:
+    from .cache import SketchCache
+
+# Of a table: what is always there, a line for every tensor, and the numbers of a layer.
+_HEADER, _TENSOR, _LAYER = 2600, 110, 330
+
+
+def predicted_size(cache: SketchCache) -> int:
+    """Bytes of the file that ``cache.save`` writes, from numbers of slots, bits and sizes of heads:
+    no tensor is looked at. Within 3% of the file for caches of 100 kB and more, without queries
+    that wait.
+    """
+    return _HEADER + sum(
+        _layer(layer) if isinstance(layer, SketchLayer) else _other(layer) for layer in cache.layers
+    )
+
+
+def _other(layer: object) -> int:
+    return accounting.layer_nbytes(layer) + 4 * _TENSOR
+
+
+def _sketch(page: SketchPage) -> int:
+    """The exact tokens and the whole state of the sketch between them."""
+    tensors = list(page.exact.tensors().values())
+    tensors += [] if page.window is None else page.window.tensors()
+    total = sum(t.numel() * t.element_size() for t in tensors) + (len(tensors) + 3) * _TENSOR
+    return total + (0 if page.window is None else _generator(page.window.sketch))
+
+
+def _layer(layer: SketchLayer) -> int:
+    """Slots between sinks and recent window in their bits, the others as the model has them, with
+    mass, score and position as far as there are any."""
+    stream, page = layer.stream, layer.stream.page
+    assert layer.dtype is not None
+    if isinstance(page, (SketchPage, SketchPages)):
+        pages = page.pages if isinstance(page, SketchPages) else [page]
+        return sum(_sketch(one) for one in pages) + _LAYER
+    slots, held = stream.slots, stream.held
+    key_dim, value_dim = slots.keys.shape[3], slots.values.shape[3]
+    columns = sum(name not in ("keys", "values") for name in slots.tensors())
+    given = (key_dim + value_dim) * layer.dtype.itemsize + 4 * columns
+    total, tensors = int(held.sum()) * given, 5 + columns
+    if isinstance(page, QuantizedPage):
+        window = stream.method.sink + stream.method.recent
+        middle = int((held - window - page.appended).clamp(min=0).sum())
+        few = slot_bytes(key_dim, stream.bits.keys) + slot_bytes(value_dim, stream.bits.values)
+        total += middle * (few + 4 * columns - given)
+        total += held.numel() * (8 * key_dim + 4 + 5 * 8)  # centres and units, sizes
+        tensors += 13 + columns
+    total += _generator(stream.method.compressor) if isinstance(stream.method, Windowed) else 0
+    return total + tensors * _TENSOR + _LAYER
+
+
+def _generator(method: Compressor | Sketch | None) -> int:
+    """The state of a random stream that numbers were drawn from."""
+    if method is None:
+        return 0
+    state = generator_state(method.generator, method.seed)
+    return 0 if state is None else state.nbytes + _TENSOR

@@ -1,0 +1,104 @@
+"""Keys at later positions: rotary position embeddings, turned on.
+
+A rotary key is R(p) k, where R(p) turns pairs of channels by angles p * inv_freq (Su et al.,
+RoFormer, 2104.09864). R(p + n) = R(n) R(p), so a key of position p becomes the one of position
+p + n by R(n), whatever p is; and so does a sum of keys of different positions. This holds where
+frequencies do not depend on the position and nothing else does; both are tried on the model itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from ..errors import UnsupportedError
+
+#: rope types whose frequencies do not depend on the position
+_FIXED = ("default", "linear", "llama3", "yarn")
+# Of a key's norm: what rounding may make of it.
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Turns keys on by a number of positions.
+
+    Attributes:
+        frequencies: radians per position, float ``[pairs]``.
+        neighbours: pairs are channels 2i and 2i + 1, else i and i + pairs.
+    """
+
+    frequencies: Tensor
+    neighbours: bool
+
+    def __call__(self, keys: Tensor, by: int) -> Tensor:
+        """``[..., head_dim]`` keys ``by`` positions further on, in their dtype. Channels beyond the
+        pairs carry no position."""
+        pairs = len(self.frequencies)
+        angle = self.frequencies.double().to(keys.device) * by
+        cos, sin = (f(angle).to(torch.promote_types(keys.dtype, torch.float32)) for f in _BOTH)
+        turned, rest = keys[..., : 2 * pairs].to(cos.dtype), keys[..., 2 * pairs :]
+        if self.neighbours:
+            a, b = turned[..., 0::2], turned[..., 1::2]
+            both = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+        else:
+            a, b = turned[..., :pairs], turned[..., pairs:]
+            both = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        return torch.cat([both.to(keys.dtype), rest], dim=-1)
+
+
+_BOTH = (torch.cos, torch.sin)
+
+
+@torch.no_grad()
+def turn_of(model: PreTrainedModel, by: int) -> Turn:
+    """How the keys of a model are turned on by ``by`` positions: as its own rotary embedding says,
+    and as a token read at both positions confirms (alone, it attends to itself wherever it is, so
+    all layers' keys must agree).
+
+    Raises:
+        UnsupportedError: positions that are no plain rotary ones: learned, ALiBi, dynamic scaling,
+            frequencies that differ by layer.
+    """
+    text = model.config.get_text_config(decoder=True)
+    refused = f"{text.model_type!r} models have no plain rotary positions"
+    parameters: Any = getattr(text, "rope_parameters", None) or {}
+    kind = parameters.get("rope_type", "default") if isinstance(parameters, dict) else None
+    if kind not in _FIXED:
+        raise UnsupportedError(f"{refused}: rope_type={kind!r}")
+    found = [f for m in model.modules() if (f := _frequencies(m)) is not None]
+    if len(found) != 1:
+        raise UnsupportedError(f"{refused}: {len(found)} rotary embeddings instead of one")
+    here, there = (_keys_at(model, position) for position in (0, by))
+    for neighbours in (False, True):
+        turn = Turn(found[0], neighbours)
+        if all(_agree(turn(a, by), b) for a, b in zip(here, there, strict=True)):
+            return turn
+    raise UnsupportedError(
+        f"{refused}: a token's keys at positions 0 and {by} do not differ by one"
+    )
+
+
+def _frequencies(module: nn.Module) -> Tensor | None:
+    found = getattr(module, "inv_freq", None)
+    return found if isinstance(found, Tensor) and found.dim() == 1 else None
+
+
+def _keys_at(model: PreTrainedModel, position: int) -> list[Tensor]:
+    """One token's keys in every layer."""
+    cache = DynamicCache(config=model.config)
+    ids = torch.full((1, 1), 3, device=model.device)
+    at = torch.full((1, 1), position, device=model.device)
+    model(ids, position_ids=at, past_key_values=cache, use_cache=True)
+    return [layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None]
+
+
+def _agree(turned: Tensor, key: Tensor) -> bool:
+    if turned.shape != key.shape:
+        return False
+    off = (turned.float() - key.float()).norm() / key.float().norm().clamp(min=1e-30)
+    return bool(off < _ROUNDING.get(key.dtype, 1e-4))

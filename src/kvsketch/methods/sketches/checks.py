@@ -1,0 +1,103 @@
+"""What a sketch that is read from a file must look like before it is used."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from ...slots import Slots
+from ...state import FLOATS, name_of
+from ..base import all_finite
+
+if TYPE_CHECKING:
+    from .base import Sketch
+
+#: what ``token_layout`` says
+_TOKEN = {
+    *("batch", "heads", "head_dim", "value_dim"),
+    *("keys", "values", "device", "positions"),
+}
+#: numbers that a sketch remembers beside its tensors (depths, buckets) are smaller
+_MOST_META = 1 << 20
+
+
+def token_layout(new: Slots) -> dict[str, Any]:
+    """What every chunk must agree on."""
+    return {
+        "batch": new.keys.shape[0],
+        "heads": new.keys.shape[1],
+        "head_dim": new.keys.shape[3],
+        "value_dim": new.values.shape[3],
+        "keys": name_of(new.keys.dtype),
+        "values": name_of(new.values.dtype),
+        "device": str(new.keys.device),
+        "positions": new.positions is not None,
+    }
+
+
+def check_state(name: str, meta: Any, state: Mapping[str, Tensor], token: Slots | None) -> None:
+    """Raise InputError unless what a sketch remembers can be that of tokens of one kind."""
+    if not isinstance(meta, dict) or any(
+        type(value) is not int or abs(value) > _MOST_META
+        for key, value in meta.items()
+        if key not in ("token", "rows")
+    ):
+        raise InputError(f"meta={meta!r:.80}: a {name} sketch remembers small whole numbers")
+    if not state and "token" not in meta:
+        return
+    told = meta.get("token")
+    if not isinstance(told, dict) or set(told) != _TOKEN or told["keys"] not in FLOATS:
+        raise InputError(f"meta.token={told!r:.80} must say what the tokens are like")
+    sizes = [told[key] for key in ("batch", "heads", "head_dim", "value_dim")]
+    known = all(type(x) is int and 0 < x <= _MOST_META for x in sizes)
+    if not known or told["values"] not in FLOATS or type(told["positions"]) is not bool:
+        raise InputError(f"meta.token={told!r:.80} must say what the tokens are like")
+    if token is not None and {**token_layout(token), "device": told["device"]} != told:
+        raise InputError(f"meta.token={told!r:.80} is not that of the exact tokens")
+    rows = meta.get("rows", [0] * told["batch"])
+    whole = isinstance(rows, list) and all(type(x) is int and 0 <= x < 1 << 40 for x in rows)
+    if not whole or len(rows) != told["batch"]:
+        raise InputError(f"meta.rows={rows!r:.80} must number the rows of the batch")
+    for key, tensor in state.items():
+        if tensor.dim() < 2 or tensor.shape[0] != sizes[0] or tensor.shape[1] % sizes[1]:
+            raise InputError(f"{key} {list(tensor.shape)} must begin with {sizes[:2]}")
+        if bool(tensor.isnan().any()):
+            raise InputError(f"{key} is not a number")
+
+
+def try_state(sketch: Sketch, token: dict[str, Any]) -> None:
+    """Raise InputError unless a copy gives its slots and takes in a token: what a sketch holds
+    is its own business, and this is how to see that it fits together."""
+    dtypes = FLOATS[token["keys"]], FLOATS[token["values"]]
+    shape = (token["batch"], token["heads"], 1)
+    sizes = token["head_dim"], token["value_dim"]
+    keys, values = (torch.zeros(*shape, n, dtype=d) for n, d in zip(sizes, dtypes, strict=True))
+    positions = torch.zeros(shape) if token["positions"] else None
+    new = Slots(keys, values, positions=positions)
+    twin, fresh = copy.deepcopy(sketch), copy.deepcopy(sketch)
+    twin.meta["token"] = {**token, "device": "cpu"}
+    fresh.reset()
+    try:
+        fresh.extend(new)
+        for key, like in fresh.state.items():
+            if key not in twin.state or _kind(twin.state[key]) != _kind(like):
+                raise InputError(f"{key} must be there, as {_kind(like)}")
+        twin._check()
+        if twin.slots.keys.shape[:2] != shape[:2] or not all_finite(twin.slots.keys):
+            raise InputError("its slots are not as they should be")
+        twin.extend(new)
+        found = twin.slots
+    except Exception as error:  # whatever a state that does not fit together leads to
+        raise InputError(f"the state of {sketch.name} does not fit together: {error}") from error
+    if not all_finite(found.keys) or not all_finite(found.values):
+        raise InputError(f"the state of {sketch.name} does not fit together: it is not finite")
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, int, list[int]]:
+    """What does not depend on the number of tokens seen: dtype, axes, and batch and heads."""
+    return tensor.dtype, tensor.dim(), list(tensor.shape[:2])

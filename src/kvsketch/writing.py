@@ -1,0 +1,71 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from .errors import InputError
+
+
+@contextmanager
+def whole(path: Path, name: str) -> Iterator[BinaryIO]:
+    """A stream whose content becomes a file: all of it or nothing. A new file beside it takes its
+    place once all of it is on the disk; what was there before stays until then, and of two that
+    write at a time, the last one wins. A device, such as /dev/stdout, is written to as it is; where
+    ``path`` is a link, what it points to is replaced.
+
+    Args:
+        name: what messages call the file, such as "--out report.html".
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        target = path.resolve()
+        if target.exists() and not target.is_file():
+            with target.open("wb") as stream:
+                yield stream
+            return
+        hidden = f".{target.name[:100]}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+        made = target.with_name(hidden)
+        try:
+            with made.open("xb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            if target.exists():
+                made.chmod(target.stat().st_mode)
+            made.replace(target)
+        except BaseException:
+            with suppress(OSError):
+                made.unlink()
+            raise
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{name} cannot be written: {reason}") from error
+    _sync_folder(target.parent)
+
+
+def save_bytes(path: Path, data: bytes, name: str) -> None:
+    """Write a file as ``whole`` does.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    with whole(path, name) as stream:
+        stream.write(data)
+
+
+def _sync_folder(folder: Path) -> None:
+    """The new name, too, should survive a loss of power; not all systems can."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

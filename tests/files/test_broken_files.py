@@ -1,0 +1,422 @@
+"""Files that are broken, foreign or hostile: an error that says so, and nothing worse."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mutations import mutants, parts, signed, with_header
+
+from families import build
+from kvsketch import InputError, KVSketchError, SketchCache
+from kvsketch.cli.info_command import info, rows_of
+
+WINDOW: dict[str, Any] = {"sink": 2, "recent": 6}
+MADE: dict[str, dict[str, Any]] = {
+    "bits": {"method": "heavy_merge", "budget": 0.4},
+    "ragged": {"method": "heavy_merge", "budget": 0.4, "bits": 16, "track_error": True},
+    "sketch": {"method": "subgen", "budget": 40, "seed": 1},
+    "sketches": {
+        "method": "merge_reduce",
+        "budget": 48,
+        "schedule": [[1.5, 0.5], [0.6, 1.4]],
+    },
+    "tokens": {"method": "d2o", "budget": 200},
+}
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return build("llama")
+
+
+@torch.no_grad()
+def saved(model: Any, name: str, folder: Path) -> Path:
+    cache = SketchCache(model.config, **WINDOW, **MADE[name])
+    ids = torch.randint(3, 90, (1, 130), generator=torch.Generator().manual_seed(0))
+    model(ids, past_key_values=cache)
+    for token in range(3):
+        model(torch.tensor([[token + 5]]), past_key_values=cache)
+    path = folder / f"{name}.kvs"
+    cache.save(path)
+    return path
+
+
+@torch.no_grad()
+def survives(model: Any, path: Path, kind: str) -> bool:
+    """Whether a file was loaded; it must then be of use, or refused while it is used."""
+    with suppress(KVSketchError):
+        rows_of(info(path))
+    try:
+        cache = SketchCache.load(path, model)
+    except KVSketchError:
+        return False
+    assert kind == "knowing", "a checksum that is not the file's"
+    try:
+        for token in (7, 8):
+            found = model(torch.tensor([[token]]), past_key_values=cache).logits
+        assert found.shape[:2] == (1, 1)
+        model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
+    except KVSketchError:
+        pass
+    return True
+
+
+def fuzzed(model: Any, folder: Path, count: int, seed: int) -> dict[str, int]:
+    loaded = {}
+    for name in MADE:
+        path, broken = saved(model, name, folder), folder / "broken.kvs"
+        assert survives(model, path, "knowing")
+        loaded[name] = 0
+        for number, (kind, raw) in enumerate(mutants(path, count, seed)):
+            broken.write_bytes(raw)
+            try:
+                loaded[name] += survives(model, broken, kind)
+            except Exception as error:
+                (folder / "culprit.kvs").write_bytes(raw)
+                raise AssertionError(f"{name}, mutant {number} of seed {seed}") from error
+    return loaded
+
+
+def test_300_broken_files_are_refused_or_of_use(llama: Any, tmp_path: Path) -> None:
+    loaded = fuzzed(llama, tmp_path, 60, 0)
+    assert sum(loaded.values()) < 100  # most are refused; a seed or an error may be another
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_10_000_broken_files_are_refused_or_of_use(seed: int, llama: Any, tmp_path: Path) -> None:
+    fuzzed(llama, tmp_path, 200, seed)
+
+
+def test_every_changed_byte_is_noticed(llama: Any, tmp_path: Path) -> None:
+    path = saved(llama, "sketch", tmp_path)
+    raw, broken = path.read_bytes(), tmp_path / "broken.kvs"
+    table = int.from_bytes(raw[:8], "little") + 8
+    for at in [*range(0, table, 97), *range(table, len(raw), 4001), len(raw) - 1]:
+        broken.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+        with pytest.raises(InputError):
+            SketchCache.load(broken, llama)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_tensor_that_is_missing_is_noticed(name: str, llama: Any, tmp_path: Path) -> None:
+    raw, broken = saved(llama, name, tmp_path).read_bytes(), tmp_path / "broken.kvs"
+    for missing in parts(raw)[0]:
+        if missing != "__metadata__":
+            table, data = parts(raw)
+            table[f"{missing}_"] = table.pop(missing)
+            broken.write_bytes(signed(table, data))
+            with pytest.raises(InputError):
+                SketchCache.load(broken, llama)
+
+
+def test_what_is_wrong_is_said(llama: Any, tmp_path: Path) -> None:
+    path = saved(llama, "bits", tmp_path)
+    raw, broken = path.read_bytes(), tmp_path / "broken.kvs"
+
+    def refused(content: bytes, says: str) -> None:
+        broken.write_bytes(content)
+        with pytest.raises(InputError, match=says):
+            SketchCache.load(broken, llama)
+
+    def changed(**values: Any) -> bytes:
+        return with_header(raw, lambda header: header.update(values))
+
+    def state(change: Any) -> bytes:
+        return with_header(raw, lambda header: change(header["state"]))
+
+    refused(raw[:-1], "truncated")
+    refused(raw[:5], "truncated")
+    refused(b"", "truncated")
+    refused(b"not a file of ours", "safetensors")
+    refused(raw[:-1] + bytes([raw[-1] ^ 1]), "damaged: its checksum")
+    refused(changed(version=99), "version 99; this kvsketch reads 2")
+    refused(changed(version="2"), "version '2'")
+    refused(changed(kind="subgen"), "holds a 'subgen', not a 'cache'")
+    refused((1 << 31).to_bytes(8, "little") + raw[8:], "2147483648 bytes of")
+    deep = b'{"a":' * 100_000
+    refused(len(deep).to_bytes(8, "little") + deep, "safetensors")
+    refused(state(lambda s: s["arguments"].update(allocation="../../etc/passwd")), "allocation")
+    refused(state(lambda s: s["arguments"].update(method="torch")), "method='torch' is unknown")
+    refused(state(lambda s: s["arguments"].update(sink=[])), "arguments|sink")
+    refused(state(lambda s: s.update(more=1)), "more is not known")
+    layer = "layers.0.stream.page"
+
+    def first(change: Any) -> bytes:
+        return state(lambda s: change(s["layers"]["0"]["stream"]))
+
+    refused(first(lambda s: s.update(seen=10**9)), "seen=1000000000")
+    refused(first(lambda s: s.update(left=10**9)), "left=1000000000")
+    refused(first(lambda s: s.update(form="page")), "form='page'")
+    refused(first(lambda s: s["page"]["exact"].update(room=10**6)), f"{layer}.exact.")
+    refused(first(lambda s: s["page"]["middle"].update(count=10**6)), f"{layer}.middle.")
+    table, data = parts(raw)
+    name = f"{layer}.middle.keys.unit"
+    start, end = table[name]["data_offsets"]
+    worse = data[:start] + b"\xff" * (end - start) + data[end:]
+    refused(signed(table, worse), f"{name} is not finite")
+    moved = parts(raw)[0]
+    moved["../../../tmp/evil"] = moved.pop(name)
+    refused(signed(moved, data), "unit is missing")
+    fifo = tmp_path / "pipe.kvs"
+    os.mkfifo(fifo)
+    with pytest.raises(InputError, match="is not a file"):
+        SketchCache.load(fifo, llama)
+
+
+def test_a_header_of_two_gigabytes_is_not_read(llama: Any, tmp_path: Path) -> None:
+    path = tmp_path / "large.kvs"
+    with path.open("wb") as file:  # no room is taken on disk
+        file.write((2_000_000_000).to_bytes(8, "little"))
+        file.truncate(2_000_000_008)
+    with pytest.raises(InputError, match="longer than"):
+        SketchCache.load(path, llama)
+
+
+_PEAK = """
+import sys, torch
+from families import build
+from kvsketch import SketchCache, InputError
+def peak():
+    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM"))
+def reset():
+    open("/proc/self/clear_refs", "w").write("5")
+model = build("llama")
+model.config.max_position_embeddings = 1 << 15
+SketchCache.load(sys.argv[1], model)  # what loading itself needs once
+for path in sys.argv[2:]:
+    reset(); before = peak()
+    try:
+        cache = SketchCache.load(path, model)
+    except InputError as error:
+        cache = None
+    print(peak() - before, cache is not None)
+    del cache
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_no_file_makes_it_allocate_beyond_four_times_its_size(llama: Any, tmp_path: Path) -> None:
+    config = copy.deepcopy(llama.config)
+    config.max_position_embeddings = 1 << 15
+    cache = SketchCache(config, "snapkv", budget=20_000, bits=8, **WINDOW)
+    ragged = SketchCache(
+        config, "snapkv", budget=9_000, schedule=[[1.5, 0.5], [0.6, 1.4]], **WINDOW
+    )
+    keys = torch.randn(1, 2, 18_000, 16, generator=torch.Generator().manual_seed(0))
+    for one in (cache, ragged):
+        for layer in one._sketches():
+            layer.update(keys, keys)
+            layer.after_attention(_asked(keys))
+        one._forward._updated.clear()
+        one._forward._open.clear()
+        one._forward._thread = None
+    paths: list[Path] = []
+    for name, one in (("quantized", cache), ("ragged", ragged)):
+        path = tmp_path / f"{name}.kvs"
+        one.save(path)
+        raw = path.read_bytes()
+        for key in ("room", "base", "appended", "total", "size", "count"):
+            for value in (10**5, 10**7, 10**11):
+                path = tmp_path / f"{name}{key}{value}.kvs"
+                path.write_bytes(with_header(raw, lambda h, k=key, v=value: _set_all(h, k, v)))
+                paths.append(path)
+        paths.append(tmp_path / f"{name}.kvs")
+    assert min(path.stat().st_size for path in paths) > 1_000_000
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [sys.executable, "-c", _PEAK, paths[-1], *paths], env=env, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    lines = [line.split() for line in run.stdout.splitlines()]
+    for path, (grown, loaded) in zip(paths, lines, strict=True):
+        size = path.stat().st_size
+        assert int(grown) * 1024 < 4 * size, (path, grown, size)
+        if path.stem in ("quantized", "ragged"):
+            assert loaded == "True", path  # else nothing would have been seen
+
+
+def _set_all(values: Any, key: str, value: int) -> None:
+    for name in values:
+        if name == key:
+            values[name] = value
+        elif isinstance(values[name], dict):
+            _set_all(values[name], key, value)
+
+
+def _asked(keys: torch.Tensor) -> Any:
+    from kvsketch import Observed
+
+    return Observed(keys[:, :, -64:].repeat_interleave(2, dim=1), 0.25)
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+_WRITER = """
+import sys, time
+import torch
+from pathlib import Path
+from kvsketch.files.format import write
+from kvsketch.state import State
+path, value = Path(sys.argv[1]), int(sys.argv[2])
+state = State({"x": torch.full((1 << 19,), value, dtype=torch.int64)}, {"value": value})
+sys.stdout.write("ready\\n"); sys.stdout.flush()
+while True:
+    write(path, "test", {}, state)
+    sys.stdout.write("w"); sys.stdout.flush()
+"""
+
+
+def _whole(path: Path) -> int:
+    """The number a file is full of."""
+    from kvsketch.files.format import read
+
+    _, state = read(path, "test")
+    value = state.values["value"]
+    assert bool((state.tensors["x"] == value).all())
+    return int(value)
+
+
+def _write(path: Path, value: int) -> None:
+    from kvsketch.files.format import write
+    from kvsketch.state import State
+
+    tensors = {"x": torch.full((1 << 19,), value, dtype=torch.int64)}
+    write(path, "test", {}, State(tensors, {"value": value}))
+
+
+def _kill(path: Path, delays: list[float]) -> set[int]:
+    """Writers that are killed, and what the file is full of after each."""
+    found = set()
+    for number, delay in enumerate(delays, 2):
+        command = [sys.executable, "-c", _WRITER, str(path), str(number)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == b"ready\n"
+            threading.Event().wait(delay)
+            writer.kill()
+        found.add(_whole(path))
+    return found
+
+
+def test_a_killed_writer_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "file.kvs"
+    _write(path, 1)
+    assert _kill(path, [0.001, 0.007]) <= {1, 2, 3}
+
+
+@pytest.mark.slow
+def test_fifty_killed_writers_leave_a_whole_file(tmp_path: Path) -> None:
+    import random
+
+    path, rng = tmp_path / "file.kvs", random.Random(0)
+    _write(path, 1)
+    found = _kill(path, [rng.random() * 0.03 for _ in range(50)])
+    assert len(found) > 10  # some got to the end, others did not
+    # what was left behind is what was being written
+    assert all(p.name.endswith(".tmp") for p in tmp_path.iterdir() if p != path)
+
+
+def test_cut_off_at_any_byte_the_old_file_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that dies after any number of bytes never reaches the old file."""
+    path = tmp_path / "file.kvs"
+    _write(path, 1)
+    _write(tmp_path / "new.kvs", 2)
+    raw = (tmp_path / "new.kvs").read_bytes()
+    (tmp_path / "new.kvs").unlink()
+
+    def dies(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", dies)
+    with pytest.raises(KeyboardInterrupt):
+        _write(path, 2)
+    monkeypatch.undo()
+    assert _whole(path) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["file.kvs"]
+    for cut in range(0, len(raw), len(raw) // 50):  # a part of a file is never taken for one
+        (tmp_path / "part.kvs").write_bytes(raw[:cut])
+        with pytest.raises(InputError):
+            _whole(tmp_path / "part.kvs")
+
+
+def test_of_two_writers_one_wins_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file.kvs"
+    start = threading.Barrier(2)
+
+    def writes(value: int) -> None:
+        start.wait()
+        for _ in range(8):
+            _write(path, value)
+
+    threads = [threading.Thread(target=writes, args=(value,)) for value in (1, 2)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        if path.exists():
+            assert _whole(path) in (1, 2)
+    for thread in threads:
+        thread.join()
+    assert _whole(path) in (1, 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["file.kvs"]
+
+
+_FULL = """
+import resource, sys
+from pathlib import Path
+import torch
+from kvsketch import InputError
+from kvsketch.files.format import write
+from kvsketch.state import State
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    write(Path(sys.argv[1]), "test", {}, State({"x": torch.zeros(1 << 20)}, {}))
+except InputError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_leaves_the_old_file_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "file.kvs"
+    _write(path, 1)
+    run = subprocess.run([sys.executable, "-c", _FULL, path], capture_output=True, text=True)
+    assert f"'{path}' cannot be written" in run.stdout, run.stderr
+    assert "File too large" in run.stdout
+    assert _whole(path) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["file.kvs"]
+
+
+def test_the_table_of_a_file_is_checked_against_its_size(tmp_path: Path) -> None:
+    path = tmp_path / "file.kvs"
+    _write(path, 1)
+    table, data = parts(path.read_bytes())
+    for change in (
+        {"data_offsets": [0, 8]},
+        {"data_offsets": [0, -8]},
+        {"data_offsets": [8, (1 << 22) + 8]},
+        {"data_offsets": [8, 1 << 22], "shape": [(1 << 19) - 1]},
+        {"shape": [1 << 60, 1 << 60]},
+        {"shape": [-1]},
+        {"shape": [True]},
+        {"shape": "x"},
+        {"dtype": "F8"},
+        {"dtype": ["F32"]},
+        {"more": 1},
+    ):
+        broken = json.loads(json.dumps(table))
+        broken["x"].update(change)
+        path.write_bytes(signed(broken, data))
+        with pytest.raises(InputError, match="safetensors"):
+            _whole(path)

@@ -1,0 +1,197 @@
+"""`kvsketch chat` on a pseudo-terminal, as somebody types into it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvsketch.files import container
+from tiny_model import tiny_model, tiny_tokenizer
+
+PROMPT = "you> "
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that never ends an answer by itself, with positions for long chats."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = tiny_tokenizer()
+    made = tiny_model(len(tokenizer))
+    made.config.max_position_embeddings = 1 << 15
+    with torch.no_grad():
+        made.lm_head.weight[:4] = 0
+    made.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, *words: str) -> None:
+        master, slave = pty.openpty()
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvsketch", *words],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=env,
+            start_new_session=True,
+            preexec_fn=lambda: _own(slave),
+        )
+        os.close(slave)
+        self._master, self.seen = master, ""
+
+    def until(self, text: str, seconds: float = 60.0) -> str:
+        """What is shown up to a text."""
+        start, end = len(self.seen), time.monotonic() + seconds
+        while text not in self.seen[start:]:
+            ready, _, _ = select.select([self._master], [], [], max(0, end - time.monotonic()))
+            assert ready, f"no {text!r} in {seconds} s, but {self.seen[-1000:]!r}"
+            try:
+                self.seen += os.read(self._master, 1 << 16).decode(errors="replace")
+            except OSError:  # the other end is closed
+                assert text in self.seen[start:], self.seen[-2000:]
+        return self.seen[start:]
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def end(self) -> int:
+        self.type("\x04")
+        try:
+            while os.read(self._master, 1 << 16):
+                pass
+        except OSError:
+            pass
+        os.close(self._master)
+        return self.process.wait(30)
+
+    @property
+    def rss(self) -> int:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(r"VmRSS:\s+(\d+)", status)[1])  # type: ignore[index]
+
+
+def _own(slave: int) -> None:
+    import fcntl
+    import termios
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background ignores it
+    fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+
+
+def header(path: Path) -> dict[str, Any]:
+    with container.opened(path, "cache") as (_, table):
+        return table.header
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_fifty_turns_on_a_terminal(model: str, tmp_path: Path) -> None:
+    """Memory is flat, Ctrl-C stops an answer and not the session, and the state survives."""
+    path = tmp_path / "talk.kvs"
+    words = ["chat", "--model", model, "--save", str(path), "--budget", "128"]
+    terminal = Terminal(*words, "--max-new-tokens", "400")
+    terminal.until(PROMPT)
+    terminal.type("brave calm dark\n")
+    terminal.until("tokens seen")
+    time.sleep(0.3)
+    terminal.type("\x03")  # Ctrl-C, in the middle of the answer
+    stopped = terminal.until(PROMPT)
+    assert "[stopped]" in stopped
+    assert terminal.process.poll() is None
+    terminal.type("\x03")  # and at the prompt
+    terminal.until("Ctrl-D or /exit ends the session")
+    terminal.type("\n")
+    terminal.until(PROMPT)
+    sizes: list[int] = []
+    for turn in range(50):
+        terminal.type("early fair glad\n")
+        terminal.until("tokens seen")
+        time.sleep(0.05)
+        terminal.type("\x03")
+        shown = terminal.until(PROMPT)
+        if turn in (9, 49):
+            sizes.append(terminal.rss)
+        if turn > 9:
+            assert re.search(r"12[0-9] slots|13[0-9] slots", shown), shown[-500:]
+            assert re.search(r"error \d+\.\d%", shown)
+    assert sizes[1] < 1.03 * sizes[0]
+    assert terminal.end() == 0
+    told = header(path)
+    assert told["summary"]["tokens"] > 400
+    assert told["about"]["answered"] is True
+    before = told["summary"]["tokens"]
+    again = Terminal("chat", "--context", str(path), "--save", str(path), "--max-new-tokens", "5")
+    again.until(PROMPT)
+    again.type("huge idle\n")
+    again.until("tokens seen")
+    again.until(PROMPT)
+    again.type("/exit\n")
+    assert again.end() == 0
+    assert before < header(path)["summary"]["tokens"] < before + 40
+
+
+def test_a_chat_without_a_terminal(model: str, tmp_path: Path) -> None:
+    """Answers go to standard output as they come; what the cache holds to standard error."""
+    path = tmp_path / "talk.kvs"
+    words = [sys.executable, "-m", "kvsketch", "chat", "--model", model, "--save", str(path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [*words, "--max-new-tokens", "12"],
+        input="brave calm\n\n   \nglad huge\n/exit\nnot read",
+        capture_output=True,
+        text=True,
+        env=env,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("you> ") == 5
+    assert len(run.stdout.split()) > 20
+    assert run.stderr.count("tokens seen") == 2
+    assert "saved to" in run.stderr
+    assert header(path)["summary"]["tokens"] > 24
+
+
+def test_a_signal_stops_the_answer_between_two_tokens(model: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from kvsketch import SketchCache
+    from kvsketch.cli.chat_command import _stopping
+    from kvsketch.documents.answering import Sampling
+    from kvsketch.documents.conversation import Conversation
+    from kvsketch.documents.document import Document
+    from kvsketch.documents.wording import Wording
+
+    loaded = AutoModelForCausalLM.from_pretrained(model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    cache = SketchCache(loaded.config, "snapkv", budget=64)
+    document = Document(loaded, tokenizer, cache, Wording(), {})
+    conversation = Conversation(document, 500, Sampling())
+    pieces = []
+    with _stopping(conversation):
+        for piece in conversation.say("brave calm dark"):
+            pieces.append(piece)
+            if len(pieces) == 7:
+                os.kill(os.getpid(), signal.SIGINT)
+    assert conversation.stopped
+    assert len(pieces) <= 10
+    seen = cache.get_seq_length()
+    assert conversation.settle().cache.get_seq_length() == seen + 1
+    list(conversation.say("glad"))
+    assert not conversation.stopped
+    assert cache.get_seq_length() > seen + 400
+    assert json.dumps(conversation.status().__dict__)

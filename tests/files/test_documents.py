@@ -1,0 +1,278 @@
+"""Documents on the command line: compressed, shown, asked, continued, put together."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mutations import with_header
+from typer.testing import CliRunner
+
+from kvsketch import SketchCache
+from kvsketch.cli.app import app
+from kvsketch.documents.wording import Wording
+from kvsketch.evaluation.runner import loading
+from kvsketch.evaluation.runner.longeval_cases import QUESTION, generate_cases
+from tiny_model import POSITIONS, save_tiny_model, tiny_case, tiny_tokenizer
+
+REAL = Path(__file__).parents[3] / "shared" / "data" / "longeval" / "400_lines.jsonl"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "doc.txt"
+    path.write_text(tiny_case(30).prompt)
+    return path
+
+
+def kvsketch(*words: Any, code: int = 0, input: Any = None) -> Any:
+    result = CliRunner().invoke(app, [str(word) for word in words], input=input)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def told(*words: Any, **more: Any) -> dict[str, Any]:
+    """The JSON object of a command."""
+    found: dict[str, Any] = json.loads(kvsketch(*words, "--json", **more).stdout.splitlines()[-1])
+    return found
+
+
+def refused(*words: Any, input: Any = None) -> str:
+    """The one line of an error."""
+    result = kvsketch(*words, code=2, input=input)
+    assert result.stdout == ""
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith("error: ")
+    return str(line)
+
+
+def test_a_document_is_compressed_shown_asked_and_continued(
+    model: str, text: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "doc.kvs"
+    made = told("compress", text, "-o", path, "--model", model, "--budget", "0.5")
+    assert made["tokens"] > 300
+    assert made["kv_bytes"] < 0.8 * made["exact_kv_bytes"]
+    assert 0 < made["error"]["mean"] <= made["error"]["largest"]
+    assert made["file_bytes"] == path.stat().st_size
+    shown = told("info", path)
+    assert shown["summary"]["tokens"] == made["tokens"]
+    assert shown["arguments"]["budget"] == 0.5
+    assert shown["about"]["source"] == "doc.txt"
+    assert "heavy_merge, budget 0.5" in kvsketch("info", path).stdout
+    before = path.read_bytes()
+    asked = ["Tell me what?", "I need the number", "brave", "calm"]
+    many = told("ask", path, *asked, "--max-new-tokens", 6)
+    for question, row in zip(asked, many["answers"], strict=True):
+        (alone,) = told("ask", path, question, "--max-new-tokens", 6)["answers"]
+        assert alone == row
+        assert row["question"] == question
+    listed = tmp_path / "questions.txt"
+    listed.write_text("\n".join(asked) + "\n\n")
+    again = told("ask", path, "--questions", listed, "--max-new-tokens", 6, "--batch", 1)
+    assert again["answers"] == many["answers"]
+    assert path.read_bytes() == before
+    drawn = [
+        told("ask", path, "brave", "--temperature", 2, "--seed", seed)["answers"][0]["answer"]
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    more = told("append", path, "-", input="line brave-calm: REGISTER_CONTENT is <7>\n")
+    assert more["tokens"] == made["tokens"] + more["appended"]
+    assert told("info", path)["summary"]["tokens"] == more["tokens"]
+
+
+def test_standard_input_and_reread(model: str, text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "doc.kvs"
+    words = ["-o", path, "--model", model, "--max-tokens", 200]
+    made = told("compress", "-", *words, "--queries", "reread", input=text.read_text())
+    assert made["tokens"] == 200
+    kvzip = ["--method", "kvzip", "--queries", "local", "--budget", "64"]
+    assert told("compress", text, *words, *kvzip)["slots"] <= 70
+    streamed = told("compress", text, *words, "--prefill", "streaming", "--budget", "100")
+    assert streamed["slots"] <= 110
+    tolerant = told("compress", text, *words, "--tolerance", "0.2", "--bits", "16")
+    assert tolerant["tolerance"] == 0.2
+
+
+def test_bad_input_is_refused_in_one_line(model: str, text: Path, tmp_path: Path) -> None:
+    path, out = tmp_path / "doc.kvs", tmp_path / "out.kvs"
+    compress = ["--model", model, "-o", out]
+    empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
+    empty.write_text(" \n")
+    binary.write_bytes(b"\x00\x01\xff\xfe" * 10)
+    assert "is empty" in refused("compress", empty, *compress)
+    assert "is not UTF-8 text" in refused("compress", binary, *compress)
+    binary.write_bytes(b"text\0with zeros")
+    assert "is not text: it holds zero bytes" in refused("compress", binary, *compress)
+    assert "FILE - is empty" in refused("compress", "-", *compress, input="")
+    assert "is not a file" in refused("compress", tmp_path / "none.txt", *compress)
+    assert "exclude each other" in refused(
+        "compress", text, *compress, "--budget", "0.5", "--tolerance", "0.1"
+    )
+    assert "did you mean 'snapkv'" in refused("compress", text, *compress, "--method", "snapvk")
+    assert "--queries 'again'" in refused("compress", text, *compress, "--queries", "again")
+    assert "--queries reread" in refused("compress", text, *compress, "--method", "kvzip")
+    assert "there is no folder" in refused(
+        "compress", text, "--model", model, "-o", tmp_path / "no" / "out.kvs"
+    )
+    assert "is a folder" in refused("compress", text, "--model", model, "-o", tmp_path)
+    long = tmp_path / "long.txt"
+    long.write_text("brave calm dark " * 400)
+    said = refused("compress", long, *compress)
+    assert f"the model {POSITIONS} positions; --max-tokens {POSITIONS - 256}" in said
+    assert not out.exists()
+    told("compress", long, "-o", path, "--model", model, "--max-tokens", POSITIONS - 8)
+    assert "8 of the model's 1024 positions are left" in refused("ask", path, "brave " * 30)
+    assert "positions are left; append less of it" in refused("append", path, text)
+    assert "none may be empty" in refused("ask", path, " ")
+    assert "give a question" in refused("ask", path)
+    assert "there must be" not in refused("ask", path, "x", "--max-new-tokens", "0")
+    assert "not a readable safetensors file" in refused("info", text)
+    assert "is not a file" in refused("ask", tmp_path / "none.kvs", "x")
+    assert "of another model" in refused("ask", path, "x", "--model", "packaged")
+    assert "exclude each other" in refused("chat", "--context", path, "--budget", "9")
+
+
+def test_another_tokenizer_is_refused(text: Path, tmp_path: Path) -> None:
+    folder, path = save_tiny_model(tmp_path / "model"), tmp_path / "doc.kvs"
+    told("compress", text, "-o", path, "--model", folder)
+    changed = json.loads((folder / "tokenizer.json").read_text())
+    words = changed["model"]["vocab"]
+    words["brave"], words["calm"] = words["calm"], words["brave"]
+    (folder / "tokenizer.json").write_text(json.dumps(changed))
+    assert "by another tokenizer" in refused("ask", path, "brave")
+
+
+def test_a_file_does_not_choose_just_any_model(model: str, text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "doc.kvs"
+    told("compress", text, "-o", path, "--model", model)
+    raw = path.read_bytes()
+    for named in ("../../etc", "/tmp/../etc", "https://x.y/z", 7, None, "a/b/c"):
+        path.write_bytes(with_header(raw, lambda h, n=named: h["about"].update(model=n)))
+        assert "give it with --model" in refused("ask", path, "x")
+    told("ask", path, "brave", "--model", model)  # which may be given
+
+
+def test_two_documents_become_one(model: str, tmp_path: Path) -> None:
+    halves = [tiny_case(14, seed).prompt for seed in (1, 2)]
+    paths = [tmp_path / f"{number}.kvs" for number in range(2)]
+    for path, half in zip(paths, halves, strict=True):
+        told("compress", "-", "-o", path, "--model", model, "--budget", "0.4", input=half)
+    both = tmp_path / "both.kvs"
+    made = told("merge", *paths, "-o", both)
+    parts = [told("info", path)["summary"] for path in paths]
+    summary = told("info", both)["summary"]
+    assert made["tokens"] == summary["tokens"] == sum(part["tokens"] for part in parts)
+    assert summary["slots"] == pytest.approx(sum(part["slots"] for part in parts), rel=0.03)
+    assert summary["error"] is None
+    assert told("ask", both, "brave")["answers"]
+    third = tmp_path / "third.kvs"
+    told("compress", "-", "-o", third, "--model", model, "--budget", "0.3", input=halves[0])
+    assert "budget=0.4 and 0.3" in refused("merge", paths[0], third, "-o", both)
+    told("compress", "-", "-o", third, "--model", model, "--method", "subgen", input=halves[0])
+    assert "cannot be turned" in refused("merge", third, third, "-o", tmp_path / "x.kvs")
+
+
+def test_a_chat_template_goes_around_document_and_question() -> None:
+    tokenizer = tiny_tokenizer()
+    assert Wording.of(tokenizer) == Wording()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    wording = Wording.of(tokenizer)
+    assert wording == Wording(
+        True, "<|user|>", "\n\n", "<|end|>\n<|assistant|>", "<|end|>\n<|user|>"
+    )
+    assert Wording.read(wording.values()) == wording
+    assert Wording.of(tokenizer, plain=True) == Wording()
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert Wording.of(tokenizer) == Wording()
+
+
+_ASK = """
+import json, sys
+from kvsketch.cli.document_options import open_document
+from kvsketch.documents.answering import answers
+document = open_document(__import__("pathlib").Path(sys.argv[1]), None, "cpu")
+print(json.dumps(answers(document, json.loads(sys.stdin.read()))))
+"""
+
+
+def _record(lines: int) -> tuple[str, list[str], list[str]]:
+    """A record, 20 questions about it, and the numbers that answer them."""
+    if lines == 400 and REAL.is_file():
+        prompt = json.loads(REAL.read_text().splitlines()[0])["prompt"]
+    else:
+        prompt = generate_cases(lines, 1, 0)[0]["prompt"]
+    record = prompt[: prompt.index("\nNow the record is over")]
+    found = re.findall(r"line (\S+): REGISTER_CONTENT is <(\d+)>", record)[:: max(1, lines // 20)]
+    asked = [QUESTION.format(key=key)[1:] for key, _ in found][:20]
+    return record, asked, [number for _, number in found][:20]
+
+
+@pytest.mark.parametrize(
+    ("lines", "least"), [(100, 19), pytest.param(400, 18, marks=pytest.mark.slow)]
+)
+def test_a_new_process_answers_as_the_first(lines: int, least: int, tmp_path: Path) -> None:
+    """20 questions about a LongEval record at a quarter of its slots, all from the same state."""
+    from kvsketch.documents.answering import answers
+    from kvsketch.documents.document import Document, encoded, read
+    from kvsketch.hf.size import predicted_size
+
+    folder = loading.resolve_model("packaged")
+    model, tokenizer = loading.load_model(folder, "cpu", "float32"), loading.load_tokenizer(folder)
+    record, asked, right = _record(lines)
+    cache = SketchCache(model.config, budget=0.25)
+    document = Document(model, tokenizer, cache, Wording(), {"model": "packaged"})
+    read(model, tokenizer, encoded(model, tokenizer, record, special=True), cache)
+    path = tmp_path / "record.kvs"
+    document.save(path)
+    first = answers(document, asked)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [sys.executable, "-c", _ASK, path],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        env=env,
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout.splitlines()[-1]) == first
+    texts = tokenizer.batch_decode(first, skip_special_tokens=True)
+    assert sum(f"<{n}>" in text for n, text in zip(right, texts, strict=True)) >= least
+    size = path.stat().st_size
+    assert abs(predicted_size(cache) - size) < 0.03 * size
+    assert told("info", path)["predicted_file_bytes"] == predicted_size(cache)
+
+
+@pytest.mark.parametrize("settings", [
+    {"budget": 0.25}, {"budget": 0.25, "bits": 16}, {"method": "snapkv", "bits": 8, "budget": 0.5},
+    {"method": "subgen", "budget": 0.25}, {"budget": 1.0, "bits": 16}, {"method": "kcenter"},
+    {"budget": 0.3, "bits": 4, "allocation": "even"},
+])  # fmt: skip
+def test_the_size_of_a_file_is_predicted(settings: dict[str, Any], tmp_path: Path) -> None:
+    import torch
+
+    from kvsketch.hf.size import predicted_size
+
+    model = loading.load_model(loading.resolve_model("packaged"), "cpu", "float32")
+    cache = SketchCache(model.config, **settings)
+    ids = torch.randint(5, 7000, (1, 1500), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(ids, past_key_values=cache, logits_to_keep=1)
+    cache.save(tmp_path / "cache.kvs")
+    size = (tmp_path / "cache.kvs").stat().st_size
+    assert abs(predicted_size(cache) - size) < 0.03 * size

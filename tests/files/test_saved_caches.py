@@ -1,0 +1,310 @@
+"""A cache that was saved and loaded goes on with the same bits as one that was not."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, OPTConfig
+
+import tiny_models
+from families import CONFIGS, build
+from kvsketch import (
+    ALL_METHODS,
+    Curves,
+    InputError,
+    RetrievalHeads,
+    SketchCache,
+    UnsupportedError,
+    prefill,
+)
+from kvsketch.cache.page import Page
+from kvsketch.cache.quantized_page import QuantizedPage
+from kvsketch.cache.sketch_page import SketchPage, SketchPages
+from kvsketch.cache.tokens import Tokens
+from kvsketch.methods.registry import REREADING
+from kvsketch.methods.snapkv import SnapKV
+
+WINDOW: dict[str, Any] = {"sink": 2, "recent": 6}
+RAGGED = [[1.5, 0.5], [0.6, 1.4]]
+
+
+class Letters:
+    """A tokenizer for models without one: a character is a token."""
+
+    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
+        return {"input_ids": [3 + ord(c) % 90 for c in text]}
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return build("llama")
+
+
+def ids_of(rows: int, tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 90, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def forward(model: Any, ids: torch.Tensor, cache: Any, **more: Any) -> torch.Tensor:
+    found: torch.Tensor = model(ids, past_key_values=cache, use_cache=True, **more).logits
+    return found
+
+
+@torch.no_grad()
+def goes_on(model: Any, *caches: Any, steps: int = 40) -> list[list[torch.Tensor]]:
+    """Logits of some tokens one by one, of a chunk, and of more tokens; each model's own."""
+    rows = caches[0]._sketches()[0].token_shape[0]
+    found = []
+    for cache in caches:
+        ids, logits = ids_of(rows, 1, 5), []
+        for step in range(steps + 15):
+            if step == steps:
+                ids = ids_of(rows, 9, 6)
+            logits.append(forward(model, ids, cache)[:, -1])
+            ids = logits[-1].argmax(-1, keepdim=True)
+        found.append(logits)
+    return found
+
+
+def same_after_loading(model: Any, cache: SketchCache, folder: Path) -> SketchCache:
+    """Save, load, go on with both; what was loaded, as it was before that."""
+    path = folder / "cache.kvs"
+    cache.save(path)
+    loaded = SketchCache.load(path, model)
+    assert loaded.nbytes() <= cache.nbytes()
+    assert loaded.error() == cache.error()
+    first, twin = copy.deepcopy(loaded), cache.fork()
+    kept, again, forked = goes_on(model, cache, loaded, twin)
+    for one, two, three in zip(kept, again, forked, strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, three)
+    assert cache.summary()["layers"] == loaded.summary()["layers"]
+    return first
+
+
+def read(model: Any, cache: SketchCache, ids: torch.Tensor) -> SketchCache:
+    if cache.method in REREADING:
+        prefill(model, ids, cache, queries="reread", tokenizer=Letters())
+    else:
+        forward(model, ids, cache)
+    return cache
+
+
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_every_method_goes_on_with_the_same_bits(method: str, llama: Any, tmp_path: Path) -> None:
+    model = llama
+    if method == "one_dimensional":
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 4, "word_embed_proj_dim": 4}
+        config = OPTConfig(**{**CONFIGS["opt"]().to_dict(), **sizes})
+        model = AutoModelForCausalLM.from_config(config).eval()
+    cache = SketchCache(model.config, method, budget=40, seed=3, track_error=True, **WINDOW)
+    forward_ids = ids_of(2, 110)
+    read(model, cache, forward_ids)
+    goes_on(model, cache, steps=10)  # so that random numbers were drawn while decoding
+    assert cache._sketches()[0].stream.compressed
+    same_after_loading(model, cache, tmp_path)
+
+
+FORMS: dict[str, tuple[str, dict[str, Any], type]] = {
+    "tokens": ("snapkv", {"budget": 200, "bits": 16}, Tokens),
+    "waiting": ("heavy_merge", {"tolerance": 0.2}, Tokens),
+    "plain": ("snapkv", {"budget": 0.4}, Page),
+    "masses": ("heavy_merge", {"budget": 0.4, "bits": 16, "allocation": "even"}, Page),
+    "positions": ("snapkv", {"budget": 0.4, "track_positions": True}, Page),
+    "ragged": ("heavy_merge", {"budget": 0.4, "bits": 16, "schedule": RAGGED}, Page),
+    "ragged snapkv": ("snapkv", {"budget": 40, "schedule": RAGGED}, Page),
+    "measured": ("heavy_merge", {"budget": 0.4, "bits": 16}, Page),
+    "tolerance": ("heavy_merge", {"tolerance": 0.3, "bits": 16}, Page),
+    "8 bits": ("snapkv", {"budget": 0.4, "bits": 8}, QuantizedPage),
+    "4 bits": ("heavy_merge", {"budget": 0.4, "bits": 4, "allocation": "even"}, QuantizedPage),
+    "all in 4 bits": ("heavy_merge", {"budget": 1.0, "bits": 4}, QuantizedPage),
+    "mixed bits": ("heavy_merge", {"budget": 0.4}, QuantizedPage),
+    "ragged bits": ("heavy_merge", {"budget": 0.5, "bits": 8, "schedule": RAGGED}, QuantizedPage),
+    "sketch": ("subgen", {"budget": 40}, SketchPage),
+    "sketches": ("subgen_coupled", {"budget": 48, "schedule": RAGGED}, SketchPages),
+    "one shot": ("snapkv", {"budget": 40, "one_shot": True}, Page),
+    "large buffer": ("snapkv", {"budget": 40, "buffer": 400}, Page),
+    "streaming": ("uniform", {"budget": 40, "prefill": "streaming"}, Page),
+    "heads": ("streaming_llm", {"budget": 0.5, "allocation": "heads"}, Page),
+    "curves": ("heavy_merge", {"budget": 0.4, "allocation": "curves", "bits": 16}, Page),
+}
+
+
+def made(model: Any, form: str) -> tuple[SketchCache, type]:
+    method, settings, page = FORMS[form]
+    settings = dict(settings)
+    if settings.get("allocation") == "heads":
+        settings["allocation"] = RetrievalHeads(torch.tensor([[0.1, 0.9], [0.8, 0.2]]))
+    if settings.get("allocation") == "curves":
+        error = torch.tensor([[[0.9, 0.1, 0.0]] * 2, [[0.2, 0.1, 0.0]] * 2], dtype=torch.float64)
+        settings["allocation"] = Curves(error, torch.tensor([0.2, 0.5, 1.0], dtype=torch.float64))
+    return SketchCache(model.config, method, **WINDOW, **settings), page
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_goes_on_with_the_same_bits(
+    form: str, rows: int, llama: Any, tmp_path: Path
+) -> None:
+    cache, page = made(llama, form)
+    tokens = 60 if form == "waiting" else 150
+    forward(llama, ids_of(rows, tokens), cache)
+    for _ in range(3):
+        forward(llama, ids_of(rows, 1), cache)
+    assert type(cache._sketches()[-1].stream.page) is page
+    loaded = same_after_loading(llama, cache, tmp_path)
+    if form == "large buffer":
+        return  # a file does not keep all of its empty room
+    again = tmp_path / "again.kvs"
+    loaded.save(again)  # a copy of what was loaded, before it went on
+    assert again.read_bytes() == (tmp_path / "cache.kvs").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["tokens", "measured", "mixed bits", "sketch"])
+def test_half_precision_goes_on_with_the_same_bits(
+    form: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = build("llama").to(dtype)
+    cache, _ = made(model, form)
+    forward(model, ids_of(1, 150), cache)
+    same_after_loading(model, cache, tmp_path)
+
+
+@pytest.mark.parametrize("form", ["tokens", "plain", "masses", "mixed bits", "sketch"])
+def test_padded_rows_go_on_with_the_same_bits(form: str, llama: Any, tmp_path: Path) -> None:
+    mask = torch.ones(2, 150, dtype=torch.int64)
+    mask[0, :40] = 0
+    cache, _ = made(llama, form)
+    forward(llama, ids_of(2, 150), cache, attention_mask=mask)
+    cache.save(tmp_path / "padded.kvs")
+    loaded = SketchCache.load(tmp_path / "padded.kvs", llama)
+    for step in range(30):
+        mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.int64)], dim=1)
+        one, two = (
+            forward(llama, ids_of(2, 1, step), c, attention_mask=mask) for c in (cache, loaded)
+        )
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mpt", "opt", "qwen3"])
+def test_families_go_on_with_the_same_bits(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    cache = SketchCache(model.config, budget=0.4, **WINDOW)
+    forward(model, ids_of(2, 150), cache)
+    same_after_loading(model, cache, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "lfm2", "deepseek_v3", "qwen3_next", "gpt_oss"])
+def test_hybrids_latents_and_sinks_go_on_with_the_same_bits(family: str, tmp_path: Path) -> None:
+    model = tiny_models.build(family)
+    cache = SketchCache(model.config, "snapkv", budget=30, **WINDOW)
+    forward(model, ids_of(1, 60), cache)
+    same_after_loading(model, cache, tmp_path)
+
+
+def test_the_file_is_safetensors_with_a_header(llama: Any, tmp_path: Path) -> None:
+    cache, _ = made(llama, "mixed bits")
+    forward(llama, ids_of(1, 150), cache)
+    path = tmp_path / "cache.kvs"
+    cache.save(path, about={"document": "a"})
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["kvsketch"])
+        held = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
+    assert header["version"] == 2
+    assert header["kind"] == "cache"
+    assert header["summary"]["method"] == "heavy_merge"
+    assert header["summary"]["tokens"] == 150
+    assert 0 < header["summary"]["error"]["mean"] <= header["summary"]["error"]["largest"]
+    assert SketchCache.load(path, llama).about == {"document": "a"}
+    assert held <= 1.02 * cache.nbytes()
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(
+    llama: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "cache.kvs"
+    cache = SketchCache(llama.config, "snapkv", budget=40, **WINDOW)
+    with pytest.raises(UnsupportedError, match="empty"):
+        cache.save(path)
+    own = SketchCache(llama.config, SnapKV(window=16), budget=40, **WINDOW)
+    forward(llama, ids_of(1, 100), own)
+    with pytest.raises(UnsupportedError, match="'snapkv' is a Compressor"):
+        own.save(path)
+    forward(llama, ids_of(1, 100), cache)
+    cache.activate_past_recording()
+    with pytest.raises(UnsupportedError, match="records its past"):
+        cache.save(path)
+    again = SketchCache(llama.config, "snapkv", budget=40, **WINDOW)
+    forward(llama, ids_of(1, 100), again)
+    with pytest.raises(InputError, match="JSON"):
+        again.save(path, about={"what": object()})
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_model_or_tokenizer_is_refused(llama: Any, tmp_path: Path) -> None:
+    from tiny_model import tiny_tokenizer
+
+    path, tokenizer = tmp_path / "cache.kvs", tiny_tokenizer()
+    cache = SketchCache(llama.config, "snapkv", budget=40, **WINDOW)
+    forward(llama, ids_of(1, 100), cache)
+    cache.save(path, tokenizer=tokenizer)
+    SketchCache.load(path, llama, tokenizer=tokenizer)
+    with pytest.raises(InputError, match="of another model"):
+        SketchCache.load(path, build("qwen3"))
+    tuned = build("llama")
+    with torch.no_grad():
+        tuned.model.layers[1].self_attn.k_proj.weight.mul_(1.1)
+    with pytest.raises(InputError, match="other weights"):
+        SketchCache.load(path, tuned)
+    with pytest.raises(InputError, match="dtype=float32"):
+        SketchCache.load(path, build("llama").to(torch.bfloat16))
+    other = tiny_tokenizer()
+    other.add_tokens(["a new one"])
+    with pytest.raises(InputError, match="another tokenizer"):
+        SketchCache.load(path, llama, tokenizer=other)
+
+
+@pytest.mark.parametrize("method", ["uniform", "heavy_merge", "subgen"])
+def test_copies_of_a_fork_choose_what_one_would_choose(method: str, llama: Any) -> None:
+    cache = SketchCache(llama.config, method, budget=40, seed=1, **WINDOW)
+    forward(llama, ids_of(1, 110), cache)
+    three = cache.fork(copies=3)
+    (alone,) = goes_on(llama, cache)
+    (side,) = goes_on_from_same(llama, three)
+    for one, many in zip(alone, side, strict=True):
+        torch.testing.assert_close(many, one.expand(3, -1), rtol=1e-4, atol=1e-4)
+
+
+def goes_on_from_same(model: Any, cache: SketchCache) -> list[list[torch.Tensor]]:
+    """``goes_on`` with the ids of one row in all rows."""
+    logits, ids = [], ids_of(1, 1, 5).expand(3, -1)
+    for step in range(55):
+        if step == 40:
+            ids = ids_of(1, 9, 6).expand(3, -1)
+        logits.append(forward(model, ids, cache)[:, -1])
+        ids = logits[-1].argmax(-1, keepdim=True)
+    return [logits]
+
+
+def test_a_fork_leaves_the_first_as_it_was_and_shares_what_is_never_written(llama: Any) -> None:
+    cache, _ = made(llama, "all in 4 bits")
+    forward(llama, ids_of(1, 150), cache)
+    twin = cache.fork()
+    mine, theirs = (c._sketches()[0].stream.page for c in (cache, twin))
+    assert mine.middle.packed["keys"].codes is theirs.middle.packed["keys"].codes
+    assert mine.exact.fields["keys"].data_ptr() != theirs.exact.fields["keys"].data_ptr()
+    held, before = cache._sketches()[0].stream.slots.map(torch.clone), cache.summary()
+    goes_on(llama, twin)
+    now = cache._sketches()[0].stream.slots
+    for name, tensor in held.tensors().items():
+        assert torch.equal(tensor, now.tensors()[name])
+    assert cache.summary() == before
+    assert twin.get_seq_length() > cache.get_seq_length()

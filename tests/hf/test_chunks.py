@@ -1,0 +1,78 @@
+"""A prompt in chunks, read exactly, without its length: a warning."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from kvsketch import SketchCache
+from tiny_model import tiny_model
+
+SETTINGS = {"budget": 20, "sink": 2, "recent": 6}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(vocab_size=64)
+
+
+def ids(tokens: int) -> torch.Tensor:
+    return torch.arange(tokens).remainder(60).unsqueeze(0) + 1
+
+
+def answer(model, tokens: int, cache: SketchCache, new: int = 2, **options) -> torch.Tensor:
+    mask = torch.ones(1, tokens, dtype=torch.long)
+    return model.generate(
+        ids(tokens),
+        attention_mask=mask,
+        past_key_values=cache,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        pad_token_id=0,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(("tokens", "budget"), [(48, 20), (56, 40), (40, 20)])
+def test_chunks_without_the_length_are_told_of_once(model, tokens, budget):
+    cache = SketchCache(model.config, **{**SETTINGS, "budget": budget})
+    with pytest.warns(UserWarning, match="chunks of 16 tokens .* prompt_length=") as said:
+        answer(model, tokens, cache, prefill_chunk_size=16)
+    assert len([w for w in said if "prompt_length" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize(
+    "settings", [{"prompt_length": 48}, {"prefill": "streaming"}, {"budget": 1000}, {"budget": 1.0}]
+)
+def test_what_is_meant_is_not_told_of(model, settings):
+    cache = SketchCache(model.config, **{**SETTINGS, **settings})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        answer(model, 48, cache, prefill_chunk_size=16)
+
+
+def test_a_chat_is_no_prompt_in_chunks(model):
+    cache = SketchCache(model.config, **SETTINGS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        answer(model, 40, cache, new=3)
+        answer(model, 82, cache, new=3)  # a second turn of 40 tokens
+        cache.reset()
+        for tokens in (30, 12):  # a context, and a question behind it
+            model(ids(tokens), past_key_values=cache)
+
+
+def test_numbers_of_numpy_are_numbers(model):
+    """Budgets often come out of an array."""
+    for given, plain in ((np.int64(24), 24), (np.float32(0.5), 0.5), (np.float64(0.5), 0.5)):
+        cache = SketchCache(
+            model.config, "snapkv", budget=given, sink=np.int64(2), recent=np.int32(6)
+        )
+        same = SketchCache(model.config, "snapkv", budget=plain, sink=2, recent=6)
+        assert torch.equal(answer(model, 60, cache, new=4), answer(model, 60, same, new=4))
+        assert cache.summary() == same.summary()
+        assert type(cache.summary()["budget"]) is type(plain)
