@@ -6,8 +6,10 @@ reads a job and writes its result as the last line. The environment says which b
 (``KVSKETCH_METHOD`` and so on; unset: vLLM's own). A job:
 
     {"engine": arguments of vllm.LLM,
-     "requests": [{"prompt": text or token ids, "max_tokens": n, "abort": after so many steps}],
-     "together": false}                      # one request after the other instead of all at once
+     "requests": [{"prompt": text or token ids, "max_tokens": n, "abort": after so many steps,
+                   "n": answers, drawn at a temperature of 0.01 where there are several}],
+     "together": false,                      # one request after the other instead of all at once
+     "preempt": 10}                          # a request every so many steps
 """
 
 from __future__ import annotations
@@ -28,11 +30,14 @@ class Engine:
     def __init__(self, **arguments: Any) -> None:
         from vllm import LLM
 
+        self.preempt = 0  # a request every so many steps
         self.llm = LLM(enforce_eager=True, **arguments)
         self.engine = self.llm.llm_engine
         core = self.engine.engine_core.engine_core
         self.scheduler = core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.reused = 0  # tokens of prompts that were not read
+        self.longest = 0  # tokens of a request
         self.steps: list[tuple[float, int, int]] = []  # seconds, requests, tokens of a step
 
     def concurrency(self) -> float:
@@ -43,6 +48,23 @@ class Engine:
         return float(
             get_max_concurrency_for_kv_cache_config(config, self.scheduler.kv_cache_config)
         )
+
+    def page(self) -> dict[str, Any]:
+        """What the layers of full attention hold their keys in: the bytes of a request's page, or,
+        in vLLM's own, of a block of tokens; all layers."""
+        config = self.scheduler.kv_cache_config
+        groups = config.kv_cache_groups
+        full = [g for g in groups if getattr(g.kv_cache_spec, "sliding_window", None) is None]
+        spec = full[0].kv_cache_spec
+        if len(groups) == 1:  # its layers may differ
+            block = config.kv_cache_tensors[0].size // config.num_blocks
+        else:
+            block = spec.page_size_bytes * sum(len(group.layer_names) for group in full)
+        return {
+            "spec": type(spec).__name__,
+            "page_bytes": block * getattr(spec, "blocks", 1),
+            "block_size": spec.block_size,
+        }
 
     def answer(self, requests: list[dict[str, Any]], together: bool) -> list[dict[str, Any] | None]:
         """Greedy answers; None: aborted."""
@@ -56,15 +78,22 @@ class Engine:
 
     def _group(self, requests: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         done: dict[str, dict[str, Any]] = {}
         for number, request in enumerate(requests):
             prompt = request["prompt"]
             given = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
+            several = request.get("n", 1)
             sampling = SamplingParams(
-                temperature=0.0,
+                n=several,
+                temperature=0.0 if several == 1 else 0.01,  # vLLM draws several at no temperature
                 max_tokens=request["max_tokens"],
                 ignore_eos=request.get("ignore_eos", False),
+                # all answers of a request together; of one, each token as it comes
+                output_kind=RequestOutputKind.CUMULATIVE
+                if several == 1
+                else RequestOutputKind.FINAL_ONLY,
             )
             self.engine.add_request(str(number), given, sampling)
         step = 0
@@ -76,10 +105,14 @@ class Engine:
             step += 1
             for output in outputs:
                 if output.finished:
+                    tokens = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids)
+                    self.longest = max(self.longest, tokens)
+                    self.reused += output.num_cached_tokens or 0
                     one = output.outputs[0]
                     done[output.request_id] = {"text": one.text, "tokens": list(one.token_ids)}
-            every = int(os.environ.get("BENCH_PREEMPT", "0"))
-            if every and step % every == 0 and len(self.scheduler.running) > 1:
+                    if len(output.outputs) > 1:
+                        done[output.request_id]["all"] = [o.text for o in output.outputs]
+            if self.preempt and step % self.preempt == 0 and len(self.scheduler.running) > 1:
                 self._preempt()
             gone = [str(i) for i, r in enumerate(requests) if r.get("abort") == step]
             gone = [name for name in gone if name not in done]
@@ -110,14 +143,14 @@ def main() -> None:
         preempted += 1
         return preempt(*args, **kwargs)
 
+    engine.preempt = job.get("preempt", 0)
     preempt = engine.scheduler._preempt_request
     engine.scheduler._preempt_request = count
     start = time.perf_counter()
     answers = engine.answer(job["requests"], job.get("together", True))
-    spec = engine.scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
     result = {
         "answers": answers,
-        "page_bytes": spec.page_size_bytes,
+        **engine.page(),
         "concurrency": engine.concurrency(),
         "seconds": time.perf_counter() - start,
         "start_seconds": begun,
@@ -127,6 +160,8 @@ def main() -> None:
         "blocks": engine.pool.num_gpu_blocks,
         "free_before": free,
         "free_after": engine.pool.get_num_free_blocks(),
+        "reused_tokens": engine.reused,
+        "longest": engine.longest,
     }
     if os.environ.get("KVSKETCH_STATS_DIR"):
         from kvsketch.vllm.metrics import total

@@ -6,6 +6,8 @@ from typing import Any
 
 from benchmarks.markdown import made_with, table
 
+_ALLOCATIONS = {"even": "the same for every head", "curves": "by curves"}
+
 
 def block(result: dict[str, Any]) -> str:
     """What ``benchmarks.vllm_engine`` found."""
@@ -28,13 +30,17 @@ def block(result: dict[str, Any]) -> str:
     cut = ", ".join(f"{size:,}" for size in chunks["sizes"])
     took = many["seconds"]["ours"] / many["seconds"]["stock"]
     lines = [
-        f"LongEval, {answers['cases']} {answers['source']} cases of 200 lines, about 2,050 tokens, "
-        f"budget {answers['budget']:,}: the exact page gives vLLM's own answers, each token, in "
-        f"{answers['exact_equal_to_stock']} of {answers['cases']}; `heavy_merge` gives those of "
-        f"`SketchCache` (streaming prefill) in {answers['equal_to_transformers']}. Right answers: "
-        f"vLLM {right['stock']}, `heavy_merge` {right['heavy_merge']}, in transformers "
+        f"LongEval, {answers['cases']} {answers['source']} cases of 200 lines, about 2,050 "
+        f"tokens, budget {answers['budget']:,}, asked with the openai client of `vllm serve`: the "
+        "exact page gives vLLM's own answers in "
+        f"{answers['exact_equal_to_stock']} of {answers['cases']}; "
+        f"`heavy_merge` gives its offline ones in {answers['served_equal_to_offline']}, and those "
+        f"of `SketchCache` (streaming prefill) in {answers['equal_to_transformers']}. Right "
+        f"answers: vLLM {right['stock']}, `heavy_merge` {right['heavy_merge']}, in transformers "
         f"{right['heavy_merge in transformers']}. In transformers the last part of a prompt is "
         "compressed too, and decoding compresses in another rhythm, so that scores differ.",
+        *of_sizes(found["sizes"]),
+        of_documents(found["documents"]),
         f"Prompts in chunks of {cut} tokens: {chunks['equal']} of {chunks['requests']} answers are "
         "the same.",
         f"{crowd['requests']} requests of 100 to 6,000 tokens at once in pages for "
@@ -57,3 +63,64 @@ def block(result: dict[str, Any]) -> str:
         made_with(result),
     ]
     return "\n\n".join(lines)
+
+
+def lead(result: dict[str, Any]) -> str:
+    """What README says of it: the fewest bytes at which no answer is lost, beside FP8."""
+    sizes, many = result["results"]["sizes"], result["results"]["concurrency"]
+    whole, fp8 = sizes["stock"]["auto"], sizes["stock"]["fp8"]
+    as_good = [row for row in sizes["rows"] if row["right"] >= whole["right"]]
+    best = min(as_good, key=lambda row: row["page_bytes"])
+    return (
+        f"LongEval, {sizes['cases']} cases of 200 lines, the packaged model: vLLM's own cache "
+        f"answers {whole['right']}; ours as many at {best['page_bytes'] / whole['bytes']:.0%} of "
+        f"its bytes (budget {best['budget']:,} in {best['bits']} bits, "
+        f"{_ALLOCATIONS[best['allocation']]}), vLLM's FP8 cache {fp8['right']} at "
+        f"{fp8['bytes'] / whole['bytes']:.0%}. Of "
+        f"{many['requests']} requests of {many['tokens']:,} tokens in "
+        f"{many['memory'] / 2**20:.0f} MiB {many['ran']['ours']} run at once (budget 1,024 in 32 "
+        f"bits), in vLLM's own cache {many['ran']['stock']}."
+    )
+
+
+def of_sizes(found: dict[str, Any]) -> list[str]:
+    """Right answers against bytes."""
+    shown = {(r["budget"], r["bits"], r["allocation"]): r for r in found["rows"]}
+    theirs = found["stock"]
+    whole = theirs["auto"]["bytes"]
+    budgets = sorted({budget for budget, _, _ in shown}, reverse=True)
+    bits = sorted({bits for _, bits, _ in shown}, reverse=True)
+    rows = [
+        [
+            f"{budget:,}",
+            str(few),
+            f"{shown[budget, few, 'even']['page_bytes'] / whole:.0%}",
+            *(str(shown[budget, few, name]["right"]) for name in ("even", "curves")),
+        ]
+        for budget in budgets
+        for few in bits
+    ]
+    names = ["budget", "bits", "bytes of a request", "the same for every head", "by curves"]
+    return [
+        "The same questions by what a page takes, over the bytes of vLLM's own blocks for such a "
+        f"request; model and cache in {found['dtype']}. vLLM's own cache answers "
+        f"{theirs['auto']['right']} of {found['cases']}, and in FP8, at "
+        f"{theirs['fp8']['bytes'] / whole:.0%} of the bytes, {theirs['fp8']['right']}. Curves were "
+        "measured on two other prompts.",
+        table(names, rows),
+    ]
+
+
+def of_documents(found: dict[str, Any]) -> str:
+    """What prefixes save."""
+    ours, stock = found["ours"], found["stock"]
+    tokens = sum(found["tokens"]) // len(found["tokens"])
+    return (
+        f"{found['documents']} documents of about {tokens:,} tokens, each sent alone and then "
+        f"asked about {found['questions'] // found['documents']} times: "
+        f"{ours['reused_tokens']:,} tokens were not read again (vLLM's own prefix caching: "
+        f"{stock['reused_tokens']:,}), {ours['equal']} of {ours['of']} answers are those without "
+        f"prefix caching (vLLM's own: {stock['equal']}), and all were done in "
+        f"{ours['seconds_over_without']:.2f} of the time without (vLLM's own: "
+        f"{stock['seconds_over_without']:.2f})."
+    )

@@ -5,8 +5,13 @@
 Every engine is a process of ``.venv-vllm`` on a CPU (``benchmarks.engine_job``), with the packaged
 model in float32. Parts:
 
-answers      LongEval questions with vLLM's own backend, the exact page, and heavy_merge; the last
-             also by ``SketchCache`` in transformers (streaming prefill, the same budget).
+answers      LongEval questions with vLLM's own backend, the exact page, and heavy_merge, asked with
+             the openai client of ``vllm serve``; the last also by ``SketchCache`` in transformers
+             (streaming prefill, the same budget).
+sizes        the same questions with heavy_merge at several budgets, in 16, 8 and 4 bits, with the
+             same budget for every head and with budgets by curves measured on two other prompts;
+             beside vLLM's own cache in 16 bits and in FP8.
+documents    questions about documents that were sent before, with and without prefix caching.
 chunks       heavy_merge with prompts in chunks of 64, 300 and 4,096 tokens.
 mixed        requests of mixed length at once, some aborted, in so few pages that others are
              preempted, against one after the other.
@@ -17,13 +22,19 @@ parallel     two ranks of tensor parallelism.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json as jsonlib
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +46,7 @@ from benchmarks.longeval_unseen import cases
 from benchmarks.page import save
 from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+from kvsketch.evaluation.runner.longeval_cases import generate_cases
 
 ROOT = Path(__file__).resolve().parent.parent
 #: of the environment that has vLLM: this one, or its own
@@ -43,22 +55,36 @@ PYTHON = (
     if importlib.util.find_spec("vllm")
     else ROOT / ".venv-vllm" / "bin" / "python"
 )
-PARTS = ("answers", "chunks", "mixed", "concurrency", "throughput", "parallel")
+PARTS = (
+    "answers",
+    "sizes",
+    "documents",
+    "chunks",
+    "mixed",
+    "concurrency",
+    "throughput",
+    "parallel",
+)
 OURS = {"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "1536"}
 SMALL = {"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "1024"}
 Job = dict[str, Any]
 
 
 def run(
-    requests: list[Job], variables: dict[str, str], together: bool = True, **engine: Any
+    requests: list[Job],
+    variables: dict[str, str],
+    together: bool = True,
+    preempt: int = 0,
+    **engine: Any,
 ) -> Job:
-    """One engine and its answers.
+    """One engine and its answers; ``preempt``: one request every so many steps, 0: none.
 
     Raises:
         RuntimeError: it did not answer; with what it said.
     """
     given = {"model": resolve_model(PACKAGED), "dtype": "float32", "max_model_len": 8192}
-    job = {"engine": {**given, **engine}, "requests": requests, "together": together}
+    job = {"engine": {**given, **engine}, "requests": requests}
+    job |= {"together": together, "preempt": preempt}
     clean = {k: v for k, v in os.environ.items() if not k.startswith("KVSKETCH_")}
     done = subprocess.run(
         [str(PYTHON), "-m", "benchmarks.engine_job"],
@@ -86,39 +112,194 @@ def same(one: Job, other: Job) -> int:
     return sum(a is not None and a == b for a, b in pairs)
 
 
+@contextlib.contextmanager
+def served(variables: dict[str, str], log: Path, *arguments: str) -> Iterator[str]:
+    """``vllm serve`` with the packaged model, under the name "packaged", on loopback; its address.
+
+    Raises:
+        RuntimeError: it did not start; with its log.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(PYTHON.parent / "vllm"), "serve", str(resolve_model(PACKAGED))]
+    command += ["--served-model-name", "packaged", "--dtype", "float32", "--max-model-len", "8192"]
+    command += ["--enforce-eager", "--host", "127.0.0.1", "--port", str(port), *arguments]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("KVSKETCH_")}
+    environment = {**clean, "VLLM_CPU_KVCACHE_SPACE": "1", **variables}
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=log.parent)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            if process.poll() is not None:
+                raise RuntimeError(log.read_text()[-20_000:])
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{address}/health", timeout=5)
+                break
+            time.sleep(1)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+_ASK = """
+import json, sys, openai
+from concurrent.futures import ThreadPoolExecutor
+
+address, tokens, prompts = json.load(sys.stdin)
+client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
+
+def ask(prompt):
+    given = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    return client.completions.create(model="packaged", **given).choices[0].text
+
+print(json.dumps(list(ThreadPoolExecutor(16).map(ask, prompts))))
+"""
+
+
+def told(address: str, prompts: list[str], tokens: int = 12) -> list[str]:
+    """Greedy answers of a server, asked sixteen at a time with the openai client, which the
+    environment of vLLM has."""
+    done = subprocess.run(
+        [str(PYTHON), "-c", _ASK],
+        input=jsonlib.dumps([address, tokens, prompts]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-20_000:])
+    texts: list[str] = jsonlib.loads(done.stdout.splitlines()[-1])
+    return texts
+
+
+def right(rows: list[Any], texts: list[str]) -> int:
+    """How many answers hold the number that was asked for."""
+    return sum(str(row["expected_number"]) in t for row, t in zip(rows, texts, strict=True))
+
+
 def answers(count: int, budget: int = 1536) -> Job:
     """LongEval, 200 lines."""
     source, rows = cases(200, count, 0)
-    asked = [{"prompt": row["prompt"], "max_tokens": 12} for row in rows]
-    stock = run(asked, {}, max_num_seqs=16)
-    exact = run(asked, {"KVSKETCH_METHOD": "exact"}, max_num_seqs=16)
-    ours = run(asked, {**OURS, "KVSKETCH_BUDGET": str(budget)}, max_num_seqs=16)
-    theirs = transformers_answers([row["prompt"] for row in rows], budget)
-
-    def right(texts: list[str]) -> int:
-        return sum(str(row["expected_number"]) in t for row, t in zip(rows, texts, strict=True))
-
-    texts = {
-        n: [one["text"] for one in r["answers"]] for n, r in (("stock", stock), ("ours", ours))
-    }
+    prompts = [row["prompt"] for row in rows]
+    ours = {**OURS, "KVSKETCH_BUDGET": str(budget)}
+    kinds = {"stock": {}, "exact": {"KVSKETCH_METHOD": "exact"}, "heavy_merge": ours}
+    texts = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, variables in kinds.items():
+            with served(variables, Path(folder) / name) as address:
+                texts[name] = told(address, prompts)
+    offline = run([{"prompt": p, "max_tokens": 12} for p in prompts], ours, max_num_seqs=16)
+    theirs = transformers_answers(prompts, budget)
     differing = [
         {"case": i, "vllm": a, "transformers": b, "expected": rows[i]["expected_number"]}
-        for i, (a, b) in enumerate(zip(texts["ours"], theirs, strict=True))
+        for i, (a, b) in enumerate(zip(texts["heavy_merge"], theirs, strict=True))
         if a.strip() != b.strip()
     ]
+
+    def equal(one: list[str], other: list[str]) -> int:
+        return sum(a == b for a, b in zip(one, other, strict=True))
+
     return {
         "cases": len(rows),
         "source": source,
         "budget": budget,
-        "exact_equal_to_stock": same(stock, exact),
+        "exact_equal_to_stock": equal(texts["stock"], texts["exact"]),
+        "served_equal_to_offline": equal(
+            texts["heavy_merge"], [one["text"] for one in offline["answers"]]
+        ),
         "right": {
-            "stock": right(texts["stock"]),
-            "heavy_merge": right(texts["ours"]),
-            "heavy_merge in transformers": right(theirs),
+            **{name: right(rows, texts[name]) for name in ("stock", "heavy_merge")},
+            "heavy_merge in transformers": right(rows, theirs),
         },
         "equal_to_transformers": len(rows) - len(differing),
         "differing": differing,
     }
+
+
+def curves(folder: Path) -> str:
+    """Of the packaged model, on two cases that are not asked: generated ones of 210 lines."""
+    from kvsketch.evaluation.runner.calibration import calibrate_files
+    from kvsketch.evaluation.runner.settings import Settings
+
+    files = []
+    for number, row in enumerate(generate_cases(210, 2, 1)):
+        files.append(folder / f"{number}.txt")
+        files[-1].write_text(row["prompt"], encoding="utf-8")
+    silent = Console(stderr=True, quiet=True)
+    found = calibrate_files(PACKAGED, files, "heavy_merge", 32, Settings(), 0, silent)
+    found.save(folder / "curves.json")
+    return str(folder / "curves.json")
+
+
+def sizes(count: int) -> Job:
+    """Right answers against the bytes of a page, in 16 bits as models are served."""
+    source, rows = cases(200, count, 0)
+    asked = [{"prompt": row["prompt"], "max_tokens": 12} for row in rows]
+    engine = {"max_num_seqs": 16, "dtype": "bfloat16"}
+    stock: Job = {}
+    for kind in ("auto", "fp8"):
+        result = run(asked, {}, kv_cache_dtype=kind, **engine)
+        blocks = -(-result["longest"] // result["block_size"])  # of the longest request
+        stock[kind] = {
+            "right": right(rows, [one["text"] for one in result["answers"]]),
+            "bytes": result["page_bytes"] * blocks,
+        }
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        by_curves = {"KVSKETCH_ALLOCATION": curves(Path(folder))}
+        for budget in (1536, 1024, 512):
+            for bits in (16, 8, 4):
+                for name, more in (("even", {}), ("curves", by_curves)):
+                    variables = {**OURS, "KVSKETCH_BUDGET": str(budget), **more}
+                    variables["KVSKETCH_BITS"] = str(bits)
+                    result = run(asked, variables, **engine)
+                    texts = [one["text"] for one in result["answers"]]
+                    found.append(
+                        {
+                            "budget": budget,
+                            "bits": bits,
+                            "allocation": name,
+                            "page_bytes": result["page_bytes"],
+                            "right": right(rows, texts),
+                        }
+                    )
+    return {
+        "cases": len(rows),
+        "source": source,
+        "dtype": engine["dtype"],
+        "stock": stock,
+        "rows": found,
+    }
+
+
+def documents(count: int, questions: int = 4) -> Job:
+    """Each document alone, then questions about it, which begin 60 tokens before the end of a
+    prompt; the end of the document differs."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(PACKAGED))
+    asked, lengths = [], []
+    for row in cases(600, count, 0)[1]:
+        prompt = tokenizer(row["prompt"]).input_ids
+        document, question = prompt[:-60], prompt[-60:]
+        lengths.append(len(document))
+        asked.append({"prompt": document, "max_tokens": 1})
+        for cut in range(questions):
+            asked.append({"prompt": document[: len(document) - cut] + question, "max_tokens": 12})
+    found: Job = {"documents": count, "questions": count * questions, "tokens": lengths}
+    for name, variables in (("stock", {}), ("ours", SMALL)):
+        off = run(asked, variables, together=False, enable_prefix_caching=False)
+        on = run(asked, variables, together=False)
+        found[name] = {
+            "equal": same(off, on),
+            "of": len(asked),
+            "reused_tokens": on["reused_tokens"],
+            "seconds_over_without": on["seconds"] / off["seconds"],
+        }
+    return found
 
 
 def transformers_answers(prompts: list[str], budget: int) -> list[str]:
@@ -172,8 +353,8 @@ def mixed(count: int, seed: int) -> Job:
         if number % 4 == 0:
             asked[-1]["abort"] = numbers.randrange(5, 120)
     engine = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
-    # Blocks for a dozen: requests wait; the engine is told to preempt every tenth step.
-    crowd = run(asked, {**SMALL, "BENCH_PREEMPT": "10"}, num_gpu_blocks_override=16, **engine)
+    # Pages for some of them: the others wait.
+    crowd = run(asked, SMALL, preempt=10, num_gpu_blocks_override=16, **engine)
     alone = run([{**r, "abort": None} for r in asked], SMALL, together=False, **engine)
     finished = [tokens is not None for tokens in tokens_of(crowd)]
     return {
@@ -282,6 +463,8 @@ def main(
     small = min(count, 12)
     todo = {
         "answers": lambda: answers(count),
+        "sizes": lambda: sizes(count),
+        "documents": lambda: documents(3),
         "chunks": lambda: chunks(small),
         "mixed": lambda: mixed(requests, seed),
         "concurrency": lambda: concurrency(seed),

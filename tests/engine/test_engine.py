@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+import random
 import re
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 
@@ -65,6 +63,138 @@ def test_two_ranks_answer_as_one():
     assert found["equal"] == 4
 
 
+def right(found: dict, count: int) -> int:
+    return engine.right(cases(200, count, 0)[1], [answer["text"] for answer in found["answers"]])
+
+
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_slots_in_few_bits(bits):
+    variables = {**HEAVY, "KVSKETCH_BITS": bits}
+    together = engine.run(asked(6), variables, max_num_seqs=8)
+    alone = engine.run(asked(6), variables, together=False, max_num_seqs=8)
+    assert engine.same(together, alone) == 6
+    assert right(together, 6) >= 5
+    sixteen = engine.run([], HEAVY)  # 32 here, with this model's dtype
+    assert together["page_bytes"] < sixteen["page_bytes"] * (0.5 if bits == "8" else 0.4)
+    assert together["metrics"]["error"] > 0
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory):
+    """Of the packaged model, on prompts that are not asked here."""
+    return engine.curves(tmp_path_factory.mktemp("curves"))
+
+
+def test_budgets_by_curves_and_two_ranks_of_them(curves):
+    """Half of the tokens: answers that the same budget for every head cannot give."""
+    variables = {**HEAVY, "KVSKETCH_BUDGET": "1024"}
+    even = engine.run(asked(6), variables, max_num_seqs=8)
+    variables["KVSKETCH_ALLOCATION"] = curves
+    one = engine.run(asked(6), variables, max_num_seqs=8)
+    alone = engine.run(asked(6), variables, together=False, max_num_seqs=8)
+    assert engine.same(one, alone) == 6
+    assert right(one, 6) >= right(even, 6) + 2
+    assert one["page_bytes"] < 1.02 * even["page_bytes"]
+    both = {**variables, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    two = engine.run(asked(6), both, max_num_seqs=8, tensor_parallel_size=2)
+    assert engine.same(one, two) == 6
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """A small random model with sliding windows in four of six layers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=2100,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=128,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        max_position_embeddings=8192,
+        query_pre_attn_scalar=32,
+    )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("hybrid")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(resolve_model(PACKAGED)).save_pretrained(folder)
+    return str(folder)
+
+
+def drawn(sizes: tuple[int, ...]) -> list[dict]:
+    numbers = random.Random(0)
+    prompts = [[numbers.randrange(3, 2000) for _ in range(size)] for size in sizes]
+    return [{"prompt": prompt, "max_tokens": 16, "ignore_eos": True} for prompt in prompts]
+
+
+def test_layers_with_a_sliding_window_keep_their_own_small_blocks(hybrid):
+    requests, given = drawn((50, 700, 1500, 200)), {"model": hybrid, "max_model_len": 4096}
+    stock = engine.run(requests, {}, **given)
+    exact = engine.run(requests, {"KVSKETCH_METHOD": "exact"}, **given)
+    assert engine.same(stock, exact) == 4
+    assert exact["concurrency"] > 0.9 * stock["concurrency"]
+    few = {"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "256"}
+    for variables in (few, {**few, "KVSKETCH_BITS": "4"}):
+        together = engine.run(requests, variables, preempt=7, **given)
+        alone = engine.run(requests, variables, together=False, **given)
+        assert together["preemptions"] > 0
+        assert engine.same(together, alone) == 4
+        assert together["free_before"] == together["free_after"]
+        assert together["concurrency"] > stock["concurrency"]
+
+
+def about_documents(count: int) -> list[dict]:
+    """Documents alone, then questions about them, some behind another end of the document."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(PACKAGED))
+    found = []
+    for row in cases(200, count, 0)[1]:
+        prompt = tokenizer(row["prompt"]).input_ids
+        document, question = prompt[:-60], prompt[-60:]
+        found.append({"prompt": document, "max_tokens": 1})
+        for cut in (0, 5, 9):
+            found.append({"prompt": document[: len(document) - cut] + question, "max_tokens": 12})
+    return found
+
+
+@pytest.mark.parametrize("bits", ["16", "4"])
+def test_requests_start_from_the_page_of_a_document_that_was_read(bits):
+    variables, requests = {**HEAVY, "KVSKETCH_BITS": bits}, about_documents(3)
+    off = engine.run(requests, variables, together=False, enable_prefix_caching=False)
+    on = engine.run(requests, variables, together=False)
+    assert off["reused_tokens"] == 0
+    assert engine.same(off, on) == len(requests)
+    document = len(requests[0]["prompt"])
+    assert on["reused_tokens"] > 9 * 0.9 * document
+    assert on["metrics"]["tokens"] == off["metrics"]["tokens"] - on["reused_tokens"]
+    crowd = {"max_num_seqs": 4, "num_gpu_blocks_override": 8, "preempt": 5}
+    both = engine.run(requests + requests[::-1], variables, **crowd)
+    twice = {"answers": off["answers"] + off["answers"][::-1]}
+    assert engine.same(twice, both) == 2 * len(requests)
+    assert both["preemptions"] > 0 < both["reused_tokens"]
+    assert both["free_before"] == both["free_after"]
+
+
+def test_several_answers_of_a_request():
+    requests = asked(3)
+    one = engine.run(requests, HEAVY, max_num_seqs=16)
+    three = engine.run([{**r, "n": 3} for r in requests], HEAVY, max_num_seqs=16)
+    for alone, several in zip(one["answers"], three["answers"], strict=True):
+        assert several["all"] == [alone["text"]] * 3
+
+
+def test_curves_of_another_model_are_refused(curves, hybrid):
+    variables = {**HEAVY, "KVSKETCH_ALLOCATION": curves}
+    with pytest.raises(RuntimeError, match=r"curves are of 4 layers x 2 KV heads"):
+        engine.run([], variables, model=hybrid, max_model_len=4096)
+
+
 def test_a_page_is_as_large_for_a_long_context_as_for_a_short_one():
     pages = [
         engine.run([], engine.SMALL, max_model_len=context)["page_bytes"]
@@ -75,8 +205,9 @@ def test_a_page_is_as_large_for_a_long_context_as_for_a_short_one():
 
 def test_unset_vllm_is_untouched():
     found = engine.run(asked(1), {})
+    assert found["spec"] == "FullAttentionSpec"
     assert "metrics" not in found
-    assert found["page_bytes"] % 32 == 0
+    assert engine.run([], HEAVY)["spec"] == "PageSpec"
 
 
 def test_settings_of_the_engines_own_configuration_win():
@@ -90,6 +221,9 @@ REFUSED = {
     "budget": ({"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "20"}, {}, "at least 37"),
     "method": ({"KVSKETCH_METHOD": "heavymerge"}, {}, "did you mean 'heavy_merge'"),
     "variable": ({"KVSKETCH_METHOD": "exact", "KVSKETCH_BUGDET": "3"}, {}, "KVSKETCH_BUGDET"),
+    "bits": ({**HEAVY, "KVSKETCH_BITS": "5"}, {}, "bits=5 must be one of 16"),
+    "curves": ({**HEAVY, "KVSKETCH_ALLOCATION": "/no/such"}, {}, "'/no/such' cannot be read"),
+    "exact": ({"KVSKETCH_METHOD": "exact", "KVSKETCH_BITS": "8"}, {}, "leave bits out"),
     "number": ({"KVSKETCH_BUDGET": "many"}, {}, "KVSKETCH_BUDGET='many' is not a number"),
     "setting": (
         HEAVY,
@@ -120,51 +254,22 @@ def test_what_cannot_be_served_is_refused_at_start_up(name):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """`vllm serve` with heavy_merge; its address and log."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("serve") / "log"
-    command = [str(Path(sys.executable).parent / "vllm"), "serve", str(resolve_model(PACKAGED))]
-    command += ["--served-model-name", "packaged", "--dtype", "float32", "--max-model-len", "8192"]
-    command += ["--enforce-eager", "--host", "127.0.0.1", "--port", str(port)]
-    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", **HEAVY}
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=out, env={**os.environ, **variables}, cwd=log.parent
-        )
-        address = f"http://127.0.0.1:{port}"
-        for _ in range(180):
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=5)
-                break
-            except OSError:
-                assert process.poll() is None, log.read_text()
-                time.sleep(1)
+    with engine.served(HEAVY, log) as address:
         yield address, log
-        process.terminate()
-        process.wait(60)
 
 
 def test_the_openai_client_gets_the_offline_answers(server):
-    import openai
-
     address, log = server
-    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
-    _, rows = cases(200, 4, 0)
-    found = [
-        client.completions.create(
-            model="packaged", prompt=row["prompt"], max_tokens=12, temperature=0
-        )
-        for row in rows
-    ]
+    found = engine.told(address, [row["prompt"] for row in cases(200, 4, 0)[1]])
     offline = engine.run(asked(4), HEAVY, max_num_seqs=16)
-    expected = [answer["text"] for answer in offline["answers"]]
-    assert [one.choices[0].text for one in found] == expected
+    assert found == [answer["text"] for answer in offline["answers"]]
     assert "Maximum concurrency" in log.read_text()
 
 
 def test_the_server_shows_what_pages_hold(server):
     address, _ = server
+    engine.told(address, [row["prompt"] for row in cases(200, 8, 0)[1][4:]])
     text = urllib.request.urlopen(f"{address}/metrics", timeout=30).read().decode()
     numbers = dict(re.findall(r"^kvsketch:(\w+) ([\d.e+-]+)$", text, re.MULTILINE))
     assert float(numbers["tokens_total"]) > 4 * 2000

@@ -3,97 +3,18 @@ float64."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from served import CPU, KV, METHODS, Served, alone, drawn, queries_of
 
-from kvsketch.cache.window import windowed
+from kvsketch.cache.storage import FULL, Bits
+from kvsketch.serving import pages as module
 from kvsketch.serving.layout import Layout
-from kvsketch.serving.pages import Counts, Pages
-from kvsketch.serving.rhythm import Rhythm, rounds
-from kvsketch.slots import Observed, Slots, attend
-
-DIM, KV, GROUP = 8, 2, 2
-METHODS = ["streaming_llm", "heavy_merge", "cluster_merge", "h2o", "tova", "snapkv", "keydiff"]
-CPU = torch.device("cpu")
-
-
-def drawn(seed: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    q = torch.randn(tokens, KV * GROUP, DIM, generator=g)
-    k, v = torch.randn(2, tokens, KV, DIM, generator=g)
-    return q, k, v
-
-
-def alone(
-    method: str | None, rhythm: Rhythm, kept: int, request: Any, softcap: float | None
-) -> torch.Tensor:
-    """What each token sees, one at a time: ``[tokens, heads, dim]`` in float64."""
-    q, k, v = (t.double() for t in request)
-    slots: Slots | None = None
-    made = None if method is None else windowed(method, 2, 6)
-    found, waiting = [], []
-    for at in range(len(q)):
-        new = Slots(k[at : at + 1].transpose(0, 1)[None], v[at : at + 1].transpose(0, 1)[None])
-        if made is not None:
-            ones = torch.ones(1, KV, 1, dtype=torch.float64)
-            new = Slots(new.keys, new.values, ones, score=0 * ones if made.needs_queries else None)
-        slots = new if slots is None else Slots.cat([slots, new])
-        one = q[at : at + 1].transpose(0, 1)[None]
-        found.append(attend(one, slots, scaling=0.5, softcap=softcap)[0, :, 0])
-        waiting.append(one)
-        if made is not None and slots.count == rhythm.slots:
-            last = torch.cat(waiting[len(waiting) - kept :], dim=2)
-            observed = Observed(last, 0.5, softcap)
-            if made.needs_queries:
-                slots = made.observe(slots, observed)
-            less = rhythm.slots - rhythm.buffer
-            slots = made(slots, less, observed, scored=True, fit=False)
-            waiting = []
-    return torch.stack(found)
-
-
-class Served:
-    """Pages of a layer, and requests that come in chunks."""
-
-    def __init__(
-        self,
-        method: str | None,
-        rhythm: Rhythm,
-        queries: int,
-        softcap: float | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        made = None if method is None else windowed(method, 2, 6)
-        scored = made is not None and made.needs_queries
-        layout = Layout(KV, GROUP, rhythm.slots, DIM, DIM, queries, scored, dtype)
-        # what others have left there
-        raw = torch.randint(0, 256, (9, layout.bytes), dtype=torch.uint8)
-        self.fields = layout.fields(raw)
-        self.rhythm, self.counts, self.queries = rhythm, Counts(), queries
-        self.pages = Pages(made, rhythm, 0.5, softcap, self.counts)
-
-    def step(self, parts: list[tuple[int, int, Any]]) -> list[torch.Tensor]:
-        """``parts``: page, tokens seen and new tokens of each request."""
-        sizes = [len(request[0]) for _, _, request in parts]
-        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        seen, pages = (np.array([p[i] for p in parts], dtype=np.int64) for i in (1, 0))
-        todo = rounds(starts, seen, pages, self.rhythm, self.queries, CPU)
-        q, k, v = (torch.cat([part[2][i] for part in parts]) for i in range(3))
-        out = torch.full_like(q, torch.nan)
-        self.pages.attend(q, k, v, self.fields, todo, out)
-        return list(out.split(sizes))
-
-
-def queries_of(method: str | None, rhythm: Rhythm) -> int:
-    if method is None:
-        return 0
-    made = windowed(method, 2, 6)
-    return min(rhythm.buffer, made.window or rhythm.buffer) if made.needs_queries else 1
+from kvsketch.serving.rhythm import Copies, Rhythm, rounds
+from kvsketch.slots import Slots, attend
 
 
 @pytest.mark.parametrize("method", [None, *METHODS])
@@ -104,9 +25,10 @@ def queries_of(method: str | None, rhythm: Rhythm) -> int:
     chunk=st.integers(1, 60),
     buffer=st.integers(1, 12),
     softcap=st.sampled_from([None, 4.0]),
+    copied=st.booleans(),
     data=st.data(),
 )
-def test_a_batch_is_its_requests_alone(method, seed, sizes, chunk, buffer, softcap, data):
+def test_a_batch_is_its_requests_alone(method, seed, sizes, chunk, buffer, softcap, copied, data):
     """Whatever the chunks, the neighbours and the order: what every token sees is what it sees when
     its request is the only one, in float64, token by token."""
     rhythm = Rhythm(100 if method is None else 24, buffer)
@@ -123,11 +45,33 @@ def test_a_batch_is_its_requests_alone(method, seed, sizes, chunk, buffer, softc
             size = data.draw(st.integers(1, min(chunk, sizes[i] - seen[i])))
             parts.append((pages[i], seen[i], [t[seen[i] : seen[i] + size] for t in requests[i]]))
             seen[i] += size
-        for i, found in zip(chosen, served.step(parts), strict=True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "_COPIED", 1 << 19 if copied else 0)
+            answers = served.step(parts)
+        for i, found in zip(chosen, answers, strict=True):
             out[i].append(found)
     for i, request in enumerate(requests):
         expected = alone(method, rhythm, kept, request, softcap)
         torch.testing.assert_close(torch.cat(out[i]).double(), expected, rtol=2e-3, atol=2e-4)
+
+
+@given(pages=st.lists(st.integers(0, 30), min_size=1, unique=True))
+def test_slices_are_the_pages(pages):
+    """And as few as there are steps between them, roughly."""
+    todo = rounds(
+        np.arange(len(pages) + 1),
+        np.ones(len(pages), dtype=np.int64),
+        np.array(pages),
+        Rhythm(24, 4),
+        1,
+        CPU,
+    )
+    (one,) = todo
+    assert one.pages.tolist() == sorted(pages)
+    numbers = [n for run in one.runs for n in range(run.start, run.stop, run.step)]
+    assert numbers == sorted(pages)
+    steps = np.diff(sorted(pages))
+    assert len(one.runs) <= 1 + int((np.diff(steps) != 0).sum())
 
 
 def test_a_page_that_is_freed_and_claimed_again_starts_anew():
@@ -152,6 +96,23 @@ def test_other_pages_are_not_touched():
         assert torch.equal(was[others].view(torch.uint8), now[others].view(torch.uint8))
 
 
+@pytest.mark.parametrize("method", ["heavy_merge", "cluster_merge", "snapkv", "keydiff"])
+@pytest.mark.parametrize("wrong", [torch.inf, torch.nan])
+def test_numbers_that_overflow_are_their_own_requests_loss(method, wrong):
+    """The engine goes on, its neighbour answers as if it were alone, and the page serves again."""
+    rhythm = Rhythm(24, 4)
+    kept = queries_of(method, rhythm)
+    served, fresh = Served(method, rhythm, kept), Served(method, rhythm, kept)
+    broken, good = drawn(1, 70), drawn(2, 70)
+    for tensor in broken:
+        tensor[30] = wrong
+    _, found = served.step([(3, 0, broken), (4, 0, good)])
+    (expected,) = fresh.step([(4, 0, good)])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    (again,) = served.step([(3, 0, good)])
+    torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_compressions_and_their_errors_are_counted():
     rhythm = Rhythm(24, 4)
     served = Served("streaming_llm", rhythm, 1)
@@ -165,6 +126,44 @@ def test_compressions_and_their_errors_are_counted():
     now = attend(one, slots.take(some), scaling=0.5)
     error = ((now - was).norm(dim=-1) / was.norm(dim=-1)).mean()
     assert served.counts.errors == pytest.approx(float(error), rel=1e-3)
+
+
+def test_errors_above_the_tolerance_are_counted():
+    served = Served("streaming_llm", Rhythm(24, 4), 1)
+    served.step([(3, 0, drawn(1, 60)), (4, 0, drawn(2, 60))])
+    counts = served.counts
+    mean = counts.errors / counts.compressions
+    assert (counts.compressions, counts.above) == (20, 0)
+    found = []
+    for tolerance in (mean, 1e-9):
+        again = Served("streaming_llm", Rhythm(24, 4), 1)
+        again.counts.tolerance = tolerance
+        again.step([(3, 0, drawn(1, 60)), (4, 0, drawn(2, 60))])
+        found.append(again.counts.above)
+    assert 0 < found[0] < 20 == found[1]
+
+
+@pytest.mark.parametrize("middle", [None, ((20, 33), Bits(8, 8)), ((20, 20), FULL)])
+@pytest.mark.parametrize("method", ["balancekv", "uniform"])
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 99), chunk=st.integers(1, 70), ahead=st.integers(0, 40))
+def test_random_numbers_follow_from_the_tokens_seen(middle, method, seed, chunk, ahead):
+    """In any company, and again after a preemption."""
+    rhythm = Rhythm(24, 8)
+    served, own = (Served(method, rhythm, 1, middle=middle) for _ in range(2))
+    request, other = drawn(seed, 70), drawn(seed + 1, 70 + ahead)
+    if ahead:
+        served.step([(4, 0, [t[:ahead] for t in other])])
+    found = []
+    for start in range(0, 70, chunk):
+        new = [t[start : start + chunk] for t in request]
+        later = [t[ahead + start : ahead + start + chunk] for t in other]
+        found.append(served.step([(4, ahead + start, later), (3, start, new)])[1])
+    (expected,) = own.step([(5, 0, request)])
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
+    (again,) = served.step([(3, 0, request)])
+    torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-5)
+    assert served.counts.errors > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -203,3 +202,31 @@ def test_a_page_s_parts_do_not_overlap():
     for number, part in enumerate(vars(fields).values(), start=1):
         assert bool((part[1] == number).all())
         assert bool((part[0] == 0).all())
+
+
+@pytest.mark.parametrize("middle", [None, ((20, 33), Bits(4, 4))], ids=["one part", "two"])
+@settings(max_examples=40, deadline=None)
+@given(
+    at=st.integers(1, 69),
+    seed=st.integers(0, 99),
+    chunk=st.integers(1, 70),
+    others=st.integers(0, 2),
+)
+def test_a_request_goes_on_from_the_copy_of_a_page(middle, at, seed, chunk, others):
+    """Of any number of tokens, whatever the chunks it was made in: as if it had read them."""
+    rhythm = Rhythm(24, 8)
+    served, own = (Served("heavy_merge", rhythm, 8, middle=middle) for _ in range(2))
+    request, end = drawn(seed, 70), drawn(seed + 1, 40)
+    second = [torch.cat([a[:at], b]) for a, b in zip(request, end, strict=True)]
+    rest = [drawn(seed + 5 + i, 3) for i in range(others)]
+    for start in range(0, 70, chunk):
+        part = [t[start : start + chunk] for t in request]
+        to = Copies(*(np.array([n] + [m] * others) for n, m in ((-1, -1), (7, 0), (at, 0))))
+        if not start <= at <= start + chunk:
+            to = None
+        served.step([(3, start, part), *((4 + i, 0, rest[i]) for i in range(others))], to)
+    new = [t[at:] for t in second]
+    start = Copies(*(np.array([n]) for n in (7, 0, 0)))
+    (found,) = served.step([(5, at, new)], start)
+    (expected,) = own.step([(5, 0, second)])
+    torch.testing.assert_close(found, expected[at:], rtol=1e-4, atol=1e-5)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
 
 from kvsketch import InputError, UnsupportedError
+from kvsketch.cache import Curves
 from kvsketch.cli.app import app
 from kvsketch.serving.layout import Layout
 from kvsketch.serving.plan import plan, size_of, tokens_of
@@ -34,20 +40,44 @@ def test_variables_and_the_engines_configuration():
         ({}, {"KVSKETCH_METHOD": "subgen", "KVSKETCH_BUDGET": "9"}, "Allowed: "),
         ({}, {"KVSKETCH_METHOD": "snapkv"}, "budget is missing"),
         ({}, {"KVSKETCH_BUDGET": "a lot"}, "KVSKETCH_BUDGET='a lot' is not a number"),
-        ({}, {"KVSKETCH_BUDGET": "1.5"}, "at most 1"),
+        ({}, {"KVSKETCH_BUDGET": "1.5"}, "must be <= 1"),
         ({}, {"KVSKETCH_BUDGET": "-3"}, "budget=-3"),
         ({}, {"KVSKETCH_BUGDET": "9"}, "KVSKETCH_BUGDET"),
         ({}, {**RIGHT, "KVSKETCH_SINK": "-1"}, "sink=-1"),
         ({}, {**RIGHT, "KVSKETCH_BUFFER": "0"}, "buffer=0"),
         ({}, {"KVSKETCH_METHOD": "exact", "KVSKETCH_BUDGET": "9"}, "leave budget out"),
+        ({}, {**RIGHT, "KVSKETCH_BUFFER": "1.5"}, "buffer=1.5"),
+        ("budget", RIGHT, "must be an object"),
         ({"bugdet": 3}, RIGHT, "kvsketch setting='bugdet'"),
         ({"budget": True}, RIGHT, "budget=True"),
         ({"budget": float("nan")}, RIGHT, "budget=nan"),
+        ({}, {**RIGHT, "KVSKETCH_BITS": "5"}, "bits=5 must be one of 16"),
+        ({}, {"KVSKETCH_METHOD": "exact", "KVSKETCH_BITS": "8"}, "leave bits out"),
+        ({}, {**RIGHT, "KVSKETCH_ALLOCATION": "/no/such"}, "'/no/such' cannot be read"),
+        ({"allocation": 3}, RIGHT, "allocation=3 must be the path"),
+        ({}, {**RIGHT, "KVSKETCH_TOLERANCE": "0"}, "tolerance=0 must be a number > 0"),
+        ({"tolerance": "some"}, RIGHT, "tolerance='some'"),
+        ({}, {**RIGHT, "KVSKETCH_SEED": "1.5"}, "seed=1.5 must be an int"),
     ],
 )
 def test_what_is_wrong_is_said(config, environment, said):
     with pytest.raises(InputError, match=said.replace("[", r"\[")):
         read(config, environment)
+
+
+def test_every_variable_of_the_package_is_known():
+    """With any of them set, vLLM must start as if kvsketch were not there."""
+    root = Path(__file__).resolve().parents[2]
+    files = [
+        *root.glob("src/**/*.py"),
+        *root.glob("benchmarks/**/*.py"),
+        *root.glob("tests/**/*.py"),
+    ]
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    named = set(re.findall(r"\bKVSKETCH_[A-Z_]*[A-Z]\b", text)) - {"KVSKETCH_BUGDET"}
+    assert {"KVSKETCH_METHOD", "KVSKETCH_DATA", "KVSKETCH_PEERS_PYTHON"} <= named
+    mine = {f"KVSKETCH_{name.upper()}" for name in Settings.__dataclass_fields__}
+    assert read({}, dict.fromkeys(named - mine, "somewhere")) is None
 
 
 def test_a_page_has_room_for_the_budget_and_a_buffer():
@@ -60,6 +90,59 @@ def test_a_page_has_room_for_the_budget_and_a_buffer():
     with pytest.raises(InputError, match="at least 37"):
         Settings("snapkv", 36).rhythm(9000)
     Settings("snapkv", 37).rhythm(9000)
+
+
+def curves(tmp_path: Path, model: str | None = "llama") -> str:
+    """Of two layers with three KV heads, the last of which needs its slots most."""
+    levels = torch.tensor([1 / 16, 1 / 4, 1.0], dtype=torch.float64)
+    need = torch.tensor([[1.0, 2.0, 30.0], [1.0, 1.0, 9.0]], dtype=torch.float64)
+    error = need.unsqueeze(-1) * torch.tensor([1.0, 0.5, 0.0], dtype=torch.float64)
+    Curves(error, levels, model=model).save(tmp_path / "curves.json")
+    return str(tmp_path / "curves.json")
+
+
+def test_budgets_by_curves(tmp_path):
+    settings = Settings("snapkv", 1000, allocation=curves(tmp_path), bits=8)
+    sizes = settings.sizes(4000, 2, 3, "llama")
+    kept = [size + 36 for layer in sizes for size in layer]
+    assert sum(kept) == pytest.approx(6 * 1000, rel=0.01)
+    assert sizes[0][2] == max(map(max, sizes)) > 2 * sizes[0][0]
+    # of so long a context that the curves tell nothing: as at the smallest part that they tell
+    far = settings.sizes(400_000, 2, 3, "llama")
+    assert far == Settings("snapkv", 1000, allocation=settings.allocation).sizes(
+        8000, 2, 3, "llama"
+    )
+    layout = settings.layout(4000, 3, 4, 64, torch.bfloat16, sizes[0])
+    assert layout.sizes == tuple(sizes[0])
+    assert settings.rhythm(4000).slots == 36 + 250
+    with pytest.raises(InputError, match="2 layers x 3 KV heads, the model compresses 2 x 4"):
+        settings.sizes(4000, 2, 4, "llama")
+    with pytest.raises(InputError, match=r"another model \(llama\), this one is qwen"):
+        settings.sizes(4000, 2, 3, "qwen")
+    nobody = Settings("snapkv", 1000, allocation=curves(tmp_path, None))
+    assert nobody.sizes(4000, 2, 3, "qwen") == sizes
+
+
+def test_a_page_in_few_bits_is_smaller():
+    pages = [
+        Settings("heavy_merge", 4000, bits=bits).layout(99_999, 8, 4, 128, torch.bfloat16).bytes
+        for bits in (16, 8, 4)
+    ]
+    assert pages[1] < 0.59 * pages[0]
+    assert pages[2] < 0.39 * pages[0]
+
+
+@given(kept=st.integers(37, 300), buffer=st.integers(1, 50), seen=st.integers(0, 900))
+def test_all_slots_follow_from_tokens(kept, buffer, seen):
+    rhythm = Settings("snapkv", kept, buffer=buffer, bits=4).rhythm(9000)
+    window = middle = 0
+    for _ in range(seen):
+        window += 1
+        if window == rhythm.slots:
+            middle = min(middle + buffer, kept - 36)
+            window -= buffer
+    assert rhythm.all_held(np.array([seen])) == window + middle
+    assert window + middle <= kept + buffer
 
 
 @pytest.mark.parametrize("method", SERVED)
@@ -142,5 +225,10 @@ def test_the_command(tmp_path):
     assert found["context"] == 8192
     shown = CliRunner().invoke(app, [*arguments, "--concurrency", "20"])
     assert f"KVSKETCH_BUDGET={found['budget']}" in shown.stdout
-    for wrong in ([], ["--concurrency", "2", "--budget", "9"], ["--budget", "64", "--dtype", "x"]):
+    for wrong in (
+        [],
+        ["--concurrency", "2", "--budget", "9"],
+        ["--budget", "64", "--dtype", "x"],
+        ["--budget", "0"],
+    ):
         assert CliRunner().invoke(app, [*arguments, *wrong]).exit_code == 2

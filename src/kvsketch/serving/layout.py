@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+Shape = tuple[tuple[int, ...], torch.dtype]
 
 # Every part starts at a multiple of so many bytes.
 _ALIGNED = 64
@@ -31,6 +34,10 @@ class Fields:
     score: Tensor
     queries: Tensor
 
+    def parts(self) -> list[Tensor]:
+        """All of them."""
+        return [self.keys, self.values, self.log_mass, self.score, self.queries]
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -54,7 +61,7 @@ class Layout:
     scored: bool
     dtype: torch.dtype
 
-    def _shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def _shapes(self) -> dict[str, Shape]:
         each = (self.heads, self.slots)
         scores = each if self.scored else (self.heads, 0)
         return {
@@ -68,7 +75,7 @@ class Layout:
     @property
     def bytes(self) -> int:
         """Of a page."""
-        return sum(_padded(shape, dtype) for shape, dtype in self._shapes().values())
+        return bytes_of(self._shapes().values())
 
     def fields(self, raw: Tensor) -> Fields:
         """Views of pages.
@@ -76,15 +83,26 @@ class Layout:
         Args:
             raw: uint8 ``[pages, bytes]``, whose rows start at multiples of 64 bytes.
         """
-        found, at = {}, 0
-        for name, (shape, dtype) in self._shapes().items():
-            count = torch.Size(shape).numel() * dtype.itemsize
-            part = raw[:, at : at + count].view(dtype)
-            found[name] = part.view(len(raw), *shape)
-            at += _padded(shape, dtype)
-        return Fields(**found)
+        shapes = self._shapes()
+        return Fields(**dict(zip(shapes, views(raw, shapes.values()), strict=True)))
 
 
-def _padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def bytes_of(shapes: Iterable[Shape]) -> int:
+    """Of parts with these shapes and dtypes, each of which starts at a multiple of 64 bytes."""
+    return sum(map(_padded, shapes))
+
+
+def views(raw: Tensor, shapes: Iterable[Shape]) -> list[Tensor]:
+    """Parts of pages, one behind the other, ``[pages, *shape]`` each."""
+    found, at = [], 0
+    for shape, dtype in shapes:
+        part = raw[:, at : at + torch.Size(shape).numel() * dtype.itemsize].view(dtype)
+        found.append(part.view(len(raw), *shape))
+        at += _padded((shape, dtype))
+    return found
+
+
+def _padded(part: Shape) -> int:
+    shape, dtype = part
     size = torch.Size(shape).numel() * dtype.itemsize
     return -(-size // _ALIGNED) * _ALIGNED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,9 @@ from ..slots import Observed, Slots, compute_dtype
 from .layout import Fields
 from .rhythm import Rhythm, Round, Writes
 
-# Pages are close together if there are at most so many in their span for each of them.
-_DENSE = 2
+# On a CPU, keys and values of a page are copied if they take fewer bytes than this: beyond, a call
+# of its own for every few pages costs less.
+_COPIED = 1 << 19
 
 
 @dataclass
@@ -26,10 +28,14 @@ class Counts:
         compressions: of a page.
         errors: the sum over them of the relative error that a compression adds to the last query's
             output, mean over heads.
+        above: compressions whose error is above the tolerance.
+        tolerance: what one should stay within.
     """
 
     compressions: int = 0
     errors: float = 0.0
+    above: int = 0
+    tolerance: float = math.inf
 
 
 class Workspace:
@@ -94,12 +100,10 @@ class Pages:
             out: ``[tokens, num_attention_heads, value_dim]``.
         """
         for now in todo:
-            if len(now.fresh):  # 0 times what another request has left might be no number
-                pages = now.pages[now.fresh]
-                fields.keys.index_fill_(0, pages, 0)
-                fields.values.index_fill_(0, pages, 0)
-                fields.log_mass.index_fill_(0, pages, NOTHING)
-                fields.score.index_fill_(0, pages, 0)
+            if now.before is not None:
+                _copy(fields, now.before)
+            if len(now.fresh):
+                self._clear(now.pages[now.fresh], fields)
             if now.tokens.shape[1] == 1:
                 self._write(now.writes, fields, queries, keys, values)
                 found = self._decoded(now, fields, queries)
@@ -108,14 +112,26 @@ class Pages:
                 found = self._chunk(now, fields, q, k, v)
                 self._write(now.writes, fields, queries, keys, values)
             found = found.transpose(1, 2).to(out.dtype)
+            found = found.flatten(0, 1) if now.own is None else found[now.own]
             if now.writes.tokens is None:
-                out.copy_(found.reshape(out.shape) if now.own is None else found[now.own])
-            elif now.own is None:
-                out[now.tokens] = found
+                out.copy_(found)
             else:
-                out[now.tokens[now.own]] = found[now.own]
-            if self.method is not None and len(now.due):
-                self._compress(self.method, now.pages[now.due], fields)
+                out[now.writes.tokens] = found
+            for full, times in ((now.first, None), (now.again, now.times)):
+                if self.method is not None and len(full):
+                    # Random numbers follow from how often a page was compressed, so that a request
+                    # gets the same ones in any company.
+                    self.method.restart(torch.zeros_like(full) if times is None else times)
+                    self._compress(self.method, now.pages[full], fields, times is not None)
+            if now.after is not None:
+                _copy(fields, now.after)
+
+    def _clear(self, pages: Tensor, fields: Fields) -> None:
+        """Begin: 0 times what another request has left might be no number."""
+        fields.keys.index_fill_(0, pages, 0)
+        fields.values.index_fill_(0, pages, 0)
+        fields.log_mass.index_fill_(0, pages, NOTHING)
+        fields.score.index_fill_(0, pages, 0)
 
     def _write(
         self, to: Writes, fields: Fields, queries: Tensor, keys: Tensor, values: Tensor
@@ -132,31 +148,38 @@ class Pages:
 
     def _decoded(self, now: Round, fields: Fields, queries: Tensor) -> Tensor:
         """One query per head over its page, ``[A, num_attention_heads, 1, value_dim]``."""
-        q = queries if now.writes.tokens is None else queries[now.tokens[:, 0]]
+        q = queries if now.writes.tokens is None else queries[now.writes.tokens]
         rows, heads, dim = q.shape
         packed = q.view(rows, fields.keys.shape[1], -1, dim)
         out, _ = self._over(packed, now, fields, now.most + 1)
         return out.reshape(rows, heads, 1, -1)
 
     def _over(self, packed: Tensor, now: Round, fields: Fields, most: int) -> tuple[Tensor, Tensor]:
-        """Attention over all slots, at most ``most``, and the logs of its totals. Pages that lie
-        close together are read where they are, those between them too; others are copied."""
-        parts = (fields.keys, fields.values, fields.log_mass)
-        first, end = now.span
-        rows, asked = now.pages - first, packed.to(fields.keys.dtype)
-        dense = end - first <= _DENSE * len(rows)
-        if dense:
-            keys, values, bias = (part[first:end, :, :most] for part in parts)
-            asked = asked.new_zeros(end - first, *asked.shape[1:]).index_copy_(0, rows, asked)
-        else:
-            keys, values, bias = (
-                self.workspace.rows(number, part[:, :, :most], now.pages)
-                for number, part in enumerate(parts)
-            )
-        found = partial(asked, keys, values, bias.unsqueeze(2), self.scaling, self.softcap)
-        if not dense:
-            return found
-        return found[0].index_select(0, rows), found[1].index_select(0, rows)
+        """Attention over all slots, at most ``most``, and the logs of its totals. Pages at equal
+        distances are read where they are, small ones at others are laid side by side first."""
+        parts = [part[:, :, :most] for part in (fields.keys, fields.values, fields.log_mass)]
+        asked, runs = packed.to(fields.keys.dtype), now.runs
+        small = 2 * parts[0][0].nbytes < _COPIED or not fields.keys.is_cpu
+        if len(runs) > 1 and small:
+            found = [self.workspace.rows(number, p, now.pages) for number, p in enumerate(parts)]
+            return self._among(asked, *found)
+        if len(runs) == 1:
+            return self._among(asked, *(part[runs[0]] for part in parts))
+        sizes = [len(range(run.start, run.stop, run.step)) for run in runs]
+        outs, totals = zip(
+            *(
+                self._among(some, *(part[run] for part in parts))
+                for some, run in zip(torch.split(asked, sizes), runs, strict=True)
+            ),
+            strict=True,
+        )
+        return torch.cat(outs), torch.cat(totals)
+
+    def _among(
+        self, packed: Tensor, keys: Tensor, values: Tensor, log_mass: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over slots, and the logs of its totals."""
+        return partial(packed, keys, values, log_mass.unsqueeze(2), self.scaling, self.softcap)
 
     def _chunk(self, now: Round, fields: Fields, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Several queries per head over its page and, causally, over themselves."""
@@ -165,64 +188,81 @@ class Pages:
         group = heads // kv_heads
         wide = [t.repeat_interleave(group, dim=1) for t in (k, v)]
         parts = [partial(q, wide[0], wide[1], None, self.scaling, self.softcap, True)]
-        if now.most:
+        if now.most or now.compressed:
             packed = q.reshape(rows, kv_heads, group * count, dim)
             out, total = self._over(packed, now, fields, now.most)
             shape = (rows, heads, count)
             parts.append((out.reshape(*shape, -1).to(q.dtype), total.reshape(shape)))
         return together(parts)[0]
 
-    def _compress(self, method: Windowed, pages: Tensor, fields: Fields) -> None:
-        """Full pages, in place."""
+    def _compress(self, method: Windowed, pages: Tensor, fields: Fields, again: bool) -> None:
+        """Full pages, in place.
+
+        Args:
+            again: they were compressed before.
+        """
         kept = self.rhythm.slots - self.rhythm.buffer
-        keys, values, bias, queries = (
-            t.index_select(0, pages)
-            for t in (fields.keys, fields.values, fields.log_mass, fields.queries)
-        )
-        mass = bias.exp()
-        wide = compute_dtype(values.dtype)
-        score = fields.score.index_select(0, pages) if fields.score.shape[2] else None
-        slots = Slots(keys, values.to(wide) * mass.unsqueeze(-1), mass, score=score)
-        observed = Observed(queries, self.scaling, self.softcap)
-        if method.needs_queries:
-            slots = method.observe(slots, observed)
-        # Without a fit: a preempted request reads its decoded tokens again as if they were a
-        # prompt's, and must get what it got before.
-        after = method(slots, kept, observed, scored=True, fit=False)
-        masses = after.masses()
-        weight = torch.where(masses != 0, masses, 1.0).unsqueeze(-1)
-        means = (after.values / weight).to(values.dtype)
+        slots, observed = self._full(pages, fields)
+        after = self._reduced(method, slots, kept, observed)
+        masses, means = after.masses(), after.mean_values().to(fields.values.dtype)
         if self.counts is not None:
-            before = (keys, values, bias)
-            self._count(self.counts, queries, before, (after.keys, means, log_mass(masses)))
-        fields.keys[pages, :, :kept] = after.keys.to(keys.dtype)
+            self._count(self.counts, observed, slots, self._seen(observed, after))
+        fields.keys[pages, :, :kept] = after.keys.to(fields.keys.dtype)
         fields.values[pages, :, :kept] = means
         fields.log_mass[pages, :, :kept] = log_mass(masses.float())
         fields.log_mass[pages, :, kept:] = NOTHING
         if after.score is not None and fields.score.shape[2]:
             fields.score[pages, :, :kept] = after.score.float()
 
-    def _count(
-        self,
-        counts: Counts,
-        queries: Tensor,
-        before: tuple[Tensor, Tensor, Tensor],
-        after: tuple[Tensor, Tensor, Tensor],
-    ) -> None:
-        """What the last query sees, before and after."""
-        rows, dim = len(queries), queries.shape[3]
-        packed = queries[:, :, -1].reshape(rows, before[0].shape[1], -1, dim)
-        was, now = (
-            partial(
-                packed,
-                keys.to(packed.dtype),
-                values,
-                bias.unsqueeze(2),
-                self.scaling,
-                self.softcap,
-            )[0].float()
-            for keys, values, bias in (before, after)
+    def _full(self, pages: Tensor, fields: Fields) -> tuple[Slots, Observed]:
+        """The slots of pages and their last queries. A request whose numbers overflow has lost its
+        own answer. A method would refuse them, and with them the batch, whose other requests have
+        done nothing wrong."""
+        keys, values, queries = (
+            t.index_select(0, pages).nan_to_num_(0.0, 0.0, 0.0)
+            for t in (fields.keys, fields.values, fields.queries)
         )
-        error = (now - was).norm(dim=-1) / was.norm(dim=-1).clamp(min=1e-30)
-        counts.compressions += rows
-        counts.errors += float(error.mean((1, 2)).sum())
+        mass = fields.log_mass.index_select(0, pages).exp_()
+        values = values.to(compute_dtype(values.dtype)) * mass.unsqueeze(-1)
+        score = fields.score.index_select(0, pages) if fields.score.shape[2] else None
+        observed = Observed(queries, self.scaling, self.softcap)
+        return Slots(keys, values, mass, score=score), observed
+
+    def _reduced(
+        self, method: Windowed, slots: Slots, kept: int | Tensor, observed: Observed
+    ) -> Slots:
+        """What the method makes of them. Without a fit: a preempted request reads its decoded
+        tokens again as if they were a prompt's, and must get what it got before."""
+        if method.needs_queries:
+            slots = method.observe(slots, observed)
+        return method(slots, kept, observed, scored=True, fit=False)
+
+    def _last(self, observed: Observed, heads: int) -> Tensor:
+        """The last query, ``[rows, heads, group, head_dim]``."""
+        last = observed.queries[:, :, -1]
+        return last.reshape(len(last), heads, -1, last.shape[-1])
+
+    def _seen(self, observed: Observed, slots: Slots) -> tuple[Tensor, Tensor]:
+        """What the last query sees of slots, and the log of its total."""
+        packed = self._last(observed, slots.keys.shape[1])
+        means = slots.mean_values().to(packed.dtype)
+        bias = log_mass(slots.masses()).unsqueeze(2)
+        keys = slots.keys.to(packed.dtype)
+        return partial(packed, keys, means, bias, self.scaling, self.softcap)
+
+    def _count(
+        self, counts: Counts, observed: Observed, slots: Slots, now: tuple[Tensor, Tensor]
+    ) -> None:
+        """What the last query saw of ``slots`` beside what it sees now."""
+        was, is_ = self._seen(observed, slots)[0].float(), now[0].float()
+        error = (is_ - was).norm(dim=-1) / was.norm(dim=-1).clamp(min=1e-30)
+        counts.compressions += len(was)
+        each = error.mean((1, 2))
+        counts.errors += float(each.sum())
+        counts.above += int((each > counts.tolerance).sum())
+
+
+def _copy(fields: Fields, pages: Tensor) -> None:
+    """Pages to other pages, ``[2, n]``."""
+    for part in fields.parts():
+        part.index_copy_(0, pages[1], part.index_select(0, pages[0]))

@@ -11,6 +11,7 @@ import torch
 from ..errors import InputError, UnsupportedError
 from .layout import Layout
 from .settings import Settings
+from .split_layout import SplitLayout
 
 #: Of a GPU's memory, what vLLM 0.32 takes for itself unless told (``--gpu-memory-utilization``).
 UTILIZATION = 0.92
@@ -109,7 +110,7 @@ def plan(
         )
     token = layers * kv_heads * 2 * head_dim * dtype.itemsize
 
-    def page(budget: int) -> tuple[Layout, int]:
+    def page(budget: int) -> tuple[Layout | SplitLayout, int]:
         given = replace(settings, budget=budget)
         layout = given.layout(context, kv_heads, heads // kv_heads, head_dim, dtype)
         return layout, layout.bytes * layers

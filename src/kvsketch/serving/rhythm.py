@@ -19,15 +19,23 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 @dataclass(frozen=True)
 class Rhythm:
     """A page of ``slots`` slots per KV head is full, and is compressed to ``slots - buffer``, at
-    token number ``slots`` and every ``buffer`` tokens after it."""
+    token number ``slots`` and every ``buffer`` tokens after it. What is taken away goes where
+    ``middle`` more slots are, on average over KV heads, if there is such a place."""
 
     slots: int
     buffer: int
+    middle: int = 0
 
     def held(self, seen: Numbers) -> Numbers:
         """Slots held after so many tokens."""
         kept = self.slots - self.buffer
         return np.where(seen < self.slots, seen, kept + (seen - self.slots) % self.buffer)
+
+    def all_held(self, seen: Numbers) -> Numbers:
+        """As ``held``, with those in the middle."""
+        held = self.held(seen)
+        found: Numbers = held + np.minimum(seen - held, self.middle)
+        return found
 
     def left(self, seen: Numbers) -> Numbers:
         """Tokens until the next compression."""
@@ -53,27 +61,58 @@ class Writes:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Pages of prefixes: where requests start from, and where their pages are copied to.
+
+    Attributes:
+        start: pages that hold the tokens that each of R requests has seen, -1: none; int64 ``[R]``.
+        keep: pages to copy theirs to, once they have seen ``at`` tokens; 0 tokens: never.
+        at: tokens.
+    """
+
+    start: Numbers
+    keep: Numbers
+    at: Numbers
+
+    @staticmethod
+    def none(requests: int) -> Copies:
+        """No copies."""
+        zeros = np.zeros(requests, dtype=np.int64)
+        return Copies(zeros - 1, zeros, zeros)
+
+
+@dataclass(frozen=True)
 class Round:
     """Tokens that attend to what is there, and to themselves, before anything is compressed: for
     each of A requests at most C.
 
     Attributes:
-        pages: int64 ``[A]``; span: the first of them, and one behind the last.
+        pages: int64 ``[A]``, ascending; runs: the same as slices, one behind the other.
         tokens: which rows of the batch's queries, int64 ``[A, C]``; behind a request's own any.
         own: bool ``[A, C]``, whether they are its own; None: all are.
         most: slots before them, of the request that has most.
         writes: where the new tokens go.
-        fresh: which of the A begin; due: which are full afterwards; int64.
+        compressed: whether any page was compressed before.
+        fresh: which of the A begin, int64.
+        first: which are full afterwards, for the first time; again: not for the first time; int64.
+        times: how often each of ``again`` was compressed before, int64.
+        before: pages to copy before all that, from where and to where, int64 ``[2, n]``; None: no
+            one. after: likewise, after it.
     """
 
     pages: Tensor
-    span: tuple[int, int]
+    runs: list[slice]
     tokens: Tensor
     own: Tensor | None
     most: int
     writes: Writes
+    compressed: bool
     fresh: Tensor
-    due: Tensor
+    first: Tensor
+    again: Tensor
+    times: Tensor
+    before: Tensor | None
+    after: Tensor | None
 
 
 def rounds(
@@ -83,6 +122,7 @@ def rounds(
     rhythm: Rhythm,
     queries: int,
     device: torch.device,
+    copies: Copies | None = None,
 ) -> list[Round]:
     """What a batch of requests does, in order; those with one token apart from those with more.
 
@@ -90,7 +130,10 @@ def rounds(
         starts: where each request's queries start in the batch, and the end, ``[R + 1]``.
         seen: tokens of each before these, ``[R]``; pages: ``[R]``.
         queries: the last so many before a compression are kept.
+        copies: of pages; None: no one is copied.
     """
+    copies = copies or Copies.none(len(seen))
+    start = copies.start.copy()
     found = []
     at, left, seen = starts[:-1].copy(), np.diff(starts), seen.copy()
 
@@ -100,10 +143,12 @@ def rounds(
     while (left > 0).any():
         until = rhythm.left(seen)
         count = np.minimum(left, until)
+        count = np.where(copies.at > seen, np.minimum(count, copies.at - seen), count)
         for some in (count == 1, count > 1):
             rows = some.nonzero()[0]
             if not len(rows):
                 continue
+            rows = rows[pages[rows].argsort()]
             number, mine = np.arange(count[rows].max()), count[rows, None]
             own = number < mine
             held = rhythm.held(seen[rows])[:, None] + number
@@ -119,17 +164,42 @@ def rounds(
                 tensor(queried) if len(queried) else None,
                 tensor(place[own][queried]),
             )
+            full, before = (count == until)[rows], seen[rows] >= rhythm.slots
+            times = (seen + count - rhythm.slots)[rows] // rhythm.buffer
+            begun = start[rows] >= 0
+            kept = (seen + count == copies.at)[rows] & (count[rows] > 0)
             found.append(
                 Round(
                     tensor(pages[rows]),
-                    (int(pages[rows].min()), int(pages[rows].max()) + 1),
+                    _runs(pages[rows]),
                     tensor(token),
                     None if own.all() else tensor(own),
                     int(held[:, 0].max()),
                     writes,
+                    bool(before.any()),
                     tensor((seen[rows] == 0).nonzero()[0]),
-                    tensor((count == until)[rows].nonzero()[0]),
+                    tensor((full & ~before).nonzero()[0]),
+                    tensor((full & before).nonzero()[0]),
+                    tensor(times[full & before]),
+                    tensor(np.stack([start[rows], pages[rows]])[:, begun]) if begun.any() else None,
+                    tensor(np.stack([pages, copies.keep])[:, rows[kept]]) if kept.any() else None,
                 )
             )
+            start[rows] = -1
         at, left, seen = at + count, left - count, seen + count
+    return found
+
+
+def _runs(pages: Numbers) -> list[slice]:
+    """Ascending numbers as slices, each as long as the steps between them stay the same."""
+    found: list[slice] = []
+    start, end = 0, len(pages)
+    while start < end:
+        stop, step = start + 1, 1
+        if stop < end:
+            step = int(pages[stop] - pages[start])
+            while stop < end and pages[stop] - pages[stop - 1] == step:
+                stop += 1
+        found.append(slice(int(pages[start]), int(pages[stop - 1]) + 1, step))
+        start = stop
     return found

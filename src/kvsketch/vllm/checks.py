@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import UnsupportedError
+from ..serving.settings import DRAWING, Settings
 
 
 def check_engine(config: Any) -> None:
@@ -31,7 +32,7 @@ def check_engine(config: Any) -> None:
             "context parallelism",
             "--decode-context-parallel-size",
         ),
-        (  # vLLM 0.32 loses track of its own requests there, on a CPU, with its own backend too
+        (  # not tested: two stages in one process failed here with vLLM's own backend
             parallel.pipeline_parallel_size > 1,
             "pipeline parallelism",
             "--pipeline-parallel-size",
@@ -43,10 +44,27 @@ def check_engine(config: Any) -> None:
         ),
         (config.model_config.use_mla, "multi-head latent attention", "KVSKETCH_METHOD"),
         (config.model_config.is_encoder_decoder, "an encoder", "KVSKETCH_METHOD"),
+        (config.model_config.is_hybrid, "state-space layers", "KVSKETCH_METHOD"),
     ]
     for wrong, what, option in refused:
         if wrong:
             raise UnsupportedError(f"kvsketch does not serve {what} from its pages: unset {option}")
+
+
+def check_settings(config: Any, settings: Settings) -> None:
+    """Raise unless our settings can be honoured by an engine's configuration.
+
+    Args:
+        config: ``VllmConfig``.
+
+    Raises:
+        UnsupportedError: they cannot.
+    """
+    if settings.method in DRAWING and config.parallel_config.tensor_parallel_size > 1:
+        raise UnsupportedError(
+            f"kvsketch does not serve method={settings.method!r}, which draws random numbers, with "
+            "tensor parallelism: unset --tensor-parallel-size, or choose another KVSKETCH_METHOD"
+        )
 
 
 def check_layer(

@@ -6,7 +6,9 @@ server's collector reads when it is asked.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ NAMES = {
     "tokens": "Tokens that were read or written.",
     "compressions": "Compressions of a page, in all layers and on all ranks.",
     "error": "Relative error that compressions add to the output of the last query, summed.",
+    "above": "Compressions that add more error than the tolerance.",
     "slots": "Slots that the requests of the last step hold per KV head.",
 }
 _LAST = "slots"  # not a sum but what is now
@@ -68,5 +71,12 @@ def show() -> None:
         return
     from prometheus_client import REGISTRY
 
-    os.environ[_FOLDER] = tempfile.mkdtemp(prefix="kvsketch_")
+    os.environ[_FOLDER] = folder = tempfile.mkdtemp(prefix="kvsketch_")
+    atexit.register(_clean, folder, os.getpid())
     REGISTRY.register(Collector())
+
+
+def _clean(folder: str, owner: int) -> None:
+    """At the end of the process that made the folder; forks of it end earlier."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,182 @@
+"""The attention of one layer, as vLLM runs it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from ..cache.curves import model_of
+from ..errors import UnsupportedError
+from ..serving.layout import Fields, Layout
+from ..serving.pages import Counts, Pages, Workspace
+from ..serving.split_layout import SplitLayout
+from . import metrics
+from .backend import PageBackend
+from .checks import check_engine, check_layer
+from .metadata import PageMetadata
+
+# One for all layers, which run one after the other.
+_WORKSPACE = Workspace()
+
+
+class PageImpl(AttentionImpl[PageMetadata]):
+    """The attention of one layer."""
+
+    def __new__(
+        cls,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if sliding_window is None:
+            return super().__new__(cls)
+        if not current_platform.is_cpu():
+            raise UnsupportedError(
+                "kvsketch does not serve layers with a sliding window on this device: unset "
+                "KVSKETCH_METHOD and KVSKETCH_BUDGET for this model"
+            )
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+        PageBackend.begin(get_current_vllm_config())
+        PageBackend.hybrid = True
+        given = (num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window)
+        return CPUAttentionBackendImpl(*given, *args, **kwargs)
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **others: Any,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        config = get_current_vllm_config()
+        check_engine(config)
+        check_layer(alibi_slopes, attn_type, kv_sharing_target_layer_name, others)
+        PageBackend.begin(config)
+        self.group = num_heads // self.num_kv_heads
+        key = self.num_kv_heads, head_size
+        PageBackend.groups[key] = max(self.group, PageBackend.groups.get(key, 0))
+        self.softcap = logits_soft_cap or None
+        assert PageBackend.settings is not None
+        self.counts = Counts(tolerance=PageBackend.settings.tolerance or math.inf)
+        self.number = PageBackend.layers
+        PageBackend.layers += 1
+        self.config = config
+        self._seen: Tensor | None = None
+        self._fields: Fields | None = None
+        self._layout: Layout | SplitLayout | None = None
+        self._pages: Pages | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """All layers are there, and none was asked what cache it needs: the place to give each a
+        backend of its own that knows its budgets, since vLLM does not say which layer it asks
+        for."""
+        settings, config = PageBackend.settings, self.config
+        assert settings is not None
+        if settings.allocation is None:
+            return
+        modules = config.compilation_config.static_forward_context.values()
+        ours = [module for module in modules if isinstance(getattr(module, "impl", None), PageImpl)]
+        if ours[0].impl is not self:  # the first does it for all
+            return
+        heads = int(config.model_config.get_total_num_kv_heads())
+        model = model_of(config.model_config.hf_config)
+        sizes = settings.sizes(PageBackend.context, len(ours), heads, model)
+        ranks = config.parallel_config.tensor_parallel_size
+        for module, layer in zip(ours, sizes, strict=True):
+            mine = tuple(_of_rank(layer, rank, ranks) for rank in range(ranks))
+            module.attn_backend = type("PageBackend", (PageBackend,), {"sizes": mine})
+            impl = module.impl
+            shape = impl.num_kv_heads, impl.group, impl.head_size, act_dtype
+            PageBackend.largest = max(PageBackend.largest, module.attn_backend.bytes(*shape))
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Nothing: ``forward`` writes."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: PageMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of a batch.
+
+        Args:
+            query: ``[tokens, num_heads, head_size]``; key, value ``[tokens, num_kv_heads,
+                head_size]``; output as query.
+            kv_cache: of all pages, ``[pages, 1, 1, ...]``.
+            attn_metadata: None while vLLM profiles.
+        """
+        if attn_metadata is None:
+            return output.zero_()
+        table, raw = attn_metadata.table, kv_cache.view(torch.uint8).flatten(1)
+        if table is not None:
+            together = _WORKSPACE.rows(-1, raw, table.flatten())
+            pages, fields = self._opened(layer, together.view(len(table), -1), key.dtype)
+        elif self._seen is not kv_cache:  # the same all the time
+            pages, fields = self._opened(layer, raw, key.dtype)
+            self._seen, self._fields = kv_cache, fields
+        else:
+            assert self._pages is not None
+            assert self._fields is not None
+            pages, fields = self._pages, self._fields
+        own = attn_metadata.num_actual_tokens  # behind them there may be padding
+        out = output.view(-1, self.num_heads, self.head_size)[:own]
+        query, key, value = query[:own], key[:own], value[:own]
+        pages.attend(query, key, value, fields, attn_metadata.rounds, out)
+        if table is not None:
+            raw.index_copy_(0, table.flatten().long(), together)
+        if self.counts.compressions:
+            counts = self.counts
+            metrics.add(compressions=counts.compressions, error=counts.errors, above=counts.above)
+            counts.compressions, counts.errors, counts.above = 0, 0.0, 0
+        return output
+
+    def _opened(self, layer: Any, raw: Tensor, dtype: torch.dtype) -> tuple[Pages, Fields]:
+        """The pages of this layer and their parts, ``raw`` uint8 ``[pages, bytes]``."""
+        if self._layout is None or self._pages is None:
+            settings = PageBackend.settings
+            assert settings is not None
+            shape = self.num_kv_heads, self.group, self.head_size, dtype
+            self._layout = layout = layer.attn_backend.layout(*shape)
+            given = self.scale, self.softcap, self.counts, _WORKSPACE
+            self._pages = settings.pages(layout, PageBackend.context, self.number, *given)
+        return self._pages, self._layout.fields(raw)
+
+
+def _of_rank(heads: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
+    """What belongs to the KV heads of one of ``ranks``: an equal part, or one head that several
+    ranks share."""
+    number = max(1, len(heads) // ranks)
+    first = rank * len(heads) // ranks
+    return tuple(heads[first : first + number])

@@ -1,0 +1,116 @@
+"""Requests that are served from pages, and what each of their tokens should see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvsketch.cache.storage import Bits
+from kvsketch.cache.window import windowed
+from kvsketch.serving.layout import Layout
+from kvsketch.serving.pages import Counts, Pages
+from kvsketch.serving.rhythm import Copies, Rhythm, rounds
+from kvsketch.serving.split_layout import SplitLayout
+from kvsketch.serving.split_pages import SplitPages
+from kvsketch.slots import Observed, Slots, attend
+
+DIM, KV, GROUP = 8, 2, 2
+METHODS = ["streaming_llm", "heavy_merge", "cluster_merge", "h2o", "tova", "snapkv", "keydiff"]
+CPU = torch.device("cpu")
+
+
+def drawn(seed: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(tokens, KV * GROUP, DIM, generator=g)
+    k, v = torch.randn(2, tokens, KV, DIM, generator=g)
+    return q, k, v
+
+
+def alone(
+    method: str | None,
+    rhythm: Rhythm,
+    kept: int,
+    request: Any,
+    softcap: float | None,
+    budget: int | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What each token sees, one at a time: ``[tokens, heads, dim]`` in float64. ``kept``: queries;
+    ``budget``: slots of each head, int64 ``[1, heads]``; None: as many as the page has."""
+    q, k, v = (t.double() for t in request)
+    slots: Slots | None = None
+    made = None if method is None else windowed(method, 2, 6)
+    found, waiting, buffer = [], [], rhythm.buffer
+    budget = rhythm.slots - buffer if budget is None else budget
+    for at in range(len(q)):
+        new = Slots(k[at : at + 1].transpose(0, 1)[None], v[at : at + 1].transpose(0, 1)[None])
+        if made is not None:
+            ones = torch.ones(1, KV, 1, dtype=torch.float64)
+            new = Slots(new.keys, new.values, ones, score=0 * ones if made.needs_queries else None)
+        slots = new if slots is None else Slots.cat([slots, new])
+        one = q[at : at + 1].transpose(0, 1)[None]
+        found.append(attend(one, slots, scaling=0.5, softcap=softcap)[0, :, 0])
+        waiting.append(one)
+        if made is not None and at + 1 >= rhythm.slots and (at + 1 - rhythm.slots) % buffer == 0:
+            last = torch.cat(waiting[len(waiting) - kept :], dim=2)
+            observed = Observed(last, 0.5, softcap)
+            if made.needs_queries:
+                slots = made.observe(slots, observed)
+            slots = made(slots, budget, observed, scored=True, fit=False)
+            mass = slots.masses()
+            order = (mass != 0).long().argsort(dim=-1, stable=True)
+            slots = slots.take(order)  # dead ones before the others
+            waiting = []
+    return torch.stack(found)
+
+
+class Served:
+    """Pages of a layer, and requests that come in chunks."""
+
+    def __init__(
+        self,
+        method: str | None,
+        rhythm: Rhythm,
+        queries: int,
+        softcap: float | None = None,
+        dtype: torch.dtype = torch.float32,
+        middle: tuple[tuple[int, ...], Bits] | None = None,
+    ) -> None:
+        """``middle``: slots of each head there, and in how many bits; None: a page in one part."""
+        made = None if method is None else windowed(method, 2, 6)
+        scored = made is not None and made.needs_queries
+        layout = Layout(KV, GROUP, rhythm.slots, DIM, DIM, queries, scored, dtype)
+        if middle is not None:
+            layout = SplitLayout(layout, *middle)
+        # what others have left there
+        raw = torch.randint(0, 256, (9, layout.bytes), dtype=torch.uint8)
+        self.layout, self.fields = layout, layout.fields(raw)
+        self.rhythm, self.counts, self.queries = rhythm, Counts(), queries
+        given = made, rhythm, 0.5, softcap, self.counts
+        self.pages = Pages(*given) if middle is None else SplitPages(layout, *given)
+
+    def parts(self) -> list[torch.Tensor]:
+        """Of all pages."""
+        found = dict(vars(self.fields))
+        return [*found.pop("middle", ()), *found.values()]
+
+    def step(
+        self, parts: list[tuple[int, int, Any]], copies: Copies | None = None
+    ) -> list[torch.Tensor]:
+        """``parts``: page, tokens seen and new tokens of each request."""
+        sizes = [len(request[0]) for _, _, request in parts]
+        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        seen, pages = (np.array([p[i] for p in parts], dtype=np.int64) for i in (1, 0))
+        todo = rounds(starts, seen, pages, self.rhythm, self.queries, CPU, copies)
+        q, k, v = (torch.cat([part[2][i] for part in parts]) for i in range(3))
+        out = torch.full_like(q, torch.nan)
+        self.pages.attend(q, k, v, self.fields, todo, out)
+        return list(out.split(sizes))
+
+
+def queries_of(method: str | None, rhythm: Rhythm) -> int:
+    if method is None:
+        return 0
+    made = windowed(method, 2, 6)
+    return min(rhythm.buffer, made.window or rhythm.buffer) if made.needs_queries else 1

@@ -1,0 +1,136 @@
+"""Pages with a middle in few bits or of heads of different size, against one token at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from served import METHODS, Served, alone, drawn, queries_of
+
+from kvsketch.cache.storage import FULL, Bits
+from kvsketch.serving.rhythm import Rhythm
+from kvsketch.slots import Slots, attend, causal
+
+WINDOW = 8  # sinks and recent tokens
+BITS = [FULL, Bits(8, 8), Bits(8, 4), Bits(4, 4)]
+
+
+def run(served, requests, pages, data, chunk):
+    """Requests in chunks of any size, several at once, in any order."""
+    seen, out = [0] * len(requests), [[] for _ in requests]
+    sizes = [len(request[0]) for request in requests]
+    while any(seen[i] < sizes[i] for i in range(len(sizes))):
+        left = [i for i in range(len(sizes)) if seen[i] < sizes[i]]
+        chosen = data.draw(st.lists(st.sampled_from(left), min_size=1, unique=True))
+        parts = []
+        for i in chosen:
+            size = data.draw(st.integers(1, min(chunk, sizes[i] - seen[i])))
+            parts.append((pages[i], seen[i], [t[seen[i] : seen[i] + size] for t in requests[i]]))
+            seen[i] += size
+        for i, found in zip(chosen, served.step(parts), strict=True):
+            out[i].append(found)
+    return [torch.cat(parts) for parts in out]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    sizes=st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    heads=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    chunk=st.integers(1, 60),
+    buffer=st.integers(1, 12),
+    softcap=st.sampled_from([None, 4.0]),
+    data=st.data(),
+)
+def test_as_they_are(method, seed, sizes, heads, chunk, buffer, softcap, data):
+    """16 bits, heads of any size: what every token sees is what it sees when its request is the
+    only one, in float64, token by token."""
+    rhythm = Rhythm(WINDOW + buffer, buffer)
+    kept = queries_of(method, rhythm)
+    served = Served(method, rhythm, kept, softcap, middle=(heads, FULL))
+    requests = [drawn(seed + number, size) for number, size in enumerate(sizes)]
+    pages = data.draw(st.permutations(range(1, 9)))[: len(sizes)]
+    budget = torch.tensor([heads]) + WINDOW
+    for request, found in zip(requests, run(served, requests, pages, data, chunk), strict=True):
+        expected = alone(method, rhythm, kept, request, softcap, budget)
+        torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("bits", BITS, ids=str)
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    sizes=st.lists(st.integers(1, 90), min_size=2, max_size=4),
+    heads=st.sampled_from([(30, 30), (9, 30), (40, 1)]),
+    chunk=st.integers(1, 60),
+    data=st.data(),
+)
+def test_a_batch_is_its_requests_alone(bits, seed, sizes, heads, chunk, data):
+    rhythm = Rhythm(WINDOW + 8, 8)
+    served, own = (Served("heavy_merge", rhythm, 8, middle=(heads, bits)) for _ in range(2))
+    requests = [drawn(seed + number, size) for number, size in enumerate(sizes)]
+    pages = data.draw(st.permutations(range(1, 9)))[: len(sizes)]
+    for request, found in zip(requests, run(served, requests, pages, data, chunk), strict=True):
+        (expected,) = own.step([(3, 0, request)])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("bits", "least", "most"), [(8, 1e-4, 0.01), (4, 0.01, 0.15)])
+@pytest.mark.parametrize("heads", [(90, 90), (90, 200)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_where_all_tokens_fit_only_bits_err(bits, least, most, heads, dtype):
+    """And the error that is counted is theirs."""
+    request = [t.to(dtype) for t in drawn(7, 90)]
+    found = {}
+    for name in (Bits(bits, bits), FULL):
+        served = Served("heavy_merge", Rhythm(24, 16), 16, None, dtype, middle=(heads, name))
+        (out,) = served.step([(1, 0, request)])
+        found[name] = out.double(), served.counts.errors / served.counts.compressions
+    q, k, v = (t.double().transpose(0, 1)[None] for t in request)
+    mask = causal(90, 90, torch.device("cpu"))
+    exact = attend(q, Slots(k, v), scaling=0.5, mask=mask)[0].transpose(0, 1)
+    (few, counted), (full, none) = found.values()
+    assert none < (1e-5 if dtype == torch.float32 else 0.01)
+    error = float((few - exact)[24:].norm() / exact[24:].norm())
+    assert least < error < most
+    assert least / 3 < counted < 3 * most
+    torch.testing.assert_close(full, exact, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("bits", BITS, ids=str)
+def test_a_page_that_is_claimed_again_starts_anew(bits):
+    served, fresh = (
+        Served("heavy_merge", Rhythm(24, 16), 16, middle=((20, 33), bits)) for _ in range(2)
+    )
+    first, second = drawn(1, 70), drawn(2, 70)
+    before = [t.clone() for t in served.parts()]
+    served.step([(3, 0, first)])
+    others = [page for page in range(9) if page != 3]
+    for was, now in zip(before, served.parts(), strict=True):
+        assert torch.equal(was[others].view(torch.uint8), now[others].view(torch.uint8))
+    (found,) = served.step([(3, 0, second)])
+    (expected,) = fresh.step([(5, 0, second)])
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("wrong", [torch.inf, torch.nan])
+def test_numbers_that_overflow_are_their_own_requests_loss(wrong):
+    middle = (20, 33), Bits(4, 4)
+    served, fresh = (Served("heavy_merge", Rhythm(24, 16), 16, middle=middle) for _ in range(2))
+    broken, good = drawn(1, 70), drawn(2, 70)
+    for tensor in broken:
+        tensor[30] = wrong
+    _, found = served.step([(3, 0, broken), (4, 0, good)])
+    (expected,) = fresh.step([(4, 0, good)])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_parts_of_a_page_do_not_overlap():
+    served = Served("heavy_merge", Rhythm(24, 16), 16, middle=((20, 33), Bits(8, 4)))
+    parts = list(served.parts())
+    for number, part in enumerate(parts, start=1):
+        part[1] = number
+    assert all(bool((part[1] == number).all()) for number, part in enumerate(parts, start=1))
+    assert sum(part[1].nbytes for part in parts) <= served.layout.bytes
