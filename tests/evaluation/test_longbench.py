@@ -498,3 +498,16 @@ def test_an_archive_that_cannot_be_had_or_read(
     hub(monkeypatch, tmp_path / "data.zip")
     with pytest.raises(InputError, match="zai-org/LongBench is damaged: File is not a zip file"):
         LongBench(["qasper"], None).cases()
+
+
+def test_a_folder_that_is_not_there_is_named_before_a_package_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(metric: str) -> None:
+        raise UnsupportedError(f"{metric} needs jieba")
+
+    monkeypatch.setattr(longbench, "require", missing)
+    with pytest.raises(InputError, match=r"data='.*none' is not a folder of data sets"):
+        LongBench(list(DATASETS), tmp_path / "none")
+    with pytest.raises(UnsupportedError):
+        LongBench(list(DATASETS), tmp_path)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
 
+import kvsketch
 from kvsketch.evaluation.runner.loading import PACKAGED_MODELS, packaged_model, resolve_model
 from kvsketch.evaluation.runner.longeval import load_case_files, read_answer
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
@@ -133,3 +134,9 @@ def test_the_ruler_model_answers_ruler(ruler, subtask):
         ids = model.generate(**inputs, max_new_tokens=case.max_new_tokens, do_sample=False)
         scores.append(task.score(case, tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :])))
     assert sum(scores) / len(scores) >= 0.75
+
+
+def test_a_packaged_model_of_another_name_is_refused():
+    assert kvsketch.packaged_model() == packaged_model("packaged")
+    with pytest.raises(kvsketch.InputError, match="'packagd' is unknown; did you mean 'packaged'"):
+        kvsketch.packaged_model("packagd")

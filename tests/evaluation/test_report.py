@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from kvsketch import InputError, UnsupportedError
 from kvsketch.cli.app import _Group
 from kvsketch.cli.report_command import EPILOG, report_command
+from kvsketch.evaluation.report.figures import _fitted
 from kvsketch.evaluation.report.html import build, check_outputs, save
 from kvsketch.evaluation.report.panels import headline, summary
 from kvsketch.evaluation.report.parts import Grid
@@ -31,7 +32,7 @@ from kvsketch.evaluation.report.published import (
     SUBGEN_TABLE_1,
 )
 from kvsketch.evaluation.report.published_panel import beside
-from kvsketch.evaluation.runner.runs import pooled, read_runs
+from kvsketch.evaluation.runner.runs import pooled, read_runs, without_folders
 from kvsketch.evaluation.runner.setups import Setup
 from kvsketch.evaluation.runner.store import Record, Store
 from kvsketch.evaluation.tasks.longbench_prompts import DATASETS
@@ -188,7 +189,7 @@ def test_summary_names_the_best_its_interval_and_exact(store: Path) -> None:
     assert [line[:2] for line in lines] == [[t, goal] for t in tasks for goal in ("50%", "25%")]
     wilson = "1.00 [0.68-1.00]"
     assert lines[0][2:] == ["heavy_merge", wilson, "50.0%", "h2o 0.25", wilson, "8"]
-    assert lines[1][2] == "h2o, heavy_merge"  # a tie
+    assert lines[1][2] == "h2o, heavy_merge: not told apart"  # a tie
     assert lines[2][3].startswith("15.0 [")  # times 100
     assert lines[6][2:5] == ["heavy_merge", "0.0150 [0.0052-0.025]", "50.0%"]  # less is better
     assert lines[6][5:7] == ["h2o 0.750", "0 [0-0]"]
@@ -209,10 +210,77 @@ def test_summary_without_exact_and_with_unequal_cases(tmp_path: Path) -> None:
     found = [made(H2O, 1.0), made(OURS, 1.0), made(H2O, 0.0, case=1)]
     run = read_runs([stored(tmp_path / "a.jsonl", found)])[0]
     (line,) = summary(run).rows
-    assert line[2] == "heavy_merge"
-    assert line[5] == "≈ h2o 0.50"
+    assert line[2] == "heavy_merge, h2o: not told apart"  # their intervals overlap
+    assert line[5] == "-"
     assert line[6:] == ["not run", "1-2, not the same for all"]
-    assert headline(run) == "Best at 50% heavy_merge (1 of 1 task)."
+    assert headline(run) == "At 50%, no method is told apart from the next (1 task)."
+    more = [made(H2O, 0.0, case=n) for n in range(9)] + [made(OURS, 1.0, case=n) for n in range(9)]
+    run = read_runs([stored(tmp_path / "b.jsonl", more)])[0]
+    best = "At 50%, heavy_merge is best beyond the 95% interval (1 of 1 task)."
+    assert headline(run) == best
+
+
+def test_nothing_is_the_best_without_another(tmp_path: Path) -> None:
+    run = read_runs([stored(tmp_path / "a.jsonl", [made(EXACT, 1.0), made(H2O, 1.0)])])[0]
+    assert headline(run) == "Only h2o was run."
+    assert summary(run).rows[0][2] == "h2o: no other was run"
+
+
+def test_errors_that_overlap_are_not_told_apart(tmp_path: Path) -> None:
+    """Less is better: it is the others' lower ends that count."""
+    found = [
+        made(setup, score + 0.02 * case, "kl", {"length": 1000}, case)
+        for setup, score in ((H2O, 0.25), (OURS, 0.15))
+        for case in range(5)
+    ]
+    (line,) = summary(read_runs([stored(tmp_path / "a.jsonl", found)])[0]).rows
+    assert line[2] == "heavy_merge"  # [0.16, 0.22] and [0.26, 0.32]
+    spread = [
+        made(setup, score + 0.1 * case, "kl", {"length": 1000}, case)
+        for setup, score in ((H2O, 0.25), (OURS, 0.15))
+        for case in range(5)
+    ]
+    (line,) = summary(read_runs([stored(tmp_path / "b.jsonl", spread)])[0]).rows
+    assert line[2] == "heavy_merge, h2o: not told apart"
+
+
+def test_runs_have_distinct_titles_and_show_nobodys_folders(tmp_path: Path) -> None:
+    found = []
+    for number, model in enumerate(("/home/me/models/mine", "/home/me/models/mine", "org/name")):
+        record = made(H2O, 1.0, model=model)
+        found.append(Record({**record.identity, "recent": 8 * number}, record.result))
+    built = build([stored(tmp_path / "a.jsonl", found)])
+    titles = [run.title for run in built.runs]
+    assert titles == [
+        "mine, question seen, recent 0",
+        "mine, question seen, recent 8",
+        "org/name, question seen",
+    ]
+    assert "/home" not in built.html
+    assert "me/models" not in built.html
+    assert without_folders("C:\\models\\mine") == without_folders("./mine") == "mine"
+
+
+def test_when_where_and_with_what_is_shown(tmp_path: Path) -> None:
+    first, second = made(H2O, 1.0), made(H2O, 1.0, case=1)
+    said = {"date": "2026-01-02", "torch": "2.13.0", "processor": "<b>fast</b>"}
+    other = {**said, "date": "2026-01-03"}
+    found = [
+        Record(first.identity, {**first.result, "made": said}),
+        Record(second.identity, {**second.result, "made": other}),
+    ]
+    html = build([stored(tmp_path / "a.jsonl", found)]).html
+    assert "<dt>date</dt><dd>2026-01-02, 2026-01-03</dd>" in html
+    assert "<dt>torch</dt><dd>2.13.0</dd>" in html
+    assert "&lt;b&gt;fast&lt;/b&gt;" in html
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "bottom", "top"),
+    [(0.9, 1.0, 0.894, 1.006), (0.0, 0.2, -0.006, 0.212), (0.0, 1.0, -0.03, 1.04)],
+)
+def test_axes_fit_the_scores(least: float, most: float, bottom: float, top: float) -> None:
+    assert _fitted(least, most, 1.0) == pytest.approx((bottom, top))
 
 
 def test_summary_of_exact_alone(tmp_path: Path) -> None:
@@ -584,17 +652,18 @@ def test_damaged_records_are_named(tmp_path: Path, name: str) -> None:
 
 
 def test_outputs_are_checked_first(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"--out .*there is no folder"):
-        check_outputs(tmp_path / "none" / "r.html", None)
+    check_outputs(tmp_path / "none" / "r.html", None)
+    assert not (tmp_path / "none").exists()  # what comes next may still refuse
     with pytest.raises(InputError, match=r"--out .* is a folder"):
         check_outputs(tmp_path, None)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"--figures .*cannot be written"):
         check_outputs(tmp_path / "r.html", tmp_path / "file" / "figures")
+    with pytest.raises(InputError, match=r"--out .*cannot be written"):
+        check_outputs(tmp_path / "file" / "r.html", None)
     result = run(tmp_path / "missing.jsonl", "-o", tmp_path / "none" / "r.html")
     assert result.exit_code == 2
-    assert "there is no folder" in result.stderr
-    assert not list(tmp_path.glob("r.html"))
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_full_disk_is_an_error(page: Any) -> None:
@@ -602,6 +671,11 @@ def test_a_full_disk_is_an_error(page: Any) -> None:
         pytest.skip("no /dev/full here")
     with pytest.raises(InputError, match=r"--out /dev/full cannot be written: No space"):
         save(page, Path("/dev/full"), None)
+
+
+def test_the_folder_of_a_page_is_made(page: Any, tmp_path: Path) -> None:
+    save(page, tmp_path / "new" / "r.html", None)
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["r.html"]
 
 
 @pytest.mark.parametrize("content", [None, "no json", "[]", "{}", '{"tsne": [], "readings": {}}'])

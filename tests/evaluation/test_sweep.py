@@ -471,7 +471,9 @@ def run(sweep: Sweep) -> dict[str, Any]:
 
 def timeless(store: Store) -> dict[str, Any]:
     return {
-        record.key: {k: v for k, v in record.result.items() if not k.endswith("_seconds")}
+        record.key: {
+            k: v for k, v in record.result.items() if not k.endswith("_seconds") and k != "made"
+        }
         for record in store
     }
 

@@ -6,10 +6,10 @@ matplotlib is imported when a figure is drawn: it belongs to the extra ``report`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from kvsketch.errors import InputError
 from kvsketch.evaluation.inspection.readings import (
     CENTERS,
     KEPT,
@@ -18,6 +18,7 @@ from kvsketch.evaluation.inspection.readings import (
     SINK,
     TOLERANCES,
 )
+from kvsketch.writing import save_bytes
 
 #: dots per inch: of .png, and of what is not drawn as lines in .svg
 _DPI = 100
@@ -267,10 +268,9 @@ def _write(fig: Any, folder: Path, name: str, text: str) -> dict[str, str]:
         ("png", {"Title": name, "Description": text}),
     ):
         path = folder / f"{name}.{kind}"
-        try:
-            with rc_context({"svg.hashsalt": "kvsketch"}):
-                fig.savefig(path, metadata=metadata)
-        except OSError as error:
-            raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
+        drawn = BytesIO()
+        with rc_context({"svg.hashsalt": "kvsketch"}):
+            fig.savefig(drawn, format=kind, metadata=metadata)
+        save_bytes(path, drawn.getvalue(), str(path))
         files[kind] = path.name
     return files

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from kvsketch.errors import InputError, UnsupportedError
+from kvsketch.errors import UnsupportedError
+from kvsketch.writing import save_bytes
 
 #: replaced in a page by what suits its background; these are for a white one
 _INK, _GRID = "#1f2328", "#d8dee4"
@@ -137,7 +138,8 @@ class Sketchbook:
         """A line for each series, with intervals; series of one method look alike.
 
         Args:
-            top: of the y axis, which starts at 0; None: above all points.
+            top: the highest score there can be: the y axis fits the scores and intervals below it
+                (``_fitted``). None: the axis starts at 0 and ends above all points.
             log: the y axis is logarithmic; all points must be above 0.
             labels: of the places 0, 1, ... on the x axis; there are no lines between them then.
         """
@@ -148,11 +150,14 @@ class Sketchbook:
             handles = self._plot(ax, series, bool(labels))
             ax.set(xlabel=xlabel, ylabel=ylabel)
             highest = top or 1.1 * max((y for s in series for y in s.y), default=1.0) or 1.0
+            ends = [y for s in series for y in (*s.y, *s.low, *s.high)] if top else []
             if log:
                 least = min((y for s in series for y in s.y), default=0.1)
                 ax.set_yscale("log")
                 _plain_ticks(ax.yaxis, few=highest > 1000 * least)
                 ax.set_ylim(0.6 * least, 1.6 * highest)  # an interval may go on below and above
+            elif ends and max(ends) > min(ends):
+                ax.set_ylim(*_fitted(min(ends), max(ends), highest))
             else:
                 ax.set_ylim(-0.03 * highest, 1.04 * highest)  # marks at 0 are whole
             if labels:
@@ -303,6 +308,14 @@ class Sketchbook:
         return name
 
 
+def _fitted(least: float, most: float, top: float) -> tuple[float, float]:
+    """Ends of an axis for scores and their intervals: as near as they allow. It starts at 0 unless
+    that would leave half of it empty."""
+    room = 0.06 * (most - least if least > most / 2 else most)
+    bottom = least - room if least > most / 2 else -0.03 * most
+    return bottom, min(most + room, 1.04 * top)
+
+
 def _plain_ticks(axis: Any, few: bool) -> None:
     """0.01, 0.02, 0.05, ... (few: 0.01, 0.1, ...) instead of powers of ten, which are formulas."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
@@ -322,10 +335,7 @@ def write(figures: Sequence[Figure], folder: Path) -> list[str]:
     for figure in figures:
         for ending, data in (("svg", figure.svg.encode()), ("png", figure.png)):
             path = folder / f"{figure.name}.{ending}"
-            try:
-                path.write_bytes(data)
-            except OSError as error:
-                raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
+            save_bytes(path, data, str(path))
             names.append(path.name)
     return names
 

@@ -8,7 +8,6 @@ import base64
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,10 @@ from kvsketch.errors import InputError
 from kvsketch.evaluation.report.figures import Figure, Sketchbook, require_matplotlib, write
 from kvsketch.evaluation.report.panels import headline, sections, summary
 from kvsketch.evaluation.report.parts import Grid, Section
-from kvsketch.evaluation.runner.files import check_folder, read_text
-from kvsketch.evaluation.runner.runs import Run, clean, read_runs
+from kvsketch.evaluation.runner.files import check_folder, read_text, try_folder
+from kvsketch.evaluation.runner.runs import Run, clean, read_runs, without_folders
 from kvsketch.evaluation.runner.scales import scale_of
+from kvsketch.writing import save_bytes
 
 #: what is said of a run, in this order, where it is known
 _PROTOCOL = {
@@ -145,30 +145,24 @@ def check_outputs(page: Path, figures: Path | None) -> None:
     """
     if page.is_dir():
         raise InputError(f"--out {page} is a folder; give a file, such as report.html")
-    if not page.parent.is_dir():
-        raise InputError(f"--out {page}: there is no folder {page.parent}")
-    try:
-        if not page.exists():
-            with tempfile.TemporaryFile(dir=page.parent):
-                pass
-        elif not os.access(page, os.W_OK):
-            raise PermissionError(13, "permission denied")
-    except OSError as error:
-        raise InputError(f"--out {page} cannot be written: {error.strerror or error}") from error
+    if page.exists() and not os.access(page, os.W_OK):
+        raise InputError(f"--out {page} cannot be written: permission denied")
+    if not page.exists() or page.is_file():  # beside it, since a new file takes its place
+        try_folder(page.parent, f"--out {page}: the folder")
     if figures is not None:
         check_folder(figures, "--figures")
 
 
 def save(page: Page, path: Path, figures: Path | None) -> list[str]:
-    """Write a page and, with a folder, its figures; returns the figures' file names.
+    """Write a page and, with a folder, its figures; returns the figures' file names. The page's
+    folder is made where it is missing.
 
     Raises:
         InputError: something cannot be written.
     """
-    try:
-        path.write_text(page.html, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise InputError(f"--out {path} cannot be written: {error.strerror or error}") from error
+    if not path.exists():
+        check_folder(path.parent, f"--out {path}: the folder")
+    save_bytes(path, page.html.encode(), f"--out {path}")
     return write(page.figures, figures) if figures is not None else []
 
 
@@ -179,7 +173,9 @@ def _asset(environment: Environment, name: str) -> str:
 
 
 def _protocol(run: Run) -> list[tuple[str, str]]:
-    named = [(label, run.common[key]) for key, label in _PROTOCOL.items() if key in run.common]
+    common = {**run.common, "model": run.model}
+    named = [(label, common[key]) for key, label in _PROTOCOL.items() if key in common]
+    named += [(name, ", ".join(values)) for name, values in run.made.items()]
     named += [(key, value) for key, value in run.common.items() if key not in _PROTOCOL]
     if "preset" in run.common:  # its methods have windows of their own, which their names say
         windows = {_PROTOCOL["sink"], _PROTOCOL["recent"]}
@@ -214,9 +210,18 @@ def _table_row(run: Run, row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_inspection(path: Path) -> Any:
     try:
-        return json.loads(read_text(path, "--inspect"))
+        return _cleaned(json.loads(read_text(path, "--inspect")))
     except ValueError as error:
         raise InputError(f"--inspect {path} is not JSON: {error}") from error
+
+
+def _cleaned(value: Any) -> Any:
+    """What JSON holds, every text in it without characters that cannot be read."""
+    if isinstance(value, dict):
+        return {clean(key): _cleaned(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(x) for x in value]
+    return clean(value)
 
 
 def _inspected(path: Path, result: Any, book: Sketchbook) -> Section:
@@ -241,7 +246,7 @@ def _inspected(path: Path, result: Any, book: Sketchbook) -> Section:
             [[name, f"{value:.3f}"] for name, value in errors],
         )
         tokens = ", ".join(f"{count:,}" for count in result["tokens"])
-        title = clean(f"Activations: {result['model']}")
+        title = clean(f"Activations: {without_folders(str(result['model']))}")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise InputError(
             f"--inspect {path} is not an inspect.json of kvsketch inspect --out: "

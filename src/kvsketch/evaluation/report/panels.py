@@ -49,22 +49,44 @@ def summary(run: Run) -> Grid:
 
 
 def headline(run: Run) -> str:
-    """The summary in a sentence."""
+    """The summary in a sentence. A method is the best of a task only where another was run and its
+    interval ends before the others' begin."""
     rows = pooled(run.records, by_family=True)
     tasks = grouped(rows, lambda row: row["task"])
+    methods = list(dict.fromkeys(row["method"] for row in rows if not is_exact(row)))
+    if len(methods) < 2:
+        return f"Only {methods[0] if methods else 'the exact cache'} was run."
     parts = []
     for goal in goals(rows):
+        found = [_ranked([row for row in x if row["goal"] == goal]) for x in tasks.values()]
+        found = [ranked for ranked in found if len(ranked) > 1]
+        if not found:
+            continue
         wins: dict[str, int] = {}
-        for found in tasks.values():
-            ranked = _ranked([row for row in found if row["goal"] == goal])
-            for row in ranked:
-                if row["score"] == ranked[0]["score"]:
-                    wins[row["method"]] = wins.get(row["method"], 0) + 1
+        for ranked in found:
+            if len(_leaders(ranked)) == 1:
+                wins[ranked[0]["method"]] = wins.get(ranked[0]["method"], 0) + 1
+        of = f"{len(found)} {'task' if len(found) == 1 else 'tasks'}"
+        if not wins:
+            parts.append(f"At {goal}, no method is told apart from the next ({of}).")
+            continue
         most = max(wins.values())
         names = " and ".join(name for name, count in wins.items() if count == most)
-        of = sum(any(row["goal"] == goal for row in found) for found in tasks.values())
-        parts.append(f"at {goal} {names} ({most} of {of} {'task' if of == 1 else 'tasks'})")
-    return f"Best {', '.join(parts)}." if parts else "Only the exact cache was run."
+        verb = "are" if " and " in names else "is"
+        parts.append(f"At {goal}, {names} {verb} best beyond the 95% interval ({most} of {of}).")
+    return " ".join(parts) or "No two methods were run at one budget."
+
+
+def _leaders(ranked: Sequence[Row]) -> list[Row]:
+    """The first, and those whose intervals overlap its own: they are not told apart."""
+    low, high = ranked[0]["ci95"]
+    return [
+        row
+        for row in ranked
+        if row is ranked[0]
+        or row["score"] == ranked[0]["score"]
+        or (row["ci95"][0] <= high and row["ci95"][1] >= low)
+    ]
 
 
 def _ranked(rows: Sequence[Row]) -> list[Row]:
@@ -73,23 +95,23 @@ def _ranked(rows: Sequence[Row]) -> list[Row]:
 
 
 def _best(ranked: Sequence[Row], scale: Scale) -> list[str]:
+    """Method, score, bytes kept, and the next that is told apart."""
     if not ranked:
         return ["-"] * 4
-    best = [row for row in ranked if row["score"] == ranked[0]["score"]]
-    others = ranked[len(best) :]
-    following = "-"
-    if others:
-        (low, high), (next_low, next_high) = best[0]["ci95"], others[0]["ci95"]
-        close = next_low <= high and next_high >= low
-        sign = "≈ " if close else ""
-        following = f"{sign}{others[0]['method']} {scale.shown(others[0]['score'])}"
+    best = _leaders(ranked)
+    others = [row for row in ranked if row not in best]
+    names = ", ".join(row["method"] for row in best)
+    if len(ranked) == 1:
+        names += ": no other was run"
+    elif len(best) > 1:
+        names += ": not told apart"
     return [
-        ", ".join(row["method"] for row in best),
+        names,
         _score(best[0], scale),
         "-".join(
             dict.fromkeys(f"{bound(row['kept'] for row in best):.1%}" for bound in (min, max))
         ),
-        following,
+        f"{others[0]['method']} {scale.shown(others[0]['score'])}" if others else "-",
     ]
 
 
@@ -126,7 +148,8 @@ def _by_bytes(run: Run, book: Sketchbook) -> Section:
     return Section(
         "Score against bytes kept",
         "Bars are 95% intervals, drawn side by side where methods keep the same; the dashed line "
-        "and its band are the exact cache. Bytes are counted after the prompt.",
+        "and its band are the exact cache. Bytes are counted after the prompt. Axes fit the "
+        "scores, and need not start at 0.",
         [_kept(title, rows, book) for title, rows in _panels(run, errors=False)],
     )
 

@@ -13,14 +13,31 @@ from rich.table import Table
 
 from kvsketch.evaluation.runner.scales import Scale, scale_of
 
+#: columns of a results table; those to the right go first where a terminal is too narrow for all,
+#: and the first five never go
+_COLUMNS = ("method", "budget", "score", "95% CI", "kept", "cases", "tok/s", "KV kB", "slots")
+_COLUMNS_WIDE = (*_COLUMNS, "peak kB", "prefill/s")
+_ALWAYS = 5
+#: how they stand beside each other
+_ORDER = (
+    *("method", "budget", "cases", "score", "95% CI", "slots", "KV kB", "kept"),
+    *("peak kB", "prefill/s", "tok/s"),
+)
+#: a method's name is folded below this
+_LEAST_NAME = 13
 
-def results_tables(rows: Sequence[Mapping[str, Any]], wide: bool = False) -> Iterator[Table]:
-    """Tables of `sweep.aggregate` rows, one per task and group (lines, data set, length, ...)."""
+
+def results_tables(rows: Sequence[Mapping[str, Any]], width: int = 80) -> Iterator[Table]:
+    """Tables of `sweep.aggregate` rows, one per task and group (lines, data set, length, ...).
+
+    Args:
+        width: columns of the terminal: a table shows as much as fits, and no number is cut.
+    """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(_title(row), []).append(row)
     for title, group in groups.items():
-        yield _results_table(title, group, wide)
+        yield _results_table(title, group, width)
 
 
 def _title(row: Mapping[str, Any]) -> str:
@@ -35,9 +52,8 @@ def _title(row: Mapping[str, Any]) -> str:
     return f"{row['task']}: {group}" if group else str(row["task"])
 
 
-def _results_table(title: str, rows: Sequence[Mapping[str, Any]], wide: bool) -> Table:
-    """kB are 1,000 bytes per case. Fits 80 columns; `wide` adds peak memory and prefill speed
-    (100 columns)."""
+def _results_table(title: str, rows: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """kB are 1,000 bytes per case; peak memory and prefill speed need 100 columns."""
     tokens = sum(row["prompt_tokens"] for row in rows) / len(rows)
     scale = scale_of(rows[0]["task"])
     better = "; less is better" if scale.is_error else ""
@@ -49,30 +65,45 @@ def _results_table(title: str, rows: Sequence[Mapping[str, Any]], wide: bool) ->
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    for name in ("method", "budget", "cases", "score", "95% CI", "slots", "KV kB", "kept"):
+    cells = [_cells(scale, row) for row in rows]
+    shown = _fitting(cells, width)
+    for name in shown:
         if name == "method":  # with a window of its own a name may be long
-            table.add_column(name, overflow="fold")
+            table.add_column(name, overflow="fold", min_width=_LEAST_NAME)
         else:
             table.add_column(name, justify="right", no_wrap=True)
-    for name in (["peak kB", "prefill/s"] if wide else []) + ["tok/s"]:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        speeds = [_rate(row["decode_tokens_per_s"])]
-        if wide:
-            peak = f"{row['peak_kv_bytes'] / 1000:,.0f}"
-            speeds = [peak, _rate(row["prefill_tokens_per_s"]), *speeds]
-        table.add_row(
-            row["method"],
-            str(row["budget"]) if row["tolerance"] is None else f"tol {row['tolerance']}",
-            str(row["cases"]),
-            _share(scale, row["score"]),
-            _interval(scale, row),
-            f"{row['slots']:,.0f}",
-            f"{row['kv_bytes'] / 1000:,.0f}",
-            f"{row['kv_bytes'] / row['exact_kv_bytes']:.1%}",
-            *speeds,
-        )
+    for cell in cells:
+        table.add_row(*(cell[name] for name in shown))
     return table
+
+
+def _cells(scale: Scale, row: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "method": row["method"],
+        "budget": str(row["budget"]) if row["tolerance"] is None else f"tol {row['tolerance']}",
+        "cases": str(row["cases"]),
+        "score": _share(scale, row["score"]),
+        "95% CI": _interval(scale, row),
+        "slots": f"{row['slots']:,.0f}",
+        "KV kB": f"{row['kv_bytes'] / 1000:,.0f}",
+        "kept": f"{row['kv_bytes'] / row['exact_kv_bytes']:.1%}",
+        "peak kB": f"{row['peak_kv_bytes'] / 1000:,.0f}",
+        "prefill/s": _rate(row["prefill_tokens_per_s"]),
+        "tok/s": _rate(row["decode_tokens_per_s"]),
+    }
+
+
+def _fitting(rows: Sequence[Mapping[str, str]], width: int) -> list[str]:
+    """The columns that a terminal has room for, in the order of the table."""
+
+    def needed(name: str) -> int:
+        longest = max(len(text) for text in (name, *(row[name] for row in rows)))
+        return 2 + (min(longest, _LEAST_NAME) if name == "method" else longest)
+
+    names = list(_COLUMNS_WIDE if width >= 100 else _COLUMNS)
+    while len(names) > _ALWAYS and sum(map(needed, names)) > width:
+        names.pop()
+    return [name for name in _ORDER if name in names]
 
 
 def _share(scale: Scale, score: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ def calibrate_files(
     folder = resolve_model(model_name)
 
     # What comes now imports torch and transformers: all that can be refused without was.
-    from kvsketch.cache.curves import pooled
+    from kvsketch.cache.curves import model_of, pooled
     from kvsketch.evaluation.runner.allocation import check_length, measure_curves
 
     check_device(settings.device)
@@ -72,4 +73,4 @@ def calibrate_files(
         )
         for prompt in track(prompts, "measuring", console=console, transient=True)
     ]
-    return pooled(found)
+    return replace(pooled(found), model=model_of(model.config))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvsketch.errors import InputError, KVSketchError
+from kvsketch.errors import InputError, KVSketchError, unknown_name
 from kvsketch.evaluation.runner import hub
 from kvsketch.evaluation.runner.devices import DEVICE_MAPS, check_device_name, needs_accelerate
 
@@ -27,8 +27,16 @@ _WHOLE_FILE = 64 * 2**20  # bytes; larger weights are told apart by size and fir
 
 
 def packaged_model(name: str = PACKAGED) -> Path:
-    """Folder of a model that ships with the package: "packaged" retrieves lines, "packaged-ruler"
-    answers RULER's questions too."""
+    """Folder of a model that ships with the package, for ``AutoModelForCausalLM.from_pretrained``.
+
+    Args:
+        name: "packaged" retrieves lines (LongEval); "packaged-ruler" answers RULER's questions too.
+
+    Raises:
+        InputError: another name.
+    """
+    if name not in PACKAGED_MODELS:
+        raise unknown_name("name", name, PACKAGED_MODELS)
     return Path(__file__).resolve().parents[2] / "models" / PACKAGED_MODELS[name]
 
 

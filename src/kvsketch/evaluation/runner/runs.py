@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,16 +29,35 @@ class Run:
         common: what all answers share: model, model_fingerprint, kvsketch, question, ...
         records: the answers.
         rows: ``rows_of`` them, by task, group and setup.
+        apart: what tells it from others of the same model and question, in words.
     """
 
     number: int
     common: Mapping[str, Any]
     records: Sequence[Record]
     rows: Sequence[Mapping[str, Any]]
+    apart: str = ""
+
+    @property
+    def model(self) -> str:
+        """The model's name: of a folder only the last part, so that a page shows nobody's paths."""
+        return without_folders(str(self.common["model"]))
 
     @property
     def title(self) -> str:
-        return f"{self.common['model']}, question {self.common['question']}"
+        more = f", {self.apart}" if self.apart else ""
+        return f"{self.model}, question {self.common['question']}{more}"
+
+    @property
+    def made(self) -> dict[str, list[str]]:
+        """How the answers were made, where the store says so: date, versions, hardware; of each all
+        values, sorted."""
+        found: dict[str, set[str]] = {}
+        for record in self.records:
+            made = record.result.get("made")
+            for name, value in made.items() if isinstance(made, Mapping) else ():
+                found.setdefault(clean(str(name)), set()).add(clean(str(value)))
+        return {name: sorted(values) for name, values in found.items()}
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -66,10 +86,34 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     groups: dict[str, list[Record]] = {}
     for record in found.values():
         groups.setdefault(json.dumps(_common(record), sort_keys=True), []).append(record)
+    commons = [_common(records[0]) for records in groups.values()]
     return [
-        Run(number, _common(records[0]), records, rows_of(records))
-        for number, records in enumerate(groups.values(), start=1)
+        Run(number, common, records, rows_of(records), _apart(common, commons))
+        for number, (common, records) in enumerate(
+            zip(commons, groups.values(), strict=True), start=1
+        )
     ]
+
+
+def _apart(common: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
+    """What tells a run from those whose titles would be the same."""
+
+    def name(run: Mapping[str, Any]) -> tuple[str, str]:
+        return without_folders(str(run["model"])), str(run["question"])
+
+    same = [run for run in others if name(run) == name(common)]
+    keys = dict.fromkeys(key for run in same for key in run)
+    differing = [
+        key for key in keys if key != "model" and len({repr(run.get(key)) for run in same}) > 1
+    ]
+    return ", ".join(f"{key.replace('_', ' ')} {common.get(key)}" for key in differing)
+
+
+def without_folders(name: str) -> str:
+    """A model's name without the folders it lies in; an id of the hub as it is."""
+    parts = [part for part in re.split(r"[/\\]", name) if part not in ("", ".", "..", "~")]
+    path = name.startswith(("/", ".", "~", "\\")) or len(parts) > 2 or ":" in name[:2]
+    return parts[-1] if path and parts else name
 
 
 def run_of(records: Sequence[Record]) -> Run:

@@ -8,7 +8,6 @@ written by a single append: a killed run loses at most the case it was working o
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -20,8 +19,11 @@ from types import TracebackType
 from typing import Any
 
 from kvsketch.errors import InputError, KVSketchError
+from kvsketch.evaluation.runner.locking import lock
 
 FORMAT = 1
+#: Windows would write two bytes for the end of a line
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,12 @@ class Store:
         existing, self._made = path.is_file(), not path.exists()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._descriptor = os.open(path, _FLAGS, 0o644)
         except OSError as error:
             raise InputError(f"--out {path} cannot be written: {_reason(error)}") from error
         try:
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(self._descriptor)
             except OSError as error:
                 raise InputError(
                     f"--out {path} is being written by another process; wait for it, or give "

@@ -10,6 +10,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -185,10 +186,11 @@ class Sweep:
         if not jobs:
             return
         asked = {self.key(case, setup): (task, case, setup) for task, case, setup in self.pairs()}
+        made = _made(elsewhere=runner is not None)
         runner = runner or Local(self.model, self.settings)
         for job, replies in runner.run(jobs):
             for key, reply in zip(job.keys, replies, strict=True):
-                record = self._record(*asked[key], reply)
+                record = self._record(*asked[key], reply, made)
                 self.store.add(record)
                 if on_done is not None:
                     on_done(record)
@@ -254,7 +256,9 @@ class Sweep:
                             tuple(self.key(case, setup) for case in mine),
                         )
 
-    def _record(self, task: Task, case: Case, setup: Setup, reply: Reply) -> Record:
+    def _record(
+        self, task: Task, case: Case, setup: Setup, reply: Reply, made: Mapping[str, Any]
+    ) -> Record:
         return Record(
             self.identity(case, setup),
             {
@@ -263,9 +267,21 @@ class Sweep:
                 "label": setup.label,
                 "kept": setup.kept,
                 "answers": list(case.answers),
+                "made": made,
                 **reply.__dict__,
             },
         )
+
+
+def _made(elsewhere: bool) -> dict[str, Any]:
+    """When, with which versions and on what a run's answers are made. On a cluster the hardware is
+    not this machine's, and is left out."""
+    from kvsketch.evaluation.report.report import environment
+
+    found = environment()
+    versions = {name: found["versions"][name] for name in ("torch", "transformers", "python")}
+    hardware = {} if elsewhere else found["hardware"]
+    return {"date": datetime.now(timezone.utc).date().isoformat(), **versions, **hardware}
 
 
 def _check(setup: Setup, settings: Settings) -> None:

@@ -58,6 +58,8 @@ class LongBench(Task):
         limit: int | None = None,
         chat: bool = True,
     ) -> None:
+        if data is not None and not Path(data).is_dir():
+            raise InputError(f"data={str(data)!r} is not a folder of data sets, NAME.jsonl each")
         # A string is a sequence too, of letters.
         if isinstance(datasets, str) or not datasets or len(set(datasets)) < len(datasets):
             raise InputError(f"datasets={datasets!r} must be names, at least one, each once")
