@@ -8,7 +8,10 @@ BIN := $(VENV)/bin
 TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 -q
 
 # make peers  set up the peers' own code for benchmarks and tests/benchmarks/test_peers.py
-.PHONY: setup demo test test-slow test-oldest test-extras test-vllm mutants lint peers docs clean
+# make docs   build the documentation site, strictly, into build/site
+# make release-check   build wheel and sdist, install them afresh, run the demo from an empty folder
+.PHONY: setup demo test test-slow test-oldest test-extras test-vllm mutants lint peers tables docs \
+	release-check clean
 
 setup: $(VENV)/.ready
 
@@ -74,8 +77,25 @@ lint: setup
 peers: setup
 	$(BIN)/python -m benchmarks.peers.setup
 
-docs: setup
+# The LongEval table of README and docs/longeval.md, from results stores (hours to make anew).
+tables: setup
 	$(BIN)/python -m benchmarks.longeval_table
 
+# The documentation site, in build/site. An environment of its own: it needs no torch, since the API
+# reference is read from the source.
+SITE := .venv-docs
+$(SITE)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check \
+		'mkdocs-material>=9.6,<10' 'mkdocstrings[python]>=0.29,<2' 'ruff>=0.14'
+	touch $@
+
+docs: $(SITE)/.ready
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict --quiet --site-dir build/site
+
+# What a user gets: wheel and sdist, each installed into a fresh environment, used from an empty folder.
+release-check:
+	PYTHON=$(PYTHON) CONSTRAINTS=$(CONSTRAINTS) .ci/release-check
+
 clean:
-	rm -rf .venv .venv-oldest .venv-extras .venv-peers .venv-vllm build dist
+	rm -rf .venv .venv-oldest .venv-extras .venv-peers .venv-vllm .venv-docs build dist

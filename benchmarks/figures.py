@@ -6,18 +6,27 @@ from pathlib import Path
 from typing import Any
 
 
-def subplots(columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
-    """A figure and its axes side by side, without a display; the same bytes every time."""
+def subplots(
+    columns: int, width: float, height: float, stacked: bool = False
+) -> tuple[Any, list[Any]]:
+    """A figure and its axes side by side (or above each other, sharing x), without a display; the
+    same bytes every time."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "kvsketch"
     import matplotlib.pyplot as plt
 
+    rows, columns = (columns, 1) if stacked else (1, columns)
     fig, axes = plt.subplots(
-        1, columns, figsize=(width, height), layout="constrained", squeeze=False
+        rows,
+        columns,
+        figsize=(width, height),
+        layout="constrained",
+        squeeze=False,
+        sharex=stacked,
     )
-    return fig, list(axes[0])
+    return fig, list(axes.flat)
 
 
 def write(fig: Any, path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Writes docs/benchmarks.md, docs/guarantees.md and docs/errors.md from the JSON the benchmarks
-left in docs/results/.
+"""Writes docs/benchmarks.md, docs/guarantees.md, docs/errors.md and docs/which-method.md from the
+JSON the benchmarks left in docs/results/.
 
     python -m benchmarks.decode_speed --out docs/results/decode_speed.json
     for preset in decode compress prefill end_to_end; do
@@ -48,7 +48,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import page_balance, page_reread, page_ruler, page_vllm
+from benchmarks import page_balance, page_choice, page_reread, page_ruler, page_vllm
 from benchmarks.markdown import made_with, table
 from benchmarks.page_speed import speed
 
@@ -739,6 +739,8 @@ def main() -> None:
     if served.is_file():
         result = json.loads(served.read_text(encoding="utf-8"))
         write_readme("vllm", page_vllm.block(result), DOCS / "vllm.md")
+        write_readme("vllm", page_vllm.lead(result), DOCS.parent / "README.md")
+    page_choice.main()
 
 
 if __name__ == "__main__":

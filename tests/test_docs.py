@@ -27,7 +27,9 @@ def commands(page: str) -> list[list[str]]:
     return [words[1:] for words in found if words and words[0] == "kvsketch"]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/evaluation.md", "docs/inspect.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/documents.md", "docs/evaluation.md", "docs/inspect.md"]
+)
 def test_commands_and_their_options_are_there(page):
     group = typer.main.get_command(app)
     found = commands(page)

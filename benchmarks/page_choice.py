@@ -1,0 +1,172 @@
+"""Writes docs/which-method.md: which method for which need, from what docs/results/ holds.
+
+python -m benchmarks.page_choice
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.markdown import table
+from kvsketch.methods.registry import ALL_METHODS
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+RESULTS = DOCS / "results"
+#: the share of the cache that the choices below are made at
+KEPT = 0.25
+SOURCE = "packaged:longeval-200"
+
+
+def loaded(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def at(rows: Sequence[Mapping[str, Any]], **wanted: Any) -> list[Mapping[str, Any]]:
+    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def base(name: str) -> str:
+    """A method's own name, without how its budget is spent and its slots are stored."""
+    return name.split("/")[0].split("@")[0].split("+")[0]
+
+
+def best(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], Mapping[str, Any]]:
+    """The methods whose accuracy the best one's interval does not exclude, and the best."""
+    ranked = sorted(rows, key=lambda row: (-row["accuracy"], row["method"]))
+    first = ranked[0]
+    return [r["method"] for r in ranked if r["accuracy"] >= first["ci95"][0]], first
+
+
+def accuracy(rows: Sequence[Mapping[str, Any]]) -> str:
+    names, first = best(rows)
+    low, high = first["ci95"]
+    found = {row["method"]: row["accuracy"] for row in rows}
+    listed = ", ".join(f"`{name}` {found[name]:.2f}" for name in names[:4])
+    return f"{listed} (95% of the first: {low:.2f} to {high:.2f})"
+
+
+def queryless(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of methods that look at no queries, by error."""
+    names = {name for name, cls in ALL_METHODS.items() if not getattr(cls, "needs_queries", False)}
+    return sorted(
+        (r for r in rows if r["method"] in names), key=lambda r: float(r["relative_error"])
+    )
+
+
+def needs() -> str:
+    """A row for each need."""
+    unseen = at(loaded("longeval_unseen")["results"], budget=KEPT)
+    again = [r for r in at(loaded("longeval_reread")["results"], budget=KEPT) if "/" in r["method"]]
+    errors = at(loaded("attention_error")["results"], source=SOURCE, kept=KEPT)
+    blind = queryless(errors)
+    even = [r for r in blind if r["method"] != "exact"][:3]
+    within = at(loaded("tolerance")["results"], source=SOURCE)
+    held = next(r for r in within if r["kind"] == "tolerance" and r["tolerance"] == 0.05)
+    speed = sorted(loaded("decode_speed")["results"], key=lambda r: -float(r["ratio"]))[:3]
+    stream = sorted(loaded("streaming_memory")["results"], key=lambda r: int(r["peak_kv_bytes"]))
+    exact = stream[0]["exact_kv_bytes"]
+    default = next(r for r in stream if r["method"] == "heavy_merge")
+    default_peak = default["peak_kv_bytes"] / exact
+    rows = [
+        [
+            "A budget, and nothing else to say",
+            "`SketchCache(model.config, budget=0.25)`",
+            "LongEval, question unseen: " + accuracy([r for r in unseen if r["method"] != "exact"]),
+        ],
+        [
+            "What will be asked is not known, and a second reading of a sixth of the context is "
+            "affordable",
+            '`allocation="global", bits=4` and `kvsketch.prefill(..., queries="sample")`',
+            "LongEval, question unseen: " + accuracy(again),
+        ],
+        [
+            "No queries can be had, or none should decide what stays",
+            f'`SketchCache(model.config, "{even[0]["method"]}", budget=0.25)`',
+            "attention error: "
+            + ", ".join(f"`{r['method']}` {r['relative_error']:.3f}" for r in even),
+        ],
+        [
+            "A measured error to stay within, instead of a number of bytes",
+            "`SketchCache(model.config, tolerance=0.05)`",
+            f"{held['within']:.0%} of the heads stayed within it on the tokens that followed, "
+            f"keeping {held['kept']:.0%} of the slots",
+        ],
+        [
+            "The prompt does not fit into memory uncompressed",
+            '`prefill="streaming"` and `generate(prefill_chunk_size=512)`',
+            f"peak {default_peak:.1%} of the exact cache with `heavy_merge`, "
+            f"{loaded('streaming_memory')['results'][0]['tokens']:,} tokens",
+        ],
+        [
+            "Decoding speed on a CPU counts most",
+            '`bits=16`, `allocation="even"`, and a method that is quick',
+            "tokens per second over `DynamicCache`, tiny model: "
+            + ", ".join(f"`{r['method']}` {r['ratio']:.2f}" for r in speed),
+        ],
+        [
+            "A proof, on a stream of any length",
+            "`kvsketch.methods.sketches`: `SubGen`, `BalanceKVStreaming`, `SlidingWindow`",
+            "the theorems' bounds at the theorems' sizes: [guarantees](guarantees.md); at a real "
+            "model's norms these are beyond use",
+        ],
+        ["Serving many requests", "the plugin for vLLM", "[Serving with vLLM](vllm.md)"],
+    ]
+    return table(["you have", "use", f"measured, at {KEPT:g} of the cache"], rows)
+
+
+def everything() -> str:
+    """Every method that was measured both ways, at the same share."""
+    errors = {
+        r["method"]: r["relative_error"]
+        for r in at(loaded("attention_error")["results"], source=SOURCE, kept=KEPT)
+    }
+    right = {r["method"]: r for r in at(loaded("longeval_unseen")["results"], budget=KEPT)}
+    rows = []
+    for name in sorted(set(errors) & set(right), key=lambda name: (float(errors[name]), name)):
+        cls = ALL_METHODS.get(base(name))
+        asks = "queries" if getattr(cls, "needs_queries", False) else "keys and values"
+        low, high = right[name]["ci95"]
+        rows.append(
+            [
+                f"`{name}`",
+                asks,
+                f"{errors[name]:.3f}",
+                f"{right[name]['accuracy']:.2f} ({low:.2f} to {high:.2f})",
+            ]
+        )
+    return table(["method", "looks at", "attention error", "LongEval, unseen (95%)"], rows)
+
+
+def page() -> str:
+    result = loaded("longeval_unseen")
+    return (
+        "# Which method for which need\n\n"
+        "Written by `python -m benchmarks.page_choice` from `docs/results/`; do not edit. The "
+        "numbers are those of the small model in the package, which retrieves lines: they say how "
+        "the methods compare on that task, and not how they would on yours. "
+        "`kvsketch eval --model YOUR_MODEL` measures that ([evaluation](evaluation.md)).\n\n"
+        f"{needs()}\n\n"
+        "## Measured beside each other\n\n"
+        f"At {KEPT:g} of the cache: the relative error of single layers' attention, and answers "
+        f"right of {result['count']} LongEval cases of {result['lines']} lines whose question was "
+        "not seen at compression. `@` says how a budget is spent, `+` in how many bits slots are "
+        "stored. Intervals are Wilson's; methods whose intervals overlap much should be taken as "
+        "equal.\n\n"
+        f"{everything()}\n\n"
+        "All methods, with what each needs and what is proved of it: `kvsketch methods`. How far "
+        "each is its authors' own: [Other people's methods](methods.md). More tables: "
+        "[What compression costs](errors.md), [Speed and memory](benchmarks.md).\n"
+    )
+
+
+def main() -> None:
+    (DOCS / "which-method.md").write_text(page(), encoding="utf-8")
+    print(f"wrote {DOCS / 'which-method.md'}")
+
+
+if __name__ == "__main__":
+    main()
