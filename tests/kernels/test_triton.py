@@ -273,6 +273,31 @@ def test_decode_as_it_is_called() -> None:
     assert decode_module.splits_for(2, 2, 600) == 3
 
 
+@pytest.mark.parametrize("logged", [False, True])
+def test_rows_that_share_pages_or_take_them_in_any_order(logged: bool) -> None:
+    given = page([20, 5], [0, 33], slopes=True, sinks=True, position_dtype=torch.int64)
+    here = on(torch.tensor([100, 7]))
+    pair, more, _ = new_tokens(given, 0, True, True)
+    order = on(torch.tensor([3, 0]))
+
+    def moved(stored: Tensor) -> Tensor:  # rows 0 and 1 to 3 and 0, among those of others
+        found = torch.full_like(stored[:1], 7).repeat(5, *[1] * (stored.dim() - 1))
+        return found.index_copy(0, order, stored)
+
+    assert given.mass is not None
+    keys, values, mass = map(moved, (given.keys, given.values, given.mass))
+    others = dict(given.extras, positions=moved(given.extras["positions"]))
+    others.update(pages=order, logged=logged)
+    arguments = (given.queries, keys, values, mass.log() if logged else mass)
+    arguments += (given.start, given.count)
+    for splits in (1, 2):
+        got = decode(*arguments, **others, query_positions=here, splits=splits, block=16)
+        close(given, got, reference(given, here=here[:, None]))
+    wanted = prefill(*given.arguments, *pair, **given.extras, **more, rows=16, block=16)
+    got = prefill(*arguments, *pair, **others, **more, rows=16, block=16)
+    torch.testing.assert_close(got, wanted)
+
+
 def test_a_sink_that_takes_nothing() -> None:
     given = page([20, 0], [0, 3], sinks=True)
     given.extras["sinks"][1:3] = -torch.inf
@@ -836,6 +861,8 @@ def test_refused_by_one() -> None:
     for changes, message in [
         (wrong(queries=torch.zeros(1, 4, 2, 8)), "decode takes one"),
         (wrong(most=-1), "most=-1"),
+        (wrong(pages=torch.zeros(2).long()), "pages must have shape"),
+        (wrong(pages=torch.zeros(1)), "pages must be int32, int64"),
         (wrong(splits=0), "splits=0"),
         (wrong(query_positions=torch.zeros(1)), "need positions"),
         (wrong(sinks=torch.ones(4), slopes=torch.ones(4), **positions), "need query_positions"),
@@ -1009,6 +1036,10 @@ decode(normal(2, 8, 1, 128), *plain, **extras, splits=2,
 decode(normal(2, 8, 1, 128), codes(128, True), codes(128, False), *slots, scaling=0.1, block=32)
 prefill(normal(2, 8, 70, 128), *plain, normal(2, 2, 70, 128), normal(2, 2, 70, 72), **extras,
         new_positions=torch.zeros(2, 70, dtype=torch.int64), new_mass=torch.ones(2, 2, 70), rows=64)
+paged = dict(pages=torch.zeros(2, dtype=torch.int64), logged=True, scaling=0.1, block=64)
+decode(normal(2, 8, 1, 128), *plain, **paged)
+prefill(normal(2, 8, 70, 128), *plain, normal(2, 2, 70, 128), normal(2, 2, 70, 72), **paged,
+        rows=64)
 rows = torch.randn(2, 64, 40)
 groups = torch.zeros(2, 64, dtype=torch.int64)
 walk(Lifted(rows, rows, 0.1, torch.ones(2), groups), 9.0, torch.ones(2), rows[..., 0].double(),
@@ -1025,6 +1056,8 @@ def test_kernels_compile(target: int, tmp_path: Path) -> None:
     assert [line.strip() for line in lines] == [
         "_attend_piece mma",
         "combine",
+        "_attend_piece mma",
+        f"_attend_rows {large}",
         "_attend_piece mma",
         f"_attend_rows {large}",
         "_walk",

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from kvsketch.cache.storage import Bits
 from kvsketch.cache.window import windowed
@@ -114,3 +115,22 @@ def queries_of(method: str | None, rhythm: Rhythm) -> int:
         return 0
     made = windowed(method, 2, 6)
     return min(rhythm.buffer, made.window or rhythm.buffer) if made.needs_queries else 1
+
+
+def run(
+    served: Served, requests: list[Any], pages: list[int], data: Any, chunk: int
+) -> list[torch.Tensor]:
+    """Requests in chunks of any size, several at once, in any order."""
+    seen, out = [0] * len(requests), [[] for _ in requests]
+    sizes = [len(request[0]) for request in requests]
+    while any(seen[i] < sizes[i] for i in range(len(sizes))):
+        left = [i for i in range(len(sizes)) if seen[i] < sizes[i]]
+        chosen = data.draw(st.lists(st.sampled_from(left), min_size=1, unique=True))
+        parts = []
+        for i in chosen:
+            size = data.draw(st.integers(1, min(chunk, sizes[i] - seen[i])))
+            parts.append((pages[i], seen[i], [t[seen[i] : seen[i] + size] for t in requests[i]]))
+            seen[i] += size
+        for i, found in zip(chosen, served.step(parts), strict=True):
+            out[i].append(found)
+    return [torch.cat(parts) for parts in out]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import CPU, KV, METHODS, Served, alone, drawn, queries_of
+from served import CPU, KV, METHODS, Served, alone, drawn, queries_of, run
 
 from kvsketch.cache.storage import FULL, Bits
 from kvsketch.serving import pages as module
@@ -36,23 +36,12 @@ def test_a_batch_is_its_requests_alone(method, seed, sizes, chunk, buffer, softc
     served = Served(method, rhythm, kept, softcap)
     requests = [drawn(seed + number, size) for number, size in enumerate(sizes)]
     pages = data.draw(st.permutations(range(1, 9)))[: len(sizes)]
-    seen, out = [0] * len(sizes), [[] for _ in sizes]
-    while any(seen[i] < sizes[i] for i in range(len(sizes))):
-        left = [i for i in range(len(sizes)) if seen[i] < sizes[i]]
-        chosen = data.draw(st.lists(st.sampled_from(left), min_size=1, unique=True))
-        parts = []
-        for i in chosen:
-            size = data.draw(st.integers(1, min(chunk, sizes[i] - seen[i])))
-            parts.append((pages[i], seen[i], [t[seen[i] : seen[i] + size] for t in requests[i]]))
-            seen[i] += size
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "_COPIED", 1 << 19 if copied else 0)
-            answers = served.step(parts)
-        for i, found in zip(chosen, answers, strict=True):
-            out[i].append(found)
-    for i, request in enumerate(requests):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_COPIED", 1 << 19 if copied else 0)
+        answers = run(served, requests, pages, data, chunk)
+    for request, found in zip(requests, answers, strict=True):
         expected = alone(method, rhythm, kept, request, softcap)
-        torch.testing.assert_close(torch.cat(out[i]).double(), expected, rtol=2e-3, atol=2e-4)
+        torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=2e-4)
 
 
 @given(pages=st.lists(st.integers(0, 30), min_size=1, unique=True))

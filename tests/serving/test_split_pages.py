@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import METHODS, Served, alone, drawn, queries_of
+from served import METHODS, Served, alone, drawn, queries_of, run
 
 from kvsketch.cache.storage import FULL, Bits
 from kvsketch.serving.rhythm import Rhythm
@@ -14,23 +14,6 @@ from kvsketch.slots import Slots, attend, causal
 
 WINDOW = 8  # sinks and recent tokens
 BITS = [FULL, Bits(8, 8), Bits(8, 4), Bits(4, 4)]
-
-
-def run(served, requests, pages, data, chunk):
-    """Requests in chunks of any size, several at once, in any order."""
-    seen, out = [0] * len(requests), [[] for _ in requests]
-    sizes = [len(request[0]) for request in requests]
-    while any(seen[i] < sizes[i] for i in range(len(sizes))):
-        left = [i for i in range(len(sizes)) if seen[i] < sizes[i]]
-        chosen = data.draw(st.lists(st.sampled_from(left), min_size=1, unique=True))
-        parts = []
-        for i in chosen:
-            size = data.draw(st.integers(1, min(chunk, sizes[i] - seen[i])))
-            parts.append((pages[i], seen[i], [t[seen[i] : seen[i] + size] for t in requests[i]]))
-            seen[i] += size
-        for i, found in zip(chosen, served.step(parts), strict=True):
-            out[i].append(found)
-    return [torch.cat(parts) for parts in out]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -142,6 +142,7 @@ def check(
     sinks: Tensor | None,
     slopes: Tensor | None,
     positions: Tensor | None,
+    pages: Tensor | None = None,
 ) -> Sizes:
     """The sizes of a call whose arguments fit together; the arguments are those of the kernels.
 
@@ -156,12 +157,15 @@ def check(
             f"queries must be [batch, num_attention_heads, q, head_dim], got {tuple(queries.shape)}"
         )
     batch, heads, number, head_dim = queries.shape
+    rows = batch if pages is None else keys.shape[0]
     for name, page in (("keys", keys), ("values", values)):
-        if len(page.shape) != 3 or page.shape[0] != batch:
+        if len(page.shape) != 3 or page.shape[0] != rows:
             raise InputError(
-                f"{name} must be [batch, total, dim] with batch={batch} as in queries, got "
+                f"{name} must be [batch, total, dim] with batch={rows} as in queries, got "
                 f"{tuple(page.shape)}"
             )
+        if pages is not None and isinstance(page, FlatQuantized):
+            raise UnsupportedError(f"{name} are quantised, which pages of their own cannot be")
     total, value_dim = values.shape[1], values.shape[2]
     if keys.shape[1] != total or keys.shape[2] != head_dim:
         raise InputError(
@@ -194,8 +198,9 @@ def check(
     _check_page("values", values, kv_heads)
     check_dtype("queries", queries)
     sizes = Sizes(batch, heads, number, head_dim, value_dim, kv_heads, total)
-    check_column("mass", mass, (batch, total), (torch.float32,))
-    check_column("positions", positions, (batch, total), (torch.float32, *_INTEGERS))
+    check_column("mass", mass, (rows, total), (torch.float32,))
+    check_column("positions", positions, (rows, total), (torch.float32, *_INTEGERS))
+    check_column("pages", pages, (batch,), _INTEGERS)
     check_column("sinks", sinks, (heads,), DTYPES)
     check_column("slopes", slopes, (heads,), DTYPES)
     if slopes is not None and positions is None:
@@ -204,8 +209,8 @@ def check(
         raise InputError(f"scaling={scaling!r} must be a finite number")
     if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
         raise InputError(f"softcap={softcap!r} must be a finite number > 0, or None")
-    pages = [t for page in (keys, values) for t in _tensors(page)]
-    check_together(queries, *pages, mass, start, count, sinks, slopes, positions)
+    data = [t for page in (keys, values) for t in _tensors(page)]
+    check_together(queries, *data, mass, start, count, sinks, slopes, positions, pages)
     return sizes
 
 

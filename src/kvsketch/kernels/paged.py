@@ -42,14 +42,7 @@ def decode(asked: Observed, parts: Sequence[Page | Middle], padded: bool) -> Ten
     batch, heads = asked.queries.shape[:2]
     packed = asked.queries.view(batch, page.heads, heads // page.heads, -1)
     newest = None if asked.slopes is None else _newest(page)
-    found = []
-    for part in parts:
-        if by_triton:
-            out, total = _by_triton(replace(asked, sinks=None), part, newest)
-            found.append((out.view(*packed.shape[:3], -1), total.view(packed.shape[:3])))
-        else:
-            found.append(over(packed, part, asked, newest))
-    out, total = together(found)
+    out, total = together([over(packed, part, asked, newest) for part in parts])
     if padded or asked.sinks is not None:
         out = _finished(out, total, asked, page.heads, padded)
     return out.reshape(batch, heads, 1, out.shape[-1]).to(asked.queries.dtype)
@@ -206,6 +199,10 @@ def over(
         ``[batch, heads, queries of a group, value_dim]``, and the logs of the summed weights,
         ``[batch, heads, queries of a group]``.
     """
+    if triton_fits(asked):  # to which all that read the same slots are heads of one group
+        mine = replace(asked, queries=packed.flatten(1, 2).unsqueeze(2), sinks=None)
+        out, total = _by_triton(mine, part, newest)
+        return out.view(*packed.shape[:3], -1), total.view(packed.shape[:3])
     if isinstance(part, Middle) and part.packed:
         return _over_few_bits(packed, part, asked, newest)
     bias = _bias(part, asked, newest, packed)

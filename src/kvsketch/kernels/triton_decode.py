@@ -30,6 +30,7 @@ from .triton_slots import (
     flat,
     kind,
     owned,
+    place,
 )
 from .triton_support import interpreted, launching, require
 from .triton_tuning import padded, tuned
@@ -74,6 +75,8 @@ def decode(
     slopes: Tensor | None = None,
     positions: Tensor | None = None,
     query_positions: Tensor | None = None,
+    pages: Tensor | None = None,
+    logged: bool = False,
     most: int | None = None,
     splits: int | None = None,
     block: int | None = None,
@@ -102,6 +105,10 @@ def decode(
         query_positions: in the dtype of ``positions`` ``[batch]``; needed for slopes with sinks.
             None: that of the last slot of the head, which changes nothing in the output but shifts
             ``log_total``.
+        pages: which row of ``keys``, ``values``, ``mass`` and ``positions``, which may have any
+            number of rows, holds the slots of each row of ``queries``, int32 or int64 ``[batch]``;
+            not looked at on the host. None: each its own.
+        logged: whether ``mass`` is log m.
         most: an upper bound of ``count``, from which the number of programs follows; None: total.
             A smaller number than the truth costs time, but no slot is left out.
         splits: pieces per head; None: ``splits_for(batch, num_key_value_heads, most)``.
@@ -131,6 +138,7 @@ def decode(
         sinks=sinks,
         slopes=slopes,
         positions=positions,
+        pages=pages,
     )
     require(queries)
     if sizes.queries > 1:
@@ -152,7 +160,7 @@ def decode(
         wanted = (sizes.batch, sizes.heads, splits)
         given("scratch[0]", parts, queries, (*wanted, sizes.value_dim), torch.float32)
         given("scratch[1]", logs, queries, wanted, torch.float32)
-    page = flat(keys, values, mass, positions, start, count)
+    page = flat(keys, values, mass, positions, start, count, pages, logged)
     scoring = Scoring(float(scaling), softcap, sinks, at(sinks), slopes, at(slopes))
     group_block = min(padded(sizes.group), _MOST_ROWS)
     tiles = -(-sizes.group // group_block)
@@ -242,6 +250,7 @@ def _attend_piece(
     heads = head * group + member
 
     first, number, wrong = owned(page, row, head)
+    stored_at = place(page, row)
     begin = tl.minimum(split * piece, number)
     end = tl.minimum(begin + piece, number)
     if split == splits - 1:  # whatever ``most`` said, no slot is left out
@@ -270,7 +279,8 @@ def _attend_piece(
             here = tl.load(places)
         else:
             last = first + number - 1 + tl.zeros_like(heads)
-            places = page.positions + row * page.positions_at[0] + last * page.positions_at[1]
+            places = page.positions + stored_at * page.positions_at[0]
+            places += last * page.positions_at[1]
             here = tl.load(places, mask=is_member & (last >= first), other=0)
     highest, weight, summed = attend_slots(
         highest,
@@ -281,7 +291,7 @@ def _attend_piece(
         scoring,
         slope,
         here,
-        row,
+        stored_at,
         head,
         first,
         begin,
@@ -291,17 +301,17 @@ def _attend_piece(
     )
     mean, log = finished(highest, weight, summed, wrong)
     # The third axis of the output has one query or, where there are splits, one place for each.
-    place = split.to(tl.int64)
+    piece_at = split.to(tl.int64)
     is_wanted = is_member
     if not WHOLE:  # of a piece without slots, only that it has none
         is_wanted = is_member & (log != float("-inf"))
-    outs = out + row * out_at[0] + heads[:, None] * out_at[1] + place * out_at[2]
+    outs = out + row * out_at[0] + heads[:, None] * out_at[1] + piece_at * out_at[2]
     tl.store(
         outs + value_channels[None, :] * out_at[3],
         mean.to(out.dtype.element_ty),
         mask=is_wanted[:, None] & (value_channels < page.value.dim)[None, :],
     )
-    totals = logs + row * logs_at[0] + heads * logs_at[1] + place * logs_at[2]
+    totals = logs + row * logs_at[0] + heads * logs_at[1] + piece_at * logs_at[2]
     tl.store(totals, log, mask=is_member)
 
 

@@ -40,6 +40,7 @@ from .triton_slots import (
     flat,
     kind,
     owned,
+    place,
     score,
 )
 from .triton_support import interpreted, launching, require
@@ -63,6 +64,8 @@ def prefill(
     slopes: Tensor | None = None,
     positions: Tensor | None = None,
     new_positions: Tensor | None = None,
+    pages: Tensor | None = None,
+    logged: bool = False,
     rows: int | None = None,
     block: int | None = None,
     precision: str = "tf32x3",
@@ -73,8 +76,8 @@ def prefill(
 
     Args:
         queries: float32, float16 or bfloat16 ``[batch, num_attention_heads, q, head_dim]``.
-        keys, values, mass, start, count, scaling, softcap, sinks, slopes, positions: as for
-            ``triton_decode.decode``.
+        keys, values, mass, start, count, scaling, softcap, sinks, slopes, positions, pages, logged:
+            as for ``triton_decode.decode``.
         new_keys: ``[batch, num_key_value_heads, q, head_dim]``, of the tokens of the queries.
         new_values: ``[batch, num_key_value_heads, q, value_dim]``.
         new_mass: float32 ``[batch, num_key_value_heads, q]``; 0 for padding, which no query sees.
@@ -110,6 +113,7 @@ def prefill(
         sinks=sinks,
         slopes=slopes,
         positions=positions,
+        pages=pages,
     )
     require(queries)
     check_new(sizes, queries, new_keys, new_values, new_mass)
@@ -145,7 +149,7 @@ def prefill(
         kernel[grid](
             queries,
             at(queries),
-            flat(keys, values, mass, positions, start, count),
+            flat(keys, values, mass, positions, start, count, pages, logged),
             New(new_keys, at(new_keys), new_values, at(new_values), *columns),
             Scoring(float(scaling), softcap, sinks, at(sinks), slopes, at(slopes)),
             out,
@@ -231,7 +235,7 @@ def _attend_rows(
         scoring,
         slope,
         here,
-        row,
+        place(page, row),
         head,
         first,
         0,

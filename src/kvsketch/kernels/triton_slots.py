@@ -54,6 +54,9 @@ class Flat(NamedTuple):
     counts: Tensor
     counts_at: tuple[int, ...]
     total: int
+    rows: Tensor | None
+    rows_at: tuple[int, ...]
+    logged: tl.constexpr  # whether masses are their logarithms
 
 
 class New(NamedTuple):
@@ -103,6 +106,8 @@ def flat(
     positions: Tensor | None,
     start: Tensor,
     count: Tensor,
+    pages: Tensor | None = None,
+    logged: bool = False,
 ) -> Flat:
     """A flat page for a launch."""
     return Flat(
@@ -117,6 +122,9 @@ def flat(
         count,
         at(count),
         keys.shape[1],
+        pages,
+        at(pages),
+        tl.constexpr(logged),
     )
 
 
@@ -178,7 +186,10 @@ def attend_slots(
         # One addition for the mass and for the end of the slots.
         if page.mass is not None:
             masses = page.mass + row * page.mass_at[0] + slots * page.mass_at[1]
-            bias = tl.log2(tl.load(masses, mask=there, other=0.0))
+            if page.logged:
+                bias = tl.load(masses, mask=there, other=float("-inf")) * LOG2E
+            else:
+                bias = tl.log2(tl.load(masses, mask=there, other=0.0))
         else:
             bias = tl.where(there, 0.0, float("-inf"))
         scores += bias[None, :]
@@ -294,6 +305,14 @@ def absorb(
     weight = weight * keep + tl.sum(share, axis=1)
     summed = product(share.to(v.dtype), v, summed * keep[:, None], PRECISION)
     return higher, weight, summed
+
+
+@triton.jit
+def place(page: tl.tuple, row: tl.tensor) -> tl.tensor:
+    """Which row of the page's tensors holds the slots of a row of queries."""
+    if page.rows is not None:
+        row = tl.load(page.rows + row * page.rows_at[0]).to(tl.int64)
+    return row
 
 
 @triton.jit

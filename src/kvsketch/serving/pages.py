@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..cache.window import Windowed
+from ..kernels import triton_support
 from ..kernels.partial import NOTHING, log_mass, partial, together
 from ..slots import Observed, Slots, compute_dtype
 from .layout import Fields
@@ -151,12 +153,26 @@ class Pages:
         q = queries if now.writes.tokens is None else queries[now.writes.tokens]
         rows, heads, dim = q.shape
         packed = q.view(rows, fields.keys.shape[1], -1, dim)
-        out, _ = self._over(packed, now, fields, now.most + 1)
-        return out.reshape(rows, heads, 1, -1)
+        found = [self._window(packed, now, fields, 1), *self._others(packed, now, fields)]
+        return together(found)[0].reshape(rows, heads, 1, -1)
 
-    def _over(self, packed: Tensor, now: Round, fields: Fields, most: int) -> tuple[Tensor, Tensor]:
-        """Attention over all slots, at most ``most``, and the logs of its totals. Pages at equal
-        distances are read where they are, small ones at others are laid side by side first."""
+    def _others(self, packed: Tensor, now: Round, fields: Fields) -> list[tuple[Tensor, Tensor]]:
+        """Attention over what a page has beside its window, and the logs of its totals."""
+        return []
+
+    def _window(
+        self, packed: Tensor, now: Round, fields: Fields, new: int
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over the slots that were there and ``new`` tokens behind them, and the logs of
+        its totals. A kernel finds the pages itself. Without one, pages at equal distances are read
+        where they are, and small ones at others are laid side by side first."""
+        if triton_support.chosen(packed):
+            from ..kernels.triton_decode import decode
+
+            queries = packed.flatten(1, 2).unsqueeze(2)
+            out, total = decode(queries, **self._flat(now, fields, new), most=now.most + new)
+            return out.view(*packed.shape[:3], -1), total.view(packed.shape[:3])
+        most = now.most + new
         parts = [part[:, :, :most] for part in (fields.keys, fields.values, fields.log_mass)]
         asked, runs = packed.to(fields.keys.dtype), now.runs
         small = 2 * parts[0][0].nbytes < _COPIED or not fields.keys.is_cpu
@@ -186,14 +202,38 @@ class Pages:
         rows, heads, count, dim = q.shape
         kv_heads = fields.keys.shape[1]
         group = heads // kv_heads
-        wide = [t.repeat_interleave(group, dim=1) for t in (k, v)]
-        parts = [partial(q, wide[0], wide[1], None, self.scaling, self.softcap, True)]
-        if now.most or now.compressed:
-            packed = q.reshape(rows, kv_heads, group * count, dim)
-            out, total = self._over(packed, now, fields, now.most)
-            shape = (rows, heads, count)
-            parts.append((out.reshape(*shape, -1).to(q.dtype), total.reshape(shape)))
+        packed = q.reshape(rows, kv_heads, group * count, dim)
+        before = self._others(packed, now, fields)
+        if triton_support.chosen(q):
+            from ..kernels.triton_prefill import prefill
+
+            parts = [prefill(q, new_keys=k, new_values=v, **self._flat(now, fields, 0))]
+        else:
+            wide = [t.repeat_interleave(group, dim=1) for t in (k, v)]
+            parts = [partial(q, wide[0], wide[1], None, self.scaling, self.softcap, True)]
+            if now.most:
+                before.append(self._window(packed, now, fields, 0))
+        shape = (rows, heads, count)
+        parts += [(out.reshape(*shape, -1).to(q.dtype), log.reshape(shape)) for out, log in before]
         return together(parts)[0]
+
+    def _flat(self, now: Round, fields: Fields, new: int) -> dict[str, Any]:
+        """The slots that were there and ``new`` tokens behind them, as the Triton kernels take
+        them: the heads of a page behind one another, and which rows have which page."""
+        heads, slots = fields.keys.shape[1:3]
+        start = torch.arange(heads, device=fields.keys.device) * slots
+        shape = (len(now.pages), heads)
+        return {
+            "keys": fields.keys.flatten(1, 2),
+            "values": fields.values.flatten(1, 2),
+            "mass": fields.log_mass.flatten(1, 2),
+            "start": start.expand(shape),
+            "count": (now.held + new).unsqueeze(1).expand(shape),
+            "pages": now.pages,
+            "logged": True,
+            "scaling": self.scaling,
+            "softcap": self.softcap,
+        }
 
     def _compress(self, method: Windowed, pages: Tensor, fields: Fields, again: bool) -> None:
         """Full pages, in place.

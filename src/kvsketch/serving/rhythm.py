@@ -90,7 +90,7 @@ class Round:
         pages: int64 ``[A]``, ascending; runs: the same as slices, one behind the other.
         tokens: which rows of the batch's queries, int64 ``[A, C]``; behind a request's own any.
         own: bool ``[A, C]``, whether they are its own; None: all are.
-        most: slots before them, of the request that has most.
+        held: slots before them, int64 ``[A]``; most: the largest of them.
         writes: where the new tokens go.
         compressed: whether any page was compressed before.
         fresh: which of the A begin, int64.
@@ -104,6 +104,7 @@ class Round:
     runs: list[slice]
     tokens: Tensor
     own: Tensor | None
+    held: Tensor
     most: int
     writes: Writes
     compressed: bool
@@ -174,6 +175,7 @@ def rounds(
                     _runs(pages[rows]),
                     tensor(token),
                     None if own.all() else tensor(own),
+                    tensor(held[:, 0]),
                     int(held[:, 0].max()),
                     writes,
                     bool(before.any()),

@@ -45,14 +45,13 @@ class SplitPages(Pages):
         for part in self._split(fields).middle:
             part.index_fill_(0, pages, 0)
 
-    def _over(self, packed: Tensor, now: Round, fields: Fields, most: int) -> tuple[Tensor, Tensor]:
-        found = [super()._over(packed, now, fields, most)] if most else []
-        if now.compressed:
-            middle = self._middle(fields, now.pages, now.runs)
-            asked = Observed(packed, self.scaling, self.softcap)
-            out, total = over(packed.to(fields.keys.dtype), middle, asked)
-            found.append((out.to(fields.keys.dtype), total))
-        return together(found)
+    def _others(self, packed: Tensor, now: Round, fields: Fields) -> list[tuple[Tensor, Tensor]]:
+        if not now.compressed:
+            return []
+        middle = self._middle(fields, now.pages, now.runs)
+        asked = Observed(packed, self.scaling, self.softcap)
+        out, total = over(packed.to(fields.keys.dtype), middle, asked)
+        return [(out.to(fields.keys.dtype), total)]
 
     def _compress(self, method: Windowed, pages: Tensor, fields: Fields, again: bool) -> None:
         sink, recent = method.sink, method.recent

@@ -1,0 +1,78 @@
+"""Pages as they are served on a GPU: by the Triton kernels, which find the pages themselves; on the
+CPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import pytest
+import torch
+from served import Served, drawn, queries_of
+
+from kvsketch.cache.storage import FULL, Bits
+from kvsketch.kernels import triton_support
+from kvsketch.serving.rhythm import Rhythm
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+# Triton decides when it is imported; other tests should not find the variable set.
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("TRITON_INTERPRET", "1")
+    NAMES = "decode", "prefill"
+    MODULES = [importlib.import_module(f"kvsketch.kernels.triton_{name}") for name in NAMES]
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+# page, tokens seen and new tokens of a step: prompts in chunks, one that starts while another
+# decodes, single tokens, pages in no order
+STEPS = [
+    [(5, 0, 17), (2, 0, 5)],
+    [(5, 17, 1), (2, 5, 22)],
+    [(5, 18, 1), (2, 27, 1), (7, 0, 3)],
+    [(5, 19, 9), (2, 28, 1), (7, 3, 1)],
+]
+
+
+def stepped(served: Served) -> torch.Tensor:
+    """What all tokens see."""
+    requests = {page: drawn(page, 40) for page in (2, 5, 7)}
+    found = []
+    for step in STEPS:
+        parts = [
+            (page, seen, [t[seen : seen + new] for t in requests[page]]) for page, seen, new in step
+        ]
+        found += served.step(parts)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(
+    ("middle", "softcap"),
+    [
+        (None, None),
+        (((9, 20), FULL), 4.0),
+        (((12, 12), Bits(8, 8)), None),
+        (((9, 20), Bits(4, 4)), None),
+    ],
+    ids=["one part", "16 bits", "8 bits", "4 bits"],
+)
+def test_the_kernels_see_what_torch_sees(
+    middle: object, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rhythm = Rhythm(24 if middle is None else 16, 8)
+    found, launched = [], []
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for name, module in zip(NAMES, MODULES, strict=True):
+        launch = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *a, _f=launch, _n=name, **k: launched.append(_n) or _f(*a, **k)
+        )
+    for devices in (set(), {"cpu"}):
+        monkeypatch.setattr(triton_support, "DEVICES", devices)
+        torch.manual_seed(0)  # of what is in pages that nobody has claimed
+        kept = queries_of("heavy_merge", rhythm)
+        found.append(stepped(Served("heavy_merge", rhythm, kept, softcap, middle=middle)))
+        assert bool(launched) == bool(devices)
+    assert set(launched) == {"decode", "prefill"}
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
