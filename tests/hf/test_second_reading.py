@@ -113,7 +113,7 @@ def test_scores_are_those_of_a_plain_computation(scores, small, queries, impleme
     if queries == "sample":
         index = torch.cat(abouts(queries, 250))
         found, wanted = found[..., index], wanted[..., index]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)  # large logits in float32
     assert (wanted > 0).all()
 
 

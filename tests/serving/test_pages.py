@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from served import CPU, KV, METHODS, Served, alone, drawn, queries_of, run
 
 from kvsketch.cache.storage import FULL, Bits
-from kvsketch.serving import pages as module
 from kvsketch.serving.layout import Layout
 from kvsketch.serving.rhythm import Copies, Rhythm, rounds
 from kvsketch.slots import Slots, attend
@@ -25,10 +24,9 @@ from kvsketch.slots import Slots, attend
     chunk=st.integers(1, 60),
     buffer=st.integers(1, 12),
     softcap=st.sampled_from([None, 4.0]),
-    copied=st.booleans(),
     data=st.data(),
 )
-def test_a_batch_is_its_requests_alone(method, seed, sizes, chunk, buffer, softcap, copied, data):
+def test_a_batch_is_its_requests_alone(method, seed, sizes, chunk, buffer, softcap, data):
     """Whatever the chunks, the neighbours and the order: what every token sees is what it sees when
     its request is the only one, in float64, token by token."""
     rhythm = Rhythm(100 if method is None else 24, buffer)
@@ -36,9 +34,7 @@ def test_a_batch_is_its_requests_alone(method, seed, sizes, chunk, buffer, softc
     served = Served(method, rhythm, kept, softcap)
     requests = [drawn(seed + number, size) for number, size in enumerate(sizes)]
     pages = data.draw(st.permutations(range(1, 9)))[: len(sizes)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_COPIED", 1 << 19 if copied else 0)
-        answers = run(served, requests, pages, data, chunk)
+    answers = run(served, requests, pages, data, chunk)
     for request, found in zip(requests, answers, strict=True):
         expected = alone(method, rhythm, kept, request, softcap)
         torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=2e-4)

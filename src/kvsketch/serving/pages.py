@@ -17,10 +17,6 @@ from ..slots import Observed, Slots, compute_dtype
 from .layout import Fields
 from .rhythm import Rhythm, Round, Writes
 
-# On a CPU, keys and values of a page are copied if they take fewer bytes than this: beyond, a call
-# of its own for every few pages costs less.
-_COPIED = 1 << 19
-
 
 @dataclass
 class Counts:
@@ -40,24 +36,6 @@ class Counts:
     tolerance: float = math.inf
 
 
-class Workspace:
-    """Where the pages of a batch are laid side by side: memory that is used again and again, since
-    new memory costs more than the copy. One for all layers, which run one after the other."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
-
-    def rows(self, number: int, part: Tensor, pages: Tensor) -> Tensor:
-        """``part[pages]``, until it is asked for the same ``number`` again."""
-        shape = torch.Size((len(pages), *part.shape[1:]))
-        key, size = (number, part.dtype), shape.numel()
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.numel() < size or buffer.device != part.device:
-            buffer = self._buffers[key] = torch.empty(size, dtype=part.dtype, device=part.device)
-        out = buffer[:size].view(shape)
-        return torch.index_select(part, 0, pages, out=out)
-
-
 class Pages:
     """The pages of one layer.
 
@@ -66,7 +44,6 @@ class Pages:
         rhythm: when it is.
         scaling, softcap: of the model, see ``slots.Observed``.
         counts: added to at every compression; None: nobody watches, and errors are not measured.
-        workspace: shared with other layers; None: one of its own.
     """
 
     def __init__(
@@ -76,13 +53,10 @@ class Pages:
         scaling: float,
         softcap: float | None = None,
         counts: Counts | None = None,
-        workspace: Workspace | None = None,
     ) -> None:
-        self.workspace = workspace or Workspace()
         self.method, self.rhythm, self.counts = method, rhythm, counts
         self.scaling, self.softcap = scaling, softcap
 
-    @torch.no_grad()
     def attend(
         self,
         queries: Tensor,
@@ -164,8 +138,8 @@ class Pages:
         self, packed: Tensor, now: Round, fields: Fields, new: int
     ) -> tuple[Tensor, Tensor]:
         """Attention over the slots that were there and ``new`` tokens behind them, and the logs of
-        its totals. A kernel finds the pages itself. Without one, pages at equal distances are read
-        where they are, and small ones at others are laid side by side first."""
+        its totals. A kernel finds the pages itself. Without one, pages at equal distances are
+        read in one call: even one call per page costs less than laying them side by side first."""
         if triton_support.chosen(packed):
             from ..kernels.triton_decode import decode
 
@@ -175,10 +149,6 @@ class Pages:
         most = now.most + new
         parts = [part[:, :, :most] for part in (fields.keys, fields.values, fields.log_mass)]
         asked, runs = packed.to(fields.keys.dtype), now.runs
-        small = 2 * parts[0][0].nbytes < _COPIED or not fields.keys.is_cpu
-        if len(runs) > 1 and small:
-            found = [self.workspace.rows(number, p, now.pages) for number, p in enumerate(parts)]
-            return self._among(asked, *found)
         if len(runs) == 1:
             return self._among(asked, *(part[runs[0]] for part in parts))
         sizes = [len(range(run.start, run.stop, run.step)) for run in runs]

@@ -15,14 +15,30 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from ..cache.curves import model_of
 from ..errors import UnsupportedError
 from ..serving.layout import Fields, Layout
-from ..serving.pages import Counts, Pages, Workspace
+from ..serving.pages import Counts, Pages
 from ..serving.split_layout import SplitLayout
 from . import metrics
 from .backend import PageBackend
 from .checks import check_engine, check_layer
 from .metadata import PageMetadata
 
-# One for all layers, which run one after the other.
+
+class Workspace:
+    """Where pages of several blocks are put together: memory that is used again and again, since
+    new memory costs more than the copy. One for all layers, which run one after the other."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def rows(self, blocks: Tensor, which: Tensor) -> Tensor:
+        """``blocks[which]``, until the next call."""
+        shape = torch.Size((len(which), *blocks.shape[1:]))
+        size, buffer = shape.numel(), self._buffer
+        if buffer is None or buffer.numel() < size or buffer.device != blocks.device:
+            buffer = self._buffer = torch.empty(size, dtype=blocks.dtype, device=blocks.device)
+        return torch.index_select(blocks, 0, which, out=buffer[:size].view(shape))
+
+
 _WORKSPACE = Workspace()
 
 
@@ -141,7 +157,7 @@ class PageImpl(AttentionImpl[PageMetadata]):
             return output.zero_()
         table, raw = attn_metadata.table, kv_cache.view(torch.uint8).flatten(1)
         if table is not None:
-            together = _WORKSPACE.rows(-1, raw, table.flatten())
+            together = _WORKSPACE.rows(raw, table.flatten())
             pages, fields = self._opened(layer, together.view(len(table), -1), key.dtype)
         elif self._seen is not kv_cache:  # the same all the time
             pages, fields = self._opened(layer, raw, key.dtype)
@@ -169,7 +185,7 @@ class PageImpl(AttentionImpl[PageMetadata]):
             assert settings is not None
             shape = self.num_kv_heads, self.group, self.head_size, dtype
             self._layout = layout = layer.attn_backend.layout(*shape)
-            given = self.scale, self.softcap, self.counts, _WORKSPACE
+            given = self.scale, self.softcap, self.counts
             self._pages = settings.pages(layout, PageBackend.context, self.number, *given)
         return self._pages, self._layout.fields(raw)
 
