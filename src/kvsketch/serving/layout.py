@@ -1,4 +1,4 @@
-"""The bytes of a request's page in one layer."""
+"""The layout in bytes of a request's page in one layer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Fields:
     Attributes:
         keys: ``[..., head_dim]``.
         values: means u / m, ``[..., value_dim]``.
-        log_mass: log m, float32, which is what attention adds to scores; ``NOTHING`` where no slot
-            is.
+        log_mass: log m, float32, which attention adds to the scores; ``NOTHING`` where a slot is
+            empty.
         score: of the method, float32.
-        queries: the last ones before a compression, ``[pages, num_attention_heads, queries,
+        queries: the last queries before a compression, ``[pages, num_attention_heads, queries,
             head_dim]``.
     """
 
@@ -35,19 +35,19 @@ class Fields:
     queries: Tensor
 
     def parts(self) -> list[Tensor]:
-        """All of them."""
+        """All parts."""
         return [self.keys, self.values, self.log_mass, self.score, self.queries]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts of a page lie.
+    """Where the parts of a page are.
 
     Attributes:
-        heads: KV heads; group: query heads of each.
+        heads: KV heads; group: query heads per KV head.
         slots: of each KV head.
         head_dim, value_dim: channels.
-        queries: last queries that are kept for a method, of each query head.
+        queries: how many of the last queries are kept for the method, per query head.
         scored: whether the method has scores.
         dtype: of keys, values and queries.
     """
@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def bytes(self) -> int:
-        """Of a page."""
+        """Bytes of a page."""
         return bytes_of(self._shapes().values())
 
     def fields(self, raw: Tensor) -> Fields:
@@ -88,12 +88,12 @@ class Layout:
 
 
 def bytes_of(shapes: Iterable[Shape]) -> int:
-    """Of parts with these shapes and dtypes, each of which starts at a multiple of 64 bytes."""
+    """Bytes of parts with these shapes and dtypes, each aligned to 64 bytes."""
     return sum(map(_padded, shapes))
 
 
 def views(raw: Tensor, shapes: Iterable[Shape]) -> list[Tensor]:
-    """Parts of pages, one behind the other, ``[pages, *shape]`` each."""
+    """The consecutive parts of pages as views, ``[pages, *shape]`` each."""
     found, at = [], 0
     for shape, dtype in shapes:
         part = raw[:, at : at + torch.Size(shape).numel() * dtype.itemsize].view(dtype)

@@ -1,4 +1,4 @@
-"""A layer's attention over fixed pages, for a batch of requests, and their compression in place."""
+"""Attention of one layer over fixed pages for a batch of requests, and compression in place."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .rhythm import Rhythm, Round, Writes
 
 @dataclass
 class Counts:
-    """What was done, for whoever watches.
+    """Counters of compressions and their errors.
 
     Attributes:
-        compressions: of a page.
-        errors: the sum over them of the relative error that a compression adds to the last query's
-            output, mean over heads.
-        above: compressions whose error is above the tolerance.
-        tolerance: what one should stay within.
+        compressions: number of page compressions.
+        errors: the relative errors that these compressions add to the output of the last query
+            (mean over heads), summed.
+        above: number of compressions whose error is above the tolerance.
+        tolerance: the largest error that a compression should add.
     """
 
     compressions: int = 0
@@ -40,10 +40,10 @@ class Pages:
     """The pages of one layer.
 
     Args:
-        method: with its sinks and recent window; None: nothing is compressed.
-        rhythm: when it is.
+        method: the method with its sinks and recent window; None: nothing is compressed.
+        rhythm: when pages are compressed.
         scaling, softcap: of the model, see ``slots.Observed``.
-        counts: added to at every compression; None: nobody watches, and errors are not measured.
+        counts: updated at every compression; None: errors are not measured.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class Pages:
         todo: Sequence[Round],
         out: Tensor,
     ) -> None:
-        """Take in the tokens of a batch and write what they attend to.
+        """Write the tokens of a batch to their pages and compute their attention.
 
         Args:
             queries: ``[tokens, num_attention_heads, head_dim]``.
             keys: ``[tokens, num_key_value_heads, head_dim]``; values likewise.
-            fields: of all pages.
-            todo: what to do, in order.
-            out: ``[tokens, num_attention_heads, value_dim]``.
+            fields: the parts of all pages.
+            todo: the rounds of the batch, in order.
+            out: the result is written here, ``[tokens, num_attention_heads, value_dim]``.
         """
         for now in todo:
             if now.before is not None:
@@ -95,15 +95,15 @@ class Pages:
                 out[now.writes.tokens] = found
             for full, times in ((now.first, None), (now.again, now.times)):
                 if self.method is not None and len(full):
-                    # Random numbers follow from how often a page was compressed, so that a request
-                    # gets the same ones in any company.
+                    # Random numbers depend on how often a page was compressed, so that a request
+                    # gets the same ones whatever else is in the batch.
                     self.method.restart(torch.zeros_like(full) if times is None else times)
                     self._compress(self.method, now.pages[full], fields, times is not None)
             if now.after is not None:
                 _copy(fields, now.after)
 
     def _clear(self, pages: Tensor, fields: Fields) -> None:
-        """Begin: 0 times what another request has left might be no number."""
+        """Clear pages of new requests: zero times a leftover infinity would be NaN."""
         fields.keys.index_fill_(0, pages, 0)
         fields.values.index_fill_(0, pages, 0)
         fields.log_mass.index_fill_(0, pages, NOTHING)
@@ -112,7 +112,8 @@ class Pages:
     def _write(
         self, to: Writes, fields: Fields, queries: Tensor, keys: Tensor, values: Tensor
     ) -> None:
-        """New tokens behind the slots of their pages, and the last queries of a period."""
+        """Write new tokens after the slots of their pages, and the last queries before a
+        compression."""
         if to.tokens is not None:
             queries, keys, values = (t[to.tokens] for t in (queries, keys, values))
         fields.keys[to.pages, :, to.slots] = keys.to(fields.keys.dtype)
@@ -123,7 +124,8 @@ class Pages:
             fields.queries[to.pages[to.queried], :, to.places] = q
 
     def _decoded(self, now: Round, fields: Fields, queries: Tensor) -> Tensor:
-        """One query per head over its page, ``[A, num_attention_heads, 1, value_dim]``."""
+        """Attention of one query per head over its page, ``[A, num_attention_heads, 1,
+        value_dim]``."""
         q = queries if now.writes.tokens is None else queries[now.writes.tokens]
         rows, heads, dim = q.shape
         packed = q.view(rows, fields.keys.shape[1], -1, dim)
@@ -131,15 +133,15 @@ class Pages:
         return together(found)[0].reshape(rows, heads, 1, -1)
 
     def _others(self, packed: Tensor, now: Round, fields: Fields) -> list[tuple[Tensor, Tensor]]:
-        """Attention over what a page has beside its window, and the logs of its totals."""
+        """Attention over the parts of a page other than its window, and the logs of its totals."""
         return []
 
     def _window(
         self, packed: Tensor, now: Round, fields: Fields, new: int
     ) -> tuple[Tensor, Tensor]:
-        """Attention over the slots that were there and ``new`` tokens behind them, and the logs of
-        its totals. A kernel finds the pages itself. Without one, pages at equal distances are
-        read in one call: even one call per page costs less than laying them side by side first."""
+        """Attention over the slots before this round and ``new`` tokens after them, and the logs of
+        its totals. The Triton kernel takes the pages' numbers. Without it, pages at equal distances
+        are read in one call: even one call per page costs less than a copy of them."""
         if triton_support.chosen(packed):
             from ..kernels.triton_decode import decode
 
@@ -164,11 +166,11 @@ class Pages:
     def _among(
         self, packed: Tensor, keys: Tensor, values: Tensor, log_mass: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attention over slots, and the logs of its totals."""
+        """Attention over slots of one tensor, and the logs of its totals."""
         return partial(packed, keys, values, log_mass.unsqueeze(2), self.scaling, self.softcap)
 
     def _chunk(self, now: Round, fields: Fields, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Several queries per head over its page and, causally, over themselves."""
+        """Attention of several queries per head over the page and, causally, the new tokens."""
         rows, heads, count, dim = q.shape
         kv_heads = fields.keys.shape[1]
         group = heads // kv_heads
@@ -188,8 +190,8 @@ class Pages:
         return together(parts)[0]
 
     def _flat(self, now: Round, fields: Fields, new: int) -> dict[str, Any]:
-        """The slots that were there and ``new`` tokens behind them, as the Triton kernels take
-        them: the heads of a page behind one another, and which rows have which page."""
+        """Arguments of the Triton kernels for the slots before this round and ``new`` tokens after
+        them: the heads of a page one after the other, and the page of each row."""
         heads, slots = fields.keys.shape[1:3]
         start = torch.arange(heads, device=fields.keys.device) * slots
         shape = (len(now.pages), heads)
@@ -206,10 +208,10 @@ class Pages:
         }
 
     def _compress(self, method: Windowed, pages: Tensor, fields: Fields, again: bool) -> None:
-        """Full pages, in place.
+        """Compress full pages in place.
 
         Args:
-            again: they were compressed before.
+            again: whether they were compressed before.
         """
         kept = self.rhythm.slots - self.rhythm.buffer
         slots, observed = self._full(pages, fields)
@@ -225,9 +227,9 @@ class Pages:
             fields.score[pages, :, :kept] = after.score.float()
 
     def _full(self, pages: Tensor, fields: Fields) -> tuple[Slots, Observed]:
-        """The slots of pages and their last queries. A request whose numbers overflow has lost its
-        own answer. A method would refuse them, and with them the batch, whose other requests have
-        done nothing wrong."""
+        """The slots of pages and their last queries. Non-finite numbers become zeros: a request
+        whose numbers overflow has lost its own answer, but a method would refuse the whole batch
+        because of it."""
         keys, values, queries = (
             t.index_select(0, pages).nan_to_num_(0.0, 0.0, 0.0)
             for t in (fields.keys, fields.values, fields.queries)
@@ -241,8 +243,9 @@ class Pages:
     def _reduced(
         self, method: Windowed, slots: Slots, kept: int | Tensor, observed: Observed
     ) -> Slots:
-        """What the method makes of them. Without a fit: a preempted request reads its decoded
-        tokens again as if they were a prompt's, and must get what it got before."""
+        """The compressed slots. The method runs without its least-squares fit: a preempted request
+        reads its decoded tokens again as part of the prompt, and must get the same slots as
+        before."""
         if method.needs_queries:
             slots = method.observe(slots, observed)
         return method(slots, kept, observed, scored=True, fit=False)
@@ -253,7 +256,7 @@ class Pages:
         return last.reshape(len(last), heads, -1, last.shape[-1])
 
     def _seen(self, observed: Observed, slots: Slots) -> tuple[Tensor, Tensor]:
-        """What the last query sees of slots, and the log of its total."""
+        """Attention of the last query over slots, and the log of its total."""
         packed = self._last(observed, slots.keys.shape[1])
         means = slots.mean_values().to(packed.dtype)
         bias = log_mass(slots.masses()).unsqueeze(2)
@@ -263,7 +266,7 @@ class Pages:
     def _count(
         self, counts: Counts, observed: Observed, slots: Slots, now: tuple[Tensor, Tensor]
     ) -> None:
-        """What the last query saw of ``slots`` beside what it sees now."""
+        """Compare the last query's attention over ``slots`` with that after the compression."""
         was, is_ = self._seen(observed, slots)[0].float(), now[0].float()
         error = (is_ - was).norm(dim=-1) / was.norm(dim=-1).clamp(min=1e-30)
         counts.compressions += len(was)
@@ -273,6 +276,6 @@ class Pages:
 
 
 def _copy(fields: Fields, pages: Tensor) -> None:
-    """Pages to other pages, ``[2, n]``."""
+    """Copy pages ``pages[0]`` to ``pages[1]``, int64 ``[2, n]``."""
     for part in fields.parts():
         part.index_copy_(0, pages[1], part.index_select(0, pages[0]))

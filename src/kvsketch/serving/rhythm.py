@@ -1,7 +1,7 @@
-"""When a request's page is compressed: a function of the tokens it has seen, and of nothing else.
+"""When a request's page is compressed: a function of the number of tokens seen, and nothing else.
 
-Prompts come in chunks of any size, requests are preempted and read again, several run in one batch:
-an answer depends on none of this, because chunks are cut where a page is full and nowhere else.
+Prompts come in chunks of any size, requests are preempted and read again, and several run in one
+batch. An answer depends on none of this, because chunks are split exactly where a page is full.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 @dataclass(frozen=True)
 class Rhythm:
     """A page of ``slots`` slots per KV head is full, and is compressed to ``slots - buffer``, at
-    token number ``slots`` and every ``buffer`` tokens after it. What is taken away goes where
-    ``middle`` more slots are, on average over KV heads, if there is such a place."""
+    token number ``slots`` and every ``buffer`` tokens after it. A page in two parts has ``middle``
+    more slots, on average over KV heads, for what is compressed."""
 
     slots: int
     buffer: int
     middle: int = 0
 
     def held(self, seen: Numbers) -> Numbers:
-        """Slots held after so many tokens."""
+        """Slots in use after ``seen`` tokens."""
         kept = self.slots - self.buffer
         return np.where(seen < self.slots, seen, kept + (seen - self.slots) % self.buffer)
 
     def all_held(self, seen: Numbers) -> Numbers:
-        """As ``held``, with those in the middle."""
+        """As ``held``, plus the slots of the middle."""
         held = self.held(seen)
         found: Numbers = held + np.minimum(seen - held, self.middle)
         return found
 
     def left(self, seen: Numbers) -> Numbers:
-        """Tokens until the next compression."""
+        """Tokens that are left until the next compression."""
         later = self.buffer - (seen - self.slots) % self.buffer
         return np.where(seen < self.slots, self.slots - seen, later)
 
 
 @dataclass(frozen=True)
 class Writes:
-    """Where N new tokens go, int64 ``[N]``.
+    """Where N new tokens are written, int64 ``[N]``.
 
     Attributes:
-        tokens: rows of the batch; None: all of them, in order.
-        pages, slots: where their keys and values go.
-        queried: which of the N have a query that is kept; None: no one. places: where it goes.
+        tokens: their rows in the batch; None: all rows, in order.
+        pages, slots: where their keys and values are written.
+        queried: which of the N have a query that is kept; None: none. places: where it is written.
     """
 
     tokens: Tensor | None
@@ -62,12 +62,13 @@ class Writes:
 
 @dataclass(frozen=True)
 class Copies:
-    """Pages of prefixes: where requests start from, and where their pages are copied to.
+    """Pages of prefixes: which ones requests start from, and where their own are copied to.
 
     Attributes:
-        start: pages that hold the tokens that each of R requests has seen, -1: none; int64 ``[R]``.
-        keep: pages to copy theirs to, once they have seen ``at`` tokens; 0 tokens: never.
-        at: tokens.
+        start: for each of R requests, the page that holds the tokens it has seen, or -1; int64
+            ``[R]``.
+        keep: the page that its own is copied to after ``at`` tokens.
+        at: number of tokens; 0: it is not copied.
     """
 
     start: Numbers
@@ -83,21 +84,22 @@ class Copies:
 
 @dataclass(frozen=True)
 class Round:
-    """Tokens that attend to what is there, and to themselves, before anything is compressed: for
-    each of A requests at most C.
+    """Tokens that attend to the slots of their pages and to each other before any compression: at
+    most C for each of A requests.
 
     Attributes:
-        pages: int64 ``[A]``, ascending; runs: the same as slices, one behind the other.
-        tokens: which rows of the batch's queries, int64 ``[A, C]``; behind a request's own any.
-        own: bool ``[A, C]``, whether they are its own; None: all are.
+        pages: int64 ``[A]``, ascending; runs: the same pages as consecutive slices.
+        tokens: rows of the batch's queries, int64 ``[A, C]``, padded with any rows.
+        own: bool ``[A, C]``, False where padded; None: nothing is padded.
         held: slots before them, int64 ``[A]``; most: the largest of them.
-        writes: where the new tokens go.
+        writes: where the new tokens are written.
         compressed: whether any page was compressed before.
-        fresh: which of the A begin, int64.
-        first: which are full afterwards, for the first time; again: not for the first time; int64.
-        times: how often each of ``again`` was compressed before, int64.
-        before: pages to copy before all that, from where and to where, int64 ``[2, n]``; None: no
-            one. after: likewise, after it.
+        fresh: which of the A requests start with this round, int64.
+        first: which pages are full after the round for the first time; again: which are full but
+            were compressed before; int64.
+        times: how often each page of ``again`` was compressed before, int64.
+        before: pages to copy before the round, sources and targets, int64 ``[2, n]``, or None.
+            after: likewise, after the round.
     """
 
     pages: Tensor
@@ -125,13 +127,14 @@ def rounds(
     device: torch.device,
     copies: Copies | None = None,
 ) -> list[Round]:
-    """What a batch of requests does, in order; those with one token apart from those with more.
+    """The rounds of a batch, in order. Requests with one token and those with more are in rounds of
+    their own.
 
     Args:
         starts: where each request's queries start in the batch, and the end, ``[R + 1]``.
-        seen: tokens of each before these, ``[R]``; pages: ``[R]``.
-        queries: the last so many before a compression are kept.
-        copies: of pages; None: no one is copied.
+        seen: tokens of each request before these, ``[R]``; pages: ``[R]``.
+        queries: how many of the last queries before a compression are kept.
+        copies: of pages; None: none is copied.
     """
     copies = copies or Copies.none(len(seen))
     start = copies.start.copy()

@@ -1,9 +1,9 @@
-"""What an engine is told to do with its cache, from the environment and from its own configuration.
+"""Settings of the serving plugin, from environment variables and the engine's configuration.
 
     KVSKETCH_METHOD=heavy_merge KVSKETCH_BUDGET=1024 vllm serve ...
     --additional-config '{"kvsketch": {"method": "heavy_merge", "budget": 1024}}'
 
-The second wins where both name a setting. A setting that does not exist is an error.
+If both give a setting, the second has precedence. An unknown setting is an error.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .split_pages import SplitPages
 
 #: the name of the uncompressed page
 EXACT = "exact"
-#: Whatever is drawn at random follows from the seed, the layer and the tokens seen, so that a
-#: request's answer does not depend on what else is served.
+#: Methods that can be served. Their random numbers depend on the seed, the layer and the number of
+#: tokens seen, so that a request's answer does not depend on the other requests.
 SERVED = (
     EXACT,
     "streaming_llm",
@@ -45,7 +45,8 @@ SERVED = (
     "balancekv",
     "uniform",
 )
-#: Those that draw: a rank of tensor parallelism would draw for its heads as if they were the first.
+#: Methods that draw random numbers: with tensor parallelism, every rank would draw those of the
+#: first heads for its own.
 DRAWING = ("balancekv", "uniform")
 _PREFIX = "KVSKETCH_"
 # Variables of other parts of the package, its tests and its benchmarks.
@@ -57,33 +58,33 @@ _OTHERS = {
     "KVSKETCH_STATS_DIR",
     "KVSKETCH_THINFORMER",
 }
-# The buffer is one part in so many of the budget, and at most so many slots.
+# The default buffer is the budget divided by the first number, at most the second.
 _BUFFER_PART, _MOST_BUFFER = 4, 256
-# Curves tell heads apart from so many times their smallest part of the tokens on.
+# Curves distinguish heads for budgets of at least this multiple of their smallest measured one.
 _TOLD = 2.0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a request's page is kept small.
+    """How the pages of requests are compressed.
 
     Attributes:
         method: one of ``SERVED``.
-        budget: slots per KV head that a compression leaves; a float in (0, 1]: that share of the
-            longest context the engine allows. Not with "exact", which holds all tokens.
-        sink: first tokens kept as they are.
-        recent: last tokens kept as they are.
-        buffer: slots of a page above these: it is compressed when they are full, every so many
-            tokens. None: a quarter of the budget, at most 256.
-        bits: of the keys and values that were compressed, 16 (as the model has them), 8 or 4.
-        allocation: path of curves (``kvsketch calibrate``), by which the budget, then the average,
-            is spent on layers and KV heads; None: the same for all.
-        tolerance: relative error that a compression should not add more than; those that do are
-            counted, since a page cannot grow. None: none are.
+        budget: slots per KV head after a compression; a float in (0, 1] is a fraction of the
+            longest context that the engine allows. Not with "exact", which keeps all tokens.
+        sink: number of first tokens that are kept unchanged.
+        recent: number of last tokens that are kept unchanged.
+        buffer: further slots of a page, for new tokens. The page is compressed when they are full,
+            every ``buffer`` tokens. None: a quarter of the budget, at most 256.
+        bits: of compressed keys and values, 16 (the model's dtype), 8 or 4.
+        allocation: path of a file of curves (``kvsketch calibrate``), which allocate the budget to
+            layers and KV heads; it is then their average. None: the same for all.
+        tolerance: the largest relative error that a compression should add. Compressions above it
+            are counted, because a page cannot grow. None: they are not counted.
         seed: of methods that draw random numbers.
 
     Raises:
-        InputError: an unknown method, numbers out of range, or a file that holds no curves.
+        InputError: an unknown method, a number out of range, or a file without curves.
     """
 
     method: str = "heavy_merge"
@@ -125,7 +126,7 @@ class Settings:
 
     @property
     def split(self) -> bool:
-        """Whether a page has two parts: a window as the model has it, and a middle."""
+        """Whether a page has two parts: a window in the model's dtype, and a middle."""
         return self.bits != 16 or self.allocation is not None
 
     def _curves(self) -> Curves:
@@ -134,8 +135,7 @@ class Settings:
         return Curves.load(self.allocation)
 
     def rhythm(self, context: int) -> Rhythm:
-        """Slots of a page, and when it is compressed, where requests have at most ``context``
-        tokens.
+        """Slots of a page and when it is compressed, for requests of at most ``context`` tokens.
 
         Raises:
             InputError: a budget too small for the sinks and the recent window.
@@ -149,7 +149,7 @@ class Settings:
         return Rhythm(kept + room, room)
 
     def kept(self, context: int) -> int:
-        """Slots per KV head that a compression leaves, on average.
+        """Slots per KV head after a compression, on average.
 
         Raises:
             InputError: a budget too small for the sinks and the recent window.
@@ -165,9 +165,9 @@ class Settings:
         return kept
 
     def sizes(self, context: int, layers: int, heads: int, model: str) -> list[list[int]]:
-        """Slots of every KV head between sinks and recent window, ``[layers][heads]``, by curves:
-        by their errors where the budget is so large a part of the longest context, or, where they
-        tell nothing about so small a part, at the smallest at which they do.
+        """Slots of every KV head between sinks and recent window, ``[layers][heads]``, from the
+        curves at this fraction of the longest context, or at the smallest fraction for which they
+        distinguish heads if that is larger.
 
         Args:
             model: as ``curves.model_of`` names it.
@@ -191,11 +191,11 @@ class Settings:
         dtype: torch.dtype,
         sizes: Sequence[int] | None = None,
     ) -> Layout | SplitLayout:
-        """A request's page in one layer.
+        """The layout of a request's page in one layer.
 
         Args:
-            context: the longest, in tokens.
-            group: query heads of a KV head.
+            context: the longest context, in tokens.
+            group: query heads per KV head.
             sizes: slots of each KV head between sinks and recent window; None: the same for all.
         """
         rhythm, method = self.rhythm(context), self.windowed()
@@ -212,13 +212,13 @@ class Settings:
         return SplitLayout(page, tuple(sizes), Bits(self.bits, self.bits))
 
     def pages(self, layout: Layout | SplitLayout, context: int, layer: int, *args: Any) -> Pages:
-        """The pages of one layer. Arguments behind ``layer``: those of ``Pages`` from ``scaling``
-        on."""
+        """The pages of one layer. The arguments after ``layer`` are those of ``Pages`` from
+        ``scaling`` on."""
         given = self.windowed(layer), self.rhythm(context), *args
         return SplitPages(layout, *given) if isinstance(layout, SplitLayout) else Pages(*given)
 
     def windowed(self, layer: int = 0) -> Windowed | None:
-        """A layer's fresh method with its window; None: nothing is compressed."""
+        """A new method with its window for a layer; None: nothing is compressed."""
         if self.method == EXACT:
             return None
         made = windowed(self.method, self.sink, self.recent, self.seed + layer)
@@ -229,15 +229,14 @@ class Settings:
 def read(
     config: Mapping[str, Any] | None = None, environment: Mapping[str, str] = os.environ
 ) -> Settings | None:
-    """The settings, or None where nothing is set.
+    """The settings, or None if nothing is set.
 
     Args:
-        config: of the engine: what stands under "kvsketch".
-        environment: variables, of which those that start with ``KVSKETCH_`` and name a setting
-            count.
+        config: the engine's additional configuration under "kvsketch".
+        environment: variables; those that start with ``KVSKETCH_`` must name a setting.
 
     Raises:
-        InputError: a setting that does not exist, or a value that it does not allow.
+        InputError: an unknown setting, or a value that is not allowed.
     """
     names = [field.name for field in fields(Settings)]
     given: dict[str, Any] = {
@@ -259,7 +258,7 @@ def read(
 
 
 def _number(name: str, text: str) -> str | int | float:
-    """What a variable says."""
+    """The value of a variable."""
     if name in ("method", "allocation"):
         return text
     try:

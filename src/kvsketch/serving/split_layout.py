@@ -1,5 +1,5 @@
-"""The bytes of a page in two parts: a window of slots as the model has them, and a middle in fewer
-bits, whose KV heads may differ in size."""
+"""The layout of a page in two parts: a window of slots in the model's dtype, and a middle in 16, 8
+or 4 bits whose KV heads may have different numbers of slots."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from .layout import Fields, Layout, Shape, bytes_of, views
 
 @dataclass(frozen=True)
 class SplitFields(Fields):
-    """The parts of all pages of a layer: those of the window, and what a ``Middle`` holds.
+    """The parts of all pages of a layer: those of the window, and those of the middle.
 
     Attributes:
-        middle: its ``contents``, ``[pages, ...]`` each.
+        middle: the ``contents`` of a ``Middle``, ``[pages, ...]`` each.
     """
 
     middle: tuple[Tensor, ...]
 
     def parts(self) -> list[Tensor]:
-        """All of them."""
+        """All parts."""
         return [*super().parts(), *self.middle]
 
 
 @dataclass(frozen=True)
 class SplitLayout:
-    """Where the parts of a page lie.
+    """Where the parts of a page are.
 
     Attributes:
-        window: of sinks, recent window and buffer, which are even.
+        window: layout of sinks, recent window and buffer, the same for all KV heads.
         sizes: slots of each KV head in the middle, >= 1.
-        bits: of keys and of values there, 16, 8 or 4.
+        bits: of keys and of values in the middle, 16, 8 or 4.
     """
 
     window: Layout
@@ -45,16 +45,16 @@ class SplitLayout:
 
     @property
     def queries(self) -> int:
-        """Last queries that are kept for a method."""
+        """How many of the last queries are kept for the method."""
         return self.window.queries
 
     @property
     def slots(self) -> int:
-        """Of a KV head, on average."""
+        """Slots of a page per KV head, on average."""
         return self.window.slots + sum(self.sizes) // len(self.sizes)
 
     def middle(self, rows: int = 1, device: torch.device | None = None) -> Middle:
-        """Where the slots of so many requests lie, without the slots."""
+        """A middle of ``rows`` requests that has shapes and offsets but no contents."""
         shape = (1, self.window.heads, 1)
         nothing = torch.zeros(shape)
         one = Slots(
@@ -71,7 +71,7 @@ class SplitLayout:
 
     @property
     def bytes(self) -> int:
-        """Of a page."""
+        """Bytes of a page."""
         return self.window.bytes + bytes_of(self._shapes())
 
     def fields(self, raw: Tensor) -> SplitFields:

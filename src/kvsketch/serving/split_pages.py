@@ -1,8 +1,9 @@
-"""A layer's attention over pages in two parts; what leaves the window joins the middle.
+"""Attention of one layer over pages in two parts: tokens that leave the window join the middle.
 
-The window holds sinks, recent tokens and a buffer as the model has them. When it is full, at token
-number sink + recent + buffer and every buffer tokens after it, the tokens between sinks and recent
-window and the slots of the middle become the slots of the middle: all of them while they fit.
+The window holds sinks, recent tokens and a buffer in the model's dtype. When it is full, at token
+number sink + recent + buffer and every buffer tokens after it, the tokens between the sinks and the
+recent window are compressed together with the slots of the middle. While all of them fit, all are
+kept.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class SplitPages(Pages):
     """The pages of one layer.
 
     Args:
-        layout: of a page. The others as for ``Pages``.
+        layout: of a page. The other arguments are those of ``Pages``.
     """
 
     def __init__(self, layout: SplitLayout, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.layout = layout
-        # A middle without contents for so many requests: where slots lie is found once.
+        # Middles without contents by number of requests: their offsets are computed once.
         self._of_rows: dict[int, Middle] = {}
 
     def _clear(self, pages: Tensor, fields: Fields) -> None:
@@ -88,7 +89,7 @@ class SplitPages(Pages):
             self._count(self.counts, observed, held, now)
 
     def _slide(self, pages: Tensor, fields: Fields, sink: int, recent: int) -> None:
-        """The recent window next to the sinks, and nothing behind it."""
+        """Move the recent window next to the sinks and clear the slots after it."""
         end = self.rhythm.slots
         for part in (fields.keys, fields.values):
             part[pages, :, sink : sink + recent] = part[pages, :, end - recent :]
@@ -97,7 +98,7 @@ class SplitPages(Pages):
     def _now(
         self, pages: Tensor, fields: Fields, middle: Middle, observed: Observed, kept: int
     ) -> tuple[Tensor, Tensor]:
-        """What the last query sees of compressed pages, and the log of its total."""
+        """Attention of the last query over compressed pages, and the log of its total."""
         packed = self._last(observed, fields.keys.shape[1])
         found = [over(packed, middle, observed)]
         if kept:
@@ -106,8 +107,8 @@ class SplitPages(Pages):
         return together(found)
 
     def _middle(self, fields: Fields, pages: Tensor, runs: Sequence[slice] | None = None) -> Middle:
-        """That of some pages: where they are, if they are one of ``runs`` and their heads are of
-        one size; else copied."""
+        """The middle of some pages: a view if they are a single run and their heads have the same
+        size, else a copy."""
         rows = len(pages)
         if rows not in self._of_rows:
             self._of_rows[rows] = self.layout.middle(rows, pages.device)

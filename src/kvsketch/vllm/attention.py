@@ -1,4 +1,4 @@
-"""The attention of one layer, as vLLM runs it."""
+"""The attention implementation of a layer that vLLM calls."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .metadata import PageMetadata
 
 
 class Workspace:
-    """Where pages of several blocks are put together: memory that is used again and again, since
-    new memory costs more than the copy. One for all layers, which run one after the other."""
+    """Memory in which pages of several blocks are gathered. It is reused, because allocating it
+    costs more than the copy, and shared by all layers, which run one after the other."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
 
     def rows(self, blocks: Tensor, which: Tensor) -> Tensor:
-        """``blocks[which]``, until the next call."""
+        """``blocks[which]``, valid until the next call."""
         shape = torch.Size((len(which), *blocks.shape[1:]))
         size, buffer = shape.numel(), self._buffer
         if buffer is None or buffer.numel() < size or buffer.device != blocks.device:
@@ -43,7 +43,7 @@ _WORKSPACE = Workspace()
 
 
 class PageImpl(AttentionImpl[PageMetadata]):
-    """The attention of one layer."""
+    """The attention of one layer over pages."""
 
     def __new__(
         cls,
@@ -106,9 +106,9 @@ class PageImpl(AttentionImpl[PageMetadata]):
         self._pages: Pages | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """All layers are there, and none was asked what cache it needs: the place to give each a
-        backend of its own that knows its budgets, since vLLM does not say which layer it asks
-        for."""
+        """With curves, give each layer its own backend class that knows its budgets. vLLM asks
+        backends for cache specs without naming the layer; here all layers exist, and none was asked
+        yet."""
         settings, config = PageBackend.settings, self.config
         assert settings is not None
         if settings.allocation is None:
@@ -131,7 +131,7 @@ class PageImpl(AttentionImpl[PageMetadata]):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Nothing: ``forward`` writes."""
+        """Nothing to do: ``forward`` writes the new tokens."""
 
     def forward(
         self,
@@ -150,8 +150,8 @@ class PageImpl(AttentionImpl[PageMetadata]):
         Args:
             query: ``[tokens, num_heads, head_size]``; key, value ``[tokens, num_kv_heads,
                 head_size]``; output as query.
-            kv_cache: of all pages, ``[pages, 1, 1, ...]``.
-            attn_metadata: None while vLLM profiles.
+            kv_cache: all pages, ``[pages, 1, 1, ...]``.
+            attn_metadata: None while vLLM profiles memory.
         """
         if attn_metadata is None:
             return output.zero_()
@@ -159,14 +159,14 @@ class PageImpl(AttentionImpl[PageMetadata]):
         if table is not None:
             together = _WORKSPACE.rows(raw, table.flatten())
             pages, fields = self._opened(layer, together.view(len(table), -1), key.dtype)
-        elif self._seen is not kv_cache:  # the same all the time
+        elif self._seen is not kv_cache:  # it is always the same tensor
             pages, fields = self._opened(layer, raw, key.dtype)
             self._seen, self._fields = kv_cache, fields
         else:
             assert self._pages is not None
             assert self._fields is not None
             pages, fields = self._pages, self._fields
-        own = attn_metadata.num_actual_tokens  # behind them there may be padding
+        own = attn_metadata.num_actual_tokens  # padding may follow
         out = output.view(-1, self.num_heads, self.head_size)[:own]
         query, key, value = query[:own], key[:own], value[:own]
         pages.attend(query, key, value, fields, attn_metadata.rounds, out)
@@ -179,7 +179,11 @@ class PageImpl(AttentionImpl[PageMetadata]):
         return output
 
     def _opened(self, layer: Any, raw: Tensor, dtype: torch.dtype) -> tuple[Pages, Fields]:
-        """The pages of this layer and their parts, ``raw`` uint8 ``[pages, bytes]``."""
+        """The pages of this layer and their parts.
+
+        Args:
+            raw: uint8 ``[pages, bytes]``.
+        """
         if self._layout is None or self._pages is None:
             settings = PageBackend.settings
             assert settings is not None
@@ -191,8 +195,8 @@ class PageImpl(AttentionImpl[PageMetadata]):
 
 
 def _of_rank(heads: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
-    """What belongs to the KV heads of one of ``ranks``: an equal part, or one head that several
-    ranks share."""
+    """The sizes of the KV heads of one of ``ranks``: an equal part of them, or one head that
+    several ranks share."""
     number = max(1, len(heads) // ranks)
     first = rank * len(heads) // ranks
     return tuple(heads[first : first + number])

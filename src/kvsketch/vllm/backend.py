@@ -22,14 +22,14 @@ _BLOCKS = 32
 
 
 class PageBackend(AttentionBackend):
-    """Of all layers of full attention."""
+    """The backend of all layers with full attention."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
-    # Layers with a sliding window share this class on a CPU, and vLLM writes their tokens.
+    # On a CPU, layers with a sliding window share this class, and vLLM writes their tokens.
     forward_includes_kv_cache_update: bool = False
-    #: of the engine that starts in this process: vLLM asks for specs without a configuration, and
-    #: without saying of which layer: query heads of a KV head are the most that one of them has
+    #: The engine that starts in this process. vLLM asks for specs without a configuration and
+    #: without naming the layer, so ``groups`` has the largest number of query heads per KV head.
     config: ClassVar[Any] = None
     settings: ClassVar[Settings | None] = None
     context: ClassVar[int] = 0
@@ -38,9 +38,9 @@ class PageBackend(AttentionBackend):
     layers: ClassVar[int] = 0
     #: whether there are layers with a sliding window
     hybrid: ClassVar[bool] = False
-    #: of one layer: slots of its KV heads in the middle, on every rank; None: the same for all
+    #: of one layer: slots of its KV heads in the middle on every rank; None: the same for all
     sizes: ClassVar[tuple[tuple[int, ...], ...] | None] = None
-    #: of all layers, where they differ: bytes of the largest page
+    #: bytes of the largest page if layers differ
     largest: ClassVar[int] = 0
 
     @classmethod
@@ -134,7 +134,7 @@ class PageBackend(AttentionBackend):
         dtype: torch.dtype,
         rank: int | None = None,
     ) -> Layout | SplitLayout:
-        """Of a page of this layer; rank: of tensor parallelism, None: this one."""
+        """The layout of a page of this layer on a rank of tensor parallelism; None: this rank."""
         assert cls.settings is not None
         sizes = None
         if cls.sizes is not None:
@@ -143,6 +143,6 @@ class PageBackend(AttentionBackend):
 
     @classmethod
     def bytes(cls, kv_heads: int, group: int, head_size: int, dtype: torch.dtype) -> int:
-        """Of a page of this layer, on the rank where it is largest: they must all have the same."""
+        """Bytes of a page of this layer on the rank where it is largest: all ranks need the same."""
         ranks = range(len(cls.sizes or (None,)))
         return max(cls.layout(kv_heads, group, head_size, dtype, rank).bytes for rank in ranks)

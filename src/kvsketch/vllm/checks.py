@@ -1,4 +1,4 @@
-"""What cannot be served from pages is refused when the engine starts, by name."""
+"""Refuses configurations that cannot be served from pages when the engine starts, by name."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ..serving.settings import DRAWING, Settings
 
 
 def check_engine(config: Any) -> None:
-    """Raise unless an engine's configuration can be honoured.
+    """Raise unless an engine's configuration is supported.
 
     Args:
         config: ``VllmConfig``.
 
     Raises:
-        UnsupportedError: it cannot; the message says what to change.
+        UnsupportedError: it is not; the message names the option to change.
     """
     parallel, cache = config.parallel_config, config.cache_config
     refused = [
@@ -32,7 +32,7 @@ def check_engine(config: Any) -> None:
             "context parallelism",
             "--decode-context-parallel-size",
         ),
-        (  # not tested: two stages in one process failed here with vLLM's own backend
+        (  # untested: on a CPU, vLLM's own backend fails with two stages
             parallel.pipeline_parallel_size > 1,
             "pipeline parallelism",
             "--pipeline-parallel-size",
@@ -52,13 +52,13 @@ def check_engine(config: Any) -> None:
 
 
 def check_settings(config: Any, settings: Settings) -> None:
-    """Raise unless our settings can be honoured by an engine's configuration.
+    """Raise unless the engine's configuration supports our settings.
 
     Args:
         config: ``VllmConfig``.
 
     Raises:
-        UnsupportedError: they cannot.
+        UnsupportedError: it does not.
     """
     if settings.method in DRAWING and config.parallel_config.tensor_parallel_size > 1:
         raise UnsupportedError(
@@ -70,7 +70,7 @@ def check_settings(config: Any, settings: Settings) -> None:
 def check_layer(
     alibi_slopes: object, attn_type: object, shared: object, others: dict[str, object]
 ) -> None:
-    """Raise unless an attention layer's arguments can be honoured.
+    """Raise unless an attention layer's arguments are supported.
 
     Args:
         alibi_slopes, attn_type: as vLLM passes them.
@@ -78,7 +78,7 @@ def check_layer(
         others: further arguments.
 
     Raises:
-        UnsupportedError: one that cannot.
+        UnsupportedError: one of them is not.
     """
     refused = {
         "ALiBi": alibi_slopes is not None,

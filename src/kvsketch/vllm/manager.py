@@ -1,13 +1,13 @@
-"""Which blocks requests hold: a page each, and the page of a prefix that others can start from.
+"""The blocks of requests: one page each, and copies of pages from which later requests can start.
 
-A page changes with every token, so that requests cannot share one as they share vLLM's blocks of
-tokens. What they share is a copy: while a prompt is read, its page is copied to a second one at the
-last multiple of the block size; that copy is what vLLM's own table of hashes knows, what a later
-request with the same beginning starts from, and what is given up when pages run short. To read a
-document once, send it alone: requests that begin with it start behind it.
+A page changes with every token, so requests cannot share pages as they share vLLM's blocks of
+tokens. They share a copy. While a prompt is read, its page is copied to a second page at the last
+multiple of the block size. vLLM's prefix cache knows the copy by its hash, a later request with the
+same prefix starts from it, and it is evicted when pages run out. To read a document only once, send
+it alone first: requests that begin with it then start after it.
 
-The block table of a request says it all: its own page, the copy it starts from, the copy it makes;
-vLLM's null block where there is none.
+The row of a request in the block table has three entries: its own page, the copy it starts from,
+and the copy it makes. An entry is vLLM's null block if there is no such page.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
 
-#: entries of a request's row of the block table where prefixes are kept
+#: entries of a request's row in the block table with prefix caching
 WIDTH = 3
 
 
 class PageManager(CircularBufferManager):
-    """Claims a request's page with its first token and frees it with the request."""
+    """Allocates a request's page with its first token and frees it when the request ends."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # By request: the copy it starts from, tokens that were scheduled, and the request with the
-        # number of blocks of tokens that its own copy will stand for.
+        # By request: the copy it starts from, the number of tokens scheduled, and the request with
+        # the number of blocks of tokens that its own copy represents.
         self._found: dict[str, Any] = {}
         self._seen: dict[str, int] = {}
         self._made: dict[str, tuple[Any, int]] = {}
@@ -40,7 +40,7 @@ class PageManager(CircularBufferManager):
         *_: Any,
         **__: Any,
     ) -> int:
-        """A page, once; and a copy that was found and that nobody holds will be held."""
+        """One page, once, plus the copy that was found if no other request uses it."""
         if self.req_to_blocks.get(request_id):
             return 0
         held = self._get_num_evictable_blocks(new_computed_blocks)
@@ -53,7 +53,7 @@ class PageManager(CircularBufferManager):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """Hold the copy that was found, for as long as the request lives."""
+        """Keep the copy that was found until the request ends."""
         self.block_pool.touch(new_computed_blocks)
         for block in new_computed_blocks:
             self._found[request_id] = block
@@ -74,8 +74,8 @@ class PageManager(CircularBufferManager):
         return new
 
     def cache_blocks(self, request: Any, num_tokens: int, *_: Any, **__: Any) -> None:
-        """Remember what the copy stands for: the worker makes it at the last multiple of the block
-        size of every step that starts within the prompt."""
+        """Record how many tokens the copy holds. The worker makes it at the last multiple of the
+        block size in every step that starts within the prompt."""
         name = request.request_id
         before, self._seen[name] = self._seen.get(name, 0), num_tokens
         blocks = num_tokens // self.block_size
@@ -88,12 +88,12 @@ class PageManager(CircularBufferManager):
         processed_computed_tokens: int,
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """Let others find the copy once the prompt was read."""
+        """Publish the copy once the prompt is read."""
         if num_prompt_tokens is not None and processed_computed_tokens >= num_prompt_tokens:
             self._publish(request_id)
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
-        """The page, and the copy that the request started from."""
+        """The request's page and the copy that it started from."""
         self._publish(request_id)
         self._seen.pop(request_id, None)
         return list(super().pop_blocks_for_free(request_id))
@@ -125,7 +125,7 @@ class PageManager(CircularBufferManager):
         *_: Any,
         **__: Any,
     ) -> tuple[tuple[list[Any], ...], int]:
-        """The copy of the longest prefix, and its tokens."""
+        """The copy of the longest known prefix, and its number of tokens."""
         size = kv_cache_spec.block_size
         if kv_cache_spec.prefixes:
             for blocks in range(min(max_length // size, len(block_hashes)), 0, -1):
@@ -135,5 +135,5 @@ class PageManager(CircularBufferManager):
         return tuple([] for _ in kv_cache_group_ids), 0
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
-        """None: what requests share, they do not read."""
+        """Zero: requests do not read shared blocks."""
         return 0

@@ -1,4 +1,4 @@
-"""What a batch of requests does, from what vLLM's scheduler has put together."""
+"""The rounds of a batch, made from the metadata of vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .spec import PageSpec
 
 @dataclass
 class PageMetadata:
-    """What a batch of requests does, the same in all layers.
+    """The work of a batch, the same in all layers.
 
     Attributes:
         rounds: in order.
         num_actual_tokens: of all requests.
-        table: where a page is several blocks: those of every request, ``[requests, blocks]``.
+        table: the blocks of every request, ``[requests, blocks]``, if a page is several blocks.
     """
 
     rounds: list[Round]
@@ -37,14 +37,14 @@ class PageMetadata:
 
 
 class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
-    """Makes that of what the scheduler has put together."""
+    """Makes ``PageMetadata`` from the scheduler's batch."""
 
     _cudagraph_support = AttentionCGSupport.NEVER
     reorder_batch_threshold = None
-    # What was made last, and of what: layers whose pages differ have builders of their own.
+    # The last metadata and its inputs: layers whose pages differ have their own builders.
     _last: ClassVar[tuple[list[Any], PageMetadata] | None] = None
 
-    # Tokens of the copies of pages that were made, by block; 0: none.
+    # How many tokens the copy of a page in each block holds; 0: the block holds no copy.
     _made: ClassVar[Numbers] = np.zeros(0, dtype=np.int64)
 
     def __new__(cls, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         if get_tensor_model_parallel_rank() == 0:  # all ranks see the same
             slots = rhythm.all_held(seen + new).sum()
             metrics.add(tokens=float(new.sum()), slots=float(slots))
-        # Pages of several blocks are put together in every layer, in the order of the requests.
+        # Pages of several blocks are gathered in every layer, in the order of the requests.
         pages = blocks[:, 0] if spec.blocks == 1 else np.arange(requests)
         copies = self._copies(blocks, seen, seen + new, reading) if spec.prefixes else None
         todo = rounds(starts, seen, pages, rhythm, spec.layout.queries, self.device, copies)
@@ -91,8 +91,8 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         return found
 
     def _copies(self, blocks: Numbers, seen: Numbers, after: Numbers, reading: Numbers) -> Copies:
-        """What ``PageManager`` has put into the block table. A request starts from a copy if it has
-        seen just the tokens of that: later it has seen more."""
+        """The copies that ``PageManager`` has put into the block table. A request starts from a
+        copy if it has seen exactly the tokens of the copy; later it has seen more."""
         source, target, size = blocks[:, 1], blocks[:, 2], self.kv_cache_spec.block_size
         known = PageMetadataBuilder._made
         made = np.zeros(max(len(known), int(blocks[:, 1:].max()) + 1), dtype=np.int64)

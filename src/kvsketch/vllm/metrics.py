@@ -1,7 +1,7 @@
-"""What pages hold and what compressing them costs, on vLLM's ``/metrics``.
+"""Metrics of pages and their compression for vLLM's ``/metrics`` endpoint.
 
-Workers are other processes than the server: each writes its numbers into a small file, which the
-server's collector reads when it is asked.
+Workers run in other processes than the server. Each writes its numbers to a small file, which the
+server's collector reads on every scrape.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 _FOLDER = "KVSKETCH_STATS_DIR"
-#: what is counted: in all layers and on all ranks, but tokens and slots, a request's in one layer
+#: Metrics and their descriptions. Tokens and slots are those of one layer; the others are summed
+#: over all layers and ranks.
 NAMES = {
     "tokens": "Tokens that were read or written.",
     "compressions": "Compressions of a page, in all layers and on all ranks.",
@@ -25,12 +26,12 @@ NAMES = {
     "above": "Compressions that add more error than the tolerance.",
     "slots": "Slots that the requests of the last step hold per KV head.",
 }
-_LAST = "slots"  # not a sum but what is now
+_LAST = "slots"  # a gauge; all others are counters
 _mine: Any = None
 
 
 def add(**numbers: float) -> None:
-    """Count something; nothing where nobody collects."""
+    """Add to the metrics; does nothing if there is no collector."""
     global _mine
     folder = os.environ.get(_FOLDER)
     if folder is None:
@@ -44,20 +45,20 @@ def add(**numbers: float) -> None:
 
 
 def total() -> dict[str, float]:
-    """Of all workers."""
+    """The numbers of all workers together."""
     found = np.zeros(len(NAMES))
     for path in Path(os.environ[_FOLDER]).glob("*.bin"):
         numbers = np.fromfile(path, dtype=np.float64)
-        if len(numbers) == len(found):  # else it is being made
+        if len(numbers) == len(found):  # otherwise the file is being created
             found += numbers
     return dict(zip(NAMES, found.tolist(), strict=True))
 
 
 class Collector:
-    """For ``prometheus_client``."""
+    """A collector for ``prometheus_client``."""
 
     def collect(self) -> Iterator[Any]:
-        """The numbers of now."""
+        """The current numbers."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         for name, value in total().items():
@@ -66,7 +67,7 @@ class Collector:
 
 
 def show() -> None:
-    """Register the collector, in the first process; its children write."""
+    """Register the collector in the first process; its child processes write."""
     if _FOLDER in os.environ:
         return
     from prometheus_client import REGISTRY
@@ -77,6 +78,6 @@ def show() -> None:
 
 
 def _clean(folder: str, owner: int) -> None:
-    """At the end of the process that made the folder; forks of it end earlier."""
+    """Remove the folder when the process that made it ends, not when one of its forks does."""
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)

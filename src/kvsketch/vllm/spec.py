@@ -1,4 +1,4 @@
-"""What vLLM's block pool is told: a fixed number of blocks per request, whatever its tokens."""
+"""The KV cache spec of a page: a fixed number of blocks per request, whatever its length."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .manager import WIDTH, PageManager
 class PageSpec(CircularBufferSpec):
     """A request's page in one layer.
 
-    ``block_size``, tokens, is what vLLM's own arithmetic goes by and says nothing about the page.
-    vLLM calls a block a page: its ``page_size_bytes`` are those of one of ours only where a page is
-    one block.
+    ``block_size`` (in tokens) is used by vLLM's own arithmetic and means nothing for the page.
+    vLLM calls a block a page: its ``page_size_bytes`` is the size of one of our pages only if that
+    is one block.
 
     Attributes:
         layout: of the page.
-        blocks: that it takes. One; or, beside layers with a sliding window, as many of theirs as it
-            needs, since vLLM gives all layers blocks of one size.
-        prefixes: whether pages of prefixes are kept for later requests.
+        blocks: of a page. One; or, in models that also have layers with a sliding window, as many
+            of their blocks as a page needs, because vLLM gives all layers blocks of one size.
+        prefixes: whether copies of pages are kept for requests with the same prefix.
     """
 
     layout: Layout | SplitLayout = field(compare=False)  # of this rank
@@ -42,12 +42,12 @@ class PageSpec(CircularBufferSpec):
 
     @property
     def prefix_cacheable(self) -> bool:
-        # With False, groups of sliding windows could skip tokens that no page has seen. Beside them
-        # our manager finds no prefix, so that none is skipped.
+        # With False, groups of sliding-window layers could skip tokens that no page has seen. In
+        # such models our manager finds no prefix, so that none is skipped.
         return True
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
-        # The first entries are the page. The runner still reads entry ``position // block_size``.
+        # The page is in the first entries. The runner still reads ``position // block_size``.
         return max(WIDTH, self.blocks, int(cdiv(max_len, self.block_size)))
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
@@ -55,7 +55,7 @@ class PageSpec(CircularBufferSpec):
 
 
 def register() -> None:
-    """Tell vLLM's scheduler of the two."""
-    # Its own registration returns early where anything is registered: it goes first.
+    """Register the spec and its manager with vLLM's scheduler."""
+    # vLLM's own registration returns early if anything is registered, so it must run first.
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(PageSpec, PageManager, uniform_type_base_spec=PageSpec)
