@@ -143,6 +143,6 @@ class PageBackend(AttentionBackend):
 
     @classmethod
     def bytes(cls, kv_heads: int, group: int, head_size: int, dtype: torch.dtype) -> int:
-        """Bytes of a page of this layer on the rank where it is largest: all ranks need the same."""
+        """Bytes of a page of this layer on the rank where it is largest: all ranks need as many."""
         ranks = range(len(cls.sizes or (None,)))
         return max(cls.layout(kv_heads, group, head_size, dtype, rank).bytes for rank in ranks)
