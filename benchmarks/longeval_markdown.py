@@ -25,13 +25,13 @@ NAMES = {
 QUESTIONS = {
     "seen": (
         "Question seen",
-        "The paper's protocol: the whole prompt, question included, is read exactly and then "
-        "compressed once, so methods that look at attention know what is asked for.",
+        "The paper's protocol: the whole prompt, including the question, is read exactly and "
+        "then compressed once, so methods that use attention have seen the question.",
     ),
     "unseen": (
         "Question unseen",
-        "The record is read and compressed before the question comes, as for a cache that is "
-        "kept for questions to follow.",
+        "The record is read and compressed before the question, as in a cache that is kept for "
+        "later questions.",
     ),
 }
 
@@ -75,9 +75,9 @@ def readme_block(results: Mapping[str, Any]) -> str:
     cases = max(row["cases"] for row in rows)
     note = (
         f"Accuracy of the packaged model, {cases} official LongEval cases per length, question "
-        f"seen; in brackets the {PAPER['model']} numbers of {PAPER['source']}. "
+        f"seen; in brackets the numbers of {PAPER['source']}, for {PAPER['model']}. "
         f"{_ranking(rows, _shares(rows)[0])} {_own_note(rows)}"
-        "More, with intervals, bytes and speed: [docs/longeval.md](docs/longeval.md)."
+        "[docs/longeval.md](docs/longeval.md) adds intervals, bytes and speed."
     )
     header = ["lines", "kept", *(NAMES[method] for method in methods)]
     return f"{_markdown(header, table)}\n\n{note}"
@@ -94,8 +94,8 @@ def _own_note(rows: Sequence[Mapping[str, Any]]) -> str:
         return " / ".join(f"{scores[method]:.2f}" for scores in best)
 
     return (
-        f"In their papers' own windows k-center gets {each('kcenter')} and H2O {each('h2o')} at "
-        f"{' / '.join(map(str, share))} lines. "
+        f"With the sink and recent tokens of their own papers, k-center gets {each('kcenter')} and "
+        f"H2O {each('h2o')} at {' / '.join(map(str, share))} lines. "
     )
 
 
@@ -119,15 +119,15 @@ def _intro(results: Mapping[str, Any]) -> str:
         f"Model: the packaged Llama (weights {settings['model_fingerprint']}), greedy, "
         f"{settings['dtype']} on {settings['device']}. Cases: "
         f"{max(row['cases'] for row in rows)} official ones of each length. Mean prompt in "
-        f"tokens: {tokens} (one token per word; the paper's 7B model needs 5k, 7k and 9k). "
-        f"Always kept, whatever the method: the first {settings['sink']} and last "
+        f"tokens: {tokens} (one token per word; the paper's 7B model needs 5k, 7k and 9k). Every "
+        f"method keeps the first {settings['sink']} and last "
         f'{settings["recent"]} tokens; under "In each paper\'s own window" what its paper kept. '
-        "An answer is right if its last integer is the number asked for, LongEval's own rule. "
-        "Brackets hold 95% Wilson intervals. KV MB are bytes of live tensors per case after the "
-        "prompt, 1 MB = 1,000,000 bytes.\n\n"
+        "An answer is right if its last integer is the requested number, which is LongEval's own "
+        "rule. Brackets are 95% Wilson intervals. KV MB are the bytes of live tensors per case "
+        "after the prompt, 1 MB = 1,000,000 bytes.\n\n"
         f"The paper's numbers are from {PAPER['source']}, model {PAPER['model']}, "
-        f"{PAPER['cases']} cases per length. Models differ, so compare how methods rank and how "
-        "much each loses, not the numbers themselves.\n\n"
+        f"{PAPER['cases']} cases per length. The models differ, so compare the ranking of the "
+        "methods and how much each loses, not the numbers themselves.\n\n"
         f"{_windows()}\n\n"
         f"kvsketch {versions['kvsketch']}, torch {versions['torch']}, transformers "
         f"{versions['transformers']}, Python {versions['python']}, {hardware['processor']}, "
@@ -149,11 +149,11 @@ def _earlier(results: Mapping[str, Any]) -> str:
         "then)"
         for row in earlier["checked"]["differing"]
     )
-    same = "and came out the same" + (f" but for {others}" if others else "")
+    same = "with the same result" + (f" except {others}" if others else "")
     return (
         "\n\nRows in a paper's own window are from one run; all others, and all speeds "
         f"and peaks, are from another ({versions}, {earlier['hardware']['processor']}). Of "
-        f"those, {checked} were answered again in the first {same}."
+        f"those, {checked} were answered again in the first run, {same}."
     )
 
 
@@ -165,7 +165,7 @@ def _later(results: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in later["versions"].items())
     return (
         f"\n\nRows of {', '.join(f'`{name}`' for name in later['methods'])} are from this run, the "
-        f"others from one before it ({versions}, {later['hardware']['processor']}): speeds of "
+        f"others from an earlier one ({versions}, {later['hardware']['processor']}). Speeds of "
         "different runs are not compared."
     )
 
@@ -201,16 +201,16 @@ def _windows() -> str:
         for method in ("streaming_llm", "exact")
     )
     return (
-        "The papers' own windows: SubGen keeps recent tokens without saying how many; ClusterGen, "
-        "section 4, has the same table and says it: the better of r = 2,048 and 3,072, where r "
-        "does not exceed the compressed length. Here r is the same share of each prompt as it is "
-        "of the paper's 5,000, 7,000 or 9,000 tokens. H2O gives half of its budget to recent "
-        "tokens (its own default; neither paper says), Sink all but 4 first ones, which is how "
-        "`streaming_llm` runs anyway. Two things to know: ClusterGen's text calls (l + k)/n = 0.35 "
-        "at 5k what its table calls 35% less; and the printed GB, if they are 2^30 bytes and the "
-        f"cache is Llama-2-7B's in 16 bits, are {kept} tokens kept of {whole}, so about 3,072, "
-        "4,096 and 4,608 and an answer: at 200 lines r = 3,072 then leaves no budget for centers, "
-        "and the paper's 0.86 is r = 2,048's."
+        "The papers' own windows: SubGen keeps recent tokens without stating how many. "
+        "ClusterGen, section 4, has the same table and states the number: the better of r = 2,048 "
+        "and 3,072, where r does not exceed the compressed length. Here r is the same share of "
+        "each prompt as it is of the paper's 5,000, 7,000 or 9,000 tokens. H2O gives half of its "
+        "budget to recent tokens (its own default; neither paper states it), Sink all but 4 first "
+        "ones, as `streaming_llm` always does. Two notes: ClusterGen's text calls (l + k)/n = "
+        "0.35 at 5k what its table calls 35% less. If the printed GB are 2^30 bytes and the cache "
+        f"is Llama-2-7B's in 16 bits, they are {kept} tokens kept of {whole}, so about 3,072, "
+        "4,096 and 4,608 tokens and an answer. At 200 lines r = 3,072 then leaves no budget for "
+        "centers, and the paper's 0.86 belongs to r = 2,048."
     )
 
 
@@ -298,7 +298,7 @@ def _own_ranking(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float]) 
             f"{lines} lines: {_order(_own_best(rows, share, lines))} (paper: {_order(theirs)})"
         )
     return (
-        "Ranking in the papers' windows, of k-center the better r as in the paper. "
+        "Ranking in the papers' windows; for k-center the better r, as in the paper. "
         + "; ".join(parts)
         + "."
     )
@@ -310,7 +310,7 @@ def _fixed(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float]) -> lis
         if row["method"] == f"kcenter:0:{FIXED_RECENT}":
             return [
                 f"With {FIXED_RECENT:,} recent tokens in every prompt of {row['lines']} lines, "
-                f"instead of the share of each that this is on average, k-center gets "
+                "instead of the same share of each prompt, k-center gets "
                 f"{_accuracy(row)}."
             ]
     return []
@@ -395,7 +395,7 @@ def _ranking(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float]) -> s
         theirs = {m: v[1] for m, v in PAPER["results"].get(str(lines), {}).items()}
         order = [_order(scores) for scores in (ours, theirs) if scores]
         parts.append(f"{lines} lines: {order[0]} (paper: {order[-1]})")
-    return "Ranking by accuracy, exact aside. " + "; ".join(parts) + "."
+    return "Ranking by accuracy, without exact. " + "; ".join(parts) + "."
 
 
 def _order(scores: Mapping[str, float]) -> str:

@@ -81,17 +81,16 @@ def markdown(results: Sequence[dict[str, Any]], versions: dict[str, Any]) -> str
         f"made, {len(lists['not constructible'])} cannot be made here without another model. None "
         "is silently wrong.",
         "",
-        f"**Right ({len(right)}).** Without loss the logits are `DynamicCache`'s to the bit; with "
-        "tokens evicted they are those of the full cache with the same tokens hidden, to "
-        f"{worst:.1e} of the largest logit (float32). Written by `python -m "
+        f"**Right ({len(right)}).** Without loss the logits equal `DynamicCache`'s bit for bit. "
+        "With tokens evicted they equal those of the full cache with the same tokens masked, to "
+        f"within {worst:.1e} of the largest logit (float32). Written by `python -m "
         "benchmarks.model_families`.",
         "",
         names + ".",
         "",
         f"**Hybrids among them ({len(hybrid)}).** Full-attention layers are compressed; "
-        "linear-attention, convolution and sliding-window layers stay as transformers has them: "
-        + ", ".join(f"`{row['model_type']}`" for row in hybrid)
-        + ".",
+        "linear-attention, convolution and sliding-window layers keep the cache that transformers "
+        "gives them: " + ", ".join(f"`{row['model_type']}`" for row in hybrid) + ".",
         "",
         f"**Refused ({len(lists['refused'])}).** `SketchCache(model.config)` raises "
         "`UnsupportedError` with this reason, before any token is read:",

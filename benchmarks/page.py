@@ -79,11 +79,11 @@ def decode_speed(result: dict[str, Any]) -> str:
         "## Decoding against DynamicCache at the same number of slots\n\n"
         f"{first['tokens']} greedy tokens from {first['slots']} slots; the ratio of tokens per "
         "second (above 1: faster than DynamicCache), median of paired runs. SketchCache "
-        "recompresses as it goes and stays at its budget; DynamicCache grows. The model is tiny "
-        "(a layer takes a quarter of a millisecond), so every operation shows; `heavy_merge`, the "
-        "default, holds more slots for the same bytes, in 8 or 4 bits, and reads them out of these "
-        "for every token. Under `The default "
-        "from end to end` are layers of a usual size.\n\n"
+        "compresses repeatedly and stays within its budget, while DynamicCache grows. The model "
+        "is tiny (a layer takes a quarter of a millisecond), so the overhead of every operation "
+        "is visible. The default, `heavy_merge`, stores more slots in the same bytes, in 8 or 4 "
+        "bits, and dequantizes them for every token. Layers of a usual size are measured under "
+        "`The default method from end to end`.\n\n"
         + table(["method", "ratio", "least - most", "pairs"], rows)
         + f"\n\n{made_with(result)}\n"
     )
@@ -101,11 +101,11 @@ def prefill_peak(result: dict[str, Any]) -> str:
     ]
     return (
         "## Peak of a prompt read at once\n\n"
-        f'{result["tokens"]:,} tokens, `prefill="exact"`; the most bytes the cache ever held, over '
-        "those of the exact cache, by the budget. With budgets that are known beforehand (`@even`) "
-        "each layer goes as soon as it was attended to; where they are measured on this prompt "
-        "(`@measured`, heavy_merge's default) they follow from all layers: until the last is "
-        "measured, each is compressed to the most its heads may need.\n\n"
+        f'{result["tokens"]:,} tokens, `prefill="exact"`; the peak bytes of the cache over the '
+        "bytes of the exact cache, by budget. If budgets are known beforehand (`@even`), each "
+        "layer is compressed as soon as its attention is computed. Budgets measured on this prompt "
+        "(`@measured`, heavy_merge's default) depend on all layers: until the last layer is "
+        "measured, each layer is compressed to the most that its heads may need.\n\n"
         + table(["method", *map(str, budgets)], rows)
         + f"\n\n{made_with(result)}\n"
     )
@@ -126,10 +126,10 @@ def streaming_memory(result: dict[str, Any]) -> str:
     return (
         "## Peak of a streaming prefill\n\n"
         f"{first['tokens']:,} tokens in chunks of {first['chunk']} at a budget of "
-        f"{first['budget']} slots; bytes of all tensors the cache holds, at their highest. The "
-        "bound is budget + chunk slots in every layer. Every head has the same budget, as always "
-        "where a prompt is streamed without curves. Time is relative to the same chunked prefill "
-        "with DynamicCache.\n\n"
+        f"{first['budget']} slots; the peak bytes of all tensors in the cache. The bound is budget "
+        "+ chunk slots in every layer. Every head has the same budget, which is always the case "
+        "in a streaming prefill without curves. Time is relative to the same chunked prefill with "
+        "DynamicCache.\n\n"
         + table(["method", "peak KV bytes", "bound", "exact cache", "time / exact"], rows)
         + f"\n\n{made_with(result)}\n"
     )
@@ -147,9 +147,9 @@ def ray_throughput(result: dict[str, Any]) -> str:
     return (
         "## Two local Ray workers over one\n\n"
         f"`kvsketch eval longeval --ray local`, {result['cases']} cases of {result['lines']} lines "
-        "with the exact cache and with snapkv, a core for each worker. Answers per second after "
-        f"the first ones; the median ratio is {result['ratio']:.2f}. Ray and the models take some "
-        "seconds to start.\n\n"
+        "with the exact cache and with snapkv, one core per worker. The ratio is that of answers "
+        f"per second after the first answers; its median is {result['ratio']:.2f}. Ray and the "
+        "models take some seconds to start.\n\n"
         + table(["pair", "ratio", "start of one, s", "of two, s"], rows)
         + f"\n\n{made_with(result)}\n"
     )
@@ -176,8 +176,9 @@ def growth(result: dict[str, Any]) -> str:
         "## Growth with the stream\n\n"
         "Keys in sqrt(n) clusters, one KV head, head_dim 64 (1 for one_dimensional), chunks of "
         f"{result['chunk']}, up to {last:,} tokens. Exponents are log-log slopes. BalanceKV's "
-        "bytes are linear in log2(n): the same bytes more per doubling of the stream (R² of that "
-        "line beside it). The 1-d sketch is built for n, whose square root decides its size.\n\n"
+        "bytes are linear in log2(n): every doubling of the stream adds the same number of bytes "
+        "(the table has R² of that line). The 1-d sketch is built for a given n, whose square "
+        "root determines its size.\n\n"
         + table([*header, f"bytes at {last:,}", "µs per token there"], rows)
         + "\n\n![bytes and time against tokens](figures/growth.svg)\n\n"
         f"SubGen takes in {million['n']:,} tokens x 8 heads (1,000 clusters, t = 8, s = 512, "
@@ -229,8 +230,8 @@ def guarantee(result: dict[str, Any]) -> str:
         "Each trial is an independent sketch of the same stream and its own query; it fails if the "
         "error exceeds eps times the bound's norm (SubGen: operator norm, Theorem 1; BalanceKV: "
         "Frobenius, Theorem 3.1). The intervals are exact binomial. The last two columns are the "
-        "smallest eps for which the bound held, at the median and in the worst trial: the "
-        "constants are that conservative.\n\n"
+        "smallest eps for which the bound held, in the median and in the worst trial. They show "
+        "how conservative the constants are.\n\n"
         + table([*head, "median eps", "largest eps"], rows)
         + "\n\n![errors against the bound, and bits recovered](figures/guarantee.svg)\n\n"
         "### At a real model's norms\n\n"
@@ -239,9 +240,9 @@ def guarantee(result: dict[str, Any]) -> str:
         + table(["model", "layer", "query", "key", "delta", "SubGen", "BalanceKV"], real)
         + "\n\n### The barrier: INDEX\n\n"
         f"Alice writes {first['rows']} rows of bits into values under nearly orthogonal keys "
-        f"(Theorem 6); Bob reads them back from {first['rows'] // 4} slots. The advantage is what "
-        "he recovers beyond guessing; a method that keeps a quarter of the rows gets a "
-        "quarter.\n\n"
+        f"(Theorem 6); Bob reads them back from {first['rows'] // 4} slots. The advantage is the "
+        "share that he recovers beyond guessing. A method that keeps a quarter of the rows has an "
+        "advantage of a quarter.\n\n"
         + table(["method", "slots", "bits right", "advantage"], index)
         + f"\n\n{made_with(result)}\n{theorems(result)}"
     )
@@ -257,12 +258,12 @@ def theorems(result: dict[str, Any]) -> str:
     sections = {
         "break_even": (
             "### From how many tokens on BalanceKV's Theorem 3.1 saves memory\n\n"
-            "The least n for which the theorem asks for fewer than n slots, by a calculation over "
-            "all n (`kvsketch.theory.break_even`), failure probability 0.01. The first row is the "
-            "best case there is: with the paper's constant of the walk (30) and no knowledge of "
+            "The least n for which the theorem requires fewer than n slots, calculated over all n "
+            "(`kvsketch.theory.break_even`) at failure probability 0.01. The first row is the "
+            "best possible case: with the paper's constant of the walk (30) and no knowledge of "
             f"the value norms, the theorem saves nothing below {best:,} tokens; "
-            f"where all values are known to have one norm, nothing below {one:,}. The "
-            "constant 1 is what the proof of Theorem 3.4 needs.",
+            f"if all values are known to have the same norm, it saves nothing below {one:,}. The "
+            "proof of Theorem 3.4 needs only the constant 1.",
             table(
                 ["eps", "r", "d", "constant", "value norms", "saves from n ="],
                 [
@@ -279,11 +280,12 @@ def theorems(result: dict[str, Any]) -> str:
             ),
         ),
         "saves": (
-            "### Where it does\n\n"
-            "Two such regimes, as run (eps = 1, constant 30; values of one norm in the first, "
-            "Gaussian in the second, whose one sketch answers all queries, so that no interval is "
-            "given). Slots held are those of a fullest head at the end, bytes everything the "
-            "sketch holds, against keys and values of all tokens.",
+            "### Where it saves memory\n\n"
+            "Two such regimes were run (eps = 1, constant 30). Values have one norm in the first "
+            "and are Gaussian in the second, where one sketch answers all queries, so that no "
+            "interval is given. `slots held` counts the slots of the fullest head at the end. "
+            "`bytes held / exact` is the sketch's whole state over the keys and values of all "
+            "tokens.",
             table(
                 [
                     "regime",
@@ -314,10 +316,10 @@ def theorems(result: dict[str, Any]) -> str:
         ),
         "merge_and_reduce": (
             "### MergeAndReduce: BalanceKV's Theorem 3.3\n\n"
-            "Sums that are not divided, for values of one norm: z_j on (k, v) and on (k, 1), "
-            f"looked at after {first['steps']} steps j, between batches too. A trial is one sketch "
-            "and one query; it fails if either sum is off by more than eps j e^(-r^2/sqrt(d)) at "
-            "any of the steps (the theorem promises one step at a time).",
+            "Unnormalised sums for values of one norm: z_j on (k, v) and on (k, 1), evaluated "
+            f"after {first['steps']} steps j, which need not end a batch. A trial is one sketch "
+            "and one query. It fails if the error of either sum exceeds eps j e^(-r^2/sqrt(d)) "
+            "at any of the steps (the theorem is about one step at a time).",
             table(
                 [
                     "regime",
@@ -348,9 +350,10 @@ def theorems(result: dict[str, Any]) -> str:
             "### Few dimensions: Compression Barriers, Theorem 15\n\n"
             "The most clusters of radius e/3 that SubGen finds among keys of norm at most 1 "
             f"({covering[0]['trials']} streams of {covering[0]['n']:,} keys each): uniform in the "
-            "ball, on its surface, and farthest first, the order that makes many. Beside them what "
-            "is proven (`kvsketch.theory.clusters_in_ball`), Lemma 14's e^d, and the slots that "
-            "`SubGen.for_ball` takes at eps = 0.9, r = 1, however long the stream.",
+            "ball, on its surface, and farthest first, the order that yields many clusters. The "
+            "other columns are the proven bound (`kvsketch.theory.clusters_in_ball`), Lemma 14's "
+            "e^d, and the slots that `SubGen.for_ball` uses at eps = 0.9, r = 1 for a stream of "
+            "any length.",
             table(
                 ["d", "in the ball", "surface", "farthest first", "at most", "e^d", "slots"],
                 [
@@ -369,9 +372,10 @@ def theorems(result: dict[str, Any]) -> str:
         ),
         "sparsity": (
             "### Sparsity does not help: Compression Barriers, Corollary 16\n\n"
-            "How sparse the INDEX instance is. All of Alice's queries are 0, so almost all entries "
-            "of QK^T are; in Bob's own row one weight counts. The table above is the other half: a "
-            "quarter of the slots answers a quarter of his questions all the same.",
+            "The sparsity of the INDEX instance. All of Alice's queries are 0, so almost all "
+            "entries of QK^T are 0; in Bob's row only one weight matters. The INDEX table above "
+            "is the other half of the argument: a quarter of the slots still answers only a "
+            "quarter of his questions.",
             table(
                 ["rows", "entries of QK^T that are 0", "least own weight", "other weights > 0.01"],
                 [
@@ -401,20 +405,21 @@ def _rate(row: dict[str, Any]) -> str:
 #: what a method may have seen of the queries, see benchmarks/prompts.py
 SEEN = {"agnostic": ", queries unseen", "aware": ", queries right before seen", None: ""}
 EQUAL_BYTES = (
-    "Equal bytes: every method gets those of one that keeps the share of the tokens as they are. "
-    "Slots with a mass cost 4 bytes more and are fewer; slots in fewer bits (`+int8`, `+int4`, or "
-    "as measured errors choose) are more; of a streaming sketch the whole state is counted. "
+    "Equal bytes: every method gets the bytes of this share of the tokens, uncompressed. Slots "
+    "with a mass take 4 bytes more, so there are fewer of them. Slots in fewer bits (`+int8`, "
+    "`+int4`, or as chosen by measured errors) are more numerous. For a streaming sketch the "
+    "whole state is counted. "
 )
 #: benchmarks/options.py reads these names
 SPENT = (
     "Methods are named as in `kvsketch eval --methods`. A bare name is the method as "
-    "`SketchCache(model.config, name, budget=...)` runs it by default: `heavy_merge` with "
-    "budgets and bits as measured errors choose (`@measured+measured`), every other one as "
-    "`@even+16bit`. `@even`: the same budget for every head "
-    "(`pyramidkv`: of a layer, by its own schedule over layers). `@measured`: the same bytes, "
-    "spent over heads and layers by errors measured on this very prompt. `@calibrated`: by errors "
-    "measured beforehand on other prompts, which `kvsketch eval` takes as `@FILE`, written by "
-    "`kvsketch calibrate`. `+16bit`: slots as the model has them. "
+    "`SketchCache(model.config, name, budget=...)` runs it by default: `heavy_merge` with budgets "
+    "and bits chosen by measured errors (`@measured+measured`), every other method as "
+    "`@even+16bit`. `@even`: the same budget for every head (for `pyramidkv`: for every head of a "
+    "layer, by its own schedule over layers). `@measured`: the same bytes, allocated to heads and "
+    "layers by errors measured on this prompt. `@calibrated`: allocated by errors measured "
+    "beforehand on other prompts, by the file that `kvsketch calibrate` writes and `kvsketch "
+    "eval` takes as `@FILE`. `+16bit`: slots in the model's 16 bits. "
 )
 
 
@@ -451,19 +456,20 @@ def attention_error(result: dict[str, Any]) -> str:
     return (
         "## Attention error on real activations\n\n"
         "|z - exact|_F / |exact|_F of single layers, mean over layers and prompts ± standard "
-        "deviation over seeds, by the share of the middle's bytes that is kept; "
-        f"{result['sink']} sinks and {result['recent']} recent tokens are kept by everyone. The "
-        f"{result['follow']} queries asked come after compression and no method saw them: of a "
-        "LongEval prompt they hold the question; other texts just go on, and the queries right "
-        "before were seen. "
+        "deviation over seeds, by the kept share of the bytes between sinks and recent tokens. "
+        f"All methods keep {result['sink']} sinks and {result['recent']} recent tokens. The "
+        f"{result['follow']} queries come after compression and no method has seen them. In a "
+        "LongEval prompt they contain the question. In other texts they are the continuation, and "
+        "the queries right before them were seen. "
         + EQUAL_BYTES
         + SPENT
-        + "`peer:` rows run the peers' own code: for fewer slots than a halving leaves, the older "
-        "tokens are halved once more; `quantized_cache` is transformers' own with quanto, "
-        "all tokens, at its own bytes, as are `int8` and `int4`. kvpress's presses keep the same "
-        "tokens as ours of the same name, which `tests/benchmarks/test_peers.py` checks. Bytes "
-        "are per token and KV head, bfloat16. `pyramidkv` is `snapkv` with a budget schedule over "
-        "layers, which a single layer does not show.\n\n"
+        + "`peer:` rows run the authors' own code. Where a budget is smaller than a halving "
+        "leaves, the older tokens are halved once more. `quantized_cache` is transformers' own "
+        "with quanto; it keeps all tokens at its own bytes, as do `int8` and `int4`. kvpress's "
+        "presses keep the same tokens as our methods of the same name, which "
+        "`tests/benchmarks/test_peers.py` checks. Bytes are per token and KV head, bfloat16. "
+        "`pyramidkv` is `snapkv` with a budget schedule over layers, which makes no difference "
+        "in a single layer.\n\n"
         + by_share(result, "relative_error", 3)
         + "\n\n![error against the kept share](figures/attention_error.svg)\n\n"
         f"{made_with(result)}\n"
@@ -483,15 +489,15 @@ def attention_error_balancekv(result: dict[str, Any]) -> str:
 def kl(result: dict[str, Any]) -> str:
     return (
         "## Next-token KL to the exact cache\n\n"
-        "KL(exact || compressed) in nats, mean over texts and tokens fed one by one after the "
-        "prompt was compressed, ± standard deviation over texts. Scored are the exact cache's own "
-        f"answers to LongEval prompts, and the last {result['follow']} tokens of other texts. "
-        "*Queries unseen*: the question, or 64 tokens of another text, came between compression "
-        "and what is scored. *Queries right before seen*: compression comes right before what is "
-        "scored, with the question read. "
+        "KL(exact || compressed) in nats, mean over texts and over tokens that are fed one by one "
+        "after the prompt was compressed (teacher forcing), ± standard deviation over texts. The "
+        "scored tokens are the exact cache's own answers to LongEval prompts, and the last "
+        f"{result['follow']} tokens of other texts. *Queries unseen*: the question, or 64 tokens "
+        "of another text, come between compression and the scored tokens. *Queries right before "
+        "seen*: compression happens right before the scored tokens, after the question was read. "
         + EQUAL_BYTES
         + SPENT
-        + "Bytes are those of the compressed prompt.\n\n"
+        + "Bytes are of the compressed prompt.\n\n"
         + by_share(result, "kl", 4)
         + f"\n\n{made_with(result)}\n"
     )
@@ -515,26 +521,50 @@ def longeval_unseen(result: dict[str, Any]) -> str:
         "by the share of the record's bytes that is kept. " + EQUAL_BYTES + SPENT + "The "
         "question is read one token at a time after compression.\n\n"
         + table(["method", *map(str, budgets)], rows)
-        + f"\n\nOthers' methods compared, as they run by default: {', '.join(compared(result))}. "
+        + f"\n\nThe other authors' methods run with their defaults: {', '.join(compared(result))}. "
         "KVzip and KVgrad, which read the context a second time, are in the next section.\n\n"
         f"{made_with(result)}\n"
     )
 
 
 SECOND_ORDER = (
-    "Left out because it does not help: multiplying u and m of a group by what the spread of its "
-    "keys adds to the mean of exp(score) under a Gaussian with diagonal covariance. "
-    "`benchmarks/ablation.py` measured it while it was an option of `heavy_merge`: with the "
-    "least-squares fit the error rose at every share kept and for both sources; without the fit it "
-    "fell a little at 1/8 and 1/16 of one source and rose everywhere else."
+    "A second-order correction was removed because it did not help. It multiplied u and m of a "
+    "group by the factor that the spread of its keys adds to the mean of exp(score) under a "
+    "Gaussian with diagonal covariance. `benchmarks/ablation.py` measured it while it was an "
+    "option of `heavy_merge`. With the least-squares fit the error rose at every kept share and "
+    "for both sources. Without the fit it fell slightly at 1/8 and 1/16 of one source and rose "
+    "everywhere else."
 )
 
 
 def ablation(result: dict[str, Any]) -> str:
     return (
-        "## What each part of our method brings\n\n"
-        "Attention error as above, but every head of every row has the same number of slots, so "
-        "the whole method is `heavy_merge@even` and slots with a mass take their 4 bytes more on "
+        "## Ablation: what each part of heavy_merge contributes\n\n"
+        "Attention "
+        "error "
+        "as "
+        "above, "
+        "except "
+        "that "
+        "every "
+        "head of "
+        "every "
+        "row has "
+        "the "
+        "same "
+        "number "
+        "of "
+        "slots: "
+        "the "
+        "complete "
+        "method "
+        "is "
+        "`heavy_merge@even`, "
+        "and the "
+        "4 bytes "
+        "of a "
+        "mass "
+        "come on "
         "top.\n\n" + by_share(result, "relative_error", 3, "part") + "\n\n" + SECOND_ORDER + "\n\n"
         f"{made_with(result)}\n"
     )
@@ -569,18 +599,19 @@ def tolerance(result: dict[str, Any]) -> str:
     ]
     return (
         "## A tolerance instead of a budget\n\n"
-        "`SketchCache(tolerance=...)`, which runs `heavy_merge`, on a prompt, then the relative "
-        f"error of every layer and KV head over the {result['follow']} tokens that follow, whose "
-        "queries nothing has seen. "
-        f"`within`: the share of layer-heads whose error is at most {result['slack']} times the "
-        "tolerance; `reported`: the median of what `cache.error()` said right after the prompt, "
-        "about queries the method had seen; `exact heads`: the share that stays whole.\n\n"
+        "`SketchCache(tolerance=...)`, which runs `heavy_merge`, compresses a prompt. Then the "
+        f"relative error of every layer and KV head is measured over the {result['follow']} tokens "
+        "that follow, whose queries the method has not seen. "
+        f"`within`: the share of heads (over all layers) whose error is at most {result['slack']} "
+        "times the tolerance. `reported`: the median of `cache.error()` right after the prompt, "
+        "on queries that the method had seen. `exact heads`: the share of heads that keep all "
+        "tokens.\n\n"
         + table(head, rows)
-        + "\n\n`track_error` while a stream is compressed again and again (`heavy_merge@even`, "
-        f"budget 0.25, {result['follow']} tokens one by one): what is told over the error of the "
-        "newest queries, 5% / median / 95% of layer-heads, by the probe that ships and by a "
-        "reservoir of exact tokens of the same bytes, which mostly shows its own sampling "
-        "error.\n\n"
+        + "\n\n`track_error` while a stream is compressed repeatedly (`heavy_merge@even`, budget "
+        f"0.25, {result['follow']} tokens one by one): the reported error over the error on the "
+        "newest queries, at 5% / median / 95% of the heads of all layers. `probe` is what the "
+        "package uses; `reservoir` is a sample of exact tokens of the same bytes, which mostly "
+        "shows its own sampling error.\n\n"
         + table(["source", "actual, median", "probe / actual", "reservoir / actual"], known)
         + f"\n\n{made_with(result)}\n"
     )
@@ -591,14 +622,27 @@ def compression_time(result: dict[str, Any]) -> str:
     numbers = {k: v for k, v in result.items() if isinstance(v, (int, float)) and k != "seed"}
     found = result.get("measuring")
     measuring = found and (
-        f"Measuring where the budget belongs (`@measured`, what the bare `{found['method']}` "
-        f"does) takes {found['seconds']:.2f} s of a layer more, {found['share_of_prefill']:.1%} of "
-        "its prefill; that does not grow with the prompt."
+        "Measuring errors to allocate the budget (`@measured`, the default of "
+        f"`{found['method']}`) takes another {found['seconds']:.2f} s per layer, "
+        f"{found['share_of_prefill']:.1%} of its prefill. This time does not grow with the prompt."
     )
     parts = [
         "## Time to compress",
-        "Compressing to the same budget for every head, one layer of a model of Llama 3 8B's "
-        "size: " + ", ".join(f"{k.replace('_', ' ')} {_cell(v)}" for k, v in numbers.items()) + ".",
+        "One "
+        "layer "
+        "of "
+        "Llama "
+        "3 "
+        "8B's "
+        "size, "
+        "compressed "
+        "to "
+        "the "
+        "same "
+        "budget "
+        "for "
+        "every "
+        "head: " + ", ".join(f"{k.replace('_', ' ')} {_cell(v)}" for k, v in numbers.items()) + ".",
         _plain(result["results"]),
         measuring or "",
         *(["Probing the error of a compressed layer:", _plain(probe)] if probe else []),
@@ -691,15 +735,15 @@ def readme_block(result: dict[str, Any]) -> str:
     also = f" ({', '.join(spent)}: see [docs/errors.md](docs/errors.md))" if spent else ""
     return (
         table(["kept", *(f"{b}" for b in budgets)], rows)
-        + f"\n\nLongEval, {result['lines']} lines, the question not seen when the record was "
-        f"compressed; accuracy of the packaged model on {count} {result['source']} cases, at equal "
-        "bytes. `heavy_merge` is what `SketchCache(model.config, budget=...)` does: errors "
-        "measured on this very prompt say which heads and layers get the budget, and in how many "
-        "bits; "
-        "`+16bit`: which heads and layers only; `@calibrated`: by errors measured beforehand on "
-        "other prompts (`kvsketch calibrate`); `+int4`: slots in 4 bits.\n\nCompared in the last "
-        f"row: {', '.join(others)}; each as `SketchCache` runs it by default, none with a measured "
-        f"budget{also}. KVzip and KVgrad, which read the context a second time, are in the next "
+        + f"\n\nLongEval, {result['lines']} lines, question unseen when the record was compressed: "
+        f"accuracy of the packaged model on {count} {result['source']} cases, at equal bytes. "
+        "`heavy_merge` is the default of `SketchCache(model.config, budget=...)`: errors "
+        "measured on each prompt determine the budget of every head and layer and the bits of "
+        "its slots. `+16bit`: the budgets only. `@calibrated`: by errors measured beforehand on "
+        "other prompts (`kvsketch calibrate`). `+int4`: slots in 4 bits.\n\nCompared in the "
+        f"last row: {', '.join(others)}; each with its defaults in `SketchCache`, none with a "
+        f"measured budget{also}. KVzip and KVgrad, which read the context a second time, are in "
+        "the next "
         "table."
     )
 

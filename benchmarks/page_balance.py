@@ -15,25 +15,25 @@ def _constant(name: str) -> float:
 
 
 def figure2(result: Row) -> str:
-    """Errors by layer, then what the constant does, on models and made-up keys."""
+    """Errors by layer, then the effect of the constant, on models and synthetic keys."""
     rows = result["results"]
     models = [r for r in rows if r["part"] == "model"]
     return "\n\n".join(
         [
             "## BalanceKV's figure 2 as printed, and the walk's constant",
-            "Section 4.1's protocol: the first and the last 256 tokens kept (128 where a model has "
-            "too few positions), exactly 2^-T of the others, "
+            "Section 4.1's protocol: the first and the last 256 tokens are kept (128 where a "
+            "model has too few positions), and exactly 2^-T of the others; "
             f"{result['seeds']} seeds, {result['prompts']} prompts; error of the last queries of a "
             "layer ± standard deviation over seeds. `c=30` is the paper's constant in c = constant "
-            "log(n/delta). `uniform, unweighted` lets the sampled tokens count once instead of 2^T "
+            "log(n/delta). `uniform, unweighted` counts every sampled token once instead of 2^T "
             "times. One command runs it on any model (`python -m benchmarks.figure2 --model M "
-            "--records triviaqa.jsonl`); TriviaQA's records and the paper's models are not at hand "
-            "here.",
+            "--records triviaqa.jsonl`). TriviaQA's records and the paper's models were not "
+            "available here.",
             *(_by_layer(models, source) for source in dict.fromkeys(r["source"] for r in models)),
             "![uniform and BalanceKV by layer](figures/figure2_layers.svg)",
-            "**What comes out.** " + _conclusion(models, rows),
-            "Made-up keys (2,048 in 16 clusters, half kept), error over uniform's, by the spread "
-            "of a cluster (0: all its keys are equal; 1: hardly a cluster):",
+            "**Result.** " + _conclusion(models, rows),
+            "Synthetic keys (2,048 in 16 clusters, half kept): error over uniform's, by the "
+            "spread of a cluster (0: all its keys are equal; 1: hardly a cluster):",
             _made_up([r for r in rows if r["part"] == "made-up"]),
             "![BalanceKV over uniform, by the walk's constant](figures/figure2.svg)",
             made_with(result) + "\n",
@@ -107,18 +107,19 @@ def _conclusion(models: list[Row], rows: list[Row]) -> str:
         'The paper reports an error "much lower" than uniform sampling\'s in every layer and at '
         "every rate. Here, with the printed constant, BalanceKV's error is "
         f"{_between(paper)} of uniform's over all layers and rates (mean "
-        f"{sum(paper) / len(paper):.2f}): its signs are fair coins but for a term of the order "
-        "1/(30 log(n/delta)), so that the walk cannot be told from uniform halving. A smaller "
-        "constant does not bring it out: R^2 holds for the largest key norm of a block, and at "
-        "real norms it is orders of magnitude above the inner products that occur. The best "
-        f"constant, {_constant(best_name):g}, has a mean of {sum(best) / len(best):.2f} "
-        f"({_between(best)}); the least is greedy signing. Nor do weights explain it: a uniform "
-        "sample that counts once beside the exact tokens errs "
-        f"{_between(bare)} times as much as BalanceKV (mean {sum(bare) / len(bare):.2f}). The "
-        "claim does hold where keys come in tight clusters (spread at most 0.1) and the constant "
-        f"is 1e-4 or less: {by_block} of uniform's error, whatever the dimension; where clusters "
-        f"are loose (spread 1) {loose}, the less the fewer the dimensions. With the printed "
-        f"constant it is {printed} there, too."
+        f"{sum(paper) / len(paper):.2f}): its signs are fair coins except for a term of the order "
+        "1/(30 log(n/delta)), so that the walk is practically indistinguishable from uniform "
+        "halving. A smaller constant does not help: R^2 is determined by the largest key norm of "
+        "a block, and at real norms it is orders of magnitude above the inner products that "
+        f"occur. The best constant, {_constant(best_name):g}, has a mean of "
+        f"{sum(best) / len(best):.2f} "
+        f"({_between(best)}); the smallest constant is greedy signing. Weights do not explain the "
+        f"paper's result either: the error of an unweighted uniform sample is {_between(bare)} "
+        f"times BalanceKV's (mean {sum(bare) / len(bare):.2f}). The claim does hold where keys "
+        f"form tight clusters (spread at most 0.1) and the constant is 1e-4 or less: {by_block} of "
+        f"uniform's error, in every dimension. With loose clusters (spread 1) it is {loose}, "
+        f"smaller in fewer dimensions. With the printed constant it is {printed} for these keys, "
+        "too."
     )
 
 
@@ -141,7 +142,7 @@ def _made_up(rows: list[Row]) -> str:
 
 
 def sketch_budget(result: Row) -> str:
-    """What a budget buys the sketches: two tables."""
+    """Bytes, masses and errors of sketches within a budget: two tables."""
     rows = result["results"]
     budget = [r for r in rows if r["part"] == "budget"]
     inside = [r for r in rows if r["part"] == "generate"]
@@ -149,15 +150,15 @@ def sketch_budget(result: Row) -> str:
         [
             "## Streaming sketches within a budget",
             "A quarter of the bytes of all tokens (float32, 4 heads, head_dim 32), the stream in "
-            f"chunks of 500, {result['seeds']} seeds: the least share of the bytes allowed that is "
-            "used, the least and largest mass of a head over the number of tokens, and the "
-            "attention error over that of BalanceKV's one-shot form at the same bytes, mean and "
-            "worst. *As written* is the paper's own schedule, with the t and T that use most of "
-            "the bytes allowed at that very length.",
+            f"chunks of 500, {result['seeds']} seeds: the smallest share of the allowed bytes "
+            "that is used, the smallest and largest mass of a head over the number of tokens, "
+            "and the attention error over that of BalanceKV's one-shot form at the same bytes, "
+            "mean and worst. *As written* is the paper's own schedule, with the t and T that use "
+            "most of the allowed bytes at that length.",
             _budgets(budget),
-            "Inside `generate` on the packaged model: bytes of everything held, the sketch's state "
-            f"included, over the bytes of the budget's tokens, after the prompt and after "
-            f"{result['new']} decoded tokens, and the most at any token between.",
+            "Inside `generate` on the packaged model: bytes of the whole cache, including the "
+            "sketch's state, over the bytes of the budget's tokens: after the prompt, after "
+            f"{result['new']} decoded tokens, and the maximum in between.",
             _inside(inside),
             "![bytes held inside generate](figures/sketch_budget.svg)",
             made_with(result) + "\n",

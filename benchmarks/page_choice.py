@@ -73,27 +73,27 @@ def needs() -> str:
     default_peak = default["peak_kv_bytes"] / exact
     rows = [
         [
-            "A budget, and nothing else to say",
+            "A budget and no other requirement",
             "`SketchCache(model.config, budget=0.25)`",
             "LongEval, question unseen: " + accuracy([r for r in unseen if r["method"] != "exact"]),
         ],
         [
-            "What will be asked is not known, and a second reading of a sixth of the context is "
+            "The question is not known, and a second reading of a sixth of the context is "
             "affordable",
             '`allocation="global", bits=4` and `kvsketch.prefill(..., queries="sample")`',
             "LongEval, question unseen: " + accuracy(again),
         ],
         [
-            "No queries can be had, or none should decide what stays",
+            "No queries are available, or they should not decide what is kept",
             f'`SketchCache(model.config, "{even[0]["method"]}", budget=0.25)`',
             "attention error: "
             + ", ".join(f"`{r['method']}` {r['relative_error']:.3f}" for r in even),
         ],
         [
-            "A measured error to stay within, instead of a number of bytes",
+            "A limit on the measured error instead of a number of bytes",
             "`SketchCache(model.config, tolerance=0.05)`",
             f"{held['within']:.0%} of the heads stayed within it on the tokens that followed, "
-            f"keeping {held['kept']:.0%} of the slots",
+            f"with {held['kept']:.0%} of the slots kept",
         ],
         [
             "The prompt does not fit into memory uncompressed",
@@ -102,16 +102,16 @@ def needs() -> str:
             f"{loaded('streaming_memory')['results'][0]['tokens']:,} tokens",
         ],
         [
-            "Decoding speed on a CPU counts most",
-            '`bits=16`, `allocation="even"`, and a method that is quick',
+            "Decoding speed on a CPU matters most",
+            '`bits=16`, `allocation="even"`, and a fast method',
             "tokens per second over `DynamicCache`, tiny model: "
             + ", ".join(f"`{r['method']}` {r['ratio']:.2f}" for r in speed),
         ],
         [
-            "A proof, on a stream of any length",
+            "A proven guarantee for a stream of any length",
             "`kvsketch.methods.sketches`: `SubGen`, `BalanceKVStreaming`, `SlidingWindow`",
             "the theorems' bounds at the theorems' sizes: [guarantees](guarantees.md); at a real "
-            "model's norms these are beyond use",
+            "model's norms these are too large for use",
         ],
         ["Serving many requests", "the plugin for vLLM", "[Serving with vLLM](vllm.md)"],
     ]
@@ -146,19 +146,20 @@ def page() -> str:
     return (
         "# Which method for which need\n\n"
         "Written by `python -m benchmarks.page_choice` from `docs/results/`; do not edit. The "
-        "numbers are those of the small model in the package, which retrieves lines: they say how "
-        "the methods compare on that task, and not how they would on yours. "
-        "`kvsketch eval --model YOUR_MODEL` measures that ([evaluation](evaluation.md)).\n\n"
+        "numbers are those of the small model in the package, which retrieves lines. They compare "
+        "the methods on that task and need not carry over to yours: measure it with `kvsketch "
+        "eval --model YOUR_MODEL` ([evaluation](evaluation.md)).\n\n"
         f"{needs()}\n\n"
-        "## Measured beside each other\n\n"
-        f"At {KEPT:g} of the cache: the relative error of single layers' attention, and answers "
-        f"right of {result['count']} LongEval cases of {result['lines']} lines whose question was "
-        "not seen at compression. `@` says how a budget is spent, `+` in how many bits slots are "
-        "stored. Intervals are Wilson's; methods whose intervals overlap much should be taken as "
-        "equal.\n\n"
+        "## Methods compared\n\n"
+        f"At {KEPT:g} of the cache: the relative error of single layers' attention, and the "
+        f"accuracy on {result['count']} LongEval cases of {result['lines']} lines with the "
+        "question unseen at compression. `@` names the allocation of the budget, `+` the number "
+        "of bits of a slot's numbers. Intervals are Wilson's; methods whose intervals overlap "
+        "much should be considered equal.\n\n"
         f"{everything()}\n\n"
-        "All methods, with what each needs and what is proved of it: `kvsketch methods`. How far "
-        "each is its authors' own: [Other people's methods](methods.md). More tables: "
+        "`kvsketch methods` lists all methods, what each needs and what is proved about it. "
+        "[Methods of other authors](methods.md) compares our versions with the authors' code. "
+        "More tables: "
         "[What compression costs](errors.md), [Speed and memory](benchmarks.md).\n"
     )
 

@@ -28,14 +28,15 @@ def merged(result: dict[str, Any]) -> str:
         ]
         for row in result["results"]
     ]
-    header = ["kept", "the two halves", "accuracy", "KL to the exact cache", "held, all records"]
+    header = ["kept", "the two halves", "accuracy", "KL to the exact cache", "bytes of all records"]
     return (
         f"{table(header, rows)}\n\n"
         f"`python -m benchmarks.document_merge`: {result['records']} LongEval records, each cut in "
         f"two between lines, {result['asked']} questions about each, on the packaged model with "
-        f"`{result['method']}` (kept 1.0: all tokens in 16 bits). together: read as one; appended: "
-        "the second half read behind the compressed first; merged: read apart and put together. "
-        f"KL: of the number's first token, in nats. {made_with(result)}"
+        f"`{result['method']}` (kept 1.0: all tokens in 16 bits). together: read as one document; "
+        "appended: the second half read after the compressed first; merged: both halves read and "
+        "compressed separately, then merged. KL: of the number's first token, in nats. "
+        f"{made_with(result)}"
     )
 
 
@@ -60,8 +61,9 @@ def files(result: dict[str, Any]) -> str:
         f"{table(header, rows)}\n\n"
         "`python -m benchmarks.document_files`: LongEval records "
         f"({result['cases'].removesuffix('.jsonl').replace('_', ' ')}) at a budget of "
-        f"{result['budget']}, on the packaged model. The last column is a ratio of two times of "
-        f"the same run, medians; a larger model takes longer to read, and its file longer to load. "
+        f"{result['budget']}, on the packaged model. The last column is the ratio of the median "
+        "times in one run. A larger model takes longer to read a document, and its file longer to "
+        "load. "
         f"{made_with(result)}"
     )
 

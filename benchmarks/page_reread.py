@@ -41,15 +41,17 @@ def accuracies(result: dict[str, Any], names: list[str], interval: bool) -> str:
 def what(result: dict[str, Any]) -> str:
     count = result["results"][0]["cases"]
     return (
-        f"LongEval, {result['lines']} lines, the question not seen when the record was compressed; "
+        f"LongEval, {result['lines']} lines, question unseen when the record was compressed: "
         f"accuracy of the packaged model on {count} {result['source']} cases, at equal bytes. "
-        "`/reread`: by the queries of a second reading (`kvsketch.prefill`); `/local`: in parts of "
-        "512 tokens that look at themselves alone; `/sample`: of a sixth of the tokens. `kvzip` "
-        "has KVzip's scores and budgets, and keeps the tokens that kvpress's own code keeps "
-        "(`tests/benchmarks/test_peers_of_models.py`); but here it has the 32 recent tokens that "
-        "every method has. As published it has none, and loses most answers at 0.1 (`kvsketch eval "
-        "longeval --methods kvzip --recent 0 --queries reread --question unseen`). `@global`: "
-        "heads share the budget by scores; `+int4`, `+int8`: slots in 4 or 8 bits, more of them."
+        "`/reread`: by the queries of a second reading (`kvsketch.prefill`); `/local`: of a "
+        "second reading in parts of 512 tokens that attend only to themselves; `/sample`: of a "
+        "second reading of a sixth of the tokens. `kvzip` uses KVzip's scores and budgets and "
+        "keeps the tokens that kvpress's own code keeps "
+        "(`tests/benchmarks/test_peers_of_models.py`), except that here, like every method, it "
+        "also keeps the 32 recent tokens. As published it keeps none of them and loses most "
+        "answers at 0.1 (`kvsketch eval longeval --methods kvzip --recent 0 --queries reread "
+        "--question unseen`). `@global`: heads share the budget by scores. `+int4`, `+int8`: more "
+        "slots, in 4 or 8 bits."
     )
 
 
@@ -57,8 +59,8 @@ def what(result: dict[str, Any]) -> str:
 READ_AGAIN = {
     "": "nothing",
     "sample": "a sixth of it",
-    "local": "all, in parts alone",
-    "reread": "all, against all",
+    "local": "all of it, in separate parts",
+    "reread": "all of it, as a whole",
 }
 
 
@@ -84,8 +86,8 @@ def longeval_reread(result: dict[str, Any]) -> str:
     return (
         f"## A second reading: LongEval, {result['lines']} lines, question unseen\n\n"
         f"{what(result)} With 95% intervals.\n\n{accuracies(result, names, True)}\n\n"
-        "Which method for which price: the best at each share, by how much of the context may be "
-        "read again (what that costs is under `What a second reading costs`).\n\n"
+        "The best method at each share, by how much of the context may be read again (for the "
+        "cost see `What a second reading costs`).\n\n"
         f"{decisions(result)}\n\n"
         f"{made_with(result)}\n"
     )
@@ -113,19 +115,21 @@ def reading(result: dict[str, Any]) -> str:
     columns += [f"{method} at {budget}" for method, budget in asked]
     cases = f" of {right[0]['lines']} lines, {right[0]['cases']} cases" if right else ""
     return (
-        "## What a second reading costs, and what it brings\n\n"
+        "## What a second reading costs, and what it gains\n\n"
         "CPU seconds of the second reading over those of reading the same "
         f"{result['tokens']:,} tokens once with an uncompressed cache, on {result['threads']} "
-        "thread; medians of paired runs. What follows the last layer's queries is skipped, half of "
-        "a model of two layers: `32 such layers` has 31 times the first and once the last of them. "
-        "`compressing`: what follows, of `heavy_merge` at 0.1. "
+        "thread; medians of paired runs. Everything after the last layer's queries is skipped, "
+        "which is half of a model of two layers. `32 such layers` is therefore extrapolated from "
+        "31 times the first layer and once the last. `compressing`: the compression that follows, "
+        "by `heavy_merge` at 0.1. "
         f"Accuracy: LongEval{cases}, question unseen, at equal bytes, as in the table before.\n\n"
         "`reread` is KVzip's: 2,048 tokens at a time against the whole uncompressed cache. At "
-        f"{result['tokens']:,} tokens it looks at 2.5 times as many pairs of query and key as the "
-        "first reading, in which half of all are hidden; that is inherent, and all there is to the "
-        "packaged model, whose heads of 32 dimensions make attention most of its time. `local`: "
-        "512 tokens at a time, which look at themselves and the first four tokens alone. `sample`: "
-        "64 of every 384 tokens, in the same way; scores of the others are learned from these.\n\n"
+        f"{result['tokens']:,} tokens it computes 2.5 times as many pairs of query and key as the "
+        "first reading, in which the causal mask hides half of them. This cost is inherent, and "
+        "it dominates in the packaged model, whose heads of 32 dimensions spend most of the time "
+        "in attention. `local`: 512 tokens at a time, which attend only to themselves and to the "
+        "first four tokens. `sample`: 64 of every 384 tokens, in the same way; the scores of the "
+        "other tokens are predicted from these.\n\n"
         f"{table(columns, rows)}\n\n{_peers(result)}{made_with(result)}\n"
     )
 
@@ -137,8 +141,8 @@ def _peers(result: dict[str, Any]) -> str:
         return ""
     each = ", ".join(f"`{row['method']}` {row['whole_over_first']:.1f}" for row in rows)
     return (
-        "The whole prefill with `reread`, compressing included, over the first reading, packaged "
-        f"model: {each}. `kvgrad` takes gradients.\n\n"
+        "Time of the whole prefill with `reread`, including compression, over that of the first "
+        f"reading, on the packaged model: {each}. `kvgrad` computes gradients.\n\n"
     )
 
 

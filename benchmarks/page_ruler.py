@@ -32,8 +32,8 @@ def ruler_unseen(result: dict[str, Any]) -> str:
         f"## RULER, {result['length']:,} tokens, question unseen at compression\n\n"
         f"Score on {result['count']} cases of each subtask that the packaged RULER model answers "
         f"(`--model {result['model']}`; texts between the needles: {result['source']}), by the "
-        "share of the context's bytes that is kept, best first; equal bytes and names of methods "
-        f"as above. So few cases leave room: all of them right means at least {surely:.2f}, by the "
-        "95% interval.\n\n"
+        "share of the context's bytes that is kept, best first. Bytes are equal and methods are "
+        "named as above. With so few cases the intervals are wide: if all answers are right, the "
+        f"95% interval begins at {surely:.2f}.\n\n"
         f"{table(columns, lines)}\n\n{made_with(result)}\n"
     )

@@ -31,55 +31,55 @@ def block(result: dict[str, Any]) -> str:
     took = many["seconds"]["ours"] / many["seconds"]["stock"]
     lines = [
         f"LongEval, {answers['cases']} {answers['source']} cases of 200 lines, about 2,050 "
-        f"tokens, budget {answers['budget']:,}, asked with the openai client of `vllm serve`: the "
+        f"tokens, budget {answers['budget']:,}, sent to `vllm serve` with the openai client: the "
         "exact page gives vLLM's own answers in "
         f"{answers['exact_equal_to_stock']} of {answers['cases']}; "
         f"`heavy_merge` gives its offline ones in {answers['served_equal_to_offline']}, and those "
         f"of `SketchCache` (streaming prefill) in {answers['equal_to_transformers']}. Right "
         f"answers: vLLM {right['stock']}, `heavy_merge` {right['heavy_merge']}, in transformers "
         f"{right['heavy_merge in transformers']}. In transformers the last part of a prompt is "
-        "compressed too, and decoding compresses in another rhythm, so that scores differ.",
+        "compressed too, and decoding compresses at other times, so that scores differ.",
         *of_sizes(found["sizes"]),
         of_documents(found["documents"]),
         f"Prompts in chunks of {cut} tokens: {chunks['equal']} of {chunks['requests']} answers are "
         "the same.",
-        f"{crowd['requests']} requests of 100 to 6,000 tokens at once in pages for "
-        f"{crowd['most_running']}, {crowd['aborted']} aborted, {crowd['preemptions']} preemptions: "
-        f"{crowd['equal']} of the {crowd['finished']} finished answers are those of the request "
-        f"alone; free pages before and after: {free}.",
+        f"{crowd['requests']} requests of 100 to 6,000 tokens at once, with memory for "
+        f"{crowd['most_running']} pages, {crowd['aborted']} aborted, {crowd['preemptions']} "
+        f"preemptions: {crowd['equal']} of the {crowd['finished']} finished answers equal those "
+        f"of the same request run alone. Free pages before and after: {free}.",
         f"{many['requests']} requests of {many['tokens']:,} tokens in {many['memory'] / 2**20:.0f} "
         f"MiB, budget 1,024: {many['ran']['ours']} ran at once, {many['ran']['stock']} in vLLM's "
-        f"own blocks, and all were done in {took:.2f} of "
-        f"the time; the engine says that {many['logged']['ours']:.1f} and "
-        f"{many['logged']['stock']:.1f} fit. A page takes {page} bytes, whether requests have at "
-        f"most {contexts} tokens.",
-        f"Two ranks of tensor parallelism give the answers of one in {ranks['equal']} of "
-        f"{ranks['requests']}.",
-        "Decoded tokens a second over those of vLLM's own CPU backend, 8 requests at once, budget "
-        "1,024, compressions included:",
+        f"own blocks, and all were finished in {took:.2f} of the time. By the engine's log, "
+        f"{many['logged']['ours']:.1f} and {many['logged']['stock']:.1f} requests fit. A page "
+        f"takes {page} bytes for contexts of at most {contexts} tokens.",
+        f"Two ranks of tensor parallelism give the same answers as one rank in {ranks['equal']} "
+        f"of {ranks['requests']} requests.",
+        "Decoded tokens per second over those of vLLM's own CPU backend, 8 requests at once, "
+        "budget 1,024, compressions included:",
         table(["tokens", "ours over vLLM's", "each pair"], rows),
-        "The model is tiny (4 layers, heads of 32 channels), so that every operation shows. A "
-        "prompt alone is read more slowly than by vLLM: its page is compressed every 256 tokens.",
+        "The model is tiny (4 layers, heads of 32 channels), so that the overhead of every "
+        "operation is visible. A single prompt is read more slowly than by vLLM, because its "
+        "page is compressed every 256 tokens.",
         made_with(result),
     ]
     return "\n\n".join(lines)
 
 
 def lead(result: dict[str, Any]) -> str:
-    """What README says of it: the fewest bytes at which no answer is lost, beside FP8."""
+    """The README's summary: the fewest bytes at which no answer is lost, compared with FP8."""
     sizes, many = result["results"]["sizes"], result["results"]["concurrency"]
     whole, fp8 = sizes["stock"]["auto"], sizes["stock"]["fp8"]
     as_good = [row for row in sizes["rows"] if row["right"] >= whole["right"]]
     best = min(as_good, key=lambda row: row["page_bytes"])
     return (
         f"LongEval, {sizes['cases']} cases of 200 lines, the packaged model: vLLM's own cache "
-        f"answers {whole['right']}; ours as many at {best['page_bytes'] / whole['bytes']:.0%} of "
-        f"its bytes (budget {best['budget']:,} in {best['bits']} bits, "
-        f"{_ALLOCATIONS[best['allocation']]}), vLLM's FP8 cache {fp8['right']} at "
-        f"{fp8['bytes'] / whole['bytes']:.0%}. Of "
-        f"{many['requests']} requests of {many['tokens']:,} tokens in "
-        f"{many['memory'] / 2**20:.0f} MiB {many['ran']['ours']} run at once (budget 1,024 in 32 "
-        f"bits), in vLLM's own cache {many['ran']['stock']}."
+        f"answers {whole['right']} correctly; ours answers as many with "
+        f"{best['page_bytes'] / whole['bytes']:.0%} of its bytes (budget {best['budget']:,} in "
+        f"{best['bits']} bits, {_ALLOCATIONS[best['allocation']]}), and vLLM's FP8 cache "
+        f"{fp8['right']} with {fp8['bytes'] / whole['bytes']:.0%}. Of {many['requests']} requests "
+        f"of {many['tokens']:,} tokens, {many['ran']['ours']} run at once in "
+        f"{many['memory'] / 2**20:.0f} MiB (budget 1,024 in 32 bits), against "
+        f"{many['ran']['stock']} with vLLM's own cache."
     )
 
 
@@ -102,11 +102,11 @@ def of_sizes(found: dict[str, Any]) -> list[str]:
     ]
     names = ["budget", "bits", "bytes of a request", "the same for every head", "by curves"]
     return [
-        "The same questions by what a page takes, over the bytes of vLLM's own blocks for such a "
-        f"request; model and cache in {found['dtype']}. vLLM's own cache answers "
-        f"{theirs['auto']['right']} of {found['cases']}, and in FP8, at "
-        f"{theirs['fp8']['bytes'] / whole:.0%} of the bytes, {theirs['fp8']['right']}. Curves were "
-        "measured on two other prompts.",
+        "Right answers to the same questions by the bytes of a page, over the bytes of vLLM's "
+        f"own blocks for such a request; model and cache in {found['dtype']}. vLLM's own cache "
+        f"answers {theirs['auto']['right']} of {found['cases']} correctly, and in FP8, with "
+        f"{theirs['fp8']['bytes'] / whole:.0%} of the bytes, {theirs['fp8']['right']}. Curves "
+        "were measured on two other prompts.",
         table(names, rows),
     ]
 
@@ -116,11 +116,10 @@ def of_documents(found: dict[str, Any]) -> str:
     ours, stock = found["ours"], found["stock"]
     tokens = sum(found["tokens"]) // len(found["tokens"])
     return (
-        f"{found['documents']} documents of about {tokens:,} tokens, each sent alone and then "
-        f"asked about {found['questions'] // found['documents']} times: "
-        f"{ours['reused_tokens']:,} tokens were not read again (vLLM's own prefix caching: "
-        f"{stock['reused_tokens']:,}), {ours['equal']} of {ours['of']} answers are those without "
-        f"prefix caching (vLLM's own: {stock['equal']}), and all were done in "
-        f"{ours['seconds_over_without']:.2f} of the time without (vLLM's own: "
-        f"{stock['seconds_over_without']:.2f})."
+        f"{found['documents']} documents of about {tokens:,} tokens, each sent alone and then with "
+        f"{found['questions'] // found['documents']} questions: {ours['reused_tokens']:,} tokens "
+        f"were not read again (vLLM's own prefix caching: {stock['reused_tokens']:,}), "
+        f"{ours['equal']} of {ours['of']} answers equal those without prefix caching (vLLM's own: "
+        f"{stock['equal']}), and all were finished in {ours['seconds_over_without']:.2f} of the "
+        f"time without it (vLLM's own: {stock['seconds_over_without']:.2f})."
     )
