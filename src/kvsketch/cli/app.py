@@ -1,7 +1,7 @@
-"""The command line: reads options, hands them on, shows what comes back.
+"""The command line: reads options, calls the library, prints the results.
 
-Heavy imports (torch, transformers) happen inside the commands, after all that can be refused
-without them: `--help` and every usage error are quick.
+Heavy imports (torch, transformers) happen inside the commands, after every check that does not need
+them, so that `--help` and usage errors are fast.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from kvsketch.cli.report_command import report_command
 from kvsketch.errors import KVSketchError, unknown_name
 
 GO_ON = """
-Go on with
+Next:
   kvsketch eval longeval --lines 400 --num-cases 20 --budgets 0.5,0.1 --out run.jsonl
   kvsketch eval longeval --model YOUR_MODEL --question unseen
   kvsketch eval longbench needle ruler --model YOUR_MODEL --budgets 0.25 --out run.jsonl
@@ -56,12 +56,12 @@ Go on with
 USAGE_ERROR = 2
 
 
-#: of the click that typer brings along, which may be another than the one that can be imported
+#: from typer's own click, which may differ from the installed one
 _ClickError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class _Group(TyperGroup):
-    """Turns the errors we raise on purpose, and click's, into one line and an exit code."""
+    """Turns KVSketchError and click's errors into one line and an exit code."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with _errors_in_one_line():  # of the options before a command
@@ -107,7 +107,7 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Keeps the KV cache of long-context language models small while it streams.",
+    help="Keep the KV cache of long-context language models small, with measured error.",
     epilog="Example: kvsketch demo",
 )
 
@@ -135,39 +135,39 @@ def _root(
 )
 def calibrate(
     prompts: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="Text files: prompts of your kind.")
+        list[Path], typer.Argument(metavar="FILE...", help="Text files, each one typical prompt.")
     ],
-    out: Annotated[Path, typer.Option(help="Where the curves go (JSON).")],
+    out: Annotated[Path, typer.Option(help="File to write the curves to (JSON).")],
     model: Annotated[
         str,
         typer.Option(
-            help="Model folder or Hugging Face id; packaged: ours for longeval; packaged-ruler: "
-            "ours for longeval and ruler."
+            help="Model folder or Hugging Face id. packaged and packaged-ruler are the models in "
+            "this package, for longeval and for longeval and ruler."
         ),
     ] = "packaged",
     method: Annotated[str, typer.Option(help="See `kvsketch methods`.")] = "heavy_merge",
     follow: Annotated[
-        int, typer.Option(help="Last tokens of each prompt, held back as questions about the rest.")
+        int, typer.Option(help="Last tokens of each prompt; errors are measured on their queries.")
     ] = 64,
     sink: Annotated[int, typer.Option(help="First tokens that are always kept.")] = 4,
     recent: Annotated[int, typer.Option(help="Last tokens that are always kept.")] = 32,
-    seed: Annotated[int, typer.Option(help="Of random methods.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of random methods.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
     ] = False,
 ) -> None:
-    """Measure which layers and heads need their tokens, for `--allocation` and SketchCache."""
+    """Measure the error of each KV head at several sizes, for `--allocation` and SketchCache."""
     from kvsketch.evaluation.report.report import dumps
     from kvsketch.evaluation.runner.calibration import calibrate_files
     from kvsketch.evaluation.runner.files import check_folder, try_folder
     from kvsketch.evaluation.runner.settings import Settings
 
     settings = Settings(sink=sink, recent=recent, device=device, dtype=dtype)
-    try_folder(out.parent, f"--out {out}: the folder")  # said now, not after minutes of measuring
+    try_folder(out.parent, f"--out {out}: the folder")  # checked before minutes of measuring
     curves = calibrate_files(model, prompts, method, follow, settings, seed, Console(stderr=True))
-    check_folder(out.parent, f"--out {out}: the folder")  # made where it is missing, as by `eval`
+    check_folder(out.parent, f"--out {out}: the folder")  # created if it is missing, as by `eval`
     curves.save(out)
     layers, heads, _ = curves.error.shape
     needed = {t: float(curves.within(t)[0].mean()) for t in (0.02, 0.05, 0.1)}
@@ -213,12 +213,12 @@ def demo(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the generated cases.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the generated cases.")] = 0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Two cases: a look, not a result.")
+        bool, typer.Option("--quick", help="Two cases instead of 20, for a first look.")
     ] = False,
 ) -> None:
-    """Show on real long prompts what each method keeps and what that costs in answers."""
+    """Compare the methods on long prompts: the bytes that each keeps and its accuracy."""
     from kvsketch.evaluation.runner.settings import Settings
     from kvsketch.evaluation.runner.setups import make_setups, parse_budget
     from kvsketch.evaluation.runner.sweep import Sweep
@@ -231,9 +231,9 @@ def demo(
     tasks = make_tasks(["longeval"], Options(lines=[200], num_cases=count, seed=seed))
     sweep = Sweep.open("packaged", tasks, setups, Settings(), None)
     console_for(as_json).print(
-        f"A small Llama that ships with kvsketch reads {count} records of 200 lines and is asked "
-        "for the number in one of them.\nThe exact cache keeps every token; each method keeps the "
-        "share in the column [bold]budget[/bold] and answers from that."
+        f"The small Llama in this package reads {count} records of 200 lines; each question is "
+        "about the number in one line.\nThe exact cache keeps every token. Each method keeps the "
+        "fraction in the column [bold]budget[/bold] and answers from that."
     )
     # JSON comes last on standard output; with --json this text goes to standard error.
     run_sweep(sweep, "demo", as_json, {**sweep.base, "cases": "generated"}, seed)

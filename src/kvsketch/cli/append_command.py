@@ -1,4 +1,4 @@
-"""`kvsketch append`: more text behind a compressed document."""
+"""`kvsketch append`: read more text after a compressed document."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EPILOG = "Example: kvsketch append report.kvs appendix.txt"
 
 def append_command(
     file: FileArgument,
-    text: Annotated[Path, typer.Argument(metavar="FILE", help="UTF-8 text; -: standard input.")],
+    text: Annotated[Path, typer.Argument(metavar="FILE", help="UTF-8 text; - for standard input.")],
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="DOC.kvs", help="[default: the file itself]"),
@@ -35,7 +35,7 @@ def append_command(
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
-    """Read more text behind a compressed document, at the same budget."""
+    """Read more text after a compressed document, with the same budget."""
     target = file if out is None else out
     check_out(target)
     more = text_of(text, "FILE")

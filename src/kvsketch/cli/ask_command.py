@@ -26,23 +26,29 @@ EPILOG = 'Example: kvsketch ask report.kvs "Who signed it?" "When?" --json'
 def ask_command(
     file: FileArgument,
     questions: Annotated[
-        list[str] | None, typer.Argument(metavar="QUESTION...", help="One or more.")
+        list[str] | None, typer.Argument(metavar="QUESTION...", help="One or more questions.")
     ] = None,
     questions_from: Annotated[
         Path | None,
-        typer.Option("--questions", metavar="FILE", help="One question a line; -: standard input."),
+        typer.Option(
+            "--questions",
+            metavar="FILE",
+            help="File with one question per line; - for standard input.",
+        ),
     ] = None,
     model: ModelOfFile = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Largest number of tokens of an answer.")
+    ] = 64,
     batch: Annotated[
-        int, typer.Option(help="Questions of equal length that are answered at once.")
+        int, typer.Option(help="Largest number of questions of equal length in one batch.")
     ] = 8,
-    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the choices, above temperature 0.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling, for temperatures above 0.")] = 0,
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
-    """Ask questions about a compressed document. The file stays as it is."""
+    """Ask questions about a compressed document. The file is not changed."""
     asked = list(questions or [])
     if questions_from is not None:
         lines = text_of(questions_from, "--questions").splitlines()

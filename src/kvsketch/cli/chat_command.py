@@ -1,4 +1,4 @@
-"""`kvsketch chat`: a conversation in one cache, which stays as large as its budget says."""
+"""`kvsketch chat`: a conversation in one cache, which stays within its budget."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EPILOG = (
     "Example: kvsketch chat --context report.kvs --save talk.kvs\n\n"
-    "Ctrl-C stops an answer and not the session; Ctrl-D or /exit ends it."
+    "Ctrl-C stops an answer but not the session; Ctrl-D or /exit ends the session."
 )
 _LEAVE = ("/exit", "/quit")
 
@@ -37,7 +37,7 @@ def chat_command(
     ] = None,
     context: Annotated[
         Path | None,
-        typer.Option(metavar="DOC.kvs", help="A compressed document, or a chat that was saved."),
+        typer.Option(metavar="DOC.kvs", help="A compressed document or a saved chat."),
     ] = None,
     save: Annotated[
         Path | None, typer.Option(metavar="TALK.kvs", help="Save the cache here on exit.")
@@ -51,15 +51,19 @@ def chat_command(
     method: Annotated[
         str | None, typer.Option(help="As for `kvsketch compress`. [default: heavy_merge]")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of random methods, and above temperature 0.")] = 0,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Largest number of tokens of an answer.")
+    ] = 256,
+    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.")] = 0.0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of random methods and of sampling at temperatures above 0.")
+    ] = 0,
     device: DeviceOption = "cpu",
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16. [default: float32]")
     ] = None,
 ) -> None:
-    """Talk to a model in one cache, turn after turn, and see what it holds."""
+    """Talk to a model with one cache for the whole conversation, and see its size."""
     at_least("--max-new-tokens", max_new_tokens, 1)
     if save is not None:
         check_out(save)
@@ -69,7 +73,7 @@ def chat_command(
         for name, given in (("budget", budget), ("method", method), ("dtype", dtype)):
             if given is not None:
                 raise InputError(f"--{name} {given} and --context {context} exclude each other: "
-                                 "the file says it already")  # fmt: skip
+                                 "the file determines it")  # fmt: skip
         document = open_document(context, model, device)
     from kvsketch.documents.answering import Sampling
     from kvsketch.documents.conversation import Conversation
@@ -77,7 +81,7 @@ def chat_command(
     conversation = Conversation(document, max_new_tokens, Sampling(temperature, seed))
     try:
         _talk(conversation, Console())
-    finally:  # whatever ended it, what was said should not be lost
+    finally:  # keep the conversation in any case
         if save is not None and conversation.document.cache.get_seq_length():
             conversation.settle().save(save)
             print(f"saved to {save}: {mb(save.stat().st_size)}", file=sys.stderr)
@@ -86,7 +90,7 @@ def chat_command(
 def _fresh(
     model: str, budget: str | None, method: str | None, seed: int, device: str, dtype: str
 ) -> Document:
-    """A document of nothing yet."""
+    """An empty document."""
     from kvsketch.evaluation.runner import loading
     from kvsketch.evaluation.runner.settings import Settings
     from kvsketch.evaluation.runner.setups import parse_budget
@@ -139,8 +143,8 @@ def _turn(conversation: Conversation, said: str, console: Console) -> None:
 
 @contextmanager
 def _stopping(conversation: Conversation) -> Iterator[None]:
-    """Ctrl-C asks the answer to stop, between two tokens: a forward that is torn in the middle
-    would cost the session."""
+    """Ctrl-C stops the answer between two tokens, because a forward that is interrupted makes the
+    cache unusable."""
 
     def stop(*_: object) -> None:
         conversation.stop = True
@@ -153,8 +157,9 @@ def _stopping(conversation: Conversation) -> Iterator[None]:
 
 
 class _Screen:
-    """An answer as it comes. On a terminal: whole lines for good, and below them the line that
-    grows and one that says what the cache holds. Else the pieces, and that line at the end."""
+    """Prints an answer while it is generated. On a terminal: complete lines, and below them the
+    current line and a status line of the cache. Otherwise: the pieces, and the status line at the
+    end."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._line = console, ""

@@ -1,4 +1,4 @@
-"""`kvsketch compress`: a document becomes a file that can be asked."""
+"""`kvsketch compress`: compress a document into a file that answers questions."""
 
 from __future__ import annotations
 
@@ -27,58 +27,68 @@ EPILOG = "Example: kvsketch compress --model YOUR_MODEL report.txt -o report.kvs
 
 def compress_command(
     document: Annotated[
-        Path, typer.Argument(metavar="FILE", help="UTF-8 text; -: standard input.")
+        Path, typer.Argument(metavar="FILE", help="UTF-8 text; - for standard input.")
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DOC.kvs", help="Where it goes.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DOC.kvs", help="File to write.")],
     model: Annotated[
-        str, typer.Option(help="Model folder or Hugging Face id; packaged: ours for longeval.")
+        str,
+        typer.Option(
+            help="Model folder or Hugging Face id. packaged is the model in this "
+            "package, for longeval."
+        ),
     ] = "packaged",
     budget: Annotated[
         str | None,
         typer.Option(
-            help="0.25 is a share of the tokens, 1024 slots per KV head. [default: 0.25, unless "
-            "there is a tolerance]"
+            help="0.25 is a fraction of the tokens, 1024 a number of slots per KV head. [default: "
+            "0.25, unless there is a tolerance]"
         ),
     ] = None,
     tolerance: Annotated[
-        float | None, typer.Option(help="Instead of a budget: the largest measured error, 0.05.")
+        float | None,
+        typer.Option(help="Instead of a budget: the largest measured error, e.g. 0.05."),
     ] = None,
     method: Annotated[str, typer.Option(help="See `kvsketch methods`.")] = "heavy_merge",
     queries: Annotated[
         str,
         typer.Option(
-            help="What the compression goes by: the queries of the document (prompt), or of a "
-            "second reading (reread, local, sample), which suits questions not known yet better."
+            help="The queries that the compression uses: of the document (prompt), or of a second "
+            "reading (reread, local, sample), which suits unknown questions better."
         ),
     ] = "prompt",
     allocation: Annotated[
         str | None,
         typer.Option(
-            help="How the budget is spent over layers and heads, as for `kvsketch eval`. [default: "
-            "the method's own way]"
+            help="How the budget is divided among layers and heads, as for `kvsketch eval`. "
+            "[default: the method's own]"
         ),
     ] = None,
     bits: Annotated[
         str | None,
-        typer.Option(help="16, 8, 4 or measured. [default: the method's own way]"),
+        typer.Option(
+            help="Bits of a slot's numbers: 16, 8, 4 or measured. [default: the method's own]"
+        ),
     ] = None,
-    sink: Annotated[int, typer.Option(help="First tokens that are always kept.")] = 4,
-    recent: Annotated[int, typer.Option(help="Last tokens that are always kept.")] = 32,
+    sink: Annotated[int, typer.Option(help="Number of first tokens that are always kept.")] = 4,
+    recent: Annotated[int, typer.Option(help="Number of last tokens that are always kept.")] = 32,
     prefill: Annotated[
-        str, typer.Option(help="exact: compress after reading. streaming: while reading.")
+        str,
+        typer.Option(
+            help="exact: compress after the document is read; streaming: while it is read."
+        ),
     ] = "exact",
     max_tokens: Annotated[
-        int | None, typer.Option(help="Read only the first so many tokens of the document.")
+        int | None, typer.Option(help="Read only this many first tokens of the document.")
     ] = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="No chat template, even if the tokenizer has one.")
+        bool, typer.Option("--plain", help="Use no chat template, even if the tokenizer has one.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of random methods.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of random methods.")] = 0,
     device: DeviceOption = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     as_json: JsonOption = False,
 ) -> None:
-    """Compress a document once, into a file that answers questions about it."""
+    """Compress a document into a file that answers questions about it."""
     from kvsketch.evaluation.runner.setups import parse_budget
 
     if budget is not None and tolerance is not None:
@@ -92,7 +102,9 @@ def compress_command(
     if queries not in QUERY_SOURCES:
         raise InputError(f"--queries {queries!r} must be one of {', '.join(QUERY_SOURCES)}")
     if queries == "prompt" and method in NEED_REREAD:
-        raise InputError(f"--method {method} scores a text by a second reading: --queries reread")
+        raise InputError(
+            f"--method {method} scores a text by a second reading and needs --queries reread"
+        )
     if max_tokens is not None and max_tokens < 1:
         raise InputError(f"--max-tokens {max_tokens} must be at least 1")
     check_out(out)
@@ -113,9 +125,7 @@ def compress_command(
         highlight=False,
         soft_wrap=True,
     )
-    console.print(
-        f'Go on with: kvsketch ask {out} "YOUR QUESTION"', highlight=False, soft_wrap=True
-    )
+    console.print(f'Next: kvsketch ask {out} "YOUR QUESTION"', highlight=False, soft_wrap=True)
     if as_json:
         from kvsketch.evaluation.report.report import dumps
 

@@ -1,6 +1,6 @@
-"""What the commands about compressed documents have in common: texts, files, models, progress.
+"""Shared by the commands for compressed documents: texts, files, models, progress.
 
-torch and transformers are imported inside, after all that can be refused without them.
+torch and transformers are imported inside, after every check that does not need them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvsketch.files import container
 if TYPE_CHECKING:
     from kvsketch.documents.document import Advance, Document
 
-KIND = "cache"  # as ``hf.saving`` has it, which needs torch
+KIND = "cache"  # the same as in ``hf.saving``, which needs torch
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 FileArgument = Annotated[
-    Path, typer.Argument(metavar="DOC.kvs", help="Written by `kvsketch compress`.")
+    Path, typer.Argument(metavar="DOC.kvs", help="File written by `kvsketch compress`.")
 ]
 ModelOfFile = Annotated[
     str | None,
@@ -57,35 +57,35 @@ def text_of(path: Path, what: str) -> str:
     else:
         raise InputError(f"{name} is not a file")
     if "\0" in text:
-        raise InputError(f"{name} is not text: it holds zero bytes")
+        raise InputError(f"{name} is not text: it contains zero bytes")
     if not text.strip():
         raise InputError(f"{name} is empty")
     return text
 
 
 def check_out(path: Path) -> None:
-    """Raise InputError, before any work, where a file cannot be written."""
+    """Raise InputError, before any work, if a file cannot be written."""
     if path.is_dir():
         raise InputError(f"--out {path} is a folder; name a file in it")
     if not path.parent.is_dir():
-        raise InputError(f"--out {path}: there is no folder {path.parent}")
+        raise InputError(f"--out {path}: the folder {path.parent} does not exist")
 
 
 def header_of(path: Path) -> dict[str, Any]:
-    """What a file says of itself, its data not looked at.
+    """The header of a file, without its data.
 
     Raises:
-        InputError: it is no file of a cache.
+        InputError: it is not a file of a cache.
     """
     with container.opened(path, KIND) as (_, table):
         return table.header
 
 
 def model_of(path: Path, header: dict[str, Any], given: str | None) -> str:
-    """The model to load: the one that was given, or the file's own.
+    """The model to load: the given one, or the file's own.
 
     Raises:
-        InputError: the file names none, or what is neither a folder nor a Hugging Face id.
+        InputError: the file names no model, or the name is neither a folder nor a Hugging Face id.
     """
     from kvsketch.evaluation.runner.loading import PACKAGED_MODELS, resolve_model
 
@@ -97,13 +97,13 @@ def model_of(path: Path, header: dict[str, Any], given: str | None) -> str:
         raise InputError(f"{path} does not name its model; give it with --model")
     known = named in PACKAGED_MODELS or _HUB_ID.fullmatch(named)
     if not known and not (Path(named).is_absolute() and ".." not in Path(named).parts):
-        raise InputError(f"{path} names the model {named!r:.60}, which is no folder and no id; "
+        raise InputError(f"{path} names the model {named!r:.60}, which is not a folder or an id; "
                          "give it with --model")  # fmt: skip
     return resolve_model(named)
 
 
 def open_document(path: Path, model: str | None, device: str) -> Document:
-    """A document with its model, which is loaded in the dtype the file was made with.
+    """A document with its model, which is loaded in the dtype with which the file was made.
 
     Raises:
         InputError: as ``header_of`` and ``Document.load``.
@@ -122,7 +122,7 @@ def open_document(path: Path, model: str | None, device: str) -> Document:
 
 
 def dtype_of(header: dict[str, Any]) -> str:
-    """In which the file's model was loaded."""
+    """The dtype of the file's model."""
     told = header.get("model")
     dtype = told.get("dtype") if isinstance(told, dict) else None
     return dtype if dtype in ("float32", "bfloat16", "float16") else "float32"
@@ -130,7 +130,7 @@ def dtype_of(header: dict[str, Any]) -> str:
 
 @contextmanager
 def reading(cache: Any) -> Iterator[Advance]:
-    """A bar on standard error, with tokens per second and the bytes that a cache holds."""
+    """A progress bar on standard error, with tokens per second and the bytes of a cache."""
     console = Console(stderr=True)
     columns = (
         TextColumn("Reading"),
@@ -152,10 +152,10 @@ def reading(cache: Any) -> Iterator[Advance]:
 
 
 def mb(size: float) -> str:
-    """Bytes for people."""
+    """Bytes as readable text."""
     return f"{size / 1e6:,.2f} MB"
 
 
 def percent(error: float | None) -> str:
-    """An error for people."""
+    """An error as readable text."""
     return "not measured" if error is None else f"{error:.1%}"

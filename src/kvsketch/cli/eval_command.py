@@ -1,6 +1,6 @@
-"""`kvsketch eval`: reads options, runs the sweep, shows what comes back.
+"""`kvsketch eval`: reads options, runs the sweep, prints the results.
 
-torch and transformers are imported once all that can be refused without them was (``Sweep.open``).
+torch and transformers are imported after every check that does not need them (``Sweep.open``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EPILOG = (
 
 
 def _config(ctx: typer.Context, path: Path | None) -> Path | None:
-    """Values of a YAML file become the defaults of this command's options."""
+    """Use the values of a YAML file as the defaults of this command's options."""
     if path is not None:
         from kvsketch.evaluation.runner.configuration import read_config
 
@@ -49,7 +49,8 @@ def eval_command(
         typer.Argument(
             metavar="TASK...",
             help="longeval, longbench, longbench_e, needle, ruler; kl, perplexity, attention_error "
-            "(of texts that go on). Files after --cases FILE are further case files.",
+            "(on teacher-forced continuations of texts). Files after --cases FILE are further "
+            "case files.",
         ),
     ] = None,
     config: Annotated[
@@ -58,68 +59,73 @@ def eval_command(
             metavar="RUN.yaml",
             callback=_config,
             is_eager=True,
-            help="Options from a file; those on the command line win.",
+            help="Read options from this file; options on the command line take precedence.",
         ),
     ] = None,
     preset: Annotated[
         str | None,
         typer.Option(
             metavar="TABLE",
-            help="Instead of a task, a paper's table in the paper's protocol, beside what it "
-            "printed: clustergen-table2, balancekv-table1 or subgen-table1. Takes --model, --data, "
-            "--limit, --datasets, --seeds, --out and the machine's options; the paper says the "
-            "rest.",
+            help="Instead of a task: run a paper's table in the paper's protocol, next to its "
+            "printed numbers: clustergen-table2, balancekv-table1 or subgen-table1. You can "
+            "set --model, --data, --limit, --datasets, --seeds, --out and the options of "
+            "the machine; the paper determines the rest.",
         ),
     ] = None,
     model: Annotated[
         str,
         typer.Option(
-            help="Model folder or Hugging Face id; packaged: ours for longeval; packaged-ruler: "
-            "ours for longeval and ruler."
+            help="Model folder or Hugging Face id. packaged and packaged-ruler are the models in "
+            "this package, for longeval and for longeval and ruler."
         ),
     ] = "packaged",
     methods: Annotated[
         str,
         typer.Option(
             help="Comma-separated; NAME with any of :FIRST:LAST, @even, @measured, @layer, "
-            "@global, @variance or @FILE, and +16bit, +int8, +int4 or +measured behind it. FIRST "
-            "and LAST are its own --sink and --recent, or shares of the tokens; see `kvsketch "
+            "@global, @variance or @FILE, followed by +16bit, +int8, +int4 or +measured. FIRST "
+            "and LAST are its own --sink and --recent, or fractions of the tokens; see `kvsketch "
             "methods`."
         ),
     ] = METHODS_DEFAULT,
     budgets: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated: 0.25 is a share of the tokens, 1024 slots per KV head. "
+            help="Comma-separated: 0.25 is a fraction of the tokens, 1024 a number of slots per "
+            "KV head. "
             f"[default: {BUDGETS_DEFAULT}, unless there are tolerances]"
         ),
     ] = None,
     tolerances: Annotated[
-        str, typer.Option(help="Comma-separated measured errors instead of budgets, e.g. 0.05.")
+        str,
+        typer.Option(
+            help="Comma-separated limits on the measured error, instead of budgets, e.g. 0.05."
+        ),
     ] = "",
     seeds: Annotated[str, typer.Option(help="Comma-separated seeds of random methods.")] = "0",
     allocation: Annotated[
         str | None,
         typer.Option(
-            help="How a budget is spent over layers and heads: even, measured (on each prompt), "
-            "layer or global (by the method's scores), or a file of `kvsketch calibrate`. "
-            "[default: each method's own]"
+            help="How a budget is divided among layers and heads: even, measured (on each "
+            "prompt), layer or global (by the method's scores), variance (by layer), or a "
+            "file of `kvsketch calibrate`. [default: each method's own]"
         ),
     ] = None,
     queries: Annotated[
         str,
         typer.Option(
-            help="What a compression goes by: the queries of the prompt, or of a second reading "
-            "of the context (reread, local, sample; with --question unseen)."
+            help="The queries that a compression uses: of the prompt, or of a second reading of "
+            "the context (reread, local, sample; with --question unseen)."
         ),
     ] = "prompt",
     question: Annotated[
-        str, typer.Option(help="Is the question seen or unseen when the context is compressed?")
+        str,
+        typer.Option(help="Whether the question is seen or unseen when the context is compressed."),
     ] = "seen",
     limit: Annotated[
-        int | None, typer.Option(help="First N cases of each file, data set or length.")
+        int | None, typer.Option(help="Only the first N cases of each file, data set or length.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of generated cases.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of generated cases.")] = 0,
     cases: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE...", help="longeval: case files in LongEval's own format."),
@@ -137,7 +143,8 @@ def eval_command(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="longbench: folder of NAME.jsonl [default: the hub]; needle, ruler: of texts; kl, "
+            help="longbench: folder of NAME.jsonl [default: the hub]; needle, ruler: folder of "
+            "texts; kl, "
             "perplexity, attention_error: a .txt or .jsonl file, a folder of them, or "
             "hub:NAME[:CONFIGURATION[:SPLIT]]."
         ),
@@ -145,10 +152,14 @@ def eval_command(
     datasets: Annotated[str, typer.Option(help="longbench: comma-separated. [default: all]")] = "",
     subtasks: Annotated[str, typer.Option(help="ruler: comma-separated. [default: all]")] = "",
     lengths: Annotated[
-        str, typer.Option(help="needle, ruler, texts: lengths in tokens, e.g. 1000,2000.")
+        str,
+        typer.Option(
+            help="needle, ruler, kl, perplexity, attention_error: lengths in "
+            "tokens, e.g. 1000,2000."
+        ),
     ] = "1000,1800",
     depths: Annotated[
-        str, typer.Option(help="needle: where it is hidden, 0 (start) to 1 (end).")
+        str, typer.Option(help="needle: its positions, from 0 (start) to 1 (end).")
     ] = "0,0.25,0.5,0.75,1",
     form: Annotated[
         str | None,
@@ -157,45 +168,56 @@ def eval_command(
             "attention_error: text, or line."
         ),
     ] = None,
-    sink: Annotated[int, typer.Option(help="First tokens that are always kept.")] = 4,
-    recent: Annotated[int, typer.Option(help="Last tokens that are always kept.")] = 32,
+    sink: Annotated[int, typer.Option(help="Number of first tokens that are always kept.")] = 4,
+    recent: Annotated[int, typer.Option(help="Number of last tokens that are always kept.")] = 32,
     prefill: Annotated[
-        str, typer.Option(help="exact: compress after the prompt. streaming: while reading it.")
+        str,
+        typer.Option(help="exact: compress after the prompt is read; streaming: while it is read."),
     ] = "exact",
     prefill_chunk_size: Annotated[
         int | None,
         typer.Option(help="Tokens read at once. [default: the whole prompt; streaming: 512]"),
     ] = None,
     one_shot: Annotated[
-        bool, typer.Option("--one-shot", help="Compress the prompt only; keep answers exact.")
+        bool,
+        typer.Option("--one-shot", help="Compress the prompt only; keep all tokens of answers."),
     ] = False,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(help="Longest answer; tokens measured of a text. [default: the task's own]"),
+        typer.Option(
+            help="Largest number of answer tokens, or measured tokens of a text. "
+            "[default: the task's own]"
+        ),
     ] = None,
     max_prompt_tokens: Annotated[
         int | None,
-        typer.Option(help="Longer prompts are cut as the task says. [default: the model's limit]"),
+        typer.Option(help="Cut longer prompts in the task's own way. [default: the model's limit]"),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Cases answered at once.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="Cases that are answered in one batch.")] = 1,
     ray: Annotated[
         str | None,
         typer.Option(
             metavar="local|ADDRESS",
-            help=r"Answer on a Ray cluster (pip install kvsketch\[ray]).",
+            help=r"Run on a Ray cluster (pip install kvsketch\[ray]).",
         ),
     ] = None,
-    workers: Annotated[int, typer.Option(help="Ray: models loaded at once.")] = 2,
-    gpus: Annotated[float, typer.Option(help="Ray: GPUs per worker; fractions share one.")] = 0.0,
+    workers: Annotated[
+        int, typer.Option(help="Ray: number of workers, each with its own model.")
+    ] = 2,
+    gpus: Annotated[
+        float, typer.Option(help="Ray: GPUs per worker; with fractions, workers share a GPU.")
+    ] = 0.0,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="RUN.jsonl", help="Keep finished cases here, and resume from it."),
+        typer.Option(
+            metavar="RUN.jsonl", help="Store finished cases in this file, and resume from it."
+        ),
     ] = None,
     device: Annotated[
         str,
         typer.Option(
-            help="cpu, cuda, cuda:1; or auto, balanced, sequential: layers over all devices there "
-            "are (needs accelerate)."
+            help="cpu, cuda, cuda:1; or auto, balanced, sequential: place the layers on all "
+            "devices (needs accelerate)."
         ),
     ] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -213,8 +235,8 @@ def eval_command(
 
     if preset is None and not tasks:
         raise InputError(
-            f"Missing argument 'TASK...': {', '.join(TASKS)}; or a paper's table with --preset; "
-            "see `kvsketch eval --help`"
+            f"Missing argument 'TASK...': {', '.join(TASKS)}; or give a paper's table with "
+            "--preset; see `kvsketch eval --help`"
         )
     named = None
     if preset is not None:
@@ -261,7 +283,7 @@ def eval_command(
     for setup in setups:
         if queries == "prompt" and setup.method in NEED_REREAD:
             raise InputError(
-                f"--methods {setup.method}: it scores a context by a second reading; it needs "
+                f"--methods {setup.method}: it scores a context by a second reading and needs "
                 "--queries reread --question unseen"
             )
     options = Options(
@@ -295,7 +317,7 @@ def _given(ctx: typer.Context) -> dict[str, Any]:
 
 
 def _runner(ray: tuple[str, int, float] | None, model: str, settings: Settings) -> Runner | None:
-    """What answers: None is this process."""
+    """The runner of the cases; None means this process."""
     if ray is None:
         return None
     from kvsketch.evaluation.runner.loading import resolve_model
@@ -325,7 +347,7 @@ def _eval_preset(
     from kvsketch.evaluation.tasks import Options
 
     Options(limit=limit)  # raises
-    resolve_model(model)  # a wrong name is refused before any case is read
+    resolve_model(model)  # refuses a wrong name before any case is read
     new = settings.max_new_tokens
     found = plan(
         preset,
@@ -337,7 +359,7 @@ def _eval_preset(
         max_new_tokens=new,
     )
     found, longest = fitted_prompts(found, model, new)
-    # Every method has a window of its own; the run's must not look like one.
+    # Every method has its own sink and recent window, so the run has none.
     settings = replace(settings, max_prompt_tokens=longest, sink=0, recent=0)
     runner = _runner(ray, model, settings)
     sweep = Sweep.open(model, found.tasks, found.setups, settings, out, preset.name)
@@ -354,8 +376,8 @@ def run_sweep(
     runner: Runner | None = None,
     plan: Plan | None = None,
 ) -> None:
-    """Runs `sweep` under a progress bar, then shows table and JSON, also when interrupted; of a
-    preset, what the paper printed too."""
+    """Runs `sweep` with a progress bar, then prints table and JSON, also when interrupted; for a
+    preset, also the paper's numbers."""
     from kvsketch.evaluation.report.report import dumps, report, results_tables
     from kvsketch.evaluation.runner.progress import run_with_progress
 
@@ -387,15 +409,15 @@ def run_sweep(
 def _say_interrupted(sweep: Sweep) -> None:
     done = sweep.total() - sweep.remaining()
     kept = (
-        f"kept in {sweep.store.path}; the same command goes on from there"
+        f"stored in {sweep.store.path}; the same command resumes from there"
         if sweep.store.path
-        else "not kept: give --out FILE to be able to resume"
+        else "not stored: give --out FILE to be able to resume"
     )
     print(f"interrupted: {done} of {sweep.total()} answers are done, {kept}", file=sys.stderr)
 
 
 def console_for(as_json: bool) -> Console:
-    """People's output goes to standard error when standard output is for a program."""
+    """Readable output goes to standard error if standard output is JSON."""
     return Console(stderr=as_json)
 
 
@@ -412,7 +434,7 @@ def _counts(option: str, text: str) -> list[int]:
             raise InputError(f"{option} {part!r} must be an int >= 1, or several with commas")
         counts.append(int(part))
     if not counts:
-        raise InputError(f"{option} {text!r} names no length; give e.g. 200 or 200,300")
+        raise InputError(f"{option} {text!r} is empty; give e.g. 200 or 200,300")
     return list(dict.fromkeys(counts))
 
 
@@ -423,4 +445,4 @@ def _numbers(option: str, text: str, whole: bool = False) -> list[float]:
         return [int(part) if whole else float(part) for part in _names(text)]
     except ValueError as error:
         kind = "ints" if whole else "numbers"
-        raise InputError(f"{option} {text!r} must be {kind}, with commas between") from error
+        raise InputError(f"{option} {text!r} must be {kind}, separated by commas") from error

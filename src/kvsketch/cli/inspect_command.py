@@ -52,15 +52,19 @@ def inspect_command(
             "attention, a t-SNE of the first, the middle and the last."
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(help="First tokens of each prompt that are read.")] = 2048,
-    seed: Annotated[int, typer.Option(help="Of generated prompts, random methods, t-SNE.")] = 0,
+    limit: Annotated[
+        int, typer.Option(help="Largest number of tokens read of each prompt.")
+    ] = 2048,
+    seed: Annotated[
+        int, typer.Option(help="Seed of generated prompts, random methods and t-SNE.")
+    ] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
     ] = False,
 ) -> None:
-    """Look at a model's queries, keys and values: norms, clusters, attention, errors by method."""
+    """Measure a model's queries, keys and values: norms, clusters, attention, errors by method."""
     from kvsketch.evaluation.report.report import dumps
 
     result = run(

@@ -1,4 +1,4 @@
-"""`kvsketch merge`: two documents that were compressed apart, as one."""
+"""`kvsketch merge`: join two documents that were compressed separately."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ EPILOG = "Example: kvsketch merge part1.kvs part2.kvs -o both.kvs"
 def merge_command(
     first: FileArgument,
     second: FileArgument,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DOC.kvs", help="Where it goes.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DOC.kvs", help="File to write.")],
     model: ModelOfFile = None,
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
-    """Put two compressed documents one behind the other, without reading them again."""
+    """Join two compressed documents, one after the other, without reading them again."""
     check_out(out)
-    header_of(second)  # said before a model is loaded
+    header_of(second)  # raises before a model is loaded
     document = open_document(first, model, device)
     from kvsketch.documents.document import Document
     from kvsketch.hf.joining import join
@@ -46,7 +46,7 @@ def merge_command(
     both.save(out)
     console_for(as_json).print(
         f"{cache.get_seq_length():,} tokens, {mb(cache.nbytes())}. {out}: "
-        f"{mb(out.stat().st_size)}. The error of the whole was not measured.",
+        f"{mb(out.stat().st_size)}. The error of the merged document was not measured.",
         highlight=False,
         soft_wrap=True,
     )

@@ -1,4 +1,4 @@
-"""`kvsketch methods`: what each method needs, promises and takes.
+"""`kvsketch methods`: the requirements, guarantees and options of each method.
 
 Heavy imports happen inside, as in ``kvsketch.cli``.
 """
@@ -25,11 +25,11 @@ WIDE = 140
 def methods_command(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME...", help="Only these, with what their options mean."),
+        typer.Argument(metavar="NAME...", help="Show only these, and explain their options."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, on one line.")] = False,
 ) -> None:
-    """List the compression methods: what they need, what is proved of them, where they are from."""
+    """List the compression methods: requirements, what is proved about them, and sources."""
     from kvsketch.errors import unknown_name
     from kvsketch.method_names import METHOD_NAMES
 
@@ -52,8 +52,8 @@ def methods_command(
         console.print(_table(rows))
     if not names:
         console.print(
-            "Options of a method: SketchCache(model.config, NAME, options={...}). What they mean: "
-            "kvsketch methods NAME.",
+            "Options of a method: SketchCache(model.config, NAME, options={...}). `kvsketch "
+            "methods NAME` explains them.",
             highlight=False,
         )
 
@@ -77,14 +77,14 @@ def _row(name: str, cls: type[Any]) -> dict[str, Any]:
                 "meaning": meanings.get(p.name, ""),
             }
             for p in taken
-            if p.name != "seed"  # SketchCache and the commands have one of their own
+            if p.name != "seed"  # SketchCache and the commands have their own
         ],
     }
 
 
 def _queries(cls: type[Any]) -> str:
     if getattr(cls, "needs_reread", False):
-        return "needs those of a second reading (kvsketch.prefill)"
+        return "needs the queries of a second reading (kvsketch.prefill)"
     return "needs the model's queries" if getattr(cls, "needs_queries", False) else "needs none"
 
 
@@ -92,9 +92,9 @@ def _streams(cls: type[Any]) -> str:
     from kvsketch.methods.sketches import Sketch
 
     if issubclass(cls, Sketch):
-        return "natively: a budget bounds its whole state"
+        return "as a streaming sketch: a budget bounds its whole state"
     if cls.needs_reread:
-        return "no: it reads the whole context twice; what is decoded later is compressed again"
+        return "no: it reads the whole context twice; later tokens are compressed again"
     return "by compressing again whenever the budget is full"
 
 
@@ -110,7 +110,7 @@ def _first_sentence(doc: str) -> str:
 
 
 def _meanings(doc: str) -> dict[str, str]:
-    """What a docstring's ``Args`` say, by argument."""
+    """The text of a docstring's ``Args``, by argument."""
     block = re.search(r"^Args:\n((?:    .*\n?|\n)*)", doc, flags=re.MULTILINE)
     if block is None:
         return {}

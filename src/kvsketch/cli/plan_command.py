@@ -18,25 +18,30 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def plan_command(
-    model: Annotated[str, typer.Option(help="Model folder, hub id, or a packaged model.")],
-    gpu_memory: Annotated[str, typer.Option(help="Of the GPU: 80GiB, 24GB.")],
-    context: Annotated[str, typer.Option(help="The longest, in tokens: 128k, 8192.")],
+    model: Annotated[str, typer.Option(help="Model folder, Hugging Face id, or a packaged model.")],
+    gpu_memory: Annotated[str, typer.Option(help="Memory of the GPU, e.g. 80GiB or 24GB.")],
+    context: Annotated[str, typer.Option(help="Longest context in tokens, e.g. 128k or 8192.")],
     concurrency: Annotated[
-        int | None, typer.Option(help="Requests at once: the budget follows.")
+        int | None, typer.Option(help="Number of requests at once; calculates the budget.")
     ] = None,
     budget: Annotated[
-        int | None, typer.Option(help="Slots per KV head: the number of requests follows.")
+        int | None, typer.Option(help="Slots per KV head; calculates the number of requests.")
     ] = None,
-    method: Annotated[str, typer.Option(help="As KVSKETCH_METHOD.")] = "heavy_merge",
-    sink: Annotated[int, typer.Option(help="First tokens kept as they are.")] = 4,
-    recent: Annotated[int, typer.Option(help="Last tokens kept as they are.")] = 32,
-    bits: Annotated[int, typer.Option(help="Of compressed slots: 16, 8 or 4.")] = 16,
+    method: Annotated[
+        str, typer.Option(help="One of the values of KVSKETCH_METHOD.")
+    ] = "heavy_merge",
+    sink: Annotated[int, typer.Option(help="Number of first tokens that are always kept.")] = 4,
+    recent: Annotated[int, typer.Option(help="Number of last tokens that are always kept.")] = 32,
+    bits: Annotated[int, typer.Option(help="Bits of compressed slots: 16, 8 or 4.")] = 16,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, on one line.")] = False,
 ) -> None:
-    """Say how many requests vLLM serves at once, before and after, and with which budget."""
+    """Calculate how many requests vLLM serves at once, with and without kvsketch, and the
+    budget."""
     if (concurrency is None) == (budget is None):
-        raise InputError("give either --concurrency (the budget follows) or --budget, not both")
+        raise InputError(
+            "give either --concurrency (which calculates the budget) or --budget, not both"
+        )
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype!r}: one of {', '.join(DTYPES)}")
     import torch

@@ -1,4 +1,4 @@
-"""Which preset is meant, and whether what else was said agrees with it."""
+"""Finds a preset and checks that the other options agree with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from kvsketch.errors import InputError, unknown_name
 from kvsketch.evaluation.runner.presets import PRESETS, Preset
 
-#: options of ``kvsketch eval`` that no paper's protocol decides
+#: options of ``kvsketch eval`` that no paper's protocol determines
 FREE = {
     *("config", "preset", "model", "limit", "data", "cases", "datasets", "seeds", "batch_size"),
     *("ray", "workers", "gpus", "out", "device", "dtype", "as_json", "prefill_chunk_size"),
@@ -23,7 +23,7 @@ def find_preset(name: str, given: Mapping[str, Any]) -> Preset:
         given: options that the user gave, by name, without those left at their default.
 
     Raises:
-        InputError: an unknown preset, or an option that says something else, naming both.
+        InputError: an unknown preset, or an option that contradicts it; the message names both.
     """
     if name not in PRESETS:
         raise unknown_name("--preset", name, PRESETS)
@@ -35,7 +35,7 @@ def find_preset(name: str, given: Mapping[str, Any]) -> Preset:
             continue
         raise InputError(
             f"--preset {name} and {_written(option, value)} exclude each other: "
-            f"{_said(preset, option)}; leave out one of the two"
+            f"{_said(preset, option)}; omit one of the two"
         )
     return preset
 
@@ -52,7 +52,7 @@ def _written(option: str, value: Any) -> str:
 
 
 def _said(preset: Preset, option: str) -> str:
-    """What the preset says of an option, in words."""
+    """The preset's value of an option, in words."""
     name = "--" + option.replace("_", "-")
     if option in preset.options:
         value = preset.options[option]
@@ -67,4 +67,4 @@ def _said(preset: Preset, option: str) -> str:
         return "each method has its own window, " + ", ".join(next(iter(preset.methods.values())))
     if option == "max_prompt_tokens" and preset.max_prompt_tokens is not None:
         return f"the paper's is {name} {preset.max_prompt_tokens}"
-    return "the paper's table has no such thing"
+    return "the paper's table has no such option"

@@ -18,24 +18,24 @@ EPILOG = "Example: kvsketch report run.jsonl -o report.html"
 def report_command(
     stores: Annotated[
         list[Path],
-        typer.Argument(metavar="STORE...", help="Results that kvsketch eval --out wrote."),
+        typer.Argument(metavar="STORE...", help="Results written by `kvsketch eval --out`."),
     ],
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="Where the page goes.")
+        Path, typer.Option("--out", "-o", metavar="FILE", help="File to write the page to.")
     ] = Path("report.html"),
     inspect: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="inspect.json that kvsketch inspect --out wrote."),
+        typer.Option(metavar="FILE", help="An inspect.json written by `kvsketch inspect --out`."),
     ] = None,
     figures: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Write every figure (.svg, .png) here, too."),
+        typer.Option(metavar="FOLDER", help="Also write every figure (.svg, .png) here."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
     ] = False,
 ) -> None:
-    """Make one self-contained HTML page of results: figures, heat maps, tables."""
+    """Write one self-contained HTML page of results: figures, heat maps, tables."""
     from kvsketch.evaluation.report.html import build, check_outputs, save
     from kvsketch.evaluation.report.panels import headline, summary
     from kvsketch.evaluation.report.report import dumps
