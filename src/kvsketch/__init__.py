@@ -1,4 +1,4 @@
-"""kvsketch keeps the KV cache of long-context language models small while it streams."""
+"""kvsketch keeps the KV cache of long-context language models small, with measured error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = [
     "prefill",
 ]
 
-# Imported when first asked for: torch and transformers take seconds, `kvsketch --help` must not.
+# Imported on first use: torch and transformers take seconds to import, `kvsketch --help` must not.
 _LAZY = {
     "ALL_METHODS": "methods.registry",
     "METHODS": "methods",

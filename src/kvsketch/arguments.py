@@ -1,6 +1,6 @@
-"""What a ``SketchCache`` refuses and can be told without torch: said here before torch is imported.
+"""Checks of ``SketchCache`` arguments that do not need torch, so that commands can run them first.
 
-The cache has the last word; a test holds the two together, word for word.
+The cache itself repeats them; a test checks that both raise the same messages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvsketch.errors import InputError, unknown_name
 from kvsketch.method_names import METHOD_NAMES
 
 PREFILL_MODES = ("exact", "streaming")
-#: where the queries come from that a compression goes by, beside texts of the user's
+#: sources of the queries that a compression uses, besides the user's own texts
 QUERY_SOURCES = ("prompt", "reread", "local", "sample")
 BITS = (16, 8, 4, "measured")
 
@@ -66,7 +66,7 @@ def check_arguments(
 
 
 def check_tolerance(tolerance: float, budget: int | float | None, prefill: str) -> None:
-    """Raise InputError unless a tolerance may stand, beside the other two."""
+    """Raise InputError unless a tolerance is valid and fits the other two arguments."""
     if budget is not None:
         raise InputError(
             f"budget={budget!r} and tolerance={tolerance!r} exclude each other; max_budget bounds "

@@ -1,4 +1,4 @@
-"""attend_to: where the kernel is chosen for attention over what a layer holds, once.
+"""attend_to: chooses the kernel for attention over the contents of a layer.
 
     what is held        what is asked                               kernel
     ------------------  ------------------------------------------  ------------------------------
@@ -7,11 +7,11 @@
     parts of a page     ALiBi over a chunk                          slots.attend, the reference
     slots               anything, a mask                            slots.attend, the reference
 
-A page has one part, or two: slots in few bits, and the others. The reference takes every argument
-(scaling, soft-cap, ALiBi slopes, sinks, a mask), and so do the others, but for masks. On the CPU
-``paged`` reads float32, float64, bfloat16 and float16 slots as they are (torch's fused attention)
-and slots in few bits in small pieces; on CUDA one query per head runs in ``triton_decode`` where
-Triton is installed, which reads either.
+A page has one part, or two: slots in 8 or 4 bits, and the others. The reference takes every
+argument (scaling, soft-cap, ALiBi slopes, sinks, a mask), and so do the others, except masks. On
+the CPU ``paged`` reads float32, float64, bfloat16 and float16 slots without conversion (torch's
+fused attention) and slots in 8 or 4 bits in small pieces; on CUDA one query per head runs in
+``triton_decode`` if Triton is installed, which reads both.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def attend_to(
     mask: Tensor | None = None,
     padded: bool = False,
 ) -> Tensor:
-    """Attention of the newest tokens over all a layer holds, themselves included.
+    """Attention of the newest tokens over everything in a layer, including themselves.
 
     Args:
-        asked: their queries ``[batch, num_attention_heads, q, head_dim]``, and what turns them into
-            scores.
+        asked: their queries ``[batch, num_attention_heads, q, head_dim]``, with scaling, soft-cap
+            and the other settings of attention.
         held: the parts of a page, of which the last ends with the newest q tokens of every head; or
             slots ``[batch, num_key_value_heads, n, ...]``, whose last q they are.
-        mask: bool, True where a query may look, over slots; None: a causal one.
-        padded: whether slots may be dead that once were tokens.
+        mask: bool, True where a query may attend, over slots; None: a causal mask.
+        padded: whether there may be dead slots that were padding tokens.
 
     Returns:
         ``[batch, num_attention_heads, q, value_dim]`` in the dtype of the queries. A query that

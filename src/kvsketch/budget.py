@@ -12,12 +12,12 @@ from .errors import InputError
 #: Shares of the budget per layer, or per layer and KV head.
 Schedule = Sequence[float] | Sequence[Sequence[float]]
 
-#: How a budget can be spent over layers and heads, besides by a schedule or by curves.
+#: How a budget can be divided among layers and heads, besides a schedule or curves.
 ALLOCATIONS = ("even", "measured", "layer", "global", "variance")
 
 
-#: Of the average budget, what every head keeps at least where the heads of a layer compete: AdaKV's
-#: alpha, as its authors and kvpress have it.
+#: The fraction of the average budget that every head keeps at least if the heads of a layer
+#: compete: AdaKV's alpha, with the value of its authors and of kvpress.
 SAFEGUARD = 0.2
 
 
@@ -29,9 +29,9 @@ class Budget:
 
     Args:
         value: the budget on average over layers and heads.
-        share: what these heads get of it: 1 is the average (see ``scheduled``). More than all
-            tokens is all tokens.
-        limit: never more slots than this, whatever a fraction says; None: no limit.
+        share: the share of these heads; 1 is the average (see ``scheduled``). A budget above all
+            tokens keeps all tokens.
+        limit: the largest number of slots, also for a fraction; None: no limit.
 
     Raises:
         InputError: not a number, <= 0, not finite, or a float above 1.
@@ -46,7 +46,7 @@ class Budget:
         allowed = "an int >= 1 (slots per KV head) or a float in (0, 1] (kept fraction)"
         if isinstance(value, bool) or not isinstance(value, Real):
             raise InputError(f"budget={value!r} is not a number; allowed: {allowed}")
-        # Numbers of NumPy are numbers of Python from here on.
+        # Convert NumPy numbers to Python numbers.
         value = int(value) if isinstance(value, Integral) else float(value)
         object.__setattr__(self, "value", value)
         if not math.isfinite(value) or value <= 0:
@@ -62,8 +62,9 @@ class Budget:
         return isinstance(self.value, float)
 
     def slots(self, tokens: int) -> int:
-        """Slots per KV head that may be kept once ``tokens`` tokens were seen; at least 1.
-        A share decides only once the tokens exceed the average: what fits stays whole."""
+        """Slots per KV head that may be kept after ``tokens`` tokens; at least 1. A share applies
+        only when there are more tokens than the average budget; before that, all tokens are
+        kept."""
         if isinstance(self.value, int):
             if self.share == 1 or tokens <= self.value:
                 return self.value
@@ -72,8 +73,8 @@ class Budget:
         return slots if self.limit is None else min(slots, self.limit)
 
     def average(self, tokens: int) -> int:
-        """Slots per KV head on average over all heads that share the budget; of a tolerance, which
-        has no average, these heads' own. The same on every rank of a sharded model."""
+        """Slots per KV head on average over all heads that share the budget; for a tolerance, which
+        has no average, the budget of these heads. The same on every rank of a sharded model."""
         if isinstance(self.value, int):
             return self.value
         return self.slots(tokens) if self.value >= 1 else _part(self.value, tokens)
@@ -91,7 +92,7 @@ def scheduled(
     Args:
         budget: the average.
         schedule: shares, one per layer or one per layer and KV head, >= 0 with mean 1 over all
-            heads, so that the total stays what ``budget`` says; None: the same everywhere.
+            heads, so that the total equals ``budget``; None: the same everywhere.
         layers: how many layers are compressed.
         heads: KV heads of each of them.
 
@@ -117,6 +118,6 @@ def scheduled(
     if not math.isclose(mean, 1.0, rel_tol=1e-3):
         raise InputError(
             f"schedule sums to {total:.6g} over {sum(heads)} KV heads, a mean of {mean:.6g}; the "
-            "mean must be 1, so that the total is what budget says"
+            "mean must be 1, so that the total equals the budget"
         )
     return [[Budget(budget.value, x) for x in row] for row in shares]

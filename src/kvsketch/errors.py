@@ -1,4 +1,4 @@
-"""Every error kvsketch raises on purpose derives from KVSketchError."""
+"""The errors of kvsketch, all derived from KVSketchError."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from numbers import Integral
 
 
 class KVSketchError(Exception):
-    """Base class: catch this to catch everything kvsketch raises on purpose."""
+    """Base class of all errors that kvsketch raises deliberately."""
 
 
 class InputError(KVSketchError, ValueError):
-    """An argument is wrong. The message names the argument, its value and what is allowed."""
+    """An argument is wrong. The message names the argument, its value and the allowed values."""
 
 
 class UnsupportedError(KVSketchError, NotImplementedError):
-    """The request makes sense in general but not for this model or in this state of the cache."""
+    """The request is valid in general, but not for this model or in this state of the cache."""
 
 
 def at_least(name: str, value: object, least: int) -> int:

@@ -1,11 +1,11 @@
-"""The names of the methods, for what must not wait for torch, such as refusing a wrong name.
+"""The names of the methods, for code that must not import torch, such as checks of names.
 
-The methods themselves are ``kvsketch.ALL_METHODS``; a test holds this list to it.
+The methods themselves are ``kvsketch.ALL_METHODS``; a test compares the two.
 """
 
 from __future__ import annotations
 
-#: what ``SketchCache`` takes as a method, in the order of ``ALL_METHODS``
+#: the names that ``SketchCache`` accepts, in the order of ``ALL_METHODS``
 METHOD_NAMES = (
     "uniform",
     "streaming_llm",
@@ -41,5 +41,5 @@ METHOD_NAMES = (
     "kvgrad",
 )
 
-#: those of them that need a second reading of the context
+#: the methods among them that need a second reading of the context
 NEED_REREAD = ("kvzip", "kvzip_plus", "kvgrad")

@@ -1,15 +1,15 @@
-"""Uniform numbers by their place: number i of a stream depends on the stream's key and i alone.
+"""Counter-based uniform numbers: number i of a stream depends only on the stream's key and i.
 
-A generator that hands its numbers out one after the other gives a row of a batch other ones when
-its neighbours change. Here an object's ``torch.Generator`` gives one 64-bit number per call
-(``drawn``); from it every row and head gets the key of a stream of its own (``streams``), in which
-numbers are found by their coordinates (``uniform``), the same on every device.
+With a sequential generator, the numbers of a batch row would depend on the other rows. Here an
+object's ``torch.Generator`` gives one 64-bit number per call (``drawn``). From it every row and
+head gets the key of its own stream (``streams``), in which numbers are found by their coordinates
+(``uniform``), the same on every device.
 
 This is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA
 2014; constants as in Vigna's splitmix64.c): number i of key k is mix(k + (i + 1) gamma), mix being
 Stafford's 13th variant of MurmurHash3's finaliser. Keys of further streams take MurmurHash3's own
-finaliser instead, so that they are other numbers than the stream's own. All of it is arithmetic
-modulo 2^64, which int64 tensors do.
+finaliser instead, so that they differ from the stream's own numbers. All arithmetic is modulo 2^64,
+as in int64 tensors.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _KEYS: _Mix = (33, 0xFF51AFD7ED558CCD - (1 << 64), 33, 0xC4CEB9FE1A85EC53 - (1 <
 
 
 def drawn(generator: torch.Generator) -> int:
-    """A 64-bit number (signed). The generator moves on by as much whatever it is used for."""
+    """A 64-bit number (signed). The generator advances by the same amount in every call."""
     return int(torch.randint(-(1 << 63), (1 << 63) - 1, (), generator=generator))
 
 
 def generator_state(generator: torch.Generator, seed: int) -> State | None:
-    """The state of a generator; None where it is as ``manual_seed`` leaves it."""
+    """The state of a generator; None if no number was drawn since ``manual_seed``."""
     found = generator.get_state()
     if torch.equal(found, torch.Generator().manual_seed(seed).get_state()):
         return None
@@ -47,10 +47,10 @@ def generator_state(generator: torch.Generator, seed: int) -> State | None:
 
 
 def restore_generator(generator: torch.Generator, reader: Reader) -> None:
-    """Take in the part "generator" of a state, if there is one.
+    """Restore the part "generator" of a state, if there is one.
 
     Raises:
-        InputError: no state of a generator.
+        InputError: it is not the state of a generator.
     """
     if not reader.has("generator"):
         return
@@ -67,7 +67,7 @@ def streams(number: int, rows: Tensor, heads: int) -> Tensor:
     """Keys of independent streams, int64 ``[batch, heads]``.
 
     Args:
-        number: what they all come from, ``drawn``.
+        number: the number that they are derived from, see ``drawn``.
         rows: numbers of the rows, int64 ``[batch]``; equal ones get equal streams.
         heads: how many there are in each.
     """
@@ -75,8 +75,8 @@ def streams(number: int, rows: Tensor, heads: int) -> Tensor:
 
 
 def places(rows: Tensor, heads: int) -> Tensor:
-    """A number for every row and head, int64 ``[batch, heads]``, 2^20 or more apart: room for as
-    many streams of a head. For fewer than 2^23 rows and 2^20 heads."""
+    """A number for every row and head, int64 ``[batch, heads]``, at least 2^20 apart, so that a
+    head can have as many streams. For fewer than 2^23 rows and 2^20 heads."""
     return (rows.unsqueeze(1) << 40) + (torch.arange(heads, device=rows.device) << 20)
 
 

@@ -1,11 +1,11 @@
-"""Slots and attend(): the one estimator every method in this package maintains.
+"""Slots and attend(): the attention estimator of every method in this package.
 
 A slot is a key k, a value-sum u and a mass m. Attention over slots is
 
     z(q) = sum_s exp(<q, k_s>) u_s / sum_s exp(<q, k_s>) m_s        (scaling folded into q)
 
-An exact token is (k, v, 1); a sample, a cluster or a coreset point is the same thing with other
-u and m. This file is plain torch and is the reference every kernel is tested against.
+An exact token is the slot (k, v, 1); a sample, a cluster or a coreset point is a slot with other u
+and m. This file is plain torch and is the reference that every kernel is tested against.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from .errors import InputError
 # Scores of the m = 0 slots are not part of the softmax shift (an empty slot must not decide it),
 # so their exponent is bounded instead: exp(80) is still finite in float32.
 _MAX_EXPONENT = 80.0
-# attend() and attention_received() go over queries in blocks of at most this many scores.
-_BLOCK_SCORES = 1 << 21  # 8 MB in float32: stays near the cache
+# attend() and attention_received() process queries in blocks of at most this many scores.
+_BLOCK_SCORES = 1 << 21  # 8 MB in float32, about the size of a CPU cache
 # Queries of attention_received() at a time, if there are so many.
 _FEW_QUERIES = 16
 
 
 @dataclass(frozen=True)
 class Slots:
-    """A weighted set of keys and value-sums for every batch row and KV head.
+    """A weighted set of keys and value sums for every batch row and KV head.
 
     Attributes:
         keys: ``[batch, num_key_value_heads, slots, head_dim]``.
-        values: value-sums u, ``[batch, num_key_value_heads, slots, value_dim]``.
-        mass: m, float32 (or float64) ``[batch, num_key_value_heads, slots]``. ``None`` says that
-            every slot is one exact token (u = v, m = 1) and costs no memory.
-        positions: float32, same shape as mass: where the slot sits in the sequence. Only models
-            whose attention adds a distance bias (ALiBi) need it.
-        score: float32, same shape as mass: what a method remembers about each slot between
+        values: sums of values u, ``[batch, num_key_value_heads, slots, value_dim]``.
+        mass: m, float32 (or float64) ``[batch, num_key_value_heads, slots]``. ``None`` means that
+            every slot is one exact token (u = v, m = 1) and takes no memory.
+        positions: float32, same shape as mass: the position of the slot in the sequence. Only
+            needed by models whose attention adds a distance bias (ALiBi).
+        score: float32, same shape as mass: a number that a method stores with each slot between
             compressions (accumulated attention for H2O, insertion distance for k-center).
 
-    A slot with m = 0 and u = 0 is *dead*: padding that makes heads or rows of different length
-    one tensor. It never changes an attention output.
+    A slot with m = 0 and u = 0 is *dead*: padding, so that heads or rows of different lengths fit
+    into one tensor. It does not change any attention output.
 
     Raises:
-        InputError: shapes, devices or dtypes do not fit together.
+        InputError: shapes, devices or dtypes do not match.
     """
 
     keys: Tensor
@@ -94,7 +94,7 @@ class Slots:
         return torch.ones_like(self.keys[..., 0], dtype=compute_dtype(self.values.dtype))
 
     def mean_values(self) -> Tensor:
-        """u / m, the values of the tokens a slot stands for; u where m is 0."""
+        """u / m, the mean value of the tokens of a slot; u where m is 0."""
         if self.mass is None:
             return self.values
         return self.values / torch.where(self.mass > 0, self.mass, 1.0).unsqueeze(-1)
@@ -137,7 +137,7 @@ class Slots:
         )
 
     def only(self, live: Tensor) -> Slots:
-        """Kill the slots where ``live`` (bool, broadcastable to mass) is False."""
+        """Make the slots dead where ``live`` (bool, broadcastable to mass) is False."""
         live = live.expand(self.keys.shape[:3])
         return replace(
             self,
@@ -165,8 +165,8 @@ class Slots:
 
 
 def flat_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """``[batch, heads, n, ...]`` as ``[rows, ...]``, without a copy where strides allow it (those
-    of a part of the slots do), and how many rows one head is behind the last."""
+    """``[batch, heads, n, ...]`` as ``[rows, ...]``, without a copy if strides allow it (those of a
+    part of the slots do), and the number of rows from one head to the next."""
     batch, heads, n = tensor.shape[:3]
     if tensor.numel() == 0 or tensor.is_contiguous():
         return tensor.reshape(batch * heads * n, *tensor.shape[3:]), n
@@ -189,31 +189,32 @@ def _field(slots: Slots, name: str) -> Tensor:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision attention is computed in: at least float32."""
+    """The dtype in which attention is computed: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)
 class Observed:
-    """Queries the attention function saw, with all that turns them into scores.
+    """Queries of the attention function, with the settings that turn them into scores.
 
-    They belong to the newest tokens: query i of q sees the slots up to and including number
-    ``count - q + i`` (causal). Or they belong to no slot (``after``) and see every one.
+    Either they belong to the newest tokens: query i of q attends to the slots up to and including
+    number ``count - q + i`` (causal). Or they come after all slots (``after``) and attend to every
+    one.
 
     Attributes:
         queries: ``[batch, num_attention_heads, q, head_dim]``.
         scaling: multiplies ``<q, k>``.
         softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
         slopes: ``[num_attention_heads]``; adds ``slope * position`` to the scores (ALiBi).
-        live: bool ``[batch, q]``, False for padding, and for queries that saw anything else than
+        live: bool ``[batch, q]``, False for padding, and for queries that did not attend to exactly
             all tokens up to their own.
         sinks: ``[num_attention_heads]``: the logit of an attention sink in the softmax (gpt-oss),
-            which takes its share of every query's attention and adds no value.
-        weights: float32 ``[batch, q]``: what each query gives is multiplied by this, in methods of
-            a second reading that weigh its queries; others take no note.
-        after: they are asked behind all slots, as those of a second reading are.
-        total: of a second reading, float ``[batch, num_attention_heads, q]``: the log of the sum of
-            exp(score) over what its scores are relative to, where the kernel has left it (see
+            which takes a share of every query's attention and adds no value.
+        weights: float32 ``[batch, q]``: weight of each query, in methods that weight the queries of
+            a second reading; other methods ignore it.
+        after: they come after all slots, like those of a second reading.
+        total: for a second reading, float ``[batch, num_attention_heads, q]``: the log of the sum
+            of exp(score) by which its scores are normalised, if the kernel has computed it (see
             ``kernels.again``).
     """
 
@@ -229,7 +230,7 @@ class Observed:
 
     @property
     def plain(self) -> bool:
-        """Whether scores are products of queries and keys and nothing else."""
+        """Whether scores are plain products of queries and keys."""
         return self.softcap is None and self.slopes is None
 
     def narrow(self, start: int, length: int) -> Observed:
@@ -242,8 +243,8 @@ class Observed:
         return replace(self, queries=queries, live=live, weights=weights, total=total)
 
     def every(self, start: int, step: int) -> Observed:
-        """Each ``step``-th query from ``start`` on, as views; only of queries ``after`` all slots,
-        which need no neighbours."""
+        """Each ``step``-th query from ``start`` on, as views; only for queries ``after`` all
+        slots."""
         live, weights = (
             None if t is None else t[:, start::step] for t in (self.live, self.weights)
         )
@@ -279,22 +280,22 @@ def attend(
     Args:
         queries: ``[batch, num_attention_heads, q, head_dim]``; query head h uses KV head
             ``h // (num_attention_heads / num_key_value_heads)``.
-        slots: what to attend to.
+        slots: the slots to attend to.
         scaling: multiplies the scores; default ``head_dim ** -0.5``.
         softcap: logit soft-capping, applied after scaling.
-        mask: bool, True where a query may look, broadcastable to
-            ``[batch, num_attention_heads, q, slots]``.
+        mask: bool, True where a query may attend, broadcastable to ``[batch, num_attention_heads,
+            q, slots]``.
         slopes: ``[num_attention_heads]``, ALiBi slopes; needs ``slots.positions``.
         sinks: ``[num_attention_heads]``, logits of attention sinks: exp(sink) is added to the
             denominator of every query of that head.
 
     Returns:
         ``[batch, num_attention_heads, q, value_dim]`` in the dtype of the queries. Computed in at
-        least float32. A query that sees no mass gets zeros.
+        least float32. A query that attends to no mass gets zeros.
 
     Raises:
-        InputError: heads that do not divide, a wrong head_dim, slopes without positions, slopes or
-            sinks of another number of heads.
+        InputError: num_attention_heads is not a multiple of num_key_value_heads, a wrong head_dim,
+            slopes without positions, slopes or sinks for another number of heads.
     """
     check_queries(queries, slots, slopes)
     sink = None if sinks is None else per_group(sinks, slots.keys.shape[1], queries)
@@ -326,18 +327,18 @@ def attention_received(
 ) -> Tensor:
     """Attention each slot received from the observed queries, summed over queries (times
     ``weights``, float ``[batch, q]``) and the query heads of its group: float32 ``[batch,
-    num_key_value_heads, slots]``. Never forms the whole queries x slots matrix.
+    num_key_value_heads, slots]``. The whole queries x slots matrix is never formed.
 
     Args:
-        largest: the largest that any query and head of the group gave, instead of the sum.
-        factors: with ``largest``: what a head of the group gives a slot is multiplied by this
-            first, ``[batch, num_key_value_heads, group, slots]``.
+        largest: the largest attention of any query and head of the group, instead of the sum.
+        factors: with ``largest``: the attention of each head of the group is first multiplied by
+            this, ``[batch, num_key_value_heads, group, slots]``.
     """
     check_queries(observed.queries, slots, observed.slopes)
     heads, n, q = slots.keys.shape[1], slots.count, observed.queries.shape[2]
     batch, group = len(observed.queries), observed.queries.shape[1] // heads
     received = torch.zeros_like(slots.masses())
-    # All heads as far as some queries of each fit: fewer would read the keys again and again.
+    # All heads, if a few queries of each fit; with fewer heads the keys would be read repeatedly.
     few = max(1, min(q, max(_FEW_QUERIES, _BLOCK_SCORES // max(1, batch * heads * group * n))))
     some = max(1, _BLOCK_SCORES // max(1, batch * group * few * n))
     for head in range(0, heads, some):
@@ -347,7 +348,7 @@ def attention_received(
         for start in range(0, q, few):
             late = asked.narrow(start, min(few, q - start))
             weight = None if weights is None else weights[:, start : start + few]
-            end = n - q + start + late.queries.shape[2]  # nobody looks further
+            end = n - q + start + late.queries.shape[2]  # no query attends further
             seen = part if observed.after else part.narrow(0, end)
             factor = None if factors is None else factors[:, mine, :, : seen.count]
             found = _received(seen, late, weight, largest, factor)
@@ -386,7 +387,7 @@ def _received(
         queries, slots, observed.scaling, observed.softcap, visible, observed.slopes
     )
     if slots.mass is not None:
-        # what a slot of mass m receives is m exp(score) / total; log 0 hides a dead one
+        # a slot of mass m receives m exp(score) / total; log 0 masks a dead slot
         scores += slots.mass.to(scores.dtype).log()[:, :, None, None]
     if observed.sinks is None:
         share = scores.softmax(-1)
@@ -394,7 +395,7 @@ def _received(
         sink = per_group(observed.sinks, heads, queries)
         share = (scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), sink)).exp_()
     if observed.live is not None or slots.mass is not None:
-        share = share.nan_to_num_(0.0)  # a padded query sees nothing
+        share = share.nan_to_num_(0.0)  # a padded query attends to nothing
     if largest:
         if weights is not None:
             share = share * weights[:, None, None, :, None].to(share.dtype)
@@ -414,7 +415,7 @@ def attention_scores(
     mask: Tensor | None,
     slopes: Tensor | None,
 ) -> Tensor:
-    """Scores ``[batch, kv_heads, group, q, slots]``, -inf where the mask hides."""
+    """Scores ``[batch, kv_heads, group, q, slots]``, -inf where masked."""
     batch, heads, num_queries, head_dim = queries.shape
     kv_heads = slots.keys.shape[1]
     group = heads // kv_heads
@@ -455,7 +456,7 @@ def _weights(
     scores: Tensor, mass: Tensor | None, sink: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """exp(scores), shifted so that nothing overflows; m broadcastable to it; exp(sink), shifted
-    alike."""
+    equally."""
     shiftable = scores
     if mass is not None:
         mass = mass.to(scores.dtype)[:, :, None, None, :]

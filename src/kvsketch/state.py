@@ -1,9 +1,8 @@
-"""What an object holds, as plain data: tensors by name, and values that JSON can hold.
+"""The state of an object as plain data: tensors by name, and values that JSON can represent.
 
-Whatever a cache is made of (pages, streams, methods, sketches) says what it holds as a ``State``
-and takes it back through a ``Reader``, which checks every name, shape, dtype and number before
-anything is built: what is read may come from anywhere. How a state becomes a file is
-``kvsketch.files.format``'s business.
+Every part of a cache (pages, streams, methods, sketches) returns its state as a ``State`` and is
+restored from a ``Reader``. The reader checks every name, shape, dtype and number before anything is
+built, because a file may come from anywhere. ``kvsketch.files.format`` converts a state to a file.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from .errors import InputError
 
-#: The dtypes that tokens may have, by the name that a state has for them.
+#: The dtypes that tokens may have, by their name in a state.
 FLOATS = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -31,8 +30,8 @@ FLOATS = {
 class State:
     """
     Attributes:
-        tensors: by name; that of a part's tensor begins with the part's name and a dot.
-        values: what JSON can hold; a part's are under its name.
+        tensors: by name; the names of a part's tensors begin with the part's name and a dot.
+        values: values that JSON can represent; those of a part are under its name.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -46,7 +45,7 @@ class State:
         self.tensors.update({f"{name}.{key}": tensor for key, tensor in part.tensors.items()})
 
     def keep(self, **tensors: Tensor | None) -> None:
-        """Add the tensors that are there."""
+        """Add the tensors that are not None."""
         self.tensors.update({n: t.detach() for n, t in tensors.items() if t is not None})
 
     @property
@@ -56,11 +55,11 @@ class State:
 
 
 class Reader:
-    """Takes a state apart, one name at a time; ``close`` says that nothing may be left.
+    """Reads a state, one name at a time; ``close`` checks that nothing is left.
 
     Args:
-        state: it is emptied.
-        where: what its names begin with, for messages.
+        state: the state; reading empties it.
+        where: prefix of its names, for messages.
         device: where tensors go.
     """
 
@@ -72,7 +71,7 @@ class Reader:
         self._values = dict(self._values)
 
     def wrong(self, name: str, found: object, allowed: str) -> InputError:
-        """The error for a value that cannot stand."""
+        """The error for an invalid value."""
         return InputError(f"{self._where}{name}={found!r:.60} must be {allowed}")
 
     def has(self, name: str) -> bool:
@@ -101,7 +100,7 @@ class Reader:
         return found
 
     def word(self, name: str, allowed: Collection[str] | None = None) -> str:
-        """A string, perhaps one of some."""
+        """A string, optionally one of a few."""
         found = self._value(name)
         if type(found) is not str or (allowed is not None and found not in allowed):
             said = "a string" if allowed is None else f"one of {', '.join(allowed)}"
@@ -113,7 +112,7 @@ class Reader:
         return FLOATS[self.word(name, FLOATS)]
 
     def anything(self, name: str) -> Any:
-        """A value that somebody else checks."""
+        """A value that the caller checks."""
         return self._value(name)
 
     def tensor(
@@ -123,8 +122,8 @@ class Reader:
         *dtypes: torch.dtype,
         allow: Collection[str] = (),
     ) -> Tensor:
-        """A tensor of a shape (None: any length) and one of some dtypes, finite where it is
-        floating point; ``allow``: "inf" and "nan" are."""
+        """A tensor of a shape (None: any length) and of one of some dtypes. Floating-point tensors
+        must be finite, except for what ``allow`` names ("inf", "nan")."""
         if name not in self._tensors:
             raise InputError(f"{self._where}{name} is missing")
         tensor = self._tensors.pop(name)
@@ -147,7 +146,7 @@ class Reader:
         return tensor.to(self.device)
 
     def axes(self, name: str) -> int:
-        """How many axes a tensor has; 1 where there is none of this name."""
+        """How many axes a tensor has; 1 if there is none of this name."""
         return max(1, self._tensors[name].dim()) if name in self._tensors else 1
 
     def integers(self, name: str, shape: Sequence[int | None], least: int, most: int) -> Tensor:
@@ -158,7 +157,7 @@ class Reader:
         return tensor
 
     def rest(self) -> dict[str, Tensor]:
-        """All tensors that nobody asked for."""
+        """All tensors that have not been read."""
         rest, self._tensors = self._tensors, {}
         return rest
 
@@ -171,14 +170,14 @@ class Reader:
         return Reader(State(tensors, values), f"{self._where}{start}", self.device)
 
     def parts(self, name: str, count: int) -> list[Reader]:
-        """The parts that ``numbered`` put together."""
+        """The parts that ``numbered`` joined."""
         together = self.part(name)
         found = [together.part(str(number)) for number in range(count)]
         together.close()
         return found
 
     def close(self) -> None:
-        """Raise InputError if anything is left that nobody asked for."""
+        """Raise InputError if anything has not been read."""
         left = [*self._values, *self._tensors]
         if left:
             raise InputError(f"{self._where}{left[0]!s:.60} is not known")
@@ -198,5 +197,5 @@ def numbered(parts: Sequence[State]) -> State:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """What a state calls a dtype."""
+    """The name of a dtype in a state."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic writing of files."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .errors import InputError
 
 @contextmanager
 def whole(path: Path, name: str) -> Iterator[BinaryIO]:
-    """A stream whose content becomes a file: all of it or nothing. A new file beside it takes its
-    place once all of it is on the disk; what was there before stays until then, and of two that
-    write at a time, the last one wins. A device, such as /dev/stdout, is written to as it is; where
-    ``path`` is a link, what it points to is replaced.
+    """A stream whose content becomes a file, atomically. It is written to a temporary file in the
+    same folder, which replaces ``path`` once all of it is on the disk. Until then the old file is
+    unchanged; of two concurrent writers, the last one wins. A device, such as /dev/stdout, is
+    written to directly; if ``path`` is a link, its target is replaced.
 
     Args:
-        name: what messages call the file, such as "--out report.html".
+        name: name of the file in messages, such as "--out report.html".
 
     Raises:
         InputError: it cannot be written.
@@ -62,7 +62,7 @@ def save_bytes(path: Path, data: bytes, name: str) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The new name, too, should survive a loss of power; not all systems can."""
+    """Also make the new name survive a loss of power; not all systems support this."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
