@@ -176,9 +176,9 @@ CONTRADICTIONS = [
     ("--question unseen", "the paper's is --question seen"),
     ("--prefill streaming", "the paper's is --prefill exact"),
     ("--max-prompt-tokens 99", "the paper's is --max-prompt-tokens 20000"),
-    ("--tolerances 0.1", "no such thing"),
-    ("--lines 200", "no such thing"),
-    ("--cases x.jsonl", "no such thing"),
+    ("--tolerances 0.1", "no such option"),
+    ("--lines 200", "no such option"),
+    ("--cases x.jsonl", "no such option"),
     ("longbench", "it runs longbench"),
 ]
 

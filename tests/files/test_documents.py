@@ -115,7 +115,7 @@ def test_bad_input_is_refused_in_one_line(model: str, text: Path, tmp_path: Path
     assert "is empty" in refused("compress", empty, *compress)
     assert "is not UTF-8 text" in refused("compress", binary, *compress)
     binary.write_bytes(b"text\0with zeros")
-    assert "is not text: it holds zero bytes" in refused("compress", binary, *compress)
+    assert "is not text: it contains zero bytes" in refused("compress", binary, *compress)
     assert "FILE - is empty" in refused("compress", "-", *compress, input="")
     assert "is not a file" in refused("compress", tmp_path / "none.txt", *compress)
     assert "exclude each other" in refused(
@@ -124,7 +124,7 @@ def test_bad_input_is_refused_in_one_line(model: str, text: Path, tmp_path: Path
     assert "did you mean 'snapkv'" in refused("compress", text, *compress, "--method", "snapvk")
     assert "--queries 'again'" in refused("compress", text, *compress, "--queries", "again")
     assert "--queries reread" in refused("compress", text, *compress, "--method", "kvzip")
-    assert "there is no folder" in refused(
+    assert "does not exist" in refused(
         "compress", text, "--model", model, "-o", tmp_path / "no" / "out.kvs"
     )
     assert "is a folder" in refused("compress", text, "--model", model, "-o", tmp_path)

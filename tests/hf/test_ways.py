@@ -670,7 +670,7 @@ def test_a_graph_serves_many_caches_and_refuses_one_that_is_gone(llama: Any) -> 
         torch.testing.assert_close(ours, forward(llama, ids_of(1, 1), caches[1]))
     assert not interface._OPEN
     q, k = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 1, 16)
-    with pytest.raises(UnsupportedError, match="SketchCache that is gone"):
+    with pytest.raises(UnsupportedError, match="SketchCache that no longer exists"):
         torch.ops.kvsketch.attend(q, k, k, None, 10**6, 0, "sdpa", None, None, None)
 
 

@@ -1,4 +1,4 @@
-"""Which KV heads keep all their tokens, and which only sinks and recent window: DuoAttention."""
+"""Retrieval heads, which keep all tokens, and streaming heads, which do not: DuoAttention."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .budgets import HeadBudgets
 
 @dataclass(frozen=True)
 class RetrievalHeads:
-    """How far back each KV head of a model looks, for ``SketchCache(allocation=...)``: the heads of
-    highest score are retrieval heads, which keep every token, the others are streaming heads, which
+    """A score for each KV head of a model, for ``SketchCache(allocation=...)``: the heads of
+    highest score are retrieval heads, which keep every token. The others are streaming heads, which
     keep sinks and recent window (DuoAttention, arXiv:2410.10819, section 2.2).
 
-    The cache's ``budget`` is then the share of retrieval heads, a float in (0, 1], as is one minus
-    kvpress's ``head_compression_ratio``; its method decides nothing. What is held of n tokens comes
-    to ``budget`` + (1 - ``budget``) (sink + recent) / n of them.
+    The cache's ``budget`` is then the fraction of retrieval heads, a float in (0, 1], like one
+    minus kvpress's ``head_compression_ratio``; the cache's method has no effect. Of n tokens, the
+    cache keeps the fraction ``budget`` + (1 - ``budget``) (sink + recent) / n.
 
     Args:
-        scores: float ``[layers, num_key_value_heads]``, of the layers that a ``SketchCache``
+        scores: float ``[layers, num_key_value_heads]``, for the layers that a ``SketchCache``
             compresses, in their order: from ``kvsketch.measure_heads``, or DuoAttention's own
-            trained ones.
+            trained scores.
 
     Raises:
         InputError: scores of another shape, or not finite.
@@ -42,8 +42,8 @@ class RetrievalHeads:
             )
 
     def streaming(self, share: float) -> Tensor:
-        """Which heads are streaming heads if a ``share`` is not, bool ``[layers, heads]``: those of
-        lowest score, as many as come nearest to it."""
+        """The streaming heads if a fraction ``share`` are retrieval heads, bool ``[layers,
+        heads]``: those of lowest score; their number is rounded."""
         count = round(self.scores.numel() * (1 - share))
         found = torch.zeros(self.scores.numel(), dtype=torch.bool)
         found[self.scores.flatten().argsort(stable=True)[:count].cpu()] = True
@@ -53,17 +53,18 @@ class RetrievalHeads:
         """The budgets of every layer.
 
         Args:
-            share: of retrieval heads.
+            share: fraction of retrieval heads.
             window: slots of a streaming head: sinks and recent window.
             layers, heads: how many the model has.
 
         Raises:
-            InputError: the scores are of other heads, or there is no window.
+            InputError: the scores are for other heads, or there is no window.
         """
         if self.scores.shape != (layers, heads):
             found = tuple(self.scores.shape)
             raise InputError(
-                f"allocation: the scores are of {found[0]} layers x {found[1]} KV heads, the model "
+                f"allocation: the scores are for {found[0]} layers x {found[1]} KV heads, the "
+                "model "
                 f"compresses {layers} x {heads}"
             )
         if window < 1:
@@ -80,24 +81,26 @@ class RetrievalHeads:
 
 
 def share_of_heads(budget: int | float | None, **others: Any) -> Budget:
-    """The share of retrieval heads that a budget means.
+    """The fraction of retrieval heads that a budget means.
 
     Args:
-        budget: None: a half.
-        others: what else may say how a budget is spent, None where it is not given.
+        budget: a fraction; None: one half.
+        others: other arguments that allocate a budget; None if not given.
 
     Raises:
-        InputError: a budget that is no share, or anything else that is given.
+        InputError: a budget that is not a fraction, or another argument that is given.
     """
     share = Budget(0.5 if budget is None else budget)
     if not share.is_fraction:
         raise InputError(
-            f"budget={budget!r} is the share of retrieval heads with allocation=RetrievalHeads: a "
+            f"budget={budget!r} is the fraction of retrieval heads with allocation=RetrievalHeads: "
+            "a "
             "float in (0, 1]"
         )
     for name, given in others.items():
         if given is not None:
             raise InputError(
-                f"allocation=RetrievalHeads and {name}={given!r} exclude each other: leave one out"
+                f"allocation=RetrievalHeads and {name}={given!r} exclude each other: omit one of "
+                "them"
             )
     return share

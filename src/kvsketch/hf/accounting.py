@@ -1,4 +1,4 @@
-"""What the layers of a cache hold: slots, bytes, errors."""
+"""Slots, bytes and errors of the layers of a cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def held(layer: Any) -> float:
 
 
 def exact_heads(layer: Any) -> list[int]:
-    """KV heads of a compressible layer that hold all tokens, in every row."""
+    """KV heads of a compressible layer that keep all tokens, in every row."""
     if not isinstance(layer, SketchLayer) or not layer.stream.seen:
         return []
     held = layer.stream.held.amin(0).tolist()

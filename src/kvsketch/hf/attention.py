@@ -1,8 +1,8 @@
 """The attention of a layer whose cache is a SketchCache.
 
 It runs the model's own kernel while the layer is uncompressed, attends to slots afterwards, and
-then lets the layer compress. Every argument a model passes is accounted for: used, known to say
-nothing about slots, or refused by name.
+then lets the layer compress. Every argument that a model passes is used, known to be irrelevant for
+slots, or refused by name.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from .interface import Kernel
     from .layer import SketchLayer
 
-# Arguments that say nothing about how a query attends to a key; transformers hands them through.
+# Arguments that do not affect how a query attends to a key; transformers passes them through.
 OF_THE_FORWARD = frozenset(
     {
         "cache_position",
         "head_mask",
         "logits_to_keep",
         "num_items_in_batch",
-        "output_attentions",  # has a check of its own
+        "output_attentions",  # has its own check
         "output_hidden_states",
         "output_router_logits",
         "position_embeddings",
@@ -59,21 +59,21 @@ def attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What a model's attention module calls instead of ``kernel``.
+    """The function that a model's attention module calls instead of ``kernel``.
 
     Args:
-        layer: whose keys and values ``key`` and ``value`` are.
-        kernel: the function the model asked for by ``name``.
+        layer: the layer of the keys and values ``key`` and ``value``.
+        kernel: the function that the model requested by ``name``.
         module: the attention module; None in a compiled graph that is run before any other forward.
         query: ``[batch, num_attention_heads, q, head_dim]``.
         attention_mask: see ``masks.Masks.read``.
         s_aux: ``[num_attention_heads]``, logits of attention sinks.
 
     Returns:
-        ``[batch, q, num_attention_heads, value_dim]``, and the kernel's weights where it ran.
+        ``[batch, q, num_attention_heads, value_dim]``, and the kernel's weights if it ran.
 
     Raises:
-        UnsupportedError: an argument or a mask that compressed attention cannot honour.
+        UnsupportedError: an argument or a mask that compressed attention cannot apply.
         InputError: a cache of another model.
     """
     layer.check_returned(module, key, value)
@@ -86,11 +86,11 @@ def attention(
 
     reading = layer.forward.reading
     again = None if reading is None else reading.again
-    if layer.settings.lossless:  # nothing to account for: the kernel gets it all
+    if layer.settings.lossless:  # nothing to check: the kernel gets all arguments
         out, weights = usual(key, value, attention_mask)
         layer.after_attention(None)
         return out, weights
-    if module is not None:  # a graph has checked what it hands on
+    if module is not None:  # a graph has checked the arguments that it passes on
         check_arguments(layer, module, args, kwargs)
     stream, (batch, _, q, dim) = layer.stream, query.shape
     queries = layer.to_slots(module, query)
@@ -124,17 +124,17 @@ def attention(
 
 
 def attend_slots(layer: SketchLayer, asked: Observed, view: View) -> Tensor:
-    """Attention of the newest tokens over what a compressed layer holds, themselves included.
+    """Attention of the newest tokens over the slots of a compressed layer, including themselves.
 
     Args:
         asked: their queries ``[batch, num_attention_heads, q, head_dim]``.
-        view: what the model's mask says.
+        view: the model's mask.
 
     Returns:
         ``[batch, num_attention_heads, q, value_dim]``.
 
     Raises:
-        UnsupportedError: a mask that slots cannot honour.
+        UnsupportedError: a mask that cannot be applied to slots.
     """
     stream = layer.stream
     if view is PLAIN or view.plain:
@@ -146,18 +146,18 @@ def attend_slots(layer: SketchLayer, asked: Observed, view: View) -> Tensor:
 def check_arguments(
     layer: SketchLayer, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
-    """Raise unless compressed attention can honour every argument.
+    """Raise unless compressed attention can apply every argument.
 
     Raises:
-        UnsupportedError: an argument it does not know, or one that it cannot honour.
+        UnsupportedError: an argument that it does not know, or one that it cannot apply.
     """
     what = type(module).__name__
     if args:
         raise UnsupportedError(f"{what} passes {len(args)} arguments to attention without a name")
     if kwargs.get("output_attentions") and layer.compresses_next():
         raise UnsupportedError(
-            "output_attentions=True asks for a weight per token, and this cache is compressed: a "
-            "slot is no token. Use DynamicCache, or a budget >= the number of tokens"
+            "output_attentions=True needs a weight per token, and this cache is compressed: a "
+            "slot may not be a token. Use DynamicCache, or a budget >= the number of tokens"
         )
     training = module.training and torch.is_grad_enabled()
     if training or (module.training and kwargs.get("dropout")):
@@ -173,7 +173,7 @@ def check_arguments(
         )
     if kwargs.get("is_causal") is False and layer.pending > 1:
         raise UnsupportedError(
-            f"is_causal=False: tokens of {what} look ahead, which slots cannot honour"
+            f"is_causal=False: tokens of {what} look ahead, which is not possible with slots"
         )
     handled = {"dropout", "sliding_window", "is_causal", "softcap", "s_aux"}
     for name, value in kwargs.items():

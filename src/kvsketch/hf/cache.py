@@ -1,4 +1,4 @@
-"""SketchCache: a transformers cache whose memory stays at a budget."""
+"""SketchCache: a transformers cache whose memory stays within a budget."""
 
 from __future__ import annotations
 
@@ -36,74 +36,77 @@ from .layer import LayerSettings, SketchLayer
 
 
 class SketchCache(Cache):  # type: ignore[misc]
-    """Pass it to ``model.generate(..., past_key_values=cache)``.
+    """A KV cache of bounded size for ``model.generate(..., past_key_values=cache)``.
 
-    Full-attention layers keep at most ``budget`` slots per KV head; sliding-window,
-    linear-attention and convolution layers stay as transformers has them. Neither the model nor its
-    configuration is changed: attention becomes ours between this cache's update and the kernel the
-    model asks for (see ``interface``), so any of its ``attn_implementation`` will do.
+    Full-attention layers keep at most ``budget`` slots per KV head. Sliding-window,
+    linear-attention and convolution layers keep the cache that transformers gives them. Neither the
+    model nor its configuration is changed: kvsketch takes over attention between this cache's
+    update and the kernel that the model requests (see ``interface``), so every
+    ``attn_implementation`` works.
 
     Args:
         config: the model's configuration.
-        method: a name in ``kvsketch.ALL_METHODS``, or a class of one's own, or a
-            ``Compressor``. A natively streaming sketch gets what sinks and recent tokens leave of
-            the budget: as many slots as its whole state may have for the bytes of these tokens.
+        method: a name in ``kvsketch.ALL_METHODS``, a subclass of ``Compressor``, or a
+            ``Compressor`` object. A streaming sketch gets the part of the budget that sinks and
+            recent tokens leave; its whole state takes at most the bytes of that many tokens.
         budget: slots kept per KV head (int) or kept fraction of the tokens seen (float in (0, 1]),
-            sinks and recent tokens included; default 0.5, unless there is a tolerance. Where a
-            fraction leaves no room for them (a short prompt), the recent window shrinks first.
-        sink: first tokens kept as they are.
-        recent: last tokens kept as they are.
-        buffer: slots decoding may run above the budget before it is compressed to as many below;
-            default 2.5% of the budget.
-        prefill: "exact": the prompt attends to all of itself. Each layer is compressed as soon as
-            its attention is done, so that one layer's full cache is alive at a time (of budgets
-            that are measured on this prompt see ``allocation``). "streaming": with
-            ``generate(prefill_chunk_size=...)`` every chunk attends to slots and itself, and the
-            cache never holds more than budget + chunk.
+            including sinks and recent tokens; default 0.5, unless there is a tolerance. If a
+            fraction is too small for them (a short prompt), the recent window shrinks first.
+        sink: number of first tokens that are kept unchanged.
+        recent: number of last tokens that are kept unchanged.
+        buffer: slots by which decoding may exceed the budget before the cache is compressed to
+            below the budget; default 2.5% of the budget.
+        prefill: "exact": every token of the prompt attends to all earlier ones. Each layer is
+            compressed as soon as its attention is computed, so that only one layer's full cache
+            exists at a time (for budgets that are measured on this prompt, see ``allocation``).
+            "streaming": with ``generate(prefill_chunk_size=...)`` every chunk attends to slots and
+            to itself, and the cache never holds more than budget + chunk.
         prompt_length: "exact" with ``prefill_chunk_size``: tokens of the first prompt, so that
-            compression waits for its last chunk (a cache cannot see how many are to come).
-            Without it, chunks after the first attend to compressed ones, as in "streaming", and a
-            UserWarning says so where chunks can be told from questions behind a context.
-        one_shot: compress prompts only and keep decoded tokens exactly.
-        bits: 16: slots are stored as they come. 8 or 4: those between sinks and recent window in
-            so many bits (keys per channel, values per token); ``budget=1.0`` then only quantises.
-            "measured" (heavy_merge's own way where the prefill is exact): as many bits for keys and
-            for values of each layer, and as many slots for the bytes of ``budget`` slots in 16
-            bits, as err least on the first prompt; ``summary`` says what was chosen, and
-            all stay in 16 bits while they fit the budget. Few bits make decoding slower. Not with
-            a natively streaming sketch.
+            compression waits for its last chunk (a cache cannot see how many chunks follow).
+            Without it, chunks after the first attend to compressed ones, as in "streaming". A
+            UserWarning is given if such chunks can be distinguished from questions after a context.
+        one_shot: compress prompts only and keep all decoded tokens.
+        bits: 16: slots are stored in the model's dtype. 8 or 4: slots between sinks and recent
+            window are stored in this many bits (keys per channel, values per token); ``budget=1.0``
+            then only quantises. "measured" (heavy_merge's default with an exact prefill): chooses,
+            for each layer, the bits of keys and of values and the number of slots with the smallest
+            error on the first prompt, within the bytes of ``budget`` slots in 16 bits. ``summary``
+            reports the choice; tokens stay in 16 bits while all of them fit the budget. Fewer bits
+            make decoding slower. Not with a streaming sketch.
         schedule: shares of the budget, one per compressed layer or one per layer and KV head,
-            with mean 1. Default: the method's own (pyramidkv), else the same everywhere. Heads of
-            equal share are kept together; memory falls as the shares say.
+            with mean 1. Default: the method's own (pyramidkv), else the same everywhere.
         tolerance: instead of a budget: every KV head keeps the fewest slots (a fraction of the
             tokens) whose measured relative error stays within it; heads that cannot be compressed
-            stay exact. Measured on queries of the first prompt that the method has not seen.
-        max_budget: what a tolerance may keep on average over layers and heads, as ``budget``; it
-            wins over the tolerance, and ``summary`` says which heads are above it.
-        allocation: "even": the same budget for every head (or ``schedule``). "measured": the same
-            total, spent where it lowers the error most, measured on the first prompt (heavy_merge's
-            own way where the prefill is exact and nothing else is given). Curves, or
-            the path of a file of them (``Curves.save``): as measured before, on prompts of the
-            user's kind; better than "measured" where what is asked differs from what was read.
-            "layer" and "global": the slots that the method scores highest among all heads of a
-            layer (AdaKV), or of the model (KVzip), for which all layers wait uncompressed; with
-            methods that score by queries, as is "variance" (d2o's own way): more for the layers
-            whose tokens are attended to more evenly. ``RetrievalHeads``: a share ``budget`` of the
-            heads keep all tokens, the others sinks and recent window (DuoAttention).
-            "measured", and a tolerance with ``max_budget``, compare all layers: a layer that is
-            measured is meanwhile compressed to the most its heads may get, so that about half of
-            an uncompressed cache is held at most (of a natively streaming sketch, all of it).
-            Prompts too short to measure on (about 100 tokens) wait for more.
-        track_positions: remember which token every slot was (4 bytes a slot), so that a later
-            ``attention_mask`` may hide tokens that were kept. Without it, and for slots that stand
-            for several tokens, such a mask is refused.
-        track_error: keep the exact answers of 32 prompt queries up to date, so that ``error`` can
-            say what the slots get wrong at any later time.
-        options: further arguments of the method, such as ``{"delta": 2.0, "t": 4}`` for subgen.
-        seed: of every random choice.
+            keep all tokens. The error is measured on queries of the first prompt that the method
+            has not seen.
+        max_budget: with a tolerance: a limit on the average budget over layers and heads, given
+            like ``budget``. It takes precedence over the tolerance, and ``summary`` lists the heads
+            that exceed the tolerance.
+        allocation: how the budget is divided among layers and heads. "even": the same budget for
+            every head (or ``schedule``). "measured": the same total, allocated where it reduces the
+            error most, measured on the first prompt (heavy_merge's default with an exact prefill,
+            unless a schedule or a tolerance is given). Curves, or the path of a file of them
+            (``Curves.save``): by errors measured beforehand on typical prompts; better than
+            "measured" if the questions differ from the text that was read. "layer" and "global":
+            keep the slots of highest score among all heads of a layer (AdaKV) or of the model
+            (KVzip); with "global" all layers stay uncompressed until the prompt is read. "variance"
+            (d2o's default): more for layers whose tokens are attended to more evenly. These three
+            need a method that scores by queries. ``RetrievalHeads``: a fraction ``budget`` of the
+            heads keep all tokens, the others sinks and recent window (DuoAttention). "measured",
+            and a tolerance with ``max_budget``, compare all layers: until the last layer is
+            measured, each layer is compressed to the most that its heads may get, so that the peak
+            is about half of an uncompressed cache (with a streaming sketch, all of it). Prompts too
+            short to measure (about 100 tokens) are kept until there are more tokens.
+        track_positions: store the position of every slot (4 bytes each), so that a later
+            ``attention_mask`` may mask kept tokens. Without it, and for slots that represent
+            several tokens, such a mask is refused.
+        track_error: keep the exact attention outputs of 32 prompt queries up to date, so that
+            ``error`` can also measure the error at any later time.
+        options: options of the method, such as ``{"delta": 2.0, "t": 4}`` for subgen.
+        seed: seed of all random choices.
 
     Raises:
-        InputError: any argument out of range, or two that exclude each other; nothing is changed.
+        InputError: an argument is out of range, or two exclude each other.
         UnsupportedError: the model's attention cannot be replaced, or it has no layer to compress.
 
     Example:
@@ -134,11 +137,11 @@ class SketchCache(Cache):  # type: ignore[misc]
         options: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
-        #: what it was made with, by name
+        #: the arguments, by name
         self.arguments = _arguments(locals())
-        #: what its owner says of it: kept by ``save``
+        #: the user's description, stored by ``save``
         self.about: dict[str, Any] = {}
-        self._marks: dict[str, Any] = {}  # of the model, of a cache that was loaded
+        self._marks: dict[str, Any] = {}  # identify the model of a cache that was loaded
         self._tokenizer: str | None = None
         if not isinstance(config, PretrainedConfig):
             raise InputError(f"config must be the model's config, got {type(config).__name__}")
@@ -160,7 +163,7 @@ class SketchCache(Cache):  # type: ignore[misc]
             )
         if bits is None:
             bits = default_bits(method) if prefill == "exact" and not heads_told else 16
-        # a share of 1: nothing to choose
+        # a fraction of 1: nothing to choose
         exact = isinstance(budget, Real) and not isinstance(budget, Integral) and budget == 1
         choices = CHOICES if bits == MEASURED and not exact else (FULL,)
         self.plan = plan = make_plan(
@@ -178,7 +181,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         if grows and prefill == "streaming" and not getattr(cls, "grows", True):
             raise InputError(
                 f"budget={budget!r} with prefill='streaming' grows with the prompt, and the size "
-                f"of {cls.name!r} is for good once it is made: pass an int (slots per KV head), "
+                f"of {cls.name!r} is fixed once it is made: pass an int (slots per KV head), "
                 "or prefill='exact'"
             )
         if plan.kind in BY_NEED and not getattr(cls, "needs_queries", False):
@@ -223,7 +226,8 @@ class SketchCache(Cache):  # type: ignore[misc]
         self._first = self._sketches()[0]
         self._chunks = Chunks(prefill == "exact" and prompt_length is None)
         self._adapter = adapter
-        #: whether a compiled forward needs no break: every layer that counts tokens is plainly ours
+        #: whether a compiled forward needs no graph break: every layer that counts tokens is a
+        #: plain SketchLayer
         self._graphs = adapter is None and all(
             (type(layer) is SketchLayer and layer.settings.readers == 1)
             or not isinstance(layer, CacheLayerMixin)
@@ -255,13 +259,13 @@ class SketchCache(Cache):  # type: ignore[misc]
     def take(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append new keys and values to a layer and return what to attend to.
+        """Append new keys and values to a layer and return the keys and values to attend to.
 
         Raises:
-            InputError: a prompt that runs beyond the model's positions, bad keys or values, or a
-                layer the configuration does not have.
-            UnsupportedError: a forward before this one stopped in the middle, or runs in another
-                thread; or the layer before did not come to our attention.
+            InputError: a prompt that exceeds the model's positions, invalid keys or values, or a
+                layer that the configuration does not have.
+            UnsupportedError: an earlier forward stopped in the middle, or another one runs in
+                another thread; or the previous layer did not use our attention.
         """
         if layer_idx >= len(self.layers):
             self._forward.undo()
@@ -290,12 +294,12 @@ class SketchCache(Cache):  # type: ignore[misc]
         return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As ``Cache.crop``: forget the last tokens. Possible until something was compressed, and
-        for the tokens that came after ``activate_past_recording`` (assisted decoding).
+        """As ``Cache.crop``: remove the last tokens. Possible until tokens are compressed, and for
+        tokens after ``activate_past_recording`` (assisted decoding).
 
         Raises:
             InputError: a positive number.
-            UnsupportedError: tokens that may be compressed. Nothing has changed then.
+            UnsupportedError: the tokens may be compressed already; the cache is unchanged.
         """
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.16 passes a tensor
         if tokens_to_remove > 0:
@@ -319,54 +323,55 @@ class SketchCache(Cache):  # type: ignore[misc]
         self._forward.masks.map_batch(lambda t: t[indices.to(t.device)])
 
     def nbytes(self) -> int:
-        """Bytes of all tensors the cache holds now: keys, values, masses, scores, waiting queries,
-        and room not filled yet."""
+        """Bytes of all tensors in the cache now: keys, values, masses, scores, queries that wait
+        for a compression, and allocated but unused memory."""
         return self._forward.nbytes()
 
     @property
     def peak_nbytes(self) -> int:
-        """The most bytes the cache ever held."""
+        """The peak of ``nbytes``."""
         return self._forward.peak_nbytes
 
     def exact_nbytes(self) -> int:
-        """Bytes an uncompressed cache of the same tokens would hold."""
+        """Bytes of an uncompressed cache of the same tokens."""
         return sum(accounting.exact_nbytes(layer) for layer in self.layers)
 
     def summary(self) -> dict[str, Any]:
-        """What is kept and what it costs, overall and per layer. ``slots`` is per KV head, the
-        mean over compressible layers; bytes are measured from live tensors. ``bits`` of a layer
-        are those of its keys and of its values between sinks and recent window. ``exact_heads``
-        hold all their tokens; ``above_tolerance`` are those that ``max_budget`` keeps from it."""
+        """The size of the cache, overall and per layer. ``slots`` is per KV head, the mean over
+        compressible layers; bytes are measured from live tensors. ``bits`` of a layer are those of
+        its keys and of its values between sinks and recent window. ``exact_heads`` keep all their
+        tokens; ``above_tolerance`` are those that exceed the tolerance because of
+        ``max_budget``."""
         return accounting.summary(self)
 
     def error(self) -> list[dict[str, Any]]:
         """Measured relative error |z - exact| / |exact| of every compressible layer and KV head,
         over up to 32 of the prompt's last queries; the largest of the batch rows.
 
-        ``prompt``: right after the prompt was compressed (its queries asked again; a query-aware
-        method has seen them, so what follows may fare worse). ``now`` (with ``track_error``): over
-        all tokens seen since, as if the same queries were asked now. 0 for what is not compressed;
-        None where a head was compressed but nothing could be measured: compressed first while
-        decoding.
+        ``prompt``: right after the prompt was compressed, on its own queries. A method that needs
+        queries has seen them, so the error on later queries may be larger. ``now`` (with
+        ``track_error``): over all tokens seen since, with the same queries. 0 for heads that are
+        not compressed; None if a head was compressed without a measurement, because its first
+        compression was during decoding.
         """
         return accounting.measured(self.layers)
 
     def save(
         self, path: str | Path, *, tokenizer: Any = None, about: Mapping[str, Any] | None = None
     ) -> None:
-        """Write everything to one file (safetensors with a JSON header, no pickle): what ``load``
-        gives back goes on with the same bytes, random choices included. The file appears whole or
-        not at all.
+        """Write the cache to one file (safetensors with a JSON header, no pickle). A loaded cache
+        continues bit for bit, including random choices. The file is written atomically.
 
         Args:
-            tokenizer: of the model; ``load`` then refuses another.
-            about: what JSON can hold, kept as ``about``; default: as it is.
+            tokenizer: the model's tokenizer; ``load`` then refuses another one.
+            about: a description that JSON can represent, stored as ``about``; default: the present
+                one.
 
         Raises:
-            InputError: it cannot be written (no such folder, a full disk), or ``about`` holds what
-                JSON cannot. An older file is untouched.
-            UnsupportedError: what cannot be saved, by name: an empty cache, a method of one's own,
-                a forward that is not over, assisted decoding. Nothing is written then.
+            InputError: it cannot be written (no such folder, a full disk), or JSON cannot represent
+                ``about``. An older file is unchanged.
+            UnsupportedError: a cache that cannot be saved, with the reason: an empty cache, a
+                user-defined method, the middle of a forward, assisted decoding. Nothing is written.
         """
         saving.save(self, path, tokenizer, about)
 
@@ -374,12 +379,12 @@ class SketchCache(Cache):  # type: ignore[misc]
     def load(
         cls, path: str | Path, model: PreTrainedModel, *, tokenizer: Any = None
     ) -> SketchCache:
-        """Read what ``save`` wrote, onto the devices of the model. Every length, name, shape and
-        number is checked before a cache is built from it.
+        """Read a file that ``save`` wrote, onto the devices of the model. Every length, name, shape
+        and number is checked before a cache is built from it.
 
         Args:
-            model: that the cache was made with: the same weights in the same dtype.
-            tokenizer: of the model; refused if the text was read by another.
+            model: the model of the cache, with the same weights in the same dtype.
+            tokenizer: the model's tokenizer; refused if the text was encoded by another one.
 
         Raises:
             InputError: no such file, truncated, damaged, of another version, model or tokenizer.
@@ -387,12 +392,12 @@ class SketchCache(Cache):  # type: ignore[misc]
         return saving.load(cls, path, model, tokenizer)
 
     def fork(self, copies: int = 1) -> SketchCache:
-        """A cache that goes on from here by itself. Slots in few bits, and tokens of which nothing
-        was compressed, are never written into, so both share them; the rest is copied.
+        """A copy that continues independently. Slots in 8 or 4 bits, and tokens of a layer without
+        compression, are never written to, so both share them; the rest is copied.
 
         Args:
-            copies: every row so many times, side by side. A method that chooses at random chooses
-                for each what it would choose for one.
+            copies: number of copies of every row, next to each other. A random method makes the
+                same choices for each copy as for a single one.
 
         Raises:
             InputError: copies < 1.
@@ -408,29 +413,28 @@ class SketchCache(Cache):  # type: ignore[misc]
         return twin
 
     def reset(self) -> None:
-        """Forget everything; settings stay."""
+        """Remove all tokens; settings are kept."""
         self._forward.reset()
 
     def __bool__(self) -> bool:
-        """Whether it holds tokens. Phi-3's ``generate`` asks, before it drops a cache that is too
-        short for its rotary frequencies; an empty one is not."""
+        """Whether it holds tokens. Phi-3's ``generate`` checks this before it drops a cache that is
+        too short for its rotary frequencies."""
         return bool(self.get_seq_length() > 0)
 
     @property
     def max_cache_len(self) -> int:
-        """There is none. PEFT's prefix tuning asks, before it puts a cache of its own in place of
-        this one."""
+        """Not available. PEFT's prefix tuning reads it before it replaces this cache by its own."""
         raise _NoFixedLengthError(
-            "this SketchCache has no max_cache_len. If PEFT asks: prefix tuning replaces the cache "
-            "it is given by one that holds its prefix, so it cannot be compressed; merge the "
-            "adapter, or use LoRA or prompt tuning"
+            "this SketchCache has no max_cache_len. With PEFT: prefix tuning replaces the given "
+            "cache by one that holds its prefix, which cannot be compressed; use LoRA or prompt "
+            "tuning"
         )
 
     def _sketches(self) -> list[SketchLayer]:
         return self._forward.sketches
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy, perhaps in a new process: attention has to become ours there, too."""
+        """A copy, perhaps in a new process, where attention must be taken over, too."""
         self.__dict__.update(state)
         self._install()
 
@@ -440,4 +444,4 @@ def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _NoFixedLengthError(UnsupportedError, AttributeError):
-    """An attribute that is not there, with its reason."""
+    """A missing attribute, with the reason."""

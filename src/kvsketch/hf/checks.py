@@ -1,4 +1,4 @@
-"""What a layer refuses before anything changes: tokens and queries that do not fit it."""
+"""Checks of new tokens and queries, before a layer changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def check_tokens(layer: SketchLayer, keys: Tensor, values: Tensor) -> None:
     """Raise InputError unless new keys and values ``[batch, num_key_value_heads, q, head_dim]`` fit
-    what the layer holds; a chunk of a prompt must be finite."""
+    the layer's tokens; a chunk of a prompt must be finite."""
     if keys.dim() != 4 or keys.shape[:3] != values.shape[:3]:
         raise InputError(
             "keys and values must be [batch, num_key_value_heads, q, head_dim], got "

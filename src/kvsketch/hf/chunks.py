@@ -1,4 +1,5 @@
-"""Notices a prompt that is read in chunks by a cache that took the first chunk for all of it."""
+"""Detects a prompt that is read in chunks by a cache that took the first chunk for the whole
+prompt."""
 
 from __future__ import annotations
 
@@ -7,14 +8,15 @@ import warnings
 
 class Chunks:
     """A cache cannot see how many chunks a prompt will have. Without ``prompt_length`` an exact
-    prefill is compressed after the first, and the others attend to slots: a warning says so, once.
+    prefill is compressed after the first chunk, and the others attend to slots: a warning is given,
+    once.
 
-    Forwards of equal size, one after the other from the start on, are taken for chunks, and a
-    shorter one behind two or more of them for the last. A prompt of two chunks, the second of which
-    is shorter, looks like a context with a question behind it, and is not noticed.
+    Successive forwards of equal size from the start are taken for chunks, and a shorter one after
+    two or more of them for the last chunk. A prompt of two chunks, the second of which is shorter,
+    looks like a context and a question, and is not detected.
 
     Args:
-        watched: whether the prompt is meant to be read exactly and its length was not given.
+        watched: whether the prefill is exact and the length of the prompt was not given.
     """
 
     def __init__(self, watched: bool) -> None:
@@ -41,8 +43,8 @@ class Chunks:
             warnings.warn(
                 f"SketchCache(prefill='exact') gets a prompt in chunks of {size} tokens and was "
                 "compressed before the last of them, so that later chunks attend to slots. Give "
-                "prompt_length= (the tokens of the whole prompt) to wait for all of it, or say "
-                "prefill='streaming' if that is what you want",
+                "prompt_length= (the tokens of the whole prompt) to wait for all of it, or pass "
+                "prefill='streaming' if this is intended",
                 UserWarning,
                 stacklevel=3,
             )

@@ -1,12 +1,13 @@
 """``torch.compile``: a compressed layer as one operation of a graph.
 
-What a layer holds changes from token to token, so it cannot be part of a graph. But all of it, from
-taking the new keys to giving back the attention, can be one custom operation that the graph calls:
-while a model is traced, ``SketchCache.update`` only takes note of the layer, and the kernel the
-model then asks for is ``kvsketch::attend``, which does at run time what happens without a compiler.
+The contents of a layer change from token to token, so they cannot be part of a graph. But
+everything from taking the new keys to returning the attention output can be one custom operation
+that the graph calls. While a model is traced, ``SketchCache.update`` only records the layer, and
+the kernel that the model then requests is ``kvsketch::attend``, which does at run time what happens
+without a compiler.
 
-For caches whose layers are all compressed ones of the plain kind; others break the graph at every
-layer and are right all the same.
+This is for caches whose layers are all plain compressed ones; others break the graph at every
+layer, with correct results.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _TRACED: list[tuple[int, int, Tensor]] = []
 
 
 def number(cache: SketchCache) -> int:
-    """A number for a cache, by which graphs find it."""
+    """The number by which graphs find a cache."""
     found = next(_NUMBERS)
     _CACHES[found] = cache
     return found
 
 
 def traced(cache: int, layer: int, keys: Tensor) -> None:
-    """Take note of an update; called while tracing."""
+    """Record an update; called while tracing."""
     _TRACED[:] = [(cache, layer, keys)]
 
 
@@ -78,7 +79,7 @@ def graph_attention(kernel: Any, name: str) -> Any:
 
 
 def _says_nothing(name: str, value: Any) -> bool:
-    """Whether a graph may leave an argument out; see ``attention`` for those it uses."""
+    """Whether a graph may omit an argument; see ``attention`` for those that it uses."""
     if value is None or (value is False and name != "is_causal"):
         return True
     if name in ("dropout", "is_causal"):
@@ -101,12 +102,14 @@ def _attend(
 ) -> Tensor:
     held = _CACHES.get(cache)
     if held is None:
-        raise UnsupportedError("a compiled graph was called with a SketchCache that is gone")
+        raise UnsupportedError(
+            "a compiled graph was called with a SketchCache that no longer exists"
+        )
     from . import interface  # which imports this file
 
     keys, values = held.take(key, value, layer)
     found = held.layers[layer]
-    interface.close(found)  # nobody will ask for its kernel
+    interface.close(found)  # its kernel will not be requested
     module = None if found.module is None else found.module()
     out, _ = found.attend(
         _kernel(module, name),
@@ -131,7 +134,8 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 
 def _kernel(module: Any, name: str) -> Any:
-    """The model's own kernel, once a forward outside a graph has shown the module; else ours."""
+    """The model's own kernel, once a forward outside a graph has shown the module; otherwise
+    ours."""
     if module is None:
         return _reference
     if name == "eager":
@@ -149,7 +153,7 @@ def _reference(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """Exact attention, where no kernel is known."""
+    """Exact attention, if no kernel is known."""
     q, n = query.shape[2], key.shape[2]
     mask = torch.ones(q, n, dtype=torch.bool, device=query.device).tril(n - q)[None, None]
     if attention_mask is not None:

@@ -1,4 +1,4 @@
-"""``with compressing(model, ...):`` compression without passing a cache, and undone afterwards."""
+"""``with compressing(model, ...):`` compression without passing a cache, inside a block."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .cache import SketchCache
 
 @contextmanager
 def compressing(model: PreTrainedModel, *args: Any, **settings: Any) -> Iterator[list[SketchCache]]:
-    """Give every ``generate`` and every forward of ``model`` that brings no cache of its own a new
-    ``SketchCache``; afterwards the model is as it was.
+    """Give every ``generate`` and every forward of ``model`` without a cache a new ``SketchCache``;
+    after the block the model is unchanged.
 
-    Works through ``pipeline`` and whatever else calls ``model.generate``. A call that passes
-    ``past_key_values``, or ``use_cache=False``, is left alone.
+    This works through ``pipeline`` and any library that calls ``model.generate``. A call that
+    passes ``past_key_values``, or ``use_cache=False``, is not changed.
 
     Args:
         model: a transformers causal language model.
         args: the method; ``settings``: further arguments of ``SketchCache``.
 
     Yields:
-        The caches made so far, newest last; the last one's ``summary()`` and ``error()`` speak of
-        the last call.
+        The caches made so far, newest last; the last one's ``summary()`` and ``error()`` are those
+        of the last call.
 
     Raises:
-        InputError: no model, or bad settings; nothing has changed then.
-        UnsupportedError: a model whose cache cannot be compressed, likewise.
+        InputError: not a model, or invalid settings; nothing is changed.
+        UnsupportedError: a model whose cache cannot be compressed; nothing is changed.
 
     Example:
         >>> with kvsketch.compressing(model, budget=0.25) as caches:      # doctest: +SKIP
@@ -41,9 +41,9 @@ def compressing(model: PreTrainedModel, *args: Any, **settings: Any) -> Iterator
     """
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
         raise InputError(
-            f"model must be a transformers model, that generates, got {type(model).__name__}"
+            f"model must be a transformers model with generate, got {type(model).__name__}"
         )
-    SketchCache(model.config, *args, **settings)  # wrong settings should fail now
+    SketchCache(model.config, *args, **settings)  # invalid settings should fail now
     caches: list[SketchCache] = []
 
     def new_cache() -> SketchCache:

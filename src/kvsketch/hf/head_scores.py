@@ -1,4 +1,4 @@
-"""measure_heads: how far back the heads of a model look."""
+"""measure_heads: how far back the heads of a model attend."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from ..cache.retrieval_heads import RetrievalHeads
 from ..errors import InputError, UnsupportedError, at_least
 from . import models
 
-#: the function of a model's file that turns queries and keys to their positions
+#: the function of a model's file that rotates queries and keys to their positions
 _ROTARY = "apply_rotary_pos_emb"
 
 
 def measure_heads(
     model: PreTrainedModel, tokenizer: Any, texts: Sequence[str], *, positions: int = 500
 ) -> RetrievalHeads:
-    """Scores that tell retrieval heads from streaming heads, measured on texts.
+    """Scores that distinguish retrieval heads from streaming heads, measured on texts.
 
-    DuoAttention (arXiv:2410.10819) trains them, on passkeys in long texts, and has published those
-    of a few models (``RetrievalHeads`` takes them). These are measured, without training, by the
-    rule of kvpress's ``DuoAttentionPress(on_the_fly_scoring=True)``: the mean query and the mean
-    key of a text before RoPE stand at every one of ``positions`` positions; a head's score is the
-    area under the cumulated attention of the last query, from the first position on, averaged over
-    the query heads of its KV head and over texts. Near 1: it looks far back whatever it reads.
+    DuoAttention (arXiv:2410.10819) trains such scores on passkeys in long texts and has published
+    those of a few models (``RetrievalHeads`` accepts them). The scores of this function are
+    measured, without training, by the rule of kvpress's
+    ``DuoAttentionPress(on_the_fly_scoring=True)``: the mean query and the mean key of a text before
+    RoPE are placed at every one of ``positions`` positions. A head's score is the area under the
+    cumulated attention of the last query, from the first position on, averaged over the query heads
+    of its KV head and over texts. A score near 1 means that the head attends far back for any text.
 
-    One forward per text; the model is as it was afterwards. Scores belong to the model and hardly
-    depend on the text: measure once and keep ``scores``.
+    It runs one forward per text and does not change the model. Scores hardly depend on the text:
+    measure once for a model and keep ``scores``.
 
     Args:
         model: a transformers causal language model with rotary positions.
-        tokenizer: of the model.
-        texts: some dozen, of any kind, each of at least ``positions`` tokens.
-        positions: over which queries and keys are spread, >= 2.
+        tokenizer: the model's tokenizer.
+        texts: a few dozen texts of any kind, each of at least ``positions`` tokens.
+        positions: number of positions of the mean query and key, >= 2.
 
     Raises:
-        InputError: no text, one that is too short, or ``positions`` out of range.
+        InputError: no text, a text that is too short, or ``positions`` out of range.
         UnsupportedError: queries and keys cannot be read before RoPE.
 
     Example:
@@ -73,7 +74,7 @@ def measure_heads(
             model.base_model(input_ids=ids, use_cache=False)
         for place, layer in enumerate(layers):
             if len(found.get(layer, ())) != 1:
-                raise _unsupported(model, f"layer {layer} does not turn them all by {_ROTARY}")
+                raise _unsupported(model, f"layer {layer} does not rotate all of them by {_ROTARY}")
             total[place] += found[layer][0] / len(read)
     return RetrievalHeads(total)
 
@@ -81,7 +82,7 @@ def measure_heads(
 def _unsupported(model: PreTrainedModel, reason: str) -> UnsupportedError:
     return UnsupportedError(
         f"measure_heads cannot read queries and keys before RoPE in {type(model).__name__}: "
-        f"{reason}; give RetrievalHeads scores of your own"
+        f"{reason}; pass your own scores to RetrievalHeads"
     )
 
 

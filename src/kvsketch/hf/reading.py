@@ -1,4 +1,4 @@
-"""prefill: a context is read, perhaps a second time, before anything of it is compressed."""
+"""prefill: reads a context, perhaps a second time, before any of it is compressed."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .layer import SketchLayer
 from .second_reading import ReadEnough
 from .weighing import weighed
 
-#: Tokens of the context in one part of a second reading, and what the model is told before it: as
-#: KVzip's code has them (also kvpress's). Of a part that looks at itself alone there are fewer.
+#: Tokens of the context in one part of a second reading, and the instruction before it, as in
+#: KVzip's code (also kvpress's). A part that attends only to itself has fewer.
 PART = 2048
 LOCAL_PART = 512
 REPEAT = "\n\nRepeat the previous context exactly."
 REPEAT_PART = "\n\nRepeat the part of the previous context exactly, starting with"
 # Tokens of the part before that follow the latter.
 _BEFORE = 8
-#: "sample": the context is divided into rows of so many tokens, whose first are read again.
+#: "sample": the context is divided into runs of this many tokens, whose first ones are read again.
 ROW, OF_ROW = 384, 64
 # Queries of all parts together that are kept for measuring and fitting.
 _SAMPLE = 256
@@ -38,8 +38,8 @@ _SAMPLE = 256
 
 @dataclass(frozen=True)
 class _Part:
-    """What is read after the context, and not kept: ``ids`` ``[batch, q]`` with their mask, about
-    some of its tokens."""
+    """Tokens that are read after the context and not kept: ``ids`` ``[batch, q]`` with their mask,
+    about some of its tokens."""
 
     ids: Tensor
     mask: Tensor
@@ -57,34 +57,37 @@ def prefill(
     chunk_size: int | None = None,
     progress: bool | Callable[[int, int], None] = False,
 ) -> None:
-    """Read a context into ``cache`` and compress it, with queries of one's choice. Then go on with
-    ``model.generate``, whose ids are the context and the question behind it.
+    """Read a context into ``cache`` and compress it, by a choice of queries. Then call
+    ``model.generate`` with the ids of the context followed by the question.
 
     Args:
         model: a transformers causal language model.
         input_ids: int64 ``[batch, tokens]``, the context.
         cache: an empty ``SketchCache``.
-        queries: what the method, measured budgets and measured errors go by. "prompt": the queries
-            of the context itself, as ``generate`` alone would do. "reread": those of a second
-            reading: the context again, 2,048 tokens at a time (kvgrad: 512), behind a request to
-            repeat it (KVzip, arXiv:2505.23416), while all of the first reading is there,
-            uncompressed; it costs about a second prefill, and its keys are not kept. "local", ours:
-            the same, 512 tokens at a time, that look at themselves and the first four tokens alone;
-            it costs less, the longer the context. "sample", ours: so are 64 of every 384 tokens
-            read, all of a context of no more; methods that score by the largest attention (kvzip,
-            heavy_merge) learn from these what to give the others (``methods.learned``); others go
-            by the queries of the sample. It costs about a sixth. Rows of a batch are cut at the
-            same columns, padding included. MPT, BLOOM and Falcon look at all of the first reading
-            always. Texts: questions that are expected, read in the place of the second reading.
-        tokenizer: of the model; needed but for "prompt".
+        queries: the queries used by the method, by measured budgets and by measured errors.
+            "prompt": the queries of the context itself, as with ``generate`` alone. "reread": those
+            of a second reading. The context is read again, 2,048 tokens at a time (kvgrad: 512),
+            after an instruction to repeat it (KVzip, arXiv:2505.23416), while the whole first
+            reading is in memory, uncompressed. This costs about a second prefill; the keys of the
+            second reading are not kept. "local", ours: the same with 512 tokens at a time, which
+            attend only to themselves and to the first four tokens; the longer the context, the more
+            it saves. "sample", ours: reads 64 of every 384 tokens in this way (all tokens of a
+            context of at most 384). Methods that score by the largest attention (kvzip,
+            heavy_merge) predict the scores of the other tokens from these (``methods.learned``);
+            other methods use the queries of the sample. It costs about a sixth. Rows of a batch are
+            cut at the same columns, including padding. MPT, BLOOM and Falcon always attend to all
+            of the first reading. A list of texts: expected questions, which are read instead of the
+            second reading.
+        tokenizer: the model's tokenizer; needed except for "prompt".
         attention_mask: int or bool ``[batch, tokens]``, 0 for padding on the left.
-        chunk_size: read so many tokens of the context at a time; default: all at once.
-        progress: show a bar; or a function that is told how many tokens were read, of how many.
+        chunk_size: number of tokens of the context to read at a time; default: all at once.
+        progress: True shows a progress bar; or a function that is called with the number of tokens
+            read and their total.
 
     Raises:
-        InputError: an argument out of range; nothing has changed then.
-        UnsupportedError: a method that looks at no queries beyond its own, or layers that cannot
-            forget the second reading.
+        InputError: an argument is out of range; nothing is changed.
+        UnsupportedError: a method that cannot use the queries of a second reading, or layers that
+            cannot remove its tokens.
 
     Example:
         >>> cache = SketchCache(model.config, budget=0.1, allocation="global")  # doctest: +SKIP
@@ -112,7 +115,7 @@ def prefill(
         _check_reread(cache, tokens + max(part.ids.shape[1] for part in parts))
     forward, inner = cache._forward, model.base_model
     if all(layer.settings.lossless for layer in forward.sketches):
-        parts = []  # nothing will be compressed: nothing to go by
+        parts = []  # nothing will be compressed, so no queries are needed
     every = sum(part.ids.shape[1] for part in parts)
     weighs = getattr(class_of(cache.method), "weighs", None)
     normal = torch.inference_mode(False) if weighs == "gradient" else nullcontext()
@@ -156,7 +159,7 @@ def prefill(
 
 
 class _Bar:
-    """Shows how far it is, or tells a function.
+    """Shows progress, or calls a function.
 
     Args:
         progress: as for ``prefill``.
@@ -170,7 +173,7 @@ class _Bar:
         self._done, self._total = 0, total
 
     def advance(self, tokens: int) -> None:
-        """So many more were read."""
+        """Report that this many more tokens were read."""
         self._done += tokens
         self._bar.advance(self._task, tokens)
         if self._tell is not None:
@@ -208,7 +211,7 @@ def _check(input_ids: Tensor, cache: SketchCache, chunk_size: int | None) -> Non
 
 
 def _check_reread(cache: SketchCache, tokens: int) -> None:
-    """Whether a second reading is possible that ends at ``tokens`` tokens."""
+    """Whether a second reading that ends at ``tokens`` tokens is possible."""
     cls = class_of(cache.method)
     looks = getattr(cls, "needs_queries", False)
     if not issubclass(cls, Compressor) or (looks and not cls.rereads):
@@ -225,15 +228,15 @@ def _check_reread(cache: SketchCache, tokens: int) -> None:
     for layer in cache.layers:
         if type(layer) is not SketchLayer:
             raise UnsupportedError(
-                f"queries: a {type(layer).__name__} of this model cannot forget what is read a "
-                "second time; use queries='prompt'"
+                f"queries: a {type(layer).__name__} of this model cannot remove the tokens of a "
+                "second reading; use queries='prompt'"
             )
 
 
 def _parts(
     queries: str | Sequence[str], tokenizer: Any, input_ids: Tensor, mask: Tensor, size: int
 ) -> list[_Part]:
-    """What is read after the context.
+    """The parts that are read after the context.
 
     Raises:
         InputError: an unknown source, texts that are empty, or no tokenizer.
@@ -248,7 +251,7 @@ def _parts(
     elif not queries or not all(isinstance(text, str) and text for text in queries):
         raise InputError("queries: the texts must be strings, at least one, and none empty")
     if tokenizer is None:
-        raise InputError(f"queries={queries!r} needs tokenizer=, the model's")
+        raise InputError(f"queries={queries!r} needs tokenizer=, the model's tokenizer")
     if not isinstance(queries, str):
         return [
             _Part(ids, mask.new_ones(ids.shape), slice(0, input_ids.shape[1]))
@@ -261,14 +264,14 @@ def _parts(
         asked = _ids(tokenizer, REPEAT if start == 0 else REPEAT_PART, input_ids)
         request = torch.cat([asked, before, _ids(tokenizer, "\n", input_ids)], dim=1)
         ids = torch.cat([request, input_ids[:, about]], dim=1)
-        # padding of the context is padding again
+        # padding of the context stays padding
         live = torch.cat([mask.new_ones(request.shape), mask[:, about]], dim=1)
         parts.append(_Part(ids, live, about))
     return parts
 
 
 def _abouts(queries: str, input_ids: Tensor, size: int) -> Iterator[slice | Tensor]:
-    """The tokens that each part of a second reading is about."""
+    """The tokens of the context that each part of a second reading repeats."""
     tokens = input_ids.shape[1]
     if queries == "sample" and tokens > ROW:
         index = torch.arange(tokens, device=input_ids.device)
@@ -280,7 +283,7 @@ def _abouts(queries: str, input_ids: Tensor, size: int) -> Iterator[slice | Tens
 
 
 def _sampled(parts: Sequence[_Part]) -> Tensor | None:
-    """The tokens of a second reading that is about a sample; None: it is about all."""
+    """The tokens that a second reading of a sample repeats; None: all of them."""
     found = [part.about for part in parts if isinstance(part.about, Tensor)]
     return torch.cat(found) if found else None
 

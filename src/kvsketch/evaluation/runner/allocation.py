@@ -1,4 +1,4 @@
-"""Spend the same bytes where they matter: shares per layer and head from measured errors."""
+"""Budgets of layers and heads from measured errors."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ def measure_curves(
     options: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> Curves:
-    """Errors of every head at every level, on prompts of the user's own kind.
+    """Errors of every KV head at several sizes, measured on typical prompts.
 
-    The last ``follow`` tokens of a prompt are held back, as questions about the rest (see
-    ``streaming.curves.measure_layer``).
+    The rest of a prompt is compressed and the error is measured on the queries of its last
+    ``follow`` tokens (see ``cache.curves.measure_layer``).
 
     Args:
         model: a transformers causal language model.
         prompts: token ids, ``[1, n]`` each; n above sink + recent + follow.
         method: a name in ``kvsketch.ALL_METHODS``.
-        levels: kept shares of what is neither sink nor recent, rising, the last one 1.
-        options: the method's own arguments.
+        levels: increasing fractions of the tokens between sinks and recent window; the last one is
+            1.
+        options: options of the method.
 
     Raises:
         InputError: a prompt too short, or no prompt.
@@ -85,9 +86,9 @@ def answer_later(slots: Slots, later: Slots, queries: Tensor, scaling: float) ->
 def measure_schedule(
     model: Any, prompts: Sequence[Tensor], method: str, budget: float, **settings: Any
 ) -> list[list[float]]:
-    """A schedule for ``SketchCache(schedule=...)``: the same total as ``budget`` everywhere, spent
-    where the measured error falls most. Depends on the model, the method and the kind of prompt,
-    not on one prompt: measure once, keep the list (or the curves, for every budget:
+    """A schedule for ``SketchCache(schedule=...)``: the total of an even ``budget``, allocated
+    where the measured error falls most. It depends on the model, the method and the kind of prompt,
+    not on a single prompt: measure once and keep the list (or, for every budget, the curves:
     ``SketchCache(allocation=curves)``).
 
     Args:
