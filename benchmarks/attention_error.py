@@ -205,7 +205,7 @@ def in_bits(bits: int | str) -> Bits:
 
 
 def stored(slots: Slots, bits: Bits, sink: int, recent: int) -> Slots:
-    """As attention reads them once those between sinks and recent are in so many bits."""
+    """As attention reads them once those between sinks and recent are in this many bits."""
     if bits == FULL:
         return slots
     return QuantizedPage(slots, None, 0, bits, sink, recent).slots
@@ -267,7 +267,7 @@ def their_cache(bits: int, sink: int, recent: int) -> Compress:
     def compress(layers: list[Layer], budget: int, seed: int) -> Held:
         n = layers[0].slots.count
         shape = layers[0].slots.keys.shape
-        # Its groups are of 64 numbers: tokens that are over stay as they are, with the sinks.
+        # Its groups are of 64 numbers: tokens that are over stay unchanged, with the sinks.
         unit = 64 // math.gcd(64, shape[1] * shape[3])
         first = sink + (n - sink - recent) % unit
         middles = [layer.slots.narrow(first, n - first - recent) for layer in layers]

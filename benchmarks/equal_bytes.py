@@ -39,7 +39,7 @@ class Held:
         what: slots or a cache.
         bytes: held per KV head.
         slot: bytes that one slot more in the budget would cost.
-        token: bytes of one token kept as it is.
+        token: bytes of one token kept unchanged.
     """
 
     what: Any
@@ -49,7 +49,7 @@ class Held:
 
 
 def plain_bytes(slots: Slots) -> int:
-    """Bytes of one token, kept as it is."""
+    """Bytes of one token, kept unchanged."""
     return 2 * (slots.keys.shape[-1] + slots.values.shape[-1])
 
 

@@ -3,10 +3,10 @@
     python -m benchmarks.growth --json
 
 Streams of 1k to 1M tokens whose keys fall into sqrt(n) clusters; one KV head, chunks of 512. Bytes
-are those of all tensors a sketch holds, room not filled yet included. Exponents are least-squares
-slopes in log-log; BalanceKV's law is a + b log2(n), so its fit is given as well. ``million`` is the
-time for 10^6 tokens x 8 heads through SubGen. Times depend on the machine; their exponents should
-not.
+are those of all tensors a sketch holds, including allocated but unused memory. Exponents are
+least-squares slopes in log-log; BalanceKV's law is a + b log2(n), so its fit is given as well.
+``million`` is the time for 10^6 tokens x 8 heads through SubGen. Times depend on the machine; their
+exponents should not.
 """
 
 from __future__ import annotations

@@ -23,13 +23,14 @@ METHODS_HELP = (
     "comma-separated names, each with any of these behind it, in this order: @even, @measured, "
     "@layer, @global or @calibrated (the same budget for every head, or spent by errors measured "
     "on this prompt, by scores over a layer or the model, or by errors measured beforehand on "
-    "others); +16bit, +int8, +int4 or +measured (slots in so many bits, or in those that measured "
+    "others); +16bit, +int8, +int4 or +measured (slots in this many bits, or in those that "
+    "measured "
     "errors choose); /reread, /local or /sample (by the queries of a second reading). A bare name: "
     "the method's own ways. int8, int4: all tokens."
 )
 #: the ways to read a context a second time
 SECOND = QUERY_SOURCES[1:]
-#: all tokens in so many bits
+#: all tokens in this many bits
 ALONE = {"int8": 8, "int4": 4}
 #: one_dimensional needs head_dim 1; the others a model, where errors are measured on activations
 LEFT_OUT = ("one_dimensional", *PROJECTING)
@@ -39,9 +40,8 @@ USUAL = tuple(name for name in ALL_METHODS if name not in (*LEFT_OUT, *REREADING
 @dataclass(frozen=True)
 class Method:
     """``name[@even|@measured|@layer|@global|@calibrated][+16bit|+int8|+int4|+measured]`` and
-    ``[/reread|/local|/sample]``, or ``int8``, ``int4``: all tokens, in so many bits. A bare name is
-    the method as
-    ``SketchCache(model.config, name, budget=...)`` runs it.
+    ``[/reread|/local|/sample]``, or ``int8``, ``int4``: all tokens, in this many bits. A bare name
+    is the method as ``SketchCache(model.config, name, budget=...)`` runs it.
 
     Attributes:
         label: as it was written.

@@ -87,7 +87,7 @@ class HeadBudgets:
 
     @staticmethod
     def from_state(reader: Reader, batch: int, heads: int) -> HeadBudgets:
-        """What ``to_state`` said.
+        """Restore the result of ``to_state``.
 
         Raises:
             InputError: shares or limits that are no budgets.

@@ -1,4 +1,4 @@
-"""Measured errors against slots kept, head by head, and what follows from them for a budget."""
+"""Measured errors against kept slots, head by head, and the budgets that follow from them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..slots import Observed, Slots, causal
 from ..writing import save_bytes
 from .error import asked_of, relative_error, window_error
 
-#: kept shares of the middle whose errors are measured
-# Nothing between a half and all: where retrieval hangs on every token, three quarters have a small
-# error and lose the answer.
+#: fractions of the tokens between sinks and recent window at which errors are measured
+# Nothing between one half and all: if retrieval depends on every token, three quarters have a small
+# error but lose the answer.
 LEVELS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 
-#: the tokens to come are not those measured on: a tolerance is held to with this margin (measured
+#: later tokens differ from the measured ones, so a tolerance is multiplied by this factor (measured
 #: by ``benchmarks.tolerance``)
 MARGIN = 0.8
 
@@ -41,14 +41,14 @@ class Curves:
     Attributes:
         error: float64 ``[layers, heads, levels]``: squared error of the outputs of the head's
             queries, over the squared norm of the layer's exact output; mean over prompts.
-        kept: slots over tokens at each level, ``[levels]``, rising to 1; or what a level costs
+        kept: slots over tokens at each level, ``[levels]``, increasing to 1; or the cost of a level
             (``storage.Price``), ``[layers, levels]`` where layers differ.
         relative: float64 ``[layers, heads, levels]``: error over the norm of the head's own exact
-            output, the largest of all prompts and rows; None where it was not measured.
-        model: whose they are (``model_of``); None: not said.
+            output, the largest of all prompts and rows; None if not measured.
+        model: the model that they belong to (``model_of``); None: unknown.
 
     Raises:
-        InputError: shapes that do not fit, or numbers that are not finite.
+        InputError: wrong shapes, or numbers that are not finite.
     """
 
     error: Tensor
@@ -75,14 +75,14 @@ class Curves:
                 raise InputError(f"{name} is not finite (NaN or infinity)")
 
     def check_model(self, layers: int, heads: int, model: str | None) -> None:
-        """Raise unless they are curves of this model.
+        """Raise unless these are curves of this model.
 
         Args:
-            layers: that are compressed; heads: KV heads of each.
-            model: as ``model_of`` names it; None: nobody knows.
+            layers: number of compressed layers; heads: KV heads of each.
+            model: its name by ``model_of``; None: unknown.
 
         Raises:
-            InputError: they are of another.
+            InputError: they belong to another model.
         """
         found = tuple(self.error.shape[:2])
         if found != (layers, heads):
@@ -97,8 +97,9 @@ class Curves:
             )
 
     def allocate(self, budget: float) -> list[list[float]]:
-        """The shares, mean 1, that lower the summed error most: from the lowest level, always the
-        step with the greatest fall of error per slot, looking past steps that do not help yet.
+        """The shares, with mean 1, that reduce the summed error most: greedily from the lowest
+        level, always the step with the largest reduction of error per slot, which may skip levels
+        without a reduction.
 
         Args:
             budget: kept fraction of the tokens, on average over all heads.
@@ -110,7 +111,7 @@ class Curves:
         if not least <= budget <= 1:
             raise InputError(
                 f"budget={budget!r} must lie in [{least:.4f}, 1]: sinks, recent tokens and the "
-                "lowest level measured need that much"
+                "lowest measured level need this much"
             )
         kept = self._at(self._greedy(budget))
         most = self._costs[:, -1:].expand_as(kept)
@@ -132,40 +133,41 @@ class Curves:
         return self._costs.gather(1, level)
 
     def within(self, tolerance: float, most: float = 1.0) -> tuple[Tensor, Tensor]:
-        """The least slots per head whose relative error, and that of every level above, is within
-        ``MARGIN`` of the tolerance.
+        """The fewest slots per head whose relative error, and that of every higher level, is at
+        most ``MARGIN`` times the tolerance.
 
         Args:
-            tolerance: of a head's relative error, > 0.
-            most: kept fraction of the tokens, on average over all heads, that may not be exceeded:
-                if it would be, it is spent where the error falls most, never on more than the
-                tolerance needs. Below the lowest level measured: the same for every head.
+            tolerance: limit on a head's relative error, > 0.
+            most: upper limit on the kept fraction of the tokens, on average over all heads. If the
+                tolerance needs more, this budget is allocated where the error falls most, and no
+                head gets more than the tolerance needs. Below the lowest measured level: the same
+                for every head.
 
         Returns:
-            Kept fractions ``[layers, heads]``, 1 where only all tokens do, and bool ``[layers,
-            heads]``: the heads that ``most`` keeps above the tolerance.
+            Kept fractions ``[layers, heads]``, 1 if all tokens are needed, and bool ``[layers,
+            heads]``: the heads that exceed the tolerance because of ``most``.
 
         Raises:
-            InputError: tolerance not > 0, or no relative errors measured.
+            InputError: tolerance not > 0, or relative errors were not measured.
         """
         if not tolerance > 0:
             raise InputError(f"tolerance={tolerance!r} must be > 0")
         if self.relative is None:
-            raise InputError("these curves hold no relative errors: a tolerance needs them")
+            raise InputError("these curves have no relative errors, which a tolerance needs")
         good = self.relative <= tolerance * MARGIN
         good[..., -1] = True  # all tokens: exact
         needed = good.shape[-1] - good.flip(-1).long().cumprod(-1).sum(-1)
         level = needed
         if float(self._at(needed).mean()) > most:
-            if most < self.least:  # less than was measured: nothing is left to spend
+            if most < self.least:  # below the lowest measured level: nothing is left to allocate
                 even = torch.full(needed.shape, most, dtype=torch.float64)
                 return even, self._at(needed) > most
             level = self._greedy(most, needed)
         return self._at(level), level < needed
 
     def rounds_within(self, tolerance: float) -> bool:
-        """Whether every head that keeps all its tokens is within ``MARGIN`` of the tolerance: not
-        so, perhaps, where they are stored in few bits."""
+        """Whether every head that keeps all its tokens has an error of at most ``MARGIN`` times the
+        tolerance, which may be false if they are stored in 8 or 4 bits."""
         assert self.relative is not None
         return bool((self.relative[..., -1] <= tolerance * MARGIN).all())
 
@@ -173,7 +175,7 @@ class Curves:
         """Levels ``[layers, heads]`` within the budget, and within ``most``."""
         layers, heads, levels = self.error.shape
         rows = layers * heads
-        # More slots never hurt: a rise in a measured curve is noise.
+        # More slots do not increase the error: an increase in a measured curve is noise.
         error = self.error.cummin(-1).values.reshape(rows, levels).double()
         kept = self._costs.repeat_interleave(heads, 0)  # [rows, levels]
         number = torch.arange(levels)
@@ -206,10 +208,10 @@ class Curves:
 
     @staticmethod
     def load(path: str | Path) -> Curves:
-        """Read what ``save`` wrote.
+        """Read a file that ``save`` wrote.
 
         Raises:
-            InputError: no such file, truncated, or not curves.
+            InputError: the file is missing, truncated, or not a file of curves.
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -219,7 +221,7 @@ class Curves:
             raise InputError(f"{str(path)!r} is not JSON: {error}") from error
         if not isinstance(content, dict) or content.get("kvsketch_curves") != _FORMAT:
             raise InputError(
-                f"{str(path)!r} holds no curves that this version reads "
+                f"{str(path)!r} is not a file of curves that this version can read "
                 f"(kvsketch_curves: {_FORMAT}); write it with Curves.save"
             )
         try:
@@ -231,15 +233,15 @@ class Curves:
             raise InputError(f"{str(path)!r} holds damaged curves: error or kept is missing")
         model = content.get("model")
         if not isinstance(model, str | None):
-            raise InputError(f"{str(path)!r} holds damaged curves: model={model!r} is no text")
+            raise InputError(f"{str(path)!r} holds damaged curves: model={model!r} is not a string")
         return Curves(tensors[0], tensors[1], tensors[2], model)
 
 
 def model_of(config: Any) -> str:
-    """A model by its shape, so that the curves of one are not taken for another's.
+    """A name of a model's shape, to detect curves of another model.
 
     Args:
-        config: of a transformers model.
+        config: configuration of a transformers model.
     """
     text = config.get_text_config(decoder=True)
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -248,8 +250,8 @@ def model_of(config: Any) -> str:
 
 
 def spend(kept: Tensor, total: float, most: Tensor | float = 1.0) -> Tensor:
-    """Kept fractions, cut to ``most``, whose sum is ``total``: what is left of it goes to the heads
-    that may have more, in proportion."""
+    """Kept fractions, limited to ``most``, whose sum is ``total``: the rest goes to the heads below
+    their limit, in proportion."""
     limit = torch.as_tensor(most, dtype=kept.dtype).expand(kept.shape)
     kept = torch.minimum(kept, limit)
     for _ in range(20):
@@ -288,26 +290,27 @@ def measure_rows(
     total: Callable[[Tensor], Tensor] | None = None,
     observe: Observe | None = None,
 ) -> list[Curves]:
-    """One layer's curves on one prompt per row: the tokens before its last ``held_out`` are
-    compressed, the method having seen no later query; the held-out queries then attend to the slots
-    and, causally, to their own tokens.
+    """One layer's curves on one prompt per row. The tokens before the last ``held_out`` ones are
+    compressed by a method that has seen no later query; the held-out queries then attend to the
+    slots and, causally, to their own tokens.
 
-    ``relative`` is the larger of their error and that of the last queries before them, asked
-    again: the latter see few tokens that are kept as they are, the former the method never saw.
-    Queries after all slots are held out by turns instead, and all tokens are compressed.
+    ``relative`` is the larger of their error and the error on the last queries before them: the
+    latter attend to few tokens that are kept unchanged, and the method has not seen the former. Of
+    queries after all slots, every second one is held out instead, and all tokens are compressed.
 
     Args:
         slots: all tokens, ``[batch, heads, n, ...]``.
         observed: the newest queries, more than ``held_out``.
-        compress: the method, the same way fresh at every call.
-        held_out: queries, at least 1 and less than n - sink - recent.
-        sink: kept as they are, as in ``compress``.
+        compress: the method, in the same initial state at every call.
+        held_out: number of queries, at least 1 and less than n - sink - recent.
+        sink: kept unchanged, as in ``compress``.
         recent: likewise.
-        levels: kept shares of what is neither, rising, the last one 1.
-        total: makes the squared norms of these heads' outputs, ``[batch]``, those of the layer's,
-            if it has others.
-        observe: folds queries into the slots' scores, once; ``compress`` then gets scored slots.
-            None: ``compress`` does it itself, at every level.
+        levels: increasing fractions of the tokens between sinks and recent window; the last one is
+            1.
+        total: turns the squared norms of these heads' outputs, ``[batch]``, into those of the whole
+            layer, if other processes have more heads.
+        observe: updates the slots' scores by queries, once; ``compress`` then gets scored slots.
+            None: ``compress`` does this at every level.
     """
     q = observed.queries.shape[2]
     batch, heads = slots.keys.shape[:2]
@@ -337,7 +340,7 @@ def measure_rows(
 
 
 def pooled(curves: Sequence[Curves]) -> Curves:
-    """Curves of the same heads on several prompts as one."""
+    """Combine curves of the same heads on several prompts."""
     relative = [c.relative for c in curves if c.relative is not None]
     return Curves(
         torch.stack([c.error for c in curves]).mean(0),
@@ -347,7 +350,7 @@ def pooled(curves: Sequence[Curves]) -> Curves:
 
 
 def of_layers(layers: Sequence[Curves]) -> Curves:
-    """Curves of one layer each as those of a model.
+    """Combine curves of single layers into those of a model.
 
     Raises:
         InputError: they differ in heads.
@@ -374,12 +377,12 @@ def answers(slots: Slots, later: Slots, asked: Observed) -> Tensor:
 
 
 def held_out_for(tokens: int, sink: int, recent: int) -> int:
-    """How many of a prompt's last queries to hold out: up to 128, a quarter of what is neither
-    sink nor recent; 0 where that is too few to measure on."""
+    """How many of a prompt's last queries to hold out: up to 128, a quarter of the tokens between
+    sinks and recent window; 0 if these are too few to measure."""
     count = min(128, (tokens - sink - recent) // 4)
     return count if count >= 16 else 0
 
 
 def least_tokens(sink: int, recent: int) -> int:
-    """The shortest prompt that can be measured on."""
+    """The number of tokens of the shortest prompt that can be measured."""
     return sink + recent + math.ceil(4 * 16)

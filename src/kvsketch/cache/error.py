@@ -1,4 +1,4 @@
-"""What a cache's slots get wrong, measured on queries whose exact answer is known."""
+"""What a cache's slots get wrong, measured on queries whose exact attention output is known."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def window_error(tokens: Slots, kept: Slots, observed: Observed, recent: int) ->
         tokens: all tokens, exact.
         kept: what became of them; its last slots are the recent tokens.
         observed: the newest queries.
-        recent: tokens kept as they are at the end.
+        recent: tokens kept unchanged at the end.
 
     Returns:
         float64 ``[batch, num_key_value_heads]``.
@@ -77,7 +77,7 @@ class WindowError:
         return relative_error(self._exact, self._answered(kept), kept.keys.shape[1])
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held, for byte counting."""
+        """All tensors, for byte counting."""
         return [self._asked.queries, self._exact]
 
 
@@ -86,7 +86,7 @@ def asked_of(slots: Slots, asked: Observed, mask: Tensor | None = None) -> Tenso
     zeros for a padded query.
 
     Args:
-        mask: bool, True where a query may look; None: everywhere.
+        mask: bool, True where a query may attend; None: everywhere.
     """
     if asked.live is not None:
         live = asked.live[:, None, :, None]
@@ -104,7 +104,7 @@ def asked_of(slots: Slots, asked: Observed, mask: Tensor | None = None) -> Tenso
 
 class Probe:
     """A few queries with their exact attention over the whole stream, kept up to date: the error
-    of the slots at any time, as if these queries were asked then.
+    of the slots at any time, as if these queries came then.
 
     A new token costs each probe one score; nothing else about the stream is needed. (A reservoir
     of exact tokens would estimate the same with the error of uniform sampling, which is larger
@@ -146,13 +146,13 @@ class Probe:
         return relative_error(exact, asked_of(slots, self._asked), slots.keys.shape[1])
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply ``fn`` to the batch axis of everything held."""
+        """Apply ``fn`` to the batch axis of all tensors."""
         live = None if self._asked.live is None else fn(self._asked.live)
         self._asked = replace(self._asked, queries=fn(self._asked.queries), live=live)
         self._log_total, self._answer = fn(self._log_total), fn(self._answer)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held, for byte counting."""
+        """All tensors, for byte counting."""
         return [self._asked.queries, self._log_total, self._answer]
 
     def to_state(self) -> State:
@@ -164,7 +164,7 @@ class Probe:
 
     @classmethod
     def from_state(cls, reader: Reader, kind: Kind) -> Probe:
-        """What ``to_state`` said."""
+        """Restore the result of ``to_state``."""
         probe = cls.__new__(cls)
         probe._asked = read_observed(reader.part("asked"), kind)
         shape, dtype = probe._asked.queries.shape[:3], probe._asked.queries.dtype
@@ -213,7 +213,7 @@ class Errors:
         """Note the exact answers of the ``last`` queries: ``tokens`` are about to be compressed.
 
         Args:
-            recent: tokens kept as they are at the end.
+            recent: tokens kept unchanged at the end.
             seen: tokens so far.
         """
         self._asked = WindowError(tokens, last, recent)
@@ -240,8 +240,8 @@ class Errors:
             self._probed = seen
 
     def running(self, slots: Slots, seen: int) -> Tensor | None:
-        """Relative error of the probe's queries over all tokens seen, as if they were asked now,
-        float64 ``[batch, num_key_value_heads]``; None if there is no probe."""
+        """Relative error of the probe's queries over all tokens seen, as if they came now, float64
+        ``[batch, num_key_value_heads]``; None if there is no probe."""
         self.update(slots, seen)
         return None if self._probe is None else self._probe.error(slots)
 
@@ -265,7 +265,7 @@ class Errors:
         return state
 
     def restore(self, reader: Reader, kind: Kind, seen: int) -> None:
-        """Take in what ``to_state`` said."""
+        """Restore the result of ``to_state``."""
         self._probed = reader.whole("probed", 0, seen)
         if reader.has("prompt"):
             shape = (kind.batch, kind.heads)
@@ -275,6 +275,6 @@ class Errors:
         reader.close()
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held, for byte counting."""
+        """All tensors, for byte counting."""
         parts = [part for part in (self._probe, self._asked) if part is not None]
         return [tensor for part in parts for tensor in part.tensors()]

@@ -78,7 +78,7 @@ def measure(
 
 
 def _weighed(rows: list[Curves], most: list[Curves]) -> list[Curves]:
-    """Curves of slots in few bits with the part of the error that is due to fewer slots, as the
+    """Curves of slots in 8 or 4 bits with the part of the error that is due to fewer slots, as the
     curves of most bits tell it, ``_UNSEEN`` times as large."""
     return [
         replace(row, error=row.error + (_UNSEEN - 1) * (wide.error - wide.error[..., -1:]).clamp(0))

@@ -19,9 +19,9 @@ from .storage import FULL, Bits
 
 
 class Middle:
-    """Keys and mean values u / m (u where m = 0) in few bits; masses, positions and scores as they
-    are. A value of 0 stays exactly 0, so that a method that gives a slot another weight changes
-    nothing here.
+    """Keys and mean values u / m (u where m = 0) in 8 or 4 bits; masses, positions and scores as
+    they are. A value of 0 stays exactly 0, so that a method that gives a slot another weight
+    changes nothing here.
 
     Tensors are laid out as those of a ``Page`` without room: ``[batch, heads, slots, ...]``, or
     ``[batch, total, ...]`` where heads differ in size.
@@ -37,8 +37,8 @@ class Middle:
         appended, room: 0, as nothing can be appended.
         sizes: as given.
         count: slots of the largest head.
-        packed: keys and values in few bits.
-        fields: mass, positions, score, as far as there are any; keys and mean values as they are.
+        packed: keys and values in 8 or 4 bits.
+        fields: mass, positions, score, if present; keys and mean values as they are.
         blocks: of heads of different size; None: all have ``count``.
     """
 
@@ -130,7 +130,7 @@ class Middle:
 
     @property
     def slots(self) -> Slots:
-        """The slots in float32, dead ones behind a head's own."""
+        """The slots in float32, dead ones after a head's own."""
         slots = self.read(torch.float32)
         if self.blocks is None:
             return slots
@@ -160,7 +160,7 @@ class Middle:
         self.fields["score"] = self._laid(score)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Middle:
-        """With ``fn`` (which acts on axis 0, the batch) applied to everything held."""
+        """With ``fn`` (which acts on axis 0, the batch) applied to all tensors."""
         twin = copy.copy(self)
         twin.sizes = fn(self.sizes)
         twin.batch = twin.sizes.shape[0]
@@ -184,10 +184,10 @@ class Middle:
 
     @classmethod
     def from_state(cls, reader: Reader, kind: Kind) -> Middle:
-        """What ``to_state`` said.
+        """Restore the result of ``to_state``.
 
         Raises:
-            InputError: tensors or numbers that do not fit together.
+            InputError: inconsistent tensors or numbers.
         """
         middle = cls.__new__(cls)
         heads = middle.batch, middle.heads = kind.batch, kind.heads
@@ -234,7 +234,7 @@ class Middle:
         return twin
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held, for byte counting."""
+        """All tensors, for byte counting."""
         held = self.contents()
         return held if self.blocks is None else [*held, *self.blocks.tensors()]
 

@@ -20,11 +20,11 @@ def by_need(
 
     Args:
         scores: of every layer, float ``[heads, n]``, -inf for slots that are not there.
-        budget: slots per head on average, sinks and recent window included.
+        budget: slots per head on average, including sinks and recent window.
         sink: first slots that a head keeps whatever their score.
         recent: last slots likewise.
-        safeguard: every head keeps at least this share of the average budget, sinks and recent
-            window included (as in kvpress's AdaKVPress; the authors' code shares out what lies
+        safeguard: every head keeps at least this share of the average budget, including sinks and
+            recent window (as in kvpress's AdaKVPress; the authors' code shares out what lies
             between instead, and mixes counts where this fills up). 0: none.
 
     Returns:

@@ -52,7 +52,7 @@ class Pace:
         return min(budget, window) if isinstance(budget, int) else budget.clamp(max=window)
 
     def recent(self, budget: int | Tensor) -> int | Tensor:
-        """Recent tokens that are kept as they are within a budget."""
+        """Recent tokens that are kept unchanged within a budget."""
         if isinstance(budget, int):
             return min(self.method.recent, budget - min(self.method.sink, budget))
         return (budget - budget.clamp(max=self.method.sink)).clamp(max=self.method.recent)

@@ -23,21 +23,21 @@ class Page:
 
     Flat tensors ``[batch, total, ...]`` hold them: of heads of equal size ``total`` is heads times
     capacity, so that they are ``[batch, heads, capacity, ...]`` by a view; heads of different size
-    (or of different size in different rows) lie one behind the other. All heads get the same
-    tokens appended, so that one number, ``appended``, says how far all of them have grown.
+    (or of different size in different rows) lie one after the other. All heads get the same tokens
+    appended, so that one number, ``appended``, says how far all of them have grown.
 
     Where there are masses, values are stored as u / m (u where m = 0): rounding to 16 bits then
     errs as little for a slot of a thousand tokens as for one, and any kernel can take log m as a
     bias.
 
     Args:
-        slots: ``[batch, heads, n, ...]``, of every head its own slots first, dead ones behind.
+        slots: ``[batch, heads, n, ...]``, of every head its own slots first, dead ones after them.
             Values with masses may have more bits than keys; they are stored in the keys' dtype.
         sizes: how many slots each head has: int64 ``[batch, heads]``; None: all ``n``.
         room: slots that can be appended to every head.
 
     Attributes:
-        fields: keys, values (u / m), and mass, positions, score as far as there are any.
+        fields: keys, values (u / m), and mass, positions, score if present.
         sizes: int64 ``[batch, heads]``, without the appended ones; None: ``base`` in every head.
         base: slots of the largest head, without the appended ones.
         appended: slots appended to every head.
@@ -64,7 +64,7 @@ class Page:
             self._lay(fields, sizes)
 
     def _lay(self, fields: dict[str, Tensor], sizes: Tensor) -> None:
-        """Heads of different size, one behind the other."""
+        """Heads of different size, one after the other."""
         self.blocks = Blocks(sizes, self.room)
         layout = self.blocks.layout
         places = layout.places(self.base)
@@ -158,7 +158,7 @@ class Page:
 
     @property
     def slots(self) -> Slots:
-        """All slots ``[batch, heads, count, ...]``; a smaller head's are the last ones, behind dead
+        """All slots ``[batch, heads, count, ...]``; a smaller head's are the last ones, after dead
         ones, so that the newest tokens of all heads are side by side. Values with masses come in
         float32 at least, so that u / m is what it was when they come back."""
         fields = self._of_heads(self.fields)
@@ -244,7 +244,7 @@ class Page:
             self._spans[1].add_(tokens)
 
     def mark_last(self, live: Tensor) -> None:
-        """Say which of the last tokens, just appended, are real: bool ``[batch, q]``."""
+        """Mark which of the last tokens, just appended, are real: bool ``[batch, q]``."""
         if "mass" not in self.fields:
             self.fields["mass"] = self._filled("mass")
         q, mass = live.shape[1], self.fields["mass"]
@@ -303,7 +303,7 @@ class Page:
         return Page(first, self.held, room)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Page:
-        """The page with ``fn`` (which acts on axis 0, the batch) applied to everything held."""
+        """The page with ``fn`` (which acts on axis 0, the batch) applied to all tensors."""
         twin = copy.copy(self)
         twin._spans = twin._places = None
         twin.fields = {name: owned(fn(tensor)) for name, tensor in self.fields.items()}
@@ -333,10 +333,10 @@ class Page:
 
     @classmethod
     def from_state(cls, reader: Reader, kind: Kind) -> Page:
-        """What ``to_state`` said.
+        """Restore the result of ``to_state``.
 
         Raises:
-            InputError: tensors or numbers that do not fit together.
+            InputError: inconsistent tensors or numbers.
         """
         page = cls.__new__(cls)
         page.batch, page.heads = kind.batch, kind.heads
@@ -362,11 +362,11 @@ class Page:
         return page
 
     def release(self) -> None:
-        """The attention over the page is done, and what was made for it can go."""
+        """The attention over the page is computed; release its temporary tensors."""
         self._places = None
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held, for byte counting."""
+        """All tensors, for byte counting."""
         held = list(self.fields.values())
         if self.blocks is None:
             return held

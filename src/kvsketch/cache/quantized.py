@@ -132,7 +132,7 @@ class Quantized:
     def from_state(
         reader: Reader, lead: tuple[int, ...], heads: tuple[int, int], dim: int, per_channel: bool
     ) -> Quantized:
-        """What ``to_state`` said.
+        """Restore the result of ``to_state``.
 
         Args:
             lead: axes of ``codes`` before the bytes of a slot.
@@ -140,7 +140,7 @@ class Quantized:
             dim, per_channel: as for the class and ``quantize``.
 
         Raises:
-            InputError: tensors that do not fit together.
+            InputError: inconsistent tensors.
         """
         bits, count = reader.whole("bits", 4, 8), reader.whole("count")
         if bits not in ALLOWED_BITS:
@@ -160,7 +160,7 @@ class Quantized:
         return found
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held, for byte counting."""
+        """All tensors, for byte counting."""
         held = [self.codes, self.low, self.step, self.unit]
         return held if self.offset is None else [*held, self.offset]
 
@@ -185,8 +185,8 @@ def quantize(
         rows: finite floating point ``[batch, heads, slots, dim]``. Slots read from ``previous``
             come out with the same codes if they are given in float32.
         bits: 8 or 4.
-        per_channel: every channel has a centre and a unit of its own.
-        live: bool ``[batch, heads, slots]``; the others have no say in centres and units, and are
+        per_channel: every channel has its own centre and unit.
+        live: bool ``[batch, heads, slots]``; the others do not affect centres and units, and are
             stored as the centre.
         previous: where centres and units come from. A unit doubles where the slots have outgrown
             it (mean distance from the centre above the unit), which a stream can do only a
@@ -232,7 +232,7 @@ def predicted_bytes(
 
     Args:
         quantised: slots per head in ``bits``: all but sinks, recent window and buffer.
-        full: slots per head in the model's dtype, room not filled yet included.
+        full: slots per head in the model's dtype, including allocated but unused memory.
         bits: of keys and values, or of keys and of values.
         heads: batch rows times KV heads.
         itemsize: bytes of an element in the model's dtype.

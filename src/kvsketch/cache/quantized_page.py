@@ -158,7 +158,7 @@ class QuantizedPage:
         self.exact.drop(tokens)
 
     def mark_last(self, live: Tensor) -> None:
-        """Say which of the last tokens, just appended, are real: bool ``[batch, q]``."""
+        """Mark which of the last tokens, just appended, are real: bool ``[batch, q]``."""
         self.exact.mark_last(live)
 
     def set_score(self, score: Tensor) -> None:
@@ -179,7 +179,7 @@ class QuantizedPage:
         return twin
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> QuantizedPage:
-        """The page with ``fn`` (which acts on axis 0, the batch) applied to everything held."""
+        """The page with ``fn`` (which acts on axis 0, the batch) applied to all tensors."""
         twin = copy.copy(self)
         twin.exact, twin._first = self.exact.map(fn), fn(self._first)
         if self.middle is not None:
@@ -199,10 +199,10 @@ class QuantizedPage:
 
     @classmethod
     def from_state(cls, reader: Reader, kind: Kind) -> QuantizedPage:
-        """What ``to_state`` said.
+        """Restore the result of ``to_state``.
 
         Raises:
-            InputError: tensors or numbers that do not fit together.
+            InputError: inconsistent tensors or numbers.
         """
         page, heads = cls.__new__(cls), (kind.batch, kind.heads)
         page._base, page._kept = reader.whole("base", 1), reader.whole("kept")
@@ -224,10 +224,10 @@ class QuantizedPage:
         return page
 
     def release(self) -> None:
-        """The attention over the page is done, and what was made for it can go."""
+        """The attention over the page is computed; release its temporary tensors."""
         self.exact.release()
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held, for byte counting."""
+        """All tensors, for byte counting."""
         held = self.exact.tensors()
         return held if self.middle is None else [*held, *self.middle.tensors()]

@@ -64,7 +64,7 @@ class Queries:
         self._waiting = [observed.map_batch(fn) for observed in self._waiting]
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held, for byte counting."""
+        """All tensors, for byte counting."""
         return [observed.queries for observed in self._waiting]
 
     def to_state(self) -> State | None:
@@ -73,7 +73,7 @@ class Queries:
         return None if together is None else observed_state(together)
 
     def restore(self, reader: Reader, kind: Kind) -> None:
-        """Take in what ``to_state`` said."""
+        """Restore the result of ``to_state``."""
         self.add(read_observed(reader, kind))
 
 
@@ -90,7 +90,7 @@ def read_observed(reader: Reader, kind: Kind) -> Observed:
     """What ``observed_state`` said.
 
     Raises:
-        InputError: tensors that do not fit together.
+        InputError: inconsistent tensors.
     """
     floats = tuple(FLOATS.values())
     queries = reader.tensor("queries", (kind.batch, None, None, kind.key_dim), *floats)

@@ -39,7 +39,7 @@ class Ragged:
 
     @staticmethod
     def of(sizes: Tensor, room: int = 0, multiple: int = 1) -> Ragged:
-        """Heads one behind the other, with room behind each, all of them starting at a multiple.
+        """Heads one after the other, with room behind each, all of them starting at a multiple.
 
         Args:
             sizes: int64 ``[batch, heads]``.
@@ -100,7 +100,7 @@ class Blocks:
 
     Attributes:
         size: slots of a block, a power of two of about 1/32 of the mean size of a head.
-        layout: heads one behind the other, all of them starting at a multiple of that.
+        layout: heads one after the other, all of them starting at a multiple of that.
         kept: whether ``found`` is kept from call to call: not where blocks are so small that this
             would be more than the slots.
     """
@@ -137,7 +137,7 @@ class Blocks:
 
     @staticmethod
     def from_state(reader: Reader, sizes: Tensor, held: Tensor, room: int) -> Blocks:
-        """What ``to_state`` said.
+        """Restore the result of ``to_state``.
 
         Args:
             sizes: slots of every head without the appended ones; ``held``: with them.

@@ -99,7 +99,7 @@ class SketchPage:
         self._opened = None
 
     def mark_last(self, live: Tensor) -> None:
-        """Say which of the last tokens, just appended, are real: bool ``[batch, q]``."""
+        """Mark which of the last tokens, just appended, are real: bool ``[batch, q]``."""
         q = live.shape[1]
         new = self.exact.narrow(self._used - q, q).only(live.unsqueeze(1))
         self._advance(-q)
@@ -133,13 +133,13 @@ class SketchPage:
 
     @classmethod
     def from_state(cls, reader: Reader, kind: Kind, window: WindowedSketch) -> SketchPage:
-        """What ``to_state`` said.
+        """Restore the result of ``to_state``.
 
         Args:
             window: holds nothing yet, and takes the sketch in.
 
         Raises:
-            InputError: tensors or numbers that do not fit together.
+            InputError: inconsistent tensors or numbers.
         """
         page = cls.__new__(cls)
         page.batch, page.heads = kind.batch, kind.heads
@@ -293,13 +293,13 @@ class SketchPages:
 
     @classmethod
     def from_state(cls, reader: Reader, kind: Kind, method: WindowedSketch) -> SketchPages:
-        """What ``to_state`` said.
+        """Restore the result of ``to_state``.
 
         Args:
             method: what the sketches are made like.
 
         Raises:
-            InputError: tensors or numbers that do not fit together.
+            InputError: inconsistent tensors or numbers.
         """
         total = kind.batch * kind.heads
         count = reader.whole("count", 1, total)

@@ -57,12 +57,12 @@ def bits_of(bits: object) -> Bits | None:
 
 @dataclass(frozen=True)
 class Price:
-    """What a head's slots cost in few bits. The unit is what all its tokens would cost as slots in
-    16 bits: a budget of 0.1 is 0.1 of that, in whatever bits. A model in 32 bits counts as one in
-    16, so that the choice is the same.
+    """What a head's slots cost in 8 or 4 bits. The unit is what all its tokens would cost as slots
+    in 16 bits: a budget of 0.1 is 0.1 of that, in whatever bits. A model in 32 bits counts as one
+    in 16, so that the choice is the same.
 
     Attributes:
-        slot: bytes of a slot in few bits, over those of one in 16 bits.
+        slot: bytes of a slot in 8 or 4 bits, over those of one in 16 bits.
         fixed: bytes of a head's centres and units, over those of a slot in 16 bits.
         window: slots that stay as given: sinks and recent tokens.
         tokens: seen.

@@ -31,9 +31,9 @@ class Stream:
     """Slots of one attention layer as a stream.
 
     Three verbs, in this order for every chunk of tokens: ``extend`` with the new tokens, let the
-    model attend to what is ``open``, ``settle`` (take note of the queries, compress if due).
-    Nothing is compressed while all tokens fit the budget, nor while there is no budget: a plan that
-    measures hands it down later (``spend``). Once something was compressed, the slots live on a
+    model attend to what is ``open``, ``settle`` (record the queries, compress if due). Nothing is
+    compressed while all tokens fit the budget, nor while there is no budget: a plan that measures
+    hands it down later (``spend``). Once something was compressed, the slots live on a
     page: every head has its budget and a buffer, which decoding fills; when it is full, all heads
     are compressed to a buffer below their budgets. No token allocates in between.
 
@@ -48,9 +48,9 @@ class Stream:
         one_shot: compress after prefill only; decoded tokens are then kept exactly (as in SubGen
             section 3.2) and memory grows with them.
         bits: 16: keys and values are stored as they come. 8 or 4: those between sinks and recent
-            window are stored in so many bits from the end of the prompt on, whether or not the
+            window are stored in this many bits from the end of the prompt on, whether or not the
             prompt fits the budget (a budget of 1.0 only quantises); sinks, recent window, buffer,
-            masses and scores stay as they are. Not with a sketch, whose state has the dtype of the
+            masses and scores stay unchanged. Not with a sketch, whose state has the dtype of the
             tokens. "measured": 16 until a plan hands down others with the budget.
         track_error: keep the exact answers of a few queries up to date (``running_error``).
 
@@ -165,12 +165,12 @@ class Stream:
         page.append(new)
 
     def mark_padding(self, live: Tensor) -> None:
-        """Say which of the tokens just appended are real. ``live``: bool ``[batch, q]``."""
+        """Mark which of the tokens just appended are real. ``live``: bool ``[batch, q]``."""
         self.padded = True
         self.page.mark_last(live)
 
     def settle(self, observed: Observed | None, prefill: bool, hold: bool = False) -> bool:
-        """Take note of the queries of the newest tokens and compress if due.
+        """Record the queries of the newest tokens and compress if due.
 
         Args:
             observed: their queries.
@@ -205,7 +205,7 @@ class Stream:
 
     @property
     def _whole(self) -> bool:
-        """Whether all tokens are kept as they are, however many come."""
+        """Whether all tokens are kept unchanged, however many come."""
         return not self.compressed and self.bits == FULL and bool(self.budget and self.budget.whole)
 
     def due(self, prefill: bool) -> bool:
@@ -315,8 +315,8 @@ class Stream:
     @property
     def running_error(self) -> Tensor | None:
         """Relative error of a few of the prompt's last queries over all tokens seen, as if they
-        were asked now, float64 ``[batch, num_key_value_heads]``; None without ``track_error`` and
-        before the first compression."""
+        came now, float64 ``[batch, num_key_value_heads]``; None without ``track_error`` and before
+        the first compression."""
         return self.errors.running(self.slots, self.seen) if self.seen else None
 
     def importance(self) -> Tensor:
@@ -336,8 +336,8 @@ class Stream:
 
     @torch.no_grad()
     def ask(self, observed: Observed, about: slice | Tensor, sample: int) -> None:
-        """Take note of the queries of a part of a second reading, whose tokens are the newest here
-        and go again: they are no part of the stream.
+        """Record the queries of a part of a second reading, whose tokens are the newest here and go
+        again: they are no part of the stream.
 
         Args:
             observed: the queries.
@@ -392,8 +392,8 @@ class Stream:
             page.release()
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply ``fn`` (which acts on axis 0, the batch) to everything held: beam search,
-        repeating or selecting rows."""
+        """Apply ``fn`` (which acts on axis 0, the batch) to all tensors: beam search, repeating or
+        selecting rows."""
         self.method.map_batch(fn)
         if self.budget is not None:
             self.budget = self.budget.map_batch(fn)
@@ -469,7 +469,7 @@ class Stream:
         return bool((self.held > budget + self.buffer).any())
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held, for byte counting."""
+        """All tensors, for byte counting."""
         parts = (self.page, self.method, self.errors, self.queries)
         return [tensor for part in parts for tensor in part.tensors()]
 

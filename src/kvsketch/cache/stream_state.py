@@ -65,7 +65,7 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
         most: tokens the model has positions for; None: no limit.
 
     Raises:
-        InputError: tensors or numbers that do not fit together, or do not fit the stream.
+        InputError: tensors or numbers that are inconsistent or do not fit the stream.
     """
     method = stream.method
     seen = reader.whole("seen", 1, most or 1 << 31)

@@ -57,7 +57,7 @@ class Tokens:
             self.live = torch.cat([self.live, tail], dim=1)
 
     def mark_last(self, live: Tensor) -> None:
-        """Say which of the last tokens are real: bool ``[batch, q]``."""
+        """Mark which of the last tokens are real: bool ``[batch, q]``."""
         if self.live is None:
             self.live = live.new_ones(live.shape[0], self.slots.count)
         self.live[:, self.slots.count - live.shape[1] :] = live
@@ -76,7 +76,7 @@ class Tokens:
         self._slots = replace(self.slots, score=score)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Tokens:
-        """The tokens with ``fn`` (which acts on axis 0, the batch) applied to everything held."""
+        """The tokens with ``fn`` (which acts on axis 0, the batch) applied to all tensors."""
         twin = Tokens()
         twin._slots = None if self._slots is None else self._slots.map(fn)
         twin.live = None if self.live is None else fn(self.live)
@@ -90,10 +90,10 @@ class Tokens:
 
     @staticmethod
     def from_state(reader: Reader, kind: Kind) -> Tokens:
-        """What ``to_state`` said.
+        """Restore the result of ``to_state``.
 
         Raises:
-            InputError: tensors that do not fit together.
+            InputError: inconsistent tensors.
         """
         count, tokens = reader.whole("count", 1), Tokens()
         tokens._slots = Slots(**read_fields(reader, (kind.batch, kind.heads, count), kind))
@@ -116,6 +116,6 @@ class Tokens:
         """The attention over the tokens is done."""
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held, for byte counting."""
+        """All tensors, for byte counting."""
         held = [] if self._slots is None else list(self._slots.tensors().values())
         return held if self.live is None else [*held, self.live]

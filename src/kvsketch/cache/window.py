@@ -22,8 +22,8 @@ from .windowed_sketch import WindowedSketch
 
 @dataclass(frozen=True)
 class Windowed:
-    """A compressor with its window: the first ``sink`` and the last ``recent`` live tokens stay as
-    they are, and the rest of the budget goes to what lies between (see ``Compressor.compress``).
+    """A compressor with its window: the first ``sink`` and the last ``recent`` live tokens stay
+    unchanged, and the rest of the budget goes to what lies between (see ``Compressor.compress``).
 
     Raises:
         InputError: sink or recent negative or not an int.
@@ -123,7 +123,7 @@ def windowed(
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
 ) -> Windowed | WindowedSketch:
-    """A fresh method inside its sink and recent window.
+    """A new method inside its sink and recent window.
 
     Args:
         method: a name in ``ALL_METHODS``, or a class or compressor of the caller's own. A

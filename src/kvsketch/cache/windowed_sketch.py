@@ -1,4 +1,4 @@
-"""Sink + recent window around a natively streaming sketch."""
+"""Sink + recent window around a streaming sketch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .sketch_page import SketchPage, SketchPages
 
 class WindowedSketch:
     """For a sketch what ``Windowed`` is for a compressor: the first ``sink`` and last ``recent``
-    live tokens stay as they are, everything between goes into a sketch, once and for all.
+    live tokens stay unchanged, everything between goes into a sketch, once and for all.
 
     A budget bounds the bytes of everything held: exact tokens and the sketch's whole state, which
     gets as many slots as fit into the bytes of the tokens that the budget leaves it. A budget that
@@ -168,7 +168,7 @@ class WindowedSketch:
         self._room, self.worth = room, _worth(self.sketch, token)
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply ``fn`` to the batch axis of what the sketch holds; rows are numbered anew."""
+        """Apply ``fn`` to the batch axis of what the sketch holds; rows are renumbered."""
         self._rows = None
         if self.sketch is not None:
             self.sketch.map_batch(fn)
@@ -189,13 +189,13 @@ class WindowedSketch:
         return state
 
     def restore(self, reader: Reader, token: Slots) -> None:
-        """Take in what ``to_state`` said; nothing may be held yet.
+        """Restore the result of ``to_state``; nothing may be held yet.
 
         Args:
             token: tokens like those that come; their number does not matter.
 
         Raises:
-            InputError: tensors or numbers that do not fit together.
+            InputError: inconsistent tensors or numbers.
         """
         self._sinks = reader.whole("sinks", 0, self.sink)
         self._window = reader.whole("window", 0, self.recent)

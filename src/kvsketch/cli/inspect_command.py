@@ -234,7 +234,7 @@ def sampled(model: Any, count: int, tokens: int, seed: int, layers: Sequence[int
     first = model.config.get_text_config(decoder=True).bos_token_id
     start = torch.full((count, 1), 1 if first is None else int(first), device=model.device)
     catch(model, start[:1], layers)
-    with torch.random.fork_rng():  # the caller's random numbers stay as they are
+    with torch.random.fork_rng():  # the caller's random numbers stay unchanged
         torch.manual_seed(seed)
         found = model.generate(
             start,

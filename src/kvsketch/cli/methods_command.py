@@ -1,6 +1,6 @@
 """`kvsketch methods`: the requirements, guarantees and options of each method.
 
-Heavy imports happen inside, as in ``kvsketch.cli``.
+Heavy imports happen inside, as in ``kvsketch.cli.app``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`kvsketch report`: one page from results stores.
 
-Heavy imports happen inside, as in ``kvsketch.cli``.
+Heavy imports happen inside, as in ``kvsketch.cli.app``.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ def answers(
     batch: int = 8,
     sampling: Sampling = Sampling(),
 ) -> list[list[int]]:
-    """Ids of an answer to every question, all from the same state: the document's cache stays as it
-    is.
+    """Ids of an answer to every question, all from the same state: the document's cache stays
+    unchanged.
 
     Questions of equally many tokens are answered side by side, ``batch`` at a time: nothing is
     padded, and what a row keeps does not depend on its neighbours, so that the answers are those of

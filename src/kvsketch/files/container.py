@@ -225,7 +225,7 @@ def _small_int(digits: str) -> int:
 
 
 def _entries(table: dict[str, Any], size: int) -> list[Entry]:
-    """The tensors, whose bytes must cover the data, one behind the other."""
+    """The tensors, whose bytes must cover the data, one after the other."""
     entries = []
     for name, entry in table.items():
         shape, (start, end) = entry["shape"], entry["data_offsets"]

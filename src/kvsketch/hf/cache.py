@@ -89,14 +89,15 @@ class SketchCache(Cache):  # type: ignore[misc]
             (``Curves.save``): by errors measured beforehand on typical prompts; better than
             "measured" if the questions differ from the text that was read. "layer" and "global":
             keep the slots of highest score among all heads of a layer (AdaKV) or of the model
-            (KVzip); with "global" all layers stay uncompressed until the prompt is read. "variance"
-            (d2o's default): more for layers whose tokens are attended to more evenly. These three
-            need a method that scores by queries. ``RetrievalHeads``: a fraction ``budget`` of the
-            heads keep all tokens, the others sinks and recent window (DuoAttention). "measured",
-            and a tolerance with ``max_budget``, compare all layers: until the last layer is
-            measured, each layer is compressed to the most that its heads may get, so that the peak
-            is about half of an uncompressed cache (with a streaming sketch, all of it). Prompts too
-            short to measure (about 100 tokens) are kept until there are more tokens.
+            (KVzip); with "global" and "variance" all layers stay uncompressed until the prompt is
+            read. "variance" (d2o's default): more for layers whose tokens are attended to more
+            evenly. These three need a method that scores by queries. ``RetrievalHeads``: a fraction
+            ``budget`` of the heads keep all tokens, the others sinks and recent window
+            (DuoAttention). "measured", and a tolerance with ``max_budget``, compare all layers:
+            until the last layer is measured, each layer is compressed to the most that its heads
+            may get, so that the peak is about half of an uncompressed cache (with a streaming
+            sketch, all of it). Prompts too short to measure (about 100 tokens) are kept until there
+            are more tokens.
         track_positions: store the position of every slot (4 bytes each), so that a later
             ``attention_mask`` may mask kept tokens. Without it, and for slots that represent
             several tokens, such a mask is refused.

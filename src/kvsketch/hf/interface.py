@@ -1,4 +1,4 @@
-"""Where attention becomes ours: between a cache's update and the kernel the model asks for.
+"""Where attention becomes ours: between a cache's update and the kernel the model requests.
 
 Every model that uses transformers' attention interface first hands its new keys and values to the
 cache and then calls ``AttentionInterface.get_interface`` for the kernel its configuration names.

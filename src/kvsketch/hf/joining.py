@@ -26,7 +26,7 @@ _FREE = ("seed", "prompt_length", "track_error")
 
 @torch.no_grad()
 def join(first: SketchCache, second: SketchCache, model: PreTrainedModel) -> SketchCache:
-    """The cache of the first document with the second behind it; both caches stay as they are.
+    """The cache of the first document with the second behind it; both caches stay unchanged.
 
     All slots of both are kept, where the budget is a share of the tokens; they are compressed to
     it, where it is a number. The second's keys are turned on by the number of tokens of the first.

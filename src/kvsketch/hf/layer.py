@@ -49,7 +49,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
     """Glue between transformers' layer protocol and the ``Stream``, which does the work.
 
     ``update`` appends and returns the keys and values to attend to; the kernel that the model then
-    asks for is ``attend`` (see ``interface``), which compresses once all have attended.
+    requests is ``attend`` (see ``interface``), which compresses once all have attended.
 
     Args:
         stream: what holds the layer's slots.
@@ -83,7 +83,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
     # keys and values are what the stream holds; transformers' base class only ever clears them
     @property
     def keys(self) -> Tensor | None:
-        """Keys of all slots; where heads differ in size, the smaller ones' behind dead ones."""
+        """Keys of all slots; where heads differ in size, the smaller ones' after dead ones."""
         return self.stream.slots.keys if self.stream.seen else None
 
     @keys.setter
@@ -176,7 +176,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             self.claim(module)
 
     def claim(self, module: nn.Module) -> None:
-        """Take note of whose cache this is.
+        """Record the module that owns this cache.
 
         Raises:
             InputError: it is another module's.
@@ -188,8 +188,8 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             self.module = weakref.ref(module)
         elif self.module() is not module:
             raise InputError(
-                "this SketchCache holds the context of another model (or of a copy of it): make "
-                "one cache per model, or call reset()"
+                "this SketchCache holds the context of another model (or of a copy of the model): "
+                "make one cache per model, or call reset()"
             )
 
     def _project(self, module: nn.Module | None) -> None:
@@ -221,7 +221,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             raise
 
     def mark(self, view: View) -> None:
-        """Take note of which tokens are padding; once for each chunk of tokens."""
+        """Record which tokens are padding; once for each chunk of tokens."""
         if self._reads:
             return
         if self.stream.compressed:
@@ -380,7 +380,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         self.map_batch(lambda t: t[indices.to(t.device)])
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply ``fn``, which acts on axis 0, the batch, to everything held."""
+        """Apply ``fn``, which acts on axis 0, the batch, to all tensors."""
         self.stream.map_batch(fn)
         self._unverified = [None if o is None else o.map_batch(fn) for o in self._unverified]
         if self.token_shape:  # the batch may have another size now
@@ -389,7 +389,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             self.token_shape = (batch, *self.token_shape[1:])
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held, for byte counting."""
+        """All tensors, for byte counting."""
         return self.stream.tensors() + [o.queries for o in self._unverified if o is not None]
 
     def offload(self) -> None:

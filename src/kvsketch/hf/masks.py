@@ -200,7 +200,7 @@ def over_slots(
         mass: of the slots, same shape; None: all are exact tokens.
 
     Returns:
-        bool ``[batch, num_attention_heads, q, slots]``, True where a query may look. None:
+        bool ``[batch, num_attention_heads, q, slots]``, True where a query may attend. None:
         everything is visible.
 
     Raises:
@@ -223,7 +223,7 @@ def over_slots(
         )
     if mass is not None and not bool(((mass == 0) | (mass == 1)).all()):
         raise UnsupportedError(
-            f"{hides}: they may be part of slots that stand for several tokens. Use a method that "
+            f"{hides}: they may be part of slots that represent several tokens. Use a method that "
             "keeps tokens as they are, such as snapkv or streaming_llm"
         )
     batch, kv_heads = positions.shape[:2]
@@ -243,7 +243,7 @@ def mask_over(view: View, slots: Slots, heads: int, q: int) -> Tensor | None:
 
     Returns:
         bool, broadcastable to ``[batch, num_attention_heads, q, slots]``, True where a query may
-        look; None: everything before it.
+        attend; None: everything before it.
 
     Raises:
         UnsupportedError: see ``over_slots``.

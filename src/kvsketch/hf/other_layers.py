@@ -35,7 +35,7 @@ def restore_layer(layer: Any, reader: Reader, batch: int, seen: int) -> None:
     """Take in what ``layer_state`` said, into a layer that holds nothing yet.
 
     Raises:
-        InputError: tensors or numbers that do not fit together.
+        InputError: inconsistent tensors or numbers.
     """
     if isinstance(layer, LinearAttentionLayer):
         restore_linear(layer, reader, batch)

@@ -28,9 +28,9 @@ from .size import predicted_size
 if TYPE_CHECKING:
     from .cache import SketchCache
 
-# Memory is taken for as many tokens at once.
+# Memory is allocated for this many tokens at once.
 _MOST_BUFFER = 1 << 20
-#: what a file of a cache is called inside
+#: the kind of file, in its header
 KIND = "cache"
 
 
@@ -76,7 +76,7 @@ def load(
 
 @torch.no_grad()
 def cache_state(cache: SketchCache) -> State:
-    """What a cache was made with, and what it holds.
+    """The arguments and the state of a cache.
 
     Raises:
         UnsupportedError: what cannot be saved, by name.
@@ -132,8 +132,8 @@ def cache_arguments(cache: SketchCache) -> State:
     if not isinstance(method, str):
         if not (isinstance(method, type) and ALL_METHODS.get(cache.method) is method):
             raise UnsupportedError(
-                f"method={cache.method!r} is a Compressor or a class of one's own, which a file "
-                "cannot hold; make the cache with a name of `kvsketch methods` and options="
+                f"method={cache.method!r} is a Compressor object or a user-defined class, which a "
+                "file cannot hold; make the cache with a name of `kvsketch methods` and options="
             )
         given["method"] = cache.method
     if isinstance(cache.plan.curves, Curves) or cache.plan.retrieval is not None:
@@ -143,7 +143,7 @@ def cache_arguments(cache: SketchCache) -> State:
         values = json.loads(json.dumps(given, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise UnsupportedError(
-            f"options={given['options']!r} are not what JSON can hold"
+            f"options={given['options']!r} cannot be represented in JSON"
         ) from error
     state = State(values=values)
     if cache.plan.curves is not None:

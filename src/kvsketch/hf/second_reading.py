@@ -37,7 +37,7 @@ def attention(
     Args:
         layer: whose newest tokens are the part.
         again: what is read again.
-        name: of the kernel the model asked for; in the place of torch's own, faster ones will do.
+        name: of the kernel the model requested; in the place of torch's own, faster ones will do.
         asked: the queries of the part.
         plain: whether the model's mask is a causal one.
         mask: it, over all tokens, or None (see ``widened``).

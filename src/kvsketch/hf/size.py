@@ -45,7 +45,7 @@ def _sketch(page: SketchPage) -> int:
 
 def _layer(layer: SketchLayer) -> int:
     """Slots between sinks and recent window in their bits, the others as the model has them, with
-    mass, score and position as far as there are any."""
+    mass, score and position if present."""
     stream, page = layer.stream, layer.stream.page
     assert layer.dtype is not None
     if isinstance(page, (SketchPage, SketchPages)):

@@ -60,7 +60,7 @@ HALVINGS: dict[str, type[Halving]] = {
 
 
 def make(method: str, seed: int = 0) -> Compressor:
-    """A fresh compressor by name.
+    """A new compressor by name.
 
     Raises:
         InputError: the name is unknown; the message suggests the nearest one.

@@ -1,4 +1,4 @@
-"""What a compressor is: (Slots, budget, observed queries?) -> Slots."""
+"""The base class of compressors: (slots, budget, observed queries) -> slots."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .window import check_window, split
 
 
 class Compressor(ABC):
-    """Base class of all methods. A new method overrides ``reduce`` (and ``observe``, if it looks at
+    """Base class of all compressors. A new method overrides ``reduce`` (and ``observe``, if it uses
     queries) and is registered in ``methods/__init__.py``.
 
     Input may be weighted (the output of an earlier compression) and may hold dead slots; the
     order of the slots is the order of the tokens, and the output keeps it.
 
-    Nothing is held between calls but the state of the random generator, and what ``map_batch``
-    knows of (D2O's thresholds): what a method remembers about slots travels with them, in
+    Between calls a method stores only the state of the random generator and per-row state that
+    ``map_batch`` handles (D2O's thresholds). Numbers of a slot are stored with it, in
     ``Slots.score``.
 
-    What a row of the batch keeps depends on its own slots and queries, its number in the batch, the
-    seed and the calls before: neither on what other rows hold nor on how many there are, but for
-    the rounding of products that are computed together.
+    The result for a row of the batch depends on its own slots and queries, its number in the batch,
+    the seed and earlier calls. It does not depend on the contents or the number of other rows,
+    except for the rounding of products that are computed together.
 
     Args:
         seed: seeds the object's own ``torch.Generator``; the same seed gives the same bytes.
@@ -40,37 +40,38 @@ class Compressor(ABC):
 
     name: ClassVar[str]
     paper: ClassVar[str]
-    #: what is proved of its output, in a line; "": nothing
+    #: what is proved about the output, in one line; "": nothing
     guarantee: ClassVar[str] = ""
     needs_queries: ClassVar[bool] = False
 
-    #: whether ``observe`` looks at values; if not, it may get slots whose values have no columns
+    #: whether ``observe`` uses values; if not, it may get slots whose values have no columns
     observes_values: ClassVar[bool] = True
 
-    #: whether ``observe`` takes queries that belong to no slot, as those of a second reading
+    #: whether ``observe`` accepts queries that belong to no slot, such as those of a second reading
     rereads: ClassVar[bool] = False
 
-    #: whether it scores a prompt as a whole, so that the queries of one that is read in chunks must
-    #: wait for the last
+    #: whether it scores a prompt as a whole, so that the queries of a chunked prompt must wait for
+    #: the last chunk
     at_once: ClassVar[bool] = False
 
-    #: whether it takes a second reading to score at all
+    #: whether it needs a second reading
     needs_reread: ClassVar[bool] = False
 
-    #: what the queries of a second reading are weighed by (see ``hf.weighing``): "hidden",
-    #: "gradient" or nothing
+    #: the weights of the queries of a second reading (see ``hf.weighing``): "hidden", "gradient" or
+    #: none
     weighs: ClassVar[str | None] = None
 
-    #: tokens of the context in one part of a second reading; None: as KVzip has it
+    #: tokens of the context in one part of a second reading; None: KVzip's number
     part: ClassVar[int | None] = None
 
-    #: whether it goes by what values become in the output of their layer, so needs ``output``
+    #: whether it uses the contribution of values to the layer's output, and therefore ``output``
     needs_output: ClassVar[bool] = False
 
-    #: whether ``reduce`` takes a budget for each head; if not, it is called once for every budget
+    #: whether ``reduce`` accepts a budget for each head; if not, it is called once for every
+    #: distinct budget
     ragged: ClassVar[bool] = False
 
-    #: whether ``reduce`` looks at the queries seen, beyond the scores
+    #: whether ``reduce`` uses the queries, besides the scores
     fits: bool = False
 
     #: how ``SketchCache`` spends a budget unless told: "even", or "measured" where it lowers errors
@@ -80,23 +81,23 @@ class Compressor(ABC):
     #: errors
     bits: ClassVar[int | str] = 16
 
-    #: how many of a prompt's last queries it looks at; None: all of them
+    #: the number of last queries of a prompt that it uses; None: all of them
     window: int | None = None
 
-    #: the numbers of its rows, int64 ``[batch]``, if they are part of a larger batch; None: 0, 1, 2
-    #: and so on. Rows of different numbers choose independently of each other.
+    #: numbers of its rows, int64 ``[batch]``, if they are part of a larger batch; None: 0, 1, 2 and
+    #: so on. Random choices of rows with different numbers are independent.
     rows: Tensor | None = None
 
     #: weight of the layer's output projection W_O, ``[num_attention_heads, value_dim, hidden]``,
-    #: where ``needs_output``: the model's own tensor, which is not copied
+    #: if ``needs_output``: the model's own tensor, not a copy
     output: Tensor | None = None
 
-    # where the heads of a call stand in the batch, int64 ``[batch, heads]``, if not in order
+    # places in the batch of the heads of a call, int64 ``[batch, heads]``, if not in order
     _places: Tensor | None = None
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
-        # On the CPU whatever the device of the keys, so that a seed means the same everywhere.
+        # On the CPU for keys on any device, so that a seed gives the same numbers everywhere.
         self.generator = torch.Generator().manual_seed(seed)
 
     def compress(
@@ -112,32 +113,32 @@ class Compressor(ABC):
     ) -> Slots:
         """Reduce ``slots`` to at most ``budget`` per KV head.
 
-        The first ``sink`` and the last ``recent`` live slots of a head stay as they are; what lies
-        between is reduced to the rest of the budget. Where the budget is smaller than ``sink +
-        recent``, the sinks come first and the recent window takes what is left. Dead slots (left
-        padding) never count as sink or recent.
+        The first ``sink`` and the last ``recent`` live slots of a head are kept unchanged; the
+        slots between them are reduced to the rest of the budget. If the budget is smaller than
+        ``sink + recent``, the recent window is shortened first. Dead slots (left padding) never
+        count as sink or recent.
 
         Args:
             slots: ``[batch, num_key_value_heads, n, ...]``; returned unchanged if n <= budget.
             budget: slots per KV head, >= 1, or one budget for each, int64 ``[batch,
                 num_key_value_heads]``.
-            observed: queries of the newest tokens; required when ``needs_queries``, unless
-                ``slots.score`` is there from earlier ones.
-            sink: slots kept from the start, >= 0.
-            recent: slots kept from the end, >= 0.
-            scored: ``slots.score`` has these queries folded in already (``observe``).
-            fit: the queries are a prompt's or a part of one, which a method may fit slots to;
-                False for those of decoded tokens.
+            observed: queries of the newest tokens; required if ``needs_queries``, unless
+                ``slots.score`` is known from earlier ones.
+            sink: number of first slots to keep, >= 0.
+            recent: number of last slots to keep, >= 0.
+            scored: ``slots.score`` already includes these queries (``observe``).
+            fit: whether the queries are those of a prompt or of a part of one, to which a method
+                may fit slots; False for queries of decoded tokens.
 
         Returns:
             ``[batch, num_key_value_heads, min(budget, n), ...]``. With a budget for each head, as
-            many slots as the largest asks for: a head has its own first, in the order of the
-            tokens, and behind them dead ones (m = 0, u = 0, key 0). A head whose budget is n or
-            more keeps its slots bit for bit (and scores with the queries folded in); one whose live
-            slots fit its budget keeps these.
+            many slots as the largest budget: each head has its own first, in the order of the
+            tokens, and dead slots after them (m = 0, u = 0, key 0). A head whose budget is n or
+            more keeps its slots bit for bit (and updated scores); a head whose live slots fit its
+            budget keeps these.
 
         Raises:
-            InputError: a budget < 1 or of another shape or dtype, sink or recent negative or no
+            InputError: a budget < 1 or of another shape or dtype, sink or recent negative or not
                 int, non-finite keys or values, or queries missing or of another shape.
         """
         check_window(sink, recent)
@@ -156,7 +157,7 @@ class Compressor(ABC):
     def _kept(
         self, slots: Slots, budget: int | Tensor, sink: int, recent: int, seen: Seen | None
     ) -> Slots:
-        """Sinks, what ``reduce`` makes of the middle, and recent window."""
+        """Sinks, the reduced middle, and recent window."""
         if isinstance(budget, Tensor):
             return compress_ragged(self, slots, budget, sink, recent, seen)
         first = min(sink, budget)
@@ -169,33 +170,33 @@ class Compressor(ABC):
         return Slots.cat([start, self.reduce(middle, budget - first - last, seen), end])
 
     def prepared(self, slots: Slots, budget: int | Tensor, sink: int, recent: int) -> Slots:
-        """All scored slots as ``reduce`` is to get its part of them: a method may put numbers
-        beside them that depend on all (``beside.with_columns``). Arguments as for ``compress``."""
+        """All scored slots, as an input of ``reduce``: a method may add numbers that depend on all
+        slots (``beside.with_columns``). Arguments as for ``compress``."""
         return slots
 
     def finished(self, kept: Slots, slots: Slots, budget: int | Tensor, fit: bool) -> Slots:
         """What ``compress`` returns.
 
         Args:
-            kept: what became of the ``prepared`` slots, sinks and recent window included.
+            kept: the result for the ``prepared`` slots, including sinks and recent window.
             slots: all before that.
             budget, fit: as for ``compress``.
         """
         return kept
 
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
-        """``slots`` with the observed queries folded into ``score``; whatever else they have stays.
-        Sees all slots, sinks and recent ones included."""
+        """``slots`` with ``score`` updated by the observed queries and everything else unchanged.
+        It gets all slots, including sinks and recent ones."""
         return slots
 
     def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
-        """The tokens of a context, with the queries of a part of its second reading folded into
-        ``score``.
+        """The tokens of a context, with ``score`` updated by the queries of a part of its second
+        reading.
 
         Args:
             slots: ``[batch, heads, n + q, ...]``: the context's n tokens, scored by the parts read
-                before, and behind them the q tokens read now.
-            observed: the queries of these.
+                before, followed by the q tokens read now.
+            observed: the queries of the q tokens.
             about: the tokens of the context that are read again now, in order: a slice, or int64
                 indices.
         """
@@ -203,8 +204,8 @@ class Compressor(ABC):
         return self.observe(context, replace(observed, after=True, total=None))
 
     def complete(self, slots: Slots, sample: Tensor) -> Slots:
-        """The tokens of a context, of which a second reading has read only some again: with scores
-        of the others too, where ``reread`` does not score them.
+        """The tokens of a context, of which a second reading has read only a sample: also with
+        scores of the others, if ``reread`` does not score them.
 
         Args:
             slots: ``[batch, heads, n, ...]``: the context.
@@ -213,45 +214,45 @@ class Compressor(ABC):
         return slots
 
     def importance(self, slots: Slots) -> Tensor | None:
-        """How much slots matter, ``[batch, heads, n]``, by which heads' needs are compared (see
-        ``cache.needs``): their score. None: the method has none."""
+        """The importance of slots, ``[batch, heads, n]``, by which the needs of heads are compared
+        (see ``cache.needs``): their score. None: the method has none."""
         return slots.score
 
     @abstractmethod
     def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
-        """Reduce what lies between sinks and recent window; may use ``slots.score``.
+        """Reduce the slots between sinks and recent window; may use ``slots.score``.
 
         Args:
             slots: ``[batch, heads, n, ...]``: all KV heads, or ``[R, 1, n, ...]``: some of them.
-            budget: exactly so many slots are wanted, 1 <= budget < n. Where the class is
-                ``ragged`` also int64 ``[batch, heads]``, each less than the head's live slots;
-                dead ones are then behind the live ones in every head. The result has as many slots
-                as the largest budget, a head's own first; what is behind these means nothing.
-            seen: the observed queries and what they attended to, for a method that ``fits`` to
-                them; None where there are none to fit to.
+            budget: the exact number of slots to return, 1 <= budget < n. If the class is
+                ``ragged``, also int64 ``[batch, heads]``, each less than the head's live slots;
+                dead slots then follow the live ones in every head. The result has as many slots as
+                the largest budget, each head's own first; the slots after these are ignored.
+            seen: the observed queries and the slots that they attended to, for a method that
+                ``fits`` to them; None if there are none.
         """
 
     def reset(self) -> None:
-        """Forget what was held of rows; they are numbered anew."""
+        """Remove all per-row state and renumber the rows."""
         self.rows = None
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply ``fn``, which acts on axis 0, to what is held of rows; these are numbered anew."""
+        """Apply ``fn``, which acts on axis 0, to all per-row state; the rows are renumbered."""
         self.rows = None
 
     def tensors(self) -> list[Tensor]:
-        """What is held of rows, for byte counting."""
+        """The per-row state, for byte counting."""
         return []
 
     def to_state(self) -> State:
-        """What is held between calls: the state of the random generator, and of rows."""
+        """The state between calls: that of the random generator and of rows."""
         state = State()
         state.keep(rows=self.rows)
         state.put("generator", random_numbers.generator_state(self.generator, self.seed))
         return state
 
     def restore(self, reader: Reader, batch: int, heads: int) -> None:
-        """Take in what ``to_state`` said of so many rows and KV heads.
+        """Restore the result of ``to_state`` for this many rows and KV heads.
 
         Raises:
             InputError: tensors that do not fit.
@@ -262,8 +263,9 @@ class Compressor(ABC):
         reader.close()
 
     def streams(self, batch: int, heads: int, device: torch.device) -> Tensor:
-        """A fresh random stream for every row and head: keys, int64 ``[batch, heads]``. Takes one
-        number of the object's generator, so call it as often whatever the rows hold."""
+        """A new random stream for every row and head: keys, int64 ``[batch, heads]``. Takes one
+        number of the object's generator, so the number of calls must not depend on the contents of
+        the rows."""
         number = torch.tensor(random_numbers.drawn(self.generator))
         places = self._places
         if places is None:
@@ -273,13 +275,13 @@ class Compressor(ABC):
 
     def random(self, shape: torch.Size | tuple[int, ...], device: torch.device) -> Tensor:
         """Uniform float64 numbers in [0, 1) of a shape ``[batch, heads, ...]``, from fresh
-        ``streams``: a row's do not depend on how many other rows there are."""
+        ``streams``: those of a row do not depend on the number of other rows."""
         return random_numbers.uniform(self.streams(shape[0], shape[1], device), *shape[2:])
 
     def at(self, places: Tensor, generator: torch.Generator) -> Compressor:
-        """This compressor for some of the heads, as rows: ``places`` (int64 ``[R, 1]``) say where
-        they stand in the batch (``random_numbers.places``), so that they choose what they would
-        choose there."""
+        """This compressor for some of the heads, as rows: ``places`` (int64 ``[R, 1]``) are their
+        places in the batch (``random_numbers.places``), so that random choices are the same as
+        there."""
         twin = self._twin()
         twin._places, twin.generator = places, generator
         return twin
@@ -290,7 +292,7 @@ class Compressor(ABC):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the model's weight, which is handed over again."""
+        """Without the model's weight, which the layer passes again."""
         return {**self.__dict__, "output": None}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Compressor:
@@ -302,7 +304,7 @@ class Compressor(ABC):
 
 
 def check_input(slots: Slots, budget: int | Tensor) -> None:
-    """Refuse an impossible budget or non-finite input before anything changes."""
+    """Check the budget and that the input is finite, before anything changes."""
     if isinstance(budget, Tensor):
         if budget.dtype != torch.int64 or budget.shape != slots.keys.shape[:2]:
             raise InputError(
@@ -320,8 +322,8 @@ def check_input(slots: Slots, budget: int | Tensor) -> None:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite. One sum settles it almost always, an order of
-    magnitude faster than a look at every element."""
+    """Whether no element is NaN or infinite. One sum is almost always sufficient and an order of
+    magnitude faster than checking every element."""
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
@@ -342,7 +344,8 @@ def keep_top(slots: Slots, score: Tensor, budget: int | Tensor) -> Slots:
 
 
 def first_in_order(order: Tensor, budget: Tensor) -> Tensor:
-    """The first ``budget`` entries of each head's ``order``, rising; behind them anything.
+    """The first ``budget`` entries of each head's ``order``, in increasing order; the entries after
+    these are arbitrary.
 
     Args:
         order: int64 ``[batch, heads, n]``, places in the order of preference.

@@ -20,7 +20,7 @@ class CaM(Merging):
 
     The paper's rule, in the form that kvpress's CAMPress has for several tokens at once: given the
     same scores and random numbers the slots are the same. Where fewer kept tokens follow, these get
-    equal parts; a token that none follows is dropped. Keys stay as they are, and so do masses (1):
+    equal parts; a token that none follows is dropped. Keys stay unchanged, and so do masses (1):
     what is added has none, as in the paper. Of weighted slots the value-sums are added.
 
     Where it differs from CAMPress: accumulated attention is H2O's, over the prompt's queries too,

@@ -24,7 +24,7 @@ class CriticalKV(SnapKV):
     kept, with ``sink = 0`` and ``recent = window``). The norm is averaged over the query heads of
     each KV head; sinks and recent window count as the first half's. With ``allocation="layer"`` it
     is the paper's Ada form: heads share the layer's budget by SnapKV's scores first. A head's first
-    half is then no less than AdaKV's safeguard, a fifth of the average budget (as in kvpress's
+    half is then at least AdaKV's safeguard, a fifth of the average budget (as in kvpress's
     CriticalAdaKVPress: the same tokens are kept).
 
     It needs the weight of the model's output projection, which ``SketchCache`` hands over; where

@@ -20,17 +20,17 @@ _BLOCK = 1 << 22
 
 class D2O(Merging):
     """Keep what H2O keeps; merge an evicted token into the kept one whose key is most similar to
-    its own, if that similarity is no less than a threshold, and drop it else.
+    its own, if that similarity is at least a threshold, and drop it else.
 
     Written without the paper at hand, from its authors' code and from its equations as another
     port quotes them; where the two disagree it says so below.
 
     Token level: u is the cosine of the keys of an evicted token and its most similar
-    kept one (sinks and recent window included). The threshold is the mean of u over the evicted
+    kept one (including sinks and recent window). The threshold is the mean of u over the evicted
     tokens the first time, and later an exponential moving average with the new mean (``decay``). A
     kept key and its value become the means of their group, where an evicted token weighs exp(u) and
-    the kept one e, which is exp of its similarity with itself. Layer level, budgets by
-    the variance of attention, is ``allocation="variance"``, its own way in a ``SketchCache``.
+    the kept one e, which is exp of its similarity with itself. Layer level, budgets by the variance
+    of attention, is ``allocation="variance"``, its own way in a ``SketchCache``.
 
     What is chosen here: each row and KV head matches and has a
     threshold by itself (the authors' code has one threshold for all); where several tokens are

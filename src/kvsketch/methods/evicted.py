@@ -40,7 +40,7 @@ class Evicted:
 
 
 class Merging(H2O):
-    """Base class of methods that keep what H2O keeps, sinks and recent window included: a subclass
+    """Base class of methods that keep what H2O keeps, including sinks and recent window: a subclass
     says what becomes of it once the others are known (``merged``)."""
 
     @abstractmethod

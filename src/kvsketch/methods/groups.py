@@ -49,7 +49,7 @@ def merge(
             summing u: better if the weight is the attention that slots get, since the sum is right
             for a query that looks at all members alike.
         chosen: which slots are grouped, int64 ``[R, n]``, rising; None: all.
-        ahead: bool ``[R, N]``: other slots, which stay as they are, in front. None: none.
+        ahead: bool ``[R, N]``: other slots, which stay unchanged, in front. None: none.
         width: slots of the result, for groups and those ahead. None: as many as groups.
     """
     batch, heads = slots.keys.shape[:2]

@@ -119,7 +119,7 @@ class HeavyMerge(Compressor):
         if live is not None:
             live = live.flatten(0, 1)
             weight = weight.masked_fill(~live, -1.0)
-        # Of R = batch x heads rows: how many slots there are, are wanted, and stay as they are.
+        # Of R = batch x heads rows: how many slots there are, are wanted, and stay unchanged.
         size = torch.full((batch * heads,), n, device=device)
         if isinstance(budget, Tensor) and live is not None:
             size = live.sum(1)

@@ -71,7 +71,7 @@ class _PairHalving(Halving):
 
     @abstractmethod
     def decide(self, pairs: _Pairs, streams: Tensor) -> Decide:
-        """A fresh rule for the signs; +1 keeps the first of a pair. ``streams``: ``[R]``."""
+        """A new rule for the signs; +1 keeps the first of a pair. ``streams``: ``[R]``."""
 
 
 class KernelHalving(_PairHalving):

@@ -1,4 +1,4 @@
-"""KVgrad: attention of a second reading, weighed by how much the model's result depends on it."""
+"""KVgrad: attention of a second reading, weighted by how much the model's result depends on it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ class KVgrad(KVzipPlus):
     """Keep the tokens whose contribution to a second reading the model's last hidden states depend
     on most.
 
-    As KVzip+, but what a query gives a token is multiplied by the norm of the gradient of the sum
-    of squares of the last layer's hidden states by the attention's output at that query, instead of
-    being divided by the norm of the hidden state there; and 512 tokens are read again at a time
-    (kvpress's KVgradPress: the same tokens are kept). The gradient is of the second reading's own
-    tokens; of a padded batch each row has its own.
+    As KVzip+, but the attention that a query gives a token is multiplied by the norm of the
+    gradient of the sum of squares of the last layer's hidden states by the attention's output at
+    that query, instead of being divided by the norm of the hidden state there; and 512 tokens are
+    read again at a time (kvpress's KVgradPress: the same tokens are kept). The gradient is of the
+    second reading's own tokens; of a padded batch each row has its own.
 
-    It needs gradients: a forward of every part whose activations are kept, and a backward. Nothing
-    of the model changes; parameters are frozen meanwhile. docs/benchmarks.md has what that costs
-    beside KVzip. Memory: the activations of about 540 tokens of all layers.
+    It needs gradients: a forward of every part whose activations are kept, and a backward. The
+    model does not change; its parameters are frozen meanwhile. docs/errors.md has the cost, next to
+    KVzip's. Memory: the activations of about 540 tokens of all layers.
     """
 
     name = "kvgrad"

@@ -1,4 +1,4 @@
-"""Every method by name: compressors and natively streaming sketches under one roof."""
+"""Every method by name: compressors and streaming sketches under one roof."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .sketches.one_dimensional import OneDimensional
 from .sketches.sliding_window import SlidingWindow, SlidingWindowSampled
 from .sketches.subgen import SubGen, SubGenCoupled
 
-#: The natively streaming sketches, by name. To add one: write its file, add its class here.
+#: The streaming sketches, by name. To add one: write its file, add its class here.
 SKETCHES: dict[str, type[Sketch]] = {
     cls.name: cls
     for cls in (

@@ -1,4 +1,4 @@
-"""What query-aware scoring methods share: scores from observed queries, the highest are kept."""
+"""Shared by methods that need queries: scores from observed queries; the highest are kept."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .seen import Seen
 
 
 class Scoring(Compressor):
-    """Base class of the methods that keep the slots of highest score: a subclass says what a score
-    is (``scores``). Scores live as long as their slots."""
+    """Base class of the methods that keep the slots of highest score; a subclass defines
+    ``scores``. Scores are stored with their slots."""
 
     needs_queries = True
     ragged = True
@@ -26,8 +26,8 @@ class Scoring(Compressor):
         """Scores of all slots after these queries, float32 ``[batch, num_key_value_heads, n]``.
 
         Args:
-            slots: ``[batch, num_key_value_heads, n, ...]``; ``score`` is that of earlier queries,
-                0 for slots new with these, None if there were none.
+            slots: ``[batch, num_key_value_heads, n, ...]``; ``score`` is the score by earlier
+                queries, 0 for slots that are new, None if there were no earlier queries.
             observed: queries of the newest tokens.
         """
 
@@ -41,10 +41,10 @@ class Scoring(Compressor):
 
 
 def scored_before(slots: Slots, name: str) -> Slots:
-    """``slots`` if they carry a score.
+    """``slots`` if they have a score.
 
     Raises:
-        InputError: they do not, so queries were never seen.
+        InputError: they have none, because no queries were observed.
     """
     score_of(slots, name)
     return slots
@@ -54,7 +54,7 @@ def score_of(slots: Slots, name: str) -> Tensor:
     """Their score.
 
     Raises:
-        InputError: they carry none, so queries were never seen.
+        InputError: they have none, because no queries were observed.
     """
     if slots.score is None:
         raise InputError(f"{name} needs queries: pass observed=Observed(queries, scaling)")
@@ -66,10 +66,9 @@ def query_weights(observed: Observed, window: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         weights, float32 ``[batch, q]``: 1/window for each of a row's last ``window`` live queries;
-        with fewer live ones, (1 - 1/window)^(live queries after it) / window. Of queries after all
-        slots each counts as much as any: 1/window.
-        fade, float32 ``[batch, 1, 1]``: what is left of an earlier score, 0 once the window is
-        full; after all slots, all of it.
+        with fewer live ones, (1 - 1/window)^(live queries after it) / window. All queries after all
+        slots count equally: 1/window. fade, float32 ``[batch, 1, 1]``: the factor of an earlier
+        score, 0 once the window is full; 1 for queries after all slots.
     """
     queries = observed.queries
     if observed.live is None:
@@ -90,8 +89,8 @@ def query_weights(observed: Observed, window: int) -> tuple[Tensor, Tensor]:
 def recent_attention(slots: Slots, observed: Observed, window: int) -> tuple[Tensor, Tensor]:
     """Attention each slot received on average from the last ``window`` queries.
 
-    Each query looks at the slots up to its own (causal); a slot of mass m receives
-    m exp(score) / total. Never forms more than a block of queries x slots.
+    Each query attends to the slots up to its own (causal); a slot of mass m receives m exp(score) /
+    total. Only a block of queries x slots is formed at a time.
 
     Returns:
         The average over queries (``query_weights``) and over the query heads of each KV head,
@@ -106,7 +105,7 @@ def recent_attention(slots: Slots, observed: Observed, window: int) -> tuple[Ten
     counted = (weights != 0).any(0).nonzero()
     if not len(counted):
         return torch.zeros(slots.keys.shape[:3], device=slots.keys.device), fade
-    start = int(counted[0])  # what lies before it has no say in any row
+    start = int(counted[0])  # earlier slots do not affect any row
     live = None if observed.live is None else observed.live[:, start:]
     late = replace(observed, queries=observed.queries[:, :, start:], live=live)
     group = observed.queries.shape[1] // slots.keys.shape[1]

@@ -15,7 +15,7 @@ def check_window(sink: object, recent: object) -> tuple[int, int]:
     checked = []
     for name, value in (("sink", sink), ("recent", recent)):
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
-            raise InputError(f"{name}={value!r} must be an int >= 0 (tokens kept as they are)")
+            raise InputError(f"{name}={value!r} must be an int >= 0 (tokens kept unchanged)")
         checked.append(int(value))
     return checked[0], checked[1]
 

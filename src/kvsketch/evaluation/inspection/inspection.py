@@ -1,6 +1,6 @@
 """What a model's own queries, keys and values say about compressing its cache, layer by layer.
 
-Everything is measured on full-attention layers (the others stay as they are), on activations caught
+Everything is measured on full-attention layers (the others stay unchanged), on activations caught
 by ``evaluation.activations.capture``; the result is plain numbers, ready for JSON.
 """
 

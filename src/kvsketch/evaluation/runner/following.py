@@ -174,5 +174,5 @@ class Follower:
 
 
 def _compressible(cache: Any, layer: int) -> bool:
-    """Sliding-window layers stay as they are; with the exact cache, all do."""
+    """Sliding-window layers stay unchanged; with the exact cache, all do."""
     return not isinstance(cache, SketchCache) or isinstance(cache.layers[layer], SketchLayer)

@@ -1,4 +1,4 @@
-"""What a task is: cases, how a prompt is made to fit a model, and a score for an answer."""
+"""The base class of tasks: cases, fitting a prompt to a model, and a score for an answer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Case:
 
     Attributes:
         task: the task's name and, after a slash, the data set: "longbench/multi_news".
-        context: what comes first: all that may be compressed before the question is known.
-        question: what follows it. The prompt is ``context + question``.
-        answers: what is right; for a metric that takes several, all of them.
-        max_new_tokens: longest answer.
-        group: what results are reported by, such as ``{"lines": 200}`` or ``{"depth": 0.5}``.
-        details: anything else the score needs (JSON values).
-        where: where it came from, for messages.
+        context: the first part of the prompt, which may be compressed before the question is known.
+        question: the second part. The prompt is ``context + question``.
+        answers: the right answer, or all of them for a metric that accepts several.
+        max_new_tokens: largest number of tokens of an answer.
+        group: keys by which results are grouped, such as ``{"lines": 200}`` or ``{"depth": 0.5}``.
+        details: anything else that the score needs (JSON values).
+        where: its origin, for messages.
     """
 
     task: str
@@ -43,7 +43,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """The same for the same prompt and answers, whatever file they came in."""
+        """The same for the same prompt and answers, from any file."""
         text = "\x1f".join([self.prompt, *self.answers])
         return f"{self.task}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -59,16 +59,15 @@ class Task(ABC):
         """All cases, in a fixed order.
 
         Raises:
-            InputError: data that is missing or damaged, naming file, line and field.
+            InputError: data is missing or damaged; the message names file, line and field.
         """
 
     @abstractmethod
     def score(self, case: Case, text: str) -> float:
-        """How good the answer ``text`` is, in [0, 1]."""
+        """The score of the answer ``text``, in [0, 1]."""
 
     def graded(self, case: Case, reply: Reply) -> float:
-        """The score of what came back; a task that is not answered in words looks at what was
-        measured instead."""
+        """The score of a reply; a task without text answers uses the measured numbers instead."""
         return self.score(case, reply.text)
 
     def encoded(self, case: Case, encoder: Encoder, limit: int, new_tokens: int) -> EncodedCase:
@@ -82,9 +81,9 @@ class Task(ABC):
         return encoder.encode(fitted.context, fitted.question, case.where, new_tokens, chat)
 
     def fitted(self, case: Case, tokenizer: Any, limit: int) -> Case:
-        """The case as it is put to a model with ``limit`` positions for the prompt. By default a
-        case that is too long is refused later, by name; a benchmark with rules of its own for
-        truncation applies them here."""
+        """The case for a model with ``limit`` positions for the prompt. By default a case that is
+        too long is refused later, with its name; a benchmark with its own rules for truncation
+        applies them here."""
         return case
 
 

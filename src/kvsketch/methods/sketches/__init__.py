@@ -1,4 +1,4 @@
-"""The natively streaming sketches: one file each."""
+"""The streaming sketches: one file each."""
 
 from .balancekv import BalanceKVStreaming
 from .base import Sketch

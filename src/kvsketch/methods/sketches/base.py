@@ -1,4 +1,4 @@
-"""What a streaming sketch is: extend, slots, merge, save and load."""
+"""The base class of streaming sketches: extend, slots, merge, save and load."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ S = TypeVar("S", bound="Sketch")
 
 
 class Sketch(ABC):
-    """Base class of the natively streaming sketches: one object holds every batch row and KV head.
+    """Base class of the streaming sketches: one object holds every batch row and KV head.
 
-    Four verbs: ``extend`` with tokens, read ``slots`` (which ``kvsketch.attend`` turns into
-    attention), ``merge`` a sketch of another stream into this one, ``save`` and ``load``.
+    Its operations are: ``extend`` with tokens, read ``slots`` (for ``kvsketch.attend``), ``merge``
+    a sketch of another stream into this one, ``save`` and ``load``.
 
     A subclass keeps all its tensors in ``state``, each with axes ``[batch, heads, ...]``, and all
-    else it must remember in ``meta`` (what JSON can hold); copying, saving, batch selection and
-    byte counting then need no code of its own. Heads may hold different amounts (ragged): dead
-    slots fill them up. Until nothing can fail any more, ``_extend`` and ``_merge`` replace entries
-    of ``state`` instead of writing into tensors that are in use, so that an error leaves the
-    sketch as it was.
+    other state in ``meta`` (JSON values). Copying, saving, batch selection and byte counting then
+    need no further code. Heads may have different numbers of slots (ragged), filled up by dead
+    slots. As long as something can fail, ``_extend`` and ``_merge`` replace entries of ``state``
+    instead of writing into tensors that are in use, so that an error leaves the sketch unchanged.
 
-    What a row of the batch holds depends on its own tokens, its number in the batch, the seed and
-    the sizes of the chunks: neither on what other rows hold nor on how many there are, but for the
-    rounding of products that are computed together.
+    The state of a row of the batch depends on its own tokens, its number in the batch, the seed and
+    the sizes of the chunks. It does not depend on the contents or the number of other rows, except
+    for the rounding of products that are computed together.
 
     Args:
         seed: seeds the object's own ``torch.Generator``; the same seed gives the same bytes.
@@ -45,13 +44,13 @@ class Sketch(ABC):
 
     name: ClassVar[str]
     paper: ClassVar[str]
-    #: what is proved of its output, in a line; "": nothing
+    #: what is proved about the output, in one line; "": nothing
     guarantee: ClassVar[str] = ""
     #: constructor arguments, read back from attributes of the same name by ``save``
     parameters: ClassVar[tuple[str, ...]] = ()
-    #: whether anything it does depends on the random stream
+    #: whether it uses random numbers
     randomised: ClassVar[bool] = True
-    #: what ``for_budget`` takes at least
+    #: the smallest number of slots for ``for_budget``
     least_slots: ClassVar[int] = 1
     #: whether ``widen`` makes it larger
     grows: ClassVar[bool] = True
@@ -63,8 +62,8 @@ class Sketch(ABC):
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything; parameters stay and the random stream starts again."""
-        # On the CPU whatever the device of the keys, so that a seed means the same everywhere.
+        """Remove all tokens; parameters are kept and the random stream starts again."""
+        # On the CPU for keys on any device, so that a seed gives the same numbers everywhere.
         self.generator = torch.Generator().manual_seed(self.seed)
         self.seen = 0
         self.state: dict[str, Tensor] = {}
@@ -80,44 +79,44 @@ class Sketch(ABC):
     @property
     @abstractmethod
     def slots(self) -> Slots:
-        """What attention sees: ``[batch, num_key_value_heads, slots, ...]``.
+        """The slots for attention: ``[batch, num_key_value_heads, slots, ...]``.
 
         Raises:
-            InputError: nothing was seen yet.
+            InputError: the sketch is empty.
         """
 
     def most_bytes(self, token: Slots) -> int | None:
-        """Bytes per KV head that ``state`` comes to at most, whatever the stream.
+        """Upper bound on the bytes of ``state`` per KV head, for any stream.
 
         Args:
-            token: tokens like those that come; their number does not matter.
+            token: example tokens; their number does not matter.
 
         Returns:
-            None where the stream decides.
+            None if it depends on the stream.
         """
         return None
 
     def widen(self, like: Sketch) -> None:  # noqa: B027 - a size may be for good
         """Take over the size of a sketch that ``for_budget`` made for more slots, with the same
-        options. What was dropped does not come back. A sketch whose size is for good stays."""
+        options. Dropped tokens are not restored. A sketch of fixed size is not changed."""
 
     def _check(self) -> None:  # noqa: B027 - the trial that follows may be enough
-        """Raise InputError where a state that was read would lead into an endless loop."""
+        """Raise InputError if a state that was read would cause an endless loop."""
 
     @abstractmethod
     def _extend(self, new: Slots, live: Tensor | None) -> None:
-        """Take in checked tokens; those where ``live`` is False do not exist."""
+        """Add checked tokens; those where ``live`` is False are ignored."""
 
     @abstractmethod
     def _merge(self: S, other: S) -> None:
-        """Take in a checked sketch; ``other`` must not be changed."""
+        """Add a checked sketch; ``other`` must not be changed."""
 
     def extend(self, new: Slots) -> None:
         """Append exact tokens.
 
         Args:
             new: ``[batch, num_key_value_heads, q, ...]``, floating point; dead ones (m = 0, u = 0:
-                padding) are ignored. Any number of tokens at a time: chunks give the same
+                padding) are ignored. Any number of tokens at a time; chunks give the same
                 distribution as single tokens.
 
         Raises:
@@ -141,8 +140,8 @@ class Sketch(ABC):
     def merge(self: S, other: S) -> None:
         """Make this the sketch of its own stream followed by that of ``other`` (unchanged).
 
-        Sketches of the same seed make the same choices, so their merge would not have the law of
-        one sketch: build them with different seeds.
+        Sketches of the same seed make the same random choices, so their merge would not have the
+        distribution of a single sketch: use different seeds.
 
         Raises:
             InputError: another kind of sketch, other parameters, shapes, dtypes or devices, or the
@@ -167,8 +166,8 @@ class Sketch(ABC):
             )
         if self.seen and self.randomised and self.seed == other.seed:
             raise InputError(
-                f"merge: both sketches have seed={self.seed}, so their random choices are the same "
-                "ones; give each its own seed"
+                f"merge: both sketches have seed={self.seed}, so their random choices are the "
+                "same; give each its own seed"
             )
         before = self._snapshot()
         try:
@@ -186,8 +185,8 @@ class Sketch(ABC):
         self.seen += other.seen
 
     def save(self, path: str | Path) -> None:
-        """Write everything, the state of the random stream included, to one safetensors file with
-        a JSON header (``kvsketch.files.format``). The file appears whole or not at all.
+        """Write the sketch, including the state of the random stream, to one safetensors file with
+        a JSON header (``kvsketch.files.format``). The file is written atomically.
 
         Raises:
             InputError: the file cannot be written.
@@ -196,7 +195,7 @@ class Sketch(ABC):
 
     @classmethod
     def load(cls: type[S], path: str | Path, device: str | torch.device = "cpu") -> S:
-        """Read back what ``save`` wrote; the loaded sketch continues as the saved one would have.
+        """Read a file that ``save`` wrote; the loaded sketch continues as the saved one would have.
 
         Raises:
             InputError: missing, truncated, damaged or foreign file, another kind of sketch, or a
@@ -209,7 +208,7 @@ class Sketch(ABC):
             raise InputError(f"{str(path)!r}: {error}") from error
 
     def to_state(self) -> State:
-        """Everything, the state of the random stream included."""
+        """The complete state, including that of the random stream."""
         parameters = {name: getattr(self, name) for name in self.parameters}
         values = {"seed": self.seed, "seen": self.seen, "meta": self.meta}
         state = State(values={**values, "parameters": parameters})
@@ -219,14 +218,14 @@ class Sketch(ABC):
 
     @classmethod
     def from_state(cls: type[S], reader: Reader, token: Slots | None = None) -> S:
-        """What ``to_state`` said.
+        """Restore the result of ``to_state``.
 
         Args:
-            token: tokens like those that come, if that is known.
+            token: example tokens, if known.
 
         Raises:
-            InputError: parameters the class does not take, or tensors that do not fit together:
-                the sketch must give its slots and take in a token.
+            InputError: parameters that the class does not accept, or inconsistent tensors. The
+                sketch must return its slots and accept a token.
         """
         parameters, seed = reader.anything("parameters"), reader.whole("seed", -(1 << 63), 1 << 63)
         if not isinstance(parameters, dict) or set(parameters) != set(cls.parameters):
@@ -249,8 +248,8 @@ class Sketch(ABC):
         return sketch
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply ``fn`` (which acts on axis 0, the batch) to everything held: beam search,
-        repeating or selecting rows. Rows are numbered anew: 0, 1, 2 and so on."""
+        """Apply ``fn`` (which acts on axis 0, the batch) to all tensors: beam search, repeating or
+        selecting rows. Rows are renumbered: 0, 1, 2 and so on."""
         self.state = {name: fn(tensor).contiguous() for name, tensor in self.state.items()}
         self.meta.pop("rows", None)
         if self.state:
@@ -258,16 +257,16 @@ class Sketch(ABC):
             self.meta["token"] = {**self.meta["token"], "batch": batch}
 
     def number_rows(self, rows: Tensor) -> None:
-        """Say that the rows are part of a larger batch and which ones (int64 ``[batch]``): they
-        then hold from here on what they would hold there."""
+        """Declare which rows of a larger batch these are (int64 ``[batch]``): from now on they
+        evolve as they would there."""
         self.meta["rows"] = rows.tolist()
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held, for byte counting."""
+        """All tensors, for byte counting."""
         return list(self.state.values())
 
     def nbytes(self) -> int:
-        """Bytes of every tensor held, room not filled yet included."""
+        """Bytes of all tensors, including allocated but unused memory."""
         storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in self.tensors())}
         return sum(storages.values())
 
@@ -277,14 +276,14 @@ class Sketch(ABC):
         return random_numbers.uniform(self.streams(where), *shape)
 
     def streams(self, where: Tensor | None = None) -> Tensor:
-        """A fresh random stream for every row and head: keys, int64 ``[batch, heads]``.
+        """A new random stream for every row and head: keys, int64 ``[batch, heads]``.
 
-        It is the head's next one within this ``extend`` or ``merge``, so that what other heads
-        take decides nothing.
+        It is the head's next one within this ``extend`` or ``merge``, so that it does not depend on
+        the streams that other heads use.
 
         Args:
-            where: bool ``[batch, heads]``, the heads that take one, by what they hold themselves;
-                the others' streams mean nothing. None: all.
+            where: bool ``[batch, heads]``, the heads that use one, which may depend only on their
+                own state; the streams of the others are undefined. None: all.
         """
         found = random_numbers.derived(torch.tensor(self._number), self._next)
         self._next = self._next + (1 if where is None else where)
@@ -365,13 +364,13 @@ def _mixed(*generators: torch.Generator) -> int:
 
 
 def token_bytes(token: Slots) -> int:
-    """Bytes of one token, kept as it is, per KV head."""
+    """Bytes of one token, kept unchanged, per KV head."""
     columns = 0 if token.positions is None else token.positions.element_size()
     return columns + sum(t.shape[-1] * t.element_size() for t in (token.keys, token.values))
 
 
 def lengthened(tensor: Tensor, extra: int) -> Tensor:
-    """Zeros for ``extra`` more slots behind ``[batch, heads, slots, ...]``."""
+    """``[batch, heads, slots, ...]`` with zeros for ``extra`` more slots at the end."""
     shape = (*tensor.shape[:2], extra, *tensor.shape[3:])
     return torch.cat([tensor, tensor.new_zeros(shape)], dim=2)
 

@@ -19,7 +19,7 @@ Flat = dict[str, Tensor]
 class Levels:
     """Levels of R = batch x streams independent streams, kept in a sketch's ``state``.
 
-    Level l holds slots that stand for 2^l tokens each. When level l of a stream holds a whole batch
+    Level l holds slots that represent 2^l tokens each. When level l of a stream holds a whole batch
     of t, the batch is halved and its half moves to level l + 1 (lines 10-16). Half a batch is t/2
     places even if the halving kept fewer (the smaller side of a walk): the rest of them are dead
     slots, so that every stream keeps the paper's schedule. Streams may be of different length.
@@ -164,7 +164,7 @@ class Levels:
             self.sketch.state[name] = self.sketch.state[name].masked_fill(gone, 0)
 
     def absorb(self, other: Levels, keys: Tensor) -> None:
-        """Push every level of other streams onto these; ``other`` stays as it is. ``keys`` as for
+        """Push every level of other streams onto these; ``other`` stays unchanged. ``keys`` as for
         ``push``."""
         for level in range(other.depth):
             while level >= self.depth:

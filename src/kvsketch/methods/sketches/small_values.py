@@ -57,7 +57,7 @@ class Erased:
     def update(
         self, state: dict[str, Tensor], new: Slots, there: Tensor, refuse: bool
     ) -> tuple[Tensor, Tensor]:
-        """Take note of new tokens.
+        """Record new tokens.
 
         Args:
             there: bool ``[batch, heads, q]``, which of them exist.
@@ -89,7 +89,7 @@ class Erased:
         return kept, later[..., 0]
 
     def merge(self, state: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-        """Take note of all that another sketch saw."""
+        """Record all that another sketch saw."""
         for name in ("v_max", "k_max"):
             state[name] = torch.maximum(state[name], other[name])
         state["beyond"] = state["beyond"] + other["beyond"]
