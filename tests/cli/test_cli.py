@@ -106,7 +106,7 @@ def test_methods_say_what_they_need_and_promise(
         assert columns == 200 or words in text
     assert "heavy_merge" in text
     rows = {row["name"]: row for row in json.loads(kvsketch("methods", "--json").stdout)["methods"]}
-    assert rows["subgen"]["streams"].startswith("natively")
+    assert rows["subgen"]["streams"].startswith("as a streaming sketch")
     assert rows["subgen"]["guarantee"].startswith("Theorem 1")
     assert rows["kvzip"]["queries"].startswith("needs those of a second reading")
     assert rows["streaming_llm"]["queries"] == "needs none"
@@ -388,7 +388,7 @@ def test_model_that_is_not_on_the_hub(monkeypatch: pytest.MonkeyPatch, cases: st
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # as if the network were gone
     line = refused(*longeval("nobody/no-such-model", cases))
-    assert "'nobody/no-such-model' is no folder here and could not be fetched" in line
+    assert "'nobody/no-such-model' is not a local folder and could not be fetched" in line
 
 
 def test_broken_model_folder(tmp_path: Path, model: str, cases: str) -> None:

@@ -123,7 +123,7 @@ REFUSED = [
     ("eval longeval --lines many", "--lines 'many'", "int >= 1"),
     ("eval longeval --cases no.jsonl", "--cases no.jsonl", "No such file"),
     ("eval longeval --cases text.txt", "--cases text.txt:1", "JSON"),
-    ("eval longeval text.txt", "text.txt is no task", "follow --cases"),
+    ("eval longeval text.txt", "text.txt is not a task", "follow --cases"),
     ("eval longeval --model ./none", "--model './none'", "a Hugging Face id"),
     ("eval longeval --model .", "--model .", "config.json"),
     ("eval longeval --model a..b", "--model 'a..b'", "no folder here"),
@@ -300,8 +300,11 @@ def test_without_the_harness_the_extra_is_named(folder: Path) -> None:
         ("bits=3", "bits=3 must be"),
         ("prefill=chunked", "prefill='chunked'"),
         ("allocation=fair", "allocation='fair'"),
-        ("method=exact,budget=0.3", "means nothing to method='exact'"),
-        ("budget=0.3", f"pretrained 'some/name' is no folder here .*{CLOSED} cannot be reached"),
+        ("method=exact,budget=0.3", "has no effect with method='exact'"),
+        (
+            "budget=0.3",
+            f"pretrained 'some/name' is not a local folder .*{CLOSED} cannot be reached",
+        ),
     ],
 )
 def test_the_harness_command_refuses_without_torch(
@@ -364,7 +367,10 @@ def run(code: str, folder: Path, **changes: str) -> Any:
 @pytest.mark.parametrize(
     ("task", "named"),
     [
-        (["longeval", "--model", "some/name"], "--model 'some/name' is no folder here and could"),
+        (
+            ["longeval", "--model", "some/name"],
+            "--model 'some/name' is not a local folder and could",
+        ),
         (["longbench"], "data=None: data.zip of zai-org/LongBench could not be fetched"),
         (["kl", "--data", "hub:some/name"], "--data hub:some/name could not be read"),
     ],

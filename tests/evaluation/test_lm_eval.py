@@ -247,8 +247,8 @@ def test_contexts_too_short_and_too_long(model):
         ({"seed": 0.5}, "seed=0.5 must be an int >= 0"),
         ({"prefill": "chunked"}, "prefill='chunked' must be one of exact, streaming"),
         ({"one_shot": "maybe"}, "one_shot='maybe' must be True or False"),
-        ({"method": "exact", "budget": 0.3}, "budget=0.3 means nothing to method='exact'"),
-        ({"method": "exact", "bits": 4}, "bits=4 means nothing to method='exact'"),
+        ({"method": "exact", "budget": 0.3}, "budget=0.3 has no effect with method='exact'"),
+        ({"method": "exact", "bits": 4}, "bits=4 has no effect with method='exact'"),
     ],
 )
 def test_bad_arguments_are_named_before_weights_are_loaded(model, monkeypatch, arguments, message):

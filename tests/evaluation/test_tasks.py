@@ -235,7 +235,7 @@ def test_lengths_beyond_the_model_or_the_word_list_are_refused() -> None:
     with pytest.raises(InputError, match=r"length=1000 needs up to 970 tokens.* room for 969"):
         task.fitted(task.cases()[0], tokenizer("tiny"), 969)
     words = Ruler(["cwe"], [10**6], 1)
-    with pytest.raises(InputError, match=r"ruler/cwe .*is too long: all filling there is"):
+    with pytest.raises(InputError, match=r"ruler/cwe .*is too long: the available filling text"):
         words.fitted(words.cases()[0], tokenizer("tiny"), FAR)
 
 

@@ -1,4 +1,4 @@
-"""What a cache's slots get wrong, measured on queries whose exact attention output is known."""
+"""The error of a cache's slots, measured on queries whose exact attention output is known."""
 
 from __future__ import annotations
 
@@ -258,7 +258,9 @@ class Errors:
             UnsupportedError: a prompt whose last compression is to come.
         """
         if self._asked is not None:
-            raise UnsupportedError("a prompt is not compressed for good yet: read it to its end")
+            raise UnsupportedError(
+                "the final compression of the prompt is still to come: read it to its end"
+            )
         state = State(values={"probed": self._probed})
         state.keep(prompt=self.prompt)
         state.put("probe", None if self._probe is None else self._probe.to_state())

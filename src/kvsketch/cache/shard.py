@@ -1,4 +1,4 @@
-"""Tensor parallelism: which of the model's KV heads a process holds, and word from the others."""
+"""Tensor parallelism: the KV heads of a process, and communication with the other processes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Shard:
         if local * ranks != heads:
             raise UnsupportedError(
                 f"this process holds {local} of the model's {heads} KV heads, and the default "
-                f"process group has {ranks} ranks: budgets told over heads need one rank for each "
-                f"{local} heads and nothing else (no data or pipeline parallelism beside it); "
-                "allocation='even' needs nothing"
+                f"process group has {ranks} ranks: budgets that are allocated over all heads need "
+                f"one rank for each {local} heads and no data or pipeline parallelism; "
+                "allocation='even' needs neither"
             )
         return Shard(distributed.get_rank(), ranks)
 

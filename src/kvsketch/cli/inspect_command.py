@@ -129,7 +129,7 @@ def run(
         try_folder(out, "--out")
     folder = loading.resolve_model(model_name)
 
-    # What comes now imports torch and transformers: all that can be refused without was.
+    # The following imports torch and transformers; all checks that do not need them are done.
     from kvsketch.evaluation.inspection import inspection
     from kvsketch.evaluation.inspection import measures as inspection_measures
     from kvsketch.hf.models import kv_heads_of

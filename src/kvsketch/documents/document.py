@@ -54,7 +54,7 @@ class Document:
         """
         cache = SketchCache.load(path, model, tokenizer=tokenizer)
         if (rows := cache._sketches()[0].token_shape[0]) != 1:
-            raise InputError(f"{str(path)!r} holds {rows} rows; a document is one")
+            raise InputError(f"{str(path)!r} has {rows} rows; a document has one")
         about = dict(cache.about)
         said, answered = about.pop("wording", None), about.pop("answered", False)
         wording = Wording.of(tokenizer) if said is None else Wording.read(said)
@@ -81,8 +81,8 @@ class Document:
             InputError: no text, an answer is the last thing there, or more tokens than positions.
         """
         if self.answered:
-            raise InputError("the file holds a chat, whose last words are an answer: append to the "
-                             "document before it is talked about")  # fmt: skip
+            raise InputError("the file contains a chat that ends with an answer: "
+                             "append to the document before the chat")  # fmt: skip
         ids = self.ids_of(text)
         total, left = ids.shape[1], self.positions_left
         if not total:
@@ -150,7 +150,9 @@ def read(
         )
         return
     if queries != "prompt":
-        raise InputError(f"--queries {queries} reads all of a document first: --prefill exact")
+        raise InputError(
+            f"--queries {queries} reads all of a document first and needs --prefill exact"
+        )
     for start in range(0, total, CHUNK):
         part = ids[:, start : start + CHUNK]
         model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -72,7 +72,7 @@ def make_table(header: dict[str, Any], tensors: list[tuple[str, str, tuple[int, 
     try:
         text = json.dumps(header, allow_nan=False, sort_keys=True)
     except (TypeError, ValueError) as error:
-        raise InputError(f"the header holds what JSON cannot: {error}") from error
+        raise InputError(f"the header cannot be represented in JSON: {error}") from error
     table: dict[str, Any] = {"__metadata__": {HEADER: text, CHECKSUM: _UNKNOWN}}
     start = 0
     for name, dtype, shape in tensors:

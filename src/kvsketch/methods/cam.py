@@ -1,4 +1,4 @@
-"""CaM: the values of evicted tokens are merged into the tokens that follow them."""
+"""CaM: the values of evicted tokens are added to the tokens that follow them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .scoring import score_of
 
 
 class CaM(Merging):
-    """Keep what H2O keeps; add the value of a token that decoding evicts, divided by
-    ``neighbours``, to each of the ``neighbours`` kept tokens that follow it, with the probability
-    that its accumulated attention bears to their mean, 1 at most.
+    """Keep the tokens that H2O keeps. The value of a token that decoding evicts, divided by
+    ``neighbours``, is added to each of the ``neighbours`` kept tokens that follow it. This happens
+    with a probability equal to the ratio of its accumulated attention to their mean, at most 1.
 
     The paper's rule, in the form that kvpress's CAMPress has for several tokens at once: given the
     same scores and random numbers the slots are the same. Where fewer kept tokens follow, these get
     equal parts; a token that none follows is dropped. Keys stay unchanged, and so do masses (1):
-    what is added has none, as in the paper. Of weighted slots the value-sums are added.
+    added values have no mass, as in the paper. For weighted slots the sums of values are added.
 
     Where it differs from CAMPress: accumulated attention is H2O's, over the prompt's queries too,
     where CAMPress begins with the first decoded one; each KV head evicts by its own scores, where
     CAMPress has the same tokens in all heads, by their mean; and all that decoding evicts is
-    merged, where CAMPress merges as many of it as tokens came since. What a prompt is compressed to
-    is not merged (in the paper and in CAMPress only decoding merges): in ``compress`` this is
+    merged, where CAMPress merges as many of it as tokens came since. The compression of a prompt
+    does not merge (in the paper and in CAMPress only decoding merges): in ``compress`` this is
     ``fit=True``.
 
     Args:

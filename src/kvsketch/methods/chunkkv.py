@@ -19,14 +19,15 @@ class ChunkKV(SnapKV):
     Algorithm 1, with the scores that kvpress's ChunkKVPress has around SnapKVPress).
 
     Chunks are cut from what lies between sinks and recent window; pass ``sink = 0`` and ``recent =
-    window`` for the paper's. A budget that is no whole number of chunks gets the tokens of highest
-    score of the next best chunk; the paper and kvpress leave that room empty. Kept tokens are
-    kvpress's where the window begins a chunk there. Else they may differ: kvpress scores the window
-    above all else, and what precedes it in its first chunk is lifted with it. kvpress also keeps
-    the chunks of a batch's first row in all rows; here every row has its own.
+    window`` for the paper's. If a budget is not a whole number of chunks, the rest is filled with
+    the tokens of highest score of the next best chunk; the paper and kvpress leave it unused. Kept
+    tokens are kvpress's if the window begins a chunk there. Otherwise they may differ: kvpress
+    gives the window the highest scores, which also raises the tokens that precede it in its first
+    chunk. kvpress also keeps the chunks of a batch's first row in all rows; here every row has its
+    own.
 
-    Scores live on as SnapKV's do, and chunks are then of the slots still held. Where heads hold
-    different slots (a budget for each head), each goes by its own scores.
+    Scores are carried over as in SnapKV; later chunks consist of the remaining slots. If heads keep
+    different slots (a budget for each head), each uses its own scores.
 
     Args:
         chunk: tokens in a chunk, >= 1; kvpress's ``chunk_length``.

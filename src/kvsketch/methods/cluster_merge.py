@@ -19,20 +19,20 @@ _RECENCY = 4.0
 class ClusterMerge(Compressor):
     """Group the closest tokens and keep, for each group, (mean key, sum of u, sum of m).
 
-    Nothing is dropped: every token's value and mass stay in the sums, and only its key moves, to
-    the mean of its group. Sees no queries. On weighted input means are weighted by mass, so that
-    compressing again merges the same way.
+    Nothing is dropped: every token's value and mass stay in the sums, and only its key is replaced
+    by the mean of its group. No queries are used. For weighted input, means are weighted by mass,
+    so that repeated compressions merge consistently.
 
     Groups grow by rounds of merging the cheapest pairs by Ward's cost over keys and values
-    (``closest.group_closest``), with masses that favour new tokens over old ones: later queries
-    look more at what is near. A page that is full again takes one round. Near-linear: pairs are
-    looked for within blocks of 256 slots.
+    (``closest.group_closest``), with weights that favour new tokens over old ones, because later
+    queries attend more to nearby tokens. A page that is full again takes one round. The time is
+    nearly linear, because pairs are searched within blocks of 256 slots.
 
     Args:
         seed: unused; there is no randomness.
         steps: Lloyd iterations, >= 1, where k-means groups the keys instead: with ``pairs`` 0, or
             where too many costs are equal.
-        pairs: the share of the slots that goes in a round, in (0, 1/2]; 0: k-means.
+        pairs: the fraction of the slots that is merged in a round, in (0, 1/2]; 0: k-means.
 
     Raises:
         InputError: an argument out of range.
@@ -51,7 +51,7 @@ class ClusterMerge(Compressor):
         batch, heads, n = slots.keys.shape[:3]
         dtype = compute_dtype(slots.keys.dtype)
         mass = slots.masses().reshape(batch * heads, n).to(dtype)
-        # A slot with u but no mass still has to land somewhere: count it as one token.
+        # A slot with u but no mass must also be in a group: count it as one token.
         weight = torch.where(mass > 0, mass, 1.0)
         live, sizes = slots.live(), None
         if live is not None:

@@ -1,4 +1,4 @@
-"""Compactor: tokens that their block looks at, and keys that others cannot make up for."""
+"""Compactor: tokens with much attention in their block, and keys of high leverage."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class Compactor(Scoring):
     """Keep the tokens of highest non-causal attention within blocks of ``chunk`` tokens, plus
     ``blending`` times the leverage of their keys.
 
-    Both as in the paper and in kvpress's CompactorPress. Attention: every query of a block looks at
-    all of it; what a key receives, averaged over the query heads of its KV head, times the norm of
-    its value, averaged with its two neighbours'. Leverage: diag(X (X'X)^-1 X') of the centred keys
-    X, projected by a Gaussian matrix to ``sketch`` dimensions. Both are brought to mean 0 and
-    deviation 1 over the heads and tokens of a row, then added. The first ``sink`` and the last
-    ``recent`` tokens take no part and come first.
+    Both as in the paper and in kvpress's CompactorPress. Attention: every query of a block attends
+    to the whole block. The attention that a key receives is averaged over the query heads of its KV
+    head, multiplied by the norm of its value, and averaged with its two neighbours'. Leverage:
+    diag(X (X'X)^-1 X') of the centred keys X, projected by a Gaussian matrix to ``sketch``
+    dimensions. Both are standardised to mean 0 and deviation 1 over the heads and tokens of a row,
+    then added. The first ``sink`` and the last ``recent`` tokens are not scored and are kept first.
 
-    Where it differs from kvpress's: keys are as attention saw them, after RoPE, where the paper
-    takes those before it (a compressor does not see the model; without RoPE they agree); attention
-    has the model's scaling, where kvpress leaves it out; a last block that is not full holds only
-    its tokens, where kvpress lets its padding look and be looked at; each row of a batch is brought
-    to mean 0 by itself; and ``blending`` is a number, where kvpress's default is the share that is
-    removed. With whole blocks and the rest taken into account the same tokens are kept.
+    Where it differs from kvpress's: keys are those after RoPE, while the paper uses those before it
+    (a compressor does not see the model; without RoPE they agree). Attention has the model's
+    scaling, which kvpress omits. A last block that is not full contains only its tokens, while
+    kvpress includes its padding. Each row of a batch is standardised separately. ``blending`` is a
+    number, while kvpress's default is the fraction that is removed. With whole blocks and these
+    differences removed, the same tokens are kept.
 
-    It scores a prompt. Tokens that come later are all scored, among those that come with them, and
-    the earlier scores stay.
+    It scores a prompt. Later tokens are scored among the tokens of the same chunk, and earlier
+    scores are kept.
 
     Args:
         chunk: tokens in a block, >= 1.

@@ -1,4 +1,4 @@
-"""CriticalKV: what a token would add to the output, not only how much it is looked at."""
+"""CriticalKV: scores by attention and by the contribution of a token's value to the output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .snapkv import SnapKV
 
 class CriticalKV(SnapKV):
     """Keep half of the budget by SnapKV's scores; then, of the other tokens, those with the largest
-    product of their score and the l1 norm of what their value becomes in the output, v W_O.
+    product of their score and the l1 norm of the contribution of their value to the output, v W_O.
 
     The paper's Algorithm 1 (and kvpress's CriticalKVPress around SnapKVPress: the same tokens are
     kept, with ``sink = 0`` and ``recent = window``). The norm is averaged over the query heads of
@@ -27,12 +27,12 @@ class CriticalKV(SnapKV):
     half is then at least AdaKV's safeguard, a fifth of the average budget (as in kvpress's
     CriticalAdaKVPress: the same tokens are kept).
 
-    It needs the weight of the model's output projection, which ``SketchCache`` hands over; where
-    that cannot be found it refuses by name. On slots alone: set ``output``.
+    It needs the weight of the model's output projection, which ``SketchCache`` passes to it; models
+    without one are refused by name. Without a cache: set ``output``.
 
     Args:
-        first_stage: share of the budget that goes by scores alone, in [0, 1].
-        epsilon: what is added to a score before it is multiplied, >= 0.
+        first_stage: fraction of the budget that is chosen by scores alone, in [0, 1].
+        epsilon: constant that is added to a score before it is multiplied, >= 0.
         window: as for ``SnapKV``.
         kernel_size: as for ``SnapKV``.
 

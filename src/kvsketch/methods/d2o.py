@@ -1,4 +1,4 @@
-"""D2O: what is evicted is merged into the most similar key that stays, if it is similar enough."""
+"""D2O: an evicted token is merged into the most similar kept key, if it is similar enough."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _BLOCK = 1 << 22
 
 
 class D2O(Merging):
-    """Keep what H2O keeps; merge an evicted token into the kept one whose key is most similar to
-    its own, if that similarity is at least a threshold, and drop it else.
+    """Keep the tokens that H2O keeps. An evicted token is merged into the kept one whose key is
+    most similar to its own, if that similarity is at least a threshold; otherwise it is dropped.
 
-    Written without the paper at hand, from its authors' code and from its equations as another
-    port quotes them; where the two disagree it says so below.
+    Written from the authors' code and from the paper's equations as quoted in another
+    implementation, without access to the paper; differences between the two are listed below.
 
     Token level: u is the cosine of the keys of an evicted token and its most similar
     kept one (including sinks and recent window). The threshold is the mean of u over the evicted

@@ -1,4 +1,4 @@
-"""Expected attention: what queries like the last ones would look at."""
+"""Expected attention: the attention of future queries with the distribution of the last ones."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ class ExpectedAttention(Scoring):
     prompt and no sinks are set aside. In return it works with soft-capping (moments are taken of
     the capped scores) and ALiBi.
 
-    Later queries update the score: with fewer than ``window`` of them, (1 - 1/window)^q of the old
-    score stays and the rest is the score by the new queries alone. Slots new with these queries
-    have no old score and take the new one whole.
+    Later queries update the score: with q < ``window`` of them, the old score has weight (1 -
+    1/window)^q and the score by the new queries the rest. New slots have no old score and get the
+    new one.
 
     Args:
-        window: queries that mean and covariance are taken of, >= 1; all there are, if fewer.
+        window: number of last queries for mean and covariance, >= 1; all queries if there are
+            fewer.
 
     Raises:
         InputError: ``window`` out of range.

@@ -9,12 +9,12 @@ from .scoring import Scoring
 
 
 class H2O(Scoring):
-    """Keep the tokens that received most attention so far.
+    """Keep the tokens that have received most attention so far.
 
     Attention is summed over all queries seen and the query heads of each KV head, and scores
-    accumulate across compressions (Algorithm 1, local statistics). The recent tokens the paper
-    keeps beside the heavy ones are those of ``recent``. The paper evicts after every token; the
-    cache evicts once per buffer, from the same sums.
+    accumulate across compressions (Algorithm 1, local statistics). The recent tokens that the paper
+    keeps in addition to the heavy ones are those of ``recent``. The paper evicts after every token;
+    the cache evicts once per buffer, by the same sums.
 
     Needs the queries: all of the prompt's, then each decoded token's.
     """

@@ -25,33 +25,34 @@ _FEW_SCORES = 1 << 19
 
 
 class HeavyMerge(Compressor):
-    """A share of the budget keeps the most attended tokens as they are; the rest is grouped by
+    """A fraction of the budget keeps the most attended tokens unchanged; the others are grouped by
     rounds of merging the closest (``closest.group_closest``; weighted by the root of attention),
     and each group becomes one slot.
 
-    Attention is that of the last ``window`` queries, fading as queries come (``SnapKV``'s, without
-    pooling), or the largest of a second reading's; a token is as heavy as its attention times the
-    norm of its value. A group's slot is
-    (mean key, mass times mean value, mass), the means weighted by attention.
+    Attention is that of the last ``window`` queries, with older queries fading (``SnapKV``'s,
+    without pooling), or the largest of a second reading. The weight of a token is its attention
+    times the norm of its value. A group's slot is (mean key, mass times mean value, mass), the
+    means weighted by attention.
 
     With ``correct``, u and m of the slots are then fitted to the last ``window`` queries of the
-    prompt, or of the part of it that is handed over (``fit.fitted``: ridge least squares). A head
-    takes the fit only if it lowers the error on queries left out of it. There is no fit to fewer
-    than 16 queries, with soft-capping or ALiBi, and none to the queries of decoded tokens: these
-    come with ``compress(..., fit=False)``.
+    prompt, or of the given part of it (``fit.fitted``: ridge least squares). A head uses the fit
+    only if it reduces the error on queries that were left out of it. There is no fit to fewer than
+    16 queries, with soft-capping or ALiBi, and none to the queries of decoded tokens: these come
+    with ``compress(..., fit=False)``.
 
-    A factor for what a group's spread adds to exp(score), from the mean of exp under a Gaussian,
-    is left out because it does not help: beside the fit the error rose at every budget (measured
-    with ``benchmarks/ablation.py``; docs/errors.md).
+    There is no factor for what a group's spread adds to exp(score), from the mean of exp under a
+    Gaussian, because it does not help: together with the fit it increased the error at every budget
+    (measured with ``benchmarks/ablation.py``; docs/errors.md).
 
     Args:
-        share: of the budget that keeps heavy tokens, in [0, 1).
-        window: queries that vote, >= 1.
-        steps: Lloyd iterations, >= 1, where k-means groups the keys instead: with ``pairs`` 0, or
+        share: fraction of the budget that keeps heavy tokens, in [0, 1).
+        window: number of last queries whose attention counts, >= 1.
+        steps: Lloyd iterations, >= 1,
+        where k-means groups the keys instead: with ``pairs`` 0, or
             where too many costs are equal.
-        correct: fit u and m where queries are known.
-        ridge: of the fit, relative to the mean diagonal, > 0.
-        pairs: the share of the slots that goes in a round, in (0, 1/2]; 0: k-means.
+        correct: fit u and m if queries are known.
+        ridge: regularisation of the fit, relative to the mean diagonal, > 0.
+        pairs: the fraction of the slots that is merged in a round, in (0, 1/2]; 0: k-means.
         seed: unused; there is no randomness.
 
     Raises:
@@ -138,7 +139,7 @@ class HeavyMerge(Compressor):
         if live is not None:
             pull = pull * live.gather(1, others)
         pull = pull.to(compute_dtype(slots.keys.dtype))
-        # Attention differs by orders of magnitude and only guesses at that of later queries.
+        # Attention differs by orders of magnitude and only approximates that of later queries.
         price, count = pull.sqrt(), wanted - heavy
         groups = group(slots, pull, price, count, self.steps, self.pairs, others, rest)
         most = int(wanted.max())

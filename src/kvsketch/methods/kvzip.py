@@ -1,4 +1,4 @@
-"""KVzip: what a model looks at while it reads the context a second time."""
+"""KVzip: scores by the attention of a model that reads the context a second time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .scoring import Scoring, score_of
 
 
 class KVzip(Scoring):
-    """Keep the tokens that the model looks at most when it reads the context again.
+    """Keep the tokens with most attention when the model reads the context again.
 
     A token's score is the largest attention that any query of the second reading, and any query
     head of its KV head, gives it, where the softmax is over the part that is being read again, the
@@ -21,7 +21,7 @@ class KVzip(Scoring):
 
     It needs ``kvsketch.prefill(model, input_ids, cache, queries="reread")``, which costs about a
     second prefill (or "local" or "sample", whose scores are no longer the paper's). Tokens decoded
-    later are no part of the context: they go last.
+    later are not part of the context and are evicted last.
     """
 
     name = "kvzip"

@@ -1,4 +1,4 @@
-"""KVzip+: KVzip's attention, weighed by what it does to the hidden states."""
+"""KVzip+: KVzip's attention, weighted by its contribution to the hidden states."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class KVzipPlus(KVzip):
     def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
         if observed.weights is None:
             raise InputError(
-                f"{self.name} weighs the queries of a second reading: pass Observed(weights=...), "
+                f"{self.name} weights the queries of a second reading: pass Observed(weights=...), "
                 "as kvsketch.prefill(..., queries='reread') does"
             )
         part = looked_at(slots, about, observed.queries.shape[2])[1]

@@ -1,4 +1,4 @@
-"""LagKV: the tokens that stand out most against the tokens after them."""
+"""LagKV: the tokens that differ most from the tokens after them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .seen import Seen
 
 
 class LagKV(Compressor):
-    """Keep, of every ``lag`` successive tokens, those that stand out most against the next ``lag``.
+    """Of every ``lag`` successive tokens, keep those that differ most from the next ``lag``.
 
     The paper's section 3 (and kvpress's LagKVPress, ``cross_scoring=False``): tokens behind the
     sinks are cut into parts of ``lag``. Keys, and values likewise, are scaled channel by channel to
@@ -27,9 +27,9 @@ class LagKV(Compressor):
 
     Kept tokens are kvpress's (its ``n_sink`` is our ``sink``) where the budget gives every part as
     many tokens. Else some parts get one more: the newest ones here; which ones in kvpress is left
-    to the order in which torch finds equal ranks. A channel in which the next part does not vary
-    says nothing (kvpress divides by 0). No queries are needed and nothing is remembered: what is
-    left of a part after one compression counts as tokens like any others at the next.
+    to the order in which torch finds equal ranks. A channel in which the next part does not vary is
+    ignored (kvpress divides by 0). No queries are needed and no state is kept: the remaining tokens
+    of a part are treated like any others in the next compression.
 
     Args:
         lag: tokens in a part, >= 1; kvpress's ``lag_size``.

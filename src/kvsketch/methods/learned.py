@@ -1,4 +1,4 @@
-"""Scores of the tokens that a sample of a context does not have, from those that it has."""
+"""Scores of the tokens outside a sample of a context, predicted from those in the sample."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _LEAST = 1e-6
 
 
 def learned_scores(slots: Slots, sample: Tensor) -> Slots:
-    """Tokens of which only a sample is scored, with a score for each of the others. Ours.
+    """Adds predicted scores for the tokens outside a scored sample. Ours.
 
-    In every head a ridge regression on the sample tells the log of a score from the token's value,
-    which knows no position. A token's score is at least the mean that follows, if what the
-    regression leaves is normal: exp(log + variance / 2), at most 1. So a head whose scores cannot
-    be told gives all tokens the same, and does not keep some of them by chance.
+    In every head a ridge regression on the sample predicts the log of a score from the token's
+    value, which does not depend on the position. A token's score is at least the mean that follows
+    if the residual is normal: exp(log + variance / 2), at most 1. A head whose scores cannot be
+    predicted thus gives all tokens the same score and does not keep some of them by chance.
 
     Args:
-        slots: ``[batch, num_key_value_heads, n, ...]``, all of them with a score, those in the
-            sample with one that counts.
-        sample: int64, the tokens whose score counts, in order.
+        slots: ``[batch, num_key_value_heads, n, ...]``, all of them with a score; only the scores
+            in the sample are used.
+        sample: int64, the tokens in the sample, in order.
     """
     assert slots.score is not None
     wide = compute_dtype(slots.values.dtype)

@@ -12,11 +12,12 @@ from .scoring import Scoring
 class ObservedAttention(Scoring):
     """Keep the tokens that received most attention on average over the queries that saw them.
 
-    H2O's sum divided by the number of its terms, which takes away the head start of old tokens:
-    what kvpress runs under H2O's name (ObservedAttentionPress; the kept tokens are the same). It
-    is not H2O's Algorithm 1, which does not divide: that is ``h2o``.
+    H2O's sum divided by the number of its terms, which removes the advantage of old tokens: the
+    method that kvpress runs under H2O's name (ObservedAttentionPress; the kept tokens are the
+    same). It is not H2O's Algorithm 1, which does not divide: that is ``h2o``.
 
-    Scores live on as running means. A slot's number of queries is the number of live slots from it
+    Scores are carried over as running means. A slot's number of queries is the number of live slots
+    from it
     on: exact while nothing was evicted, smaller afterwards, so that new attention then weighs more
     (a memory of about as many queries as slots are held).
     """

@@ -1,4 +1,4 @@
-"""What a token's value becomes in the output of its attention layer: v W_O."""
+"""The contribution of a token's value to the output of its attention layer: v W_O."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def output_norms(slots: Slots, output: Tensor | None, name: str, order: int) -> 
     heads, n, dim = values.shape[1:]
     if output is None:
         raise InputError(
-            f"{name} needs the weight of the model's output projection: SketchCache hands it over "
-            "at the first forward; on slots alone set the compressor's `output`, "
+            f"{name} needs the weight of the model's output projection: SketchCache passes it at "
+            "the first forward; without a cache, set the compressor's `output`, "
             "[num_attention_heads, value_dim, hidden]"
         )
     if output.dim() != 3 or output.shape[0] % heads or output.shape[1] != dim:

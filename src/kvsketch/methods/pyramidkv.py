@@ -67,7 +67,7 @@ def pyramid_shares(
         raise InputError(f"beta={beta!r} must be a number >= 1")
     if budget is None:
         if tokens is not None:
-            raise InputError(f"tokens={tokens!r} says nothing without budget")
+            raise InputError(f"tokens={tokens!r} has no effect without budget")
         high, low = 2 - 1 / beta, 1 / beta
     else:
         if isinstance(budget, bool) or not budget > 0:

@@ -1,4 +1,4 @@
-"""Every method by name: compressors and streaming sketches under one roof."""
+"""All methods by name: compressors and streaming sketches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROJECTING: dict[str, type[Compressor]] = {CriticalKV.name: CriticalKV}
 #: The methods that need a second reading of the context (``kvsketch.prefill``).
 REREADING: dict[str, type[Compressor]] = {cls.name: cls for cls in (KVzip, KVzipPlus, KVgrad)}
 
-#: Everything ``SketchCache`` takes as a method.
+#: All names that ``SketchCache`` accepts as a method.
 ALL_METHODS: dict[str, type[Compressor] | type[Sketch]] = {
     **METHODS,
     **PROJECTING,
@@ -45,7 +45,7 @@ ALL_METHODS: dict[str, type[Compressor] | type[Sketch]] = {
 }
 
 
-#: What says how a cache compresses: a name in ``ALL_METHODS``, one's own class, or a compressor
+#: A method of a cache: a name in ``ALL_METHODS``, a user-defined class, or a compressor
 Method = str | Compressor | type[Compressor] | type[Sketch]
 
 
@@ -53,7 +53,7 @@ def class_of(method: Method) -> type[Compressor] | type[Sketch]:
     """The class of a method.
 
     Raises:
-        InputError: an unknown name, or no method at all.
+        InputError: an unknown name, or not a method.
     """
     if isinstance(method, str):
         if method not in ALL_METHODS:
@@ -79,12 +79,12 @@ def default_schedule(
 
 
 def default_allocation(method: Method) -> str:
-    """A method's own way to spend a budget: "measured" or "even"."""
+    """A method's default allocation: "measured" or "even"."""
     found: str = getattr(class_of(method), "allocation", "even")
     return found
 
 
 def default_bits(method: Method) -> int | str:
-    """A method's own way to store slots: 16 bits or "measured"."""
+    """A method's default bits: 16 or "measured"."""
     found: int | str = getattr(class_of(method), "bits", 16)
     return found

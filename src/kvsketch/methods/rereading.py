@@ -1,4 +1,4 @@
-"""What a second reading of a context looks at."""
+"""Scores by the attention of a second reading of a context."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def reread_attention(
     """The tokens of a context, scored by the largest attention that any query of a part of the
     second reading, and any query head of its KV head, gives them (KVzip, arXiv:2505.23416, equation
     2). The softmax is over the tokens that are read again, the first four and the second reading
-    itself, so that what the latter can do without scores nothing.
+    itself, so that tokens that the second reading does not need score nothing.
 
     Arguments as for ``Compressor.reread``; what a query gives is multiplied by
     ``observed.weights``, if there are any, and by ``factors``, ``[batch, num_key_value_heads,

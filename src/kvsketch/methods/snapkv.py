@@ -1,4 +1,4 @@
-"""SnapKV: what the last queries of the prompt look at."""
+"""SnapKV: scores by the attention of the prompt's last queries."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ class SnapKV(Scoring):
     tokens before the window. The paper keeps the window itself: pass
     ``recent = window``.
 
-    The paper compresses once. Here scores live on: where fewer than ``window`` queries come (a
-    decoded token, a short chunk, a prompt shorter than the window), each weighs 1/window and all
-    older ones fade by 1 - 1/window per query, so that the score stays an average over about the
-    last ``window`` queries, however they are grouped. Neighbours are then the slots still held.
+    The paper compresses once. Here scores are carried over: if fewer than ``window`` queries come
+    (a decoded token, a short chunk, a prompt shorter than the window), each has weight 1/window and
+    all older ones fade by 1 - 1/window per query, so that the score stays an average over about the
+    last ``window`` queries for any grouping. Neighbours are then the remaining slots.
 
     Args:
-        window: queries that vote, >= 1. A longer window than the prompt is no error: see above.
+        window: number of last queries whose attention counts, >= 1. It may be longer than the
+            prompt, see above.
         kernel_size: width of the pooling, odd and >= 1 (1: none). The authors' code and kvpress
             use 5.
 
@@ -50,7 +51,8 @@ class SnapKV(Scoring):
 
     def scores(self, slots: Slots, observed: Observed) -> Tensor:
         received, fade = recent_attention(slots, observed, self.window)
-        # Pooled apart, as in the paper: the window's own large scores must not spill over.
+        # Pooled separately, as in the paper, so that the window's own large scores do not affect
+        # their neighbours.
         before = slots.count if observed.after else max(0, slots.count - self.window)
         parts = (received[..., :before], received[..., before:])
         score = torch.cat([self._pooled(part) for part in parts], dim=-1)

@@ -265,7 +265,7 @@ def exponential(name: str, exponent: float) -> float:
     if exponent > _LARGEST_EXPONENT:
         raise InputError(
             f"{name}={exponent:.6g} must be at most {_LARGEST_EXPONENT:.0f}: the theorem's "
-            f"e^({name}) samples are beyond all meaning"
+            f"e^({name}) samples are too many to be meaningful"
         )
     return math.exp(exponent)
 

@@ -1,4 +1,4 @@
-"""Real queries, keys and values of a model, caught at its attention function."""
+"""Real queries, keys and values of a model, captured at its attention function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvsketch.slots import Observed, Slots
 
 @dataclass(frozen=True)
 class Activations:
-    """What one attention layer saw of one prompt, after rotary embedding.
+    """Queries, keys and values of one attention layer on one prompt, after rotary embedding.
 
     Attributes:
         layer: its index.
@@ -27,7 +27,8 @@ class Activations:
         scaling: multiplies <q, k>.
         softcap: of the scores (Gemma 2), or None.
         sinks: logits of attention sinks, ``[num_attention_heads]``, or None.
-        slopes: of ALiBi (MPT), ``[num_attention_heads]``, or None: scores gain them per position.
+        slopes: of ALiBi (MPT), ``[num_attention_heads]``, or None: added to the scores, times the
+            position.
     """
 
     layer: int
@@ -41,14 +42,14 @@ class Activations:
 
     @property
     def observed(self) -> Observed:
-        """The queries with all that turns them into scores."""
+        """The queries, with the settings that turn them into scores."""
         return Observed(
             self.queries, self.scaling, self.softcap, slopes=self.slopes, sinks=self.sinks
         )
 
     @property
     def slots(self) -> Slots:
-        """The tokens as slots, with their positions where scores depend on them."""
+        """The tokens as slots, with their positions if scores depend on them."""
         if self.slopes is None:
             return Slots(self.keys, self.values)
         place = torch.arange(self.keys.shape[2], device=self.keys.device, dtype=torch.float32)
@@ -58,7 +59,7 @@ class Activations:
 def capture(
     model: Any, input_ids: Tensor, layers: Sequence[int] | None = None
 ) -> list[Activations]:
-    """Run a prompt once and return what its attention layers saw, in float32.
+    """Run a prompt once and return the activations of its attention layers, in float32.
 
     Args:
         model: a transformers causal language model.
@@ -88,7 +89,7 @@ _MPT = "mpt"
 
 
 def can_be_caught(cls: type, config: Any) -> bool:
-    """Whether ``capture`` can read what this class's attention sees; needs no weights."""
+    """Whether ``capture`` can read the attention inputs of this class; needs no weights."""
     return config.model_type == _MPT or bool(getattr(cls, "_supports_attention_backend", False))
 
 
@@ -127,8 +128,8 @@ def _catching(
 def _reading(
     model: Any, caught: list[Activations], layers: Sequence[int] | None
 ) -> AbstractContextManager[None]:
-    """MPT's attention goes through no interface: its queries, keys and values are projected once
-    more, before it runs."""
+    """MPT's attention uses no interface: its queries, keys and values are projected once more,
+    before it runs."""
 
     def seen(module: Any, asked: Observed, keys: Tensor, values: Tensor) -> None:
         layer = int(module.layer_idx)
@@ -144,7 +145,7 @@ def intercepted(
     model: Any, visit: Callable[[nn.Module, Tensor], Tensor]
 ) -> AbstractContextManager[None]:
     """Every attention layer's output goes through ``visit(module, out)``, out
-    ``[batch, tokens, heads, value_dim]``; the model goes on with what it returns. Works around any
+    ``[batch, tokens, heads, value_dim]``; the model continues with its return value. Works with any
     cache.
 
     Raises:

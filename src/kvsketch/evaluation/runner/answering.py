@@ -1,4 +1,4 @@
-"""Asks a model one question with one cache, and measures the cache and the clock meanwhile."""
+"""Answers a question with a model and a cache, and measures bytes and time."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Answerer:
         self.tokenizer = tokenizer
         self.settings = settings
         self._pad = tokenizer.pad_token_id
-        if self._pad is None:  # any id will do: padding is masked out
+        if self._pad is None:  # any id: padding is masked
             self._pad = tokenizer.eos_token_id or 0
         self._warm = False
         self._follower = Follower(model, settings)
 
     def answer(self, cases: Sequence[EncodedCase], setup: Setup) -> list[Reply]:
-        """Greedy answers to a batch of cases of one answer length, each with its share of bytes
-        and seconds; or what their continuation measures."""
+        """Greedy answers to a batch of cases of one answer length, each with its share of bytes and
+        seconds; or the measurements on their continuations."""
         if cases[0].measure:
             return [self._follower.reply(case, setup) for case in cases]
-        if not self._warm:  # the first call of a process pays for more than its tokens
+        if not self._warm:  # the first call of a process includes initialisation
             self._generate(torch.tensor([list(cases[0].ids[:8])]), None, DynamicCache(), None, 2)
             self._warm = True
         ids, mask = self._batch(cases)
@@ -54,7 +54,7 @@ class Answerer:
     def _read(self, ids: Tensor, mask: Tensor, cache: Any) -> None:
         """The context alone, before the question is known."""
         if self.settings.queries == "prompt" or not isinstance(cache, SketchCache):
-            # One token is asked for and thrown away: generate() has no "prefill only".
+            # One token is generated and discarded: generate() has no "prefill only".
             self._generate(ids, mask, cache, None, 1)
             return
         device = self.model.device
@@ -145,7 +145,7 @@ class _Probe(StoppingCriteria):  # type: ignore[misc]
         self._clock = clock
         self.footprint: Footprint
         self.prefilled = 0.0
-        self.resumed = 0.0  # measuring is on nobody's time
+        self.resumed = 0.0  # the time of measuring is not counted
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         if not self.prefilled:

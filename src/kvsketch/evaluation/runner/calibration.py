@@ -47,7 +47,7 @@ def calibrate_files(
     texts = [read_text(file) for file in files]
     folder = resolve_model(model_name)
 
-    # What comes now imports torch and transformers: all that can be refused without was.
+    # The following imports torch and transformers; all checks that do not need them are done.
     from kvsketch.cache.curves import model_of, pooled
     from kvsketch.evaluation.runner.allocation import check_length, measure_curves
 

@@ -1,4 +1,4 @@
-"""How `--device` may be spelled, as far as that can be told without torch."""
+"""The valid values of `--device`, as far as they can be checked without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from kvsketch.errors import InputError
 
-#: transformers' ways to spread layers over all devices there are
+#: transformers' ways to distribute layers over all devices
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 #: torch's own kinds of devices, as ``torch.device`` lists them
 DEVICE_KINDS = (
@@ -17,7 +17,7 @@ DEVICE_KINDS = (
 
 
 def check_device_name(device: str) -> None:
-    """Whether there is such a device here, only torch can say (``loading.check_device``).
+    """Whether the device exists is checked by torch later (``loading.check_device``).
 
     Raises:
         InputError: torch has no such kind of device, its number is none, or layers are to be spread

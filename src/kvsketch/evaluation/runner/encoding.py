@@ -15,8 +15,8 @@ class EncodedCase:
     """Token ids of a prompt. The first `record` of them are compressed before the question is
     seen; with the question seen, that is all of them. `new_tokens`: longest answer.
 
-    With a `measure`, nothing is answered: the ids go on behind the prompt, and the last
-    `new_tokens` of them are what is measured (`following`)."""
+    With a `measure`, nothing is answered: the ids continue after the prompt, and the last
+    `new_tokens` of them are measured (`following`)."""
 
     ids: Sequence[int]
     record: int
@@ -52,7 +52,7 @@ class Encoder:
     def excess(
         self, context: str, question: str, where: str, new_tokens: int, chat: bool = True
     ) -> int:
-        """By how many tokens `encode` would find the prompt too long; 0 where it fits."""
+        """The number of tokens by which the prompt is too long for `encode`; 0 if it fits."""
         return self._over(len(self._split(context, question, where, chat)[0]), new_tokens)
 
     def _over(self, tokens: int, new_tokens: int) -> int:
@@ -87,7 +87,7 @@ class Encoder:
 
 
 def max_positions(config: Any) -> int | None:
-    """Positions the model has, or None where its positions have no end (ALiBi)."""
+    """The number of positions of the model, or None if it is unlimited (ALiBi)."""
     text = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         limit = getattr(text, name, None)

@@ -28,7 +28,7 @@ def read_text(path: Path, what: str = "") -> str:
 
 
 def check_folder(folder: Path, option: str) -> None:
-    """Make a folder and try to write into it: said now, not after minutes of work.
+    """Create a folder and try to write into it, before minutes of work.
 
     Raises:
         InputError: that fails.
@@ -44,7 +44,7 @@ def check_folder(folder: Path, option: str) -> None:
 
 
 def try_folder(folder: Path, option: str) -> None:
-    """As ``check_folder``, and leave nothing behind: what comes next may still refuse.
+    """As ``check_folder``, but remove the folder again, because a later check may fail.
 
     Raises:
         InputError: as ``check_folder``.

@@ -1,10 +1,10 @@
-"""How far a compressed cache leads a model astray on a text that goes on: KL, perplexity, and the
-error of single layers' attention.
+"""Errors of a compressed cache on teacher-forced continuations: KL divergence, perplexity, and the
+attention error of single layers.
 
-The first ``record`` ids are the prompt, read as ``generate`` would. What lies between them and the
-last ``new_tokens`` is read next, in one piece (a question, or a gap: nothing, where the question is
-seen). Then the text's own tokens are fed one at a time, as decoding would, and what the model makes
-of them is compared with the exact cache's.
+The first ``record`` ids are the prompt, which is read as by ``generate``. The ids between them and
+the last ``new_tokens`` are read next, in one piece (a question or a gap; nothing if the question is
+seen). Then the text's own tokens are fed one at a time, as in decoding, and the model's predictions
+are compared with those of the exact cache.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from kvsketch.evaluation.runner.setups import Setup
 from kvsketch.hf import SketchCache
 from kvsketch.hf.layer import SketchLayer
 
-#: single layers' attention; everything else is read off the predictions
+#: the attention of single layers; everything else follows from the predictions
 ATTENTION = "attention_error"
 
 
 @dataclass(frozen=True)
 class _Truth:
-    """What the exact cache makes of a case behind its prompt.
+    """Predictions and attention outputs of the exact cache after the prompt of a case.
 
     Attributes:
-        log_probs: of what follows each token that is fed, ``[new_tokens, vocabulary]``.
-        attention: by layer, ``[tokens behind the prompt, heads * value_dim]``; only for ATTENTION.
+        log_probs: of the next token after each token that is fed, ``[new_tokens, vocabulary]``.
+        attention: by layer, ``[tokens after the prompt, heads * value_dim]``; only for ATTENTION.
     """
 
     log_probs: Tensor
@@ -43,7 +43,7 @@ class _Truth:
 
 
 class Follower:
-    """A model that follows texts, and remembers what the exact cache made of the last one."""
+    """Evaluates continuations with a model, and caches the exact results of the last one."""
 
     def __init__(self, model: Any, settings: Settings) -> None:
         self.model = model
@@ -52,15 +52,15 @@ class Follower:
 
     @torch.inference_mode()
     def reply(self, case: EncodedCase, setup: Setup) -> Reply:
-        """What one cache makes of a case. ``measured`` by name:
+        """The results of one cache on a case. ``measured`` by name:
 
         - "kl": KL(exact || cache) of the next token in nats, the mean over the tokens fed; "top1":
-          the share of them after which both find the same token most likely;
+          the fraction of them after which both predict the same most likely token;
         - "nats": mean -log p of the text's own next token, "exact_nats" the exact cache's;
         - or, for attention: "error", the relative error |z - exact|_F / |exact|_F of a layer's
           output over heads and tokens fed, the mean over layers that can be compressed, and
-          "worst_layer", the largest. Every layer is asked the exact run's queries: what a layer
-          gets wrong does not reach the next one (except in a prompt read with a streaming prefill).
+          "worst_layer", the largest. Every layer gets the queries of the exact run, so the error of
+          a layer does not affect the next one (except in a prompt read with a streaming prefill).
         """
         truth = self._truth(case)
         ids = torch.tensor([list(case.ids)], device=self.model.device)
@@ -83,7 +83,9 @@ class Follower:
             new_tokens=case.new_tokens,
             **costs(after, final),
             prefill_seconds=prefilled - start,
-            decode_tokens=case.new_tokens if lean else 0,  # comparing layers takes its own time
+            decode_tokens=case.new_tokens
+            if lean
+            else 0,  # the time of comparing layers is not counted
             decode_seconds=end - resumed if lean else 0.0,
             measured=measured,
         )
@@ -113,7 +115,7 @@ class Follower:
         at = case.record
 
         def forced(module: nn.Module, out: Tensor) -> Tensor:
-            """Notes how far ``out`` is off, and goes on with what is right."""
+            """Records the error of ``out`` and returns the exact output."""
             layer = int(module.layer_idx)  # type: ignore[arg-type]
             exact = truth.attention[layer][at - case.record :][: out.shape[1]]
             if at >= asked:
@@ -132,7 +134,7 @@ class Follower:
         return {"error": sum(errors) / len(errors), "worst_layer": max(errors)}
 
     def _truth(self, case: EncodedCase) -> _Truth:
-        """The exact cache's part; that of the last case is remembered."""
+        """The results of the exact cache; those of the last case are cached."""
         whole = case.measure == ATTENTION
         key = (tuple(case.ids), case.record, case.new_tokens, whole)
         if self._last is not None and self._last[0] == key:
@@ -158,7 +160,7 @@ class Follower:
         return truth
 
     def _read(self, prompt: Tensor, cache: Any) -> None:
-        """As ``generate`` prefills."""
+        """Prefill as in ``generate``."""
         for part in torch.split(prompt, self.settings.prefill_chunk_size or prompt.shape[1], dim=1):
             self._ask(part, cache)
 

@@ -1,8 +1,8 @@
 """lm-evaluation-harness tasks, answered through a SketchCache.
 
-The harness (0.4.13) looks models up in a registry of its own and reads no entry points, so its
-plain ``lm_eval`` command cannot see a model of another package. Its command line is run from here
-instead, with the same arguments, once the model is registered:
+The harness (0.4.13) has its own registry of models and reads no entry points, so its plain
+``lm_eval`` command cannot find a model of another package. This module registers the model and runs
+the harness's command line with the same arguments:
 
     kvsketch-lm-eval --model kvsketch \\
         --model_args pretrained=YOUR_MODEL,method=heavy_merge,budget=0.25 --tasks gsm8k
@@ -10,8 +10,8 @@ instead, with the same arguments, once the model is registered:
 ``python -m kvsketch.evaluation.runner.harness`` does the same. In Python, import this module before
 ``lm_eval.simple_evaluate(model="kvsketch", ...)``.
 
-``harness_model.SketchLM`` says what is compressed. It is imported when the harness asks for it, so
-that wrong arguments are refused before torch is imported.
+The docstring of ``harness_model`` describes what is compressed. That module is imported when the
+harness uses it, so that wrong arguments are refused before torch is imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["SketchLM", "main"]
 _NAME = "kvsketch"
 
 if find_spec("lm_eval") is not None:
-    # Its own models, by name: it looks for them itself only where no other model is registered.
+    # Its own models, by name: the harness loads them itself only if no other model is registered.
     import lm_eval.models  # noqa: F401
     from lm_eval.api.registry import model_registry
 
@@ -47,8 +47,8 @@ def __getattr__(name: str) -> Any:
 
 
 def main() -> None:
-    """The harness's own command line, with ``--model kvsketch`` added. What can be told wrong
-    without torch is refused before it is imported."""
+    """The harness's own command line, with ``--model kvsketch`` added. Arguments are checked as far
+    as possible before torch is imported."""
     if find_spec("lm_eval") is None:
         raise SystemExit("error: lm-evaluation-harness is needed: pip install 'kvsketch[lm-eval]'")
     from lm_eval._cli import HarnessCLI

@@ -1,4 +1,4 @@
-"""The ``--model_args`` of ``kvsketch-lm-eval``, as far as they can be told wrong without torch."""
+"""The ``--model_args`` of ``kvsketch-lm-eval``, as far as they can be checked without torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvsketch.evaluation.runner.setups import EXACT
 
 _GOAL = ("budget", "tolerance", "max_budget", "allocation", "bits")
 _REST = ("sink", "recent", "prefill")
-#: what says that not a model's usual configuration is meant
+#: arguments that change the model's usual configuration
 _ELSEWHERE = ("revision", "subfolder", "gguf_file")
 
 
 def check_model_args(given: Mapping[str, Any]) -> None:
-    """All that is given, by name; what is the harness's own is left to it.
+    """All given arguments, by name; those of the harness itself are not checked.
 
     Raises:
-        InputError: a bad value, or a model that is neither here nor to be had from the Hub.
+        InputError: an invalid value, or a model that is neither local nor available from the Hub.
     """
     for name in ("sink", "recent", "seed"):
         if name in given:
@@ -35,7 +35,7 @@ def check_model_args(given: Mapping[str, Any]) -> None:
     else:
         for name, value in goal.items():
             if value not in (None, 16):
-                raise InputError(f"{name}={value!r} means nothing to method={EXACT!r}")
+                raise InputError(f"{name}={value!r} has no effect with method={EXACT!r}")
     model = given.get("pretrained")
     if isinstance(model, str) and not Path(model).is_dir():
         if any(given.get(name) for name in _ELSEWHERE):

@@ -1,9 +1,9 @@
-"""Is the Hugging Face Hub there? Asked once, before anything is fetched from it.
+"""Checks once whether the Hugging Face Hub can be reached, before anything is fetched from it.
 
-Its own client asks six times for a file that is not in the local cache, for half a minute, and logs
-each time. Here one request decides: without an answer this process goes offline, as with
-``HF_HUB_OFFLINE=1``, so that what is in the cache loads at once and everything else is refused at
-once.
+Its own client tries six times, for half a minute, to fetch a file that is not in the local cache,
+and logs every attempt. Here one request decides. Without a response this process goes offline, as
+with ``HF_HUB_OFFLINE=1``, so that cached files load immediately and everything else is refused
+immediately.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from functools import cache
 
 from kvsketch.errors import InputError
 
-#: seconds for an answer, unless ``HF_HUB_ETAG_TIMEOUT``, the client's own setting, says otherwise
+#: timeout in seconds, unless ``HF_HUB_ETAG_TIMEOUT``, the client's own setting, is given
 PATIENCE = 3.0
 
 _why_offline = "HF_HUB_OFFLINE is set"
 
 
 def unreachable() -> str | None:
-    """Why nothing can be fetched from the Hub, or None where it answers. Where it does not, this
-    process is offline from then on. Honours ``HF_ENDPOINT``, ``HF_HUB_OFFLINE`` and the proxies of
-    the environment."""
+    """Why nothing can be fetched from the Hub, or None if it can be reached. If not, this process
+    is offline from then on. Honours ``HF_ENDPOINT``, ``HF_HUB_OFFLINE`` and the proxies of the
+    environment."""
     from huggingface_hub import constants
 
     global _why_offline
@@ -39,7 +39,7 @@ def unreachable() -> str | None:
 
 @cache
 def _silence() -> str | None:
-    """Why a request has no answer. Any answer will do: what it says is the client's business."""
+    """Why a request has no response; any response counts."""
     from huggingface_hub import constants, get_session
 
     chosen = "HF_HUB_ETAG_TIMEOUT" in os.environ
@@ -51,7 +51,7 @@ def _silence() -> str | None:
             get_session().request(
                 "HEAD", constants.ENDPOINT, timeout=patience, follow_redirects=False
             )
-        except Exception as error:  # whatever the client is built on raises its own
+        except Exception as error:  # the client's libraries raise their own errors
             failures[:] = [(str(error) or type(error).__name__).splitlines()[0]]
         else:
             failures.clear()
@@ -64,13 +64,13 @@ def _silence() -> str | None:
 
 
 def check_model(name: str, option: str = "--model") -> None:
-    """Whether a model's configuration is in the local cache, or can be asked for.
+    """Check that a model's configuration is in the local cache or can be fetched.
 
     Args:
-        option: what named the model, for messages.
+        option: the option that names the model, for messages.
 
     Raises:
-        InputError: neither, or ``name`` is no id of the Hub.
+        InputError: neither, or ``name`` is not an id of the Hub.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -85,16 +85,17 @@ def check_model(name: str, option: str = "--model") -> None:
 
 
 def not_fetched(model: str, reason: str, option: str = "--model") -> InputError:
-    """The error for a model that is neither here nor to be had."""
+    """The error for a model that is neither local nor available."""
     return InputError(
-        f"{option} {model!r} is no folder here and could not be fetched from the Hugging Face Hub: "
+        f"{option} {model!r} is not a local folder and could not be fetched from the Hugging Face "
+        "Hub: "
         f"{reason}"
     )
 
 
 def reason_of(error: Exception) -> str:
-    """Why something could not be fetched, in a line: the first of those that the Hub's packages
-    say. Where that is only that this process is offline, why it is."""
+    """Why something could not be fetched, in one line: the first message of the Hub's packages. If
+    this only says that the process is offline, the reason for that."""
     said = (str(error).strip() or type(error).__name__).splitlines()[0]
     # By name: `datasets` has errors of its own, and only names the one behind them.
     named = f"{type(error).__name__} {said}"

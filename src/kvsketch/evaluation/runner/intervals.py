@@ -11,7 +11,8 @@ _Z95 = 1.959963984540054  # 97.5% quantile of the normal distribution
 
 
 def wilson_interval(correct: int, cases: int) -> tuple[float, float]:
-    """95% Wilson score interval of a share: honest near 0 and 1, where few cases end up.
+    """95% Wilson score interval of a proportion, which is also valid near 0 and 1 and for few
+    cases.
 
     Raises:
         InputError: unless 0 <= correct <= cases and cases >= 1.
@@ -42,7 +43,8 @@ def mean_interval(scores: Sequence[float]) -> tuple[float, float]:
 
 
 def normal_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95% interval of a mean, from the values' own spread; a single value is its own.
+    """95% interval of a mean, from the standard deviation of the values; a single value is its own
+    interval.
 
     Raises:
         InputError: no values.

@@ -1,6 +1,6 @@
-"""Finds and loads the model and tokenizer of an evaluation, with errors a user can act on.
+"""Finds and loads the model and tokenizer of an evaluation, with useful error messages.
 
-torch and transformers are imported where something is loaded: a wrong name is refused before.
+torch and transformers are imported when something is loaded, after the name was checked.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ _CONFIGURATION = {
     "tokenizer.json",
     "tokenizer_config.json",
 }
-_WHOLE_FILE = 64 * 2**20  # bytes; larger weights are told apart by size and first megabyte
+_WHOLE_FILE = 64 * 2**20  # bytes; larger weights are identified by size and first megabyte
 
 
 def packaged_model(name: str = PACKAGED) -> Path:
     """Folder of a model that ships with the package, for ``AutoModelForCausalLM.from_pretrained``.
 
     Args:
-        name: "packaged" retrieves lines (LongEval); "packaged-ruler" answers RULER's questions too.
+        name: "packaged" retrieves lines (LongEval); "packaged-ruler" also answers questions of
+            RULER.
 
     Raises:
-        InputError: another name.
+        InputError: unknown name.
     """
     if name not in PACKAGED_MODELS:
         raise unknown_name("name", name, PACKAGED_MODELS)
@@ -43,8 +44,8 @@ def packaged_model(name: str = PACKAGED) -> Path:
 def resolve_model(name: str) -> str:
     """Turns `--model` into a folder or a Hugging Face Hub id, without loading anything.
 
-    Raises `InputError` if it looks like a path and is not a model folder, or if it is no folder and
-    cannot be had from the Hub or its local cache.
+    Raises `InputError` if it looks like a path and is not a model folder, or if it is not a folder
+    and not available from the Hub or its local cache.
     """
     path = packaged_model(name) if name in PACKAGED_MODELS else Path(name).expanduser()
     if path.is_dir():
@@ -63,7 +64,7 @@ def resolve_model(name: str) -> str:
 
 
 def load_config(model: str) -> Any:
-    """Configuration of the model. Raises `KVSketchError` if it cannot be had."""
+    """Configuration of the model. Raises `KVSketchError` if it cannot be loaded."""
     from transformers import AutoConfig
 
     try:
@@ -73,7 +74,7 @@ def load_config(model: str) -> Any:
 
 
 def load_tokenizer(model: str) -> Any:
-    """Tokenizer of the model. Raises `KVSketchError` if it cannot be had."""
+    """Tokenizer of the model. Raises `KVSketchError` if it cannot be loaded."""
     from transformers import AutoTokenizer
 
     try:
@@ -83,13 +84,13 @@ def load_tokenizer(model: str) -> Any:
 
 
 def load_model(model: str, device: str, dtype: str) -> Any:
-    """The model in evaluation mode. Raises `KVSketchError` if it cannot be had."""
+    """The model in evaluation mode. Raises `KVSketchError` if it cannot be loaded."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     check_device(device)
-    logging.disable_progress_bar()  # of the weights: commands have one of their own
+    logging.disable_progress_bar()  # the dtype of the weights: commands have their own default
     placed = {"device_map": device} if device in DEVICE_MAPS else {}
     try:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), **placed)
@@ -99,8 +100,8 @@ def load_model(model: str, device: str, dtype: str) -> Any:
 
 
 def check_device(device: str) -> None:
-    """Raises `InputError` unless torch can put tensors on `device`, or transformers place layers
-    (`DEVICE_MAPS`)."""
+    """Raises `InputError` unless torch can place tensors on `device`, or transformers can place
+    layers (`DEVICE_MAPS`)."""
     check_device_name(device)
     if device in DEVICE_MAPS:
         from transformers.utils import is_accelerate_available
@@ -121,7 +122,7 @@ def check_device(device: str) -> None:
 def fingerprint(model: str) -> str:
     """Short hash of a model folder's weights and config; the id itself for a Hub model.
 
-    Results of a model that was trained further must not be mixed with older ones.
+    Results of a model must not be mixed with results from before further training.
     """
     folder = Path(model)
     if not folder.is_dir():

@@ -17,16 +17,16 @@ from kvsketch.evaluation.runner.sweep import Job
 if TYPE_CHECKING:
     from kvsketch.evaluation.runner.replies import Reply
 
-#: a job whose worker died this often is at fault itself
+#: a job whose worker died this often is considered the cause
 _TRIES = 3
 _CONNECT_SECONDS = 10
 
 
 @dataclass
 class RayRunner:
-    """Hands jobs to ``workers`` actors as they become free, so records come in no fixed order.
-    Only the process that asks writes the store. A worker that dies is replaced and its job done
-    again; what it had not handed back was never recorded, so nothing is lost or doubled.
+    """Gives jobs to ``workers`` actors as they become free, so the order of records is not fixed.
+    Only the calling process writes the store. A worker that dies is replaced and its job is
+    repeated; unfinished jobs are not recorded, so nothing is lost or duplicated.
 
     Args:
         address: "local" starts a cluster on this machine and stops it; else that of a running one
@@ -77,7 +77,7 @@ class RayRunner:
         if self.address not in ("local", "auto"):
             self._reach()
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-        # Ray's usage reports are telemetry: never without being asked.
+        # Ray's usage reports are telemetry: only if the user has enabled them.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             if self.address == "local":
@@ -93,7 +93,8 @@ class RayRunner:
             raise self._absent(error) from error
 
     def _reach(self) -> None:
-        """Is anybody there? Ray itself would wait for minutes, and then end this process."""
+        """Check that the address responds. Ray itself would wait for minutes, and then end this
+        process."""
         host, _, port = self.address.removeprefix("ray://").rpartition(":")
         try:
             socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()

@@ -1,4 +1,4 @@
-"""What comes back for a case, what a cache holds meanwhile, and how the cache is made."""
+"""The result of a case, the size of its cache, and how the cache is made."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Reply:
     """An answer and what it cost, per case: seconds of a batch are divided by its rows.
 
     `slots` and the bytes are measured when the first answer token is out, `final_` ones after the
-    last; the first token is the prefill's, `decode_tokens` come after it. `measured`: by name, of
-    what is not answered in words (`following`)."""
+    last; the first token is the prefill's, `decode_tokens` come after it. `measured`: numbers by
+    name, for tasks without text answers (`following`)."""
 
     text: str
     prompt_tokens: int
@@ -40,7 +40,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a cache holds, over the whole batch. Bytes are of live tensors."""
+    """The size of a cache, for the whole batch. Bytes are of live tensors."""
 
     slots: float
     kv_bytes: int
@@ -61,7 +61,7 @@ def costs(after: Footprint, final: Footprint, rows: int = 1) -> dict[str, Any]:
 
 
 def footprint(cache: SketchCache | DynamicCache) -> Footprint:
-    """Measures `cache`. An exact cache is its own yardstick."""
+    """Measures `cache`. The exact size of an exact cache is its own."""
     if isinstance(cache, SketchCache):
         summary = cache.summary()
         return Footprint(
@@ -109,7 +109,7 @@ def new_cache(
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, once the device has done what it was given."""
+    """Seconds, after the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,4 +1,5 @@
-"""What results stores hold, sorted into runs: answers that may be compared with each other."""
+"""The contents of results stores, grouped into runs: answers that can be compared with each
+other."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from kvsketch.evaluation.runner.setups import EXACT, Setup
 from kvsketch.evaluation.runner.store import Record, Store
 from kvsketch.evaluation.runner.sweep import aggregate
 
-#: what tells answers within a run apart; everything else in an identity is the run's
+#: what distinguishes answers within a run; everything else in an identity belongs to the run
 _WITHIN = {"task", "case", "max_new_tokens", *(x.name for x in fields(Setup))}
 #: families whose data sets are also looked at together
 _FAMILIES = ("longbench", "ruler")
@@ -40,7 +41,7 @@ class Run:
 
     @property
     def model(self) -> str:
-        """The model's name: of a folder only the last part, so that a page shows nobody's paths."""
+        """The model's name: of a folder only the last part, so that a page shows no local paths."""
         return without_folders(str(self.common["model"]))
 
     @property
@@ -215,7 +216,7 @@ def _goal(row: Mapping[str, Any]) -> str:
 
 
 def clean(value: Any) -> Any:
-    """Text without characters that neither XML nor a person can read."""
+    """Text without characters that are invalid in XML or unreadable."""
     if isinstance(value, str):
         return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
     return value

@@ -1,4 +1,4 @@
-"""The settings of an evaluation run, checked as they are made."""
+"""The settings of an evaluation run, checked on creation."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from kvsketch.evaluation.tasks.base import Case
 
 DTYPES = ("float32", "bfloat16", "float16")
 STREAMING_CHUNK = 512  # tokens; streaming prefill without a chunk size would be one chunk
-#: what no answer depends on
+#: settings that no answer depends on
 _NOT_IDENTITY = ("batch_size", "max_new_tokens")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all answers of a run have in common, besides the model.
+    """The settings shared by all answers of a run, besides the model.
 
     Attributes:
         prefill_chunk_size: tokens; None prefills the prompt in one piece (512 when streaming).
-        queries: what a compression goes by: "prompt", or "reread", "local" or "sample", a second
-            reading of the context (``kvsketch.prefill``), with the question unseen.
+        queries: the queries that a compression uses: "prompt", or "reread", "local" or "sample",
+            those of a second reading of the context (``kvsketch.prefill``), with the question
+            unseen.
         question: "seen" or "unseen" when the context is compressed.
-        max_new_tokens: longest answer; None: what each case allows.
-        max_prompt_tokens: prompts are made to fit this by the task's own rule, where it has one;
-            None: the model's positions without the answer's.
+        max_new_tokens: largest number of tokens of an answer; None: that of each case.
+        max_prompt_tokens: longer prompts are cut by the task's own rule, if it has one; None: the
+            model's positions minus the answer.
         batch_size: cases answered at once.
 
     Raises:
-        InputError: naming the option that is out of range.
+        InputError: an option is out of range; the message names it.
     """
 
     sink: int = 4

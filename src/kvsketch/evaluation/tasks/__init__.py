@@ -136,6 +136,6 @@ def make_tasks(names: Sequence[str], options: Options) -> list[Task]:
         raise InputError(f"no task given; allowed: {', '.join(TASKS)}")
     if files:
         if not options.cases:
-            raise InputError(f"{files[0]} is no task; case files follow --cases")
+            raise InputError(f"{files[0]} is not a task; case files follow --cases")
         options = Options(**{**options.__dict__, "cases": [*options.cases, *files]})
     return [TASKS[name](options) for name in dict.fromkeys(chosen)]

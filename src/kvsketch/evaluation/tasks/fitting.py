@@ -113,7 +113,7 @@ def filled(draft: Draft, length: int, lengths: Lengths) -> int:
         )
     if units == most:
         raise InputError(
-            f"length={length} is too long: all filling there is makes {size(units)} tokens"
+            f"length={length} is too long: the available filling text makes {size(units)} tokens"
         )
     return draft.least + units
 
