@@ -300,8 +300,8 @@ def test_curves_survive_a_file(tmp_path):
     text = path.read_text()
     for damaged, word in (
         (text[: len(text) // 2], "JSON"),
-        ("{}", "no curves"),
-        ("[1, 2]", "no curves"),
+        ("{}", "not a file of curves"),
+        ("[1, 2]", "not a file of curves"),
         (json.dumps({**json.loads(text), "error": [[1.0], [2.0, 3.0]]}), "damaged"),
         (json.dumps({**json.loads(text), "kept": None}), "damaged"),
         (json.dumps({**json.loads(text), "kept": [1.0]}), "kept"),

@@ -126,7 +126,7 @@ REFUSED = [
     ("eval longeval text.txt", "text.txt is not a task", "follow --cases"),
     ("eval longeval --model ./none", "--model './none'", "a Hugging Face id"),
     ("eval longeval --model .", "--model .", "config.json"),
-    ("eval longeval --model a..b", "--model 'a..b'", "no folder here"),
+    ("eval longeval --model a..b", "--model 'a..b'", "not a local folder"),
     ("eval longeval --model some/name", "--model 'some/name'", f"{CLOSED} cannot be reached: "),
     ("eval longeval --out text.txt", "text.txt:1", "give another file"),
     ("eval longeval --out /proc/none/run.jsonl", "--out /proc/none/run.jsonl", "cannot be written"),

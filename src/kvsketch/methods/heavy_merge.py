@@ -47,9 +47,8 @@ class HeavyMerge(Compressor):
     Args:
         share: fraction of the budget that keeps heavy tokens, in [0, 1).
         window: number of last queries whose attention counts, >= 1.
-        steps: Lloyd iterations, >= 1,
-        where k-means groups the keys instead: with ``pairs`` 0, or
-            where too many costs are equal.
+        steps: Lloyd iterations, >= 1, if k-means groups the keys instead: with ``pairs`` 0, or if
+            too many costs are equal.
         correct: fit u and m if queries are known.
         ridge: regularisation of the fit, relative to the mean diagonal, > 0.
         pairs: the fraction of the slots that is merged in a round, in (0, 1/2]; 0: k-means.
