@@ -406,7 +406,7 @@ def test_a_mask_that_shows_padding_again_is_refused(llama: Any) -> None:
     mask[0, :5] = 0
     cache = SketchCache(llama.config, "snapkv", **SMALL)
     forward(llama, ids, cache, attention_mask=mask[:, :40])
-    with pytest.raises(UnsupportedError, match="shows 5 tokens that it hid when they came"):
+    with pytest.raises(UnsupportedError, match="unmasks 5 tokens that it masked when they came"):
         forward(llama, ids_of(2, 1), cache)
     assert cache.get_seq_length() == 40
     forward(llama, ids_of(2, 1), cache, attention_mask=mask)

@@ -1,4 +1,4 @@
-"""The forward that runs through a cache: what is open, what its masks say, what failed."""
+"""The forward that runs through a cache: its open layers, its masks, and its failure."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Again:
 
     Attributes:
         about: the tokens that are read again, in order: a slice, or int64 indices.
-        kept: queries to keep.
-        local: attend to these tokens, the first four and the part itself alone.
-        unmasked: nothing is padding and the kernel is torch's, so that the model need not make a
-            mask over the tokens of the first reading.
+        kept: number of queries to keep.
+        local: attend only to these tokens, the first four and the part itself.
+        unmasked: there is no padding and the kernel is torch's, so the model need not create a mask
+            over the tokens of the first reading.
         stops: a forward may stop after the last layer's queries (``second_reading.ReadEnough``).
     """
 
@@ -46,13 +46,13 @@ class Again:
 
 @dataclass
 class Reading:
-    """A context that ``prefill`` reads before anything is compressed.
+    """A context that ``prefill`` reads before it is compressed.
 
     Attributes:
         first_counts: whether the queries of the first reading count.
-        again: what is read a second time now; None: it is the first.
-        weights: how much each query of an attention module counts, ``[batch, q]``; None: all alike.
-        later: queries that wait for their weights, with their layers; None: they are known.
+        again: the part that is read a second time now; None: this is the first reading.
+        weights: weights of the queries of an attention module, ``[batch, q]``; None: all equal.
+        later: queries whose weights are not known yet, with their layers; None: they are known.
     """
 
     first_counts: bool
@@ -75,15 +75,16 @@ class Reading:
 
 
 class Forward:
-    """Shared by the layers of one cache. A forward begins with the first update of a layer and ends
-    when every attention layer was updated and every compressed one attended to.
+    """State shared by the layers of one cache. A forward begins with the first update of a layer
+    and ends when every attention layer was updated and the attention of every compressed one was
+    computed.
 
     Attributes:
         layers: the cache's own list of layers.
-        plan: how the budget is spent.
-        masks: what the masks of this stream say.
-        peak_nbytes: the most bytes the cache ever held.
-        reading: what ``prefill`` is reading now; None: it is not.
+        plan: how the budget is divided.
+        masks: the masks of this stream.
+        peak_nbytes: the peak bytes of the cache.
+        reading: the context that ``prefill`` is reading; None: none.
     """
 
     def __init__(self, config: Any, plan: Plan, needs_reread: bool = False) -> None:
@@ -98,11 +99,11 @@ class Forward:
         self._open: list[SketchLayer] = []  # updated, not yet attended to
         self._thread: int | None = None
         self._before = 0  # tokens before this forward
-        self._torn = False  # some layers hold tokens that others lack
+        self._torn = False  # some layers have tokens that others lack
         self.reading: Reading | None = None
 
     def watch(self, layers: list[Any]) -> None:
-        """These are the cache's layers."""
+        """Set the cache's layers."""
         self.layers = layers
         self._counted = [i for i, x in enumerate(layers) if isinstance(x, CacheLayerMixin)]
 
@@ -111,11 +112,11 @@ class Forward:
         return [layer for layer in self.layers if isinstance(layer, SketchLayer)]
 
     def ready(self, stream: Stream, prefill: bool) -> bool:
-        """Whether the plan hands a budget down to a stream that waits, once its tokens settle."""
+        """Whether the plan gives a budget to a waiting stream once its tokens settle."""
         return stream.waits and self.plan.ready(stream, prefill)
 
     def plan_for(self, layer: SketchLayer, prefill: bool, hold: bool) -> bool:
-        """Let the plan hand down what follows from the prompt of a layer whose stream waits.
+        """Let the plan give budgets that follow from the prompt of a layer whose stream waits.
         Returns whether any layer was compressed."""
         streams = [sketch.stream for sketch in self.sketches]
         return self.plan.hand_down(layer.stream, streams, prefill, hold)
@@ -124,8 +125,8 @@ class Forward:
         """Layer ``index`` is about to be updated.
 
         Raises:
-            UnsupportedError: the forward before stopped in the middle, another one is running, or
-                the attention of the layer before was not ours. Nothing has changed then.
+            UnsupportedError: an earlier forward stopped in the middle, another one is running, or
+                the attention of the previous layer was not ours. Nothing is changed.
         """
         thread = threading.get_ident()
         if self._thread not in (None, thread):
@@ -148,8 +149,8 @@ class Forward:
         if unread:
             self.undo()
             raise UnsupportedError(
-                f"layer {self.layers.index(unread[0])} took keys and values, but its attention "
-                "never asked transformers' attention interface for a kernel, so its cache cannot "
+                f"layer {self.layers.index(unread[0])} took keys and values, but its attention did "
+                "not use transformers' attention interface, so its cache cannot "
                 "be compressed; use DynamicCache for this model"
             )
 
@@ -174,7 +175,7 @@ class Forward:
             self._end()
 
     def attended(self, layer: SketchLayer) -> None:
-        """All that read the new keys of ``layer`` have."""
+        """All readers of the new keys of ``layer`` have attended to them."""
         if layer in self._open:
             self._open.remove(layer)
         self._end()
@@ -194,8 +195,8 @@ class Forward:
             self.masks.forget()
 
     def undo(self) -> None:
-        """Take a forward that failed back out of every layer. Where that cannot be done (tokens
-        that were compressed, states that ran on), the cache needs ``reset()`` and says so."""
+        """Undo a failed forward in every layer. If this is not possible (compressed tokens, states
+        that have advanced), the cache requires ``reset()``."""
         for index in self._updated:
             layer = self.layers[index]
             if isinstance(layer, SketchLayer):
@@ -242,19 +243,19 @@ class Forward:
         interface.close()
 
     def check_crop(self, tokens: int) -> None:
-        """Raise UnsupportedError unless every layer can forget its last ``tokens`` tokens."""
+        """Raise UnsupportedError unless every layer can remove its last ``tokens`` tokens."""
         for layer in self.layers if tokens else []:
             if isinstance(layer, SketchLayer):
                 layer.check_crop(tokens)
             if not _can_crop(layer):
                 raise UnsupportedError(
-                    f"crop({-tokens}): a {type(layer).__name__} cannot forget its last tokens; "
-                    "call activate_past_recording() before the tokens that may have to go, or use "
-                    "DynamicCache"
+                    f"crop({-tokens}): a {type(layer).__name__} cannot remove its last tokens; "
+                    "call activate_past_recording() before the tokens that may have to be "
+                    "removed, or use DynamicCache"
                 )
 
     def nbytes(self) -> int:
-        """Bytes of all tensors held now."""
+        """Bytes of all tensors now."""
         own = 0 if self.masks.live is None else self.masks.live.nbytes
         return own + sum(accounting.layer_nbytes(layer) for layer in self.layers)
 

@@ -1,4 +1,4 @@
-"""Which model and which tokenizer a file belongs to."""
+"""Identifies the model and the tokenizer of a file."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..errors import InputError
 from ..state import name_of
 
-# Elements of a parameter that its mark looks at, evenly spaced.
+# Number of elements of a parameter that its mark uses, evenly spaced.
 _SAMPLED = 256
-# What a configuration says that no key or value depends on.
+# Fields of a configuration that no key or value depends on.
 _VOLATILE = {
     *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"),
     *("_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "architectures"),
@@ -27,7 +27,7 @@ _PROBE = "Line 1: the number is <42>.\n\n  Überall — 東京!"
 
 
 def config_mark(config: PretrainedConfig) -> str:
-    """Hash of what a configuration says of keys and values, whatever the version of
+    """Hash of the fields of a configuration that affect keys and values, for any version of
     transformers."""
     text = config.get_text_config(decoder=True)
     said = _without_volatile(text.to_diff_dict())
@@ -36,7 +36,7 @@ def config_mark(config: PretrainedConfig) -> str:
 
 def module_mark(module: nn.Module) -> str:
     """Name and hash of an attention module's weights: some elements of each, in bfloat16, so that
-    it is the same model in other dtypes."""
+    it is the same in other dtypes."""
     digest = hashlib.sha256()
     for name, parameter in sorted(module.named_parameters()):
         if parameter.is_meta:
@@ -56,7 +56,7 @@ def dtype_of(module: nn.Module) -> str | None:
 
 
 def tokenizer_mark(tokenizer: Any) -> str:
-    """Hash of a tokenizer's vocabulary, special tokens, and what it makes of a text."""
+    """Hash of a tokenizer's vocabulary, special tokens, and its encoding of a text."""
     said = [
         sorted(tokenizer.get_vocab().items()),
         sorted((name, str(value)) for name, value in tokenizer.special_tokens_map.items()),
@@ -66,7 +66,7 @@ def tokenizer_mark(tokenizer: Any) -> str:
 
 
 def check_model(told: Any, model: PreTrainedModel) -> None:
-    """Raise InputError unless a file's ``model`` says that it is this model's.
+    """Raise InputError unless a file's ``model`` is this model.
 
     Args:
         told: "config", "type", and as far as they were known, "layers" (marks of attention
@@ -104,9 +104,9 @@ def check_model_config(told: Any, config: PretrainedConfig) -> None:
 
 
 def check_tokenizer(told: Any, tokenizer: Any) -> None:
-    """Raise InputError if a file's text was read by another tokenizer."""
+    """Raise InputError if a file's text was encoded by another tokenizer."""
     if told is not None and tokenizer is not None and told != tokenizer_mark(tokenizer):
-        raise InputError("tokenizer: the file's text was read by another tokenizer")
+        raise InputError("tokenizer: the file's text was encoded by another tokenizer")
 
 
 def device_of(model: PreTrainedModel, layer: int) -> torch.device:

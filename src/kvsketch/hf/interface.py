@@ -1,10 +1,10 @@
-"""Where attention becomes ours: between a cache's update and the kernel the model requests.
+"""Takes over attention between a cache's update and the kernel that the model requests.
 
-Every model that uses transformers' attention interface first hands its new keys and values to the
-cache and then calls ``AttentionInterface.get_interface`` for the kernel its configuration names.
-``install`` wraps that one method: right after a ``SketchLayer`` was updated it returns the layer's
-own attention, around the very kernel that was asked for, and at any other time the kernel itself.
-So a model's configuration is never changed, and other caches never meet our code.
+Every model that uses transformers' attention interface first passes its new keys and values to the
+cache and then calls ``AttentionInterface.get_interface`` for the kernel that its configuration
+names. ``install`` wraps this one method. Right after a ``SketchLayer`` was updated it returns the
+layer's own attention, which wraps the requested kernel; at any other time it returns the kernel
+itself. A model's configuration is therefore never changed, and other caches are not affected.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def uncompiled(function: _F) -> _F:
-    """``function``, which ``torch.compile`` leaves as it is: what a layer holds changes from token
-    to token and is no part of a graph."""
+    """``function``, which ``torch.compile`` does not trace: the contents of a layer change from
+    token to token and cannot be part of a graph."""
     outside: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return outside
 
 
 class _Open:
-    """What one thread's forward has handed out and not yet attended to.
+    """Layers of one thread's forward that were updated and not yet attended to.
 
     Attributes:
-        updated: the layer that was updated last, until its kernel is asked for.
+        updated: the layer that was updated last, until its kernel is requested.
         shared: layers whose keys further layers of the model will read (Gemma 3n, Gemma 4).
     """
 
@@ -81,8 +81,8 @@ def install() -> None:
 
 @contextmanager
 def watched(model: nn.Module, around: Callable[..., Any]) -> Iterator[None]:
-    """Every attention of ``model`` is ``around(kernel, module, query, key, value, ...)`` instead of
-    ``kernel(module, query, key, value, ...)``, whatever its cache; the kernel may be ours."""
+    """Every attention of ``model`` calls ``around(kernel, module, query, key, value, ...)`` instead
+    of ``kernel(module, query, key, value, ...)``, with any cache; the kernel may be ours."""
     install()
     mine = set(model.modules())
 
@@ -99,19 +99,19 @@ def watched(model: nn.Module, around: Callable[..., Any]) -> Iterator[None]:
 
 
 def updated(layer: SketchLayer) -> None:
-    """Say that ``layer`` was updated: the next kernel asked for in this thread is for it."""
+    """Record that ``layer`` was updated: the next kernel requested in this thread is for it."""
     _OPEN.setdefault(threading.get_ident(), _Open()).updated = layer
 
 
 def share(layer: SketchLayer) -> None:
-    """Say that further layers will read the keys that ``layer`` returned."""
+    """Record that further layers will read the keys that ``layer`` returned."""
     shared = _OPEN.setdefault(threading.get_ident(), _Open()).shared
     shared[:] = [held for held in shared if held() not in (None, layer)]
     shared.append(weakref.ref(layer))
 
 
 def close(layer: SketchLayer | None = None) -> None:
-    """Forget ``layer``, or everything this thread has open."""
+    """Remove ``layer``, or all open layers of this thread."""
     thread = threading.get_ident()
     found = _OPEN.get(thread)
     if found is None:
@@ -125,7 +125,7 @@ def close(layer: SketchLayer | None = None) -> None:
 
 
 def _ours(kernel: Kernel, name: str) -> Kernel:
-    """The attention of the layer that was updated last, or of whatever shares its keys."""
+    """The attention of the layer that was updated last, or of a layer that shares its keys."""
     found = _OPEN.get(threading.get_ident())
     if found is None:
         return kernel

@@ -1,4 +1,4 @@
-"""Two caches of documents that were compressed apart, as one of both."""
+"""Joins the caches of two documents that were compressed separately."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from .layer import SketchLayer
 from .saving import cache_arguments
 from .turning import turn_of
 
-# Arguments that say how slots were made, and may differ between the two.
+# Arguments of the compression, which may differ between the two.
 _FREE = ("seed", "prompt_length", "track_error")
 
 
 @torch.no_grad()
 def join(first: SketchCache, second: SketchCache, model: PreTrainedModel) -> SketchCache:
-    """The cache of the first document with the second behind it; both caches stay unchanged.
+    """The cache of the first document followed by the second; both caches stay unchanged.
 
-    All slots of both are kept, where the budget is a share of the tokens; they are compressed to
-    it, where it is a number. The second's keys are turned on by the number of tokens of the first.
-    Neither document has attended to the other, which one that is read as a whole would have: what
-    that costs ``benchmarks/document_merge.py`` measures. The error of the whole is not known.
+    If the budget is a fraction of the tokens, all slots of both are kept; if it is a number, they
+    are compressed to it. The second document's keys are rotated by the number of tokens of the
+    first. Unlike in a document that is read as a whole, the second document has not attended to the
+    first; ``benchmarks/document_merge.py`` measures the cost. The error of the result is not known.
 
     Raises:
         InputError: caches that were made with other settings, of other dtypes or numbers of rows,
@@ -76,16 +76,16 @@ def _check(first: SketchCache, second: SketchCache, model: PreTrainedModel) -> N
         for index, layer in enumerate(cache.layers):
             if type(layer) is not SketchLayer:
                 raise UnsupportedError(
-                    f"layer {index} is a {type(layer).__name__}, of which two cannot be put "
-                    "together; read the documents as one"
+                    f"layer {index} is a {type(layer).__name__}, of which two cannot be joined; "
+                    "read the documents as one"
                 )
             if not isinstance(layer.stream.method, Windowed):
                 raise UnsupportedError(
-                    f"method={cache.method!r}: the state of a streaming sketch cannot be turned to "
-                    "later positions; use a compressor, such as heavy_merge"
+                    f"method={cache.method!r}: the state of a streaming sketch cannot be rotated "
+                    "to later positions; use a compressor, such as heavy_merge"
                 )
             if layer.stream.padded:
-                raise UnsupportedError("a padded cache cannot be put together with another")
+                raise UnsupportedError("a padded cache cannot be joined with another")
     a, b = first._sketches()[0], second._sketches()[0]
     if (a.token_shape, a.dtype) != (b.token_shape, b.dtype):
         raise InputError(
@@ -105,7 +105,7 @@ def _check(first: SketchCache, second: SketchCache, model: PreTrainedModel) -> N
 
 
 def _budgets(a: Stream, b: Stream) -> HeadBudgets:
-    """Of every head what both budgets come to; a document too short to be measured keeps all."""
+    """The combined budget of every head; a document too short to be measured keeps all tokens."""
     told = next((stream.budget for stream in (a, b) if stream.budget is not None), None)
     if told is None:  # all tokens are kept: there was nothing to measure
         return HeadBudgets([[Budget(1.0)] * a.held.shape[1]])

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """What a cache tells its layers.
+    """Settings that a cache passes to its layers.
 
     Attributes:
-        exact_prefill: do not compress before ``prompt_length`` tokens were seen.
+        exact_prefill: do not compress before ``prompt_length`` tokens.
         prompt_length: tokens of the first prompt if it arrives in several chunks.
         track_positions: store each slot's position.
         readers: layers of the model that attend to this one's keys, itself included.
-        lossless: nothing will ever be compressed.
+        lossless: tokens are never compressed.
     """
 
     exact_prefill: bool = True
@@ -46,14 +46,14 @@ class LayerSettings:
 
 
 class SketchLayer(DynamicLayer):  # type: ignore[misc]
-    """Glue between transformers' layer protocol and the ``Stream``, which does the work.
+    """Connects transformers' layer protocol with a ``Stream``, which does the work.
 
     ``update`` appends and returns the keys and values to attend to; the kernel that the model then
-    requests is ``attend`` (see ``interface``), which compresses once all have attended.
+    requests is ``attend`` (see ``interface``), which compresses after all readers have attended.
 
     Args:
-        stream: what holds the layer's slots.
-        forward: the cache's account of the forward that runs.
+        stream: the stream of the layer's slots.
+        forward: the state of the current forward.
     """
 
     is_sliding = False
@@ -115,10 +115,11 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         """Append ``[batch, num_key_value_heads, q, head_dim]`` keys and values.
 
         Raises:
-            InputError: shapes, dtype or device do not fit what is held, or a prompt chunk is not
+            InputError: shapes, dtype or device do not fit the cache, or a prompt chunk is not
                 finite. The cache is unchanged then.
         """
-        # A token like the one before needs no second look: this runs once per layer and token.
+        # A token with the same layout as the previous one needs no check: this runs once per layer
+        # and token.
         if key_states.shape != self.token_shape or key_states.dtype != self.dtype:
             check_tokens(self, key_states, value_states)
             self.lazy_initialization(key_states, value_states)
@@ -139,31 +140,33 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         return self._returned
 
     def _slots_of(self, key_states: Tensor, value_states: Tensor) -> Slots:
-        """What the stream gets of new tokens."""
+        """New tokens in the form that the stream stores."""
         return Slots(key_states, value_states)
 
     def _to_return(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """What the model gets: all tokens while nothing was compressed, for its own kernel; then
-        the new ones, since it is the slots that are attended to."""
+        """The keys and values for the model: all tokens until a compression, for its own kernel;
+        then only the new ones, because attention uses the slots."""
         if self.stream.compressed:
             return key_states, value_states
         slots = self.stream.slots
         return slots.keys, slots.values
 
     def to_slots(self, module: nn.Module | None, query: Tensor) -> Tensor:
-        """Queries as slots are asked."""
+        """Queries in the space of the slots' keys."""
         return query
 
     def from_slots(self, module: nn.Module | None, out: Tensor) -> Tensor:
-        """Attention over slots, ``[batch, num_attention_heads, q, ...]``, as the model wants it."""
+        """Attention over slots, ``[batch, num_attention_heads, q, ...]``, in the form that the
+        model expects."""
         return out
 
     def returned(self, key: Tensor) -> bool:
-        """Whether ``key`` is what ``update`` returned last."""
+        """Whether ``key`` is the last return value of ``update``."""
         return self._returned is not None and key is self._returned[0]
 
     def check_returned(self, module: nn.Module | None, key: Tensor, value: Tensor) -> None:
-        """Raise UnsupportedError unless a module attends to just what ``update`` returned."""
+        """Raise UnsupportedError unless a module attends to exactly the return values of
+        ``update``."""
         if self._returned is None or key is not self._returned[0] or value is not self._returned[1]:
             raise UnsupportedError(
                 f"{type(module).__name__} changes keys or values between the cache and attention "
@@ -179,7 +182,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         """Record the module that owns this cache.
 
         Raises:
-            InputError: it is another module's.
+            InputError: it belongs to another module.
         """
         if self._reads:
             return  # another layer of the same model, which shares these keys
@@ -193,7 +196,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             )
 
     def _project(self, module: nn.Module | None) -> None:
-        """Hand the module's output projection to a method that goes by it.
+        """Pass the module's output projection to a method that needs it.
 
         Raises:
             UnsupportedError: it cannot be found.
@@ -213,7 +216,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             method.project(output_weight(module, heads, dim, name))
 
     def attend(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """What the model calls instead of its kernel: see ``attention``."""
+        """The function that the model calls instead of its kernel: see ``attention``."""
         try:
             return attention(self, *args, **kwargs)
         except KVSketchError:
@@ -229,22 +232,22 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
                 self.stream.mark_padding(view.newest)
         elif view.live is not None:
             self.stream.mark_padding(view.live)
-        elif self.stream.padded:  # a mask that shows all again, before anything was dropped
+        elif self.stream.padded:  # a mask that unmasks all tokens, before any was dropped
             rows = self.token_shape[0]
             live = torch.ones(rows, self.stream.seen, dtype=torch.bool, device=self.device)
             self.stream.mark_padding(live)
 
     def compresses_next(self) -> bool:
-        """Whether slots are no tokens, or will not be once the pending tokens settle."""
+        """Whether slots are compressed, or will be once the pending tokens settle."""
         stream, prefill = self.stream, self.pending > 1
         return stream.compressed or stream.due(prefill) or self.forward.ready(stream, prefill)
 
     def after_attention(self, observed: Observed | None) -> None:
-        """One reader's attention to the tokens just appended is done: compress if due, once all
-        have attended.
+        """Called after one reader's attention to the tokens just appended: compress if due, after
+        all readers.
 
         Args:
-            observed: its queries; None if nothing will ever be compressed.
+            observed: its queries; None if tokens are never compressed.
         """
         asking = self.forward.reading is not None
         if observed is not None and not (asking or self.stream.wants_queries(self.pending)):
@@ -288,13 +291,14 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             self.forward.masks.settled = True
 
     def finish_reading(self, sample: Tensor | None = None) -> None:
-        """``prefill`` has read it all, of the second reading just a ``sample``: compress if due."""
+        """``prefill`` has read the context (of the second reading only a ``sample``): compress if
+        due."""
         if sample is not None:
             self.stream.complete(sample)
         self._settle(None, prefill=True)
 
     def get_seq_length(self) -> int:
-        """Tokens seen, however few slots they became: positions stay right."""
+        """The number of tokens seen, not of slots, so that positions stay correct."""
         return self.stream.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -309,12 +313,12 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         return self.record_past or not self.stream.compressed
 
     def activate_past_recording(self) -> None:
-        """From now on tokens wait, exact, until ``crop`` says how many of them are to stay
+        """From now on tokens stay exact until ``crop`` determines how many of them are kept
         (assisted decoding)."""
         self.record_past = True
 
     def check_crop(self, tokens: int) -> None:
-        """Raise unless the last ``tokens`` tokens can be forgotten.
+        """Raise unless the last ``tokens`` tokens can be removed.
 
         Raises:
             UnsupportedError: they may be compressed already.
@@ -324,11 +328,11 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             raise UnsupportedError(
                 f"crop({-tokens}) needs the last {tokens} tokens one by one, but this cache is "
                 "already compressed; use a budget >= the number of tokens, DynamicCache, or call "
-                "activate_past_recording() before the tokens that may have to go"
+                "activate_past_recording() before the tokens that may have to be removed"
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens (a negative number, as in transformers); after
+        """Remove the last tokens (a negative number, as in transformers); after
         ``activate_past_recording`` the tokens before them are compressed now, if due."""
         if tokens_to_remove > 0:
             raise InputError(f"crop({tokens_to_remove}): pass minus the number of tokens to remove")
@@ -343,7 +347,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         self.forward.note_bytes()
 
     def _verified(self, count: int) -> None:
-        """Of the tokens that waited, the first ``count`` are left: settle them."""
+        """Keep the first ``count`` of the waiting tokens and settle them."""
         held = [observed for observed in self._unverified if observed is not None]
         self._unverified, self._unverified_tokens = [], 0
         if count == 0:
@@ -362,7 +366,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         self.forward.note_bytes()
 
     def undo(self) -> None:
-        """Forget the tokens that were appended and not attended to."""
+        """Remove the tokens that were appended and not attended to."""
         interface.close(self)
         if self.pending:
             self.stream.drop(self.pending)
@@ -399,7 +403,8 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         raise UnsupportedError("SketchCache does not offload; it is small enough to stay")
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: they are not in the middle of a forward, and may serve another process."""
+        """For copies, which are not in the middle of a forward and may be used in another
+        process."""
         if self.pending:
             raise UnsupportedError("a SketchCache cannot be copied in the middle of a forward")
         return {**self.__dict__, "module": None, "_returned": None}

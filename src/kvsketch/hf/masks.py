@@ -1,9 +1,9 @@
-"""What an attention mask says, in the terms of a compressed cache.
+"""Translates an attention mask for a compressed cache.
 
-Masks are made over all tokens seen, as for an uncompressed cache. While a layer is uncompressed the
-model's own kernel applies them. Afterwards a column of the mask need not have a slot of its own, so
-what the mask says is split in two: which of the new tokens see which (honoured as it stands), and
-which earlier tokens are hidden (padding, which was never kept, or tokens hidden only now).
+Masks cover all tokens seen, as for an uncompressed cache. While a layer is uncompressed, the
+model's own kernel applies them. Afterwards a column of the mask need not correspond to a slot, so
+the mask is split in two: the part among the new tokens, which is applied unchanged, and the earlier
+tokens that are masked (padding, which was never kept, or tokens that are masked only now).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from ..errors import UnsupportedError
 from ..slots import Slots, causal
 
-# Additive masks hide with the lowest number of their dtype, or half of it (several are summed).
+# Additive masks mask with the lowest number of their dtype, or half of it (several are summed).
 _HIDES = 0.4
 
 
@@ -29,14 +29,14 @@ class View:
 
     Attributes:
         live: bool ``[batch, tokens]``: all tokens so far, False for padding; None: all are real.
-        newest: bool ``[batch, q]``: the part of it that is new; None: all new tokens are real.
+        newest: bool ``[batch, q]``: the part for the new tokens; None: all new tokens are real.
         chunk: bool ``[batch, 1 or num_attention_heads, q, q]``: which of the new tokens each of
-            them sees; None: causal, padding aside.
+            them attends to; None: causal, except padding.
         hidden: bool ``[batch, 1 or num_attention_heads, q, earlier tokens]``: earlier tokens, not
-            padding, that a query may not see; None: none.
-        shown: how many earlier tokens were padding when they came and are visible now.
-        causal: bool ``[batch, q]``: the real queries that see all real tokens up to their own, as
-            ``Observed`` says of its queries; None: all do.
+            padding, that a query may not attend to; None: none.
+        shown: number of earlier tokens that were padding when they came and are visible now.
+        causal: bool ``[batch, q]``: the real queries that attend to all real tokens up to their
+            own, as ``Observed`` requires; None: all do.
     """
 
     live: Tensor | None = None
@@ -48,7 +48,8 @@ class View:
 
     @property
     def plain(self) -> bool:
-        """Whether the new tokens see all earlier ones and, causally, each other, padding aside."""
+        """Whether the new tokens attend to all earlier ones and, causally, to each other, except
+        padding."""
         return self.hidden is None and self.chunk is None and not self.shown
 
 
@@ -60,7 +61,7 @@ class Masks:
 
     Attributes:
         live: bool ``[batch, tokens]`` of the tokens seen, False for padding; None: all are real.
-        settled: whether anything was compressed: what was padding then stays so. Before, the newest
+        settled: whether tokens were compressed: padding then stays padding. Before that, the newest
             mask decides.
     """
 
@@ -70,12 +71,12 @@ class Masks:
         self._last: tuple[Any, int, View] | None = None
 
     def read(self, mask: Any, batch: int, q: int, seen: int) -> View:
-        """What ``mask`` says.
+        """Read ``mask``.
 
         Args:
-            mask: what the model gives its kernel: None, bool or additive
-                ``[batch, 1 or num_attention_heads, q, tokens]``, bool ``[batch, tokens]``
-                (FlashAttention), or a flex attention BlockMask.
+            mask: the mask that the model passes to its kernel: None, bool or additive ``[batch, 1
+                or num_attention_heads, q, tokens]``, bool ``[batch, tokens]`` (FlashAttention), or
+                a flex attention BlockMask.
             batch: rows.
             q: new tokens.
             seen: tokens so far, the new ones included.
@@ -109,7 +110,8 @@ class Masks:
 
     def _masked(self, visible: Tensor, q: int, seen: int) -> View:
         old = seen - q
-        # A token is real if any query sees it: in a tree of tokens, the last sees one branch.
+        # A token is real if any query attends to it: in a tree of tokens, the last attends to one
+        # branch.
         row = visible if visible.dim() == 2 else visible.any(1).any(1)
         before = row.clone()
         if self.settled:  # what was padding then was not kept
@@ -120,7 +122,7 @@ class Masks:
             chunk = causal = None
             hidden = (live & ~row[:, :old])[:, None, None, :]
         else:
-            # a padded query sees nothing: that hides no token from anyone
+            # a padded query attends to nothing, which masks no token
             hidden = live[:, None, None] & ~visible[..., :old] & new[:, None, :, None]
             plain = torch.ones(q, q, dtype=torch.bool, device=row.device).tril()
             same = ((plain & new[:, None, None]) == visible[..., old:]) | ~new[:, None, :, None]
@@ -139,7 +141,7 @@ class Masks:
         )
 
     def forget(self) -> None:
-        """The forward is over: let its mask go."""
+        """The forward is over: release its mask."""
         self._last = None
 
     def reset(self) -> None:
@@ -147,7 +149,7 @@ class Masks:
         self.settled = False
 
     def cut(self, tokens: int) -> None:
-        """Forget all but the first ``tokens`` tokens."""
+        """Keep only the first ``tokens`` tokens."""
         self._last = None
         if self.live is not None:
             self.live = self.live[:, :tokens] if tokens else None
@@ -194,7 +196,7 @@ def over_slots(
     """``view.hidden`` as a mask over the slots held before the new tokens.
 
     Args:
-        view: what the mask says.
+        view: the mask.
         heads: num_attention_heads.
         positions: ``[batch, num_key_value_heads, slots]`` of the slots held, if they are known.
         mass: of the slots, same shape; None: all are exact tokens.
@@ -204,13 +206,13 @@ def over_slots(
         everything is visible.
 
     Raises:
-        UnsupportedError: tokens that are hidden now may be part of a slot, or their slots are not
+        UnsupportedError: tokens that are masked now may be part of a slot, or their slots are not
             known; or tokens that were padding when they came are visible now.
     """
     if view.shown:
         raise UnsupportedError(
-            f"attention_mask shows {view.shown} tokens that it hid when they came; the compressed "
-            "cache has dropped them. Give the same mask for the tokens seen before"
+            f"attention_mask unmasks {view.shown} tokens that it masked when they came; the "
+            "compressed cache has dropped them. Give the same mask for earlier tokens"
         )
     if view.hidden is None:
         return None
@@ -233,11 +235,11 @@ def over_slots(
 
 
 def mask_over(view: View, slots: Slots, heads: int, q: int) -> Tensor | None:
-    """What ``view`` says as a mask over slots, the newest ``q`` of them last.
+    """``view`` as a mask over slots, the newest ``q`` of them last.
 
     Args:
-        view: what the model's mask says.
-        slots: everything that is attended to.
+        view: the model's mask.
+        slots: all slots that are attended to.
         heads: num_attention_heads.
         q: new tokens.
 

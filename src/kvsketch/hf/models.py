@@ -1,4 +1,4 @@
-"""What a model's configuration says of its cache, and which models are refused."""
+"""The cache of a model, by its configuration, and the models that are refused."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from . import adapters
 
 _LATENT = "caches latents of two sizes in one model (multi-head latent attention)"
 _BIAS = "adds a position bias to its scores, by the distance of tokens"
-#: Families that hand keys to the cache and attend to something else, by model type. ``forward`` and
-#: ``attention`` would notice at the first layer; this says it when the cache is made.
+#: Families whose attention does not use exactly the cached keys, by model type. ``forward`` and
+#: ``attention`` would detect it at the first layer; this refuses them when the cache is made.
 REFUSED = {
     "blt": "keeps the caches of several decoders of bytes and patches in one object",
     "diffllama": "attends twice in every layer, to two halves of the values",
@@ -35,7 +35,7 @@ REFUSED = {
     "mllama_text_model": "keeps cross-attention to images and self-attention in one cache",
     "xlstm": "has no attention",
 }
-#: what transformers' layers hold instead of all keys and values
+#: contents of transformers' layers that do not keep all keys and values
 _KINDS = {
     "DynamicIndexedLayer": "sparse attention to tokens that an indexer picks",
     "DynamicSlidingWindowLayer": "a sliding window",
@@ -76,7 +76,7 @@ def check_supported(config: PretrainedConfig) -> None:
 
 
 def check_projection(config: PretrainedConfig, method: str) -> None:
-    """Raise unless what is cached are values that one output projection takes, layer by layer.
+    """Raise unless each layer caches values that go into one output projection.
 
     Raises:
         UnsupportedError: latents, or keys and values that several layers share.
@@ -87,14 +87,14 @@ def check_projection(config: PretrainedConfig, method: str) -> None:
         reason = "shares keys and values between layers, each with a projection of its own"
     if reason is not None:
         raise UnsupportedError(
-            f"method={method!r} goes by what values become in the output of their layer, and "
+            f"method={method!r} uses the contribution of values to the output of their layer, and "
             f"{type(config).__name__} {reason}; use another method"
         )
 
 
 def _has_interface(model: Any) -> bool:
-    """Whether a model class asks the interface for its kernel: it says so, or transformers finds
-    the call in its source."""
+    """Whether a model class uses the attention interface: it declares so, or transformers finds the
+    call in its source."""
     if getattr(model, "_supports_attention_backend", False):
         return True
     found = getattr(model, "_can_set_attn_implementation", None)
@@ -105,7 +105,7 @@ def layers_of(config: PretrainedConfig) -> tuple[list[Any], list[int]]:
     """transformers' own cache layers for the model, and which of them can be compressed.
 
     Raises:
-        UnsupportedError: none can.
+        UnsupportedError: none can be compressed.
     """
     text = config.get_text_config(decoder=True)
     try:
@@ -144,7 +144,7 @@ def readers_of(config: PretrainedConfig, layers: Sequence[Any]) -> list[int]:
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
-    """The model's positions, if it has a limit."""
+    """The number of positions of the model, if it is limited."""
     text = config.get_text_config(decoder=True)
     for name in ("max_position_embeddings", "max_seq_len"):
         value = getattr(text, name, None)
@@ -160,10 +160,10 @@ def has_latents(config: PretrainedConfig) -> bool:
 
 
 def kv_heads_of(config: PretrainedConfig, index: int) -> int:
-    """KV heads of cache layer ``index``, as the configuration has it.
+    """KV heads of cache layer ``index``, by the configuration.
 
     Raises:
-        UnsupportedError: it does not say.
+        UnsupportedError: the configuration does not state it.
     """
     if has_latents(config):
         return 1

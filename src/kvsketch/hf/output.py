@@ -1,4 +1,4 @@
-"""The weight of an attention module's output projection, for methods that go by v W_O."""
+"""The weight of an attention module's output projection, for methods that use v W_O."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import UnsupportedError
 
-#: what models call it
+#: its names in models
 _NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 
 
@@ -17,7 +17,7 @@ def output_weight(module: nn.Module, kv_heads: int, value_dim: int, method: str)
     Args:
         kv_heads: KV heads of the layer.
         value_dim: numbers in a value.
-        method: whose need it is, for messages.
+        method: the method that needs it, for messages.
 
     Raises:
         UnsupportedError: the module has no such projection, or one whose weight is not plain

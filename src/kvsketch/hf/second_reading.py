@@ -1,4 +1,4 @@
-"""The attention of a layer while ``prefill`` reads a context again, and where that may end."""
+"""The attention of a layer while ``prefill`` reads a context again, and the end of that forward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Usual = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor | None]]
 
 
 class ReadEnough(Exception):
-    """Every layer has seen a part's queries: nobody needs what the model would go on to do."""
+    """Every layer has seen a part's queries: the rest of the forward is not needed."""
 
 
 def attention(
@@ -49,7 +49,7 @@ def attention(
     """
     stream, q = layer.stream, asked.queries.shape[2]
     slots, about = stream.slots, again.about
-    # What attends to everything does so for the layers behind it.
+    # Full attention is computed only because later layers need its output.
     everything = not again.local and not (again.stops and layer.forward.is_last(layer))
     alone = layer.settings.readers == 1
     simple = plain and alone and not stream.padded and not torch.is_grad_enabled()
@@ -75,7 +75,7 @@ def attention(
 
 def widened(mask: Any, seen: int) -> Any:
     """A mask that a model has made over the newest tokens alone (``SketchLayer.get_mask_sizes``),
-    as one over all ``seen`` tokens: those before are visible. None stays: a causal one."""
+    as one over all ``seen`` tokens: those before are visible. None stays None: a causal mask."""
     if not isinstance(mask, Tensor) or mask.shape[-1] == seen:
         return mask
     shape = (*mask.shape[:-1], seen - mask.shape[-1])

@@ -1,9 +1,9 @@
-"""Keys at later positions: rotary position embeddings, turned on.
+"""Rotates keys to later positions, for rotary position embeddings.
 
 A rotary key is R(p) k, where R(p) turns pairs of channels by angles p * inv_freq (Su et al.,
 RoFormer, 2104.09864). R(p + n) = R(n) R(p), so a key of position p becomes the one of position
-p + n by R(n), whatever p is; and so does a sum of keys of different positions. This holds where
-frequencies do not depend on the position and nothing else does; both are tried on the model itself.
+p + n by R(n), whatever p is; and so does a sum of keys of different positions. This holds if the
+frequencies and everything else do not depend on the position, which is tested on the model itself.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..errors import UnsupportedError
 
 #: rope types whose frequencies do not depend on the position
 _FIXED = ("default", "linear", "llama3", "yarn")
-# Of a key's norm: what rounding may make of it.
+# Rounding error that is allowed, as a fraction of a key's norm.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Turns keys on by a number of positions.
+    """Rotates keys by a number of positions.
 
     Attributes:
         frequencies: radians per position, float ``[pairs]``.
@@ -37,7 +37,7 @@ class Turn:
 
     def __call__(self, keys: Tensor, by: int) -> Tensor:
         """``[..., head_dim]`` keys ``by`` positions further on, in their dtype. Channels beyond the
-        pairs carry no position."""
+        pairs are not rotated."""
         pairs = len(self.frequencies)
         angle = self.frequencies.double().to(keys.device) * by
         cos, sin = (f(angle).to(torch.promote_types(keys.dtype, torch.float32)) for f in _BOTH)
@@ -56,12 +56,12 @@ _BOTH = (torch.cos, torch.sin)
 
 @torch.no_grad()
 def turn_of(model: PreTrainedModel, by: int) -> Turn:
-    """How the keys of a model are turned on by ``by`` positions: as its own rotary embedding says,
-    and as a token read at both positions confirms (alone, it attends to itself wherever it is, so
-    all layers' keys must agree).
+    """How the keys of a model are rotated by ``by`` positions: by its own rotary embedding,
+    verified with a token read at both positions (alone, it attends only to itself at any position,
+    so the keys of all layers must agree).
 
     Raises:
-        UnsupportedError: positions that are no plain rotary ones: learned, ALiBi, dynamic scaling,
+        UnsupportedError: positions other than plain rotary ones: learned, ALiBi, dynamic scaling,
             frequencies that differ by layer.
     """
     text = model.config.get_text_config(decoder=True)

@@ -1,4 +1,4 @@
-"""What the queries of a second reading are weighed by: hidden states, or a gradient."""
+"""Weights of the queries of a second reading: by hidden states or by a gradient."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ if TYPE_CHECKING:
 def weighed(
     kind: str | None, model: PreTrainedModel, layers: Sequence[SketchLayer], reading: Reading
 ) -> AbstractContextManager[None]:
-    """A context in which the model reads one part, and ``reading`` hears how much each of its
-    queries counts.
+    """A context in which the model reads one part, and ``reading`` gets the weights of its queries.
 
     Args:
         kind: "hidden": 1 over the norm of the hidden state that enters the attention module.
             "gradient": the norm of the gradient of the sum of squares of the last layer's hidden
-            states by the attention module's output. None: all count alike.
+            states by the attention module's output. None: all weights are equal.
         layers: that have attended before, so that their modules are known.
 
     Raises:
