@@ -1,4 +1,4 @@
-"""What a layer holds of a stream: its page, its budget, its measured errors."""
+"""The stream of a layer: its page, its budget, its measured errors."""
 
 from .budgets import HeadBudgets
 from .curves import Curves

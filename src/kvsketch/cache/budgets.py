@@ -17,10 +17,10 @@ class HeadBudgets:
 
     Args:
         rows: budgets ``[1 or batch][heads]``, all of the same ``value``.
-        by_row: each row of the batch has its own.
-        measured: they follow from errors, so that heads which have the same are so by chance, on
-            one rank of a sharded model perhaps and not on another.
-        bound: of a tolerance: what it may cost on average, as ``Budget.value``; None: no bound.
+        by_row: whether each row of the batch has its own budgets.
+        measured: they follow from errors, so that equal budgets of heads are coincidental and may
+            differ between the ranks of a sharded model.
+        bound: for a tolerance: limit on the average cost, as ``Budget.value``; None: no limit.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class HeadBudgets:
         self.measured = measured
         self.rows = tuple(tuple(row) for row in rows)
         flat = {budget for row in self.rows for budget in row}
-        #: the budget of every head, if they are the same and not by chance: when a row is
-        #: compressed must not depend on whether its neighbours' heads are alike, nor when a rank
-        #: compresses on whether its own are.
+        #: the budget of every head, if they are equal by design and not by coincidence: the time of
+        #: a row's compression must not depend on whether other rows' heads are equal, nor that of a
+        #: rank on whether its own are.
         chance = by_row or measured
         self.even: Budget | None = next(iter(flat)) if len(flat) == 1 and not chance else None
         self.value = self.rows[0][0].value
@@ -54,9 +54,9 @@ class HeadBudgets:
         )
 
     def slots(self, tokens: int, batch: int | None = None) -> int | Tensor:
-        """Slots that may be kept once ``tokens`` tokens were seen: a number, or int64 ``[batch,
-        heads]`` where heads differ (without ``batch``: 1 row if all are the same). As
-        ``Budget.slots``, head by head."""
+        """Slots that may be kept after ``tokens`` tokens: a number, or int64 ``[batch, heads]``
+        where heads differ (without ``batch``: 1 row if all are the same). As ``Budget.slots``, head
+        by head."""
         if self.even is not None:
             return self.even.slots(tokens)
         if isinstance(self.value, int):
@@ -90,7 +90,7 @@ class HeadBudgets:
         """Restore the result of ``to_state``.
 
         Raises:
-            InputError: shares or limits that are no budgets.
+            InputError: invalid shares or limits.
         """
         by_row, measured = reader.flag("by_row"), reader.flag("measured")
         value, bound = reader.anything("value"), reader.anything("bound")
@@ -113,7 +113,7 @@ class HeadBudgets:
 
     @property
     def whole(self) -> bool:
-        """Whether all tokens are kept, however many come."""
+        """Whether all tokens are always kept."""
         least = self.value * float(self._share.min())
         return isinstance(self.value, float) and self._limit is None and least >= 1 - 1e-9
 

@@ -36,14 +36,15 @@ def relative_error(exact: Tensor, answer: Tensor, heads: int) -> Tensor:
 
 
 def window_error(tokens: Slots, kept: Slots, observed: Observed, recent: int) -> Tensor:
-    """Relative error of the last queries, asked again after compression.
+    """Relative error of the last queries after compression.
 
-    As many as the recent window holds (at most ``QUERIES``, at least the last one), since only
-    those see the same tokens before and after. A method that looks at queries has seen these.
+    As many queries as the recent window has tokens (at most ``QUERIES``, at least the last one),
+    because only these attend to the same tokens before and after. A method that uses queries has
+    seen these.
 
     Args:
         tokens: all tokens, exact.
-        kept: what became of them; its last slots are the recent tokens.
+        kept: the compressed tokens; the last slots are the recent tokens.
         observed: the newest queries.
         recent: tokens kept unchanged at the end.
 
@@ -54,8 +55,8 @@ def window_error(tokens: Slots, kept: Slots, observed: Observed, recent: int) ->
 
 
 class WindowError:
-    """``window_error`` in two steps: the exact answers of the last queries, then their error on
-    what the tokens have become. Arguments as there."""
+    """``window_error`` in two steps: the exact outputs of the last queries, then their error on the
+    compressed tokens. Arguments as there."""
 
     def __init__(self, tokens: Slots, observed: Observed, recent: int) -> None:
         q = observed.queries.shape[2]
@@ -106,9 +107,9 @@ class Probe:
     """A few queries with their exact attention over the whole stream, kept up to date: the error
     of the slots at any time, as if these queries came then.
 
-    A new token costs each probe one score; nothing else about the stream is needed. (A reservoir
-    of exact tokens would estimate the same with the error of uniform sampling, which is larger
-    than what it measures.)
+    A new token costs each probe one score; no other information about the stream is needed. (A
+    reservoir of exact tokens would estimate the same with the error of uniform sampling, which is
+    larger than what it measures.)
 
     Args:
         tokens: all tokens so far, exact.
@@ -124,7 +125,7 @@ class Probe:
         self._log_total, self._answer = self._attended(tokens)
 
     def extend(self, new: Slots) -> None:
-        """Take in exact tokens."""
+        """Add exact tokens."""
         if new.count == 0:
             return
         log_new, answer = self._attended(new)
@@ -140,7 +141,8 @@ class Probe:
         """Relative error of ``slots``, float64 ``[batch, num_key_value_heads]``."""
         exact = self._answer
         if self._asked.sinks is not None:
-            # what is kept is attention over the tokens alone; a sink takes its share of the whole
+            # the stored output is attention over the tokens only; an attention sink takes a share
+            # of the total
             sinks = self._asked.sinks.to(exact.dtype)[:, None]
             exact = exact * torch.sigmoid(self._log_total - sinks).unsqueeze(-1)
         return relative_error(exact, asked_of(slots, self._asked), slots.keys.shape[1])
@@ -156,7 +158,7 @@ class Probe:
         return [self._asked.queries, self._log_total, self._answer]
 
     def to_state(self) -> State:
-        """The queries and their exact answers."""
+        """The queries and their exact outputs."""
         state = State()
         state.put("asked", observed_state(self._asked))
         state.keep(log_total=self._log_total, answer=self._answer)
@@ -190,12 +192,12 @@ class Probe:
 
 
 class Errors:
-    """The errors of one layer's slots: on the prompt's last queries, once it is compressed, and if
-    ``track`` is given, on a few of them over all tokens since.
+    """The errors of one layer's slots: on the prompt's last queries, after it is compressed, and
+    with ``track``, on a few of them over all tokens since.
 
     Attributes:
-        prompt: relative error of the prompt's last queries on what compressing made of it, float64
-            ``[batch, num_key_value_heads]`` (``window_error``); None before.
+        prompt: relative error of the prompt's last queries on its slots, float64 ``[batch,
+            num_key_value_heads]`` (``window_error``); None before.
     """
 
     def __init__(self, track: bool) -> None:
@@ -205,12 +207,14 @@ class Errors:
     def reset(self) -> None:
         """Forget everything."""
         self.prompt: Tensor | None = None
-        self._asked: WindowError | None = None  # of a prompt whose last compression is to come
+        self._asked: WindowError | None = (
+            None  # of a prompt whose final compression is still to come
+        )
         self._probe: Probe | None = None
-        self._probed = 0  # tokens the probe has taken in
+        self._probed = 0  # number of tokens that the probe has seen
 
     def ask(self, tokens: Slots, last: Observed, recent: int, seen: int) -> None:
-        """Note the exact answers of the ``last`` queries: ``tokens`` are about to be compressed.
+        """Record the exact outputs of the ``last`` queries: ``tokens`` are about to be compressed.
 
         Args:
             recent: tokens kept unchanged at the end.
@@ -221,7 +225,7 @@ class Errors:
             self._probe, self._probed = Probe(tokens, last), seen
 
     def compressed(self, slots: Slots, final: bool) -> None:
-        """The prompt has become ``slots``; ``final``: it will not be compressed once more."""
+        """The prompt was compressed to ``slots``; ``final``: it will not be compressed again."""
         if self._asked is not None:
             self.prompt = self._asked.error(slots)
             if final:
@@ -229,11 +233,11 @@ class Errors:
 
     @property
     def probing(self) -> bool:
-        """Whether there is a probe, which has to see every token while it is exact."""
+        """Whether there is a probe, which must see every token while it is exact."""
         return self._probe is not None
 
     def update(self, slots: Slots, seen: int) -> None:
-        """Show the probe the tokens appended since it last looked: they are still exact."""
+        """Add the tokens appended since the last update to the probe, while they are exact."""
         if self._probe is not None:
             new = seen - self._probed
             self._probe.extend(slots.narrow(slots.count - new, new))
@@ -252,10 +256,10 @@ class Errors:
         self.prompt = None if self.prompt is None else fn(self.prompt)
 
     def to_state(self) -> State:
-        """What was measured, and what is still asked.
+        """The measured errors, and the queries still to be measured.
 
         Raises:
-            UnsupportedError: a prompt whose last compression is to come.
+            UnsupportedError: the final compression of the prompt is still to come.
         """
         if self._asked is not None:
             raise UnsupportedError(

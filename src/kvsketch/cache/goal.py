@@ -1,4 +1,4 @@
-"""What a plan is after, a budget or a tolerance, and what follows from measured errors for it."""
+"""The goal of a plan, a budget or a tolerance, and the budgets that follow from measured errors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..budget import Budget
 from .curves import Curves, spend
 from .storage import Price
 
-# Peak of a prefill that is aimed at, as a share of the exact cache, or so much above the least that
-# is possible: one layer exact, the others compressed.
+# Target for the peak of a prefill, as a fraction of the exact cache, or this much above the
+# smallest possible peak: one layer exact, the others compressed.
 _PEAK, _SLACK = 0.5, 0.07
 
 
@@ -22,8 +22,8 @@ class Goal:
     """
     Attributes:
         budget: the average over layers and heads; None with a tolerance.
-        tolerance: of every head's relative error; None with a budget.
-        max_budget: what a tolerance may cost on average; None: as much as it takes.
+        tolerance: limit on every head's relative error; None with a budget.
+        max_budget: limit on the average cost of a tolerance; None: no limit.
     """
 
     budget: Budget | None
@@ -32,21 +32,21 @@ class Goal:
 
     @property
     def bound(self) -> int | float | None:
-        """Of a tolerance: what it may cost on average, as ``Budget.value``."""
+        """For a tolerance: limit on its average cost, as ``Budget.value``."""
         return None if self.max_budget is None else self.max_budget.value
 
     def fraction(self, tokens: int) -> float:
-        """What may be spent on average, as a share of the tokens; 1 where nothing bounds it."""
+        """The average budget, as a fraction of the tokens; 1 if there is no limit."""
         most = self.budget or self.max_budget
         return 1.0 if most is None else min(1.0, most.slots(tokens) / tokens)
 
     def at_most(self, measured: int, layers: int, tokens: int) -> float | None:
-        """What the layers measured so far may hold on average until the last one is, as a share of
-        the tokens, so that the peak of the prefill stays where it should be with one more layer
-        exact; None: all tokens.
+        """The average size of the layers measured so far until the last one is measured, as a
+        fraction of the tokens, so that the peak of the prefill stays at its target with one more
+        layer exact; None: all tokens.
 
         Args:
-            measured: how many layers are.
+            measured: number of measured layers.
             layers: of the model.
         """
         final = self.fraction(tokens)
@@ -54,7 +54,7 @@ class Goal:
         allowed = (peak * layers - 1) / measured
         if allowed >= 1:
             return None
-        # Towards what the layers to come will leave, so that few compressions are enough.
+        # Towards the final size of these layers, so that few compressions are enough.
         return (allowed + max(final, (peak * layers - 1) / (layers - 1))) / 2
 
     def spent(
@@ -67,8 +67,8 @@ class Goal:
             curves: of all layers; ``kept`` is a cost.
             tokens: seen.
             prices: of every layer's slots.
-            held: slots that heads still have, int64 ``[layers, heads]``: what one cannot spend any
-                more goes to the others. None: all tokens.
+            held: slots that heads still have, int64 ``[layers, heads]``: budget that a head cannot
+                use goes to the others. None: all tokens.
         """
 
         def bought(cost: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Goal:
         assert self.budget is not None
         fraction = self.fraction(tokens)
         shares = torch.ones(curves.error.shape[:2], dtype=torch.float64)
-        if fraction >= curves.least:  # less: nothing is left to spend anywhere
+        if fraction >= curves.least:  # less: nothing is left to allocate
             shares = torch.tensor(curves.allocate(fraction), dtype=torch.float64)
             if limits is not None:
                 total = fraction * limits.numel()
@@ -105,7 +105,7 @@ class Goal:
         if limits is not None:
             kept = torch.minimum(kept, limits)
         limit, shares = self.bound, bought(kept)
-        # An int stays the limit however long the stream gets.
+        # An int stays the limit for a stream of any length.
         slots: list[list[int | None]] = [[None] * kept.shape[1]] * kept.shape[0]
         if isinstance(limit, int):
             slots = (shares / kept.mean() * limit).long().clamp(min=1).tolist()

@@ -1,4 +1,4 @@
-"""What all tokens of a layer have in common."""
+"""The layout shared by all tokens of a layer."""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ def make_plan(
         curves = _loaded(allocation)
     if schedule is not None and (allocation != "even" or tolerance is not None):
         given = f"tolerance={tolerance!r}" if tolerance is not None else f"{allocation=}"
-        raise InputError(f"schedule and {given} both say how the budget is spent: give one")
+        raise InputError(
+            f"schedule and {given} both determine the allocation of the budget: give one"
+        )
     if tolerance is None:
         if max_budget is not None:
             raise InputError(f"max_budget={max_budget!r} bounds a tolerance, which was not given")
@@ -52,12 +54,12 @@ def make_plan(
     most = None if max_budget is None else Budget(max_budget)
     if curves is not None and len(choices) > 1:
         raise InputError(
-            f"bits='measured' and a tolerance ({tolerance!r}) by errors measured before exclude "
-            "each other, since these know one way to store slots: leave out allocation, or give "
-            "bits 16, 8 or 4"
+            f"bits='measured' and a tolerance ({tolerance!r}) by errors measured beforehand "
+            "exclude each other, because these were measured for one number of bits: omit "
+            "allocation, or give bits 16, 8 or 4"
         )
     if len(choices) > 1:
-        choices = (FULL, *choices)  # what a tolerance may need
+        choices = (FULL, *choices)  # the largest budget of a tolerance
     return Plan("tolerance", None, None, curves, float(tolerance), most, choices)
 
 

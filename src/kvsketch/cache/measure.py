@@ -1,4 +1,4 @@
-"""The errors of a layer that waits for its budget, measured on the tokens it holds."""
+"""Measures the errors of a layer that waits for its budget, on its own tokens."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .storage import FULL, Bits, Price
 from .stream import Stream
 from .windowed_sketch import WindowedSketch
 
-# Tokens that errors are measured on at most.
+# The largest number of tokens on which errors are measured.
 _MEASURED_TOKENS = 4096
-# How much more an error counts that comes from fewer slots than one that comes from fewer bits.
-# Rounding errs alike whatever is asked; what was merged or dropped may be just what the queries to
-# come ask for, and those measured did not.
+# The weight of an error from fewer slots relative to one from fewer bits. Rounding errors are
+# similar for all queries, while later queries may need just the tokens that were merged or dropped,
+# unlike the measured queries.
 _UNSEEN = 4.0
 
 
 def measurable(stream: Stream) -> bool:
-    """Whether there are enough tokens and queries to measure on."""
+    """Whether there are enough tokens and queries to measure errors."""
     method = stream.method
     enough = stream.seen >= least_tokens(method.sink, method.recent)
     return enough and stream.queries.count >= min(stream.seen, 64)
@@ -33,9 +33,9 @@ def measure(
     stream: Stream, shard: Shard | None, choices: Sequence[Bits] = (FULL,)
 ) -> tuple[dict[Bits, list[Curves]], dict[Bits, Price]]:
     """A layer's curves on the tokens it holds, one per row, and what slots cost, for each choice of
-    bits; ``Curves.kept`` is a cost. Of a long prompt, they are measured on its sinks and last
-    tokens: errors at equal shares change little with length, the time to measure them does. Of a
-    shard: its heads' part of the error of the whole layer."""
+    bits; ``Curves.kept`` is a cost. For a long prompt, they are measured on its sinks and last
+    tokens: errors at equal fractions change little with length, while the time to measure them
+    grows. For a shard: its heads' part of the error of the whole layer."""
     method = stream.method
     sink, recent = method.sink, method.recent
     slots, observed = stream.visible, stream.queries.all()
@@ -48,7 +48,7 @@ def measure(
     held_out = held_out_for(slots.count, sink, recent)
     held_out = min(held_out, observed.queries.shape[2] // 2)
     total = None if shard is None else shard.summed
-    made: dict[int, Slots] = {}  # the same, whatever they are stored in
+    made: dict[int, Slots] = {}  # the same for any number of bits
 
     def compress(slots: Slots, budget: int, before: Observed) -> Slots:
         fresh = method.fresh() if isinstance(method, WindowedSketch) else copy.deepcopy(method)
@@ -87,10 +87,10 @@ def _weighed(rows: list[Curves], most: list[Curves]) -> list[Curves]:
 
 
 class Measurements:
-    """What was measured of layers that wait, until their budgets are handed down.
+    """The measurements of waiting layers, until they get their budgets.
 
     Args:
-        choices: bits to choose from, the most first.
+        choices: bits to choose from, in decreasing order.
     """
 
     def __init__(self, choices: Sequence[Bits]) -> None:
@@ -104,7 +104,7 @@ class Measurements:
 
     @property
     def layers(self) -> list[int]:
-        """Those measured."""
+        """The measured layers."""
         return sorted(self._curves)
 
     def most(self, layer: int) -> Bits:
@@ -112,7 +112,7 @@ class Measurements:
         return next(iter(self._curves[layer]))
 
     def price(self, layer: int, bits: Bits) -> Price:
-        """What the layer's slots cost."""
+        """The cost of the layer's slots."""
         return self._prices[layer][bits]
 
     def rows(self, layer: int, bits: Bits, shard: Shard) -> list[Curves]:
@@ -124,9 +124,9 @@ class Measurements:
         return [[pooled(self.rows(n, b, shard)) for b in self.choices] for n in layers]
 
     def keep_cheapest(self, layer: int, tolerance: float, shard: Shard) -> None:
-        """Of a layer's choices, the one that costs least within a tolerance is left: 16 bits, if
-        with fewer a head errs too much even where it keeps all its tokens. All heads of the layer
-        count, those of other processes too."""
+        """Keep only the cheapest choice of a layer that meets a tolerance: 16 bits, if with fewer
+        bits the error of a head is too large even if it keeps all its tokens. All heads of the
+        layer count, including those of other processes."""
         costs = {}
         for bits in self._curves[layer]:
             rows = self.rows(layer, bits, shard)

@@ -1,4 +1,4 @@
-"""Slots of a layer that are read only, heads of any size: in 8 or 4 bits, or as they are."""
+"""Read-only slots of a layer, with heads of any size: in 8 or 4 bits, or unchanged."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .storage import FULL, Bits
 
 
 class Middle:
-    """Keys and mean values u / m (u where m = 0) in 8 or 4 bits; masses, positions and scores as
-    they are. A value of 0 stays exactly 0, so that a method that gives a slot another weight
-    changes nothing here.
+    """Keys and mean values u / m (u where m = 0) in 8 or 4 bits; masses, positions and scores
+    unchanged. A value of 0 stays exactly 0, so that a changed weight of a slot does not affect its
+    value here.
 
-    Tensors are laid out as those of a ``Page`` without room: ``[batch, heads, slots, ...]``, or
-    ``[batch, total, ...]`` where heads differ in size.
+    Tensors have the layout of a ``Page`` without room: ``[batch, heads, slots, ...]``, or ``[batch,
+    total, ...]`` where heads differ in size.
 
     Args:
         slots: ``[batch, heads, n, ...]``, of every head its own slots first. Slots read from
             ``previous`` in float32 get the same codes again.
         sizes: how many slots each head has, int64 ``[batch, heads]``, all <= n.
         bits: of keys and of values, 8 or 4; or 16 of both: in the dtype of the keys.
-        previous: where centres and units come from.
+        previous: the source of centres and units.
 
     Attributes:
         appended, room: 0, as nothing can be appended.
@@ -74,7 +74,7 @@ class Middle:
     @classmethod
     def hollow(cls, one: Slots, sizes: Tensor, bits: Bits) -> Middle:
         """A layout without slots: its contents are views of a single slot, which take no memory and
-        say shapes and dtypes of what ``of`` is to be given.
+        define the shapes and dtypes for ``of``.
 
         Args:
             one: a slot of every head, ``[1, heads, 1, ...]``.
@@ -98,22 +98,22 @@ class Middle:
         return made
 
     def _laid(self, tensor: Tensor) -> Tensor:
-        """From ``[batch, heads, n, ...]`` to how it is held."""
+        """From ``[batch, heads, n, ...]`` to the stored layout."""
         if self.blocks is None:
             return tensor.contiguous()
         layout = self.blocks.layout
         return flatten(tensor, *layout.places(self.count), layout.total)
 
     def _padded(self, tensor: Tensor) -> Tensor:
-        """And back, with zeros behind the slots of a head."""
+        """The inverse, with zeros after the slots of a head."""
         if self.blocks is None:
             return tensor
         shape = (self.batch, self.heads, self.count)
         return unflatten(tensor, *self.blocks.layout.places(self.count), shape)
 
     def read(self, dtype: torch.dtype) -> Slots:
-        """The slots in a floating point dtype ``[batch, heads, n, ...]``, a head's own first, with
-        anything behind them. Value-sums come in float32 at least."""
+        """The slots in a floating point dtype ``[batch, heads, n, ...]``, each head's own first,
+        followed by undefined ones. Sums of values are at least float32."""
         fields = {name: self._padded(tensor) for name, tensor in self.fields.items()}
         for name, part in self.packed.items():
             padded = part.map_slots(self._padded)
@@ -214,13 +214,13 @@ class Middle:
         return middle
 
     def __deepcopy__(self, memo: dict[int, object]) -> Middle:
-        """Shares the tensors, which are never written into: a score that is set is another."""
+        """Shares the tensors, which are never written to: setting a score replaces its tensor."""
         twin = copy.copy(self)
         twin.packed, twin.fields = dict(self.packed), dict(self.fields)
         return twin
 
     def contents(self) -> list[Tensor]:
-        """The tensors that hold slots, without those that say where they lie."""
+        """The tensors of slots, without those of the layout."""
         held = list(self.fields.values())
         for part in self.packed.values():
             held += part.tensors()
@@ -244,5 +244,5 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _weight(mass: Tensor | None) -> Tensor | None:
-    """What value-sums are divided by."""
+    """The divisor of sums of values."""
     return None if mass is None else torch.where(mass != 0, mass, 1.0).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Budgets by need: which heads hold the slots that matter most, told by the scores of a method."""
+"""Budgets by need: computed from the scores of a method, compared over heads."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from .curves import spend
 def by_need(
     scores: Sequence[Tensor], budget: int, sink: int, recent: int, safeguard: float = 0.0
 ) -> list[Tensor]:
-    """How many slots each head gets if all heads together keep the slots of highest score (AdaKV,
-    arXiv:2407.11550, Algorithm 1, within a layer; KVzip, arXiv:2505.23416, over all layers).
+    """The number of slots of each head if all heads together keep the slots of highest score
+    (AdaKV, arXiv:2407.11550, Algorithm 1, within a layer; KVzip, arXiv:2505.23416, over all
+    layers).
 
-    Every head keeps its sinks and its recent window; what lies between competes.
+    Every head keeps its sinks and its recent window; the other slots compete.
 
     Args:
         scores: of every layer, float ``[heads, n]``, -inf for slots that are not there.
         budget: slots per head on average, including sinks and recent window.
-        sink: first slots that a head keeps whatever their score.
-        recent: last slots likewise.
+        sink: number of first slots that a head keeps regardless of their score.
+        recent: the same for last slots.
         safeguard: every head keeps at least this share of the average budget, including sinks and
             recent window (as in kvpress's AdaKVPress; the authors' code shares out what lies
             between instead, and mixes counts where this fills up). 0: none.
@@ -47,13 +48,14 @@ def by_need(
 
 
 def by_variance(scores: Sequence[Tensor], budget: int, window: int) -> list[Tensor]:
-    """How many slots the heads of each layer get if layers whose attention is spread evenly over
-    tokens keep more than those where few tokens get most of it (D2O, arXiv:2406.13035, section 3).
+    """The number of slots of the heads of each layer if layers whose attention is spread evenly
+    over tokens keep more than those in which few tokens get most of it (D2O, arXiv:2406.13035,
+    section 3).
 
-    A layer weighs exp(-F): F is the variance over tokens of the attention that they received in
-    all, brought to [0, 1] over the heads of the layer, and averaged over them (so in the authors'
-    code). Sinks and recent window are the same everywhere; what lies between is shared out by these
-    weights, and what a layer cannot use goes to the others, so that the total stays.
+    A layer has weight exp(-F), where F is the variance over tokens of their total received
+    attention, scaled to [0, 1] over the heads of the layer, and averaged over them (as in the
+    authors' code). Sinks and recent window are the same everywhere; the rest is allocated by these
+    weights, and budget that a layer cannot use goes to the others, so that the total is unchanged.
 
     Args:
         scores: of every layer, float ``[heads, n]``, -inf for slots that are not there.

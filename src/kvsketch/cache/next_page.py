@@ -15,17 +15,17 @@ from .tokens import Tokens
 from .window import Windowed
 from .windowed_sketch import WindowedSketch, by_budget
 
-#: What a layer holds once something was compressed.
+#: The page of a layer after a compression.
 Held = Page | QuantizedPage | SketchPage | SketchPages
 
 
 def sizes_of(before: Slots, budget: Tensor, kept: Slots) -> Tensor | None:
-    """How many slots every head has, as ``Compressor.compress`` leaves them.
+    """The number of slots of every head, in the result of ``Compressor.compress``.
 
     Args:
-        before: what was compressed.
+        before: the slots before the compression.
         budget: of every head, int64 ``[batch, heads]``.
-        kept: what it became.
+        kept: the slots after it.
 
     Returns:
         int64 ``[batch, heads]``; None: all have the same number.
@@ -44,14 +44,14 @@ def of_slots(
     method: Windowed,
     bits: Bits,
 ) -> Page | QuantizedPage:
-    """The page of what a compressor kept.
+    """The page of the slots that a compressor kept.
 
     Args:
-        before: what the layer held.
+        before: the layer's slots before.
         kept: ``[batch, heads, n, ...]``.
         sizes: as for ``Page``.
         room: slots that can be appended to every head.
-        method: whose sinks and recent window stay in full precision.
+        method: its sinks and recent window stay in full precision.
         bits: of the slots between these.
     """
     if bits != FULL:
@@ -71,7 +71,7 @@ def of_sketches(
     limit: int | Tensor,
     room: int,
 ) -> SketchPage | SketchPages:
-    """The page around sketches, which take in what is between sinks and recent window.
+    """The page around sketches, which take in the tokens between sinks and recent window.
 
     Args:
         before: what the layer held; ``visible``: as slots, padding dead.

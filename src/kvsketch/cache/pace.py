@@ -1,4 +1,4 @@
-"""How often decoding compresses, and how far."""
+"""When decoding compresses, and to which size."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .storage import FULL, Bits
 from .window import Windowed
 from .windowed_sketch import WindowedSketch
 
-# Buffers that decoding compresses below the budget: rare compressions cost less time.
+# Decoding compresses to this many buffers below the budget: rare compressions take less time.
 _BELOW = 3
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The rhythm of a layer that decodes: it runs one buffer above the budget and compresses to
-    some buffers below it, all heads at the same token.
+    """The schedule of compressions while decoding: a layer grows to one buffer above the budget and
+    is compressed to some buffers below it, all heads at the same token.
 
     Attributes:
-        method: with its sink and recent window, which no compression goes below.
+        method: with its sink and recent window, the minimum size after a compression.
         given: the buffer in slots; None: 1/40 of the average head's budget, at least 1, at most 64.
         one_shot: decoding never compresses.
         bits: of the slots between sinks and recent window.
@@ -35,15 +35,15 @@ class Pace:
     bits: Bits
 
     def buffer(self, budget: int) -> int:
-        """How far decoding may run above the budget. That of the average head counts: one with a
-        small share would else compress every other token, and the bytes of all heads are what
-        counts."""
+        """The number of slots by which decoding may exceed the budget, from the average head's
+        budget: a head with a small share would otherwise compress at every other token, and the
+        limit is on the bytes of all heads."""
         return self.given or max(1, min(64, budget // 40))
 
     @property
     def period(self) -> int:
-        """Buffers that decoding fills from one compression to the next. What is appended to a page
-        of few bits is in full precision, and a sketch takes in what it gets for good."""
+        """The number of buffers from one compression to the next. Tokens appended to a page in 8 or
+        4 bits are in full precision, and a sketch cannot return tokens."""
         return 1 + _BELOW if self.bits == FULL and isinstance(self.method, Windowed) else 2
 
     def least(self, budget: int | Tensor) -> int | Tensor:
@@ -58,7 +58,7 @@ class Pace:
         return (budget - budget.clamp(max=self.method.sink)).clamp(max=self.method.recent)
 
     def below(self, budget: int | Tensor, buffer: int) -> int | Tensor:
-        """What decoding compresses to."""
+        """The size after a compression."""
         less, least = budget - buffer * (self.period - 1), self.least(budget)
         if isinstance(less, int) and isinstance(least, int):
             return max(less, least, 1)
@@ -71,7 +71,7 @@ class Pace:
         page: Held,
     ) -> int:
         """How many more tokens a page that is full may take before it is compressed."""
-        if self.one_shot:  # grows for good, by a few per cent at a time
+        if self.one_shot:  # grows without limit, by a few per cent at a time
             return self.buffer(page.count)
         average = budgets.average(seen)
         buffer = self.buffer(average)
@@ -79,12 +79,12 @@ class Pace:
             return buffer
         if budgets.even is not None:
             return max(1, budgets.even.slots(seen) + buffer - page.count)
-        # All heads and rows alike, whatever each of them holds.
+        # The same for all heads and rows, independently of their sizes.
         return buffer + average - budgets.average(seen - 1)
 
     def due(self, budgets: HeadBudgets, seen: int, held: Tensor, prefill: bool) -> bool:
-        """Whether tokens, of which none was compressed, are to be: at the end of a prompt if they
-        are more than the budget, else if they are a buffer more.
+        """Whether so far uncompressed tokens must be compressed: at the end of a prompt if they
+        exceed the budget, otherwise if they exceed it by a buffer.
 
         Args:
             held: how many there are, int64 ``[batch, heads]``.
@@ -97,5 +97,5 @@ class Pace:
 
     @property
     def early(self) -> bool:
-        """Whether slots are quantised although they fit the budget."""
+        """Whether slots are quantised even if they fit the budget."""
         return self.bits != FULL and isinstance(self.method, Windowed)

@@ -1,4 +1,4 @@
-"""The page of a layer: its slots in one flat tensor, heads of any size, appended to in place."""
+"""The page of a layer: its slots in one flat tensor, with heads of any size, extended in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .fields import owned, read_fields, stored, with_room
 from .kind import Kind
 from .ragged import Blocks, Ragged, flatten, unflatten
 
-# What a new slot has unless it comes with something else: it is there before the slot is.
+# Default values of a new slot's fields, which are written before the slot is appended.
 _NEW = {"mass": 1.0, "score": 0.0}
 
 
@@ -24,11 +24,11 @@ class Page:
     Flat tensors ``[batch, total, ...]`` hold them: of heads of equal size ``total`` is heads times
     capacity, so that they are ``[batch, heads, capacity, ...]`` by a view; heads of different size
     (or of different size in different rows) lie one after the other. All heads get the same tokens
-    appended, so that one number, ``appended``, says how far all of them have grown.
+    appended, so that one number, ``appended``, is the growth of all of them.
 
-    Where there are masses, values are stored as u / m (u where m = 0): rounding to 16 bits then
-    errs as little for a slot of a thousand tokens as for one, and any kernel can take log m as a
-    bias.
+    Where there are masses, values are stored as u / m (u where m = 0): rounding to 16 bits then has
+    the same relative error for a slot of a thousand tokens as for one, and any kernel can use log m
+    as a bias.
 
     Args:
         slots: ``[batch, heads, n, ...]``, of every head its own slots first, dead ones after them.
@@ -42,8 +42,8 @@ class Page:
         base: slots of the largest head, without the appended ones.
         appended: slots appended to every head.
         room: slots that still can be.
-        blocks: of heads of different size, as they were when nothing was appended; None: all have
-            ``base + appended``.
+        blocks: of heads of different size, before anything was appended; None: all have ``base +
+            appended``.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class Page:
         return None if self.blocks is None else self.blocks.layout
 
     def refilled(self, slots: Slots, sizes: Tensor | None, room: int) -> Page:
-        """A page of other slots, in the same tensors if they fit these as they are: a page that is
-        compressed again and again then stays where it is, as a recorded CUDA graph needs it.
-        Arguments as for the class. This page is not to be used any more."""
+        """A page of other slots, in the same tensors if they fit: a page that is compressed
+        repeatedly then stays at the same address, which a recorded CUDA graph needs. Arguments as
+        for the class. This page must not be used afterwards."""
         fields = stored(slots, sizes)
         if not self._fits(fields, sizes, room):
             return Page(slots, sizes, room)
@@ -108,7 +108,7 @@ class Page:
         return twin
 
     def _fits(self, fields: dict[str, Tensor], sizes: Tensor | None, room: int) -> bool:
-        """Whether the tensors of this page can hold others."""
+        """Whether the tensors of this page can store the others."""
         if fields.keys() != self.fields.keys():
             return False
         keys, buffer = fields["keys"], self.fields["keys"]
@@ -144,7 +144,7 @@ class Page:
     def spans(self) -> tuple[Tensor, Tensor]:
         """Where each head's slots start in its row of the flat tensors, and how many they are,
         int64 ``[batch, heads]`` on the device of the page. The counts are a tensor that appending
-        writes into, so that a recorded launch sees them grow."""
+        writes into, so that a recorded launch sees the new counts."""
         if self._spans is None:
             device = self.fields["keys"].device
             if self.layout is None:
@@ -159,8 +159,8 @@ class Page:
     @property
     def slots(self) -> Slots:
         """All slots ``[batch, heads, count, ...]``; a smaller head's are the last ones, after dead
-        ones, so that the newest tokens of all heads are side by side. Values with masses come in
-        float32 at least, so that u / m is what it was when they come back."""
+        ones, so that the newest tokens of all heads are aligned. Values with masses are at least
+        float32, so that u / m is exact when they are stored again."""
         fields = self._of_heads(self.fields)
         if "mass" in fields:
             mass, values = fields["mass"], fields["values"]
@@ -222,7 +222,7 @@ class Page:
         self._advance(q)
 
     def drop(self, tokens: int) -> None:
-        """Forget the last ``tokens`` slots of every head, which were appended."""
+        """Remove the last ``tokens`` slots of every head, which were appended."""
         self._advance(-tokens)
         for name in _NEW:
             buffer = self.fields.get(name)
@@ -317,7 +317,7 @@ class Page:
         return twin
 
     def to_state(self) -> State:
-        """All slots, and how much room there is behind them: no more than twice as much."""
+        """All slots, and the room after them: at most twice as much."""
         if self.blocks is not None:
             layout = Ragged(self.blocks.layout.start, self.held, self.blocks.layout.total)
             if layout.roomy and self.room:

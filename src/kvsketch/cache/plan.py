@@ -1,4 +1,4 @@
-"""The plan: how a budget is spent over layers and KV heads."""
+"""The plan: how a budget is divided among layers and KV heads."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .storage import FULL, Bits, Price, best_at, choose
 from .stream import Stream
 from .windowed_sketch import WindowedSketch
 
-# A bound on a head is worth a compression where it takes away so much of what the head holds.
+# A bound on a head is worth a compression if it removes this fraction of the head's slots.
 _WORTH = 0.9
 #: Allocations that compare scores.
 BY_NEED = ("layer", "global", "variance")
 
 
 class _Told(NamedTuple):
-    """What is handed down to a layer: the budgets of its heads, its bits (None: as they are), and
-    whether the budgets are upper bounds that others will replace."""
+    """What a plan gives to a layer: the budgets of its heads, its bits (None: unchanged), and
+    whether the budgets are upper bounds that will be replaced."""
 
     layer: int
     budgets: HeadBudgets
@@ -39,34 +39,33 @@ class _Told(NamedTuple):
 
 
 class Plan:
-    """One of nine ways to spend a budget:
+    """One of nine ways to divide a budget:
 
     - ``even``: the same budget for every head.
     - ``schedule``: shares of it, given per layer or per layer and head.
-    - ``heads``: all tokens for a share of the heads, sinks and recent window for the others.
-    - ``curves``: where errors fall most, by curves measured before on other prompts.
+    - ``heads``: all tokens for a fraction of the heads, sinks and recent window for the others.
+    - ``curves``: where errors fall most, by curves measured beforehand on other prompts.
     - ``measured``: the same, by curves measured on this prompt.
-    - ``layer``, ``global``: where the slots lie that matter most to the method, by its scores,
-      among the heads of a layer (AdaKV) or of the model (KVzip).
+    - ``layer``, ``global``: by the method's scores, compared among the heads of a layer (AdaKV) or
+      of the model (KVzip).
     - ``variance``: more in the layers whose scores vary less (D2O).
     - ``tolerance``: the fewest slots that keep every head's error within it, by curves of either
       kind; on average no more than ``max_budget``.
 
-    Whatever the kind, it may choose for every layer in how many bits slots are stored, by errors
-    measured on this prompt. A budget is then what that many slots would cost in 16 bits.
+    Every kind may also choose the bits of each layer's slots, by errors measured on this prompt. A
+    budget is then the cost of that many slots in 16 bits.
 
-    The cache owns the plan, and asks it to ``hand_down`` what follows when the attention of a layer
-    is done.
+    The cache owns the plan and calls ``hand_down`` when the attention of a layer is computed.
 
     Args:
         kind: see above.
         budget: the average over layers and heads; None with a tolerance.
         schedule: as for ``scheduled``.
-        curves: measured before.
-        tolerance: of every head's relative error.
-        max_budget: what a tolerance may cost on average; None: as much as it takes.
-        choices: bits to choose from; the first are what a bound stores slots in.
-        retrieval: of ``heads``: which ones these are.
+        curves: measured beforehand.
+        tolerance: limit on every head's relative error.
+        max_budget: limit on the average cost of a tolerance; None: no limit.
+        choices: bits to choose from; slots under an upper bound are stored in the first ones.
+        retrieval: for ``heads``: the retrieval heads.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Plan:
     def begin(
         self, layers: int, heads: int, window: int = 0, model: str | None = None
     ) -> list[HeadBudgets | None]:
-        """What is known before the first token: the budgets of every layer, None where they follow
+        """The budgets of every layer that are known before the first token; None if they follow
         from the prompt.
 
         Args:
@@ -101,10 +100,10 @@ class Plan:
             heads: KV heads of the model. A layer that has fewer is one of a tensor-parallel rank:
                 budgets are then spread over the heads of all ranks.
             window: sinks and recent tokens.
-            model: as ``curves.model_of`` names it; None: nobody knows.
+            model: its name by ``curves.model_of``; None: unknown.
 
         Raises:
-            InputError: a schedule, curves or scores of heads that do not fit.
+            InputError: a schedule, curves or scores for other heads.
         """
         self._layers, self._heads = layers, heads
         if self.curves is not None:
@@ -129,23 +128,23 @@ class Plan:
 
     @property
     def measures(self) -> bool:
-        """Whether it measures on the prompt, for which it takes the prompt's queries."""
+        """Whether it measures on the prompt, for which it needs the prompt's queries."""
         return self.chooses or self.measures_errors
 
     @property
     def measures_errors(self) -> bool:
-        """Whether slots follow from errors that it measures on the prompt."""
+        """Whether numbers of slots follow from errors that it measures on the prompt."""
         return self.kind in ("measured", "tolerance") and self.curves is None
 
     def queries_for(self, stream: Stream) -> int | None:
-        """How many of a prompt's last queries are measured on; None: all of them."""
+        """The number of a prompt's last queries for the measurement; None: all of them."""
         window = stream.method.window
         if stream.needs_queries and window is None:
             return None
         return 128 + max(QUERIES, window or 0)
 
     def ready(self, stream: Stream, prefill: bool) -> bool:
-        """Whether a layer that waits has enough tokens for its budget to be worked out."""
+        """Whether a waiting layer has enough tokens to compute its budget."""
         if self.budget is not None and not self.budget.is_fraction:
             budget = self.budget.slots(stream.seen)
             above = 0 if prefill else stream.pace.buffer(budget)
@@ -156,12 +155,12 @@ class Plan:
     def hand_down(
         self, stream: Stream, streams: Sequence[Stream], prefill: bool, hold: bool = False
     ) -> bool:
-        """Work out what follows from the prompt of a stream that waits, and hand it down.
+        """Compute the budgets that follow from the prompt of a waiting stream, and pass them on.
 
         Args:
             stream: one of ``streams``, those of all layers, in their order.
             prefill: as for ``Stream.settle``.
-            hold: more of the prompt is to come.
+            hold: more of the prompt will follow.
 
         Returns:
             Whether any layer was compressed.
@@ -182,18 +181,17 @@ class Plan:
         return bool(found)
 
     def _next_budgets(self, number: int, streams: Sequence[Stream]) -> list[_Told]:
-        """What to hand down now that layer ``number`` has its prompt.
+        """What to pass on, now that layer ``number`` has its prompt.
 
-        What is measured on a prompt is for that prompt alone: every row of the batch gets its own
-        budgets (bits are those of all rows). Unless a layer's budgets follow from that layer alone,
-        they follow from all: a layer that is measured is meanwhile compressed to what its heads may
-        need at most (``_bounds``).
+        Measurements apply to one prompt only: every row of the batch gets its own budgets (bits are
+        shared by all rows). If a layer's budgets depend on all layers, a measured layer is
+        meanwhile compressed to the most that its heads may need (``_bounds``).
         """
         stream = streams[number]
         heads = stream.slots.keys.shape[1]
         shard = Shard.of(heads, self._heads)
         if not measurable(stream) and (self.chooses or self.curves is None):
-            # a number of slots, which may not be exceeded
+            # a number of slots, which must not be exceeded
             assert self.budget is not None
             return [_Told(number, HeadBudgets([[self.budget] * heads]))]
         alone = self.kind == "tolerance" and self.max_budget is None and self.curves is None
@@ -208,7 +206,8 @@ class Plan:
         return self._together(streams, shard)
 
     def _together(self, streams: Sequence[Stream], shard: Shard) -> list[_Told]:
-        """The budgets that follow from the errors of all layers, or bounds until all are there."""
+        """The budgets that follow from the errors of all layers, or bounds until all are
+        measured."""
         found, numbers = self._measured, self._measured.layers
         bits = [found.most(n) for n in numbers]
         tokens = streams[numbers[0]].seen
@@ -241,7 +240,7 @@ class Plan:
         return bits if self.chooses else None
 
     def _alone(self, number: int, streams: Sequence[Stream]) -> _Told:
-        """The budgets of a tolerance that nothing bounds, which follow from a layer alone."""
+        """The budgets of a tolerance without a limit, which depend on a single layer."""
         found = self._measured
         bits = found.most(number)
         rows, price = found.rows(number, bits, Shard()), found.price(number, bits)
@@ -252,15 +251,15 @@ class Plan:
         return _Told(number, own, self._named(bits))
 
     def _apart(self, number: int, streams: Sequence[Stream], shard: Shard) -> list[_Told]:
-        """Where slots are told without errors: bits, if they are to be chosen, are those that err
-        least where every head pays the average."""
+        """For numbers of slots that do not follow from errors: bits, if they are to be chosen, are
+        those with the smallest error if every head pays the average."""
         stream = streams[number]
         together = self.kind != "layer" and self.kind in BY_NEED
         if self.kind in BY_NEED:
             if shard.ranks > 1:
                 raise UnsupportedError(
                     f"allocation={self.kind!r} compares the scores of all KV heads, of which this "
-                    "process holds a part; use 'even' or 'measured' with tensor parallelism"
+                    "process has a part; use 'even' or 'measured' with tensor parallelism"
                 )
             self._scores[number] = stream.importance()
             if together and len(self._scores) < self._layers:
@@ -319,15 +318,15 @@ class Plan:
     def _bounds(
         self, numbers: list[int], whole: list[Curves], streams: Sequence[Stream], shard: Shard
     ) -> list[_Told]:
-        """Upper bounds for the layers measured so far: what these would get if they could spend all
-        that keeps the peak of the prefill, with one more layer exact, where it should be."""
+        """Upper bounds for the layers measured so far: the budgets that keep the peak of the
+        prefill, with one more layer exact, at its target."""
         method, tokens = streams[numbers[0]].method, streams[numbers[0]].seen
         if isinstance(method, WindowedSketch):
-            return []  # what a sketch took in cannot be compressed again
+            return []  # tokens in a sketch cannot be compressed again
         kept = self.goal.at_most(len(numbers), self._layers, tokens)
         if kept is None:
             return []
-        # The queries to come back to see this much more as it is, on top of what the bound is for.
+        # The last queries attend to this much more uncompressed, in addition to the bound.
         extra = max(0, (method.window or 0) - method.recent)
         window = min(tokens, method.sink + method.recent + 1)
         shares = [torch.tensor(c.allocate(max(kept, c.least))) * kept for c in whole]
@@ -339,7 +338,7 @@ class Plan:
             bought = self._measured.price(n, bits).buys(torch.tensor(own, dtype=torch.float64))
             bound = (bought * tokens).ceil().long()
             slots = (bound.clamp(min=window) + extra).clamp(max=tokens)
-            # Head by head, so that a row of the batch decides nothing for another.
+            # Head by head, so that a row of the batch does not affect another.
             slots = torch.where(slots > _WORTH * held, held, slots)
             rows = [[Budget(1.0, x / tokens) for x in row] for row in slots.tolist()]
             found.append(_Told(n, HeadBudgets(rows, True), self._named(bits), True))
@@ -352,7 +351,7 @@ class Plan:
         self.above[number] = above
 
     def forget(self, number: int) -> None:
-        """A layer is not what it was when it was measured."""
+        """Discard measurements of a layer that has changed."""
         self._measured.forget([number])
         self._scores.pop(number, None)
         self.above.pop(number, None)
@@ -364,7 +363,7 @@ def _by_row(layers: Sequence[Sequence[Curves]]) -> list[Curves]:
 
 
 def _bought(row: Sequence[Budget], price: Price, tokens: int) -> list[Budget]:
-    """Budgets that are costs as budgets of slots."""
+    """Converts budgets that are costs to budgets of slots."""
     average = row[0].average(tokens) / tokens
     costs = torch.tensor([b.share for b in row], dtype=torch.float64) * average
     shares = (price.buys(costs.clamp(max=1.0)) / average).tolist()

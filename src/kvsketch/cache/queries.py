@@ -1,4 +1,4 @@
-"""Queries that wait to be turned into scores: one buffer for a layer."""
+"""Queries of a layer that are not yet included in scores."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..slots import Observed
 from ..state import FLOATS, Reader, State
 from .kind import Kind
 
-#: Decoded queries wait until there are this many: fewer groups cost less time, smaller ones less
+#: Decoded queries wait until there are this many: larger groups take less time, smaller ones less
 #: memory.
 FOLD_EVERY = 32
 
 
 class Queries:
-    """The queries of a layer's newest tokens that no score knows of yet, in the order of the
+    """The queries of a layer's newest tokens that no score includes yet, in the order of the
     tokens."""
 
     def __init__(self) -> None:
@@ -31,16 +31,16 @@ class Queries:
         self.count += observed.queries.shape[2]
 
     def all(self) -> Observed | None:
-        """All of them as one, None if there are none."""
+        """All of them, concatenated; None if there are none."""
         return joined(self._waiting) if self._waiting else None
 
     def clear(self) -> None:
-        """Forget them."""
+        """Remove them."""
         self._waiting, self.count = [], 0
 
     def keep_last(self, count: int) -> None:
-        """Forget all but the last ``count``, and let go of the memory of the others. Those of a
-        second reading stay: they are a sample of it, and see all tokens."""
+        """Keep only the last ``count`` and release the memory of the others. Queries of a second
+        reading are kept: they are a sample of it and attend to all tokens."""
         if self.count <= count or self._waiting[0].after:
             return
         if count == 0:
@@ -68,7 +68,7 @@ class Queries:
         return [observed.queries for observed in self._waiting]
 
     def to_state(self) -> State | None:
-        """Those that wait, as one; None: none does."""
+        """The waiting queries, concatenated; None if there are none."""
         together = self.all()
         return None if together is None else observed_state(together)
 
@@ -78,7 +78,7 @@ class Queries:
 
 
 def observed_state(observed: Observed) -> State:
-    """Queries, with all that turns them into scores."""
+    """Queries, with the settings that turn them into scores."""
     values = {"scaling": observed.scaling, "softcap": observed.softcap, "after": observed.after}
     state = State(values=values)
     names = ("queries", "slopes", "live", "sinks", "weights", "total")

@@ -1,4 +1,5 @@
-"""In how many bits a layer stores its slots: what that costs, and which choice errs least."""
+"""The bits in which a layer stores its slots: their cost, and the choice with the smallest
+error."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from ..slots import Slots
 from .curves import Curves
 from .quantized import check_bits, slot_bytes
 
-#: what says that bits follow from measured errors
+#: the name of bits that follow from measured errors
 MEASURED = "measured"
-# Halvings of the interval in which the price of an error is searched.
+# Number of bisection steps for the price of an error.
 _HALVINGS = 60
 
 
@@ -39,7 +40,7 @@ CHOICES = (Bits(8, 8), Bits(8, 4), Bits(4, 4))
 
 
 def bits_of(bits: object) -> Bits | None:
-    """What ``bits`` says: None where it is "measured".
+    """The value of ``bits``; None if it is "measured".
 
     Raises:
         InputError: neither that nor 16, 8 or 4.
@@ -57,15 +58,15 @@ def bits_of(bits: object) -> Bits | None:
 
 @dataclass(frozen=True)
 class Price:
-    """What a head's slots cost in 8 or 4 bits. The unit is what all its tokens would cost as slots
-    in 16 bits: a budget of 0.1 is 0.1 of that, in whatever bits. A model in 32 bits counts as one
-    in 16, so that the choice is the same.
+    """What a head's slots cost in 8 or 4 bits. The unit is the cost of all its tokens as slots in
+    16 bits: a budget of 0.1 is 0.1 of that, in any number of bits. A model in 32 bits is treated as
+    one in 16 bits, so that the choice is the same.
 
     Attributes:
         slot: bytes of a slot in 8 or 4 bits, over those of one in 16 bits.
         fixed: bytes of a head's centres and units, over those of a slot in 16 bits.
         window: slots that stay as given: sinks and recent tokens.
-        tokens: seen.
+        tokens: number of tokens seen.
     """
 
     slot: float = 1.0
@@ -86,7 +87,7 @@ class Price:
         return Price(small / given, (8 * widths[0] + 4) / given, window, tokens)
 
     def cost(self, kept: Tensor) -> Tensor:
-        """The cost of so many slots, both as shares of the tokens."""
+        """The cost of a number of slots, both as fractions of the tokens."""
         if self.slot == 1:
             return kept
         slots = kept.double() * self.tokens
@@ -95,7 +96,7 @@ class Price:
         return (slots - middle + few) / self.tokens
 
     def buys(self, cost: Tensor) -> Tensor:
-        """How many slots a cost buys, both as shares of the tokens; at most all of them."""
+        """The number of slots for a cost, both as fractions of the tokens; at most all of them."""
         if self.slot == 1:
             return cost
         paid = cost.double() * self.tokens

@@ -1,4 +1,4 @@
-"""The stream of one layer: what it holds of its tokens, and when it compresses."""
+"""The stream of one layer: its tokens or slots, and when it compresses."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ class Stream:
     Args:
         method: a method with its sink and recent window.
         budget: how many slots may be kept, of all heads or head by head; None: not known yet.
-        buffer: how far decoding may run above the budget, in slots, >= 1. Decoding compresses to
-            3 times as much below it (as much below it in fewer than 16 bits and with a sketch), so
-            that it compresses every ``4 * buffer`` tokens (``2 * buffer``). Default: 1/40 of the
-            average head's budget, at least 1, at most 64, so that all pages, scores included, stay
-            within 5% of it.
-        one_shot: compress after prefill only; decoded tokens are then kept exactly (as in SubGen
+        buffer: number of slots by which decoding may exceed the budget, >= 1. Decoding compresses
+            to 3 times as much below it (once as much below it in fewer than 16 bits and with a
+            sketch), so that it compresses every ``4 * buffer`` tokens (``2 * buffer``). Default:
+            1/40 of the average head's budget, at least 1, at most 64, so that all pages, scores
+            included, stay within 5% of it.
+        one_shot: compress after prefill only; decoded tokens are then kept unchanged (as in SubGen
             section 3.2) and memory grows with them.
-        bits: 16: keys and values are stored as they come. 8 or 4: those between sinks and recent
-            window are stored in this many bits from the end of the prompt on, whether or not the
-            prompt fits the budget (a budget of 1.0 only quantises); sinks, recent window, buffer,
-            masses and scores stay unchanged. Not with a sketch, whose state has the dtype of the
-            tokens. "measured": 16 until a plan hands down others with the budget.
-        track_error: keep the exact answers of a few queries up to date (``running_error``).
+        bits: 16: keys and values are stored in their own dtype. 8 or 4: those between sinks and
+            recent window are stored in this many bits from the end of the prompt on, whether or not
+            the prompt fits the budget (a budget of 1.0 only quantises); sinks, recent window,
+            buffer, masses and scores stay unchanged. Not with a sketch, whose state has the dtype
+            of the tokens. "measured": 16 until a plan gives other bits with the budget.
+        track_error: keep the exact outputs of a few queries up to date (``running_error``).
 
     Attributes:
         seen: tokens so far.
-        compressed: whether anything was ever compressed.
-        page: what is held: all tokens, in order, until something is compressed, then the slots.
-        errors: what the slots get wrong.
+        compressed: whether any token was ever compressed.
+        page: all tokens, in order, until the first compression, then the slots.
+        errors: the measured errors of the slots.
 
     Raises:
         InputError: buffer < 1, bits not as above, or not 16 with a sketch.
@@ -78,21 +78,21 @@ class Stream:
         known = bits_of(bits)
         if known != FULL and isinstance(method, WindowedSketch):
             raise InputError(
-                f"bits={bits!r}: a streaming sketch keeps its state as the tokens come, so storing "
-                "what attention sees in fewer bits would save nothing; bits must be 16 with a "
-                "sketch"
+                f"bits={bits!r}: a streaming sketch keeps its state in the dtype of the tokens, so "
+                "storing the slots for attention in fewer bits would save nothing; bits must be "
+                "16 with a sketch"
             )
         self.method = method
         self._given = HeadBudgets([[budget]]) if isinstance(budget, Budget) else budget
         self.one_shot = one_shot
         self._bits, self._buffer = known or FULL, buffer
         self.queries, self.errors = Queries(), Errors(track_error)
-        #: whether the method looks at queries
+        #: whether the method uses queries
         self.needs_queries = method.needs_queries
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, a budget that was handed down included."""
+        """Remove all tokens, and a budget that a plan has given."""
         self.budget = self._given
         self._store(self._bits)
         self.seen = 0
@@ -110,12 +110,12 @@ class Stream:
         self.pace = Pace(self.method, self._buffer, self.one_shot, bits)
 
     def wants_queries(self, count: int) -> bool:
-        """Whether ``settle`` has a use for the queries of the newest ``count`` tokens."""
+        """Whether ``settle`` needs the queries of the newest ``count`` tokens."""
         return self.needs_queries or self.budget is None or (count > 1 and not self.compressed)
 
     @property
     def waits(self) -> bool:
-        """Whether a plan still has to hand the budget down."""
+        """Whether a plan still has to give the budget."""
         return self.budget is None
 
     @property
@@ -125,7 +125,7 @@ class Stream:
         return self.page.slots
 
     def open(self) -> Sequence[Page | Middle] | Slots:
-        """What the newest tokens attend to, once something was compressed: parts of a page, or
+        """What the newest tokens attend to after the first compression: parts of a page, or
         slots."""
         page = self.page
         return [page] if isinstance(page, Page) else page.open()
@@ -137,12 +137,12 @@ class Stream:
 
     @property
     def visible(self) -> Slots:
-        """The slots with padding dead, whether or not anything was compressed."""
+        """The slots with padding dead, before and after a compression."""
         return self.page.visible if isinstance(self.page, Tokens) else self.page.slots
 
     @property
     def buffer(self) -> int:
-        """How far decoding may run above the budget, in slots."""
+        """The number of slots by which decoding may exceed the budget."""
         assert self.budget is not None
         return self.pace.buffer(self.budget.average(self.seen))
 
@@ -174,8 +174,8 @@ class Stream:
 
         Args:
             observed: their queries.
-            prefill: compress down to the budget now (else only when the buffer is full).
-            hold: do not compress yet (more of the prompt is to come).
+            prefill: compress to the budget now (otherwise only when the buffer is full).
+            hold: do not compress yet (more of the prompt will follow).
 
         Returns:
             Whether it compressed.
@@ -205,7 +205,7 @@ class Stream:
 
     @property
     def _whole(self) -> bool:
-        """Whether all tokens are kept unchanged, however many come."""
+        """Whether all tokens are always kept unchanged."""
         return not self.compressed and self.bits == FULL and bool(self.budget and self.budget.whole)
 
     def due(self, prefill: bool) -> bool:
@@ -222,12 +222,12 @@ class Stream:
     def spend(
         self, budget: HeadBudgets, provisional: bool = False, bits: Bits | None = None
     ) -> None:
-        """Compress down to a budget that a plan hands down, whose queries wait here.
+        """Compress to a budget that a plan gives, with the waiting queries.
 
         Args:
             budget: of every head.
-            provisional: it is an upper bound; the final one is yet to come.
-            bits: of the slots from now on; None: as they are.
+            provisional: it is an upper bound; the final one will follow.
+            bits: bits of the slots from now on; None: unchanged.
         """
         if not provisional:
             self.budget = budget
@@ -274,11 +274,11 @@ class Stream:
             before = self.page, self.visible
             page = next_page.of_sketches(*before, method, budgets, budget, limit, room)
         else:
-            if provisional:  # the queries that the final one looks at must see the same tokens
+            if provisional:  # the queries of the final compression must attend to the same tokens
                 method = replace(method, recent=max(method.recent, method.window or 0))
             page = self._slotted(method, budget, limit, room, fit=prefill)
         self._limit = page.appended + page.room
-        if isinstance(page, SketchPages):  # all heads alike, whatever each of them holds
+        if isinstance(page, SketchPages):  # all heads equally, independently of their sizes
             self._limit = page.appended + self.pace.period * room
         self.page, self.compressed = page, True
         if not provisional:
@@ -320,11 +320,11 @@ class Stream:
         return self.errors.running(self.slots, self.seen) if self.seen else None
 
     def importance(self) -> Tensor:
-        """How much the tokens matter to the method, float ``[batch, num_key_value_heads, n]``; -inf
-        for padding.
+        """The importance of the tokens to the method, float ``[batch, num_key_value_heads, n]``;
+        -inf for padding.
 
         Raises:
-            UnsupportedError: the method does not say.
+            UnsupportedError: the method has none.
         """
         method = self.method
         slots = self._scored(self.visible)
@@ -357,7 +357,7 @@ class Stream:
         self.queries.add(replace(some, queries=some.queries.clone()))
 
     def complete(self, sample: Tensor) -> None:
-        """The second reading is over and was about these tokens alone, int64, in order."""
+        """The second reading is over and repeated only these tokens, int64, in order."""
         if self.needs_queries:
             assert isinstance(self.method, Windowed)
             score = self.method.complete(self.visible, sample).score
@@ -365,7 +365,7 @@ class Stream:
             self.page.set_score(score)
 
     def scored(self) -> Slots:
-        """``slots`` with the waiting queries folded into their scores."""
+        """``slots`` with scores updated by the waiting queries."""
         return replace(self.slots, score=self._scored(self.visible).score)
 
     def _scored(self, slots: Slots) -> Slots:
@@ -378,7 +378,7 @@ class Stream:
 
     @torch.no_grad()
     def fold(self) -> None:
-        """Turn waiting queries into scores now."""
+        """Update scores by the waiting queries now."""
         if not self.queries.count:
             return
         page = self.page
@@ -408,8 +408,8 @@ class Stream:
         Args:
             slots: ``[batch, num_key_value_heads, n, ...]`` in the order of the tokens, dead ones
                 anywhere.
-            seen: tokens they stand for.
-            budget: of every head from now on.
+            seen: number of tokens that they represent.
+            budget: budget of every head from now on.
             bits: of the slots between sinks and recent window.
         """
         page = Tokens()
@@ -435,10 +435,10 @@ class Stream:
                 part.window.number_rows(rows[at // page.heads] * page.heads + at % page.heads)
 
     def crop(self, tokens: int) -> None:
-        """Forget the last ``tokens`` tokens; only possible while nothing was compressed.
+        """Remove the last ``tokens`` tokens; only possible before the first compression.
 
         Raises:
-            UnsupportedError: something was compressed already.
+            UnsupportedError: tokens were compressed already.
         """
         page = self.page
         if not isinstance(page, Tokens):
@@ -456,13 +456,13 @@ class Stream:
         self.seen = max(0, self.seen - tokens)
 
     def drop(self, tokens: int) -> None:
-        """Forget the last ``tokens`` tokens, which were appended since the last ``settle``."""
+        """Remove the last ``tokens`` tokens, which were appended since the last ``settle``."""
         self.page.drop(tokens)
         self.seen -= tokens
 
     @property
     def above_budget(self) -> bool:
-        """Whether more is held than decoding may run above the budget."""
+        """Whether there are more slots than budget and buffer allow."""
         if self.budget is None:
             return False
         budget = torch.as_tensor(self.budget.slots(self.seen))

@@ -1,4 +1,4 @@
-"""The state of a stream: what it holds, and nothing of how it was made."""
+"""The state of a stream, without the arguments that it was made with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .stream import Stream
 from .tokens import Tokens
 from .window import Windowed
 
-#: what a layer's page is, by the name that a state has for it
+#: the kinds of pages, by their name in a state
 _PAGES: dict[str, Any] = {
     "tokens": Tokens,
     "page": Page,
@@ -28,11 +28,11 @@ _PAGES: dict[str, Any] = {
 
 
 def stream_state(stream: Stream) -> State:
-    """What a stream holds: its page, its budget if a plan has handed it down, waiting queries,
-    measured errors, and what its method remembers.
+    """The state of a stream: its page, its budget if a plan has given it, waiting queries, measured
+    errors, and the state of its method.
 
     Raises:
-        UnsupportedError: it holds what cannot be put back.
+        UnsupportedError: its state cannot be restored.
     """
     page = stream.page
     (form,) = (name for name, cls in _PAGES.items() if type(page) is cls)
@@ -57,8 +57,7 @@ def stream_state(stream: Stream) -> State:
 
 
 def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> None:
-    """Take in what ``stream_state`` said, into a stream made with the same arguments, which holds
-    nothing yet.
+    """Take in what ``stream_state`` said, into an empty stream made with the same arguments.
 
     Args:
         kind: what the tokens have in common.

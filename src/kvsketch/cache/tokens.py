@@ -1,4 +1,4 @@
-"""A layer's tokens before anything is compressed."""
+"""A layer's tokens before the first compression."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .kind import Kind
 
 
 class Tokens:
-    """All tokens of a layer, in order, as they came. The verbs are those of ``Page``; there is
-    always room, since a token is appended to a copy, as transformers' own cache does it.
+    """All tokens of a layer, in order and unchanged. The methods are those of ``Page``; there is
+    always room, because a token is appended to a copy, as in transformers' own cache.
 
     Attributes:
         live: bool ``[batch, tokens]``, False for padding; None: there is none so far.
@@ -63,7 +63,7 @@ class Tokens:
         self.live[:, self.slots.count - live.shape[1] :] = live
 
     def drop(self, tokens: int) -> None:
-        """Forget the last tokens."""
+        """Remove the last tokens."""
         if self._slots is None:
             return
         kept = max(0, self._slots.count - tokens)
@@ -103,7 +103,7 @@ class Tokens:
         return tokens
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tokens:
-        """Shares the tokens, which are never written into: appending makes others."""
+        """Shares the tokens, which are never written to: appending creates new tensors."""
         twin = Tokens()
         twin._slots, twin.live = self._slots, None if self.live is None else self.live.clone()
         return twin

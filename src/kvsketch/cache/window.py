@@ -1,4 +1,4 @@
-"""Sink + recent + compressed middle: what a method has around it."""
+"""Sink, recent window and compressed middle: a method with its window."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Windowed:
 
     @property
     def needs_output(self) -> bool:
-        """Whether the method goes by the layer's output projection, see ``project``."""
+        """Whether the method needs the layer's output projection, see ``project``."""
         return self.compressor.needs_output
 
     def project(self, output: Tensor) -> None:
-        """Hand over the weight of that projection, ``[num_attention_heads, value_dim, hidden]``."""
+        """Pass the weight of that projection, ``[num_attention_heads, value_dim, hidden]``."""
         self.compressor.output = output
 
     @property
@@ -60,23 +60,23 @@ class Windowed:
 
     @property
     def window(self) -> int | None:
-        """How many of a prompt's last queries the method looks at; None: all of them."""
+        """The number of a prompt's last queries that the method uses; None: all of them."""
         return self.compressor.window
 
     def observe(self, slots: Slots, observed: Observed) -> Slots:
-        """Fold queries into the scores of all slots, see ``Compressor.observe``."""
+        """Update the scores of all slots by queries, see ``Compressor.observe``."""
         return self.compressor.observe(slots, observed)
 
     def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
-        """Fold queries of a second reading into the scores, see ``Compressor.reread``."""
+        """Update the scores by queries of a second reading, see ``Compressor.reread``."""
         return self.compressor.reread(slots, observed, about)
 
     def complete(self, slots: Slots, sample: Tensor) -> Slots:
-        """Score what was not read again, see ``Compressor.complete``."""
+        """Score the tokens that were not read again, see ``Compressor.complete``."""
         return self.compressor.complete(slots, sample)
 
     def importance(self, slots: Slots) -> Tensor | None:
-        """How much slots matter, see ``Compressor.importance``."""
+        """The importance of slots, see ``Compressor.importance``."""
         return self.compressor.importance(slots)
 
     def __call__(
@@ -94,16 +94,16 @@ class Windowed:
         )
 
     def reset(self) -> None:
-        """Forget what the compressor holds."""
+        """Reset the compressor's state."""
         self.compressor.reset()
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply ``fn``, which acts on axis 0, to what the compressor holds."""
+        """Apply ``fn``, which acts on axis 0, to the compressor's state."""
         self.compressor.map_batch(fn)
 
     def number_rows(self, rows: Tensor) -> None:
-        """Say that the rows are part of a larger batch and which ones (int64 ``[batch]``): they
-        then keep from here on what they would keep there."""
+        """Declare which rows of a larger batch these are (int64 ``[batch]``): from now on they keep
+        what they would keep there."""
         self.compressor.rows = rows
 
     def restart(self, rows: Tensor) -> None:
@@ -112,7 +112,7 @@ class Windowed:
         self.compressor.rows = rows
 
     def tensors(self) -> list[Tensor]:
-        """What the compressor holds between calls."""
+        """The compressor's state between calls."""
         return self.compressor.tensors()
 
 
