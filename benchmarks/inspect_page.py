@@ -21,7 +21,7 @@ RESULTS = DOCS / "results" / "inspect.json"
 SHOWN = ("norms", "clusterability", "tsne", "entropy")
 TITLES = {
     "norms": "Norms",
-    "clusterability": "How well few balls cover keys and values",
+    "clusterability": "Covering keys and values by few balls",
     "tsne": "Keys and values in the plane",
     "entropy": "Where attention goes",
 }
@@ -52,12 +52,12 @@ def measure(models: list[str], seed: int) -> dict[str, Any]:
 def page(result: dict[str, Any]) -> str:
     """The whole of docs/inspect.md."""
     parts = [
-        "# What models' own activations look like\n\n"
+        "# Activations of two models\n\n"
         "Written by `python -m benchmarks.inspect_page`; do not edit. For your own model and "
         "prompts:\n\n"
         "```bash\nkvsketch inspect YOUR_MODEL prompt1.txt prompt2.txt --out inspected\n```\n\n"
-        "ClusterGen's Figure 1 and its appendix C, of a model and prompts of yours: every KV head "
-        "of the layers named gets its t-SNE with 16 greedy k-center points (Figure 1, C.2); query "
+        "ClusterGen's Figure 1 and its appendix C, for your model and prompts: every KV head of "
+        "the given layers gets its t-SNE with 16 greedy k-center points (Figure 1, C.2); query "
         "norms are under Norms (C.1). OPT, MPT, Llama and Gemma 2, the paper's four families, can "
         "all be read (`tests/evaluation/test_inspection.py`, on random weights):\n\n"
         "```bash\nkvsketch inspect facebook/opt-6.7b triviaqa.txt --limit 2048 --layers 3,17 "
@@ -81,11 +81,11 @@ def _section(found: dict[str, Any]) -> str:
     ranked = sorted(found["errors"].items(), key=lambda item: item[1])
     names, errors = zip(*((name, f"{error:.3f}") for name, error in ranked), strict=True)
     text += (
-        f"\n### Which method that favours\n\n{readings['errors']} {readings['tolerance']}\n\n"
+        f"\n### Errors by method\n\n{readings['errors']} {readings['tolerance']}\n\n"
         f"| {' | '.join(names)} |\n|{' --- |' * len(names)}\n| {' | '.join(errors)} |\n"
         "\nRelative error of attention on real activations, mean over layers, heads and prompts; "
-        "of held-out and repeated queries the worse.\n"
-        f"\n### What the theorems ask for\n\n{readings['theory']}\n"
+        "the larger of the errors on held-out and on repeated queries.\n"
+        f"\n### Sizes that the theorems require\n\n{readings['theory']}\n"
     )
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     hardware = ", ".join(f"{name} {value}" for name, value in found["hardware"].items())

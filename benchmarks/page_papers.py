@@ -138,10 +138,10 @@ def page() -> str:
     parts = [
         "# The papers, line by line\n\n"
         "Written by `python -m benchmarks.page_papers` from the docstrings in `src/kvsketch`; do "
-        "not edit. Which class or function says that it implements, needs or bounds which line of "
-        "which paper. The file and the test of every line, and where the papers err: "
-        "[The papers' algorithms](algorithms.md). What was measured of them: "
-        "[guarantees](guarantees.md).\n"
+        "not edit. The table lists the classes and functions whose docstrings refer to a numbered "
+        "item of a paper. [The papers' algorithms](algorithms.md) has the file and the test of "
+        "every item and the errors in the papers. [Guarantees](guarantees.md) has the "
+        "measurements.\n"
     ]
     for paper in PAPERS:
         lines = dict.fromkeys(m.line for m in found if m.paper == paper)

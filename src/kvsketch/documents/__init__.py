@@ -1,1 +1,1 @@
-"""Documents that were compressed once: read, asked, talked about, continued, put together."""
+"""Compressed documents: reading, questions, chats, appending and merging."""

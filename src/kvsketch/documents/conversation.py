@@ -19,7 +19,7 @@ _LOOK = 16
 
 @dataclass(frozen=True)
 class Status:
-    """What a cache holds: tokens seen, slots per KV head, bytes, and the measured relative error,
+    """The size of a cache: tokens seen, slots per KV head, bytes, and the measured relative error,
     the mean over layers and heads (None: nothing was compressed yet, or it is not known)."""
 
     tokens: int
@@ -29,7 +29,7 @@ class Status:
 
 
 class Conversation:
-    """Says what it is told to a model and yields the answer.
+    """Passes messages to a model and yields the answers.
 
     Args:
         document: what it is about, or an empty cache.
@@ -102,7 +102,7 @@ class Conversation:
         return self.document
 
     def status(self) -> Status:
-        """What the cache holds now."""
+        """The present size of the cache."""
         cache = self.document.cache
         held = [accounting.held(layer) for layer in cache._sketches()]
         slots = sum(held) / len(held)
@@ -115,7 +115,7 @@ class Conversation:
 
 
 class _Pieces:
-    """Text of tokens that come one by one: what is not a whole character yet waits."""
+    """Text of tokens that come one by one; incomplete characters wait."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -123,7 +123,7 @@ class _Pieces:
         self._shown = ""
 
     def add(self, token: int) -> str:
-        """What a token adds."""
+        """The text that a token adds."""
         self._ids.append(token)
         text = self._text()
         if text.endswith("\ufffd") and len(self._ids) < 64:
@@ -136,7 +136,7 @@ class _Pieces:
         return piece
 
     def rest(self) -> str:
-        """What is left at the end."""
+        """The rest at the end."""
         return self._text()[len(self._shown) :]
 
     def _text(self) -> str:

@@ -1,4 +1,4 @@
-"""A document's cache, with what belongs to it: the model, its tokenizer, and how it is asked."""
+"""A document's cache, with its model, tokenizer and wording of questions."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Document:
     Attributes:
         model: a transformers causal language model.
         tokenizer: its own.
-        cache: what has become of the document, one row.
-        wording: what comes around it.
+        cache: the compressed document, one row.
+        wording: the text around it.
         answered: whether the last thing in the cache is an answer, not the document.
-        about: what else a file says of it: the model's name, where the text comes from.
+        about: other fields of the file: the model's name, the source of the text.
     """
 
     model: Any
@@ -47,7 +47,7 @@ class Document:
 
     @staticmethod
     def load(path: str | Path, model: Any, tokenizer: Any) -> Document:
-        """Read what ``save`` wrote; a cache that was saved in Python is a document, too.
+        """Read a file that ``save`` wrote; a cache that was saved in Python is a document, too.
 
         Raises:
             InputError: as ``SketchCache.load``, or it has several rows.
@@ -67,12 +67,12 @@ class Document:
         return None if most is None else max(0, most - self.cache.get_seq_length())
 
     def ids_of(self, text: str) -> Tensor:
-        """A text behind what is there, int64 ``[1, tokens]``."""
+        """A text after the existing tokens, int64 ``[1, tokens]``."""
         return encoded(self.model, self.tokenizer, text, special=False)
 
     @torch.no_grad()
     def append(self, text: str, advance: Advance = lambda done, total: None) -> int:
-        """Read more text behind the document.
+        """Read more text after the document.
 
         Returns:
             How many tokens.
@@ -100,7 +100,7 @@ class Document:
         return total
 
     def fork(self) -> Document:
-        """The same, with a cache that goes on by itself."""
+        """The same, with a cache that continues independently."""
         return replace(self, cache=self.cache.fork())
 
 
@@ -134,7 +134,7 @@ def read(
     Args:
         ids: int64 ``[1, tokens]``.
         queries: as for ``kvsketch.prefill``.
-        advance: told how far it is.
+        advance: called with the progress.
     """
     total = ids.shape[1]
     if all(layer.settings.exact_prefill for layer in cache._sketches()):

@@ -1,4 +1,4 @@
-"""What comes around a document, a question and an answer: a model's own chat template, or plain
+"""The text around a document, a question and an answer: a model's own chat template, or plain
 lines."""
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Wording:
             before, rest = text.split(_ONE)
             answering, rest = rest.split(_TWO)
             between, end = rest.split(_THREE)
-        except Exception:  # whatever a template raises on purpose, or lacks
+        except Exception:  # errors that a template raises, or missing fields
             return Wording()
         # The end opens an answer; what is between the first two may say more of one that is past.
         return Wording(True, before, "\n\n", end or answering, between)
 
     def values(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """JSON values."""
         return asdict(self)
 
     @staticmethod

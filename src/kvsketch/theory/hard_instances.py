@@ -20,10 +20,10 @@ _DRAWS = 20
 
 @dataclass(frozen=True)
 class Recovery:
-    """What Bob read back.
+    """The bits that Bob read back.
 
     Attributes:
-        rows: int64 ``[asked]``, the rows he asked for.
+        rows: int64 ``[asked]``, the rows that he queried.
         per_row: float64 ``[asked]``, the fraction of each row's bits that he got right.
     """
 
@@ -32,7 +32,7 @@ class Recovery:
 
     @property
     def fraction(self) -> float:
-        """Of all bits asked for. Guessing gets 1/2, so it says little by itself."""
+        """Over all queried bits. Guessing gets 1/2."""
         return float(self.per_row.mean())
 
     @property

@@ -1,4 +1,4 @@
-"""The right-hand sides of the error bounds, and what a sketch's error comes to beside them."""
+"""The right-hand sides of the error bounds, and a sketch's error relative to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK_SCORES = 1 << 21
 
 @dataclass(frozen=True)
 class ErrorBounds:
-    """What eps is multiplied with, per query, float64 ``[batch, num_attention_heads, q]``.
+    """The factors of eps, per query, float64 ``[batch, num_attention_heads, q]``.
 
     Attributes:
         operator: |softmax(Kq)|_2 |V|_op: SubGen, Theorem 1.

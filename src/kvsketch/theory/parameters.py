@@ -15,7 +15,7 @@ _LARGEST_EXPONENT = 600.0
 
 
 class Size(ABC):
-    """What a theorem asks for."""
+    """The parameters that a theorem requires."""
 
     @property
     @abstractmethod
@@ -23,7 +23,7 @@ class Size(ABC):
         """Slots per KV head."""
 
     def verdict(self, n: int) -> str:
-        """What ``slots`` means for n tokens, in words.
+        """A comparison of ``slots`` with n tokens, in words.
 
         Raises:
             InputError: n < 1.

@@ -1,4 +1,4 @@
-"""Figures of ``inspection``'s numbers, each with a text that says what it shows.
+"""Figures of ``inspection``'s numbers, each with a caption.
 
 matplotlib is imported when a figure is drawn: it belongs to the extra ``report``.
 """
@@ -23,7 +23,7 @@ from kvsketch.writing import save_bytes
 #: dots per inch: of .png, and of what is not drawn as lines in .svg
 _DPI = 100
 _KEYS, _VALUES = "tab:blue", "tab:orange"
-#: lines that can be told apart without colour
+#: line styles that can be distinguished without colour
 _MARKS = "osv^DP*X"
 
 
@@ -49,7 +49,7 @@ def draw(result: Mapping[str, Any], folder: Path) -> dict[str, dict[str, str]]:
 
 
 def caption(name: str, result: Mapping[str, Any]) -> str:
-    """What a figure shows, and what can be read from it."""
+    """A description of a figure and its interpretation."""
     more = result["readings"].get(name, "")
     if name == "errors":
         more = f"{more} {result['readings']['tolerance']}"

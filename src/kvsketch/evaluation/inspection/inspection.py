@@ -1,4 +1,4 @@
-"""What a model's own queries, keys and values say about compressing its cache, layer by layer.
+"""Measures a model's own queries, keys and values, layer by layer.
 
 Everything is measured on full-attention layers (the others stay unchanged), on activations caught
 by ``evaluation.activations.capture``; the result is plain numbers, ready for JSON.

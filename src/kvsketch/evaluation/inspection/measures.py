@@ -1,5 +1,5 @@
-"""What one prompt's queries, keys and values are like: where attention goes, how well few balls
-cover them, and how they lie in the plane."""
+"""Measures of one prompt's queries, keys and values: where attention goes, how well few balls cover
+them, and how they lie in the plane."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Texts that go on: KL to the exact cache, perplexity, and single layers' attention error.
+"""Teacher-forced continuations of texts: KL divergence from the exact cache, perplexity, and single
+layers' attention error.
 
 A text's last tokens are fed as they are, through a cache that was compressed before
-(``following`` says what is measured). With the question "seen", it was compressed right before
+(see ``following`` for the measurements). With the question "seen", it was compressed right before
 them; "unseen", ``GAP`` tokens earlier, which are read in one piece: as a question would be.
 """
 
@@ -21,10 +22,10 @@ from kvsketch.evaluation.tasks.text_data import load_texts
 if TYPE_CHECKING:
     from kvsketch.evaluation.runner.replies import Reply
 
-#: what of ``Reply.measured`` is a task's score
+#: the entry of ``Reply.measured`` that is a task's score
 MEASURES = {"kl": "kl", "perplexity": "nats", "attention_error": "error"}
 FORMS = ("text", "line")
-#: tokens between compression and what is measured, where a text has no question
+#: tokens between compression and the measured tokens, if a text has no question
 GAP = 64
 #: measured at the end of a text
 FOLLOW = 128
@@ -109,7 +110,7 @@ class Texts(Task):
         return EncodedCase(ids[: asked + new_tokens + 1], record, new_tokens, self.name)
 
     def graded(self, case: Case, reply: Reply) -> float:
-        """What was measured: an error."""
+        """The measured error."""
         return float(reply.measured[MEASURES[self.name]])
 
     def score(self, case: Case, text: str) -> float:
