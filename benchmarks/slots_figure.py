@@ -22,7 +22,7 @@ ROWS = (
     ("snapkv", "snapkv: tokens that the last queries attend to most; all others are dropped"),
     (
         "heavy_merge",
-        "heavy_merge: the most attended tokens stay; the others become slots that represent many",
+        "heavy_merge: the most attended tokens stay; the others become slots that stand for many",
     ),
 )
 LINES, BUDGET, SINK, RECENT, LAYER, HEAD = 20, 0.25, 4, 16, 2, 0
@@ -97,10 +97,10 @@ def draw(tokens: int, found: dict[str, Held], path: Path) -> None:
     axes[-1].set_xlabel(
         "position of the token, or of the slot: the mean of the tokens it stands for"
     )
-    fig.supylabel("tokens a slot represents (mass)", fontsize=9)
+    fig.supylabel("tokens a slot stands for (mass)", fontsize=9)
     names = {
         "tab:gray": "first and last tokens",
-        "tab:blue": "a token kept unchanged",
+        "tab:blue": "a token kept as it is",
         "tab:orange": "many tokens in one slot",
     }
     handles = [Patch(color=color) for color in names]

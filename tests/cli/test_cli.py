@@ -108,7 +108,7 @@ def test_methods_say_what_they_need_and_promise(
     rows = {row["name"]: row for row in json.loads(kvsketch("methods", "--json").stdout)["methods"]}
     assert rows["subgen"]["streams"].startswith("as a streaming sketch")
     assert rows["subgen"]["guarantee"].startswith("Theorem 1")
-    assert rows["kvzip"]["queries"].startswith("needs those of a second reading")
+    assert rows["kvzip"]["queries"].startswith("needs the queries of a second reading")
     assert rows["streaming_llm"]["queries"] == "needs none"
     assert rows["snapkv"]["guarantee"] == "none proved"
 
@@ -118,11 +118,11 @@ def test_options_of_a_method_are_explained() -> None:
     merge, window = shown["methods"]
     options = {option["name"]: option for option in merge["options"]}
     assert options["window"]["default"] == 64
-    assert options["window"]["meaning"] == "queries that vote, >= 1."
+    assert options["window"]["meaning"] == "number of last queries whose attention counts, >= 1."
     (required,) = window["options"]
     assert required["required"]
     text = " ".join(kvsketch("methods", "heavy_merge").stdout.split())
-    assert "option share (default 0.25): of the budget that keeps heavy tokens" in text
+    assert "option share (default 0.25): fraction of the budget that keeps heavy tokens" in text
     assert "did you mean 'heavy_merge'" in refused("methods", "heavy_marge")
 
 
