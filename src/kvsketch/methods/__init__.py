@@ -52,8 +52,8 @@ _CLASSES: tuple[type[Compressor], ...] = (
 
 METHODS: dict[str, type[Compressor]] = {cls.name: cls for cls in _CLASSES}
 
-#: What ``streaming.MergeReduce`` can drive. SoftmaxBalance keeps half or fewer, so it is no method
-#: for an exact budget.
+#: The halvings that ``MergeReduce`` accepts. SoftmaxBalance keeps half or fewer, so it is not a
+#: compressor with an exact budget.
 HALVINGS: dict[str, type[Halving]] = {
     cls.name: cls for cls in (SoftmaxBalance, BalanceKV, KernelHalving, GreedyHalving)
 }

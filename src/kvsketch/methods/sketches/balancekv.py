@@ -21,25 +21,26 @@ from .small_values import Erased, norm_bucket
 class BalanceKVStreaming(Sketch):
     """BalanceKV, Algorithm 1 as written.
 
-    Tokens are bucketed by value norm, bucket i holding 2^(i-1) <= |v| < 2^i (line 4 has the two
-    sides exchanged); each bucket is a MergeAndReduce instance over SoftmaxBalance on (k, v), whose
+    Tokens are put into buckets by value norm, bucket i with 2^(i-1) <= |v| < 2^i (line 4 exchanges
+    the two sides); each bucket is a MergeAndReduce instance over SoftmaxBalance on (k, v), whose
     tokens become slots (k, 2^l v, 0). One more instance, on (k, 1), gives the slots (k, 0, 2^l).
     Buckets with 2^i <= eps/(2n) e^(-r^2/sqrt(d)) v_max are erased (line 9 prints 2^n; the proof of
-    Theorem 3.1 needs 2n). Values of norm 0 enter no bucket, only the denominator.
+    Theorem 3.1 needs 2n). Values of norm 0 are in no bucket, only in the denominator.
 
-    The stream decides how many slots there are. Within a budget, and so in a cache, the algorithm
-    runs as ``BalanceKVBounded``, which says what it does otherwise.
+    The number of slots depends on the stream. Within a budget, and therefore in a cache, the
+    algorithm runs as ``BalanceKVBounded``, whose docstring lists the differences.
 
     Bound (Theorem 3.1), with ``kvsketch.theory.balancekv`` for the batch size: error at most
     eps |softmax(Kq)|_2 |V|_F, in O*(d t log(n/t)) memory per bucket.
 
     Args:
-        r: bound on the norms of keys and queries; None: the largest key norm seen so far, which is
-            what real models need (their norms have no useful a-priori bound).
+        r: bound on the norms of keys and queries; None: the largest key norm so far, which suits
+            real models (their norms have no useful a-priori bound).
         batch_size: t, an even number >= 2.
-        levels: T; None: log2(n/t), as many as it takes.
-        eps: precision, in (0, 1]; only decides what is erased.
-        max_tokens: n, the stream's length at most; decides what is erased and the walk's delta.
+        levels: T; None: log2(n/t), as many as needed.
+        eps: precision, in (0, 1]; only determines which buckets are erased.
+        max_tokens: n, the largest length of the stream; determines which buckets are erased, and
+            the walk's delta.
         delta: failure probability of one SoftmaxBalance; None: 1/n^2, a 1/poly(n).
         constant: of the walk, c = constant log(t/delta); 30 in the paper.
         on_fail: "record": norms beyond r and failed walks are counted in ``failures``; "raise":

@@ -36,18 +36,18 @@ def balance_of(
 
 
 class BalanceKVBounded(Bounded):
-    """BalanceKV Algorithm 1 within a budget. Ours: what ``balancekv_streaming`` is in a cache.
+    """BalanceKV Algorithm 1 within a budget. Ours; this is ``balancekv_streaming`` in a cache.
 
     As in Algorithm 1, the denominator's instance balances (k, 1), one instance per value-norm
-    bucket balances (k, v), and small buckets are erased. There, every instance has batches of its
-    own, so a token that the numerator keeps at level 2 may be gone from the denominator, or stand
-    for one token in it; where few tokens get most of the attention, the quotient then is off by
-    any factor. Here all instances cut their batches at the same places (``Bounded``), the walks
-    use the same random numbers, and where exactly half is to be kept ("chosen at random" in
-    section 4) the denominator prefers what the numerator kept. So the instances keep nearly the
-    same tokens, at the same weights, and such a token is held once: a slot (k, a v, m) with a
-    weight a in its bucket's instance and a weight m in the denominator's. Batches of fewer than 16
-    slots keep the same slots in both.
+    bucket balances (k, v), and small buckets are erased. There, every instance has its own batches,
+    so a token that the numerator keeps at level 2 may be dropped from the denominator or count once
+    in it; if few tokens get most of the attention, the quotient can then be wrong by any factor.
+    Here all instances cut their batches at the same places (``Bounded``), the walks use the same
+    random numbers, and where exactly half is to be kept ("chosen at random" in section 4) the
+    denominator prefers what the numerator kept. So the instances keep nearly the same tokens, at
+    the same weights, and such a token is held once: a slot (k, a v, m) with a weight a in its
+    bucket's instance and a weight m in the denominator's. Batches of fewer than 16 slots keep the
+    same slots in both.
 
     As in section 4, exactly half of a batch is kept: half of the numerator's slots, all buckets
     together, which then count double (of an odd number one more or less, at random), and half of
@@ -55,7 +55,7 @@ class BalanceKVBounded(Bounded):
     tokens at any time. No bound is claimed: a bucket's part of a batch may be small.
 
     Args:
-        capacity: slots per KV head that are held at most, >= 2.
+        capacity: largest number of slots per KV head, >= 2.
         batch_size: t, see ``Bounded``.
         r, eps, max_tokens, delta, constant, on_fail, scaling: as for ``BalanceKVStreaming``.
         seed: of every random choice.

@@ -18,10 +18,10 @@ from .levels import Levels
 
 class MergeReduceBounded(Bounded):
     """MergeAndReduce within a budget: the same slots serve numerator and denominator, any halving
-    halves batches, when room is needed (see ``Bounded``). What ``merge_reduce`` is in a cache.
+    halves batches when space is needed (see ``Bounded``). This is ``merge_reduce`` in a cache.
 
     Args:
-        capacity: slots per KV head that are held at most, >= 2.
+        capacity: largest number of slots per KV head, >= 2.
         halving: name of the halving.
         batch_size: t, see ``Bounded``.
         options: further arguments of the halving.
@@ -67,24 +67,23 @@ class MergeReduceBounded(Bounded):
 
 
 class MergeReduce(Sketch):
-    """MergeAndReduce, Algorithm 3 of BalanceKV, as a driver of any halving in
-    ``kvsketch.methods.HALVINGS``.
+    """MergeAndReduce, Algorithm 3 of BalanceKV, with any halving of ``kvsketch.methods.HALVINGS``.
 
-    Tokens gather in batches of ``batch_size``; a full batch is halved and its half joins the next
-    level, where a token stands for twice as many. At most one batch per level is held:
-    O(d t log(n/t)) memory. The same tokens serve numerator and denominator; BalanceKV with a
-    separate instance for each is ``BalanceKVStreaming``. (Line 6 reads "if p is not a multiple of
-    t"; j is meant.)
+    Tokens are collected in batches of ``batch_size``. A full batch is halved and its half joins the
+    next level, where a token has twice the mass. There is at most one batch per level: O(d t
+    log(n/t)) memory. The same tokens serve numerator and denominator; BalanceKV with a separate
+    instance for each is ``BalanceKVStreaming``. (Line 6 reads "if p is not a multiple of t"; j is
+    meant.)
 
     With ``softmax_balance``, which keeps the smaller side, the mass falls short of the tokens at
     every level, most with small batches; all other halvings keep it, and so does
-    ``MergeReduceBounded`` with any. The stream decides how many slots there are: within a budget,
-    and so in a cache, the algorithm runs as ``MergeReduceBounded``.
+    ``MergeReduceBounded`` with any. The number of slots depends on the stream: within a budget, and
+    therefore in a cache, the algorithm runs as ``MergeReduceBounded``.
 
     Args:
         halving: name of the halving.
         batch_size: t, an even number >= 2.
-        levels: T, halvings a token goes through at most; the last level then grows as n / 2^T.
+        levels: T, the largest number of halvings of a token; the last level then grows as n / 2^T.
             None: as many as the stream needs, which is T = log2(n/t), the theorem's choice.
         options: further arguments of the halving.
         seed: of every random choice.

@@ -18,7 +18,7 @@ class OneDimensional(Sketch):
     """Appendix E of "Compression Barriers" (head_dim 1; values may be wider): the k largest and
     k smallest keys exactly, and a uniform sample, without replacement, of the rest.
 
-    Whatever the sign of the query, the k highest scores are then at hand. Up to 2k tokens, all
+    For either sign of the query, the k highest scores are then known exactly. Up to 2k tokens, all
     are kept and everything is exact. After that, a token that leaves the 2k has k others on both
     sides and could never come back, so the kept ones are always the true extremes; it joins the
     rest, whose sample is the ``reservoir`` tokens of smallest random tag. k does not grow with the
@@ -48,7 +48,7 @@ class OneDimensional(Sketch):
     paper = "Haris and Onak, Compression Barriers, Appendix E"
     guarantee = "each draw of sample() has the softmax law while its reservoir suffices"
     least_slots = 3
-    grows = False  # what left the extremes, or the sample, does not come back
+    grows = False  # tokens that left the extremes or the sample do not return
     parameters = ("max_tokens", "buffer", "reservoir")
 
     def __init__(

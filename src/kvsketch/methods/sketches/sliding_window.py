@@ -14,10 +14,10 @@ from .base import Sketch, merged_options, token_bytes
 
 
 class SlidingWindow(Sketch):
-    """The last W tokens exactly, and ONE slot for everything before them.
+    """The last W tokens exactly, and one slot for all tokens before them.
 
     Attention as in "Compression Barriers", equation 20: a key outside the window counts as 0 (its
-    score is 0), its value is not masked. All tokens outside therefore weigh the same, and
+    score is 0), its value is not masked. All tokens outside therefore have the same weight, and
     together they are the slot k = 0, u = sum of their values, m = i - W. Where Algorithm 1 samples
     one of them, this running sum is exact: zero variance, no random number drawn.
 
@@ -58,8 +58,8 @@ class SlidingWindow(Sketch):
 
     @property
     def slots(self) -> Slots:
-        """The window, oldest token first, then what stands for the outside (dead where nothing
-        left the window yet). Values in at least float32."""
+        """The window, oldest token first, then the slot for the tokens outside (dead if no token
+        has left the window yet). Values in at least float32."""
         self._require_tokens()
         window = self.get("window")
         mass = self._alive().to(compute_dtype(window.values.dtype))
@@ -114,7 +114,7 @@ class SlidingWindow(Sketch):
         return self.state["outside"]
 
     def _outside_slots(self) -> Slots:
-        """What stands for the tokens outside."""
+        """The slots for the tokens outside."""
         return self._at_zero(self.state["sum"].unsqueeze(2), self._outside().unsqueeze(-1))
 
     def _leave(self, left: Slots, leaving: Tensor) -> None:
