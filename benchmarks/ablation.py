@@ -89,14 +89,14 @@ def streamed(
     chunk: int,
 ) -> Slots:
     """The first half at once, then ``chunk`` tokens at a time through a page of ``kept`` slots."""
-    driver = Stream(Windowed(make(), *window), Budget(kept))
+    stream = Stream(Windowed(make(), *window), Budget(kept))
     n = slots.count
     edges = [0, *range(n // 2, n, chunk), n]
     for start, end in pairwise(edges):
-        driver.extend(slots.narrow(start, end - start))
+        stream.extend(slots.narrow(start, end - start))
         queries = seen.queries[:, :, start:end]
-        driver.settle(Observed(queries, seen.scaling), prefill=end - start > 1)
-    return driver.slots
+        stream.settle(Observed(queries, seen.scaling), prefill=end - start > 1)
+    return stream.slots
 
 
 def measure(

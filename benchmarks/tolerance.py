@@ -121,17 +121,17 @@ def running(caught: list[Activations], budget: float, stream: int) -> list[dict[
     for layer in caught:
         tokens = Slots(layer.keys, layer.values)
         n = tokens.count - stream
-        driver = Stream(windowed("heavy_merge", **WINDOW), Budget(budget), track_error=True)
-        driver.extend(tokens.narrow(0, n))
-        driver.settle(Observed(layer.queries[:, :, :n], layer.scaling), prefill=True)
+        compressed = Stream(windowed("heavy_merge", **WINDOW), Budget(budget), track_error=True)
+        compressed.extend(tokens.narrow(0, n))
+        compressed.settle(Observed(layer.queries[:, :, :n], layer.scaling), prefill=True)
         for i in range(n, tokens.count):
-            driver.extend(tokens.narrow(i, 1))
-            driver.settle(Observed(layer.queries[:, :, i : i + 1], layer.scaling), prefill=False)
+            compressed.extend(tokens.narrow(i, 1))
+            compressed.settle(Observed(layer.queries[:, :, i : i + 1], layer.scaling), prefill=False)
         asked = Observed(layer.queries[:, :, -QUERIES:], layer.scaling)
-        held = driver.slots
+        held = compressed.slots
         exact, answer = (newest(s, asked) for s in (tokens, held))
         actual = relative_error(exact, answer, tokens.keys.shape[1])[0]
-        probe = driver.running_error
+        probe = compressed.running_error
         assert probe is not None
         group = layer.queries.shape[1] // layer.keys.shape[1]
         by_tokens = reservoir_error(held, tokens, asked, QUERIES * group, generator)[0]
