@@ -126,7 +126,9 @@ def running(caught: list[Activations], budget: float, stream: int) -> list[dict[
         compressed.settle(Observed(layer.queries[:, :, :n], layer.scaling), prefill=True)
         for i in range(n, tokens.count):
             compressed.extend(tokens.narrow(i, 1))
-            compressed.settle(Observed(layer.queries[:, :, i : i + 1], layer.scaling), prefill=False)
+            compressed.settle(
+                Observed(layer.queries[:, :, i : i + 1], layer.scaling), prefill=False
+            )
         asked = Observed(layer.queries[:, :, -QUERIES:], layer.scaling)
         held = compressed.slots
         exact, answer = (newest(s, asked) for s in (tokens, held))
