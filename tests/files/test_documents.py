@@ -182,7 +182,7 @@ def test_two_documents_become_one(model: str, tmp_path: Path) -> None:
     told("compress", "-", "-o", third, "--model", model, "--budget", "0.3", input=halves[0])
     assert "budget=0.4 and 0.3" in refused("merge", paths[0], third, "-o", both)
     told("compress", "-", "-o", third, "--model", model, "--method", "subgen", input=halves[0])
-    assert "cannot be turned" in refused("merge", third, third, "-o", tmp_path / "x.kvs")
+    assert "cannot be rotated" in refused("merge", third, third, "-o", tmp_path / "x.kvs")
 
 
 def test_a_chat_template_goes_around_document_and_question() -> None:

@@ -139,7 +139,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
     cases: list[tuple[SketchCache, SketchCache, str]] = [
         (plain, read(budget=0.5), "budget=0.4 and 0.5"),
         (plain, read(method="snapkv"), "method='heavy_merge' and 'snapkv'"),
-        (read(method="subgen"), read(method="subgen"), "streaming sketch cannot be turned"),
+        (read(method="subgen"), read(method="subgen"), "streaming sketch cannot be rotated"),
         (read(60), read(60), "too short"),
         (read(300), read(300), "600 tokens, and the model 512 positions"),
     ]

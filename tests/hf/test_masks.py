@@ -136,7 +136,7 @@ def test_masses_that_stand_for_several_tokens_are_not_hidden() -> None:
     hidden = torch.ones(1, 1, 1, 6, dtype=torch.bool)
     positions = torch.zeros(1, 2, 3)
     over_slots(View(hidden=hidden), 4, positions, torch.tensor([[[1.0, 0.0, 1.0]] * 2]))
-    with pytest.raises(UnsupportedError, match="stand for several tokens"):
+    with pytest.raises(UnsupportedError, match="represent several tokens"):
         over_slots(View(hidden=hidden), 4, positions, torch.tensor([[[1.0, 0.5, 1.0]] * 2]))
 
 

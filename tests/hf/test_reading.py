@@ -269,7 +269,7 @@ def test_methods_that_cannot_use_a_second_reading_say_so(llama, method):
 def test_layers_that_cannot_forget_are_refused(family):
     model = build(family)
     cache = SketchCache(model.config, budget=0.5)
-    with pytest.raises(UnsupportedError, match="cannot forget"):
+    with pytest.raises(UnsupportedError, match="cannot remove"):
         kvsketch.prefill(model, ids_of(1, 40), cache, queries="reread", tokenizer=Letters())
 
 

@@ -180,7 +180,7 @@ def test_the_model_is_as_it_was_after_an_error(llama):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"budget": 64}, "budget=64 is the share of retrieval heads"),
+        ({"budget": 64}, "budget=64 is the fraction of retrieval heads"),
         ({"tolerance": 0.1}, "tolerance=0.1"),
         ({"max_budget": 0.5}, "max_budget=0.5"),
         ({"schedule": [1.0, 1.0]}, "schedule="),

@@ -242,7 +242,7 @@ def test_output_attentions_is_refused_before_the_first_token() -> None:
     """Eager attention has weights; over slots they would be no weights of tokens."""
     model = build("llama", attention="eager")
     cache = SketchCache(model.config, "snapkv", **SMALL)
-    with pytest.raises(UnsupportedError, match="output_attentions=True asks for a weight per tok"):
+    with pytest.raises(UnsupportedError, match="output_attentions=True needs a weight per tok"):
         forward(model, ids_of(1, 40), cache, output_attentions=True)
     assert cache.get_seq_length() == 0
     roomy = SketchCache(model.config, "snapkv", budget=1000)
@@ -390,8 +390,8 @@ def test_a_mask_that_hides_kept_tokens_is_honoured(family: str) -> None:
     ("method", "settings", "says"),
     [
         ("keydiff", {}, "track_positions=True"),
-        ("cluster_merge", {"track_positions": True}, "stand for several tokens"),
-        ("uniform", {"track_positions": True}, "stand for several tokens"),
+        ("cluster_merge", {"track_positions": True}, "represent several tokens"),
+        ("uniform", {"track_positions": True}, "represent several tokens"),
     ],
 )
 def test_a_mask_that_cannot_be_honoured_is_refused(
