@@ -110,5 +110,5 @@ def test_the_best_method_is_told_by_what_is_read_again():
     assert lines[2:] == [
         "| nothing |  | b: 0.40 |",
         "| a sixth of it |  | c/sample: 0.90 |",
-        "| all, against all | d/reread: 0.70 |  |",
+        "| all of it, as a whole | d/reread: 0.70 |  |",
     ]
