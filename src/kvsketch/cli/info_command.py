@@ -26,6 +26,8 @@ def info_command(file: FileArgument, as_json: JsonOption = False) -> None:
         print(dumps({"command": "info", **found}))
         return
     table = Table(show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # the path of a model may be longer than a line
     for name, value in rows_of(found):
         table.add_row(name, value)
     console_for(False).print(table)

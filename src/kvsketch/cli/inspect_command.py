@@ -5,17 +5,16 @@ Heavy imports (torch, transformers) happen inside, as in ``kvsketch.cli``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from kvsketch.errors import InputError
+from kvsketch.evaluation.report.terminal import tables_within
 from kvsketch.evaluation.runner.files import check_folder, read_text, try_folder
 from kvsketch.writing import save_bytes
 
@@ -78,7 +77,7 @@ def inspect_command(
         out=out,
     )
     console = Console(stderr=as_json)
-    for table in tables(result):
+    for table in tables(result, console.width):
         console.print()
         console.print(table)
     console.print()
@@ -249,10 +248,15 @@ def sampled(model: Any, count: int, tokens: int, seed: int, layers: Sequence[int
     return list(found.split(1))
 
 
-def tables(result: Mapping[str, Any]) -> list[Table]:
-    """What is shown of a result: by layer, then by method. 80 columns wide."""
+def tables(result: Mapping[str, Any], width: int = 80) -> Iterator[Group]:
+    """What is shown of a result: by layer, then by method.
+
+    Args:
+        width: columns of the terminal.
+    """
     rows = result["layers"]
-    norms = _table(
+    yield from tables_within(
+        width,
         "norms: mean (largest); radius / spread of n/8 balls",
         ("layer", "queries", "keys", "values", "|q||k|s", "keys r", "values r"),
         [
@@ -267,7 +271,8 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
             for row in rows
         ],
     )
-    looked = _table(
+    yield from tables_within(
+        width,
         "attention at the end; tokens a tolerance needs",
         ("layer", "entropy", "sinks", "recent", "90% on", "0.02", "0.05", "0.1"),
         [
@@ -283,7 +288,8 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
         ],
     )
     ranked = sorted(result["errors"].items(), key=lambda item: item[1])
-    errors = _table(
+    yield from tables_within(
+        width,
         f"relative error, {result['kept']:.0%} kept",
         ("method", "mean", *(f"layer {row['layer']}" for row in rows[:_COLUMNS])),
         [
@@ -291,27 +297,10 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
             for name, mean in ranked
         ],
     )
-    return [norms, looked, errors]
 
 
-#: layers with a column of their own: what 80 columns hold
+#: layers with a column of their own
 _COLUMNS = 6
-
-
-def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for name in names:
-        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _layers(text: str) -> list[int]:

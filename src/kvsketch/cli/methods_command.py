@@ -60,7 +60,9 @@ def methods_command(
 
 def _row(name: str, cls: type[Any]) -> dict[str, Any]:
     doc = _plain(inspect.getdoc(cls) or "")
-    meanings = _meanings(doc)
+    meanings: dict[str, str] = {}
+    for base in reversed(cls.__mro__):  # a docstring may leave options to that of its base class
+        meanings |= _meanings(_plain(inspect.getdoc(base) or ""))
     taken = inspect.signature(cls).parameters.values()
     return {
         "name": name,
@@ -139,7 +141,7 @@ def _show(row: Mapping[str, Any], console: Console, meanings: bool) -> None:
         console.print(Padding(escape(line), (0, 0, 0, 2), expand=False), highlight=False)
     for option in row["options"] if meanings else []:
         value = "required" if option["required"] else f"default {option['default']!r}"
-        text = f"option {option['name']} ({value}): {option['meaning'] or 'see its docstring'}"
+        text = f"option {option['name']} ({value}): {option['meaning']}"
         console.print(Padding(escape(text), (0, 0, 0, 2), expand=False), highlight=False)
     console.print()
 

@@ -135,8 +135,10 @@ class BalanceKV(SoftmaxBalance):
     n/2 tokens are kept: those of sign +1, and as many as it takes chosen at random. The kept ones
     serve numerator and denominator, u and m doubled.
 
+    Other arguments are those of ``SoftmaxBalance``.
+
     Args:
-        block: tokens per block, >= 2; others as for ``SoftmaxBalance``.
+        block: tokens per block, >= 2.
     """
 
     name = "balancekv"

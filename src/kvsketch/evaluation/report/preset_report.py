@@ -3,16 +3,14 @@ read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.console import Console, Group
 
 from kvsketch.evaluation.report.parts import Grid
 from kvsketch.evaluation.report.published_panel import NOT_RUN, beside
+from kvsketch.evaluation.report.terminal import tables_within
 from kvsketch.evaluation.runner.preset_run import Plan
 from kvsketch.evaluation.runner.runs import run_of
 from kvsketch.evaluation.runner.setups import EXACT
@@ -24,8 +22,9 @@ def show(plan: Plan, sweep: Sweep, console: Console) -> dict[str, Any]:
     records = sweep.done()
     grids = beside(run_of(records)) if records else []
     for grid in grids:
-        console.print()
-        console.print(_table(grid))
+        for table in _tables(grid, console.width):
+            console.print()
+            console.print(table)
         console.print(grid.note, markup=False, highlight=False)
     if plan.missing:
         console.print(f"\nNot run: {'; '.join(plan.missing)}.", markup=False, highlight=False)
@@ -59,19 +58,8 @@ def _nothing_lost(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"Nothing was compressed in {', '.join(whole)}: the prompts fit."] if whole else []
 
 
-def _table(grid: Grid) -> Table:
-    table = Table(
-        title=grid.title,
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for name in grid.header:  # 80 columns hold it all, but for what was kept in slots
-        table.add_column(name, no_wrap=not name.endswith("kept"))
-    for row in grid.rows:
-        # What a task type lacks is said below the table.
-        cells = (NOT_RUN if cell.startswith(NOT_RUN) else cell for cell in row)
-        table.add_row(*map(escape, cells))
-    return table
+def _tables(grid: Grid, width: int) -> Iterator[Group]:
+    # What a task type lacks is said below the table.
+    rows = [[NOT_RUN if cell.startswith(NOT_RUN) else cell for cell in row] for row in grid.rows]
+    names = 1 + list(grid.header).index("method")
+    return tables_within(width, grid.title, grid.header, rows, names=names, left=grid.header)

@@ -8,9 +8,9 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.console import Group
 
+from kvsketch.evaluation.report.terminal import BETWEEN, bare_table, titled
 from kvsketch.evaluation.runner.scales import Scale, scale_of
 
 #: columns of a results table; those to the right go first where a terminal is too narrow for all,
@@ -27,7 +27,7 @@ _ORDER = (
 _LEAST_NAME = 13
 
 
-def results_tables(rows: Sequence[Mapping[str, Any]], width: int = 80) -> Iterator[Table]:
+def results_tables(rows: Sequence[Mapping[str, Any]], width: int = 80) -> Iterator[Group]:
     """Tables of `sweep.aggregate` rows, one per task and group (lines, data set, length, ...).
 
     Args:
@@ -52,19 +52,12 @@ def _title(row: Mapping[str, Any]) -> str:
     return f"{row['task']}: {group}" if group else str(row["task"])
 
 
-def _results_table(title: str, rows: Sequence[Mapping[str, Any]], width: int) -> Table:
+def _results_table(title: str, rows: Sequence[Mapping[str, Any]], width: int) -> Group:
     """kB are 1,000 bytes per case; peak memory and prefill speed need 100 columns."""
     tokens = sum(row["prompt_tokens"] for row in rows) / len(rows)
     scale = scale_of(rows[0]["task"])
     better = "; less is better" if scale.is_error else ""
-    table = Table(
-        title=f"{title}; {tokens:,.0f} tokens, question {rows[0]['question']}{better}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
+    table = bare_table()
     cells = [_cells(scale, row) for row in rows]
     shown = _fitting(cells, width)
     for name in shown:
@@ -74,7 +67,8 @@ def _results_table(title: str, rows: Sequence[Mapping[str, Any]], width: int) ->
             table.add_column(name, justify="right", no_wrap=True)
     for cell in cells:
         table.add_row(*(cell[name] for name in shown))
-    return table
+    question = rows[0]["question"]
+    return titled(f"{title}; {tokens:,.0f} tokens, question {question}{better}", table)
 
 
 def _cells(scale: Scale, row: Mapping[str, Any]) -> dict[str, str]:
@@ -98,7 +92,7 @@ def _fitting(rows: Sequence[Mapping[str, str]], width: int) -> list[str]:
 
     def needed(name: str) -> int:
         longest = max(len(text) for text in (name, *(row[name] for row in rows)))
-        return 2 + (min(longest, _LEAST_NAME) if name == "method" else longest)
+        return BETWEEN + (min(longest, _LEAST_NAME) if name == "method" else longest)
 
     names = list(_COLUMNS_WIDE if width >= 100 else _COLUMNS)
     while len(names) > _ALWAYS and sum(map(needed, names)) > width:

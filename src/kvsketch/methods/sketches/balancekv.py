@@ -45,6 +45,7 @@ class BalanceKVStreaming(Sketch):
         constant: of the walk, c = constant log(t/delta); 30 in the paper.
         on_fail: "record": norms beyond r and failed walks are counted in ``failures``; "raise":
             InputError, and the sketch is unchanged.
+        scaling: of the scores, default 1/sqrt(head_dim).
         seed: of every random choice.
 
     Raises:
