@@ -43,6 +43,10 @@ def test_github_runs_what_ci_runs() -> None:
     for target in matrix["target"]:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     assert {entry["target"] for entry in matrix["include"]} <= set(matrix["target"])
+    tested = {entry["python"] for entry in matrix["include"]}
+    promised = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)
+    assert tested == {promised[0], promised[-1]}, "the oldest and the newest that is promised"
+    assert f'requires-python = ">={promised[0]}"' in PROJECT
     (run,) = (s["run"] for s in WORKFLOW["jobs"]["make"]["steps"] if s.get("name"))
     assert run == "make ${{ matrix.target }}"
 

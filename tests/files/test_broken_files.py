@@ -17,7 +17,7 @@ import torch
 from mutations import mutants, parts, signed, with_header
 
 from families import build
-from kvsketch import InputError, KVSketchError, SketchCache
+from kvsketch import Curves, InputError, KVSketchError, SketchCache
 from kvsketch.cli.info_command import info, rows_of
 
 WINDOW: dict[str, Any] = {"sink": 2, "recent": 6}
@@ -165,6 +165,17 @@ def test_what_is_wrong_is_said(llama: Any, tmp_path: Path) -> None:
     start, end = table[name]["data_offsets"]
     worse = data[:start] + b"\xff" * (end - start) + data[end:]
     refused(signed(table, worse), f"{name} is not finite")
+    refused(first(lambda s: s.update(seen=1)), "seen=1 must be the number of tokens")
+    refused(first(lambda s: s.update(bytes=1.5)), "bytes=1.5 must be an int")
+    refused(first(lambda s: s.update(bytes=True)), "bytes=True must be an int")
+    refused(raw + b"\0" * 8, "bytes of data, of which")
+    text = raw[8 : len(raw) - len(data)]
+    twice = b'{"x":1,"x":1,' + text[1:]
+    refused(len(twice).to_bytes(8, "little") + twice + data, "a name is there twice")
+    nested = parts(raw)[0]
+    nested["__metadata__"]["more"] = {"sha256": "0" * 64}
+    length = len(text := json.dumps(nested, separators=(",", ":")).encode())
+    refused(length.to_bytes(8, "little") + text + data, "no checksum, or more than one")
     moved = parts(raw)[0]
     moved["../../../tmp/evil"] = moved.pop(name)
     refused(signed(moved, data), "unit is missing")
@@ -172,6 +183,45 @@ def test_what_is_wrong_is_said(llama: Any, tmp_path: Path) -> None:
     os.mkfifo(fifo)
     with pytest.raises(InputError, match="is not a file"):
         SketchCache.load(fifo, llama)
+
+
+def test_a_budget_beyond_what_is_held_is_refused(llama: Any, tmp_path: Path) -> None:
+    raw, broken = saved(llama, "ragged", tmp_path).read_bytes(), tmp_path / "broken.kvs"
+
+    def change(header: dict[str, Any]) -> None:
+        header["state"]["layers"]["0"]["stream"]["budget"]["value"] = 10**7
+
+    broken.write_bytes(with_header(raw, change))
+    with pytest.raises(InputError, match="budget=10000000 must be about the"):
+        SketchCache.load(broken, llama)
+
+
+def test_a_file_does_not_name_other_files(llama: Any, tmp_path: Path) -> None:
+    """Not even one that could be read: an allocation is a file's own, or a name."""
+    raw, broken = saved(llama, "bits", tmp_path).read_bytes(), tmp_path / "broken.kvs"
+    kept = torch.tensor([0.2, 0.5, 1.0], dtype=torch.float64)
+    curves = Curves(torch.zeros(2, 2, 3, dtype=torch.float64), kept)
+    curves.save(tmp_path / "curves.json")
+    Curves.load(tmp_path / "curves.json")
+    named = str(tmp_path / "curves.json")
+    change = lambda h: h["state"]["arguments"].update(allocation=named)  # noqa: E731
+    broken.write_bytes(with_header(raw, change))
+    with pytest.raises(InputError, match=r"allocation='.* must be one of"):
+        SketchCache.load(broken, llama)
+
+
+def test_what_is_neither_true_nor_false_is_refused(llama: Any, tmp_path: Path) -> None:
+    path, mask = tmp_path / "padded.kvs", torch.ones(1, 130, dtype=torch.int64)
+    mask[0, :20] = 0
+    cache = SketchCache(llama.config, "snapkv", budget=40, **WINDOW)
+    with torch.no_grad():
+        llama(torch.full((1, 130), 7), past_key_values=cache, attention_mask=mask)
+    cache.save(path)
+    table, data = parts(path.read_bytes())
+    start = table["live"]["data_offsets"][0]
+    path.write_bytes(signed(table, data[:start] + b"\2" + data[start + 1 :]))
+    with pytest.raises(InputError, match="live holds what is neither true nor false"):
+        SketchCache.load(path, llama)
 
 
 def test_a_header_of_two_gigabytes_is_not_read(llama: Any, tmp_path: Path) -> None:

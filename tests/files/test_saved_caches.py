@@ -29,6 +29,7 @@ from kvsketch.cache.sketch_page import SketchPage, SketchPages
 from kvsketch.cache.tokens import Tokens
 from kvsketch.methods.registry import REREADING
 from kvsketch.methods.snapkv import SnapKV
+from kvsketch.slots import Slots
 
 WINDOW: dict[str, Any] = {"sink": 2, "recent": 6}
 RAGGED = [[1.5, 0.5], [0.6, 1.4]]
@@ -308,3 +309,15 @@ def test_a_fork_leaves_the_first_as_it_was_and_shares_what_is_never_written(llam
         assert torch.equal(tensor, now.tensors()[name])
     assert cache.summary() == before
     assert twin.get_seq_length() > cache.get_seq_length()
+
+
+def test_a_fork_of_tokens_has_its_own_padding() -> None:
+    zeros = torch.zeros(1, 2, 5, 4)
+    tokens, slots = Tokens(), Slots(zeros, zeros)
+    tokens.append(slots)
+    tokens.mark_last(torch.tensor([[False, True, True]]))
+    twin = copy.deepcopy(tokens)
+    assert twin.slots.keys is tokens.slots.keys
+    twin.mark_last(torch.tensor([[False, False]]))
+    assert tokens.live is not None
+    assert tokens.live.tolist() == [[True, True, False, True, True]]
