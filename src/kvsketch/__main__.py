@@ -1,6 +1,6 @@
 """`python -m kvsketch` is the command `kvsketch`."""
 
-from kvsketch.cli.app import main
+from kvsketch.cli import main
 
 if __name__ == "__main__":
     main()

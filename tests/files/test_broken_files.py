@@ -165,6 +165,8 @@ def test_what_is_wrong_is_said(llama: Any, tmp_path: Path) -> None:
     start, end = table[name]["data_offsets"]
     worse = data[:start] + b"\xff" * (end - start) + data[end:]
     refused(signed(table, worse), f"{name} is not finite")
+    longer = state(lambda s: s["layers"]["1"]["stream"].update(seen=140))
+    refused(longer, "layers.1.kind=.* must be of as many rows and tokens as the other layers")
     refused(first(lambda s: s.update(seen=1)), "seen=1 must be the number of tokens")
     refused(first(lambda s: s.update(bytes=1.5)), "bytes=1.5 must be an int")
     refused(first(lambda s: s.update(bytes=True)), "bytes=True must be an int")
@@ -194,6 +196,25 @@ def test_a_budget_beyond_what_is_held_is_refused(llama: Any, tmp_path: Path) -> 
     broken.write_bytes(with_header(raw, change))
     with pytest.raises(InputError, match="budget=10000000 must be about the"):
         SketchCache.load(broken, llama)
+
+
+def test_a_file_of_another_number_of_heads_is_refused(tmp_path: Path) -> None:
+    """One that says it is of a configuration which it is not of."""
+    from kvsketch.hf.identity import config_mark
+
+    model, path = build("llama"), tmp_path / "other.kvs"
+    config = copy.deepcopy(model.config)
+    config.num_key_value_heads = 1
+    other = type(model)(config).eval()
+    cache = SketchCache(config, "snapkv", budget=40, **WINDOW)
+    with torch.no_grad():
+        other(torch.full((1, 130), 7), past_key_values=cache)
+    cache.save(path)
+    mark = config_mark(model.config)
+    change = lambda h: h["model"].update(config=mark, layers=None)  # noqa: E731
+    path.write_bytes(with_header(path.read_bytes(), change))
+    with pytest.raises(InputError, match="as many KV heads as the model has"):
+        SketchCache.load(path, model)
 
 
 def test_a_file_does_not_name_other_files(llama: Any, tmp_path: Path) -> None:

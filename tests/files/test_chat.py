@@ -166,6 +166,57 @@ def test_a_chat_without_a_terminal(model: str, tmp_path: Path) -> None:
     assert header(path)["summary"]["tokens"] > 24
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals of Unix")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("answering", [True, False])
+def test_what_was_said_is_saved_when_the_terminal_is_closed(
+    model: str, tmp_path: Path, number: int, answering: bool
+) -> None:
+    path = tmp_path / "talk.kvs"
+    words = ("chat", "--model", model, "--save", str(path), "--max-new-tokens")
+    terminal = Terminal(*words, "9000" if answering else "5")
+    terminal.until(PROMPT)
+    terminal.type("brave calm dark\n")
+    terminal.until("tokens seen")
+    if not answering:
+        terminal.until(PROMPT)
+        time.sleep(0.5)  # until it waits for what is typed
+    terminal.process.send_signal(number)
+    terminal.until("saved to")
+    assert terminal.process.wait(30) == 0
+    assert header(path)["summary"]["tokens"] >= 4
+
+
+def test_a_chat_that_cannot_be_saved_asks_for_another_file(model: str, tmp_path: Path) -> None:
+    path, other = tmp_path / "folder" / "talk.kvs", tmp_path / "other.kvs"
+    path.parent.mkdir()
+    terminal = Terminal("chat", "--model", model, "--save", str(path), "--max-new-tokens", "5")
+    terminal.until(PROMPT)
+    path.mkdir()  # meanwhile
+    terminal.type("brave calm dark\n")
+    terminal.until(PROMPT)
+    terminal.type("/exit\n")
+    shown = terminal.until("another file to save it to")
+    assert "error:" in shown
+    terminal.type(f"{other}\n")
+    terminal.until("saved to")
+    assert terminal.process.wait(30) == 0
+    assert header(other)["summary"]["tokens"] >= 4
+
+
+def test_a_character_of_several_tokens_is_shown_once_it_is_whole() -> None:
+    from kvsketch.documents.conversation import _Pieces
+
+    class Bytes:
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return bytes(ids).decode("utf-8", "replace")
+
+    pieces, text = _Pieces(Bytes()), "é, 東京! " * 9
+    shown = [pieces.add(byte) for byte in text.encode()]
+    assert "".join(shown) + pieces.rest() == text
+    assert shown[:2] == ["", "é"]
+
+
 def test_a_signal_stops_the_answer_between_two_tokens(model: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -72,12 +72,17 @@ def test_a_document_is_compressed_shown_asked_and_continued(
     assert shown["about"]["source"] == "doc.txt"
     assert "heavy_merge, budget 0.5" in kvsketch("info", path).stdout
     before = path.read_bytes()
+    path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    assert "is damaged" in refused("info", path)
+    path.write_bytes(before)
     asked = ["Tell me what?", "I need the number", "brave", "calm"]
     many = told("ask", path, *asked, "--max-new-tokens", 6)
     for question, row in zip(asked, many["answers"], strict=True):
         (alone,) = told("ask", path, question, "--max-new-tokens", 6)["answers"]
         assert alone == row
         assert row["question"] == question
+        assert row["tokens"] <= 6
+    assert max(row["tokens"] for row in many["answers"]) == 6
     listed = tmp_path / "questions.txt"
     listed.write_text("\n".join(asked) + "\n\n")
     again = told("ask", path, "--questions", listed, "--max-new-tokens", 6, "--batch", 1)
@@ -124,9 +129,10 @@ def test_bad_input_is_refused_in_one_line(model: str, text: Path, tmp_path: Path
     assert "did you mean 'snapkv'" in refused("compress", text, *compress, "--method", "snapvk")
     assert "--queries 'again'" in refused("compress", text, *compress, "--queries", "again")
     assert "--queries reread" in refused("compress", text, *compress, "--method", "kvzip")
-    assert "does not exist" in refused(
-        "compress", text, "--model", model, "-o", tmp_path / "no" / "out.kvs"
-    )
+    said = refused("compress", text, "--model", model, "-o", "/proc/no/out.kvs")
+    assert "--out /proc/no/out.kvs: the folder /proc/no cannot be written" in said
+    said = refused("chat", "--model", model, "--save", "/proc/no/out.kvs")
+    assert "--save /proc/no/out.kvs: the folder" in said
     assert "is a folder" in refused("compress", text, "--model", model, "-o", tmp_path)
     long = tmp_path / "long.txt"
     long.write_text("brave calm dark " * 400)
@@ -136,13 +142,64 @@ def test_bad_input_is_refused_in_one_line(model: str, text: Path, tmp_path: Path
     told("compress", long, "-o", path, "--model", model, "--max-tokens", POSITIONS - 8)
     assert "8 of the model's 1024 positions are left" in refused("ask", path, "brave " * 30)
     assert "positions are left; append less of it" in refused("append", path, text)
-    assert "none may be empty" in refused("ask", path, " ")
-    assert "give a question" in refused("ask", path)
+    assert "QUESTION ' ' is empty" in refused("ask", path, "brave", " ")
+    assert "QUESTION... is missing" in refused("ask", path)
+    assert "--temperature -1.0 must be a number" in refused("ask", path, "x", "--temperature", -1)
+    said = refused("ask", path, "x", "--seed", "1.5")
+    assert "'--seed'" in said
+    assert "'1.5'" in said
     assert "there must be" not in refused("ask", path, "x", "--max-new-tokens", "0")
     assert "not a readable safetensors file" in refused("info", text)
-    assert "is not a file" in refused("ask", tmp_path / "none.kvs", "x")
-    assert "of another model" in refused("ask", path, "x", "--model", "packaged")
+    none = tmp_path / "none.kvs"
+    for words in (("ask", none, "x"), ("info", none), ("merge", path, none, "-o", out)):
+        assert f"DOC.kvs {none} is not a file" in refused(*words)
+    said = refused("ask", path, "x", "--model", "packaged")
+    assert "of another model" in said
+    assert f"it was made with {model}" in said
     assert "exclude each other" in refused("chat", "--context", path, "--budget", "9")
+
+
+def test_a_document_is_one_row_and_keeps_its_wording(tmp_path: Path) -> None:
+    import torch
+
+    from kvsketch import InputError
+    from kvsketch.documents.document import Document
+    from tiny_model import tiny_model
+
+    tokenizer, path = tiny_tokenizer(), tmp_path / "doc.kvs"
+    model = tiny_model(len(tokenizer))
+    wording = Wording(asking=" ? ", answering=" ! ")
+    for rows in (1, 2):
+        cache = SketchCache(model.config, "snapkv", budget=40)
+        with torch.no_grad():
+            model(torch.full((rows, 90), 7), past_key_values=cache)
+        Document(model, tokenizer, cache, wording, {}).save(path)
+        if rows == 1:
+            assert Document.load(path, model, tokenizer).wording == wording
+    with pytest.raises(InputError, match="holds 2 rows; a document is one"):
+        Document.load(path, model, tokenizer)
+
+
+def test_a_folder_that_is_missing_is_made_as_by_eval(
+    model: str, text: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "new" / "folder" / "doc.kvs"
+    refused("compress", text, "-o", path, "--model", model, "--method", "snapvk")
+    assert not path.parent.parent.exists()
+    told("compress", text, "-o", path, "--model", model)
+    again = tmp_path / "other" / "doc.kvs"
+    told("append", path, "-", "-o", again, input="line brave-calm\n")
+    assert told("info", again)["summary"]["tokens"] > told("info", path)["summary"]["tokens"]
+
+
+def test_a_document_ends_where_an_answer_begins(model: str, text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "talk.kvs"
+    told("compress", text, "-o", path, "--model", model)
+    words = ("chat", "--context", path, "--save", path, "--max-new-tokens", "3")
+    kvsketch(*words, input="brave calm\n")
+    before = path.read_bytes()
+    assert "append to the document before" in refused("append", path, text)
+    assert path.read_bytes() == before
 
 
 def test_another_tokenizer_is_refused(text: Path, tmp_path: Path) -> None:

@@ -12,7 +12,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 import tiny_models
 from families import CONFIGS, build
 from kvsketch import Curves, InputError, KVSketchError, SketchCache, UnsupportedError
-from kvsketch.hf.joining import join
+from kvsketch.budget import Budget
+from kvsketch.cache.budgets import HeadBudgets
+from kvsketch.cache.storage import Bits
+from kvsketch.hf.joining import _budgets, join
 from kvsketch.hf.turning import turn_of
 
 WINDOW: dict[str, Any] = {"sink": 2, "recent": 6}
@@ -125,6 +128,39 @@ def test_slots_of_both_are_kept_within_the_budget(settings: dict[str, Any], tmp_
         one, two = (forward(model, ids_of(1, token), cache) for cache in (joined, loaded))
         assert torch.equal(one, two)
     assert joined.summary()["slots"] < 1.15 * summary["slots"] + 40
+
+
+def test_what_both_say_of_their_slots_is_put_together() -> None:
+    model = build("llama")
+    first, second = (
+        SketchCache(model.config, budget=0.4, track_positions=True, **WINDOW) for _ in range(2)
+    )
+    forward(model, ids_of(200, 1), first)
+    forward(model, ids_of(120, 2), second)
+    for cache, bits in ((first, Bits(4, 8)), (second, Bits(8, 4))):
+        for layer in cache._sketches():
+            layer.stream.bits = bits
+    first.plan.above = {0: torch.tensor([True, False])}
+    second.plan.above = {0: torch.tensor([False, False]), 1: torch.tensor([False, True])}
+    joined = join(first, second, model)
+    for layer in joined._sketches():
+        assert layer.stream.bits == Bits(8, 8)  # the better of both
+        positions = layer.stream.slots.positions
+        assert positions is not None
+        assert float(positions.max()) == 319
+    above = {number: heads.tolist() for number, heads in joined.plan.above.items()}
+    assert above == {0: [True, False], 1: [False, True]}
+
+
+def test_a_budget_is_the_mean_over_the_tokens_of_both() -> None:
+    class Read:
+        def __init__(self, seen: int, *shares: float) -> None:
+            self.seen, self.held = seen, torch.zeros(1, len(shares))
+            self.budget = HeadBudgets([[Budget(0.4, share) for share in shares]], True)
+
+    budgets: Any = _budgets
+    (row,) = budgets(Read(300, 1.5, 0.5), Read(100, 0.5, 1.5)).rows
+    assert [budget.share for budget in row] == [1.25, 0.75]
 
 
 def test_what_does_not_fit_together_is_refused() -> None:

@@ -235,6 +235,12 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(
     cache = SketchCache(llama.config, "snapkv", budget=40, **WINDOW)
     with pytest.raises(UnsupportedError, match="empty"):
         cache.save(path)
+    torn = SketchCache(llama.config, "snapkv", budget=40, **WINDOW)
+    forward(llama, ids_of(1, 100), torn)
+    keys = torch.zeros(1, 2, 1, 16)
+    torn.update(keys, keys, 0)  # and no other layer
+    with pytest.raises(UnsupportedError, match="in the middle of a forward"):
+        torn.save(path)
     own = SketchCache(llama.config, SnapKV(window=16), budget=40, **WINDOW)
     forward(llama, ids_of(1, 100), own)
     with pytest.raises(UnsupportedError, match="'snapkv' is a Compressor"):

@@ -1,5 +1,20 @@
 """The command line."""
 
-from .app import app, main
+from __future__ import annotations
 
-__all__ = ["app", "main"]
+import signal
+import sys
+
+#: exit code after Ctrl-C
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def main() -> None:
+    """Entry point of the command `kvsketch`."""
+    try:
+        from kvsketch.cli.app import app  # takes a moment, which Ctrl-C may fall into
+
+        app(prog_name="kvsketch")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)

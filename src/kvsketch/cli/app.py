@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from kvsketch.cli import INTERRUPTED
 from kvsketch.cli.append_command import EPILOG as APPEND_EXAMPLE
 from kvsketch.cli.append_command import append_command
 from kvsketch.cli.ask_command import EPILOG as ASK_EXAMPLE
@@ -26,7 +27,6 @@ from kvsketch.cli.compress_command import EPILOG as COMPRESS_EXAMPLE
 from kvsketch.cli.compress_command import compress_command
 from kvsketch.cli.eval_command import (
     BUDGETS_DEFAULT,
-    INTERRUPTED,
     METHODS_DEFAULT,
     console_for,
     eval_command,
@@ -91,7 +91,7 @@ def _errors_in_one_line(group: Any = None) -> Iterator[None]:
             path = said.ctx.command_path
         else:
             path = " ".join(["kvsketch", *([group.invoked_subcommand] if group else [])])
-        message = f"{said.format_message().rstrip('.')}; see `{path} --help`"
+        message = f"{said.format_message().rstrip('.')}{_given(error)}; see `{path} --help`"
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
@@ -99,6 +99,12 @@ def _errors_in_one_line(group: Any = None) -> Iterator[None]:
         return
     print("error:", " ".join(line.strip() for line in message.splitlines()), file=sys.stderr)
     raise typer.Exit(USAGE_ERROR)
+
+
+def _given(error: Exception) -> str:
+    """The value that pydantic, which some versions of typer ask, does not name itself."""
+    found: Any = getattr(error.__cause__, "errors", list)()
+    return f", not {found[0]['input']!r}" if found else ""
 
 
 app = typer.Typer(
@@ -238,8 +244,3 @@ def demo(
     # JSON comes last on standard output; with --json this text goes to standard error.
     run_sweep(sweep, "demo", as_json, {**sweep.base, "cases": "generated"}, seed)
     console_for(as_json).print(GO_ON, soft_wrap=True, highlight=False)
-
-
-def main() -> None:
-    """Entry point of the command `kvsketch`."""
-    app(prog_name="kvsketch")

@@ -17,6 +17,7 @@ from kvsketch.cli.document_options import (
     mb,
     open_document,
     reading,
+    save,
     text_of,
 )
 from kvsketch.cli.eval_command import console_for
@@ -37,14 +38,15 @@ def append_command(
 ) -> None:
     """Read more text after a compressed document, with the same budget."""
     target = file if out is None else out
-    check_out(target)
+    option = "DOC.kvs" if out is None else "--out"
+    check_out(target, option)
     more = text_of(text, "FILE")
     document = open_document(file, model, device)
     start = time.perf_counter()
     with reading(document.cache) as advance:
         tokens = document.append(more, advance)
     seconds = time.perf_counter() - start
-    document.save(target)
+    save(document, target, option)
     cache = document.cache
     console_for(as_json).print(
         f"{tokens:,} tokens more ({tokens / seconds:,.0f} tokens/s), {cache.get_seq_length():,} in "

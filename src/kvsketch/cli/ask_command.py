@@ -14,6 +14,7 @@ from kvsketch.cli.document_options import (
     FileArgument,
     JsonOption,
     ModelOfFile,
+    check_temperature,
     open_document,
     text_of,
 )
@@ -53,10 +54,13 @@ def ask_command(
     if questions_from is not None:
         lines = text_of(questions_from, "--questions").splitlines()
         asked += [line for line in lines if line.strip()]
-    if not asked or not all(question.strip() for question in asked):
-        raise InputError("give a question, or a file of them with --questions; none may be empty")
+    if not asked:
+        raise InputError("QUESTION... is missing: give one or more, or a file of them, --questions")
+    if not all(question.strip() for question in asked):
+        raise InputError(f"QUESTION {min(asked, key=len)!r} is empty")
     at_least("--max-new-tokens", max_new_tokens, 1)
     at_least("--batch", batch, 1)
+    check_temperature(temperature)
     document = open_document(file, model, device)
     from kvsketch.documents.answering import Sampling, answers
 

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,15 @@ from rich.live import Live
 from rich.text import Text
 
 from kvsketch.arguments import check_arguments
-from kvsketch.cli.document_options import DeviceOption, check_out, mb, open_document, percent
+from kvsketch.cli.document_options import (
+    DeviceOption,
+    check_out,
+    check_temperature,
+    mb,
+    open_document,
+    percent,
+)
+from kvsketch.cli.document_options import save as save_document
 from kvsketch.errors import InputError, KVSketchError, at_least
 
 if TYPE_CHECKING:
@@ -66,7 +75,8 @@ def chat_command(
     """Talk to a model with one cache for the whole conversation, and see its size."""
     at_least("--max-new-tokens", max_new_tokens, 1)
     if save is not None:
-        check_out(save)
+        check_out(save, "--save")
+    check_temperature(temperature)
     if context is None:
         document = _fresh(model or "packaged", budget, method, seed, device, dtype or "float32")
     else:
@@ -79,12 +89,47 @@ def chat_command(
     from kvsketch.documents.conversation import Conversation
 
     conversation = Conversation(document, max_new_tokens, Sampling(temperature, seed))
+    before = {number: signal.signal(number, _hang_up) for number in _ENDS}
     try:
         _talk(conversation, Console())
+    except _HangUp:
+        pass
     finally:  # keep the conversation in any case
         if save is not None and conversation.document.cache.get_seq_length():
-            conversation.settle().save(save)
-            print(f"saved to {save}: {mb(save.stat().st_size)}", file=sys.stderr)
+            with _stopping(conversation):  # a second Ctrl-C would lose it
+                _save(conversation.settle(), save)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _HangUp(Exception):
+    """The terminal was closed, or the process asked to end."""
+
+
+#: signals that end a session, which is saved then
+_ENDS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+def _hang_up(*_: object) -> None:
+    raise _HangUp
+
+
+def _save(document: Document, path: Path) -> None:
+    """Save a conversation; where that fails, somebody at a terminal may name another file."""
+    while True:
+        try:
+            save_document(document, path, "--save")
+        except KVSketchError as error:
+            if not sys.stdin.isatty():
+                raise
+            print("error:", error, file=sys.stderr)
+            again = input("another file to save it to (nothing: it is lost)> ").strip()
+            if not again:
+                raise
+            path = Path(again)
+        else:
+            print(f"saved to {path}: {mb(path.stat().st_size)}", file=sys.stderr)
+            return
 
 
 def _fresh(
@@ -134,26 +179,38 @@ def _talk(conversation: Conversation, console: Console) -> None:
 
 
 def _turn(conversation: Conversation, said: str, console: Console) -> None:
-    with _stopping(conversation), _Screen(console) as screen:
+    with _stopping(conversation) as stopping, _Screen(console) as screen:
         for piece in conversation.say(said):
             screen.add(piece, conversation.status())
         if conversation.stopped:
             screen.add(" [stopped]", conversation.status())
+    if stopping.ends:
+        raise _HangUp
+
+
+@dataclass
+class _Stopping:
+    """Whether a signal has asked for more than the end of an answer."""
+
+    ends: bool = False
 
 
 @contextmanager
-def _stopping(conversation: Conversation) -> Iterator[None]:
-    """Ctrl-C stops the answer between two tokens, because a forward that is interrupted makes the
-    cache unusable."""
+def _stopping(conversation: Conversation) -> Iterator[_Stopping]:
+    """Ctrl-C asks the answer to stop, between two tokens: a forward that is torn in the middle
+    would cost the session. So do the signals that end it."""
+    found = _Stopping()
 
-    def stop(*_: object) -> None:
+    def stop(number: int, _: object) -> None:
         conversation.stop = True
+        found.ends = found.ends or number in _ENDS
 
-    before = signal.signal(signal.SIGINT, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, *_ENDS)}
     try:
-        yield
+        yield found
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Screen:

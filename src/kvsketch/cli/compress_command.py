@@ -16,6 +16,7 @@ from kvsketch.cli.document_options import (
     mb,
     percent,
     reading,
+    save,
     text_of,
 )
 from kvsketch.cli.eval_command import console_for
@@ -173,7 +174,7 @@ def _compressed(
     named = model if model in loading.PACKAGED_MODELS else folder
     named = str(Path(named).resolve()) if Path(named).is_dir() else named
     about = {"model": named, "source": source.name, "queries": queries}
-    documents.Document(loaded, tokenizer, cache, wording, about).save(out)
+    save(documents.Document(loaded, tokenizer, cache, wording, about), out)
     return {
         "model": named,
         "source": str(source),

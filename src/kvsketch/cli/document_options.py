@@ -11,14 +11,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from kvsketch.errors import InputError
-from kvsketch.evaluation.runner.files import read_text
+from kvsketch.evaluation.runner.files import check_folder, read_text, try_folder
 from kvsketch.files import container
 
 if TYPE_CHECKING:
@@ -63,12 +63,32 @@ def text_of(path: Path, what: str) -> str:
     return text
 
 
-def check_out(path: Path) -> None:
-    """Raise InputError, before any work, if a file cannot be written."""
+def check_out(path: Path, option: str = "--out") -> None:
+    """Raise InputError, before any work, where a file cannot be written; nothing is made yet."""
     if path.is_dir():
-        raise InputError(f"--out {path} is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise InputError(f"--out {path}: the folder {path.parent} does not exist")
+        raise InputError(f"{option} {path} is a folder; name a file in it")
+    try_folder(path.parent, f"{option} {path}: the folder")
+
+
+def save(document: Document, path: Path, option: str = "--out") -> None:
+    """Write a document; a folder that is missing is made, as by `kvsketch eval`."""
+    check_folder(path.parent, f"{option} {path}: the folder")
+    document.save(path)
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise InputError, before a model is loaded, for one that ``Sampling`` refuses."""
+    if not 0 <= temperature < 100:
+        raise InputError(f"--temperature {temperature} must be a number from 0 to 100")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[BinaryIO, container.Table]]:
+    """As ``container.opened``; a file that is not there is named as the argument it is."""
+    if not path.is_file():
+        raise InputError(f"DOC.kvs {path} is not a file")
+    with container.opened(path, KIND) as found:
+        yield found
 
 
 def header_of(path: Path) -> dict[str, Any]:
@@ -77,7 +97,7 @@ def header_of(path: Path) -> dict[str, Any]:
     Raises:
         InputError: it is not a file of a cache.
     """
-    with container.opened(path, KIND) as (_, table):
+    with opened(path) as (_, table):
         return table.header
 
 
@@ -91,8 +111,7 @@ def model_of(path: Path, header: dict[str, Any], given: str | None) -> str:
 
     if given is not None:
         return resolve_model(given)
-    about = header.get("about")
-    named = about.get("model") if isinstance(about, dict) else None
+    named = _named(header)
     if not isinstance(named, str):
         raise InputError(f"{path} does not name its model; give it with --model")
     known = named in PACKAGED_MODELS or _HUB_ID.fullmatch(named)
@@ -100,6 +119,12 @@ def model_of(path: Path, header: dict[str, Any], given: str | None) -> str:
         raise InputError(f"{path} names the model {named!r:.60}, which is not a folder or an id; "
                          "give it with --model")  # fmt: skip
     return resolve_model(named)
+
+
+def _named(header: dict[str, Any]) -> object:
+    """The model that a file says it was made with."""
+    about = header.get("about")
+    return about.get("model") if isinstance(about, dict) else None
 
 
 def open_document(path: Path, model: str | None, device: str) -> Document:
@@ -116,7 +141,10 @@ def open_document(path: Path, model: str | None, device: str) -> Document:
 
     told = header.get("model")
     loading.check_device(device)
-    check_model_config(told, loading.load_config(folder))
+    try:
+        check_model_config(told, loading.load_config(folder))
+    except InputError as error:
+        raise InputError(f"{path}: {error}; it was made with {_named(header)}") from error
     loaded = loading.load_model(folder, device, dtype_of(header))
     return Document.load(path, loaded, loading.load_tokenizer(folder))
 

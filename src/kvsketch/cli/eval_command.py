@@ -5,7 +5,6 @@ torch and transformers are imported after every check that does not need them (`
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from kvsketch.cli import INTERRUPTED
+
 if TYPE_CHECKING:
     from kvsketch.evaluation.runner.preset_run import Plan
     from kvsketch.evaluation.runner.presets import Preset
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 METHODS_DEFAULT = "exact,heavy_merge,streaming_llm,h2o,kcenter,uniform"
 BUDGETS_DEFAULT = "0.65,0.25"
-INTERRUPTED = 128 + signal.SIGINT
 EPILOG = (
     "Example: kvsketch eval longeval --lines 200 --num-cases 20 --methods exact,heavy_merge "
     "--budgets 0.5,0.25 --question unseen --out run.jsonl\n\n"

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvsketch.cli.document_options import KIND, FileArgument, JsonOption, mb, percent
+from kvsketch.cli.document_options import FileArgument, JsonOption, mb, opened, percent
 from kvsketch.cli.eval_command import console_for
 from kvsketch.errors import InputError
 from kvsketch.files import container
@@ -39,7 +39,7 @@ def info(path: Path) -> dict[str, Any]:
     Raises:
         InputError: it is no file of a cache, or damaged.
     """
-    with container.opened(path, KIND) as (file, table):
+    with opened(path) as (file, table):
         container.verify(file, table, path)
     header = table.header
     for name in _HEADS:

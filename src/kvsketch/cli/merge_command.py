@@ -17,6 +17,7 @@ from kvsketch.cli.document_options import (
     header_of,
     mb,
     open_document,
+    save,
 )
 from kvsketch.cli.eval_command import console_for
 
@@ -43,7 +44,7 @@ def merge_command(
     sources = [one.about.get("source") for one in (document, other)]
     about = {**document.about, "source": " + ".join(map(str, sources))}
     both = replace(document, cache=cache, about=about, answered=other.answered)
-    both.save(out)
+    save(both, out)
     console_for(as_json).print(
         f"{cache.get_seq_length():,} tokens, {mb(cache.nbytes())}. {out}: "
         f"{mb(out.stat().st_size)}. The error of the merged document was not measured.",
