@@ -188,12 +188,29 @@ def test_summary_names_the_best_its_interval_and_exact(store: Path) -> None:
     tasks = ("longeval", "longbench", "needle/line", "kl", "perplexity", "attention_error")
     assert [line[:2] for line in lines] == [[t, goal] for t in tasks for goal in ("50%", "25%")]
     wilson = "1.00 [0.68-1.00]"
-    assert lines[0][2:] == ["heavy_merge", wilson, "50.0%", "h2o 0.25", wilson, "8"]
+    assert lines[0][2:5] == ["heavy_merge", wilson, "50.0%"]
+    assert lines[0][8:] == ["h2o 0.25 at 50.0%", wilson, "8"]
+    rows = pooled(read_runs([store])[0].records, by_family=True)
+    best = next(row for row in rows if row["method"] == "heavy_merge")
+    cost = [best["peak_kv_bytes"] / 1000, best["prefill_tokens_per_s"], best["decode_tokens_per_s"]]
+    assert lines[0][5:8] == [f"{number:,.0f}" for number in cost]  # beside the score
     assert lines[1][2] == "h2o, heavy_merge: not told apart"  # a tie
     assert lines[2][3].startswith("15.0 [")  # times 100
     assert lines[6][2:5] == ["heavy_merge", "0.0150 [0.0052-0.025]", "50.0%"]  # less is better
-    assert lines[6][5:7] == ["h2o 0.750", "0 [0-0]"]
+    assert lines[6][8:10] == ["h2o 0.750 at 50.0%", "0 [0-0]"]
     assert lines[8][3].startswith("4.55 [")  # e to the mean of 1.01 and 2.02
+
+
+@pytest.mark.parametrize(("kept", "equal"), [(1020.0, True), (1170.0, False)])
+def test_the_best_is_one_at_equal_bytes(kept: float, equal: bool, tmp_path: Path) -> None:
+    """58.5% of the bytes do not stand beside 50%."""
+    found = [made(OURS, 1.0, case=case, kv_bytes=kept) for case in range(12)]
+    found += [made(H2O, 0.0, case=case) for case in range(12)]
+    run = read_runs([stored(tmp_path / "a.jsonl", found)])[0]
+    (line,) = summary(run).rows
+    assert line[2] == ("heavy_merge" if equal else "heavy_merge: it keeps more bytes")
+    said = "heavy_merge is best" if equal else "no method is best at equal bytes"
+    assert said in headline(run)
 
 
 def test_errors_are_drawn_apart_and_exact_only_where_it_has_a_place(store: Path, page: Any) -> None:
@@ -211,8 +228,8 @@ def test_summary_without_exact_and_with_unequal_cases(tmp_path: Path) -> None:
     run = read_runs([stored(tmp_path / "a.jsonl", found)])[0]
     (line,) = summary(run).rows
     assert line[2] == "heavy_merge, h2o: not told apart"  # their intervals overlap
-    assert line[5] == "-"
-    assert line[6:] == ["not run", "1-2, not the same for all"]
+    assert line[8] == "-"
+    assert line[9:] == ["not run", "1-2, not the same for all"]
     assert headline(run) == "At 50%, no method is told apart from the next (1 task)."
     more = [made(H2O, 0.0, case=n) for n in range(9)] + [made(OURS, 1.0, case=n) for n in range(9)]
     run = read_runs([stored(tmp_path / "b.jsonl", more)])[0]

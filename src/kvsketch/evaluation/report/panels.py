@@ -16,6 +16,9 @@ Row = Mapping[str, Any]
 #: points that a figure's text lists one by one
 _TOLD = 60
 
+#: bytes are equal up to this
+_EQUAL = 1.05
+
 
 def sections(run: Run, book: Sketchbook) -> list[Section]:
     """Everything but the summary; parts without anything to show are left out."""
@@ -43,7 +46,10 @@ def summary(run: Run) -> Grid:
             lines.append([task, goal, *_best(ranked, scale), beside, _cases(ranked or rows)])
     return Grid(
         "Best method by task and budget",
-        ("task", "budget", "best method", "score [95%]", "bytes kept", "next", "exact", "cases"),
+        (
+            *("task", "budget", "best method", "score [95%]", "bytes kept", "peak kB"),
+            *("prefill/s", "decode/s", "next", "exact", "cases"),
+        ),
         lines,
     )
 
@@ -64,11 +70,13 @@ def headline(run: Run) -> str:
             continue
         wins: dict[str, int] = {}
         for ranked in found:
-            if len(_leaders(ranked)) == 1:
+            if len(_leaders(ranked)) == 1 and not _larger(ranked):
                 wins[ranked[0]["method"]] = wins.get(ranked[0]["method"], 0) + 1
         of = f"{len(found)} {'task' if len(found) == 1 else 'tasks'}"
         if not wins:
-            parts.append(f"At {goal}, no method is told apart from the next ({of}).")
+            apart = any(len(_leaders(ranked)) == 1 for ranked in found)
+            said = "best at equal bytes" if apart else "told apart from the next"
+            parts.append(f"At {goal}, no method is {said} ({of}).")
             continue
         most = max(wins.values())
         names = " and ".join(name for name, count in wins.items() if count == most)
@@ -89,15 +97,20 @@ def _leaders(ranked: Sequence[Row]) -> list[Row]:
     ]
 
 
+def _larger(ranked: Sequence[Row]) -> bool:
+    """Whether the first keeps more bytes than another: it is not compared at equal bytes then."""
+    return any(ranked[0]["kept"] > _EQUAL * row["kept"] for row in ranked[1:])
+
+
 def _ranked(rows: Sequence[Row]) -> list[Row]:
     """Of one task, the best first."""
     return sorted(rows, key=lambda row: scale_of(row["task"]).best_first(row["score"]))
 
 
 def _best(ranked: Sequence[Row], scale: Scale) -> list[str]:
-    """Method, score, bytes kept, and the next that is told apart."""
+    """Method, score, bytes kept, what it cost, and the next that is told apart."""
     if not ranked:
-        return ["-"] * 4
+        return ["-"] * 7
     best = _leaders(ranked)
     others = [row for row in ranked if row not in best]
     names = ", ".join(row["method"] for row in best)
@@ -105,14 +118,29 @@ def _best(ranked: Sequence[Row], scale: Scale) -> list[str]:
         names += ": no other was run"
     elif len(best) > 1:
         names += ": not told apart"
+    elif _larger(ranked):
+        names += ": it keeps more bytes"
     return [
         names,
         _score(best[0], scale),
-        "-".join(
-            dict.fromkeys(f"{bound(row['kept'] for row in best):.1%}" for bound in (min, max))
-        ),
-        f"{others[0]['method']} {scale.shown(others[0]['score'])}" if others else "-",
+        _range([row["kept"] for row in best], "{:.1%}"),
+        _range([row["peak_kv_bytes"] / 1000 for row in best]),
+        _range([row["prefill_tokens_per_s"] for row in best]),
+        _range([row["decode_tokens_per_s"] for row in best]),
+        _next(others[0], scale) if others else "-",
     ]
+
+
+def _range(values: Sequence[float | None], form: str = "{:,.0f}") -> str:
+    """The least and the most of some numbers, as far as they were measured."""
+    known = [value for value in values if value is not None]
+    return (
+        "-".join(dict.fromkeys(form.format(x) for x in (min(known), max(known)))) if known else "-"
+    )
+
+
+def _next(row: Row, scale: Scale) -> str:
+    return f"{row['method']} {scale.shown(row['score'])} at {row['kept']:.1%}"
 
 
 def _score(row: Row, scale: Scale) -> str:
