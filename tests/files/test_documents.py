@@ -141,6 +141,8 @@ def test_bad_input_is_refused_in_one_line(model: str, text: Path, tmp_path: Path
     assert not out.exists()
     told("compress", long, "-o", path, "--model", model, "--max-tokens", POSITIONS - 8)
     assert "8 of the model's 1024 positions are left" in refused("ask", path, "brave " * 30)
+    (answer,) = told("ask", path, "brave", "--max-new-tokens", 64)["answers"]
+    assert answer["tokens"] == 8 - len(tiny_tokenizer()("\nbrave")["input_ids"])
     assert "positions are left; append less of it" in refused("append", path, text)
     assert "QUESTION ' ' is empty" in refused("ask", path, "brave", " ")
     assert "QUESTION... is missing" in refused("ask", path)

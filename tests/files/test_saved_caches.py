@@ -241,6 +241,18 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(
     torn.update(keys, keys, 0)  # and no other layer
     with pytest.raises(UnsupportedError, match="in the middle of a forward"):
         torn.save(path)
+    stopped = SketchCache(llama.config, "snapkv", budget=40, **WINDOW)
+    forward(llama, ids_of(1, 100), stopped)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = llama.model.layers[1].self_attn.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        forward(llama, ids_of(1, 1), stopped)
+    hook.remove()
+    with pytest.raises(UnsupportedError, match="in the middle of a forward, or stopped there"):
+        stopped.save(path)
     own = SketchCache(llama.config, SnapKV(window=16), budget=40, **WINDOW)
     forward(llama, ids_of(1, 100), own)
     with pytest.raises(UnsupportedError, match="'snapkv' is a Compressor"):
