@@ -45,7 +45,7 @@ class Curves:
             (``storage.Price``), ``[layers, levels]`` where layers differ.
         relative: float64 ``[layers, heads, levels]``: error over the norm of the head's own exact
             output, the largest of all prompts and rows; None if not measured.
-        model: the model that they belong to (``model_of``); None: unknown.
+        model: the model that they belong to (``model_shape``); None: unknown.
 
     Raises:
         InputError: wrong shapes, or numbers that are not finite.
@@ -79,7 +79,7 @@ class Curves:
 
         Args:
             layers: number of compressed layers; heads: KV heads of each.
-            model: its name by ``model_of``; None: unknown.
+            model: its name by ``model_shape``; None: unknown.
 
         Raises:
             InputError: they belong to another model.
@@ -237,8 +237,12 @@ class Curves:
         return Curves(tensors[0], tensors[1], tensors[2], model)
 
 
-def model_of(config: Any) -> str:
+def model_shape(config: Any) -> str:
     """A name of a model's shape, to detect curves of another model.
+
+    It says less than ``hf.identity`` on purpose. Curves are statistics: a fine-tuned version of the
+    model may use them, in any dtype, and vLLM reads them before the weights are loaded. The keys and
+    values in a file, in contrast, are valid for one set of weights only.
 
     Args:
         config: configuration of a transformers model.

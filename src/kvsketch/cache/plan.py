@@ -100,7 +100,7 @@ class Plan:
             heads: KV heads of the model. A layer that has fewer is one of a tensor-parallel rank:
                 budgets are then spread over the heads of all ranks.
             window: sinks and recent tokens.
-            model: its name by ``curves.model_of``; None: unknown.
+            model: its name by ``curves.model_shape``; None: unknown.
 
         Raises:
             InputError: a schedule, curves or scores for other heads.

@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 from ..arguments import PREFILL_MODES
 from ..budget import Schedule
 from ..cache import Curves, HeadBudgets, RetrievalHeads, Stream, make_plan, windowed
-from ..cache.curves import model_of
+from ..cache.curves import model_shape
 from ..cache.plan import BY_NEED
 from ..cache.storage import CHOICES, FULL, MEASURED
 from ..errors import InputError, UnsupportedError, at_least
@@ -204,7 +204,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         if plan.kind == "even" and plan.budget is not None:
             plan.schedule = default_schedule(method, len(chosen), plan.budget, recent)
         budgets: list[HeadBudgets | None] = plan.begin(
-            len(chosen), heads, sink + recent, model_of(config)
+            len(chosen), heads, sink + recent, model_shape(config)
         )
         for place, index in enumerate(chosen):
             made = windowed(method, sink, recent, seed + index, options)

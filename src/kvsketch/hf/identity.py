@@ -1,4 +1,7 @@
-"""Identifies the model and the tokenizer of a file."""
+"""Identifies the model, including its weights, and the tokenizer of a file.
+
+Curves of a model's errors are identified by its shape alone, see ``cache.curves.model_shape``.
+"""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class Settings:
         distinguish heads if that is larger.
 
         Args:
-            model: as ``curves.model_of`` names it.
+            model: as ``curves.model_shape`` names it.
 
         Raises:
             InputError: the curves are of another model.

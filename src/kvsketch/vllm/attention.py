@@ -12,7 +12,7 @@ from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from ..cache.curves import model_of
+from ..cache.curves import model_shape
 from ..errors import UnsupportedError
 from ..serving.layout import Fields, Layout
 from ..serving.pages import Counts, Pages
@@ -118,7 +118,7 @@ class PageImpl(AttentionImpl[PageMetadata]):
         if ours[0].impl is not self:  # the first does it for all
             return
         heads = int(config.model_config.get_total_num_kv_heads())
-        model = model_of(config.model_config.hf_config)
+        model = model_shape(config.model_config.hf_config)
         sizes = settings.sizes(PageBackend.context, len(ours), heads, model)
         ranks = config.parallel_config.tensor_parallel_size
         for module, layer in zip(ours, sizes, strict=True):

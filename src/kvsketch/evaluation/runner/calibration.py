@@ -48,7 +48,7 @@ def calibrate_files(
     folder = resolve_model(model_name)
 
     # The following imports torch and transformers; all checks that do not need them are done.
-    from kvsketch.cache.curves import model_of, pooled
+    from kvsketch.cache.curves import model_shape, pooled
     from kvsketch.evaluation.runner.allocation import check_length, measure_curves
 
     check_device(settings.device)
@@ -73,4 +73,4 @@ def calibrate_files(
         )
         for prompt in track(prompts, "measuring", console=console, transient=True)
     ]
-    return replace(pooled(found), model=model_of(model.config))
+    return replace(pooled(found), model=model_shape(model.config))
