@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 from .errors import InputError
 
@@ -19,6 +20,14 @@ ALLOCATIONS = ("even", "measured", "layer", "global", "variance")
 #: The fraction of the average budget that every head keeps at least if the heads of a layer
 #: compete: AdaKV's alpha, with the value of its authors and of kvpress.
 SAFEGUARD = 0.2
+
+
+def plain(value: Any) -> Any:
+    """A number of another library, such as ``numpy.int64``, as Python's own, which a file can hold;
+    anything else as it is."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -266,6 +267,29 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(
     with pytest.raises(InputError, match="JSON"):
         again.save(path, about={"what": object()})
     assert not list(tmp_path.iterdir())
+
+
+def test_numbers_of_numpy_are_saved_too(llama: Any, tmp_path: Path) -> None:
+    numbers: dict[str, Any] = {
+        "budget": np.int64(40),
+        "sink": np.int32(2),
+        "recent": np.int64(6),
+        "buffer": np.int64(9),
+        "bits": np.int64(16),
+        "seed": np.int64(3),
+        "prompt_length": np.int64(100),
+    }
+    cache = SketchCache(llama.config, "snapkv", options={"window": np.int64(8)}, **numbers)
+    forward(llama, ids_of(1, 100), cache)
+    same_after_loading(llama, cache, tmp_path)
+    share = SketchCache(llama.config, "snapkv", budget=np.float32(0.5), **WINDOW)
+    forward(llama, ids_of(1, 100), share)
+    assert same_after_loading(llama, share, tmp_path).arguments["budget"] == 0.5
+    odd = SketchCache(llama.config, "snapkv", budget=40, options={"window": 8}, **WINDOW)
+    forward(llama, ids_of(1, 100), odd)
+    odd.arguments["options"] = {"window": object()}
+    with pytest.raises(UnsupportedError, match=r"options=.* cannot be represented in JSON"):
+        odd.save(tmp_path / "odd.kvs")
 
 
 def test_another_model_or_tokenizer_is_refused(llama: Any, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 )
 
 from ..arguments import PREFILL_MODES
-from ..budget import Schedule
+from ..budget import Schedule, plain
 from ..cache import Curves, HeadBudgets, RetrievalHeads, Stream, make_plan, windowed
 from ..cache.curves import model_shape
 from ..cache.plan import BY_NEED
@@ -138,6 +138,9 @@ class SketchCache(Cache):  # type: ignore[misc]
         options: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
+        budget, tolerance, max_budget, bits = map(plain, (budget, tolerance, max_budget, bits))
+        sink, recent, buffer, seed = map(plain, (sink, recent, buffer, seed))
+        prompt_length = plain(prompt_length)
         #: the arguments, by name
         self.arguments = _arguments(locals())
         #: the user's description, stored by ``save``

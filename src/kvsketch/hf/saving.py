@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from ..budget import ALLOCATIONS
+from ..budget import ALLOCATIONS, plain
 from ..cache import Curves, RetrievalHeads
 from ..cache.kind import Kind
 from ..cache.stream_state import restore, stream_state
@@ -139,13 +139,13 @@ def cache_arguments(cache: SketchCache) -> State:
     if isinstance(cache.plan.curves, Curves) or cache.plan.retrieval is not None:
         given["allocation"] = None
     given["options"] = dict(given["options"] or {})
-    try:
-        values = json.loads(json.dumps(given, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise UnsupportedError(
-            f"options={given['options']!r} cannot be represented in JSON"
-        ) from error
-    state = State(values=values)
+    state = State()
+    for name, value in given.items():
+        try:
+            text = json.dumps(value, allow_nan=False, default=plain)
+        except (TypeError, ValueError) as error:
+            raise UnsupportedError(f"{name}={value!r:.100} cannot be represented in JSON") from error
+        state.values[name] = json.loads(text)
     if cache.plan.curves is not None:
         curves = cache.plan.curves
         state.keep(error=curves.error, kept=curves.kept, relative=curves.relative)
