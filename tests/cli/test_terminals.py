@@ -82,7 +82,7 @@ def test_compress_info_and_plan_show_everything(
     summary = run("compress", text, "-o", path, "--model", model, "--budget", "0.5")
     assert "\u2026" not in summary
     # commands and paths are to be copied: they stay on one line
-    assert f'Go on with: kvsketch ask {path} "YOUR QUESTION"' in summary.splitlines()
+    assert f'Next: kvsketch ask {path} "YOUR QUESTION"' in summary.splitlines()
     info = run("info", path)
     check(info, columns)
     cells = [line.split("\u2502")[2] for line in info.splitlines() if line.count("\u2502") == 3]

@@ -241,7 +241,7 @@ def model_shape(config: Any) -> str:
     """A name of a model's shape, to detect curves of another model.
 
     It says less than ``hf.identity`` on purpose. Curves are statistics: a fine-tuned version of the
-    model may use them, in any dtype, and vLLM reads them before the weights are loaded. The keys and
+    model may use them, in any dtype, and vLLM reads them before it loads the weights. The keys and
     values in a file, in contrast, are valid for one set of weights only.
 
     Args:

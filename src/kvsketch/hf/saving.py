@@ -144,7 +144,7 @@ def cache_arguments(cache: SketchCache) -> State:
         try:
             text = json.dumps(value, allow_nan=False, default=plain)
         except (TypeError, ValueError) as error:
-            raise UnsupportedError(f"{name}={value!r:.100} cannot be represented in JSON") from error
+            raise UnsupportedError(f"{name}={value!r:.80} cannot be represented in JSON") from error
         state.values[name] = json.loads(text)
     if cache.plan.curves is not None:
         curves = cache.plan.curves
