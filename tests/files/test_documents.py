@@ -178,7 +178,7 @@ def test_a_document_is_one_row_and_keeps_its_wording(tmp_path: Path) -> None:
         Document(model, tokenizer, cache, wording, {}).save(path)
         if rows == 1:
             assert Document.load(path, model, tokenizer).wording == wording
-    with pytest.raises(InputError, match="holds 2 rows; a document is one"):
+    with pytest.raises(InputError, match="has 2 rows; a document has one"):
         Document.load(path, model, tokenizer)
 
 
