@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from kvsketch import InputError, UnsupportedError
 from kvsketch.cli.app import _Group
 from kvsketch.cli.report_command import EPILOG, report_command
-from kvsketch.evaluation.report.figures import _fitted
+from kvsketch.evaluation.report.figures import Sketchbook, _fitted
 from kvsketch.evaluation.report.html import build, check_outputs, save
 from kvsketch.evaluation.report.panels import headline, summary
 from kvsketch.evaluation.report.parts import Grid
@@ -329,6 +329,38 @@ def test_page_is_well_formed_and_shows_everything(page: Any) -> None:
         assert words in text, words
     rows = [attrs for tag, attrs in reader.tags if tag == "tr" and attrs.get("data-method")]
     assert len(rows) == sum(len(run.rows) for run in page.runs)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_line_joins_points_of_one_task(
+    several: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.axes import Axes
+
+    drawn: list[tuple[str, str]] = []  # title and style of every line
+    begun: list[str] = []
+    lines, plot = Sketchbook.lines, Axes.plot
+
+    def noted_lines(self: Any, title: str, *args: Any, **kwargs: Any) -> Any:
+        begun.append(title)
+        return lines(self, title, *args, **kwargs)
+
+    def noted_plot(self: Any, *args: Any, **kwargs: Any) -> Any:
+        drawn.append((begun[-1], kwargs["ls"]))
+        return plot(self, *args, **kwargs)
+
+    monkeypatch.setattr(Sketchbook, "lines", noted_lines)
+    monkeypatch.setattr(Axes, "plot", noted_plot)
+    found = [r for r in records() if several or r.identity["task"] == "longeval"]
+    build([stored(tmp_path / "run.jsonl", found)])
+    memory = {style for title, style in drawn if title.startswith("peak KV memory")}
+    assert ("none" in memory) == several
+    assert (memory - {"none"} == set()) == several
+
+
+def test_the_parts_of_a_page_come_before_them(page: Any) -> None:
+    html = page.html
+    assert html.index("<nav") < html.index('id="summary"') < html.index('id="rows"')
 
 
 def test_page_needs_nothing_from_elsewhere(page: Any) -> None:

@@ -65,7 +65,8 @@ _DPI = 120
 @dataclass(frozen=True)
 class Series:
     """Points of one method. ``low`` and ``high`` are ends of intervals, ``tips`` what a point says
-    of itself. A ``level`` is drawn across the whole chart."""
+    of itself. A ``level`` is drawn across the whole chart. Points that are not ``joined`` have no
+    line between them."""
 
     name: str
     method: str
@@ -75,6 +76,7 @@ class Series:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     level: bool = False
+    joined: bool = True
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ class Sketchbook:
                 continue
             shift = (places.index(i) - (len(places) - 1) / 2) * step if s.low or apart else 0.0
             x = [place + shift for place in s.x]
-            dashed = "none" if apart else ":" if s.name != s.method else "-"
+            dashed = "none" if apart or not s.joined else ":" if s.name != s.method else "-"
             handles += ax.plot(x, s.y, ls=dashed, zorder=3, **look)
             if s.low:
                 bars = {"color": look["color"], "lw": 1, "alpha": 0.65}

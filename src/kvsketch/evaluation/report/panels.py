@@ -415,7 +415,8 @@ def _cost(run: Run, book: Sketchbook) -> Section:
         "Memory and speed against prompt length",
         f"Peak bytes of the cache (MB are 1,000,000 bytes), and tokens per second relative to the "
         f"exact cache on the same cases, measured while answering on {run.common['device']}. "
-        "Prefill includes compressing. Lines of methods that keep the same lie on each other.",
+        "Prefill includes compressing. A line joins points of one task only. Lines of methods that "
+        "keep the same lie on each other.",
         figures,
     )
 
@@ -436,6 +437,7 @@ def _measured(rows: Sequence[Row], name: str, factor: float, unit: str) -> Serie
         [row["prompt_tokens"] for row in rows],
         [row[name] * factor for row in rows],
         tips,
+        joined=len({row["task"] for row in rows}) == 1,
     )
 
 
