@@ -1,5 +1,6 @@
-"""Fast forms of ``attend`` and of what compressing costs, each tested against its plain form.
+"""Fast forms of ``attend`` and of the expensive steps of compression, each tested against its plain
+form.
 
-The ``triton_*`` modules import Triton, which need not be installed: ask
+The ``triton_*`` modules import Triton, which need not be installed. Call
 ``triton_support.available(device)`` before importing one.
 """

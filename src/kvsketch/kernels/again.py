@@ -1,10 +1,10 @@
-"""Attention of a second reading, from pieces: the tokens before the part that is read again, these,
-those behind it, and the second reading itself.
+"""Attention of a second reading, computed in pieces: the tokens before the part that is read again,
+the tokens of that part, the tokens after it, and the tokens of the second reading itself.
 
-Each piece is one call of a fused kernel without a mask but the causal one, and comes with the log
-of its total. What a part's scores are relative to (KVzip, arXiv:2505.23416, section 3.2) is the
-total over some of the pieces, so that no softmax is formed a second time: a token's largest share
-is exp of the largest <q, k> - log total(q), one product of matrices and a maximum.
+Each piece is one call of a fused kernel that needs no mask other than the causal one, and returns
+the log of its total. The scores of a part (KVzip, arXiv:2505.23416, section 3.2) are relative to
+the total over some of the pieces, so that no second softmax is needed. The largest share of a token
+is exp of the largest <q, k> - log total(q), which takes one matrix product and a maximum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..slots import Observed, Slots
 from .partial import partial, together
 
-#: Tokens at the start that every part of the second reading may look at: kvpress's n_sink.
+#: Tokens at the start that every part of the second reading may attend to: kvpress's n_sink.
 SINK = 4
 # Scores of largest_share at a time, 4 MB in float32, and how many queries it takes at least.
 _FEW_SCORES = 1 << 20
@@ -23,12 +23,13 @@ _FEW_QUERIES = 64
 
 
 def looked_at(slots: Slots, about: slice | Tensor, q: int) -> list[Slots]:
-    """What scores are relative to: the first tokens, unless they are read again; the tokens that
-    are; and the second reading.
+    """The slots to which scores are relative: the first tokens (unless they are read again), the
+    tokens that are read again, and the second reading.
 
     Args:
-        slots: ``[batch, num_key_value_heads, n + q, ...]``, the last q those of a second reading.
-        about: the tokens that are read again, in order: a slice, or int64 indices.
+        slots: ``[batch, num_key_value_heads, n + q, ...]``. The last q are those of the second
+            reading.
+        about: the tokens that are read again, in order, as a slice or as int64 indices.
     """
     if isinstance(about, slice):
         start, again = about.start, slots.narrow(about.start, about.stop - about.start)
@@ -39,8 +40,8 @@ def looked_at(slots: Slots, about: slice | Tensor, q: int) -> list[Slots]:
 
 
 def fits(asked: Observed, slots: Slots) -> bool:
-    """Whether ``attend_again`` takes these: products alone on the CPU, every query real, every slot
-    a token."""
+    """Whether ``attend_again`` accepts these arguments: tensors on the CPU, scores that are scaled
+    products alone, no padded query, and exact tokens for slots."""
     plain = asked.plain and asked.sinks is None and asked.live is None and slots.mass is None
     return plain and asked.queries.device.type == "cpu"
 
@@ -48,17 +49,17 @@ def fits(asked: Observed, slots: Slots) -> bool:
 def attend_again(
     asked: Observed, slots: Slots, about: slice | Tensor, everything: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a second reading's queries, causal among themselves.
+    """Attention of the queries of a second reading, causal among the tokens of that reading.
 
     Args:
-        asked: queries ``[batch, num_attention_heads, q, head_dim]`` that ``fits``.
-        slots: ``[batch, num_key_value_heads, n + q, ...]``, theirs last.
-        about: as in ``looked_at``; a slice, where ``everything`` is.
-        everything: attend to all slots; else to those of ``looked_at`` alone.
+        asked: queries ``[batch, num_attention_heads, q, head_dim]`` that ``fits`` accepts.
+        slots: ``[batch, num_key_value_heads, n + q, ...]``. The last q are the queries' own tokens.
+        about: as in ``looked_at``; it must be a slice if ``everything`` is true.
+        everything: whether to attend to all slots. Else only to those of ``looked_at``.
 
     Returns:
-        ``[batch, num_attention_heads, q, value_dim]``, and float32 or float64 ``[batch,
-        num_attention_heads, q]``: the log of the total over ``looked_at``.
+        The output of attention ``[batch, num_attention_heads, q, value_dim]``, and the log of the
+        total over ``looked_at``, float32 or float64 ``[batch, num_attention_heads, q]``.
     """
     queries = asked.queries
     batch, heads, q, dim = queries.shape
@@ -86,9 +87,10 @@ def largest_share(asked: Observed, keys: Tensor, total: Tensor) -> Tensor:
     """The largest share of attention that any query and any query head of its group gives a key.
 
     Args:
-        asked: queries ``[batch, num_attention_heads, q, head_dim]``; products alone count.
+        asked: queries ``[batch, num_attention_heads, q, head_dim]``. Scores are scaled products
+            alone.
         keys: ``[batch, num_key_value_heads, n, head_dim]``, of exact tokens.
-        total: float ``[batch, num_attention_heads, q]``: the log of what a share is a share of.
+        total: float ``[batch, num_attention_heads, q]``: the log of the total that shares refer to.
 
     Returns:
         ``[batch, num_key_value_heads, n]``, in the dtype of ``total``.

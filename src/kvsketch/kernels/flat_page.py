@@ -1,11 +1,11 @@
-"""The flat page: the slots of all heads of a row behind one another, as many per head as it has.
+"""The flat page: the slots of all heads of a row, one head after another.
 
-Heads of different sizes need no padding there: head h of row b owns slots ``start .. start + count
-- 1`` of its row. Values are means v = u / m, so that a mass is nothing but log m on the scores:
+Heads of different sizes need no padding in it: head h of row b owns slots ``start .. start + count
+- 1`` of its row. Values are means v = u / m, so that a mass only adds log m to the scores:
 
     z(q) = sum_s m_s exp(<q, k_s> scaling) v_s / sum_s m_s exp(<q, k_s> scaling)
 
-This file is plain torch: what the kernels take, checked before anything is launched.
+This file is plain torch. It checks the arguments of the kernels before anything is launched.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import InputError, UnsupportedError
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int32, torch.int64)
-#: the widest head of which a tile still fits into a GPU's shared memory
+#: The widest head of which a tile still fits into a GPU's shared memory.
 _WIDEST = 1024
 # Numbers of slots are int32 in the kernels, with room for sums of two; offsets are int64.
 _LONGEST = 2**30
@@ -37,7 +37,7 @@ class FlatQuantized:
         codes: uint8 ``[batch, total, bytes]``; 4 bits: byte i holds channel i in its lower half
             and channel ``bytes + i`` in its upper one.
         low: zero points, float16 ``[batch, total, groups]``.
-        step: scales, likewise.
+        step: scales, in the same dtype and shape.
         unit: float32 ``[batch, num_key_value_heads, 1, dim or 1]``.
         offset: float32 ``[batch, num_key_value_heads, 1, dim]`` or None (values have none).
 
@@ -93,7 +93,7 @@ class FlatQuantized:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """``(batch, total, dim)``, as of a page that is not quantised."""
+        """``(batch, total, dim)``, the shape that the page would have if it were not quantised."""
         return self.codes.shape[0], self.codes.shape[1], self.dim
 
     @property
@@ -102,7 +102,7 @@ class FlatQuantized:
         return self.codes.shape[2] * 8 // self.bits // self.low.shape[2]
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held."""
+        """All tensors of the page."""
         held = [self.codes, self.low, self.step, self.unit]
         return held if self.offset is None else [*held, self.offset]
 
@@ -113,7 +113,7 @@ Page = Tensor | FlatQuantized
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers a launch is made of."""
+    """The sizes of a launch."""
 
     batch: int
     heads: int
@@ -144,12 +144,12 @@ def check(
     positions: Tensor | None,
     pages: Tensor | None = None,
 ) -> Sizes:
-    """The sizes of a call whose arguments fit together; the arguments are those of the kernels.
+    """Check the arguments of a kernel and return the sizes of the launch.
 
-    Only shapes, dtypes and devices are looked at: ``start`` and ``count`` stay on the device.
+    Only shapes, dtypes and devices are checked: ``start`` and ``count`` stay on the device.
 
     Raises:
-        InputError: something does not fit.
+        InputError: shapes, dtypes or devices do not fit together.
         UnsupportedError: float64, gradients, heads wider than 1,024, or more than 2^30 slots.
     """
     if queries.dim() != 4:
@@ -234,8 +234,8 @@ def check_new(
 
 def check_dtype(name: str, tensor: Tensor) -> None:
     """Raises:
-    UnsupportedError: float64, which only the plain torch form computes in.
-    InputError: not a floating point dtype of the kernels.
+    UnsupportedError: float64, which only the plain torch form supports.
+    InputError: a dtype that is not a floating point dtype of the kernels.
     """
     if tensor.dtype == torch.float64:
         raise UnsupportedError(
@@ -266,7 +266,7 @@ def check_column(
 def check_together(*tensors: Tensor | None) -> None:
     """Raises:
     InputError: tensors on different devices.
-    UnsupportedError: one of them wants a gradient, which no kernel gives.
+    UnsupportedError: one of them requires a gradient, which no kernel computes.
     """
     given = [tensor for tensor in tensors if tensor is not None]
     devices = {str(tensor.device) for tensor in given}
@@ -280,7 +280,7 @@ def check_together(*tensors: Tensor | None) -> None:
 
 def check_block(name: str, block: int | None) -> None:
     """Raises:
-    InputError: ``block`` is given and not a power of two >= 16, which tiles must be.
+    InputError: ``block`` is given and not a power of two >= 16, as the size of a tile must be.
     """
     if block is not None and (block < 16 or block & (block - 1)):
         raise InputError(f"{name}={block!r} must be a power of two >= 16")
@@ -289,7 +289,7 @@ def check_block(name: str, block: int | None) -> None:
 def given(
     name: str, given: Tensor | None, queries: Tensor, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """``given``, or a new tensor where it is None.
+    """``given``, or a new tensor if it is None.
 
     Raises:
         InputError: it has another shape, dtype or device.

@@ -1,4 +1,4 @@
-"""Attention over what a layer holds: over its parts one by one, heads of any size in one call."""
+"""Attention over the slots of a layer, one part after another. Heads may differ in size."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from . import triton_support
 from .flat_page import FlatQuantized
 from .partial import NOTHING, log_mass, partial, together
 
-# Keys (and values) in few bits are turned into floats so many at a time, and give so many scores:
-# 4 MB stay near the processor, where a new tensor of their size would cost more than the attention.
+# The number of keys (and values) in few bits that are turned into floats at a time, and of scores
+# at a time. 4 MB stay in the processor's cache. A new tensor for all of them would cost more than
+# the attention.
 _PIECE = 1 << 20
 
 
@@ -28,11 +29,11 @@ def decode(asked: Observed, parts: Sequence[Page | Middle], padded: bool) -> Ten
 
     Args:
         asked: queries ``[batch, num_attention_heads, 1, head_dim]``.
-        parts: the slots; the last is a page and ends with the queries' own tokens.
+        parts: the slots. The last part is a page, which ends with the queries' own tokens.
         padded: whether some slots may be dead, so that a row may have no live one.
 
     Returns:
-        ``[batch, num_attention_heads, 1, value_dim]``; zeros where no slot is live.
+        ``[batch, num_attention_heads, 1, value_dim]``, zero where no slot is live.
     """
     by_triton = triton_fits(asked)
     page = parts[-1]
@@ -52,12 +53,12 @@ def prefill(asked: Observed, parts: Sequence[Page | Middle], padded: bool) -> Te
     """Attention of a chunk of new tokens over the slots before them and, causally, over themselves.
 
     Args:
-        asked: queries ``[batch, num_attention_heads, q, head_dim]``; no ALiBi.
-        parts: the slots; the last is a page and ends with the q newest tokens.
+        asked: queries ``[batch, num_attention_heads, q, head_dim]``, without ALiBi.
+        parts: the slots. The last part is a page, which ends with the q newest tokens.
         padded: whether some slots may be dead.
 
     Returns:
-        ``[batch, num_attention_heads, q, value_dim]``. A padded query's row means nothing.
+        ``[batch, num_attention_heads, q, value_dim]``. The rows of padded queries are undefined.
     """
     page, before = parts[-1], parts[:-1]
     assert isinstance(page, Page)
@@ -82,8 +83,8 @@ def prefill(asked: Observed, parts: Sequence[Page | Middle], padded: bool) -> Te
 def _chunk(
     packed: Tensor, page: Page, asked: Observed, padded: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """The attention over the slots of a page before the newest tokens, and over these, causally,
-    with the logs of its totals, ``[batch, heads, group * q]``."""
+    """The attention over the slots of a page before the newest tokens and, causally, over the
+    newest tokens, with the logs of its totals, ``[batch, heads, group * q]``."""
     q = asked.queries.shape[2]
     group, shape = packed.shape[2] // q, packed.shape[:3]
     keys, values, mass = _padded(page)
@@ -108,8 +109,8 @@ def _chunk(
 
 
 def triton_fits(asked: Observed) -> bool:
-    """Whether the Triton kernels take these queries: ALiBi beside sinks needs the
-    query's own position, which a page does not know."""
+    """Whether the Triton kernels support these queries. ALiBi together with attention sinks in the
+    softmax needs the query's own position, which a page does not store."""
     both = asked.slopes is not None and asked.sinks is not None
     return not both and triton_support.chosen(asked.queries)
 
@@ -117,8 +118,8 @@ def triton_fits(asked: Observed) -> bool:
 def _by_triton(
     asked: Observed, part: Page | Middle, newest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One launch for all heads, whatever their sizes: the attention ``[batch, num_attention_heads,
-    1, value_dim]`` and the logs of its totals."""
+    """The attention ``[batch, num_attention_heads, 1, value_dim]`` and the logs of its totals, in
+    one launch for all heads, whatever their sizes."""
     from .triton_decode import decode as launch
 
     (start, count), flat = part.spans(), _flat(part)
@@ -142,7 +143,8 @@ def _by_triton(
 
 
 def _prefill_by_triton(asked: Observed, page: Page) -> tuple[Tensor, Tensor]:
-    """One launch: the slots before the new tokens, and these, causally; the logs of its totals."""
+    """The attention over the slots before the new tokens and, causally, over the new tokens, and
+    the logs of its totals, in one launch."""
     from .triton_prefill import prefill as launch
 
     q = asked.queries.shape[2]
@@ -164,7 +166,7 @@ def _prefill_by_triton(asked: Observed, page: Page) -> tuple[Tensor, Tensor]:
 
 
 def _flat(part: Page | Middle) -> dict[str, Any]:
-    """The fields of a part, ``[batch, total, ...]``; keys and values in few bits as they are."""
+    """The fields of a part, ``[batch, total, ...]``. Quantised keys and values stay quantised."""
     even = part.blocks is None
     flat: dict[str, Any] = {n: t.flatten(1, 2) if even else t for n, t in part.fields.items()}
     if isinstance(part, Middle):
@@ -187,19 +189,19 @@ def _padded(page: Page) -> tuple[Tensor, Tensor, Tensor | None]:
 def over(
     packed: Tensor, part: Page | Middle, asked: Observed, newest: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The attention of packed queries over a part of what a layer holds.
+    """The attention of packed queries over one part of a layer's slots.
 
     Args:
         packed: ``[batch, heads, queries of a group, head_dim]``.
         part: the slots.
-        asked: where they come from: scaling, soft-cap and ALiBi's slopes.
-        newest: with slopes, the last position of each row, ``[batch, 1, 1, 1]``.
+        asked: the queries before packing, with the scaling, the soft-cap and ALiBi's slopes.
+        newest: the last position of each row, ``[batch, 1, 1, 1]``, if there are slopes.
 
     Returns:
         ``[batch, heads, queries of a group, value_dim]``, and the logs of the summed weights,
         ``[batch, heads, queries of a group]``.
     """
-    if triton_fits(asked):  # to which all that read the same slots are heads of one group
+    if triton_fits(asked):  # the kernel treats all queries of the same slots as heads of one group
         mine = replace(asked, queries=packed.flatten(1, 2).unsqueeze(2), sinks=None)
         out, total = _by_triton(mine, part, newest)
         return out.view(*packed.shape[:3], -1), total.view(packed.shape[:3])
@@ -221,10 +223,12 @@ def over(
 def _over_few_bits(
     packed: Tensor, part: Middle, asked: Observed, newest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """As ``over``, in pieces. With keys ``offset + unit * y``, a score is <q, offset> + <q * unit,
-    y>: the first is the same for all slots of a head, so that it only shifts the logs, and a unit
-    of the values is a factor of the output. A soft-cap bends the whole score: keys are read as they
-    are then."""
+    """As ``over``, in pieces, for quantised keys or values.
+
+    With keys ``offset + unit * y``, a score is <q, offset> + <q * unit, y>. The first term is the
+    same for all slots of a head, so that it only shifts the logs. The unit of the values is a
+    factor of the output. A soft-cap is not linear in the score, so that the keys are computed with
+    unit and offset if there is one."""
     keys, values = part.packed["keys"], part.packed["values"]
     dtype, whole = compute_dtype(packed.dtype), asked.softcap is not None
     queries = packed.to(dtype)
@@ -276,7 +280,7 @@ def _in_units(few: Quantized, axis: int, some: slice, dtype: torch.dtype) -> Ten
 
 
 def _as_they_are(units: Tensor, few: Quantized, owner: Tensor | None) -> Tensor:
-    """Keys with unit and offset, of the heads they belong to."""
+    """Keys with the unit and offset of their heads applied."""
     assert few.offset is not None
     unit, offset = few.unit, few.offset
     if owner is not None:
@@ -285,7 +289,8 @@ def _as_they_are(units: Tensor, few: Quantized, owner: Tensor | None) -> Tensor:
 
 
 def _of_heads(out: Tensor, totals: Tensor, foreign: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention over heads, from that over their blocks ``[blocks, 1, queries, value_dim]``."""
+    """The attention over whole heads, from the attention over their blocks ``[blocks, 1, queries,
+    value_dim]``."""
     batch, queries = len(foreign), out.shape[2]
     totals = totals.view(batch, 1, -1, queries).transpose(2, 3) + foreign
     whole = totals.logsumexp(-1)
@@ -297,8 +302,9 @@ def _of_heads(out: Tensor, totals: Tensor, foreign: Tensor) -> tuple[Tensor, Ten
 def _bias(
     part: Page | Middle, asked: Observed, newest: Tensor | None, packed: Tensor
 ) -> Tensor | None:
-    """What masses, dead slots and ALiBi add to scores, ``[batch, heads, 1 or queries, slots]``, or
-    ``[blocks, 1, 1 or queries, slots of a block]`` where heads differ in size; None: nothing."""
+    """The bias of the scores from masses, dead slots and ALiBi, ``[batch, heads, 1 or queries,
+    slots]``, or ``[blocks, 1, 1 or queries, slots of a block]`` if heads differ in size. None if
+    there is no bias."""
     if part.blocks is None:
         mass = part.even_mass
         bias = None if mass is None else log_mass(mass).unsqueeze(2)
@@ -329,8 +335,8 @@ def _newest(page: Page) -> Tensor:
 
 
 def _bent(asked: Observed, positions: Tensor, newest: Tensor, heads: int) -> Tensor:
-    """ALiBi's bias of every slot, ``[batch, heads, group, slots]``; positions ``[batch, heads or 1,
-    1, slots]`` are counted from the newest, since softmax ignores a constant."""
+    """ALiBi's bias of every slot, ``[batch, heads, group, slots]``. The positions ``[batch, heads
+    or 1, 1, slots]`` are counted from the newest token, since softmax ignores a constant."""
     assert asked.slopes is not None
     slopes = asked.slopes.to(positions.dtype).view(1, heads, -1, 1)
     return slopes * (positions - newest)
@@ -339,7 +345,7 @@ def _bent(asked: Observed, positions: Tensor, newest: Tensor, heads: int) -> Ten
 def _finished(
     out: Tensor, log_total: Tensor, asked: Observed, heads: int, padded: bool, q: int = 1
 ) -> Tensor:
-    """What attention sinks take, and zeros where nothing was live."""
+    """The output after attention sinks in the softmax took their share; zero if no slot is live."""
     if asked.sinks is not None:
         sink = per_group(asked.sinks, heads, asked.queries)[0, :, :, 0, 0]
         sink = sink.repeat_interleave(q, dim=1).to(log_total.dtype)

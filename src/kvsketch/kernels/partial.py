@@ -1,9 +1,9 @@
-"""Attention of packed queries over one set of tokens, with the log of its total: the piece that all
-fast forms of attention over slots are put together from.
+"""Attention of packed queries over one set of tokens, with the log of its total. All fast forms of
+attention over slots combine such pieces.
 
-Parts of a context can be attended to one by one: with outputs z_i and totals t_i of the parts, the
-attention over all of them is sum_i t_i z_i / sum_i t_i. A mass m is a bias of log m on the score of
-its slot, if the slot's value is the mean u / m.
+The parts of a context can be attended to one by one: with outputs z_i and totals t_i of the parts,
+the attention over all of them is sum_i t_i z_i / sum_i t_i. A mass m is a bias of log m on the
+score of its slot, if the slot's value is the mean u / m.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from ..slots import compute_dtype
 
-#: Stands for the log of a mass of 0: exp of it is 0, and differences of two are no NaN.
+#: Used as the log of a mass of 0: exp of it is 0, and the difference of two of them is not NaN.
 NOTHING = -1e30
 
-# Where no kernel does it, so many scores are computed at a time: 256 MB in float32.
+# Scores that are computed at a time if no fused kernel can be used: 256 MB in float32.
 _SCORES = 1 << 26
 
 _FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
 def log_mass(mass: Tensor) -> Tensor:
-    """log m, and ``NOTHING`` where m is 0."""
+    """log m, or ``NOTHING`` where m is 0."""
     return mass.log().clamp_(min=NOTHING)
 
 
@@ -43,10 +43,10 @@ def partial(
     Args:
         queries: ``[rows, heads, q, head_dim]``, all queries that read the same keys side by side.
         keys: ``[rows, heads, n, head_dim]``, n >= 1; values ``[rows, heads, n, value_dim]``.
-        bias: added to the scores, ``[rows, heads, 1 or q, n]`` or broadcastable to it.
+        bias: added to the scores, ``[rows, heads, 1 or q, n]`` or broadcastable to that shape.
         scaling: multiplies ``<q, k>``.
         softcap: scores become ``softcap * tanh(scores / softcap)`` before the bias.
-        is_causal: query i sees the keys up to number i only (as many queries as keys, no bias).
+        is_causal: query i attends to keys 0 .. i only (as many queries as keys, no bias).
 
     Returns:
         The attention, in the dtype of the queries, and the log of the summed weights, float32 or
@@ -87,7 +87,7 @@ def partial(
 
 
 def together(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attention over all parts, from that over each (as ``partial`` returns it)."""
+    """The attention over all parts, from the attention over each (as ``partial`` returns it)."""
     if len(parts) == 1:
         return parts[0]
     totals = torch.stack([total for _, total in parts])

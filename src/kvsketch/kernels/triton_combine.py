@@ -24,8 +24,8 @@ def combine(
     VALUE_BLOCK: tl.constexpr,
     SPLITS_BLOCK: tl.constexpr,
 ) -> None:
-    """The mean over a query head's pieces, in proportion to their totals: program (query head,
-    ``VALUE_BLOCK`` channels). A piece whose logarithm is -inf is not read."""
+    """The mean over the pieces of a query head, weighted by their totals. There is one program per
+    query head and ``VALUE_BLOCK`` channels. A piece whose logarithm is -inf is not read."""
     row, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     channels = tl.program_id(1) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK).to(tl.int64)
     split = tl.arange(0, SPLITS_BLOCK).to(tl.int64)

@@ -1,14 +1,14 @@
 """Attention of one query per head over the ragged heads of a flat page, split over the slots.
 
-Every KV head is read in pieces by programs of their own, which fill the GPU however few heads
-there are; a second, small kernel combines the pieces (flash-decoding: Dao, Haziza, Massa and Sizov
-2023; split-K softmax). Query heads of a group share the read of a tile. How many programs there
-are follows from shapes and ``most`` alone, so that a launch can be recorded in a CUDA graph and
-played again while the counts on the device change.
+Every KV head is split into pieces, and each piece is read by its own program, so that few heads
+fill the GPU as well. A second, small kernel combines the pieces (flash-decoding: Dao, Haziza, Massa
+and Sizov 2023; split-K softmax). The query heads of a group share the read of a tile. The number of
+programs depends only on shapes and ``most``, so that a launch can be recorded in a CUDA graph and
+replayed while the counts on the device change.
 
-Still to be measured on a GPU: everything. Tile sizes are tuned there on the first call of a shape
-(outside of a recording: call once before); how many splits are best, and whether reading 4-bit
-codes is bound by memory or by arithmetic, is a guess so far.
+Tile sizes are tuned on a GPU at the first call of a shape, which must happen before a CUDA graph is
+recorded. No speed has been measured on a GPU yet, so that the best number of splits, and whether
+memory or arithmetic limits the reading of 4-bit codes, are guesses.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from .triton_tuning import padded, tuned
 # Programs to aim for: a few per multiprocessor of the largest GPUs (132 in an H200), since heads
 # of different sizes leave some of them without work.
 _PROGRAMS = 1024
-# A piece is not worth a program of its own below this, and pieces end at multiples of it.
+# A piece has at least so many slots, and pieces end at multiples of this number.
 _PIECE = 256
 _MOST_SPLITS = 128
-#: query heads of a tile; a larger group takes several programs
+#: Query heads of a tile. A larger group takes several programs.
 _MOST_ROWS = 64
 
 
 def splits_for(batch: int, kv_heads: int, most: int) -> int:
-    """Into how many pieces heads of at most ``most`` slots are split."""
+    """The number of pieces into which heads of at most ``most`` slots are split."""
     wanted = -(-_PROGRAMS // max(1, batch * kv_heads))
     return max(1, min(wanted, -(-most // _PIECE), _MOST_SPLITS))
 
 
 def scratch_for(queries: Tensor, value_dim: int, splits: int) -> tuple[Tensor, Tensor]:
-    """Room for the pieces: float32 ``[batch, num_attention_heads, splits, value_dim]`` and
-    ``[batch, num_attention_heads, splits]``."""
+    """Tensors for the results of the pieces: float32 ``[batch, num_attention_heads, splits,
+    value_dim]`` and ``[batch, num_attention_heads, splits]``."""
     shape = (*queries.shape[:2], splits)
     return (
         torch.empty(*shape, value_dim, dtype=torch.float32, device=queries.device),
@@ -87,7 +87,7 @@ def decode(
     """``slots.attend`` of one query per head over a flat page, computed in float32.
 
     Head h of row b has the slots ``start[b, h] .. start[b, h] + count[b, h] - 1`` of row b. Counts
-    are not looked at on the host; a head whose slots do not lie within the page gets NaN.
+    are not checked on the host. The output of a head whose slots do not lie within the page is NaN.
 
     Args:
         queries: float32, float16 or bfloat16 ``[batch, num_attention_heads, 1, head_dim]`` (or 0
@@ -101,25 +101,25 @@ def decode(
         softcap: scores become ``softcap * tanh(scores / softcap)``.
         sinks: ``[num_attention_heads]``, logits of attention sinks.
         slopes: ``[num_attention_heads]``, ALiBi: adds ``slope * (position - query's position)``.
-        positions: of the slots, float32, int32 or int64 ``[batch, total]``; needed for slopes.
-        query_positions: in the dtype of ``positions`` ``[batch]``; needed for slopes with sinks.
-            None: that of the last slot of the head, which changes nothing in the output but shifts
+        positions: of the slots, float32, int32 or int64 ``[batch, total]``. Needed for slopes.
+        query_positions: ``[batch]``, in the dtype of ``positions``. Needed for slopes with sinks.
+            None: the position of the head's last slot, which does not change the output but shifts
             ``log_total``.
-        pages: which row of ``keys``, ``values``, ``mass`` and ``positions``, which may have any
-            number of rows, holds the slots of each row of ``queries``, int32 or int64 ``[batch]``;
-            not looked at on the host. None: each its own.
+        pages: for each row of ``queries``, the row of ``keys``, ``values``, ``mass`` and
+            ``positions`` that has its slots, int32 or int64 ``[batch]``, not checked on the host.
+            These tensors may then have any number of rows. None: row b of all of them.
         logged: whether ``mass`` is log m.
-        most: an upper bound of ``count``, from which the number of programs follows; None: total.
-            A smaller number than the truth costs time, but no slot is left out.
+        most: an upper bound of ``count``, which determines the number of programs. None: total. If
+            it is too small, the call is slower, but no slot is left out.
         splits: pieces per head; None: ``splits_for(batch, num_key_value_heads, most)``.
-        block: slots per tile, a power of two >= 16; None: tuned on a GPU.
-        out, log_total: what is returned, to be written in place.
-        scratch: ``scratch_for(queries, value_dim, splits)``; not used for one split.
+        block: slots per tile, a power of two >= 16. None: tuned on a GPU.
+        out, log_total: tensors into which the results are written.
+        scratch: ``scratch_for(queries, value_dim, splits)``. Not used for one split.
 
     Returns:
         ``[batch, num_attention_heads, 1, value_dim]`` in the dtype of the queries, and the
-        logarithm of what was divided by, ``sum_s m_s exp(score_s)`` (plus exp(sink)): float32
-        ``[batch, num_attention_heads, 1]``. A head without slots gets 0, and -inf or its sink.
+        logarithm of the denominator, ``sum_s m_s exp(score_s)`` (plus exp(sink)), float32 ``[batch,
+        num_attention_heads, 1]``. For a head without slots they are 0, and -inf or its sink.
 
     Raises:
         InputError: shapes, dtypes or devices do not fit together; a number out of range.
@@ -239,7 +239,7 @@ def _attend_piece(
     TUNED_FOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Piece number ``program_id(1)`` of a KV head, for the query heads of a tile of its group."""
+    """Attend to piece ``program_id(1)`` of a KV head, for a tile of query heads of its group."""
     program, split = tl.program_id(0), tl.program_id(1)
     tile, program = program % GROUP_TILES, program // GROUP_TILES
     row, head = (program // kv_heads).to(tl.int64), (program % kv_heads).to(tl.int64)
@@ -253,7 +253,7 @@ def _attend_piece(
     stored_at = place(page, row)
     begin = tl.minimum(split * piece, number)
     end = tl.minimum(begin + piece, number)
-    if split == splits - 1:  # whatever ``most`` said, no slot is left out
+    if split == splits - 1:  # no slot is left out if ``most`` is too small
         end = number
 
     at = queries + row * queries_at[0] + heads[:, None] * queries_at[1]
@@ -300,10 +300,10 @@ def _attend_piece(
         "ieee",
     )
     mean, log = finished(highest, weight, summed, wrong)
-    # The third axis of the output has one query or, where there are splits, one place for each.
+    # The third axis of the output has one query or, with several splits, one place for each split.
     piece_at = split.to(tl.int64)
     is_wanted = is_member
-    if not WHOLE:  # of a piece without slots, only that it has none
+    if not WHOLE:  # of a piece without slots, only the logarithm is written
         is_wanted = is_member & (log != float("-inf"))
     outs = out + row * out_at[0] + heads[:, None] * out_at[1] + piece_at * out_at[2]
     tl.store(

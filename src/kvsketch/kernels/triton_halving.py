@@ -1,10 +1,10 @@
 """The self-balancing walk of BalanceKV's blocks (section 4, 2502.07861), all in one launch.
 
-One program walks through one block of one head. Inner products come in panels, as in
-``methods/balance.balance``: those with earlier panels by matrix products, those within the panel
-held while its signs are decided one by one.
+One program walks through one block of one head. Inner products are computed in panels, as in
+``methods/balance.balance``: those with earlier panels by matrix products, and those within a panel
+before its signs are decided one by one.
 
-Still to be measured on a GPU: everything; the size of a panel is tuned there on the first call.
+The size of a panel is tuned on a GPU at the first call. No speed has been measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .flat_page import check_block, check_column, check_dtype, check_together
 from .triton_support import LONGEST_WALK, launching, require
 from .triton_tuning import padded, product, tuned
 
-# channels of a product at a time
+# Channels of an inner product that are read at a time.
 _CHUNK = 32
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
@@ -30,15 +30,15 @@ def walk(
 ) -> tuple[Tensor, Tensor]:
     """``methods.balance.walk`` for vectors that are ``Lifted``, computed in float32.
 
-    The signs are those of ``walk`` on the same uniforms, except where rounding decides: a number
-    within about 1e-6 of its threshold.
+    The signs are those of ``walk`` with the same ``uniform``, except if rounding decides: a random
+    number within about 1e-6 of the probability with which it is compared.
 
     Args:
         vectors: R sequences of n <= 4,096 keys and values, float32, float16 or bfloat16.
         threshold: c.
         bound: R^2 per sequence, float32 ``[R]``, or per vector ``[R, n]``.
         uniform: random numbers in [0, 1), float64 or float32 ``[R, n]``.
-        panel: vectors of a panel, a power of two >= 16; None: tuned on a GPU.
+        panel: vectors of a panel, a power of two >= 16. None: tuned on a GPU.
 
     Returns:
         Signs +1 and -1, float32 ``[R, n]``, and failed, bool ``[R]``.
@@ -101,8 +101,8 @@ def _products(
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> tl.tensor:
-    """Inner products of two panels of keys or of values, some channels at a time: without tensor
-    cores all operands of a product are in registers."""
+    """Inner products of two panels of keys or of values, some channels at a time, because without
+    tensor cores all operands of a product are in registers."""
     found = tl.zeros([first.shape[0], second.shape[0]], tl.float32)
     for start in range(0, DIM, CHUNK):
         channel = start + tl.arange(0, CHUNK).to(tl.int64)
@@ -171,12 +171,12 @@ def _walk(
     LENGTH: tl.constexpr,
     PANEL: tl.constexpr,
 ) -> None:
-    """The walk through one sequence."""
+    """Walk through one sequence."""
     row = tl.program_id(0).to(tl.int64)
     shift = tl.load(shifts + row * shifts_at)
     within = tl.arange(0, PANEL).to(tl.int64)
     panels = tl.arange(0, LENGTH // PANEL)
-    signed = tl.zeros([LENGTH // PANEL, PANEL], tl.float32)  # what has been decided
+    signed = tl.zeros([LENGTH // PANEL, PANEL], tl.float32)  # the signs that were decided
     beyond = tl.zeros([PANEL], tl.int32)
     for number in range(tl.cdiv(n, PANEL)):
         index = number * PANEL + within
@@ -227,13 +227,13 @@ def _walk(
         )
         decided = tl.zeros([PANEL], tl.float32)
         for step in range(PANEL):
-            # What each would get is decided for all of the panel: the one whose turn it is counts.
+            # A sign is computed for every vector of the panel. Only that of ``step`` is kept.
             up = uniform < (0.5 - tl.div_rn(pending, 2 * limit)).to(uniform.dtype)
             sign = tl.where(up, 1.0, -1.0)
             turn = within == step
             beyond = tl.where(turn & there & (tl.abs(pending) > limit), 1, beyond)
             decided = tl.where(turn, sign, decided)
-            # The products are symmetric: row ``step`` is what the others owe to it.
+            # The products are symmetric, so that row ``step`` has those of all others with it.
             pending += tl.sum(tl.where(turn[:, None], inner * sign[:, None], 0.0), axis=0)
         signed = tl.where((panels == number)[:, None], decided[None, :], signed)
         tl.store(signs + row * n + index, decided, mask=there)

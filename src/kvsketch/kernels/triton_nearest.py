@@ -1,10 +1,11 @@
-"""The nearest centre of every key, and each centre's sum of keys: a step of Lloyd's algorithm.
+"""The nearest centre of every key, and the sum of the keys of every centre: one step of Lloyd's
+algorithm.
 
 One pass over the keys keeps a running minimum over tiles of centres, so that the n x c distances
-are never in memory. The sums are taken over the keys sorted by centre, each centre by a program of
-its own in the order of the keys: the same bits every time, which sums by atomic additions are not.
+are never in memory. The keys are then sorted by centre, and one program per centre adds up its keys
+in their order, so that the same call always gives the same bits. Atomic additions would not.
 
-Still to be measured on a GPU: everything, the sums against atomic additions above all.
+No speed has been measured on a GPU yet, nor have these sums been compared with atomic additions.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .flat_page import check_block, check_column, check_dtype, check_together
 from .triton_support import launching, require
 from .triton_tuning import padded, product, tuned
 
-# Members of a centre that are read at a time; most have few.
+# Keys of a centre that are read at a time. Most centres have few.
 _MEMBERS = 16
 
 
@@ -33,24 +34,26 @@ def nearest(
     rows: int | None = None,
     block: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Assignment of keys to their nearest centres, and sums over what each centre got.
+    """Assign keys to their nearest centres, and add up the keys of every centre.
 
-    Distances are ``|c|^2 - 2 <k, c>`` in float32: means far from 0 cost digits, so take them off
-    before. Of equally near centres the first counts. Keys and centres must be finite.
+    Distances are ``|c|^2 - 2 <k, c>`` in float32. A mean far from 0 costs digits, so that it should
+    be subtracted before. Of equally near centres the first is chosen. Keys and centres must be
+    finite.
 
     Args:
         keys: float32, float16 or bfloat16 ``[R, n, d]``.
         centres: in the same dtype ``[R, c, d]``, c >= 1.
-        weight: of the keys in sums and counts, float32 ``[R, n]``; None: all 1.
-        rows: keys per tile, block: centres per tile, powers of two >= 16; None: tuned on a GPU.
+        weight: of the keys in sums and counts, float32 ``[R, n]``. None: all 1.
+        rows: keys per tile, a power of two >= 16. None: tuned on a GPU.
+        block: centres per tile, a power of two >= 16. None: tuned on a GPU.
 
     Returns:
         index, int64 ``[R, n]``; sums of ``weight * key``, float32 ``[R, c, d]``; sums of the
         weights, float32 ``[R, c]``. A centre without keys has sums of 0.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit together; no centre.
-        UnsupportedError: float64, gradients, d above 1,024, 2^30 keys or centres and more, tensors
+        InputError: shapes, dtypes or devices do not fit together, or there is no centre.
+        UnsupportedError: float64, gradients, d above 1,024, 2^30 or more keys or centres, tensors
             that are not on a CUDA device (outside of Triton's interpreter).
     """
     _check(keys, centres, weight)
@@ -85,7 +88,7 @@ def nearest(
                 enable_fp_fusion=True,
                 **arguments,
             )
-    # Members of a centre behind one another, in their old order.
+    # Sort the keys by centre. The keys of a centre keep their order.
     ordered, members = index.sort(dim=1, stable=True)
     edges = torch.arange(count + 1, dtype=torch.int32, device=keys.device).expand(repeats, -1)
     first = torch.searchsorted(ordered, edges.contiguous())
@@ -124,7 +127,7 @@ def _assign(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The nearest centre of a tile of keys."""
+    """Find the nearest centre of every key of a tile."""
     tiles = tl.cdiv(n, ROWS)
     repeat = (tl.program_id(0) // tiles).to(tl.int64)
     key = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -173,7 +176,7 @@ def _sum(
     WIDTH: tl.constexpr,
     MEMBERS: tl.constexpr,
 ) -> None:
-    """The sum over the members of one centre."""
+    """Add up the keys of one centre."""
     repeat = (tl.program_id(0) // count).to(tl.int64)
     centre = (tl.program_id(0) % count).to(tl.int64)
     channel = tl.arange(0, WIDTH).to(tl.int64)

@@ -1,13 +1,13 @@
-"""Attention of new queries over the ragged heads of a flat page and over their own new tokens.
+"""Attention of new queries over the ragged heads of a flat page and over the new tokens.
 
-What a prompt pays when it streams in chunks: query i of q sees every slot of its head and, of the
-new tokens, those up to its own. One pass over both with a streaming softmax (FlashAttention, Dao
-et al. 2022, 2205.14135); the queries of all heads of a group are the rows of a tile, so that they
-share the read. No scores in memory.
+This is the attention of a prompt that is read in chunks: query i of q attends to every slot of its
+head and to the new tokens up to its own. One pass over both uses a streaming softmax
+(FlashAttention, Dao et al. 2022, 2205.14135), so that no scores are kept in memory. The queries of
+all heads of a group are rows of the same tile and share its read of the slots.
 
-Still to be measured on a GPU: everything; tile sizes are tuned there on the first call of a shape.
-A few queries over many slots leave most of a GPU idle, since slots are not split here as
-``triton_decode`` does.
+Tile sizes are tuned on a GPU at the first call of a shape. A few queries over many slots leave most
+of a GPU idle, since slots are not split here, unlike in ``triton_decode``. No speed has been
+measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -72,34 +72,34 @@ def prefill(
     out: Tensor | None = None,
     log_total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``slots.attend`` of q queries per head over a flat page and causally over q new tokens.
+    """``slots.attend`` of q queries per head over a flat page and, causally, over q new tokens.
 
     Args:
         queries: float32, float16 or bfloat16 ``[batch, num_attention_heads, q, head_dim]``.
         keys, values, mass, start, count, scaling, softcap, sinks, slopes, positions, pages, logged:
             as for ``triton_decode.decode``.
-        new_keys: ``[batch, num_key_value_heads, q, head_dim]``, of the tokens of the queries.
+        new_keys: ``[batch, num_key_value_heads, q, head_dim]``, of the queries' own tokens.
         new_values: ``[batch, num_key_value_heads, q, value_dim]``.
-        new_mass: float32 ``[batch, num_key_value_heads, q]``; 0 for padding, which no query sees.
-            None: all 1.
-        new_positions: of the new tokens and queries, in the dtype of ``positions`` ``[batch, q]``;
-            needed for slopes, as ``positions`` are.
-        rows: (query, head of the group) pairs per tile, a power of two >= 16; block: slots or new
-            tokens per tile, likewise. None: tuned on a GPU.
-        precision: of products of float32 numbers on a GPU: "tf32x3", each made of three products
-            of the tensor cores, or "ieee", without them.
-        out, log_total: what is returned, to be written in place.
+        new_mass: float32 ``[batch, num_key_value_heads, q]``, 0 for padding, to which no query
+            attends. None: all 1.
+        new_positions: of the new tokens and queries, in the dtype of ``positions`` ``[batch, q]``.
+            Needed for slopes, as ``positions`` are.
+        rows: (query, head of the group) pairs per tile, a power of two >= 16. None: tuned on a GPU.
+        block: slots or new tokens per tile, a power of two >= 16. None: tuned on a GPU.
+        precision: of products of float32 numbers on a GPU: "tf32x3" (three products of the tensor
+            cores for each) or "ieee" (without tensor cores).
+        out, log_total: tensors into which the results are written.
 
     Returns:
         ``[batch, num_attention_heads, q, value_dim]`` in the dtype of the queries, and the
-        logarithm of what was divided by, float32 ``[batch, num_attention_heads, q]``. A query that
-        sees no mass gets 0, and -inf or its sink.
+        logarithm of the denominator, float32 ``[batch, num_attention_heads, q]``. For a query
+        without any mass to attend to they are 0, and -inf or its sink.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit together; a number out of range.
-        UnsupportedError: float64, gradients, head_dim or value_dim above 1,024, 2^30 slots,
-            queries times heads of a group or tiles and more, tensors that are not on a CUDA device
-            (outside of Triton's interpreter).
+        InputError: shapes, dtypes or devices do not fit together, or a number is out of range.
+        UnsupportedError: float64, gradients, head_dim or value_dim above 1,024, 2^30 or more slots,
+            queries times heads of a group, or tiles, tensors that are not on a CUDA device (outside
+            of Triton's interpreter).
     """
     sizes = check(
         queries,
@@ -186,17 +186,18 @@ def _attend_rows(
     number_new: tl.tensor,
     HEAD_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    MOST_ROWS: tl.constexpr,  # of a tile that is not too large: known to the tuning only
+    MOST_ROWS: tl.constexpr,  # the most rows of a tile: only the tuning uses it
     TUNED_FOR: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A tile of rows of a KV head; row r is query ``r // group`` of head ``r % group``."""
+    """Attend from a tile of rows of a KV head: row r is query ``r // group`` of head ``r % group``.
+    """
     pairs = number_new * group
     tiles = tl.cdiv(pairs, ROWS)
     program = tl.program_id(0)
-    tile = tiles - 1 - program % tiles  # the last tiles see most: they start first
+    tile = tiles - 1 - program % tiles  # the last tiles take longest, so they start first
     program = program // tiles
     row, head = (program // kv_heads).to(tl.int64), (program % kv_heads).to(tl.int64)
     head_channels = tl.arange(0, HEAD_BLOCK).to(tl.int64)
@@ -243,7 +244,8 @@ def _attend_rows(
         BLOCK,
         PRECISION,
     )
-    # Every row of the tile sees the new tokens up to its first row's own; the rest is a triangle.
+    # Every row of the tile attends to the new tokens up to that of the first row. The causal mask
+    # is needed only for those after it.
     seen_by_all = (tile * ROWS // group + 1) // BLOCK * BLOCK
     seen = tl.minimum((tile * ROWS + ROWS - 1) // group + 1, number_new)
     for part in tl.static_range(2):

@@ -1,8 +1,9 @@
-"""What the attention kernels share: a head's slots, tile by tile, with a streaming softmax.
+"""Functions that the attention kernels share: attention over a head's slots, tile by tile, with a
+streaming softmax.
 
 The streaming softmax is that of FlashAttention (Dao et al. 2022, 2205.14135, Algorithm 1): a
-maximum, a total and a weighted sum per query, each rescaled when a tile raises the maximum. Scores
-are kept in units of log 2, since the hardware has exp2.
+maximum, a total and a weighted sum per query. The total and the sum are rescaled when a tile raises
+the maximum. Scores are in units of log 2, since the hardware has exp2.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 class Stored(NamedTuple):
-    """Keys or values of a flat page as the kernels take them, strides (``at``) beside tensors."""
+    """Keys or values of a flat page as kernel arguments: tensors and their strides (``at``)."""
 
     data: Tensor
     data_at: tuple[int, ...]
@@ -41,9 +42,9 @@ class Stored(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """A flat page and who owns which slots."""
+    """A flat page, and which slots belong to which head."""
 
-    key: Stored  # not keys and values: the latter is what a tuple calls its elements there
+    key: Stored  # not "keys" and "values": Triton uses the latter for the elements of a tuple
     value: Stored
     mass: Tensor | None
     mass_at: tuple[int, ...]
@@ -60,7 +61,7 @@ class Flat(NamedTuple):
 
 
 class New(NamedTuple):
-    """The new tokens as the kernel takes them, strides (``at``) beside tensors."""
+    """The new tokens as kernel arguments: tensors and their strides (``at``)."""
 
     key: Tensor
     key_at: tuple[int, ...]
@@ -73,7 +74,7 @@ class New(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What turns products into scores."""
+    """The parameters that turn inner products into scores."""
 
     scaling: float
     softcap: float | None
@@ -84,7 +85,7 @@ class Scoring(NamedTuple):
 
 
 def stored(page: Page) -> Stored:
-    """``page`` for a launch."""
+    """``page`` as arguments of a launch."""
     codes = page.codes if isinstance(page, FlatQuantized) else page
     quantised: tuple[Any, ...]
     if isinstance(page, FlatQuantized):
@@ -109,7 +110,7 @@ def flat(
     pages: Tensor | None = None,
     logged: bool = False,
 ) -> Flat:
-    """A flat page for a launch."""
+    """A flat page as arguments of a launch."""
     return Flat(
         stored(keys),
         stored(values),
@@ -129,12 +130,12 @@ def flat(
 
 
 def at(tensor: Tensor | None) -> tuple[int, ...]:
-    """Strides."""
+    """The strides of a tensor; none for None."""
     return (0,) if tensor is None else tuple(tensor.stride())
 
 
 def kind(*pages: Page) -> str:
-    """What the speed of a kernel depends on besides sizes."""
+    """The dtypes or bits of pages, on which the speed of a kernel depends besides sizes."""
     return " ".join(
         f"{page.bits} bits" if isinstance(page, FlatQuantized) else str(page.dtype)
         for page in pages
@@ -160,7 +161,8 @@ def attend_slots(
     PRECISION: tl.constexpr,
 ) -> tl.tuple:
     """The streaming softmax of queries ``[rows, channels]`` at the positions ``here`` over the
-    slots ``first + begin .. first + end - 1`` of a row; no value may have been added before."""
+    slots ``first + begin .. first + end - 1`` of a row. It must be called before
+    any other values are added."""
     head_channels = tl.arange(0, q.shape[1]).to(tl.int64)
     value_channels = tl.arange(0, summed.shape[1]).to(tl.int64)
     constant = None
@@ -183,7 +185,7 @@ def attend_slots(
             position = tl.load(places, mask=there, other=0)
             distance = (position[None, :] - here[:, None]).to(tl.float32)
         scores = score(q, k, constant, slope, distance, scoring, PRECISION)
-        # One addition for the mass and for the end of the slots.
+        # One addition applies both the mass and the end of the slots.
         if page.mass is not None:
             masses = page.mass + row * page.mass_at[0] + slots * page.mass_at[1]
             if page.logged:
@@ -206,10 +208,10 @@ def attend_slots(
 def _tile(
     page: tl.tuple, row: tl.tensor, slots: tl.tensor, there: tl.tensor, channels: tl.tensor
 ) -> tl.tensor:
-    """Slots of a row, ``[slots, channels]``; 0 where there is none. All numbers are int64.
+    """Slots of a row, ``[slots, channels]``, 0 where there is none. All numbers are int64.
 
-    A page in 8 or 4 bits comes as ``low + step * code`` in float32: its unit and offset are needed
-    once per query and not once per slot."""
+    A page in 8 or 4 bits is returned as ``low + step * code`` in float32, because its unit and
+    offset are applied once per query instead of once per slot."""
     mask = there[:, None]
     if channels.shape[0] != page.dim:
         mask = mask & (channels < page.dim)[None, :]
@@ -221,7 +223,7 @@ def _tile(
         code = tl.load(places + byte * page.data_at[2], mask=mask, other=0)
         if page.bits == 4:
             code = (code >> (channels // page.bytes * 4)[None, :].to(tl.uint8)) & 15
-        # A zero point and a scale per group of channels: loaded per slot, picked by channel.
+        # The zero points and scales of a slot's groups are loaded, and each channel picks its own.
         lows = page.low + row * page.low_at[0] + slots * page.low_at[1]
         steps = page.step + row * page.step_at[0] + slots * page.step_at[1]
         low = tl.load(lows, mask=there, other=0.0)[:, None]
@@ -277,8 +279,8 @@ def score(
 
 @triton.jit
 def _capped(scores: tl.tensor, softcap: tl.tensor) -> tl.tensor:
-    """``softcap * tanh(scores / softcap)``: from exp, which may be infinite, and near 0, where that
-    would lose digits, from the series of tanh."""
+    """``softcap * tanh(scores / softcap)``, computed from exp, which may be infinite. Near 0, where
+    exp would lose digits, the series of tanh is used."""
     x = scores / softcap
     square = x * x
     near = x * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
@@ -296,8 +298,8 @@ def absorb(
     PRECISION: tl.constexpr,
 ) -> tl.tuple:
     """The running maximum and total ``[rows]`` and weighted sum ``[rows, value channels]`` after
-    one more tile: scores ``[rows, slots]`` in units of log 2, -inf where a query does not look, and
-    values ``[slots, value channels]``."""
+    one more tile of scores ``[rows, slots]`` in units of log 2 (-inf where a query does not attend)
+    and values ``[slots, value channels]``."""
     higher = tl.maximum(highest, tl.max(scores, axis=1))
     shift = tl.where(higher == float("-inf"), 0.0, higher)
     keep = tl.exp2(highest - shift)
@@ -309,7 +311,7 @@ def absorb(
 
 @triton.jit
 def place(page: tl.tuple, row: tl.tensor) -> tl.tensor:
-    """Which row of the page's tensors holds the slots of a row of queries."""
+    """The row of the page's tensors that has the slots of a row of queries."""
     if page.rows is not None:
         row = tl.load(page.rows + row * page.rows_at[0]).to(tl.int64)
     return row
@@ -317,7 +319,8 @@ def place(page: tl.tuple, row: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def owned(page: tl.tuple, row: tl.tensor, head: tl.tensor) -> tl.tuple:
-    """A head's first slot, how many it has, and whether they are not all in the page (then 0)."""
+    """A head's first slot, its number of slots, and whether some of them are not in the page (the
+    number is then 0)."""
     start = page.starts + row * page.starts_at[0] + head * page.starts_at[1]
     count = page.counts + row * page.counts_at[0] + head * page.counts_at[1]
     first, number = tl.load(start).to(tl.int64), tl.load(count).to(tl.int64)
@@ -329,10 +332,10 @@ def owned(page: tl.tuple, row: tl.tensor, head: tl.tensor) -> tl.tuple:
 def finished(
     highest: tl.tensor, weight: tl.tensor, summed: tl.tensor, wrong: tl.tensor
 ) -> tl.tuple:
-    """The mean of the values, and the natural logarithm of the total: 0 and -inf where it is 0, NaN
-    where the slots are not in the page."""
+    """The mean of the values, and the natural logarithm of the total. They are 0 and -inf where the
+    total is 0, and NaN where the slots are not in the page."""
     shift = tl.where(highest == float("-inf"), 0.0, highest)
-    nothing = weight == 0  # and not weight > 0: what is not a number must stay visible
+    nothing = weight == 0  # not "weight > 0": a NaN must stay a NaN
     mean = tl.where(nothing[:, None], 0.0, summed / tl.where(nothing, 1.0, weight)[:, None])
     log = (shift + tl.log2(tl.where(nothing, 1.0, weight))) * LN2
     log = tl.where(nothing, float("-inf"), log)

@@ -1,4 +1,4 @@
-"""Whether the Triton kernels can run, asked without importing Triton."""
+"""Whether the Triton kernels can run, without importing Triton."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 
-#: where the package chooses the Triton kernels by itself; a test adds the CPU, where they run in
-#: Triton's interpreter
+#: Types of devices on which the package chooses the Triton kernels. A test adds the CPU, where they
+#: run in Triton's interpreter.
 DEVICES = {"cuda"}
 
-#: vectors of a sequence that ``triton_halving`` takes: signs of a block stay in registers
+#: The most vectors of a sequence for ``triton_halving``, which keeps the signs in registers.
 LONGEST_WALK = 4096
 
 
 def chosen(tensor: Tensor) -> bool:
-    """Whether work on ``tensor`` goes to a Triton kernel: on a CUDA device, in 32 bits or fewer."""
+    """Whether ``tensor`` is given to a Triton kernel: if it is on a CUDA device, in 32 bits or
+    fewer."""
     if tensor.device.type not in DEVICES or tensor.dtype == torch.float64:
         return False
     return available(tensor.device)
@@ -42,16 +43,16 @@ def require(tensor: Tensor) -> None:
 
 
 def launching(tensor: Tensor) -> AbstractContextManager[object]:
-    """Makes the device of ``tensor`` the current one, which is where Triton launches."""
+    """Make the device of ``tensor`` the current one, because Triton launches on the current one."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter: decided when Triton is first imported."""
+    """Whether kernels run in Triton's interpreter, which is decided when Triton is imported."""
     if "triton" in sys.modules:
         import triton.language
 
-        # A function of Triton's own library: made when it was imported, as the kernels were.
+        # A function of Triton's own library was created at the same import as the kernels.
         return type(triton.language.sum).__name__ == "InterpretedFunction"
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 

@@ -1,4 +1,4 @@
-"""Matrix products and tile sizes: powers of two, some of which a GPU chooses among when called."""
+"""Matrix products, and tile sizes (powers of two), of which some are tuned on the GPU at a call."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import triton.language as tl
 
 from .triton_support import interpreted
 
-# Of an A100, the smaller of those in mind: shared memory of a program, and bytes of accumulators
-# and queries that 8 warps hold in registers.
+# Limits of an A100, the smallest GPU considered: shared memory of a program, and bytes of
+# accumulators and queries that 8 warps keep in registers.
 _SHARED = 160 * 1024
 _HELD = 64 * 1024
 
@@ -20,23 +20,23 @@ _INTERPRETED = tl.constexpr(interpreted())
 @triton.jit
 def product(a: tl.tensor, b: tl.tensor, acc: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
     """``tl.dot`` plus ``acc``, which may be None, in float32."""
-    if _INTERPRETED:  # which takes the bits of a bfloat16 for an integer (Triton 3.9)
+    if _INTERPRETED:  # the interpreter reads the bits of a bfloat16 as an integer (Triton 3.9)
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc=acc, input_precision=PRECISION)
 
 
 def padded(count: int, least: int = 16) -> int:
-    """The power of two a tile of ``count`` rows or channels takes."""
+    """The size of a tile for ``count`` rows or channels: a power of two."""
     return max(least, 1 << (count - 1).bit_length())
 
 
 def tuned(kernel: Any, key: list[str], *choices: dict[str, int]) -> Any:
-    """``triton.autotune`` over tile sizes, ``warps`` and ``stages``; ``kernel`` itself in the
+    """``triton.autotune`` over tile sizes, ``warps`` and ``stages``, or ``kernel`` itself in the
     interpreter.
 
-    Choices that cannot fit, whose compilation alone may take a minute, are left out; the first one
-    should be the smallest."""
+    Choices that cannot fit are left out, because their compilation alone may take a minute. The
+    first choice should be the smallest."""
     if interpreted():
         return kernel
     return triton.autotune(

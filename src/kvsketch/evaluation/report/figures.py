@@ -1,10 +1,10 @@
-"""Drawing for the report: a line chart and a heat map, as SVG that a page's style sheet can colour.
+"""The charts of the report: line charts and heat maps, as SVG that a page's style sheet can colour.
 
-matplotlib draws, and is imported when a figure is drawn: it belongs to the extra ``report``.
-``svg`` makes what it drew part of a page. A library that draws in the browser would replace that
-module, which is a hundred lines. It was tried with plotly 7.1 on one chart of scores with
-intervals: a page that holds it is 4.8 MB, nearly all of it plotly's own script. A report of 15
-figures is 0.3 MB, one such chart 6 kB; it needs no script to be read, its text can be selected,
+The charts are drawn by matplotlib, which belongs to the extra ``report`` and is imported when a
+figure is drawn. ``svg`` turns its output into a part of a page. A library that draws in the browser
+would replace that module, which is a hundred lines. This was tried with plotly 7.1 on one chart of
+scores with intervals: a page with it is 4.8 MB, nearly all of it plotly's own script. A report of
+15 figures is 0.3 MB, and one such chart 6 kB. The report needs no script, its text can be selected,
 every point has a title for a screen reader, and its colours follow the reader's dark mode.
 """
 
@@ -25,7 +25,7 @@ from kvsketch.errors import UnsupportedError
 from kvsketch.evaluation.report.svg import GRID, INK, described, for_page
 from kvsketch.writing import save_bytes
 
-#: told apart, and seen, on white and on black
+#: Colours that can be distinguished, and seen, on white and on black.
 _COLORS = (
     "#1f77b4",
     "#d2691e",
@@ -64,9 +64,9 @@ _DPI = 120
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one method. ``low`` and ``high`` are ends of intervals, ``tips`` what a point says
-    of itself. A ``level`` is drawn across the whole chart. Points that are not ``joined`` have no
-    line between them."""
+    """The points of one method. ``low`` and ``high`` are the ends of intervals, and ``tips`` the
+    titles of the points. A ``level`` is drawn across the whole chart. Points that are not
+    ``joined`` have no line between them."""
 
     name: str
     method: str
@@ -81,18 +81,18 @@ class Series:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure and what it says in words.
+    """A figure and its description in words.
 
     Attributes:
-        name: of files; unique on a page, and fit for an id.
+        name: the name of its files, unique on a page and valid as an id.
         title: one line.
-        text: all of it in words.
-        svg: the file.
-        inline: the same for a page: ids of its own, colours left to the page, styles in
-            ``Sketchbook.rules``.
-        png: the file; empty unless it was asked for.
-        method, task: what filters hide it by, where it is about one.
-        wide: too wide for a telephone: to be scrolled.
+        text: a description of the whole figure.
+        svg: the content of the SVG file.
+        inline: the same SVG for a page: with unique ids, without colours (the page sets them), and
+            with its styles in ``Sketchbook.rules``.
+        png: the content of the PNG file, empty unless PNG was requested.
+        method, task: by which the filters of the page hide the figure, if it shows only one.
+        wide: whether it is too wide for a telephone and has to be scrolled.
     """
 
     name: str
@@ -111,8 +111,8 @@ class Sketchbook:
     """Draws the figures of one page.
 
     Args:
-        methods: in a fixed order: each has one colour and mark throughout.
-        png: also draw those.
+        methods: all methods of the page, in order. Each keeps its colour and mark on the page.
+        png: whether figures are also drawn as PNG.
     """
 
     methods: Sequence[str]
@@ -121,7 +121,7 @@ class Sketchbook:
     _styles: dict[str, str] = field(default_factory=dict)
 
     def color(self, method: str) -> str:
-        """Of a method's lines; the exact cache is drawn like the axes."""
+        """The colour of a method's lines. The exact cache has the colour of the axes."""
         if method == "exact" or method not in self.methods:
             return INK
         others = [name for name in self.methods if name != "exact"]
@@ -140,13 +140,14 @@ class Sketchbook:
         labels: Sequence[str] = (),
         task: str = "",
     ) -> Figure:
-        """A line for each series, with intervals; series of one method look alike.
+        """Draw a line with intervals for each series. Series of one method look alike.
 
         Args:
-            top: the highest score there can be: the y axis fits the scores and intervals below it
+            top: the highest possible score. The y axis then fits the scores and intervals below it
                 (``_fitted``). None: the axis starts at 0 and ends above all points.
-            log: the y axis is logarithmic; all points must be above 0.
-            labels: of the places 0, 1, ... on the x axis; there are no lines between them then.
+            log: whether the y axis is logarithmic. All points must then be above 0.
+            labels: of the places 0, 1, ... on the x axis. If given, no lines are drawn between
+                them.
         """
         with _style() as new:
             width = max(4.4, 1.5 + 0.45 * len(labels))
@@ -160,11 +161,11 @@ class Sketchbook:
                 least = min((y for s in series for y in s.y), default=0.1)
                 ax.set_yscale("log")
                 _plain_ticks(ax.yaxis, few=highest > 1000 * least)
-                ax.set_ylim(0.6 * least, 1.6 * highest)  # an interval may go on below and above
+                ax.set_ylim(0.6 * least, 1.6 * highest)  # an interval may be cut below and above
             elif ends and max(ends) > min(ends):
                 ax.set_ylim(*_fitted(min(ends), max(ends), highest))
             else:
-                ax.set_ylim(-0.03 * highest, 1.04 * highest)  # marks at 0 are whole
+                ax.set_ylim(-0.03 * highest, 1.04 * highest)  # so that marks at 0 are not cut
             if labels:
                 ax.set_xticks(range(len(labels)), labels, rotation=40, ha="right")
                 ax.set_xlim(-0.6, len(labels) - 0.4)
@@ -178,7 +179,7 @@ class Sketchbook:
 
     def _plot(self, ax: Any, series: Sequence[Series], apart: bool) -> list[Any]:
         handles = []
-        # intervals at the same place are drawn side by side
+        # Intervals at the same place are drawn side by side.
         most = max((x for s in series for x in s.x if not s.level), default=1.0) or 1.0
         step = 0.6 / len(series) if apart else 0.012 * most
         places = [i for i, s in enumerate(series) if not s.level]
@@ -213,7 +214,7 @@ class Sketchbook:
         method: str = "",
         task: str = "",
     ) -> Figure:
-        """Scores in [0, 1] by row and column, each with what it says of itself."""
+        """Draw scores in [0, 1] by row and column, each with a title."""
         from matplotlib import colormaps
         from matplotlib.patches import Rectangle
 
@@ -254,7 +255,7 @@ class Sketchbook:
             return self._finish(fig, title, text, tips, method=method, task=task)
 
     def take(self, title: str, text: str, draw: Callable[[], Any]) -> Figure:
-        """A matplotlib figure that someone else draws."""
+        """Take a matplotlib figure that ``draw`` makes."""
         with _style({"text.parse_math": True, "axes.grid": False}):  # powers of ten on log axes
             return self._finish(draw(), title, text, {}, wide=True)
 
@@ -268,7 +269,7 @@ class Sketchbook:
     ) -> Figure:
         name = self._name(title)
         file = io.StringIO()
-        # Without metadata: it would hold the date.
+        # Metadata is left out because it would contain the date.
         fig.savefig(
             file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
         )
@@ -285,7 +286,7 @@ class Sketchbook:
 
     @property
     def rules(self) -> str:
-        """CSS of the figures drawn so far."""
+        """The CSS of the figures drawn so far."""
         return "\n".join(f".{name} {{ {style} }}" for style, name in self._styles.items())
 
     def _name(self, title: str) -> str:
@@ -299,15 +300,16 @@ class Sketchbook:
 
 
 def _fitted(least: float, most: float, top: float) -> tuple[float, float]:
-    """Ends of an axis for scores and their intervals: as near as they allow. It starts at 0 unless
-    that would leave half of it empty."""
+    """The ends of an axis that fits scores and their intervals closely. It starts at 0 unless half
+    of it would then be empty."""
     room = 0.06 * (most - least if least > most / 2 else most)
     bottom = least - room if least > most / 2 else -0.03 * most
     return bottom, min(most + room, 1.04 * top)
 
 
 def _plain_ticks(axis: Any, few: bool) -> None:
-    """0.01, 0.02, 0.05, ... (few: 0.01, 0.1, ...) instead of powers of ten, which are formulas."""
+    """Label an axis with 0.01, 0.02, 0.05, ... (``few``: 0.01, 0.1, ...) instead of powers of ten,
+    which would be drawn as formulas."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axis.set_major_locator(LogLocator(subs=(1,) if few else (1, 2, 5)))
@@ -316,10 +318,10 @@ def _plain_ticks(axis: Any, few: bool) -> None:
 
 
 def write(figures: Sequence[Figure], folder: Path) -> list[str]:
-    """Write every figure as .svg and .png; returns the files' names.
+    """Write every figure as .svg and .png, and return the names of the files.
 
     Raises:
-        InputError: one cannot be written.
+        InputError: a file cannot be written.
     """
     names = []
     for figure in figures:
@@ -342,10 +344,10 @@ def require_matplotlib() -> None:
 
 @contextmanager
 def _style(changes: Any = None) -> Iterator[Callable[..., Any]]:
-    """Our style, and a maker of figures in it, apart from pyplot and its windows."""
+    """Set the style of the figures. Yields a function that makes a figure in it without pyplot."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas
 
     with rc_context({**_STYLE, **(changes or {})}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the browser has its own
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the browser has its own fonts
         yield lambda **size: Canvas(layout="constrained", **size)

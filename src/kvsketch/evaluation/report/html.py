@@ -1,5 +1,5 @@
-"""One HTML page from results stores: nothing in it comes from elsewhere, and it works without
-scripts. The same stores give the same bytes.
+"""One HTML page from results stores. It loads nothing from other places, works without scripts, and
+is the same, byte for byte, for the same stores.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvsketch.evaluation.runner.runs import Run, clean, read_runs, without_folde
 from kvsketch.evaluation.runner.scales import scale_of
 from kvsketch.writing import save_bytes
 
-#: what is said of a run, in this order, where it is known
+#: The facts about a run that the page shows, in this order, if they are known.
 _PROTOCOL = {
     "model": "model",
     "model_fingerprint": "fingerprint",
@@ -66,9 +66,9 @@ class Page:
     """A report.
 
     Attributes:
-        html: the page.
-        figures: all that it shows, in order.
-        runs: what it is about.
+        html: the text of the page.
+        figures: all figures of the page, in order.
+        runs: the runs that it reports.
     """
 
     html: str
@@ -77,15 +77,15 @@ class Page:
 
 
 def build(stores: Sequence[Path], inspect: Path | None = None, png: bool = False) -> Page:
-    """Read stores and draw a page of them.
+    """Read stores and make a page of them.
 
     Args:
-        inspect: inspect.json that ``kvsketch inspect --out`` wrote.
-        png: figures are also drawn as PNG.
+        inspect: an inspect.json that ``kvsketch inspect --out`` wrote.
+        png: whether figures are also drawn as PNG.
 
     Raises:
-        InputError: a store or ``inspect`` cannot be read, or is not what it should be.
-        UnsupportedError: without matplotlib.
+        InputError: a store or ``inspect`` cannot be read or has the wrong content.
+        UnsupportedError: matplotlib is not installed.
     """
     runs = read_runs(stores)
     result = None if inspect is None else _read_inspection(inspect)
@@ -138,7 +138,8 @@ def build(stores: Sequence[Path], inspect: Path | None = None, png: bool = False
 
 
 def check_outputs(page: Path, figures: Path | None) -> None:
-    """Say now what would fail after all the drawing; makes the folder of figures.
+    """Check before drawing that the page and the figures can be written. Makes the folder of
+    figures.
 
     Raises:
         InputError: the page or the folder cannot be written.
@@ -147,18 +148,18 @@ def check_outputs(page: Path, figures: Path | None) -> None:
         raise InputError(f"--out {page} is a folder; give a file, such as report.html")
     if page.exists() and not os.access(page, os.W_OK):
         raise InputError(f"--out {page} cannot be written: permission denied")
-    if not page.exists() or page.is_file():  # beside it, since a new file takes its place
+    if not page.exists() or page.is_file():  # tested in its folder, since a new file replaces it
         try_folder(page.parent, f"--out {page}: the folder")
     if figures is not None:
         check_folder(figures, "--figures")
 
 
 def save(page: Page, path: Path, figures: Path | None) -> list[str]:
-    """Write a page and, with a folder, its figures; returns the figures' file names. The page's
-    folder is made where it is missing.
+    """Write a page and, if a folder is given, its figures. Returns the file names of the figures.
+    The folder of the page is made if it is missing.
 
     Raises:
-        InputError: something cannot be written.
+        InputError: a file cannot be written.
     """
     if not path.exists():
         check_folder(path.parent, f"--out {path}: the folder")
@@ -167,7 +168,7 @@ def save(page: Page, path: Path, figures: Path | None) -> list[str]:
 
 
 def _asset(environment: Environment, name: str) -> str:
-    """A file beside the template, as it is."""
+    """The unchanged text of a file in the template's folder."""
     assert environment.loader is not None
     return environment.loader.get_source(environment, name)[0]
 
@@ -177,7 +178,7 @@ def _protocol(run: Run) -> list[tuple[str, str]]:
     named = [(label, common[key]) for key, label in _PROTOCOL.items() if key in common]
     named += [(name, ", ".join(values)) for name, values in run.made.items()]
     named += [(key, value) for key, value in run.common.items() if key not in _PROTOCOL]
-    if "preset" in run.common:  # its methods have windows of their own, which their names say
+    if "preset" in run.common:  # the names of its methods state their windows
         windows = {_PROTOCOL["sink"], _PROTOCOL["recent"]}
         named = [(label, value) for label, value in named if label not in windows]
     words = {True: "yes", False: "no"}
@@ -189,7 +190,7 @@ def _protocol(run: Run) -> list[tuple[str, str]]:
 
 
 def _table_row(run: Run, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Cells of the table of everything."""
+    """The cells of one row of the table of all rows."""
     scale = scale_of(row["task"])
     cells = [
         f"{run.number}",
@@ -216,7 +217,7 @@ def _read_inspection(path: Path) -> Any:
 
 
 def _cleaned(value: Any) -> Any:
-    """What JSON holds, every text in it without characters that cannot be read."""
+    """A value from JSON with all unprintable characters removed from its texts."""
     if isinstance(value, dict):
         return {clean(key): _cleaned(x) for key, x in value.items()}
     if isinstance(value, list):
@@ -225,7 +226,7 @@ def _cleaned(value: Any) -> Any:
 
 
 def _inspected(path: Path, result: Any, book: Sketchbook) -> Section:
-    """The figures of ``kvsketch inspect``, with its readings."""
+    """The figures and readings of ``kvsketch inspect``."""
     from kvsketch.evaluation.inspection import figures as inspection_figures
 
     figures = []

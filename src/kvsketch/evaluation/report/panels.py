@@ -1,4 +1,4 @@
-"""What a report shows of a run: which figures, and which tables beside them."""
+"""The figures and tables of a run in a report."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvsketch.evaluation.runner.scales import Scale, scale_of
 
 Row = Mapping[str, Any]
 
-#: points that a figure's text lists one by one
+#: The most points that a figure's text lists one by one.
 _TOLD = 60
 
-#: bytes are equal up to this
+#: The largest ratio of bytes kept that counts as equal.
 _EQUAL = 1.05
 
 
 def sections(run: Run, book: Sketchbook) -> list[Section]:
-    """Everything but the summary; parts without anything to show are left out."""
+    """All sections except the summary. Sections without content are left out."""
     found = [
         _by_bytes(run, book),
         _errors(run, book),
@@ -35,7 +35,7 @@ def sections(run: Run, book: Sketchbook) -> list[Section]:
 
 
 def summary(run: Run) -> Grid:
-    """By task: the exact cache, and the best method at each budget."""
+    """For each task, the exact cache and the best method at each budget."""
     lines = []
     for task, rows in grouped(pooled(run.records, by_family=True), lambda row: row["task"]).items():
         scale = scale_of(task)
@@ -55,8 +55,8 @@ def summary(run: Run) -> Grid:
 
 
 def headline(run: Run) -> str:
-    """The summary in a sentence. A method is the best of a task only where another was run and its
-    interval ends before the others' begin."""
+    """The summary in a sentence. A method is called the best of a task only if another was run and
+    its interval does not overlap those of the others."""
     rows = pooled(run.records, by_family=True)
     tasks = grouped(rows, lambda row: row["task"])
     methods = list(dict.fromkeys(row["method"] for row in rows if not is_exact(row)))
@@ -86,7 +86,8 @@ def headline(run: Run) -> str:
 
 
 def _leaders(ranked: Sequence[Row]) -> list[Row]:
-    """The first, and those whose intervals overlap its own: they are not told apart."""
+    """The first row, and the rows whose intervals overlap with its interval, so that they cannot be
+    distinguished from it."""
     low, high = ranked[0]["ci95"]
     return [
         row
@@ -98,17 +99,19 @@ def _leaders(ranked: Sequence[Row]) -> list[Row]:
 
 
 def _larger(ranked: Sequence[Row]) -> bool:
-    """Whether the first keeps more bytes than another: it is not compared at equal bytes then."""
+    """Whether the first row keeps more bytes than another one, so that the two are not compared at
+    equal bytes."""
     return any(ranked[0]["kept"] > _EQUAL * row["kept"] for row in ranked[1:])
 
 
 def _ranked(rows: Sequence[Row]) -> list[Row]:
-    """Of one task, the best first."""
+    """The rows of one task, the best first."""
     return sorted(rows, key=lambda row: scale_of(row["task"]).best_first(row["score"]))
 
 
 def _best(ranked: Sequence[Row], scale: Scale) -> list[str]:
-    """Method, score, bytes kept, what it cost, and the next that is told apart."""
+    """The method, score, bytes kept and cost of the best rows, and the best row that can be
+    distinguished from them."""
     if not ranked:
         return ["-"] * 7
     best = _leaders(ranked)
@@ -132,7 +135,7 @@ def _best(ranked: Sequence[Row], scale: Scale) -> list[str]:
 
 
 def _range(values: Sequence[float | None], form: str = "{:,.0f}") -> str:
-    """The least and the most of some numbers, as far as they were measured."""
+    """The smallest and the largest of the numbers that were measured."""
     known = [value for value in values if value is not None]
     return (
         "-".join(dict.fromkeys(form.format(x) for x in (min(known), max(known)))) if known else "-"
@@ -161,7 +164,7 @@ def _tip(row: Row) -> str:
 
 
 def _told(rows: Sequence[Row]) -> str:
-    """Rows in words."""
+    """A description of rows in words."""
     return _sentence([_tip(row) for row in rows])
 
 
@@ -172,7 +175,7 @@ def _sentence(tips: Sequence[str]) -> str:
 
 
 def _by_bytes(run: Run, book: Sketchbook) -> Section:
-    """One panel for each task and group; a needle's depths together."""
+    """One panel for each task and group. The depths of a needle share a panel."""
     return Section(
         "Score against bytes kept",
         "Bars are 95% intervals, drawn side by side where methods keep the same; the dashed line "
@@ -183,7 +186,7 @@ def _by_bytes(run: Run, book: Sketchbook) -> Section:
 
 
 def _errors(run: Run, book: Sketchbook) -> Section:
-    """Error curves, as BalanceKV's Figure 2 has them for one layer's attention."""
+    """Error curves, as in BalanceKV's Figure 2 for the attention of one layer."""
     return Section(
         "Error against bytes kept",
         "Less is better, on a logarithmic scale; bars are 95% intervals. Texts go on behind a "
@@ -194,7 +197,7 @@ def _errors(run: Run, book: Sketchbook) -> Section:
 
 
 def _panels(run: Run, errors: bool) -> list[tuple[str, list[Row]]]:
-    """Title and rows of what is a score, or an error."""
+    """The titles and rows of the tasks that measure errors, or of those that measure scores."""
     found = grouped(_without_depth(run), lambda row: row["title"])
     return [x for x in found.items() if scale_of(x[1][0]["task"]).is_error == errors]
 
@@ -203,7 +206,7 @@ def _kept(title: str, rows: Sequence[Row], book: Sketchbook) -> Figure:
     task = rows[0]["task"]
     scale = scale_of(task)
     if scale.is_error:
-        # A logarithmic axis has no place for what is exact.
+        # An error of 0 cannot be drawn on a logarithmic axis.
         rows = [
             row for row in rows if row["score"] > 0 and (scale.exponential or not is_exact(row))
         ]
@@ -313,7 +316,7 @@ def _by_lines(run: Run, book: Sketchbook) -> Section:
 
 
 def _by_data_set(run: Run, book: Sketchbook) -> Section:
-    """LongBench, each data set with all its lengths."""
+    """LongBench by data set. The lengths of a data set are taken together."""
     rows = [
         row
         for row in pooled(run.records, without=("length",))
@@ -348,7 +351,7 @@ def _by_data_set(run: Run, book: Sketchbook) -> Section:
             [label, *(scale.shown(x[name]) if name in x else "-" for x in scores.values())]
             for label, name in zip(sets, names, strict=True)
         ]
-        whole = [  # a mean over other data sets than its neighbours' would mislead
+        whole = [  # means over different data sets cannot be compared
             scale.shown(sum(x.values()) / len(x)) if len(x) == len(names) else "-"
             for x in scores.values()
         ]
@@ -372,7 +375,7 @@ def _beside(run: Run) -> Section:
 
 
 def _cost(run: Run, book: Sketchbook) -> Section:
-    """Memory and speed against prompt length, by budget; tasks together."""
+    """Memory and speed against prompt length, by budget, over all tasks."""
     rows = sorted(_without_depth(run), key=lambda row: row["prompt_tokens"])
     exact = {row["title"]: row for row in rows if is_exact(row)}
     figures = []

@@ -1,4 +1,4 @@
-"""What a page is put together from."""
+"""The parts of a page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Section:
-    """Part of a page, about one run."""
+    """A part of a page that is about one run."""
 
     title: str
     note: str

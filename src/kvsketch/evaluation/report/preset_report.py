@@ -1,5 +1,5 @@
-"""What a preset's run shows besides its own tables: the paper's, what is missing, how it is
-read."""
+"""The output of a preset's run besides the tables of results: the paper's table, the rows that are
+missing, and how the paper was interpreted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvsketch.evaluation.runner.sweep import Sweep
 
 
 def show(plan: Plan, sweep: Sweep, console: Console) -> dict[str, Any]:
-    """Prints it; returns what ``--json`` tells of it."""
+    """Print the output, and return the object for ``--json``."""
     records = sweep.done()
     grids = beside(run_of(records)) if records else []
     for grid in grids:
@@ -48,8 +48,8 @@ def show(plan: Plan, sweep: Sweep, console: Console) -> dict[str, Any]:
 
 
 def _nothing_lost(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Prompts that fit into a budget are not compressed: what then stands beside the paper is the
-    exact cache."""
+    """A note about the tasks in which nothing was compressed because the prompts fit into the
+    budget, so that the exact cache is compared with the paper's method."""
     whole = dict.fromkeys(
         row["task"]
         for row in rows
@@ -59,7 +59,7 @@ def _nothing_lost(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _tables(grid: Grid, width: int) -> Iterator[Group]:
-    # What a task type lacks is said below the table.
+    # The note below the table states what is missing of a task type.
     rows = [[NOT_RUN if cell.startswith(NOT_RUN) else cell for cell in row] for row in grid.rows]
     names = 1 + list(grid.header).index("method")
     return tables_within(width, grid.title, grid.header, rows, names=names, left=grid.header)

@@ -1,10 +1,10 @@
-"""The papers' own numbers, to be put beside ours where the task is the same."""
+"""The papers' own numbers, which are compared with ours if the task is the same."""
 
 from __future__ import annotations
 
 from typing import Any
 
-#: LongEval line retrieval, 50 cases a length, question seen; ``SAME_AS_SUBGEN_TABLE_1`` repeats it
+#: LongEval line retrieval, 50 cases per length, question seen. ``SAME_AS_SUBGEN_TABLE_1`` repeats it
 SUBGEN_TABLE_1: dict[str, Any] = {
     "source": "Zandieh, Han, Mirrokni, Karbasi: SubGen, arXiv:2402.06082, Table 1",
     "model": "longchat-7b-v1.5-32k",
@@ -31,10 +31,10 @@ SUBGEN_TABLE_1: dict[str, Any] = {
         },
     },
 }
-#: has the numbers of ``SUBGEN_TABLE_1``, every digit
+#: A table with the same numbers as ``SUBGEN_TABLE_1``, digit for digit.
 SAME_AS_SUBGEN_TABLE_1 = "ClusterGen, Table 1"
 
-#: LongBench's task types in LongBench-E. Source: THUDM/LongBench, README.md and task.md
+#: The task types of LongBench in LongBench-E. Source: THUDM/LongBench, README.md and task.md.
 _SINGLE = ("qasper", "multifieldqa_en")
 _MULTI = ("hotpotqa", "2wikimqa")
 _SUMMARIES = ("gov_report", "multi_news")
@@ -42,11 +42,12 @@ _FEW_SHOT = ("trec", "triviaqa", "samsum")
 _SYNTHETIC = ("passage_count", "passage_retrieval_en")
 _CODE = ("lcc", "repobench-p")
 
-#: the column that is the mean of the others
+#: The column that is the mean of the others.
 AVERAGE = "Average"
 
-#: LongBench-E by task type, on the published scale: times 100. "kept" is what all methods but exact
-#: keep of the tokens; "sums": a task type's data sets are added up, not averaged.
+#: LongBench-E by task type, on the published scale (times 100). "kept" is the share of the tokens
+#: that all methods except exact keep. "sums" means that the scores of a task type's data sets are
+#: added up and not averaged.
 BALANCEKV_TABLE_1: dict[str, Any] = {
     "name": "BalanceKV",
     "source": "Han, Kapralov, Kochetkova, Sheth, Zandieh: BalanceKV, arXiv:2502.07861v1, Table 1",
@@ -128,9 +129,10 @@ BALANCEKV_TABLE_1: dict[str, Any] = {
 }
 
 #: LongBench by task type; kcenter is the paper's ClusterGen. The scores are sums (some exceed 100)
-#: over data sets that the paper does not name. Those of LongBench-E are meant, it seems: their
-#: scores of this very model in THUDM/LongBench's README.md sum up to 69.1, 52.1, 57.2, 180.0 and
-#: 108.3, near the paper's exact cache everywhere; all English ones would be 86.0, 61.8, 79.9, ...
+#: over data sets that the paper does not name. They seem to be those of LongBench-E: the scores of
+#: the same model on them in THUDM/LongBench's README.md sum up to 69.1, 52.1, 57.2, 180.0 and
+#: 108.3, near the paper's exact cache in each case. All English data sets together would give 86.0,
+#: 61.8, 79.9, ...
 CLUSTERGEN_TABLE_2: dict[str, Any] = {
     "name": "ClusterGen",
     "source": "Zandieh, Han, Mirrokni, Karbasi: ClusterGen, Table 2",

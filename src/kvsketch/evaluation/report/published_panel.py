@@ -1,4 +1,4 @@
-"""The papers' tables with our rows beside them."""
+"""The papers' tables, with our results next to them."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from kvsketch.evaluation.runner.setups import EXACT
 
 Row = Mapping[str, Any]
 
-#: LongBench's two sets of cases, as tasks are called here and as papers call them
+#: The two sets of cases of LongBench: the name of the task here, and the name in papers.
 _SPLITS = {"longbench_e": "LongBench-E", "longbench": "LongBench"}
-#: where the paper printed a number and we have none
+#: Shown if the paper has a number and the run does not.
 NOT_RUN = "not run"
 _BETTER = ", of several windows the better one"
 _HEADER = ("method", "paper", "paper kept", "ours [95%]", "ours kept", "our cases")
 
 
 def beside(run: Run) -> list[Grid]:
-    """The published tables that share a task and a method, besides exact, with the run; of a preset
-    its own table, all of it, with what is missing of ours."""
+    """The published tables that have a task and a method (other than exact) in common with the run.
+    For a preset, the whole table of the preset, in which numbers missing from the run are marked."""
     preset = PRESETS.get(str(run.common.get("preset")))
     if preset is not None:
         whole = _subgen if preset.task == "longeval" else partial(_longbench, table=preset.table)
         return [whole(run, preset=preset)]
     found = [_subgen(run)]
-    # the same set of cases as the paper's first
+    # The set of cases that the paper uses comes first.
     found += [_longbench(run, BALANCEKV_TABLE_1, split) for split in _SPLITS]
     found += [_longbench(run, CLUSTERGEN_TABLE_2, split) for split in reversed(_SPLITS)]
     return [grid for grid in found if any(line[1] != EXACT for line in grid.rows)]
 
 
 def _subgen(run: Run, preset: Preset | None = None) -> Grid:
-    """LongEval by lines; the paper tells what was kept in GB."""
+    """LongEval by number of lines. The paper gives the size of the cache in GB."""
     rows = [r for r in run.rows if r["task"] == "longeval" and set(r["group"]) == {"lines"}]
     lines = []
     for length, theirs in SUBGEN_TABLE_1["results"].items():
@@ -73,10 +73,10 @@ def _subgen(run: Run, preset: Preset | None = None) -> Grid:
 def _longbench(
     run: Run, table: Mapping[str, Any], split: str = "", preset: Preset | None = None
 ) -> Grid:
-    """LongBench by task type; the paper tells what was kept as a share or in slots.
+    """LongBench by task type. The paper gives the size of the cache as a share or in slots.
 
     Args:
-        split: whose cases, a name in ``_SPLITS``; of a preset, all that stand for the paper's.
+        split: the task whose cases are used, a name in ``_SPLITS``. None: the tasks of the preset.
     """
     splits = [split] if preset is None else list(_SPLITS)
     rows = [row for one in splits for row in _data_sets(run, one)]
@@ -111,8 +111,8 @@ def _longbench(
 
 
 def _nearest(rows: Iterable[Row], method: str, unit: str, goal: float) -> dict[str, Any] | None:
-    """The row of a method that keeps most nearly as much; of several windows of it that keep as
-    much, the one that scores best, with the window in its name."""
+    """The row of a method whose size is nearest to ``goal``. If it was run with several windows at
+    that size, the one with the best score, with the window in its name."""
     windows: dict[str, Row] = {}
     for row in rows:
         name = row["method"]
@@ -134,14 +134,14 @@ def _without(names: Sequence[str]) -> str:
 
 
 def _data_sets(run: Run, split: str) -> list[dict[str, Any]]:
-    """A row for each data set of LongBench (-E) and setup."""
+    """One row for each data set of LongBench (or LongBench-E) and setup."""
     rows = pooled(run.records, without=("length",))
     return [row for row in rows if row["task"].partition("/")[0] == split]
 
 
 def _by_type(rows: Sequence[Row], table: Mapping[str, Any]) -> dict[str, list[Row]]:
-    """By the table's task types, a row for each setup that was run on all their data sets: a mean
-    over other data sets than the paper's would mislead."""
+    """For each task type of the table, one row for each setup that was run on all of its data sets,
+    because a mean over other data sets than the paper's would mislead."""
     found: dict[str, list[Row]] = {}
     for mine in grouped(rows, lambda row: (row["series"], row["goal"])).values():
         sets = {row["group"]["dataset"]: row for row in mine}
@@ -158,8 +158,8 @@ def _by_type(rows: Sequence[Row], table: Mapping[str, Any]) -> dict[str, list[Ro
 
 
 def _together(rows: Sequence[Row], sums: bool) -> dict[str, Any]:
-    """Mean or sum of scores on different cases; the distances to the intervals' ends add up like
-    standard deviations (Zou and Donner, Statistics in Medicine 27, 2008)."""
+    """The mean or sum of scores on different cases. The distances to the ends of the intervals are
+    added like standard deviations (Zou and Donner, Statistics in Medicine 27, 2008)."""
     over = 1 if sums else len(rows)
     score = math.fsum(row["score"] for row in rows) / over
     low, high = (

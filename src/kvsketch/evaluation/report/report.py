@@ -1,4 +1,4 @@
-"""How a run is shown: a table for people, one JSON object for programs."""
+"""The output of a run: a table for people, or one JSON object for programs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rich.console import Group
 from kvsketch.evaluation.report.terminal import BETWEEN, bare_table, titled
 from kvsketch.evaluation.runner.scales import Scale, scale_of
 
-#: columns of a results table; those to the right go first where a terminal is too narrow for all,
-#: and the first five never go
+#: Columns of a results table. If a terminal is too narrow for all, the rightmost are left out first.
+#: The first five are always shown.
 _COLUMNS = ("method", "budget", "score", "95% CI", "kept", "cases", "tok/s", "KV kB", "slots")
 _COLUMNS_WIDE = (*_COLUMNS, "peak kB", "prefill/s")
 _ALWAYS = 5
-#: how they stand beside each other
+#: The order of the columns in a table.
 _ORDER = (
     *("method", "budget", "cases", "score", "95% CI", "slots", "KV kB", "kept"),
     *("peak kB", "prefill/s", "tok/s"),
 )
-#: a method's name is folded below this
+#: The width below which the name of a method is folded.
 _LEAST_NAME = 13
 
 
@@ -31,7 +31,7 @@ def results_tables(rows: Sequence[Mapping[str, Any]], width: int = 80) -> Iterat
     """Tables of `sweep.aggregate` rows, one per task and group (lines, data set, length, ...).
 
     Args:
-        width: columns of the terminal: a table shows as much as fits, and no number is cut.
+        width: columns of the terminal. A table shows as many columns as fit and cuts no number.
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -41,9 +41,9 @@ def results_tables(rows: Sequence[Mapping[str, Any]], width: int = 80) -> Iterat
 
 
 def _title(row: Mapping[str, Any]) -> str:
-    # what lies between the task and the protocol is the group
+    # The columns between the task and the protocol are the group.
     names = list(row)[list(row).index("task") + 1 : list(row).index("question")]
-    within = str(row["task"]).partition("/")[2]  # the task may say a part of it already
+    within = str(row["task"]).partition("/")[2]  # the name of the task may contain a part of it
     group = ", ".join(
         f"{row[name]} {name}" if name == "lines" else f"{name} {row[name]}"
         for name in names
@@ -53,7 +53,7 @@ def _title(row: Mapping[str, Any]) -> str:
 
 
 def _results_table(title: str, rows: Sequence[Mapping[str, Any]], width: int) -> Group:
-    """kB are 1,000 bytes per case; peak memory and prefill speed need 100 columns."""
+    """One table. A kB is 1,000 bytes per case. Peak memory and prefill speed need 100 columns."""
     tokens = sum(row["prompt_tokens"] for row in rows) / len(rows)
     scale = scale_of(rows[0]["task"])
     better = "; less is better" if scale.is_error else ""
@@ -61,7 +61,7 @@ def _results_table(title: str, rows: Sequence[Mapping[str, Any]], width: int) ->
     cells = [_cells(scale, row) for row in rows]
     shown = _fitting(cells, width)
     for name in shown:
-        if name == "method":  # with a window of its own a name may be long
+        if name == "method":  # a name that states a window may be long
             table.add_column(name, overflow="fold", min_width=_LEAST_NAME)
         else:
             table.add_column(name, justify="right", no_wrap=True)
@@ -88,7 +88,7 @@ def _cells(scale: Scale, row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _fitting(rows: Sequence[Mapping[str, str]], width: int) -> list[str]:
-    """The columns that a terminal has room for, in the order of the table."""
+    """The columns that fit into the terminal, in the order of the table."""
 
     def needed(name: str) -> int:
         longest = max(len(text) for text in (name, *(row[name] for row in rows)))
@@ -101,12 +101,12 @@ def _fitting(rows: Sequence[Mapping[str, str]], width: int) -> list[str]:
 
 
 def _share(scale: Scale, score: float) -> str:
-    """Scores of every task in [0, 1], as in the store; errors on their own scale."""
+    """A score in [0, 1], as in the store, or an error on its own scale."""
     return scale.shown(score) if scale.is_error else f"{score:.2f}"
 
 
 def _interval(scale: Scale, row: Mapping[str, Any]) -> str:
-    if scale.is_error:  # of a single case nothing is known
+    if scale.is_error:  # a single case has no interval
         return scale.interval(row["ci95"]) if row["answers"] > 1 else "-"
     return "-".join(f"{end:.2f}" for end in row["ci95"])
 
@@ -158,5 +158,5 @@ def _processor() -> str:
 
 
 def dumps(value: Mapping[str, Any]) -> str:
-    """JSON on one line; a NaN would not be JSON, so it is an error here rather than downstream."""
+    """JSON on one line. A NaN is not valid JSON and raises an error."""
     return json.dumps(value, allow_nan=False)

@@ -1,4 +1,4 @@
-"""matplotlib's SVG as part of a page: small, described, and in the colours of the page."""
+"""Turns matplotlib's SVG into a part of a page: small, with descriptions, in the page's colours."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from xml.etree import ElementTree
 
-#: replaced in a page by what suits its background; these are for a white one
+#: Colours for a white background, which a page replaces by those that suit its own background.
 INK, GRID = "#1f2328", "#d8dee4"
 
 
@@ -18,7 +18,7 @@ def described(
     text: str,
     tips: Mapping[str, tuple[str, Sequence[str]]],
 ) -> ElementTree.Element:
-    """matplotlib's SVG as an element without name spaces, with title, description and tips."""
+    """matplotlib's SVG as an element without name spaces, with a title, a description and tips."""
     root = ElementTree.fromstring(svg[svg.index("<svg") :])
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
@@ -27,7 +27,7 @@ def described(
         for key in ("d", "x", "y", "transform"):
             if key in element.attrib:
                 element.set(key, _short(element.get(key, "")))
-        if element.tag == "text":  # a rotation by nothing, in every label
+        if element.tag == "text":  # every label has a rotation by 0
             plain = element.get("transform", "").startswith("rotate(-0 ")
             if plain:
                 del element.attrib["transform"]
@@ -53,7 +53,7 @@ def described(
 
 
 def _mark(element: ElementTree.Element, tips: Mapping[str, tuple[str, Sequence[str]]]) -> None:
-    """Say which method a group of shapes belongs to, and what its points are."""
+    """Add the method to a group of shapes, and titles to its points."""
     gid = element.get("id", "")
     method, said = tips.get(gid.removesuffix("-bars"), ("", ()))
     if method:
@@ -61,7 +61,7 @@ def _mark(element: ElementTree.Element, tips: Mapping[str, tuple[str, Sequence[s
     if gid.endswith("-bars"):
         return
     if gid.startswith("text-"):
-        element.set("class", "over")  # lets the pointer through to its cell
+        element.set("class", "over")  # the pointer then reaches the cell below
     points = list(element.iter("use")) or list(element.iter("path"))
     if len(points) == len(said):
         for point, words in zip(points, said, strict=True):
@@ -69,7 +69,8 @@ def _mark(element: ElementTree.Element, tips: Mapping[str, tuple[str, Sequence[s
 
 
 def _rename(root: ElementTree.Element, name: str) -> None:
-    """Ids that are used get the figure's name in front, so that figures share a page; others go."""
+    """Prefix the ids that are used with the figure's name, so that a page can have several figures,
+    and remove all other ids."""
     text = ElementTree.tostring(root, encoding="unicode")
     used = set(re.findall(r'(?:url\(|href=")#([\w.-]+)', text))
     for element in root.iter():
@@ -82,7 +83,7 @@ def _rename(root: ElementTree.Element, name: str) -> None:
 
 
 def _flatten(element: ElementTree.Element) -> None:
-    """Groups that say nothing give way to what is in them."""
+    """Replace groups without attributes by their children."""
     children = []
     for child in element:
         _flatten(child)
@@ -91,23 +92,23 @@ def _flatten(element: ElementTree.Element) -> None:
 
 
 def _short(numbers: str) -> str:
-    """Two decimals of a point are enough, and one space between them."""
+    """Round coordinates to two decimals and put one space between them."""
     numbers = re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}", numbers)
     return " ".join(numbers.split())
 
 
 def for_page(root: ElementTree.Element, styles: dict[str, str]) -> ElementTree.Element:
-    """A copy whose styles are classes of the page, so that its style sheet can colour them.
+    """A copy whose styles are replaced by classes, so that the page's style sheet can colour them.
 
     Args:
-        styles: names of classes by style, to which new ones are added.
+        styles: the class for each style. New styles are added to it.
     """
     root = copy.deepcopy(root)
-    # pixels at 1.5 times the file's points: as wide as it is drawn, or as the page allows
+    # The figure is 1.5 pixels wide for each point of the file, or as wide as the page allows.
     points = float(root.attrib.pop("width").removesuffix("pt"))
     del root.attrib["height"]
     root.set("style", f"max-width: {1.5 * points:.0f}px")
-    next(root.iter("style")).text = None  # it would be for all of the page
+    next(root.iter("style")).text = None  # it would apply to the whole page
     for element in root.iter():
         style = element.attrib.pop("style", None)
         if style is not None:

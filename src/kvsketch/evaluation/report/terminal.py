@@ -1,4 +1,4 @@
-"""Tables for terminals of any width: no number is cut."""
+"""Tables for terminals of any width, in which no number is cut."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-#: columns of the terminal between two columns of a table
+#: Columns of the terminal between two columns of a table.
 BETWEEN = 2
 
 
 def bare_table() -> Table:
-    """A table without columns yet and without lines between them."""
+    """An empty table without lines between its columns."""
     return Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
 
 
@@ -33,13 +33,13 @@ def tables_within(
     names: int = 1,
     left: Sequence[str] = ("method",),
 ) -> Iterator[Group]:
-    """One table; where a terminal is too narrow for all of its columns, several, one below the
-    other, each with as many columns as it has room for.
+    """One table or, if the terminal is too narrow for all columns, several tables below each other,
+    each with as many columns as fit.
 
     Args:
         width: columns of the terminal.
-        names: columns that name a row: the first ones, which every table begins with.
-        left: columns of text; all others are of numbers, at the right of their column.
+        names: the number of first columns that name a row. Every table starts with them.
+        left: columns of text. All others have numbers, which are aligned to the right.
     """
     sizes = [BETWEEN + max(map(len, column)) for column in zip(header, *rows, strict=True)]
     parts: list[list[int]] = [[]]
