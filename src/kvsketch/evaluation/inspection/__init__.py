@@ -1,1 +1,1 @@
-"""A look into one model: errors, norms and clusters of its keys and values."""
+"""Inspection of one model: errors, norms and clusters of its keys and values."""

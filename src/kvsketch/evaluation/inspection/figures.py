@@ -1,6 +1,6 @@
-"""Figures of ``inspection``'s numbers, each with a caption.
+"""Figures of the numbers from ``inspection``, each with a caption.
 
-matplotlib is imported when a figure is drawn: it belongs to the extra ``report``.
+matplotlib belongs to the extra ``report`` and is imported when a figure is drawn.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from kvsketch.evaluation.inspection.readings import (
 )
 from kvsketch.writing import save_bytes
 
-#: dots per inch: of .png, and of what is not drawn as lines in .svg
+#: Dots per inch of .png, and of the parts of .svg that are images.
 _DPI = 100
 _KEYS, _VALUES = "tab:blue", "tab:orange"
-#: line styles that can be distinguished without colour
+#: Line styles that can be distinguished without colour.
 _MARKS = "osv^DP*X"
 
 
 def draw(result: Mapping[str, Any], folder: Path) -> dict[str, dict[str, str]]:
-    """Write every figure as .svg and .png; the same bytes every time.
+    """Write every figure as .svg and .png. The same result always gives the same bytes.
 
     Args:
-        result: what ``inspection.inspect_model`` returns; without a t-SNE in it, none is drawn.
-        folder: there already.
+        result: the return value of ``inspection.inspect_model``. The t-SNE is drawn if it has one.
+        folder: an existing folder.
 
     Returns:
-        By name: "svg" and "png", file names in the folder, and "caption", the text alternative.
+        For each name of a figure: "svg" and "png" (file names in the folder), and "caption" (the
+        text alternative).
 
     Raises:
         InputError: a file cannot be written.
@@ -158,14 +159,14 @@ def _tsne(result: Mapping[str, Any]) -> Any:
     return fig
 
 
-#: heads side by side in the t-SNE
+#: The number of heads next to each other in the t-SNE.
 _ACROSS = 8
 
 
 def _scattered(ax: Any, view: Mapping[str, Any]) -> None:
     ax.axis("on")
     x, y = zip(*view["points"], strict=True)
-    # squares without soft edges: a third of the bytes
+    # Squares without anti-aliasing take a third of the bytes.
     flat = {"marker": "s", "linewidths": 0, "antialiased": False, "rasterized": True}
     ax.scatter(x, y, c=view["positions"], s=4, cmap="viridis", **flat)
     picked = [view["points"][i] for i in view["centers"]]
@@ -179,7 +180,7 @@ def _entropy(result: Mapping[str, Any]) -> Any:
     labels = [row["layer"] for row in rows]
     heads = [row["attention"]["heads"] for row in rows]
     widest = max(len(x["entropy"]) for x in heads)
-    # layers of a model may differ in heads
+    # The layers of a model may differ in the number of heads.
     cells = [x["entropy"] + [float("nan")] * (widest - len(x["entropy"])) for x in heads]
     columns = [list(column) for column in zip(*cells, strict=True)]
     edges = [place - 0.5 for place in range(len(rows) + 1)]
@@ -244,7 +245,7 @@ FIGURES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 
 
 def _axes(columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
-    """A figure and its axes side by side, apart from pyplot and its windows."""
+    """A figure made without pyplot, and its axes, which are next to each other."""
     from matplotlib.figure import Figure
 
     fig = Figure(figsize=(width, height), layout="constrained", dpi=_DPI)
@@ -252,7 +253,7 @@ def _axes(columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
 
 
 def _layers(ax: Any, labels: list[int]) -> None:
-    """Label a few of the places on the x axis with their layers."""
+    """Label some of the places on the x axis with their layers."""
     step = max(1, len(labels) // 8)
     places = range(0, len(labels), step)
     ax.set_xticks(places, [str(labels[place]) for place in places])

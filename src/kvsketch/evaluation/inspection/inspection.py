@@ -1,7 +1,8 @@
-"""Measures a model's own queries, keys and values, layer by layer.
+"""Measures the queries, keys and values of a model, layer by layer.
 
-Everything is measured on full-attention layers (the others stay unchanged), on activations caught
-by ``evaluation.activations.capture``; the result is plain numbers, ready for JSON.
+Only full-attention layers are measured, because kvsketch leaves the others unchanged. The
+activations come from ``evaluation.activations.capture``. The result consists of plain numbers that
+can be written as JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from kvsketch.evaluation.inspection.rows import Layer, rows_of
 from kvsketch.evaluation.runner.activations import Activations, can_be_caught, capture
 from kvsketch.slots import Observed, Slots
 
-#: whose errors are measured, each with ``KEPT`` of the tokens
+#: The methods whose errors are measured, each with the share ``KEPT`` of the tokens.
 METHODS = (
     "uniform",
     "streaming_llm",
@@ -57,27 +58,28 @@ def inspect_model(
     seed: int = 0,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Measure a model on prompts. Norms are over the tokens of all prompts; everything else is the
-    mean over prompts, except that tolerances and the theorems' parameters take the worst.
+    """Measure a model on prompts. Norms are over the tokens of all prompts. Everything else is a
+    mean over prompts, except that tolerances and the theorems' parameters are the worst over
+    prompts.
 
     Args:
         model: a transformers causal language model.
         prompts: token ids, ``[1, n]`` each, n at least ``LEAST_TOKENS``.
-        layers: which; None: all with full attention.
+        layers: numbers of layers. None: all with full attention.
         methods: names in ``kvsketch.ALL_METHODS``.
-        projected: layers whose KV heads, every one, get a t-SNE of their keys and of their values
-            on the first prompt (needs scikit-learn).
+        projected: layers for which a t-SNE of the keys and one of the values is computed for every
+            KV head on the first prompt (needs scikit-learn).
         seed: of random methods and the t-SNE.
-        advance: called ``steps(...)`` times.
+        advance: called ``steps(...)`` times to report progress.
 
     Returns:
         "layers" (a list of dicts), "errors" (mean over layers and heads, by method), "tsne" and
         "readings" (see ``readings``).
 
     Raises:
-        InputError: no prompt, one too short, or a layer that the model has not or that has a
+        InputError: there is no prompt, a prompt is too short, or a layer does not exist or has a
             sliding window.
-        UnsupportedError: as ``capture``; a model without a full-attention layer.
+        UnsupportedError: as for ``capture``, or the model has no full-attention layer.
     """
     if not prompts:
         raise InputError("prompts is empty: at least one is needed to look at")
@@ -108,12 +110,13 @@ def inspect_model(
 
 
 def steps(prompts: int, layers: int, methods: int, projected: int) -> int:
-    """How often ``inspect_model`` calls ``advance``; ``projected`` counts KV heads over layers."""
+    """How often ``inspect_model`` calls ``advance``. ``projected`` is the number of KV heads of all
+    layers with a t-SNE."""
     return prompts * (1 + layers * (methods + 2)) + 2 * projected
 
 
 def check_prompt(prompt: Tensor) -> None:
-    """Raise InputError unless a prompt has tokens enough."""
+    """Raise InputError unless a prompt has enough tokens."""
     if int(prompt.shape[-1]) < LEAST_TOKENS:
         raise InputError(
             f"a prompt of {int(prompt.shape[-1])} tokens is too short: at least {LEAST_TOKENS} are "
@@ -122,14 +125,15 @@ def check_prompt(prompt: Tensor) -> None:
 
 
 def choose_layers(config: Any, layers: Sequence[int] | None = None) -> list[int]:
-    """The layers to look at, rising; needs no weights. Refuses models that cannot be looked at.
+    """The layers to inspect, in ascending order. Needs no weights. Refuses models that cannot be
+    inspected.
 
     Args:
-        config: the model's.
-        layers: which; None: all with full attention.
+        config: the config of the model.
+        layers: numbers of layers. None: all with full attention.
 
     Raises:
-        InputError: a layer that the model has not, or that has a sliding window or no KV cache.
+        InputError: a layer does not exist, or has a sliding window or no KV cache.
         UnsupportedError: no layer has full attention, or the model does not use transformers'
             attention interface.
     """
@@ -142,7 +146,8 @@ def choose_layers(config: Any, layers: Sequence[int] | None = None) -> list[int]
         )
     made = DynamicCache(config=config).layers
     count = config.get_text_config(decoder=True).num_hidden_layers
-    # without layer types in the config, the cache makes its layers as they come: all are full
+    # Without layer types in the config, the cache adds layers when they are first used, and all of
+    # them have full attention.
     full = [i for i, x in enumerate(made) if type(x) is DynamicLayer] if made else [*range(count)]
     if not full:
         raise UnsupportedError(
@@ -161,10 +166,10 @@ def choose_layers(config: Any, layers: Sequence[int] | None = None) -> list[int]
 
 
 def catch(model: Any, prompt: Tensor, layers: Sequence[int]) -> list[Activations]:
-    """``capture``, which names the model it fails on.
+    """``capture``, with the name of the model in its errors.
 
     Raises:
-        UnsupportedError: the model's attention cannot be caught.
+        UnsupportedError: the activations of the model cannot be captured.
     """
     try:
         return capture(model, prompt, layers)
@@ -190,7 +195,7 @@ def _measure(
     slots, observed = caught.slots, replace(caught.observed, softcap=softcap)
     after = held_out_for(n, SINK, RECENT)
     before = n - after
-    # as a share of what is neither sink nor recent
+    # The share of the tokens that are neither sinks nor recent.
     level = (KEPT * before - SINK - RECENT) / (before - SINK - RECENT)
 
     def measured(method: str, levels: Sequence[float]) -> Curves:
@@ -211,7 +216,7 @@ def _measure(
         norms={name: t[0].double().norm(dim=-1).cpu() for name, t in tensors.items()},
         radius={what: radius[0].cpu() for what, (radius, _) in covers.items()},
         balls={what: balls[0].cpu() for what, (_, balls) in covers.items()},
-        # SubGen's delta is a radius, in units of the keys
+        # SubGen's delta is a radius in units of the keys.
         delta=float(theory.clusterability(keys, max(1, n // 8)).lower[..., -1].max()),
         attention={
             name: rows[0].cpu()

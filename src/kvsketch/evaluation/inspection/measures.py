@@ -1,5 +1,5 @@
-"""Measures of one prompt's queries, keys and values: where attention goes, how well few balls cover
-them, and how they lie in the plane."""
+"""Measures of the queries, keys and values of one prompt: the tokens that get attention, how well
+few balls cover keys and values, and their projection to the plane."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvsketch.evaluation.inspection.readings import CENTERS, LAST, RECENT, SINK
 from kvsketch.methods.kcenter import farthest_first
 from kvsketch.slots import Slots, attention_scores, causal
 
-#: balls over tokens: where the clusterability curves are read, 1/128 .. 1/2
+#: Balls over tokens, at which the clusterability curves are computed: 1/128 .. 1/2.
 SHARES = tuple(2.0 ** (-k / 2) for k in range(14, 1, -1))
 #: points of a t-SNE
 POINTS = 1000
@@ -31,20 +31,22 @@ def attention(
     recent: int = RECENT,
     slopes: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Where the last queries look, each at itself and what is before it; means over the queries.
+    """How the attention of the last queries is distributed over the tokens up to their own. All
+    results are means over these queries.
 
     Args:
         queries: ``[batch, num_attention_heads, n, head_dim]``.
         keys: ``[batch, num_key_value_heads, n, head_dim]``.
         scaling: multiplies <q, k>.
         softcap: of the scores (Gemma 2).
-        slopes: of ALiBi, ``[num_attention_heads]``: what a score gains per position (MPT).
+        slopes: of ALiBi, ``[num_attention_heads]``: added to a score per position (MPT).
 
     Returns:
-        float64 ``[batch, num_attention_heads]`` each. "entropy": over the log of the tokens seen,
-        0 (one token) .. 1 (all alike); "sink", "recent": share on the first and last tokens (where
-        they overlap, the sink's); "holding": tokens that hold 90%, the fewest; "holding_share":
-        over the tokens seen.
+        float64 ``[batch, num_attention_heads]`` each. "entropy": divided by the log of the number
+        of tokens attended to, 0 (one token) .. 1 (all tokens alike). "sink", "recent": the share of
+        the first and of the last tokens (a token that is both counts as a sink). "holding": the
+        smallest number of tokens that get 90%. "holding_share": this number over the number of
+        tokens attended to.
     """
     n, q = keys.shape[2], min(last, queries.shape[2])
     place = torch.arange(n, device=keys.device)
@@ -54,7 +56,7 @@ def attention(
     scores = attention_scores(asked, slots, scaling, softcap, mask, slopes)
     share = scores.softmax(-1).flatten(1, 2)
     seen = torch.arange(n - q + 1, n + 1, device=keys.device, dtype=torch.float64)
-    # the newest token a query sees is its own
+    # The newest token that a query attends to is its own.
     late = (place >= seen[:, None] - recent) & (place >= sink)
     falling = share.sort(dim=-1, descending=True).values.cumsum(-1)
     holding = (falling < 0.9 - 1e-12).sum(-1).double() + 1
@@ -70,36 +72,37 @@ def attention(
 
 
 def cover(points: Tensor) -> tuple[Tensor, Tensor]:
-    """How well few balls cover points: greedy k-center (SubGen, section 3.2), radii in units of the
-    points' spread, the root of their mean squared distance from their mean.
+    """How well few balls cover points, by greedy k-center (SubGen, section 3.2). Radii are in units
+    of the points' spread, the root of their mean squared distance from their mean.
 
     Args:
         points: keys or values, ``[batch, heads, n, dim]``.
 
     Returns:
-        The radius that share n balls need for share in ``SHARES``, float64 ``[batch, heads,
-        shares]``; and the balls of half the spread that are needed, over n, ``[batch, heads]`` (1
-        where n/2 are too few).
+        The radius of the balls if share * n of them cover all points, for each share in ``SHARES``,
+        float64 ``[batch, heads, shares]``. And the number of balls with a radius of half the spread
+        that are needed, over n, ``[batch, heads]`` (1 if n/2 are too few).
     """
     n = points.shape[2]
     points = points.double() - points.double().mean(2, keepdim=True)
     spread = points.square().sum(-1).mean(-1).sqrt().clamp(min=1e-300)
     curve = theory.clusterability(points / spread[..., None, None], max_clusters=max(1, n // 2))
     number = [min(max(1, round(share * n)), curve.m.numel()) - 1 for share in SHARES]
-    # its delta is a diameter
+    # Its delta is a diameter.
     return curve.lower[..., number], curve.clusters(2 * 0.5).double() / n
 
 
 def embed(points: Tensor, seed: int) -> dict[str, Any]:
-    """t-SNE of one head's keys or values, and its greedy k-center points, as SubGen's and
-    ClusterGen's Figure 1; on one thread, so that a seed means the same picture.
+    """t-SNE of the keys or values of one head, and its greedy k-center points, as in Figure 1 of
+    SubGen and ClusterGen. It runs on one thread, so that a seed always gives the same picture.
 
     Args:
-        points: ``[n, dim]``; every so-manieth of them where n is above ``POINTS``.
+        points: ``[n, dim]``. If n is above ``POINTS``, evenly spaced ones are used.
 
     Returns:
-        "points": ``[[x, y], ...]``; "positions" of their tokens; "centers": indices into both;
-        "radius": at which balls around the centers cover all points, over their spread.
+        "points": ``[[x, y], ...]``. "positions": those of their tokens. "centers": indices into
+        both. "radius": the radius at which balls around the centers cover all points, over their
+        spread.
 
     Raises:
         InputError: scikit-learn is not installed.
@@ -128,7 +131,7 @@ def embed(points: Tensor, seed: int) -> dict[str, Any]:
 
 
 def require(*modules: str) -> None:
-    """Raise InputError unless what figures need can be imported."""
+    """Raise InputError unless the modules that figures need can be imported."""
     for module in modules:
         try:
             importlib.import_module(module)
@@ -139,5 +142,5 @@ def require(*modules: str) -> None:
 
 
 def rounded(value: Any) -> float:
-    """Five digits: all that is worth keeping."""
+    """A number rounded to five digits."""
     return float(f"{float(value):.5g}")

@@ -1,5 +1,5 @@
-"""What an inspection found, in one sentence per topic: from its numbers alone. No torch here: what
-reads an inspection's numbers, or refuses to make any, must not wait for it."""
+"""The findings of an inspection, one sentence per topic, from its numbers alone. Torch is not
+imported here, so that code that only reads these numbers, or refuses an inspection, starts fast."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-#: the share of the tokens that methods keep
+#: The share of the tokens that methods keep.
 KEPT = 0.25
-#: the shortest prompt that leaves all methods something to choose at ``KEPT``
+#: The shortest prompt that leaves all methods a choice at ``KEPT``.
 LEAST_TOKENS = 256
-#: queries at a prompt's end whose attention is looked at
+#: The number of queries at the end of a prompt whose attention is measured.
 LAST = 64
-#: relative errors whose price is looked up, and the method that pays it
+#: Relative errors for which the number of slots is looked up, and the method that is used.
 TOLERANCES = (0.02, 0.05, 0.1)
 TOLERANCE_METHOD = "heavy_merge"
 SINK, RECENT = 4, 32
-#: points of a t-SNE that are centers (SubGen, Figure 1)
+#: The number of points of a t-SNE that are centers (SubGen, Figure 1).
 CENTERS = 16
 _THEOREMS = (("subgen", "SubGen's Theorem 1"), ("balancekv", "BalanceKV's Theorem 3.1"))
 
 
 def readings(result: dict[str, Any]) -> dict[str, str]:
-    """One sentence for each topic, from the numbers alone."""
+    """One sentence for each topic."""
     rows = result["layers"]
     sharpest, widest = _ends(rows, lambda row: row["attention"]["entropy"])
     _, loudest = _ends(rows, lambda row: row["norms"]["score"]["max"])
@@ -70,7 +70,8 @@ def readings(result: dict[str, Any]) -> dict[str, str]:
 
 
 def _pictures(views: Sequence[dict[str, Any]]) -> str:
-    """By layer, the mean over heads; then in how many heads the keys need smaller balls."""
+    """For each layer the mean over heads, then the number of heads whose keys need smaller balls
+    than their values."""
     if not views:
         return ""
     found: dict[tuple[str, int], list[float]] = {}
@@ -147,6 +148,6 @@ def _top(value: float) -> str:
 
 
 def mean(values: Any) -> float:
-    """Of any numbers."""
+    """The mean of numbers."""
     found = [float(x) for x in values]
     return sum(found) / len(found)

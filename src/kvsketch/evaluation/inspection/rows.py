@@ -1,4 +1,4 @@
-"""From what was measured of layers and prompts to a layer's row of plain numbers."""
+"""Turns the measurements of a layer on all prompts into one row of plain numbers."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from kvsketch.errors import InputError
 from kvsketch.evaluation.inspection.measures import SHARES, rounded
 from kvsketch.evaluation.inspection.readings import TOLERANCES
 
-#: bins of a histogram of norms
+#: The number of bins of a histogram of norms.
 BINS = 24
-#: the share that is one number's worth of a curve
+#: The share at which one number represents a whole curve.
 EIGHTH = 1 / 8
-#: eps of the theorems
+#: The eps of the theorems.
 EPS = 0.5
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer on one prompt, batch axis gone. Per query head or KV head, then tokens or shares.
+    """Measurements of one layer on one prompt, without the batch axis. The first axis is that of
+    query heads or KV heads, the second that of tokens or shares.
 
     Attributes:
         norms: "query", "key", "value": ``[heads, n]``.
         radius: "keys", "values": covering radius over spread at ``SHARES``, ``[kv_heads, shares]``.
-        balls: balls of half the spread that cover them, over n, ``[kv_heads]``.
+        balls: "keys", "values": the number of balls with a radius of half the spread that cover
+            them, over n, ``[kv_heads]``.
         delta: the radius at which n/8 balls cover every head's keys, in units of the keys.
-        attention: see ``attention``, ``[heads]`` each.
-        errors: relative error by method, ``[kv_heads]``.
-        curves: of ``TOLERANCE_METHOD``.
+        attention: the results of ``measures.attention``, ``[heads]`` each.
+        errors: the relative error by method, ``[kv_heads]``.
+        curves: the curves of ``TOLERANCE_METHOD``.
     """
 
     tokens: int
@@ -55,7 +57,7 @@ def rows_of(found: dict[int, list[Layer]]) -> list[dict[str, Any]]:
         layer: {name: torch.cat([x.norms[name] for x in seen], -1) for name in seen[0].norms}
         for layer, seen in found.items()
     }
-    # the same bins for all layers, so that they can be drawn side by side
+    # All layers have the same bins, so that they can be compared.
     top = {name: max(float(x[name].max()) for x in norms.values()) for name in _KINDS}
     rows = []
     for layer, seen in found.items():
@@ -82,7 +84,7 @@ _KINDS = ("query", "key", "value")
 
 
 def _histogram(norms: Tensor, top: float) -> dict[str, Any]:
-    """Norms ``[heads, n]`` of one layer."""
+    """The histogram of norms ``[heads, n]`` of one layer."""
     counts = torch.histc(norms.flatten(), BINS, 0.0, max(top, 1e-12))
     return {
         "mean": rounded(norms.mean()),
@@ -94,7 +96,7 @@ def _histogram(norms: Tensor, top: float) -> dict[str, Any]:
 
 
 def _scores(seen: Sequence[Layer]) -> dict[str, float]:
-    """|q| |k| scaling: its mean over all pairs is the product of the means."""
+    """Statistics of |q| |k| scaling. Its mean over all pairs is the product of the means."""
     means, most = [], []
     for x in seen:
         query, key = x.norms["query"], x.norms["key"]
@@ -125,12 +127,12 @@ def _attention_row(seen: Sequence[Layer]) -> dict[str, Any]:
 
 
 def _theory_row(seen: Sequence[Layer]) -> dict[str, Any]:
-    """What the theorems ask for, their arguments and the answer in words."""
+    """The parameters that the theorems require, their arguments, and the result in words."""
     query, key = (max(float(x.norms[name].max()) for x in seen) for name in ("query", "key"))
     n, delta = max(x.tokens for x in seen), max(max(x.delta for x in seen), 1e-9)
     dim, value_dim = seen[0].dims
     scaling = seen[0].scaling
-    # BalanceKV's scores are <q, k>/sqrt(d): another scaling goes into the query
+    # BalanceKV's scores are <q, k>/sqrt(d). Any other scaling is made part of the query.
     r = max(query * scaling * math.sqrt(dim), key)
     return {
         "eps": EPS,
@@ -148,7 +150,7 @@ def _theory_row(seen: Sequence[Layer]) -> dict[str, Any]:
 def _asked(size: Callable[[], Any], n: int) -> dict[str, Any]:
     try:
         found = size()
-    except InputError as error:  # the exponent is beyond what can be computed
+    except InputError as error:  # the exponent is too large to be computed
         return {"slots": None, "verdict": str(error)}
     return {"slots": rounded(found.slots), "verdict": found.verdict(n)}
 

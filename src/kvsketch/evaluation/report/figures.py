@@ -349,5 +349,5 @@ def _style(changes: Any = None) -> Iterator[Callable[..., Any]]:
     from matplotlib.figure import Figure as Canvas
 
     with rc_context({**_STYLE, **(changes or {})}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the browser has its own fonts
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # browsers have more fonts
         yield lambda **size: Canvas(layout="constrained", **size)

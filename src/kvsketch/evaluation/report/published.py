@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-#: LongEval line retrieval, 50 cases per length, question seen. ``SAME_AS_SUBGEN_TABLE_1`` repeats it
+#: LongEval line retrieval, 50 cases per length, question seen. ``SAME_AS_SUBGEN_TABLE_1`` repeats
+#: it.
 SUBGEN_TABLE_1: dict[str, Any] = {
     "source": "Zandieh, Han, Mirrokni, Karbasi: SubGen, arXiv:2402.06082, Table 1",
     "model": "longchat-7b-v1.5-32k",

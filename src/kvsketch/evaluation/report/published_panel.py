@@ -32,7 +32,7 @@ _HEADER = ("method", "paper", "paper kept", "ours [95%]", "ours kept", "our case
 
 def beside(run: Run) -> list[Grid]:
     """The published tables that have a task and a method (other than exact) in common with the run.
-    For a preset, the whole table of the preset, in which numbers missing from the run are marked."""
+    For a preset, its whole table, in which numbers that are missing from the run are marked."""
     preset = PRESETS.get(str(run.common.get("preset")))
     if preset is not None:
         whole = _subgen if preset.task == "longeval" else partial(_longbench, table=preset.table)
@@ -76,7 +76,8 @@ def _longbench(
     """LongBench by task type. The paper gives the size of the cache as a share or in slots.
 
     Args:
-        split: the task whose cases are used, a name in ``_SPLITS``. None: the tasks of the preset.
+        split: the task whose cases are used, a name in ``_SPLITS``. Not used with a preset, for
+            which all tasks in ``_SPLITS`` count.
     """
     splits = [split] if preset is None else list(_SPLITS)
     rows = [row for one in splits for row in _data_sets(run, one)]

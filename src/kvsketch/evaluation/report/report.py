@@ -13,8 +13,8 @@ from rich.console import Group
 from kvsketch.evaluation.report.terminal import BETWEEN, bare_table, titled
 from kvsketch.evaluation.runner.scales import Scale, scale_of
 
-#: Columns of a results table. If a terminal is too narrow for all, the rightmost are left out first.
-#: The first five are always shown.
+#: Columns of a results table. If a terminal is too narrow for all of them, the rightmost are left
+#: out first. The first five are always shown.
 _COLUMNS = ("method", "budget", "score", "95% CI", "kept", "cases", "tok/s", "KV kB", "slots")
 _COLUMNS_WIDE = (*_COLUMNS, "peak kB", "prefill/s")
 _ALWAYS = 5
