@@ -1,4 +1,5 @@
-"""Signed sums kept small: the loop all balancing methods share, and the self-balancing walk."""
+"""Signs that keep a signed sum small: the loop of all balancing methods, and the self-balancing
+walk."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..kernels import triton_support
 
-# Inner products with earlier vectors come in panels; this many at most are held at once (64 MB).
+# Inner products with earlier vectors are computed in panels, at most so many at once (64 MB).
 _PANEL = 64
 _HELD = 1 << 24
 
@@ -22,17 +23,17 @@ Decide = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class Vectors(ABC):
-    """R sequences of n vectors that are only known by their inner products."""
+    """R sequences of n vectors, of which only the inner products are needed."""
 
     @property
     @abstractmethod
     def rows(self) -> int:
-        """R."""
+        """R, the number of sequences."""
 
     @property
     @abstractmethod
     def count(self) -> int:
-        """n."""
+        """n, the number of vectors of a sequence."""
 
     @abstractmethod
     def inner(self, first: slice, second: slice) -> Tensor:
@@ -41,7 +42,7 @@ class Vectors(ABC):
 
 @dataclass(frozen=True)
 class Plain(Vectors):
-    """Vectors given as such, ``[R, n, d]``."""
+    """Vectors that are given explicitly, ``[R, n, d]``."""
 
     vectors: Tensor
 
@@ -67,8 +68,8 @@ class Lifted(Vectors):
         values: ``[R, n, s]``.
         scaling: of the scores; 1/sqrt(d) in the paper.
         shift: ``[R]``.
-        groups: ``[R, n]``: vectors of different groups are orthogonal, so that every group is a
-            sequence of its own; None: one group.
+        groups: ``[R, n]``. Vectors of different groups are orthogonal, so that every group is
+            balanced separately. None: one group.
     """
 
     keys: Tensor
@@ -89,7 +90,7 @@ class Lifted(Vectors):
         keys, others = self.keys[:, first], self.keys[:, second].transpose(1, 2)
         shift = self.shift[:, None, None].to(keys.dtype)
         exponent = torch.baddbmm(-shift, keys, others, alpha=self.scaling)
-        # Keys beyond the stated radius (a recorded failure) must not turn into infinities.
+        # Keys beyond the given radius (a recorded failure) must not become infinite.
         products = self.values[:, first] @ self.values[:, second].transpose(1, 2)
         found = exponent.clamp_(max=60.0).exp_().mul_(products)
         if self.groups is None:
@@ -98,8 +99,8 @@ class Lifted(Vectors):
 
 
 def balance(vectors: Vectors, decide: Decide) -> Tensor:
-    """Signs for vectors in order, each decided from its inner product with the signed sum of those
-    before it. O(R n^2) inner products, O(R n) memory.
+    """Signs for vectors in order. Each is decided from the inner product of its vector with the
+    signed sum of the vectors before it. Takes O(R n^2) inner products and O(R n) memory.
 
     Returns:
         ``[R, n]`` of +1 and -1.
@@ -151,8 +152,8 @@ def walk(
         uniform: random numbers in [0, 1), ``[R, n]``.
 
     Returns:
-        Signs ``[R, n]`` and failed, bool ``[R]``: |<w, v>| exceeded c R^2 somewhere (line 6; the
-        probability is then cut to 0 or 1 and the walk goes on).
+        Signs ``[R, n]`` and failed, bool ``[R]``: whether |<w, v>| exceeded c R^2 somewhere (line
+        6). The probability is then clamped to 0 or 1, and the walk continues.
     """
     if isinstance(vectors, Lifted) and _fits_triton(vectors):
         from ..kernels.triton_halving import walk as launch
@@ -173,7 +174,7 @@ def walk(
 
 
 def _fits_triton(vectors: Lifted) -> bool:
-    """Whether the walk goes to ``triton_halving``, all sequences in one launch."""
+    """Whether ``triton_halving`` computes the walk, for all sequences in one launch."""
     return triton_support.chosen(vectors.keys) and vectors.count <= triton_support.LONGEST_WALK
 
 
@@ -189,13 +190,13 @@ def self_balancing_walk(
 
     Args:
         vectors: ``[R, n, d]``, R independent sequences.
-        radius: r, at least every norm.
+        radius: r, an upper bound of all norms.
         delta: probability of failure.
         constant: of c = constant log(n/delta); 30 in the paper.
 
     Returns:
-        Signs ``[R, n]`` (+1: in U+) and failed, bool ``[R]`` (line 6). The paper's output is the
-        smaller of U+ and U-.
+        Signs ``[R, n]`` (+1: in U+) and failed, bool ``[R]`` (line 6). The output in the paper is
+        the smaller of U+ and U-.
 
     Raises:
         InputError: a norm above ``radius``, or delta or constant out of range.

@@ -16,12 +16,12 @@ ON_FAIL = ("record", "raise")
 
 class SoftmaxBalance(Halving):
     """SoftmaxBalance, Algorithm 2 of BalanceKV as written: the self-balancing walk on
-    phi(k) (x) u; the smaller of the two sides is kept.
+    phi(k) (x) u, of which the smaller of the two sides is kept.
 
-    Runs on u alone, or on m in a head whose u are all 0 (the denominator: values of 1), as the
-    paper's separate instances do. Theorem 3.2 holds for the value dimension s when ``delta`` is
-    delta/s (its proof says so, the algorithm's text does not). Keeping the smaller side makes the
-    kept mass, 2|C'|, a little too small on average: at most the theorem's error.
+    It balances u alone, or m in a head whose u are all 0 (the denominator: values of 1), like the
+    paper's separate instances. Theorem 3.2 holds for the value dimension s if ``delta`` is delta/s
+    (as in its proof, but not in the algorithm's text). Keeping the smaller side makes the kept
+    mass, 2|C'|, a little too small on average, by at most the theorem's error.
 
     Args:
         seed: of the walk.
@@ -30,9 +30,9 @@ class SoftmaxBalance(Halving):
         r_value: bound on ``|u|``; None: the largest norm in the call.
         delta: failure probability of a call, in (0, 1).
         constant: c = constant log(n/delta); the paper's 30 makes the signs almost fair coins.
-        on_fail: what happens when ``|y^T eta| > c R^2`` (line 7), or when a norm exceeds r_key or
-            r_value. "record": the walk goes on with probabilities cut to [0, 1] and the call is
-            counted as failed; "raise": InputError.
+        on_fail: what happens if ``|y^T eta| > c R^2`` (line 7), or if a norm exceeds r_key or
+            r_value. "record": the walk continues with probabilities clamped to [0, 1], and the call
+            is counted as failed. "raise": InputError.
 
     Raises:
         InputError: an argument out of range.
@@ -69,19 +69,19 @@ class SoftmaxBalance(Halving):
         there = torch.ones_like(up) if live is None else live
         smaller = (up & there).sum(-1, keepdim=True) <= (~up & there).sum(-1, keepdim=True)
         kept = torch.where(smaller, up, ~up) & there
-        # Kept ones first, in their old order; at most n // 2 of them by construction.
+        # The kept slots come first, in their order. They are at most n // 2 by construction.
         index = kept.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., : n // 2]
         return Half(index, kept.gather(-1, index), failed)
 
     def signs(
         self, slots: Slots, streams: Tensor, groups: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The walk's signs ``[batch, heads, n]`` and whether it failed, bool ``[batch, heads]``;
-        ``streams`` as for ``half``.
+        """The signs of the walk, ``[batch, heads, n]``, and whether it failed, bool ``[batch,
+        heads]``. ``streams`` is as for ``half``.
 
         Args:
-            groups: int64 ``[batch, heads, n]``: slots of different groups are balanced apart, each
-                group with the largest norm in it for r_value unless given.
+            groups: int64 ``[batch, heads, n]``. Groups are balanced separately. The r_value of a
+                group is the largest norm in it, unless it was given.
         """
         batch, heads, n = slots.keys.shape[:3]
         keys, values, mass = flat(slots)
@@ -99,7 +99,7 @@ class SoftmaxBalance(Halving):
                 f"r_value={self.r_value}"
             )
         scaling = self.scale(slots)
-        shift = scaling * r_key.square()  # R^2 = exp(shift) r_value^2; the exponential is left out
+        shift = scaling * r_key.square()  # R^2 = exp(shift) r_value^2, without the exponential
         bound = r_value.square()
         if groups is not None:
             groups = groups.flatten(0, 1)
@@ -120,22 +120,22 @@ class SoftmaxBalance(Halving):
 
 
 def _largest(norms: Tensor, groups: Tensor) -> Tensor:
-    """The largest of the norms in each vector's own group, ``[R, n]``."""
+    """For each vector, the largest norm in its group, ``[R, n]``."""
     number = groups - groups.amin()
     most = norms.new_zeros(len(norms), int(number.max()) + 1)
     return most.scatter_reduce(1, number, norms, "amax").gather(1, number)
 
 
 class BalanceKV(SoftmaxBalance):
-    """BalanceKV as its experiments run it (section 4): blocks of ``block`` tokens balanced in
-    parallel, exactly half kept per round.
+    """BalanceKV as in its experiments (section 4): blocks of ``block`` tokens are balanced in
+    parallel, and each round keeps exactly half of the tokens.
 
-    Block c holds every (n/block)-th token from the c-th on (the paper reshapes n x d into
-    block x n/block x d; n that does not divide is filled up with zeros). After the signs, exactly
-    n/2 tokens are kept: those of sign +1, and as many as it takes chosen at random. The kept ones
-    serve numerator and denominator, u and m doubled.
+    Block c contains every (n/block)-th token from the c-th on (the paper reshapes n x d into
+    block x n/block x d, and an n that is not divisible is padded with zeros). After the signs,
+    exactly n/2 tokens are kept: tokens of sign +1, or all of them and as many others as needed,
+    chosen at random. The kept tokens serve for numerator and denominator, with u and m doubled.
 
-    Other arguments are those of ``SoftmaxBalance``.
+    The other arguments are those of ``SoftmaxBalance``.
 
     Args:
         block: tokens per block, >= 2.
@@ -162,8 +162,8 @@ class BalanceKV(SoftmaxBalance):
         streams = self.streams_for(slots) if streams is None else streams
         live = slots.live()
         there = torch.ones_like(slots.keys[..., 0], dtype=torch.bool) if live is None else live
-        # Number i of a head's live slots goes to place i // own of block i % own, own being the
-        # number of blocks that this head needs.
+        # Live slot i of a head goes to place i // own of block i % own, where own is the number of
+        # blocks that the head needs.
         number = there.cumsum(-1) - 1
         own = (there.sum(-1, keepdim=True) - 1).clamp(min=0) // self.block + 1
         blocks = int(own.max())
@@ -174,17 +174,17 @@ class BalanceKV(SoftmaxBalance):
         padded = slots.take(source.clamp(max=n - 1))
         if n != blocks * self.block or live is not None:
             padded = padded.only(source < n)
-        # Heads x blocks become the heads of the walk.
+        # Each block of a head is treated as a head by the walk.
         split = padded.map(lambda t: t.reshape(batch, heads * blocks, self.block, *t.shape[3:]))
         each = derived(streams.unsqueeze(-1), torch.arange(blocks, device=place.device))
         signs, failed = self.signs(split, each.flatten(1))
         signs = signs.reshape(batch, heads, -1).gather(-1, place.clamp(max=blocks * self.block - 1))
-        if live is not None:  # dead slots go first
+        if live is not None:  # dead slots are dropped first
             signs = signs.masked_fill(~live, -2.0)
         tie = uniform(derived(streams, -1), n)
         kept = (signs + 0.5 * tie).topk(n // 2, dim=-1).indices
         real = torch.ones_like(kept, dtype=torch.bool)
-        if live is not None:  # half of what a head really has
+        if live is not None:  # half of the live slots of a head
             column = torch.arange(n // 2, device=kept.device)
             real = column < (live.sum(-1, keepdim=True) + 1) // 2
         kept, order = kept.sort(dim=-1)

@@ -1,4 +1,4 @@
-"""Grouping by merging the closest slots, in rounds."""
+"""Grouping of slots by merging the closest, in rounds."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ def group_closest(
     chosen: Tensor | None = None,
     sizes: Tensor | None = None,
 ) -> tuple[Groups, Tensor]:
-    """Group slots by merging the closest in rounds, each of which leaves all but ``share`` of the
-    slots (``group_pairs``): a full page that is only a little too full takes one round, a prompt
-    several. Rows that have as few groups as they may drop out.
+    """Group slots by merging the closest in rounds (``group_pairs``). A round removes at most the
+    share ``share`` of the slots: a page that is slightly above its budget takes one round, a prompt
+    several. Rows that have reached ``count`` groups take no part in further rounds.
 
-    Merging two slots errs by how far apart their keys are times how far apart their values are, so
-    that equal keys are not yet a good pair: values count beside keys (``points.KeysAndValues``).
+    The error of merging two slots is about the distance of their keys times that of their values.
+    Equal keys alone are therefore not enough for a good pair, so that values count as well as keys
+    (``points.KeysAndValues``).
 
     Args:
         slots: ``[batch, heads, N, ...]``, R = batch x heads.
         weight: ``[R, n]``, float32 or float64, as for ``group_pairs``.
         count: groups per row, 1 <= count <= n, or int64 ``[R]``.
         share: in (0, 1/2].
-        chosen: which slots are grouped, int64 ``[R, n]``, rising; None: all.
-        sizes: how many of these are a row's, the first ones, int64 ``[R]``; the others have weight
-            0. None: all.
+        chosen: the slots that are grouped, int64 ``[R, n]``, ascending. None: all.
+        sizes: the number of these that belong to a row, int64 ``[R]``. They are the first ones, and
+            the others have weight 0. None: all.
 
     Returns:
-        The groups, and bool ``[R]``: False for a row in which ``group_pairs`` found too few in
-        some round, whose groups mean nothing.
+        The groups, and bool ``[R]``: False for a row in which ``group_pairs`` found too few edges
+        in some round, and whose groups are undefined.
     """
     live = (weight > 0).to(weight.dtype)
     if chosen is None:
@@ -63,21 +64,23 @@ def group_closest(
 
 
 def group_pairs(points: Tensor, weight: Tensor, count: int | Tensor) -> tuple[Groups, Tensor]:
-    """Group by merging only the closest: n - count edges of the nearest-neighbour forest.
+    """Group by merging only the closest slots, along n - count edges of the nearest-neighbour
+    forest.
 
-    What it costs to merge two slots is what k-means loses by it (``nearest.cheapest``). Each slot
-    points to its cheapest partner within its block; an edge counts only if it leads to a slot whose
-    own (cost, index) is less, so that there are no cycles; the cheapest edges are taken, and what
-    hangs together is one group.
+    The cost of merging two slots is the increase of the k-means objective (``nearest.cheapest``).
+    Each slot has an edge to its cheapest partner within its block. An edge counts only if it leads
+    to a slot whose own (cost, index) is smaller, so that there are no cycles. The cheapest edges
+    are taken, and each connected component is one group.
 
     Args:
-        points: ``[R, n, d]``, float32 or float64; the mean should be near 0.
-        weight: ``[R, n]``, >= 0. Slots of weight 0 are grouped with no other while groups are left.
+        points: ``[R, n, d]``, float32 or float64. Their mean should be near 0.
+        weight: ``[R, n]``, >= 0. Slots of weight 0 are grouped with others only if too few groups
+            are left.
         count: groups per row, 1 <= count <= n, or int64 ``[R]``.
 
     Returns:
         The groups, and bool ``[R]``: False for a row whose forest has too few edges, because more
-        than half its slots must go or many costs are equal; its groups mean nothing.
+        than half of its slots must be removed or many costs are equal. Its groups are undefined.
     """
     rows, n = weight.shape
     left = torch.as_tensor(count, device=weight.device).expand(rows)
@@ -94,12 +97,12 @@ def _groups(index: Tensor, count: Tensor, found: Tensor) -> Groups:
 
 @dataclass(frozen=True)
 class _Edges:
-    """What is merged in a round, all ``[R, width]``.
+    """The merges of one round, all ``[R, width]``.
 
     Attributes:
-        taken: bool: slots that become part of another one.
-        root: int64: the column of that one, and of each other slot its own.
-        number: int64: the group that each slot is in.
+        taken: bool, the slots that are merged into another one.
+        root: int64, the column of the slot into which a slot is merged, or its own column.
+        number: int64, the group of each slot.
     """
 
     taken: Tensor
@@ -112,12 +115,12 @@ class _Rows:
     """R rows of slots before a round.
 
     Attributes:
-        points: of the slots.
-        places: where a slot's point is, int64 ``[R, width]``.
-        weight: ``[R, width]``; 0 for dead slots and behind a row's end.
-        sizes: columns that are a row's, int64 ``[R]``.
-        index: columns of the slots that there were before the first round, int64 ``[R, n]``; None:
-            this is the first.
+        points: the points of the slots.
+        places: the place of each slot's point, int64 ``[R, width]``.
+        weight: ``[R, width]``, 0 for dead slots and after the end of a row.
+        sizes: the number of columns of each row, int64 ``[R]``.
+        index: the columns into which the slots before the first round were merged, int64 ``[R,
+            n]``. None: this is the first round.
     """
 
     points: Points
@@ -127,8 +130,8 @@ class _Rows:
     index: Tensor | None
 
     def edges(self, left: Tensor, found: Tensor) -> tuple[_Edges, Tensor]:
-        """The edges that leave ``left`` (``[R]``) slots of each row, and in which of the rows that
-        are ``found`` (bool ``[R]``) there are enough."""
+        """The edges after whose merging ``left`` (``[R]``) slots of each row remain, and which of
+        the rows ``found`` (bool ``[R]``) have enough edges."""
         rows, n = self.weight.shape
         live = self.weight > 0
         total = live.sum(1, keepdim=True)
@@ -141,14 +144,14 @@ class _Rows:
             cost, partner = cheapest(self.points, self.places, self.weight, blocks)
             theirs = cost.gather(1, partner)
             falling = (theirs < cost) | ((theirs == cost) & (partner < own))
-            # Of two that are each other's partners the first stays, whatever rounding says.
+            # Of two slots that are each other's partners the first stays, whatever the rounding.
             mutual = partner.gather(1, partner) == own
             falling = torch.where(mutual, partner < own, falling)
             price = cost.masked_fill_(~falling, torch.inf)
             lowest, index = price.topk(most, largest=False, sorted=True)
             chosen = own[:, :most] < wanted
             found = found & ~(chosen & torch.isinf(lowest)).any(1)
-            # Without enough edges a path may be a circle, which leads to no slot.
+            # In a row without enough edges a path may be a cycle.
             taken.scatter_(1, index, chosen & found.unsqueeze(1))
             root = torch.where(taken, partner, own)
             end = root.gather(1, index)
@@ -160,23 +163,24 @@ class _Rows:
         return _Edges(taken, root, number), found
 
     def grouped(self, edges: _Edges) -> Tensor:
-        """The groups that the slots before the first round are in, int64 ``[R, n]``."""
+        """The groups of the slots from before the first round, int64 ``[R, n]``."""
         return edges.number if self.index is None else edges.number.gather(1, self.index)
 
     def merged(self, edges: _Edges, left: Tensor, more: Tensor) -> _Rows:
-        """The rows after the round; points only of those that go on (``more``, bool ``[R]``)."""
+        """The rows after the round. Points are computed only for rows with further rounds
+        (``more``, bool ``[R]``)."""
         rows, n = self.weight.shape
         given, places = self.points, self.places
         weight = self.weight.clone(memory_format=torch.contiguous_format)
         if isinstance(given, Given):
             points = given
-        else:  # merged ones will differ
+        else:  # the points of merged slots will differ
             some = more.nonzero().squeeze(1)
             points = Given(given.formed(some, places[some]))
             places = torch.zeros_like(places)
             columns = torch.arange(n, device=places.device).expand(len(some), n)
             places[some] = points.places(columns)
-        # Everything in groups of two and more, in order, with numbers of these groups.
+        # All members of groups of two or more, in order, with the numbers of these groups.
         taken = edges.taken & more.unsqueeze(1)
         start = torch.arange(0, rows * n, n, device=places.device).unsqueeze(1)
         root = (edges.root + start).flatten()

@@ -1,4 +1,4 @@
-"""Value-sums and masses fitted to queries by least squares."""
+"""Sums of values and masses, fitted to queries by least squares."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 from ..slots import Slots, attention_scores
 from .seen import Seen
 
-#: Fewer queries are too few to fit anything to.
+#: The smallest number of queries for a fit.
 LEAST_QUERIES = 16
-# A corrected mass may not fall below this share of what it was.
+# A fitted mass is at least this share of the mass before the fit.
 _LEAST_MASS = 0.1
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Queries to fit to, with what they see in all.
+    """Queries for a fit, with the totals of their attention.
 
     Attributes:
-        queries: ``[R, q, head_dim]``, scaling folded in.
-        log_total: ``[R, q]``, log of the sum of exp(score) m over all slots, and of a sink;
-            infinity for a query that counts for nothing (padding).
+        queries: ``[R, q, head_dim]``, multiplied by the scaling.
+        log_total: ``[R, q]``, the log of the sum of exp(score) m over all slots, and of exp(sink)
+            if the softmax has a sink. Infinity for a query that does not count (padding).
     """
 
     queries: Tensor
@@ -31,8 +31,8 @@ class Asked:
 
     @staticmethod
     def of(seen: Seen, window: int) -> Asked | None:
-        """The last ``window`` queries, or all of a second reading's; None if there are fewer than
-        ``LEAST_QUERIES`` or scores are not plain products (soft-capping, ALiBi)."""
+        """The last ``window`` queries, or all queries of a second reading. None if there are fewer
+        than ``LEAST_QUERIES``, or if scores are not only products (soft-capping, ALiBi)."""
         if not seen.plain or seen.queries.shape[2] < LEAST_QUERIES:
             return None
         window = seen.queries.shape[2] if seen.after else window
@@ -45,11 +45,11 @@ class Asked:
             hidden = torch.ones(q, slots.count, dtype=torch.bool, device=scores.device)
             scores.masked_fill_(hidden.triu(slots.count - q + 1), -torch.inf)
         total = scores.logsumexp(-1).squeeze(1)
-        if seen.sinks is not None:  # it takes its share of what the queries gave
+        if seen.sinks is not None:  # a sink in the softmax takes its share of the total
             total = torch.logaddexp(total, seen.sinks.to(total.dtype).unsqueeze(-1))
         if seen.live is not None:
             live = seen.live[:, -q:]
-            # too few in one row are none in that row, whatever its neighbours have
+            # A row with too few queries gets no fit, whatever the other rows have.
             live = live & (live.sum(-1, keepdim=True) >= min(q, LEAST_QUERIES))
             total = total.masked_fill(~live.unsqueeze(1), torch.inf)
         scaled = queries.to(scores.dtype) * seen.scaling
@@ -57,27 +57,28 @@ class Asked:
 
 
 def fitted(kept: Slots, slots: Slots, asked: Asked, ridge: float) -> Slots:
-    """``kept``, made of ``slots``, with u and m fitted to what ``slots`` gave to numerator and
-    denominator, head by head where that lowers the error on queries left out of the fit.
+    """``kept``, the result of compressing ``slots``, with u and m fitted to the numerators and
+    denominators of ``slots``. A head is fitted only if this lowers the error on queries that were
+    left out of the fit.
 
-    Ridge least squares by Cholesky in the space of queries, which are fewer than slots. The change
-    of u and m, not they themselves, is what is kept small.
+    The fit is ridge least squares by Cholesky in the space of queries, which are fewer than slots.
+    The penalty is on the change of u and m and not on their size.
 
     Args:
         kept: ``[batch, heads, count, ...]``.
         slots: ``[batch, heads, n, ...]``.
-        asked: of R = batch x heads rows.
+        asked: the queries of R = batch x heads rows.
         ridge: relative to the mean diagonal of the Gram matrix, > 0.
     """
     rows = asked.queries.shape[0]
     batch, heads = kept.keys.shape[:2]
     mine, target = (_contributions(s, asked) for s in (kept, slots))
     start = _sums(kept, mine.dtype)
-    # Not by _sums: a copy of all values of a prompt.
+    # _sums is not used here because it would copy all values of a prompt.
     given = target @ slots.values.flatten(0, 1).to(mine.dtype)
     total = target if slots.mass is None else target * slots.mass.view(rows, 1, -1).to(mine.dtype)
     wanted = torch.cat([given, total.sum(-1, keepdim=True)], dim=-1) - mine @ start
-    # Columns by their mass, so that ridge means the same for a token and for a large group.
+    # Columns are scaled by mass, so that ridge means the same for a token and for a large group.
     size = kept.masses().reshape(rows, -1).to(mine.dtype)
     design = mine * size.unsqueeze(1)
     gram = (design @ design.mT).double()
@@ -100,8 +101,8 @@ def fitted(kept: Slots, slots: Slots, asked: Asked, ridge: float) -> Slots:
 
 
 def _solve(gram: Tensor, wanted: Tensor, ridge: float) -> Tensor:
-    """Ridge least squares in its dual form: weights of the queries, whose sum of rows of the design
-    is the solution; 0 where there is none."""
+    """Ridge least squares in its dual form: the weights of the queries with which the weighted sum
+    of the rows of the design is the solution. They are 0 where there is no solution."""
     added = ridge * gram.diagonal(dim1=1, dim2=2).mean(-1) + 1e-30
     identity = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
     factor, info = torch.linalg.cholesky_ex(gram + added[:, None, None] * identity)
@@ -111,13 +112,13 @@ def _solve(gram: Tensor, wanted: Tensor, ridge: float) -> Tensor:
 
 
 def _contributions(slots: Slots, asked: Asked) -> Tensor:
-    """exp(score) / total of every slot for every query asked, ``[R, q, slots]``."""
+    """exp(score) / total of every slot for every query of ``asked``, ``[R, q, slots]``."""
     keys = slots.keys.reshape(asked.queries.shape[0], slots.count, -1).to(asked.queries.dtype)
     exponent = torch.baddbmm(-asked.log_total.unsqueeze(-1), asked.queries, keys.mT)
     return exponent.clamp_(max=30.0).exp_()
 
 
 def _sums(slots: Slots, dtype: torch.dtype) -> Tensor:
-    """u and m side by side, ``[R, slots, value_dim + 1]``."""
+    """u and m, concatenated, ``[R, slots, value_dim + 1]``."""
     both = torch.cat([slots.values.to(dtype), slots.masses().unsqueeze(-1).to(dtype)], dim=-1)
     return both.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Groups of slots, and what each becomes: one slot."""
+"""Groups of slots, and merging each group into one slot."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Groups:
     """A grouping of n slots per head into ``count`` groups.
 
     Attributes:
-        index: int64 ``[R, n]``, R = batch x heads.
-        count: groups, of the row that has most; some may be empty.
+        index: the group of each slot, int64 ``[R, n]``, R = batch x heads.
+        count: the number of groups in the row that has most. Some groups may be empty.
     """
 
     index: Tensor
@@ -38,19 +38,21 @@ def merge(
     ahead: Tensor | None = None,
     width: int | None = None,
 ) -> Slots:
-    """One slot per group: the weighted mean key, the sum of u and of m; in the order of the groups'
-    first members. A group of one is what it was. Empty groups become dead slots, at the end.
+    """Merge each group into one slot with the weighted mean of the keys and the sums of u and m.
+
+    The result is in the order of the groups' first members. The slot of a group of one is
+    unchanged. Empty groups become dead slots, at the end.
 
     Args:
         slots: ``[batch, heads, N, ...]``.
-        groups: of n slots.
+        groups: a grouping of n slots.
         weight: float ``[R, n]``, > 0 for every live slot and 0 for the others.
-        attended: weigh values (u / m) like keys and multiply by the group's mass, instead of
-            summing u: better if the weight is the attention that slots get, since the sum is right
-            for a query that looks at all members alike.
-        chosen: which slots are grouped, int64 ``[R, n]``, rising; None: all.
-        ahead: bool ``[R, N]``: other slots, which stay unchanged, in front. None: none.
-        width: slots of the result, for groups and those ahead. None: as many as groups.
+        attended: whether u is the weighted mean of the values u / m, times the mass of the group,
+            instead of the sum of u. This is better if the weight is the attention that slots get,
+            because the sum is right only for a query that attends to all members alike.
+        chosen: the slots that are grouped, int64 ``[R, n]``, ascending. None: all.
+        ahead: bool ``[R, N]``: other slots, which stay unchanged and come first. None: none.
+        width: slots of the result, for groups and those of ``ahead``. None: as many as groups.
     """
     batch, heads = slots.keys.shape[:2]
     rows, n = weight.shape
@@ -61,10 +63,10 @@ def merge(
     chosen = column.expand(rows, n) if chosen is None else chosen
     start = torch.full((rows, groups.count), n, device=device)
     start.scatter_reduce_(1, groups.index, torch.where(live, column, n), "amin")
-    lead = start.gather(1, groups.index)  # the first of each slot's group
+    lead = start.gather(1, groups.index)  # the first member of each slot's group
     first = (lead == column) & live
 
-    # Which slot each place is taken from, before merging.
+    # The slot from which each place of the result is taken, before merging.
     number = first.cumsum(1) - 1
     source = chosen.new_zeros(rows, width + 1)
     if ahead is not None:
@@ -80,7 +82,7 @@ def merge(
         dead = ~real.view(batch, heads, width)
         kept = kept.map(lambda t: t.masked_fill_(dead.view(*dead.shape, *[1] * (t.dim() - 3)), 0))
 
-    # Groups of two or more, in order, and everything in them.
+    # Groups of two or more, in order, and all of their members.
     lead = (lead + n * row).flatten()
     later = (live & ~first).flatten()
     grown = torch.zeros_like(later)
@@ -124,8 +126,8 @@ def merge(
 
 
 def packed(mask: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The columns where ``mask`` (bool ``[R, n]``) is True, rising, in ``width`` columns, and which
-    of these there are (bool): ``[R, width]`` each."""
+    """The columns where ``mask`` (bool ``[R, n]``) is True, ascending, in ``width`` columns, and
+    which of these exist (bool), ``[R, width]`` each."""
     count = mask.sum(1, keepdim=True)
     real = torch.arange(width, device=mask.device) < count
     column = mask.nonzero()[:, 1]

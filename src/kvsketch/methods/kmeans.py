@@ -1,4 +1,4 @@
-"""Grouping by k-means on keys, a block of slots at a time."""
+"""Grouping of slots by k-means on their keys, block by block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .groups import Groups
 
 #: Keys are grouped within blocks of this many slots, so that the cost is linear in n.
 _BLOCK = 2048
-# Farther than any key, and still no infinity when squared.
+# Farther than any key, but finite when squared.
 _FAR = 1e15
 
 
@@ -19,17 +19,17 @@ def group_keys(
 ) -> Groups:
     """Group keys by weighted Lloyd iterations from seeds spread evenly over the live slots.
 
-    Evenly spread seeds follow the density of the keys, and a few weighted steps move them where
-    the weight is; farthest-first seeds cost count sequential steps and spend themselves on
-    outliers.
+    Evenly spread seeds follow the density of the keys, and a few weighted steps move them to where
+    the weight is. Farthest-first seeds would take ``count`` sequential steps, and most of them
+    would be outliers.
 
     Args:
         keys: ``[R, n, d]``, float32 or float64.
-        weight: ``[R, n]``, >= 0; slots of weight 0 are grouped, but pull no center.
+        weight: ``[R, n]``, >= 0. Slots of weight 0 are grouped, but do not move a center.
         count: groups per row, 1 <= count <= n, or int64 ``[R]``.
         steps: Lloyd iterations, >= 0.
-        sizes: how many of the slots are a row's, the first ones, int64 ``[R]``; the others are in
-            any group. None: all.
+        sizes: the number of slots that belong to a row, int64 ``[R]``. They are the first ones. The
+            groups of the others are undefined. None: all.
     """
     rows, n, _ = keys.shape
     most = count if isinstance(count, int) else int(count.max())
@@ -38,14 +38,14 @@ def group_keys(
     blocks = (sizes / _BLOCK).round().long().clamp(min=1)
     index = torch.zeros_like(weight, dtype=torch.int64)
     for i in range(int(blocks.max())):
-        # Integer edges that split slots and groups alike.
+        # Integer edges that split slots and groups in the same proportion.
         first, end = sizes * i // blocks, sizes * (i + 1) // blocks
         group, after = counts * i // blocks, counts * (i + 1) // blocks
         here = i < blocks
         part = here & (after > group)
         if bool(part.any()):
             _fill(index, keys, weight, part, (first, end), (group, after), steps)
-        # Fewer groups than blocks: its slots go to the group before.
+        # With fewer groups than blocks, slots of a block without a group join the group before.
         some = (here & ~part).nonzero().squeeze(1)
         if len(some):
             column = torch.arange(n, device=keys.device)
@@ -64,7 +64,7 @@ def _fill(
     groups: tuple[Tensor, Tensor],
     steps: int,
 ) -> None:
-    """Group one block of each row in ``part`` (bool ``[R]``), into ``index``."""
+    """Group one block of each row in ``part`` (bool ``[R]``) and write the groups to ``index``."""
     rows = part.nonzero().squeeze(1)
     first, size = slots[0][rows, None], (slots[1] - slots[0])[rows, None]
     column = torch.arange(int(size.max()), device=keys.device)
@@ -81,7 +81,7 @@ def _fill(
 
 
 def _lloyd(keys: Tensor, weight: Tensor, count: Tensor, size: Tensor, steps: int) -> Tensor:
-    """Groups of the first ``size`` (``[r, 1]``) slots of each row: ``count`` (``[r]``) of them."""
+    """Group the first ``size`` (``[r, 1]``) slots of each row into ``count`` (``[r]``) groups."""
     rows, n, dim = keys.shape
     most, column = int(count.max()), torch.arange(n, device=keys.device).expand(rows, n)
     # Large norms would cost digits in |x|^2 - 2<x, c> + |c|^2.
@@ -97,7 +97,7 @@ def _lloyd(keys: Tensor, weight: Tensor, count: Tensor, size: Tensor, steps: int
         index, total, mass = assigned(keys, centers, absent, weight)
         if step < steps:
             centers = torch.where(mass > 0, total / mass.clamp(min=1e-30), centers)
-    # A row with room for all its live slots keeps each.
+    # In a row with at least as many groups as live slots, each live slot is a group.
     alone = torch.where(rank[:, -1:] <= count.unsqueeze(1), (rank.long() - 1).clamp(min=0), index)
     return torch.where(count.unsqueeze(1) >= size, column, alone)
 
@@ -105,16 +105,17 @@ def _lloyd(keys: Tensor, weight: Tensor, count: Tensor, size: Tensor, steps: int
 def assigned(
     keys: Tensor, centers: Tensor, absent: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The nearest center of every key, the first of equally near ones.
+    """The nearest center of every key, or the first of equally near ones.
 
     Args:
-        keys: ``[R, n, d]``; centers: ``[R, c, d]``.
-        absent: bool ``[R, c]``: centers that there are not.
-        weight: of the keys in the sums, ``[R, n]``.
+        keys: ``[R, n, d]``.
+        centers: ``[R, c, d]``.
+        absent: bool ``[R, c]``, the centers that do not exist.
+        weight: the weights of the keys in the sums, ``[R, n]``.
 
     Returns:
-        index, int64 ``[R, n]``; sums of weight times key, ``[R, c, d]``; sums of weights ``[R, c,
-        1]``.
+        The index of each key's center, int64 ``[R, n]``, the sums of weight times key, ``[R, c,
+        d]``, and the sums of weights, ``[R, c, 1]``.
     """
     if triton_support.chosen(keys) and weight.dtype == torch.float32:
         from ..kernels.triton_nearest import nearest

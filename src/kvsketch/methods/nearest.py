@@ -1,4 +1,4 @@
-"""The cheapest partner of every slot, a block of slots at a time."""
+"""The cheapest partner of every slot, computed block by block."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import Tensor
 from .least import WIDTH, least
 from .points import Points
 
-#: Pairs are looked for within smaller ones: no worse, and less to compute.
+#: Slots per block. Pairs are searched only within blocks, which is no worse and costs less.
 _PAIR_BLOCK = 256
-# Costs of pairs formed at a time, few enough to stay near the cache.
+# Costs of pairs that are computed at a time, few enough to stay in the processor's cache.
 _BLOCK_COSTS = 1 << 18
-# Blocks have a multiple of so many slots: products of matrices of such sizes are faster.
+# The sizes of blocks are multiples of this number, for which matrix products are faster.
 _WIDTH = 8
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Every row's slots in blocks of about 256, the last of a row shorter.
+    """The slots of every row in blocks of about 256. The last block of a row may be shorter.
 
     Attributes:
-        column: int64 ``[b, s]``: columns of the slots in the table of all rows, ``row * width +
-            column``; that of a block's first slot where ``real`` is False.
-        real: bool ``[b, s]``.
-        first: int64 ``[b, 1]``: the column of a block's first slot within its row.
-        row: int64 ``[b]``: which row it is of.
+        column: int64 ``[b, s]``, the columns of the slots in the table of all rows, ``row * width +
+            column``, or that of the block's first slot where ``real`` is False.
+        real: bool ``[b, s]``, whether there is a slot.
+        first: int64 ``[b, 1]``, the column of a block's first slot within its row.
+        row: int64 ``[b]``, the row of a block.
     """
 
     column: Tensor
@@ -37,11 +37,11 @@ class Blocks:
 
     @staticmethod
     def of(rows: Tensor, sizes: Tensor, width: int) -> Blocks:
-        """Blocks of some rows (int64 ``[r]``) that have ``sizes`` (``[r]``) slots each, of rows of
+        """The blocks of some rows (int64 ``[r]``) with ``sizes`` (``[r]``) slots, out of rows of
         ``width`` columns."""
         count = (sizes / _PAIR_BLOCK).round().long().clamp(min=1)
         each = -(-sizes // count)
-        count = -(-sizes // each)  # rounded up, so many blocks of so many would end behind a row
+        count = -(-sizes // each)  # rounded up, so that the last block may be shorter
         most = -(-int(each.max()) // _WIDTH) * _WIDTH
         number = torch.arange(len(rows), device=rows.device).repeat_interleave(count)
         row, each, size = rows[number], each[number], sizes[number]
@@ -56,18 +56,19 @@ class Blocks:
 def cheapest(
     points: Points, places: Tensor, weight: Tensor, blocks: Blocks
 ) -> tuple[Tensor, Tensor]:
-    """What merging each slot with its cheapest partner in its block costs: m1 m2 / (m1 + m2)
+    """The cost of merging each slot with its cheapest partner in its block: m1 m2 / (m1 + m2)
     |x1 - x2|^2 for weights m (Ward 1963).
 
     Args:
-        points: of the slots.
-        places: where a slot's point is, int64 ``[R, width]``.
+        points: the points of the slots.
+        places: the place of each slot's point, int64 ``[R, width]``.
         weight: ``[R, width]``, >= 0.
-        blocks: of the columns.
+        blocks: the blocks of the columns.
 
     Returns:
-        Costs ``[R, width]``, infinite for slots of weight 0, for one alone and outside all blocks,
-        and each slot's partner, int64 ``[R, width]``, a column.
+        Costs ``[R, width]``, and the column of each slot's partner, int64 ``[R, width]``. The cost
+        is infinite for a slot of weight 0, for a slot without others in its block, and outside all
+        blocks.
     """
     rows, width = weight.shape
     mine = weight.flatten()[blocks.column] * blocks.real
@@ -78,7 +79,7 @@ def cheapest(
     size = mine.shape[1]
     step = max(1, _BLOCK_COSTS // size**2, len(mine) // 128)
     some = points.blocks(blocks.row, places.flatten()[blocks.column], step)
-    # Memory that was used before is several times faster than fresh one.
+    # Memory that was used before is several times faster than newly allocated memory.
     table, other = (mine.new_empty(min(step, len(mine)), size, size) for _ in range(2))
     parts = (torch.split(x, step) for x in (per_weight, absent, low, partner))
     for x, extra, added, lowest, which in zip(some, *parts, strict=True):
@@ -91,9 +92,9 @@ def cheapest(
         table.add_(norm.unsqueeze(2)).div_(other).diagonal(0, 1, 2).fill_(torch.inf)
         if size % WIDTH == 0:
             lowest[:], which[:] = least(table)
-        else:  # costs are symmetric, and the least of a column is found faster than that of a row
+        else:  # costs are symmetric, and minima over columns are faster than over rows
             torch.min(table, 1, out=(lowest, which))
-    # Costs below 0 are rounding; a slot without partners may have found one that does not exist.
+    # Costs below 0 come from rounding. A slot without partners may have got one that does not exist.
     where = torch.where(blocks.real, blocks.column, rows * width).flatten()
     cost = low.new_full((rows * width + 1,), torch.inf)
     cost = cost.scatter_(0, where, low.clamp_(min=0.0).flatten())[:-1]

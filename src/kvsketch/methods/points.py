@@ -1,4 +1,4 @@
-"""What the closest slots are told by: keys with their values beside them."""
+"""The points by which the closest slots are found: keys and values, concatenated."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..slots import Slots, flat_rows
 
-# How much values count beside keys when pairs are chosen.
+# The weight of values relative to keys when pairs are chosen.
 _VALUES = 0.25
-# Columns whose points are formed at a time.
+# The number of columns whose points are computed at a time.
 _COLUMNS = 2048
 
 
@@ -20,23 +20,24 @@ class Points(Protocol):
     """Points of R rows of slots, float32 or float64."""
 
     def places(self, columns: Tensor) -> Tensor:
-        """Places of slots: int64 ``[R, m]``, columns of each row, to the same of numbers."""
+        """The places of the points of slots, int64 ``[R, m]``, given the columns of the slots in
+        their rows, in the same shape."""
 
     def blocks(self, row: Tensor, places: Tensor, step: int) -> Iterator[Tensor]:
-        """Points of ``step`` blocks at a time (fewer at the end), ``[step, s, dim]``.
+        """The points of ``step`` blocks at a time (fewer at the end), ``[step, s, dim]``.
 
         Args:
-            row: of each block, int64 ``[b]``.
-            places: of its slots, int64 ``[b, s]``.
+            row: the row of each block, int64 ``[b]``.
+            places: the places of its slots, int64 ``[b, s]``.
             step: >= 1.
         """
 
     def formed(self, row: Tensor, places: Tensor) -> Tensor:
-        """Points of some rows (int64 ``[R']``) at places of theirs (``[R', m]``)."""
+        """The points of some rows (int64 ``[R']``) at the given places (``[R', m]``)."""
 
 
 class Given:
-    """Points that are there already, ``[R, n, dim]``."""
+    """Points that are given explicitly, ``[R, n, dim]``."""
 
     def __init__(self, points: Tensor) -> None:
         self.points, self._step = points.flatten(0, 1), points.shape[1]
@@ -56,10 +57,10 @@ class Given:
         """Overwrite the points at ``targets`` (int64 ``[g]``) with the means of groups.
 
         Args:
-            places: of the members, int64 ``[m]``.
-            group: of each member, int64 ``[m]``, less than g.
-            weight: of each member, ``[m]``.
-            total: of each group's members, ``[g]``.
+            places: the places of the members, int64 ``[m]``.
+            group: the group of each member, int64 ``[m]``, less than g.
+            weight: the weight of each member, ``[m]``.
+            total: the summed weight of each group, ``[g]``.
         """
         members = self.points.index_select(0, places).mul_(weight.unsqueeze(1))
         mean = members.new_zeros(len(targets), members.shape[1])
@@ -68,13 +69,14 @@ class Given:
 
 
 class KeysAndValues:
-    """Keys and u / m side by side, less their means over the live slots of a row: large norms would
-    cost digits in |x|^2 - 2<x, y> + |y|^2. Values are scaled to the keys' spread and count for a
-    quarter. A point is formed where it is used: all at once they would be as large as the cache.
+    """Keys and values u / m, concatenated, without their means over the live slots of a row, because
+    large norms would cost digits in |x|^2 - 2<x, y> + |y|^2. Values are scaled to the spread of the
+    keys and count for a quarter. Points are computed when they are used, because all of them
+    together would be as large as the cache.
 
     Args:
         slots: ``[batch, heads, n, ...]``, R = batch x heads.
-        live: ``[R, n]``, in the dtype of the points: 1 for slots that are grouped, else 0.
+        live: ``[R, n]``, in the dtype of the points, 1 for slots that are grouped, else 0.
     """
 
     def __init__(self, slots: Slots, live: Tensor) -> None:
@@ -95,7 +97,7 @@ class KeysAndValues:
         scale = _VALUES**0.5 * spread / value_spread.clamp_(min=1e-30)
         scale = scale.to(live.dtype)
         self._value_mean = value_mean * scale
-        self._share = (per_mass * scale).flatten()  # what a value is multiplied by
+        self._share = (per_mass * scale).flatten()  # the factor of a value
 
     def places(self, columns: Tensor) -> Tensor:
         return _places(columns, self._step)
@@ -117,9 +119,9 @@ class KeysAndValues:
         return points
 
     def _form(self, row: Tensor, places: Tensor, out: Tensor) -> None:
-        """Write the points at ``places`` of each row of ``row`` into ``out``."""
+        """Write the points at ``places`` of the rows ``row`` into ``out``."""
         dim, width = self._key_mean.shape[1], len(self._share) // len(self._key_mean)
-        # From places in the slots' tensors to columns of the table of all rows.
+        # Turn places in the tensors of the slots into columns of the table of all rows.
         column = places + ((width - self._step) * row).unsqueeze(1)
         weight = self._share.index_select(0, column.flatten()).view(*places.shape, 1)
         torch.sub(_rows(self._keys, places), self._key_mean[row].unsqueeze(1), out=out[..., :dim])
@@ -136,12 +138,13 @@ def _rows(flat: Tensor, places: Tensor) -> Tensor:
 
 
 def _moments(x: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean of x times weight, ``[R, d]``, and the norm of what differs from it, float64 ``[R, 1]``.
+    """The mean of x times weight, ``[R, d]``, and the norm of the differences from it, float64 ``[R,
+    1]``.
 
     Args:
         x: ``[R, n, d]``.
         weight: ``[R, n]``.
-        count: ``[R, 1]``, of live slots.
+        count: the number of live slots, ``[R, 1]``.
     """
     mean = torch.matmul(weight.unsqueeze(1), x.to(weight.dtype)).squeeze(1) / count
     size = (torch.linalg.vector_norm(x, dim=-1, dtype=weight.dtype) * weight).double()

@@ -1,4 +1,4 @@
-"""A budget for each head, in one call: what ``Compressor.compress`` does with a tensor."""
+"""Compression with a budget for each head: ``Compressor.compress`` with a tensor of budgets."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What becomes of each head, all int64 ``[batch, heads]``.
+    """The numbers of slots of each head, all int64 ``[batch, heads]``.
 
     Attributes:
-        live: live slots.
-        own: slots it has afterwards.
-        first: of these, kept from the start.
-        middle: slots that what lies between is reduced to; 0: nothing is reduced.
-        last: kept from the end.
-        order: places of the slots, live ones first, int64 ``[batch, heads, n]``; None: as they are.
+        live: live slots before the compression.
+        own: slots after the compression.
+        first: slots that are kept from the start.
+        middle: slots to which those between start and end are reduced. 0: nothing is reduced.
+        last: slots that are kept from the end.
+        order: the places of the slots, live ones first, int64 ``[batch, heads, n]``. None: the
+            slots are in this order already.
     """
 
     live: Tensor
@@ -48,7 +49,7 @@ class _Layout:
         order = None
         if live is not None:
             order = live.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
-            # all of a head that keeps everything, dead ones included, where it is
+            # A head that keeps everything also keeps its dead slots, all in their places.
             everything = budget == n
             column = torch.arange(n, device=order.device)
             order = torch.where(everything.unsqueeze(-1), column, order)
@@ -56,7 +57,7 @@ class _Layout:
         return _Layout(count, first + middle + last, first, middle, last, order)
 
     def place(self, column: Tensor) -> Tensor:
-        """Where the live slots of these numbers (``[..., columns]``) are."""
+        """The places of the live slots with these numbers (``[..., columns]``)."""
         if self.order is None:
             return column.expand(*self.own.shape, column.shape[-1])
         return self.order.gather(-1, column.expand(*self.own.shape, column.shape[-1]))
@@ -65,19 +66,20 @@ class _Layout:
 def compress_ragged(
     compressor: Compressor, slots: Slots, budget: Tensor, sink: int, recent: int, seen: Seen | None
 ) -> Slots:
-    """``Compressor.compress`` with a budget for each head. A head keeps what it would keep alone,
-    without padding: only heads that have something to lose are reduced at all.
+    """``Compressor.compress`` with a budget for each head. The result for a head is the same as if
+    it were compressed alone and without padding. Only heads with more live slots than their budget
+    are reduced.
 
     Args:
-        slots: ``[batch, heads, n, ...]``, scored.
+        slots: ``[batch, heads, n, ...]``, with scores.
         budget: int64 ``[batch, heads]``, >= 1, some less than n.
-        seen: of all heads.
+        seen: the queries of all heads.
     """
     layout = _Layout.of(slots, budget.to(slots.keys.device), sink, recent)
     width = min(int(budget.max()), slots.count)
     column = torch.arange(width, device=slots.keys.device)
     own = column < layout.own.unsqueeze(-1)
-    # Behind first and middle come the last ones.
+    # The last slots come after those of first and middle.
     end = (layout.first + layout.middle).unsqueeze(-1)
     skipped = (layout.live - layout.own).unsqueeze(-1)
     kept = slots.take(layout.place(torch.where(column < end, column, column + skipped) * own))
@@ -101,10 +103,10 @@ def _reduced(
     recent: int,
     seen: Seen | None,
 ) -> Slots:
-    """What lies between sinks and recent window, reduced, in the heads that need it; the others'
-    means nothing: ``[batch, heads, most, ...]``."""
+    """The slots between sinks and recent window after reduction, ``[batch, heads, most, ...]``.
+    They are undefined for heads that need no reduction."""
     batch, heads, n = slots.keys.shape[:3]
-    size = layout.live - sink - recent  # of those that are reduced, above the budget
+    size = layout.live - sink - recent  # slots that may be reduced
     if bool(reduced.all()) and layout.order is None and compressor.ragged:
         return compressor.reduce(slots.narrow(sink, n - sink - recent), layout.middle, seen)
     device = slots.keys.device
@@ -136,7 +138,7 @@ def _reduced(
         alike, number = torch.unique(both, dim=0, return_inverse=True)
         for i, (budget, _) in enumerate(alike.tolist()):
             some = (number == i).nonzero().squeeze(1)
-            # every head draws what it would draw if all had its budget
+            # Every head gets the random numbers that it would get if all heads had its budget.
             generator = compressor.generator.clone_state()
             twin = compressor.at(place[rows[some]], generator)
             middle = between(rows[some], sizes[some])
@@ -146,7 +148,7 @@ def _reduced(
 
 
 def _spread(parts: list[tuple[Tensor, Slots]], batch: int, heads: int, width: int) -> Slots:
-    """Rows of several reductions at their heads' places; the rest is 0."""
+    """The rows of several reductions at the places of their heads, 0 for all other heads."""
     names = {name for _, part in parts for name in part.tensors()}
     found = {}
     for name in sorted(names):
@@ -162,8 +164,8 @@ def _spread(parts: list[tuple[Tensor, Slots]], batch: int, heads: int, width: in
 
 
 def _overlaid(kept: Slots, some: Slots, count: Tensor, start: int) -> Slots:
-    """``kept``, which is overwritten, with the first ``count`` (``[batch, heads]``) slots of
-    ``some`` from ``start`` on."""
+    """Overwrite ``kept`` from column ``start`` on with the first ``count`` (``[batch, heads]``)
+    slots of ``some``."""
     width = some.count
     mine = torch.arange(width, device=count.device) < count.unsqueeze(-1)
 

@@ -18,7 +18,7 @@ from kvsketch.evaluation.inspection.readings import TOLERANCES
 
 #: The number of bins of a histogram of norms.
 BINS = 24
-#: The share at which one number represents a whole curve.
+#: The share at which a curve is read if it is summarised by one number.
 EIGHTH = 1 / 8
 #: The eps of the theorems.
 EPS = 0.5
