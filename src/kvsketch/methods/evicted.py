@@ -1,4 +1,4 @@
-"""What methods share that evict tokens as H2O does and merge them into those that stay."""
+"""Base of the methods that evict tokens as H2O does and merge them into the tokens they keep."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from .h2o import H2O
 
 @dataclass(frozen=True)
 class Evicted:
-    """What a compression keeps and what it does not.
+    """The slots that a compression keeps and those that it evicts.
 
     Attributes:
-        slots: those before, ``[batch, heads, n, ...]``.
-        kept: those that stay, ``[batch, heads, m, ...]``, as ``Compressor.compress`` returns them.
-        place: where these are in ``slots``, int64 ``[batch, heads, m]``.
-        own: which of them are live, bool ``[batch, heads, m]``.
-        gone: which of ``slots`` are live and do not stay, bool ``[batch, heads, n]``.
+        slots: the slots before the compression, ``[batch, heads, n, ...]``.
+        kept: the slots that are kept, ``[batch, heads, m, ...]``, as returned by
+            ``Compressor.compress``.
+        place: the place of each kept slot in ``slots``, int64 ``[batch, heads, m]``.
+        own: which of the kept slots are live, bool ``[batch, heads, m]``.
+        gone: which of ``slots`` are live and not kept, bool ``[batch, heads, n]``.
     """
 
     slots: Slots
@@ -31,8 +32,9 @@ class Evicted:
     gone: Tensor
 
     def first(self) -> tuple[Tensor, Tensor]:
-        """Where the slots are that do not stay, in order, int64 ``[batch, heads, most]``, and which
-        of these there are (bool): behind a head's own come others."""
+        """The places of the evicted slots, in order, int64 ``[batch, heads, most]``, and a bool
+        tensor of the same shape: True for the evicted slots of a head, False for the other slots
+        that follow them."""
         count = self.gone.sum(-1, keepdim=True)
         most = int(count.max())
         order = self.gone.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
@@ -40,15 +42,16 @@ class Evicted:
 
 
 class Merging(H2O):
-    """Base class of methods that keep what H2O keeps, including sinks and recent window: a subclass
-    says what becomes of it once the others are known (``merged``)."""
+    """Base class of methods that keep the same tokens as H2O, including sinks and recent window. A
+    subclass merges the evicted tokens into them (``merged``)."""
 
     @abstractmethod
     def merged(self, evicted: Evicted, fit: bool) -> Slots:
-        """The slots that stay, with what goes merged into them.
+        """The kept slots, with the evicted ones merged into them.
 
         Args:
-            evicted: perhaps no slot goes, if all that does not fit the budget is padding.
+            evicted: kept and evicted slots. None may be evicted, if only padding exceeds the
+                budget.
             fit: as for ``compress``.
         """
 
@@ -63,7 +66,7 @@ class Merging(H2O):
         stay = slots.take(place)
         if own is None:
             own = torch.ones_like(place, dtype=torch.bool)
-        else:  # dead ones, but for those of a head that keeps everything
+        else:  # dead slots, except in a head that keeps everything
             limit = torch.as_tensor(budget, device=own.device).unsqueeze(-1)
             behind = ~own & (limit < n)
             stay = replace(stay, mass=stay.masses()).map(

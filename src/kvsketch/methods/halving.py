@@ -1,4 +1,4 @@
-"""What a halving is: a choice of half the slots that stands for all of them."""
+"""Halving: the choice of half the slots, which then represent all of them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Half:
     """The outcome of one halving of n slots per head.
 
     Attributes:
-        index: int64 ``[batch, heads, n // 2]``: the slots kept.
-        real: bool, same shape; False fills up where fewer than n // 2 were kept.
-        failed: bool ``[batch, heads]``: the method's own failure event.
+        index: int64 ``[batch, heads, n // 2]``, the slots that are kept.
+        real: bool of the same shape, False for the rest if fewer than n // 2 slots are kept.
+        failed: bool ``[batch, heads]``, whether the method failed (as it defines failure).
     """
 
     index: Tensor
@@ -29,22 +29,22 @@ class Half:
     failed: Tensor
 
     def of(self, slots: Slots) -> Slots:
-        """The kept slots, weights unchanged."""
+        """The kept slots, with unchanged weights."""
         kept = slots.take(self.index)
         return kept if bool(self.real.all()) else kept.only(self.real)
 
 
 class Halving(Compressor):
-    """Base class of the halvings. A subclass chooses half of an even number of slots (``half``);
-    what it keeps counts double.
+    """Base class of the halvings. A subclass chooses half of an even number of slots (``half``).
+    The weights of the chosen slots are doubled.
 
-    As a compressor: halve until at most twice the budget is left, then halve only the lightest
-    slots, as many as it takes (of equally light ones the oldest), so that exactly ``budget``
-    remain.
+    As a compressor, it halves the slots until at most twice the budget is left. It then halves only
+    the slots of smallest mass (of equal ones the oldest), as many as needed, so that exactly
+    ``budget`` slots remain.
 
     Args:
         seed: see Compressor.
-        scaling: multiplies <k, k'>; default 1/sqrt(head_dim).
+        scaling: multiplies <k, k'>. Default: 1/sqrt(head_dim).
     """
 
     def __init__(self, seed: int = 0, scaling: float | None = None) -> None:
@@ -53,15 +53,15 @@ class Halving(Compressor):
 
     @abstractmethod
     def half(self, slots: Slots, streams: Tensor | None = None) -> Half:
-        """Choose half of an even number of slots; dead ones take part as zero vectors.
+        """Choose half of an even number of slots. Dead slots take part as zero vectors.
 
         Args:
             slots: ``[batch, heads, n, ...]``.
-            streams: keys of the random streams to use, int64 ``[batch, heads]``; None: fresh ones.
+            streams: keys of the random streams, int64 ``[batch, heads]``. None: new streams.
         """
 
     def streams_for(self, slots: Slots) -> Tensor:
-        """Fresh random streams for the rows and heads of ``slots``."""
+        """New random streams for the rows and heads of ``slots``."""
         batch, heads = slots.keys.shape[:2]
         return self.streams(batch, heads, slots.keys.device)
 
@@ -78,13 +78,13 @@ class Halving(Compressor):
         return slots
 
     def _halved(self, slots: Slots, target: int, streams: Tensor) -> Slots:
-        """To ``target`` slots, at least half of what there is."""
+        """Reduce ``slots`` to ``target`` slots, which must be at least half of them."""
         n = slots.count
         live = slots.live()
         mass = slots.masses().double()
         if live is None:
             live = torch.ones_like(mass, dtype=torch.bool)
-        # The lightest live slots first; a slot without mass counts as one token.
+        # Live slots of smallest mass come first. A slot without mass counts as one token.
         weight = torch.where(mass > 0, mass, 1.0).masked_fill(~live, torch.inf)
         order = weight.argsort(dim=-1, stable=True)
         total = live.sum(-1, keepdim=True)
@@ -94,7 +94,7 @@ class Halving(Compressor):
         untouched = (column >= 2 * excess) & (column < total)
         index, real, doubled = order, untouched, torch.ones_like(mass)
         if width:
-            # In the order of the tokens: neighbours are what a pair should be made of.
+            # Restore the order of the tokens, because pairs should consist of neighbours.
             chosen = order[..., :width]
             within = column[:width] < 2 * excess
             chosen = torch.where(within, chosen, n).sort(dim=-1).values
@@ -113,9 +113,9 @@ class Halving(Compressor):
 
 
 def flat(slots: Slots) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and masses in the precision to compute in: ``[R, n, ...]``, R = batch x heads.
+    """Keys, values and masses in the dtype of the computation, ``[R, n, ...]``, R = batch x heads.
 
-    Masses have a last axis of 1. Keys of dead slots are 0: whatever they were, they set no radius.
+    Masses have a last axis of 1. Keys of dead slots are set to 0, so that they affect no radius.
     """
     dtype = compute_dtype(slots.keys.dtype)
     keys, values = (t.to(dtype).flatten(0, 1) for t in (slots.keys, slots.values))
@@ -126,8 +126,8 @@ def flat(slots: Slots) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def with_mass(values: Tensor, mass: Tensor) -> Tensor:
-    """u with m beside it, weighted so that both count alike: balancing then serves numerator and
-    denominator. ``[R, n, value_dim + 1]``."""
+    """u and m, concatenated and weighted so that both count alike, ``[R, n, value_dim + 1]``.
+    Balancing then serves both numerator and denominator."""
     size = values.square().sum((1, 2), keepdim=True) / mass.square().sum((1, 2), True).clamp(
         min=1e-30
     )

@@ -18,9 +18,9 @@ from .rereading import reread_attention
 from .scoring import recent_attention, score_of, scored_before
 from .seen import Seen
 
-# Weight of an unattended token beside one of average attention: it should pull a little.
+# The weight of a token without attention, relative to one of average attention: it counts a little.
 _FLOOR = 1e-3
-# Scores of decoded queries at a time: 2 MB in float32.
+# Scores of decoded queries that are computed at a time: 2 MB in float32.
 _FEW_SCORES = 1 << 19
 
 
@@ -119,7 +119,7 @@ class HeavyMerge(Compressor):
         if live is not None:
             live = live.flatten(0, 1)
             weight = weight.masked_fill(~live, -1.0)
-        # Of R = batch x heads rows: how many slots there are, are wanted, and stay unchanged.
+        # For R = batch x heads rows: the numbers of slots before and after, and of unchanged ones.
         size = torch.full((batch * heads,), n, device=device)
         if isinstance(budget, Tensor) and live is not None:
             size = live.sum(1)
@@ -151,10 +151,10 @@ def _decoded_attention(
     slots: Slots, observed: Observed, window: int
 ) -> tuple[Tensor, Tensor | float]:
     """``recent_attention`` in fewer operations for decoded queries without padding, soft-capping or
-    ALiBi: decoding pays for this every few tokens."""
+    ALiBi, because decoding computes this every few tokens."""
     batch, heads, q, dim = observed.queries.shape
     if not observed.plain or observed.live is not None or q >= window:
-        # Once, not in every block of queries.
+        # Converted once and not in every block of queries.
         full = replace(slots, keys=slots.keys.to(compute_dtype(slots.keys.dtype)))
         return recent_attention(full, observed, window)
     check_queries(observed.queries, slots, None)
@@ -174,7 +174,7 @@ def _decoded_attention(
     weights = (keep**newer / (window * shared)).repeat(shared)
     received = torch.empty(rows, n, device=keys.device)
     step = max(1, _FEW_SCORES // (shared * q * n))
-    for start in range(0, rows, step):  # so many rows that their scores stay near the cache
+    for start in range(0, rows, step):  # rows whose scores stay in the processor's cache
         part = slice(start, start + step)
         scores = packed[part] @ keys[part].to(dtype).mT
         if log_mass is not None:
@@ -183,7 +183,7 @@ def _decoded_attention(
         highest = scores.amax(-1, keepdim=True)
         if sink is not None:
             highest = torch.maximum(highest, sink[part])
-        highest = highest.clamp_(min=torch.finfo(dtype).min)  # of a query whose every slot is dead
+        highest = highest.clamp_(min=torch.finfo(dtype).min)  # for queries whose slots are all dead
         share = scores.sub_(highest).exp_()
         total = share.sum(-1)
         if sink is not None:

@@ -1,4 +1,4 @@
-"""Greedy k-center on the keys: what SubGen and ClusterGen ran in their experiments."""
+"""Greedy k-center on the keys, the method of SubGen's and ClusterGen's experiments."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from .seen import Seen
 class KCenter(Compressor):
     """Keep the centers of a greedy k-center clustering of the keys.
 
-    A farthest-first traversal (Dyer and Frieze 1985; SubGen section 3.2): k centers stay as exact
-    tokens (u = v, m = 1), the rest is dropped.
+    This is a farthest-first traversal (Dyer and Frieze 1985; SubGen section 3.2): k centers are
+    kept as exact tokens (u = v, m = 1), and the others are dropped.
 
-    ``score`` holds each center's insertion distance, its distance to the nearest center chosen
-    before it. Distances fall along a greedy traversal, so dropping the smallest ones gives exactly
-    the shorter traversal. A periodic recompression therefore needs no new one: the few fresh
-    tokens (score 0) get their distance to everything older and the smallest distances go. That is
-    SubGen's online rule (a new center only if farther than delta from all) with delta set so that
-    the budget is met. A head over a quarter of whose slots is fresh does the traversal anew.
+    ``score`` is each center's insertion distance, its distance to the nearest center chosen before
+    it. Distances decrease along a greedy traversal, so that dropping the smallest ones gives
+    exactly the shorter traversal. A periodic recompression therefore needs no new traversal: the
+    few new tokens (score 0) get their distance to all older tokens, and the smallest distances are
+    dropped. This is SubGen's online rule (a new center only if it is farther than delta from all
+    others), with delta set so that the budget is met. In a head of whose slots more than a quarter
+    are new, the traversal is repeated.
     """
 
     name = "kcenter"
@@ -32,7 +33,7 @@ class KCenter(Compressor):
 
     def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
         live = slots.live()
-        if isinstance(budget, Tensor) and live is not None:  # fresh slots are looked for at the end
+        if isinstance(budget, Tensor) and live is not None:  # new slots are expected at the end
             order = live.to(torch.uint8).argsort(dim=-1, stable=True)
             slots, live = slots.take(order), live.gather(-1, order)
         keys = slots.keys.float()
@@ -46,7 +47,7 @@ class KCenter(Compressor):
 
 def farthest_first(keys: Tensor, live: Tensor | None, budget: int | Tensor) -> Tensor:
     """Insertion distances of a greedy traversal of ``budget`` steps that starts at the first live
-    key (which gets a distance above all others); 0 for keys never chosen.
+    key (which gets a distance above all others), or 0 for keys that are not chosen.
 
     Args:
         keys: float ``[batch, heads, n, head_dim]``.
@@ -71,24 +72,26 @@ def farthest_first(keys: Tensor, live: Tensor | None, budget: int | Tensor) -> T
     for count in active:
         rows = torch.arange(count, device=keys.device)
         distance, chosen = nearest[:count].max(-1)
-        # maximum: a row without live keys left chooses an old one again, at -inf
+        # The maximum is used because a row whose live keys are all chosen chooses one again, at
+        # -inf.
         inserted[rows, chosen] = torch.maximum(inserted[rows, chosen], distance)
         squared = torch.bmm(centers[rows, chosen].unsqueeze(1), points[:count]).squeeze(1)
         torch.minimum(nearest[:count], squared, out=nearest[:count])
         nearest[rows, chosen] = -torch.inf
     if order is not None:
         inserted = inserted.index_copy(0, order, inserted)
-    # The first center has no center before it; any finite number above all distances will do.
+    # The first center has no earlier center. Its distance is a finite number above all others.
     largest = inserted.masked_fill(torch.isinf(inserted), 0.0).amax(-1, keepdim=True)
     inserted = torch.where(inserted == torch.inf, 4 * largest + 1, inserted)
-    # A chosen duplicate has distance 0 (or, rounded, less): keep it ahead of what was not chosen.
+    # A chosen duplicate has distance 0 (or less, by rounding). Keep it above the keys that were not
+    # chosen.
     inserted = torch.where(torch.isinf(inserted), 0.0, inserted.clamp(min=1e-36).sqrt())
     return inserted.reshape(batch, heads, n)
 
 
 def _active_rows(budget: int | Tensor, rows: int, n: int) -> tuple[list[int], Tensor | None]:
-    """How many rows still choose at each step, and the order of the rows (those of a large budget
-    first) in which they are the first so many; None: as they are."""
+    """How many rows still choose a center at each step, and the order of rows (by decreasing
+    budget) in which these are the first. None: the given order."""
     if isinstance(budget, int):
         return [rows] * min(budget, n), None
     order = budget.flatten().argsort(descending=True, stable=True)
@@ -97,7 +100,7 @@ def _active_rows(budget: int | Tensor, rows: int, n: int) -> tuple[list[int], Te
 
 
 def _updated(score: Tensor, keys: Tensor, live: Tensor | None, budget: int | Tensor) -> Tensor:
-    """Insertion distances where some slots, but for those at the end, have theirs already."""
+    """Insertion distances if some slots have them already, except for slots at the end."""
     n = score.shape[-1]
     scored = (score > 0).flip(-1)
     fresh = scored.to(torch.uint8).argmax(-1)  # slots at the end without a score
@@ -119,20 +122,20 @@ def _updated(score: Tensor, keys: Tensor, live: Tensor | None, budget: int | Ten
 
 
 def _distance_to_older(keys: Tensor, live: Tensor | None, fresh_count: int) -> Tensor:
-    """Distance of each of the last ``fresh_count`` keys to the nearest key before it."""
+    """The distance of each of the last ``fresh_count`` keys to the nearest key before it."""
     n = keys.shape[2]
     fresh = keys[:, :, n - fresh_count :]
     norms = keys.square().sum(-1)
-    # |x - y|^2 by one product: several times faster than cdist for few x
+    # |x - y|^2 from one matrix product is several times faster than cdist for few x.
     squared = norms.unsqueeze(2) - 2 * torch.matmul(fresh, keys.transpose(-1, -2))
     squared += norms[:, :, n - fresh_count :].unsqueeze(-1)
     if live is not None:
         squared.masked_fill_(~live.unsqueeze(2), torch.inf)
-    # Among the fresh keys themselves only the earlier ones are older.
+    # Among the new keys themselves only the earlier ones count.
     among = squared[..., n - fresh_count :]
     later = ~causal(fresh_count, fresh_count, keys.device)
     later.diagonal(dim1=-2, dim2=-1).fill_(True)
     among.masked_fill_(later, torch.inf)
     nearest = squared.amin(-1).clamp(min=1e-36)
-    # No older live key: far from everything; scores must stay finite.
+    # A key without older live keys is far from everything. Its score must be finite.
     return torch.where(torch.isinf(nearest), 1e20, nearest.sqrt())

@@ -1,4 +1,4 @@
-"""Kernel halving in pairs: by a walk with an adaptive threshold, and greedily."""
+"""Kernel halving of pairs, by a walk with an adaptive threshold, and greedy halving."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .halving import Half, Halving, flat, with_mass
 
 @dataclass(frozen=True)
 class _Pairs(Vectors):
-    """Differences of neighbours: vector 2i minus vector 2i + 1."""
+    """The differences of neighbours, vector 2i minus vector 2i + 1."""
 
     singles: Lifted
 
@@ -41,17 +41,18 @@ def _doubled(part: slice) -> slice:
 
 
 class _PairHalving(Halving):
-    """Neighbouring slots form pairs, one of each is kept: exactly half, whatever the signs.
+    """Base class of methods in which neighbouring slots form pairs, and one slot of each pair is
+    kept, so that exactly half are kept whatever the signs.
 
-    phi(k) (x) (u, g m) is what is balanced, g such that u and m count alike, so that one choice
-    serves numerator and denominator.
+    The vectors phi(k) (x) (u, g m) are balanced, with g such that u and m count alike, so that one
+    choice serves numerator and denominator.
     """
 
     def half(self, slots: Slots, streams: Tensor | None = None) -> Half:
         batch, heads, n = slots.keys.shape[:3]
         streams = self.streams_for(slots) if streams is None else streams
         live = slots.live()
-        if live is not None:  # a pair is dead or alive as far as that goes
+        if live is not None:  # two live slots or two dead ones form a pair as far as possible
             order = live.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
             slots, live = slots.take(order), live.gather(-1, order)
         keys, values, mass = flat(slots)
@@ -61,7 +62,7 @@ class _PairHalving(Halving):
         pairs = _Pairs(Lifted(keys, vectors, scaling, shift))
         signs = balance(pairs, self.decide(pairs, streams.flatten())).view(batch, heads, -1)
         second = signs < 0
-        if live is not None:  # of a live and a dead one the live one stays
+        if live is not None:  # of a live and a dead slot the live one is kept
             second &= live[..., 1::2]
         index = torch.arange(0, n, 2, device=signs.device) + second.long()
         if live is not None:
@@ -71,13 +72,14 @@ class _PairHalving(Halving):
 
     @abstractmethod
     def decide(self, pairs: _Pairs, streams: Tensor) -> Decide:
-        """A new rule for the signs; +1 keeps the first of a pair. ``streams``: ``[R]``."""
+        """A new rule for the signs, of which +1 keeps the first slot of a pair. ``streams`` is
+        ``[R]``."""
 
 
 class KernelHalving(_PairHalving):
     """Kernel halving. Ours for attention, after Dwivedi and Mackey's kernel thinning (2105.05842,
-    Algorithms 1a and 3): pairs instead of single vectors, and a threshold that adapts to the
-    norms seen instead of c R^2 for the largest norm possible.
+    Algorithms 1a and 3). It balances pairs instead of single vectors, and its threshold adapts to
+    the norms so far, instead of being c R^2 for the largest possible norm.
 
     Args:
         seed: of the walk.
@@ -112,10 +114,10 @@ class KernelHalving(_PairHalving):
 
 
 class GreedyHalving(_PairHalving):
-    """Greedy halving. Ours: of each pair keep the one that makes the signed sum smaller.
+    """Greedy halving. Ours. Of each pair, the slot that makes the signed sum smaller is kept.
 
-    No randomness but for ties, so no bound holds on adversarial input; measured, it is the best of
-    the halvings on real activations.
+    Only ties are random, so that no bound holds for adversarial input. In measurements on real
+    activations it is the best of the halvings.
 
     Args:
         seed: of the ties.

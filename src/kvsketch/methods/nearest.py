@@ -94,7 +94,7 @@ def cheapest(
             lowest[:], which[:] = least(table)
         else:  # costs are symmetric, and minima over columns are faster than over rows
             torch.min(table, 1, out=(lowest, which))
-    # Costs below 0 come from rounding. A slot without partners may have got one that does not exist.
+    # Costs below 0 come from rounding. A slot without partners may have one that does not exist.
     where = torch.where(blocks.real, blocks.column, rows * width).flatten()
     cost = low.new_full((rows * width + 1,), torch.inf)
     cost = cost.scatter_(0, where, low.clamp_(min=0.0).flatten())[:-1]

@@ -69,7 +69,7 @@ class Given:
 
 
 class KeysAndValues:
-    """Keys and values u / m, concatenated, without their means over the live slots of a row, because
+    """Keys and values u / m, concatenated, minus their means over the live slots of a row, because
     large norms would cost digits in |x|^2 - 2<x, y> + |y|^2. Values are scaled to the spread of the
     keys and count for a quarter. Points are computed when they are used, because all of them
     together would be as large as the cache.
@@ -138,8 +138,8 @@ def _rows(flat: Tensor, places: Tensor) -> Tensor:
 
 
 def _moments(x: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of x times weight, ``[R, d]``, and the norm of the differences from it, float64 ``[R,
-    1]``.
+    """The mean of x times weight, ``[R, d]``, and the norm of the differences from it, float64
+    ``[R, 1]``.
 
     Args:
         x: ``[R, n, d]``.

@@ -1,4 +1,4 @@
-"""Merge-and-reduce within a number of slots: batches are halved only when room is needed."""
+"""Merge-and-reduce within a number of slots, with batches that are halved only if room is needed."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from .base import Sketch, lengthened, token_bytes
 
 B = TypeVar("B", bound="Bounded")
 
-#: Tokens of a batch unless told: the block of BalanceKV's experiments.
+#: The default number of tokens of a batch: the block of BalanceKV's experiments.
 BATCH = 256
-# The share of the slots that halving frees at a time: what is held stays above 1 - this.
+# The share of the slots that halving frees at a time. At least 1 - this share stays in use.
 _FREED = 0.08
-# A level that no slot has.
+# The level of places without a slot.
 _NOWHERE = 1 << 20
 
 
 class Bounded(Sketch):
-    """Base class of the merge-and-reduce sketches that a budget bounds. Ours, after BalanceKV's
-    Algorithm 3, whose number of slots follows from the stream's length.
+    """Base class of the merge-and-reduce sketches within a budget. Ours, after BalanceKV's
+    Algorithm 3, in which the number of slots depends on the length of the stream.
 
-    Every slot has a weight, the tokens it stands for; slots of weights in [2^l, 2^(l+1)) are level
-    l. When another token comes and ``capacity`` slots are held, whole batches of ``batch_size``
-    slots of the lowest level that has one are halved, oldest first, as many as free about 8% of
-    the slots. Where no level has a whole batch, the level with the most slots is one batch; where
-    every level has one slot, one of the two lightest is kept, in proportion to their weights. So
-    the slots are used once the stream is longer, at every length, and nothing need be known of its
-    length beforehand. A batch's weight stays with the slots kept of it, whichever side of a walk
-    they are: no mass is lost.
+    Every slot has a weight, the number of tokens that it represents. Slots of weights in
+    [2^l, 2^(l+1)) form level l. If a token arrives when there are ``capacity`` slots, whole batches
+    of ``batch_size`` slots are halved, in the lowest level that has one, oldest first, until about
+    8% of the slots are free. If no level has a whole batch, the level with the most slots is one
+    batch. If every level has one slot, one of the two lightest is kept, with probability in
+    proportion to the weights. Streams of any length above ``capacity`` therefore use the slots, and
+    the length need not be known beforehand. The weight of a batch is passed on to the slots kept of
+    it, whichever side of a walk they are on, so that no mass is lost.
 
-    While every batch is whole and the halving keeps half, the bound of Theorem 3.3 carries over:
-    there are no more halvings at a level than with batches of the same size halved at once.
+    As long as every batch is whole and the halving keeps half, the bound of Theorem 3.3 holds,
+    because a level has no more halvings than if batches of the same size were halved at once.
 
     Args:
-        capacity: slots per KV head that are held at most, >= 2.
-        batch_size: t, an even number >= 2; None: an eighth of ``capacity``, at most 256.
+        capacity: the largest number of slots per KV head, >= 2.
+        batch_size: t, an even number >= 2. None: an eighth of ``capacity``, at most 256.
         seed: of every random choice.
 
     Raises:
@@ -49,7 +49,7 @@ class Bounded(Sketch):
     """
 
     least_slots = 2
-    #: weights per slot
+    #: The number of weights per slot.
     columns: ClassVar[int] = 1
 
     def __init__(self, capacity: int, batch_size: int | None = None, seed: int = 0) -> None:
@@ -59,10 +59,10 @@ class Bounded(Sketch):
 
     @classmethod
     def for_budget(cls: type[B], slots: int, seed: int = 0, **options: Any) -> B:
-        """At most ``slots`` slots.
+        """A sketch of at most ``slots`` slots.
 
         Raises:
-            InputError: ``levels``, which would leave their number to the stream.
+            InputError: ``levels`` is given, with which the number would depend on the stream.
         """
         if "levels" in options:
             raise InputError(
@@ -74,16 +74,18 @@ class Bounded(Sketch):
 
     @abstractmethod
     def _weigh(self, new: Slots, there: Tensor) -> Tensor:
-        """Weights of new tokens, float32 ``[batch, heads, q, columns]``, 0 where not there."""
+        """The weights of new tokens, float32 ``[batch, heads, q, columns]``, 0 for tokens that do
+        not exist."""
 
     @abstractmethod
     def _halve(self, batch: Slots, weights: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:
-        """New weights of batches of slots, 0 for those that go, and which batches failed.
+        """New weights of the slots of batches, 0 for those that are dropped, and which batches
+        failed.
 
         Args:
-            batch: ``[rows, batches, t, ...]``, keys and values as they came.
-            weights: ``[rows, batches, t, columns]``; all 0: fills up a batch.
-            streams: keys of random streams, int64 ``[rows, batches]``.
+            batch: ``[rows, batches, t, ...]``, with unweighted keys and values.
+            weights: ``[rows, batches, t, columns]``, all 0 for the padding of a batch.
+            streams: keys of the random streams, int64 ``[rows, batches]``.
         """
 
     @property
@@ -101,7 +103,7 @@ class Bounded(Sketch):
 
     @property
     def _size(self) -> int:
-        """t, as it is now."""
+        """The current t."""
         return self.batch_size or min(BATCH, max(2, self.capacity // 16 * 2))
 
     def _check(self) -> None:
@@ -117,7 +119,7 @@ class Bounded(Sketch):
             raise InputError("weights must be finite and >= 0, and those of a slot not all 0")
 
     def _held(self) -> Slots:
-        """What is held, keys and values as they came; places beyond ``fill`` mean nothing."""
+        """The slots, with unweighted keys and values. Places beyond ``fill`` are undefined."""
         return self.get("held")
 
     def _extend(self, new: Slots, live: Tensor | None) -> None:
@@ -136,8 +138,8 @@ class Bounded(Sketch):
             self.state[name] = torch.zeros(batch, heads, dtype=torch.int64, device=device)
 
     def _take(self, new: Slots, weights: Tensor) -> None:
-        """Take in slots in order, halving batches as room is needed; those of weight 0 are not
-        there."""
+        """Add slots in order, and halve batches when room is needed. Slots of weight 0 are
+        skipped."""
         there = (weights > 0).any(-1)
         order = there.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
         left = there.sum(-1)
@@ -145,7 +147,7 @@ class Bounded(Sketch):
         new = new.take(order)
         weights = weights.gather(2, order.unsqueeze(-1).expand(*order.shape, self.columns))
         fill = self.state["fill"]
-        # Nothing that is in use is written into: a halving may raise in the middle.
+        # Tensors in use are not written to, because a halving may raise an error.
         width = min(self.capacity, int((fill + left).max()))
         held, old = self._held(), self.state["weights"]
         extra = max(0, width - held.count)
@@ -190,7 +192,8 @@ class Bounded(Sketch):
     def _reduced(
         self, held: Slots, weights: Tensor, live: Tensor, streams: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """New weights ``[rows, slots, columns]`` of ``[1, rows, slots, ...]`` and failures."""
+        """The new weights ``[rows, slots, columns]`` of slots ``[1, rows, slots, ...]``, and the
+        failures."""
         rows, slots, columns = weights.shape
         heaviest = weights.amax(-1)
         level = torch.frexp(heaviest).exponent.long().masked_fill(~live, _NOWHERE)
@@ -206,7 +209,7 @@ class Bounded(Sketch):
         padded = torch.cat([weights, weights.new_zeros(rows, 1, columns)], dim=1)
         weights = padded.scatter(1, target, after.flatten(1, 2))[:, :-1]
         if bool(alone.any()):
-            # Every level has one slot: one of the two lightest stays, with the weight of both.
+            # If every level has one slot, one of the two lightest gets the weight of both.
             pair = heaviest.masked_fill(~live, torch.inf).topk(2, dim=-1, largest=False).indices
             factor = _one_of(heaviest.gather(1, pair), uniform(derived(streams, -2), 1))
             factor = factor.masked_fill(~alone.unsqueeze(1), 1.0)
@@ -221,23 +224,24 @@ class Bounded(Sketch):
         self._take(other._held(), other.state["weights"] * there.unsqueeze(-1))
 
     def _live_weights(self) -> Tensor:
-        """The weights, 0 beyond what a head holds."""
+        """The weights, 0 beyond the slots of a head."""
         weights = self.state["weights"]
         column = torch.arange(weights.shape[2], device=weights.device)
         return weights * (column < self.state["fill"].unsqueeze(-1)).unsqueeze(-1)
 
 
 def _batches(level: Tensor, size: int, most: int) -> tuple[Tensor, Tensor]:
-    """Which slots are halved together.
+    """The slots that are halved together.
 
     Args:
-        level: int64 ``[rows, slots]``, ``_NOWHERE`` for slots that are not there.
+        level: int64 ``[rows, slots]``, ``_NOWHERE`` for places without a slot.
         size: slots of a whole batch.
         most: batches of a row.
 
     Returns:
-        The numbers of the slots, ``[rows, batches, t]``, in order, past the last slot where a
-        batch has fewer; and the rows in which every level has one slot, so that there is no batch.
+        The numbers of the slots, ``[rows, batches, t]``, in order. Numbers after the last slot pad
+        a batch that has fewer. And the rows in which every level has one slot, so that there is no
+        batch.
     """
     slots = level.shape[1]
     lowest = level.amin(-1, keepdim=True)
@@ -254,7 +258,7 @@ def _batches(level: Tensor, size: int, most: int) -> tuple[Tensor, Tensor]:
     mine = number == chosen.unsqueeze(1)
     rank = mine.cumsum(1) - 1
     mine &= rank < (each * batches).unsqueeze(1)
-    # Slot number p of those goes to place p % each of batch p // each.
+    # Slot p of these goes to place p % each of batch p // each.
     width, height = max(2, int(each.max())), int(batches.max())
     each = each.clamp(min=1).unsqueeze(1)
     place = torch.where(mine, rank // each * width + rank % each, height * width)
@@ -265,7 +269,7 @@ def _batches(level: Tensor, size: int, most: int) -> tuple[Tensor, Tensor]:
 
 
 def packed(held: Slots, weights: Tensor, fill: Tensor) -> tuple[Slots, Tensor, Tensor]:
-    """Slots of weight 0 taken out, the others in their old order."""
+    """Remove slots of weight 0. The others keep their order."""
     column = torch.arange(held.count, device=fill.device)
     alive = (weights > 0).any(-1) & (column < fill.unsqueeze(-1))
     order = alive.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
@@ -274,15 +278,15 @@ def packed(held: Slots, weights: Tensor, fill: Tensor) -> tuple[Slots, Tensor, T
 
 
 def _one_of(pair: Tensor, chance: Tensor) -> Tensor:
-    """Of two slots one is kept, in proportion to its weight, with the weight of both: what their
-    weights are multiplied with, ``[rows, 2]``."""
+    """Keep one of two slots, with probability in proportion to its weight, and give it the weight
+    of both. Returns the factors of their weights, ``[rows, 2]``."""
     share = pair / pair.sum(-1, keepdim=True)
     first = (chance < share[:, :1]).to(pair.dtype)
     return torch.cat([first, 1 - first], dim=1) / share
 
 
 def even(name: str, value: object) -> int:
-    """``value`` if it is an even int >= 2."""
+    """Return ``value`` if it is an even int >= 2."""
     number = at_least(name, value, 2)
     if number % 2:
         raise InputError(f"{name}={value!r} must be even (a batch is halved)")

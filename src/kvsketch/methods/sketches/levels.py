@@ -12,25 +12,25 @@ from ...slots import Slots
 from .. import Halving
 from .base import Sketch, lengthened
 
-#: slots of some streams by field, ``[rows, q, ...]``
+#: The slots of some streams by field, ``[rows, q, ...]``.
 Flat = dict[str, Tensor]
 
 
 class Levels:
-    """Levels of R = batch x streams independent streams, kept in a sketch's ``state``.
+    """The levels of R = batch x streams independent streams, kept in a sketch's ``state``.
 
-    Level l holds slots that represent 2^l tokens each. When level l of a stream holds a whole batch
-    of t, the batch is halved and its half moves to level l + 1 (lines 10-16). Half a batch is t/2
-    places even if the halving kept fewer (the smaller side of a walk): the rest of them are dead
-    slots, so that every stream keeps the paper's schedule. Streams may be of different length.
+    Level l has slots that represent 2^l tokens each. When level l of a stream has a whole batch of
+    t slots, the batch is halved and the half moves to level l + 1 (lines 10-16). Half a batch takes
+    t/2 places even if the halving kept fewer (the smaller side of a walk). The other places are
+    dead slots, so that every stream keeps the paper's schedule. Streams may differ in length.
 
     Args:
-        sketch: whose state, meta and random stream are used.
+        sketch: the sketch whose state, meta and random stream are used.
         prefix: of the names in them.
-        halving: what halves a batch.
+        halving: the method that halves a batch.
         batch_size: t, even.
-        top: T, the level that is never halved; None: there is always another one.
-        careful: copy before writing, because the halving may raise in the middle.
+        top: T, the level that is never halved. None: the number of levels is unlimited.
+        careful: whether to copy before writing, because the halving may raise an error.
     """
 
     def __init__(
@@ -48,24 +48,24 @@ class Levels:
 
     @property
     def depth(self) -> int:
-        """Levels in use."""
+        """The number of levels in use."""
         return int(self.sketch.meta.get(f"{self.prefix}.depth", 0))
 
     def fill(self, level: int) -> Tensor:
-        """Places taken in a level, int64 ``[batch, streams]``."""
+        """The number of places in use in a level, int64 ``[batch, streams]``."""
         return self.sketch.state[f"{self.prefix}{level}.fill"]
 
     def held(self, level: int) -> Slots:
-        """The level's buffer; places beyond ``fill`` mean nothing."""
+        """The slots of a level. Places beyond ``fill`` are undefined."""
         return self.sketch.get(f"{self.prefix}{level}")
 
     @property
     def failed(self) -> Tensor:
-        """Halvings that failed, int64 ``[batch, streams]``."""
+        """The number of halvings that failed, int64 ``[batch, streams]``."""
         return self.sketch.state[f"{self.prefix}.failed"]
 
     def start(self, example: Slots) -> None:
-        """Make level 0, empty; ``example`` decides shapes and dtypes."""
+        """Make an empty level 0 with the shapes and dtypes of ``example``."""
         shape = example.keys.shape[:2]
         zero = torch.zeros(shape, dtype=torch.int64, device=example.keys.device)
         self.sketch.state[f"{self.prefix}.failed"] = zero
@@ -80,13 +80,13 @@ class Levels:
         self.sketch.meta[f"{self.prefix}.depth"] = level + 1
 
     def push(self, level: int, new: Slots, there: Tensor, keys: Tensor) -> None:
-        """Append slots to a level of every stream, halving batches as they fill.
+        """Append slots to a level of every stream, and halve batches when they are full.
 
         Args:
             new: ``[batch, streams, q, ...]``.
-            there: bool ``[batch, streams, q]``: which of them exist for a stream.
-            keys: of the random numbers, int64 ``[batch, streams]``; the same in all calls for one
-                object.
+            there: bool ``[batch, streams, q]``, which of them exist for a stream.
+            keys: keys of the random numbers, int64 ``[batch, streams]``, the same in all calls for
+                one object.
         """
         order = there.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
         left = there.sum(-1)
@@ -100,7 +100,7 @@ class Levels:
         self._push(level, rows, flat, left.flatten()[rows], keys.flatten())
 
     def _push(self, level: int, rows: Tensor, new: Flat, left: Tensor, keys: Tensor) -> None:
-        """``push`` for some of the R streams: row i of ``new`` goes to stream ``rows[i]``."""
+        """``push`` for some of the R streams. Row i of ``new`` goes to stream ``rows[i]``."""
         done = torch.zeros_like(left)
         column = torch.arange(next(iter(new.values())).shape[1], device=rows.device)
         while True:
@@ -123,7 +123,7 @@ class Levels:
                 return
 
     def _halve(self, level: int, rows: Tensor, keys: Tensor) -> None:
-        """Halve the full batches of some streams into the next level."""
+        """Halve the full batches of some streams and append the halves to the next level."""
         batch = self.held(level).narrow(0, self.batch_size)
         part = batch.map(lambda t: t.flatten(0, 1)[rows].unsqueeze(0))
         taken = torch.zeros_like(keys) if self._taken is None else self._taken
@@ -143,7 +143,7 @@ class Levels:
             if self.careful:
                 self.sketch.put(f"{self.prefix}{level}", held.map(torch.clone))
             return
-        # To the whole batch in two steps at most; only the top level grows on.
+        # The size grows to a whole batch in at most two steps. Only the top level grows beyond.
         half = self.batch_size // 2
         places = -(-places // half) * half if level else min(self.batch_size, 2 * places)
         extra = places - held.count
@@ -164,8 +164,8 @@ class Levels:
             self.sketch.state[name] = self.sketch.state[name].masked_fill(gone, 0)
 
     def absorb(self, other: Levels, keys: Tensor) -> None:
-        """Push every level of other streams onto these; ``other`` stays unchanged. ``keys`` as for
-        ``push``."""
+        """Push every level of other streams onto these. ``other`` stays unchanged, and ``keys`` is
+        as for ``push``."""
         for level in range(other.depth):
             while level >= self.depth:
                 self._open(self.depth, other.held(level))
@@ -176,13 +176,14 @@ class Levels:
         self.sketch.state[name] = self.sketch.state[name] + other.failed
 
     def map_streams(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply ``fn`` to everything held, which acts on axis 1, the streams."""
+        """Apply ``fn``, which acts on axis 1 (the streams), to all tensors."""
         names = [n for n in self.sketch.state if n.startswith(self.prefix)]
         for name in names:
             self.sketch.state[name] = fn(self.sketch.state[name]).contiguous()
 
     def slots(self) -> Slots:
-        """All levels, level l with weight 2^l: ``[batch, streams, slots, ...]``."""
+        """The slots of all levels, ``[batch, streams, slots, ...]``, those of level l with weight
+        2^l."""
         parts = []
         for level in range(self.depth):
             used = int(self.fill(level).max())
@@ -194,7 +195,7 @@ class Levels:
 
 
 def _with_mass(slots: Slots) -> Slots:
-    """Mass written out: dead slots must be told from live ones."""
+    """The slots with explicit masses, so that dead slots can be distinguished from live ones."""
     if slots.mass is not None:
         return slots
     return Slots(slots.keys, slots.values, slots.masses(), slots.positions)

@@ -1,4 +1,4 @@
-"""Online clustering by the rule of SubGen's Algorithm 1, a chunk at a time."""
+"""Online clustering by the rule of SubGen's Algorithm 1, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..least import WIDTH, least
 
 @dataclass(frozen=True)
 class Assignment:
-    """Where the points of a chunk went; R = batch x heads.
+    """The clusters of the points of a chunk. R = batch x heads.
 
     Attributes:
-        cluster: int64 ``[R, c]``, numbered on from the clusters that were there.
+        cluster: int64 ``[R, c]``. New clusters get the numbers after those of the existing ones.
         is_new: bool ``[R, c]``, True for a point that became a representative.
-        overflow: bool ``[R]``, True where a point beyond delta found no room for a cluster and
-            went to the nearest one instead.
+        overflow: bool ``[R]``, True if a point beyond delta had no room for a new cluster and was
+            put into the nearest one instead.
     """
 
     cluster: Tensor
@@ -34,19 +34,19 @@ def assign(
     """Assign points to clusters in order: to the nearest representative if it lies within delta,
     else to a new cluster that the point represents (Algorithm 1, lines 11-20).
 
-    Equals the loop over single points. Distances to the representatives that are there come in
-    bulk; only the points beyond delta are gone through in order. Distances come from an expansion
-    of |x - k|^2, whose rounding depends on what is multiplied together with it; where that could
-    decide anything, it is done again in float64. The comparison of single points with delta uses
-    the difference itself.
+    The result is that of the loop over single points. Distances to existing representatives are
+    computed for all points together, and only the points beyond delta are processed in order.
+    Distances come from an expansion of |x - k|^2, whose rounding depends on the shapes of the
+    matrix product. They are computed again in float64 wherever rounding could affect the result.
+    The comparison of single points with delta uses the difference x - k itself.
 
     Args:
         points: ``[R, c, d]``, floating point.
-        live: bool ``[R, c]``; others do not exist (their cluster is 0).
+        live: bool ``[R, c]``. Other points do not exist (their cluster is 0).
         centers: representatives, ``[R, M, d]``, of which the first ``used`` are valid.
         used: int64 ``[R]``.
         delta: ``[R]``.
-        room: int64 ``[R]``, how many clusters may still be opened; at least 1 where used is 0.
+        room: int64 ``[R]``, the number of clusters that may be added, at least 1 where used is 0.
     """
     rows, count, _ = points.shape
     limit = delta.to(points.dtype).square().unsqueeze(1)
@@ -57,7 +57,7 @@ def assign(
     if not bool(beyond.any()):
         return Assignment(torch.where(live, old, 0), is_new, overflow)
 
-    # The points beyond delta, first in first place; those of shorter rows are no candidates.
+    # The points beyond delta, in order. Rows with fewer of them are padded.
     most = int(beyond.sum(1).max())
     where = beyond.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
     candidates = _rows(points, where)
@@ -76,7 +76,7 @@ def assign(
         left -= opens.long()
         open_ &= ~close[row, first]
         open_[row, first] = False
-        open_ &= opens.unsqueeze(1)  # a full row is done, and so is one without candidates
+        open_ &= opens.unsqueeze(1)  # a row is finished if it is full or has no candidates left
 
     is_new.scatter_(1, where, chosen)
     new_count = int(chosen.sum(1).max())
@@ -84,7 +84,7 @@ def assign(
         return Assignment(torch.where(live, old, 0), is_new, overflow)
     source = is_new.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :new_count]
     real = is_new.gather(1, source)
-    # A representative exists for its own point and later ones.
+    # A representative exists for its own point and for later points.
     position = torch.arange(count, device=points.device)
     given = torch.zeros_like(source.unsqueeze(1).expand(-1, count, -1), dtype=points.dtype)
     given.masked_fill_(source.unsqueeze(1) > position[:, None], torch.inf)
@@ -97,7 +97,7 @@ def assign(
 
 
 def _nearest(points: Tensor, centers: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared distance to, and number of, the nearest of the first ``used`` centers."""
+    """The squared distance to the nearest of the first ``used`` centers, and its number."""
     rows, count, _ = points.shape
     most = int(used.max())
     if most == 0:
@@ -110,15 +110,15 @@ def _nearest(points: Tensor, centers: Tensor, used: Tensor) -> tuple[Tensor, Ten
 def _least(
     points: Tensor, centers: Tensor, there: Tensor, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Squared distance to, and number of, the nearest center; infinite, and any number, where there
-    is none.
+    """The squared distance to the nearest center, and its number. Without any center, the distance
+    is infinite and the number undefined.
 
     Args:
         points: ``[R, c, d]``.
         centers: ``[R, M, d]``, M >= 1.
         there: bool ``[R, M]``, which of them exist.
-        given: ``[R, c, M]``, infinite for pairs that must not meet, minus infinite for those that
-            must, 0 for all others.
+        given: ``[R, c, M]``, infinite for pairs that are excluded, minus infinite for pairs that
+            are required, 0 for all others.
     """
     extra = -centers.shape[1] % WIDTH
     centers, there = F.pad(centers, (0, 0, 0, extra)), F.pad(there, (0, extra))
@@ -162,18 +162,20 @@ def _within(points: Tensor, limit: Tensor) -> Tensor:
 
 
 def _expanded(points: Tensor, centers: Tensor, norms: Tensor) -> Tensor:
-    """|k|^2 - 2 <x, k>, ``[R, c, M]``: |x|^2 is the same for every center. ``norms``: |k|^2."""
+    """|k|^2 - 2 <x, k>, ``[R, c, M]``, without |x|^2, which is the same for every center. ``norms``
+    are |k|^2."""
     return torch.baddbmm(norms.unsqueeze(1), points, centers.mT, alpha=-2)
 
 
 def _margin(points: Tensor, norms: Tensor) -> Tensor:
-    """More than rounding does to squared distances, ``[R, c, 1]``; ``norms``: |k|^2, ``[R, M]``."""
+    """An upper bound of the rounding of squared distances, ``[R, c, 1]``. ``norms`` are |k|^2,
+    ``[R, M]``."""
     share = math.sqrt(points.shape[2]) * torch.finfo(points.dtype).eps
     return share * (points.square().sum(-1) + norms.amax(1, keepdim=True)).unsqueeze(2)
 
 
 def _rows(tensor: Tensor, index: Tensor) -> Tensor:
-    """``tensor[r, index[r]]``: ``[R, n, d]`` and ``[R, k]`` to ``[R, k, d]``."""
+    """``tensor[r, index[r]]`` for each row r, ``[R, k, d]``, from ``[R, n, d]`` and ``[R, k]``."""
     rows, n, dim = tensor.shape
     start = torch.arange(0, rows * n, n, device=tensor.device).unsqueeze(1)
     flat = tensor.reshape(rows * n, dim).index_select(0, (index + start).flatten())
@@ -181,7 +183,8 @@ def _rows(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def within_cluster(cluster: Tensor, weight: Tensor) -> Tensor:
-    """For each point of a chunk, the weight of the points of its cluster up to and including it.
+    """For each point of a chunk, the summed weight of the points of its cluster up to and including
+    it.
 
     Args:
         cluster: int64 ``[R, c]``.
