@@ -1,13 +1,13 @@
-"""Keys and values in 8 or 4 bits, such that quantising them again changes nothing.
+"""Keys and values in 8 or 4 bits, in a format in which quantising them again changes nothing.
 
 KIVI (2402.02750) gives every channel of the keys a scale per group of neighbouring slots, because
-a few channels are far larger than the others. Slots, however, come and go: at every recompression
-the groups are other ones, every survivor is rounded to another grid, and the errors add up
-(measured: 3.4 times the error after 80 recompressions). Here the two jobs of those scales are done
-apart. Each channel of the keys has a centre and a unit, found once per head from the first slots
-quantised: that takes care of the large channels. Each slot then has its own scale and zero point,
-as KIVI gives them to values: they travel with the slot, whoever its neighbours are. A slot that is
-read and quantised again gets the same bits.
+a few channels are far larger than the others. However, the groups change at every recompression,
+so that every remaining slot is rounded to another grid, and the errors add up (measured: 3.4 times
+the error after 80 recompressions). Here the two purposes of these scales are separated. Each
+channel of the keys has a centre and a unit, computed once per head from the first slots that are
+quantised, which handles the large channels. Each slot has its own scale and zero point, as KIVI
+gives them to values. They stay with the slot when its neighbours change. A slot that is read and
+quantised again gets the same bits.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ..errors import InputError
 from ..state import Reader, State
 
 ALLOWED_BITS = (16, 8, 4)
-#: at most so many channels of a slot share a scale and a zero point
+#: The largest number of channels of a slot that share a scale and a zero point.
 GROUP = 64
-# Centres and units found from fewer slots than this are found anew once there are twice as many.
+# Centres and units from fewer slots than this are computed again once there are twice as many.
 _ENOUGH = 64
-# Centres and units are found from about so many slots at most.
+# The approximate largest number of slots from which centres and units are computed.
 _SAMPLE = 1024
 
 
 def check_bits(bits: object) -> int:
-    """``bits`` if it is 16 (stored as given), 8 or 4.
+    """Return ``bits`` if it is 16 (stored as given), 8 or 4.
 
     Raises:
-        InputError: it is not.
+        InputError: it is none of these.
     """
     if isinstance(bits, bool) or not isinstance(bits, int) or bits not in ALLOWED_BITS:
         raise InputError(
@@ -51,18 +51,18 @@ class Quantized:
     Attributes:
         bits: 8 or 4.
         dim: channels of a slot.
-        count: slots of the head that has most.
-        codes: uint8 ``[batch, heads, slots, bytes]`` (``[batch, slots of all heads, bytes]`` at
-            rest where heads differ in size). 4 bits: byte i holds channel i in its lower
-            half and channel ``bytes + i`` in its upper one. Channels are filled up, by repeating
-            the last one, where they do not divide into groups and bytes.
+        count: slots of the largest head.
+        codes: uint8 ``[batch, heads, slots, bytes]`` (in storage, ``[batch, slots of all heads,
+            bytes]`` if heads differ in size). With 4 bits, byte i holds channel i in its lower half
+            and channel ``bytes + i`` in its upper one. If channels do not divide into groups and
+            bytes, they are padded by repeating the last one.
         low: zero points, float16 ``[batch, heads, slots, groups]``.
-        step: scales, likewise.
-        unit: float32 ``[batch, heads, 1, dim or 1]``: per channel for keys, per head for values.
-        offset: float32 ``[batch, heads, 1, dim]``: centre of each channel; None for values, so
+        step: scales, in the same dtype and shape.
+        unit: float32 ``[batch, heads, 1, dim or 1]``, per channel for keys, per head for values.
+        offset: float32 ``[batch, heads, 1, dim]``, the centre of each channel. None for values, so
             that a value of 0 stays exactly 0.
 
-    The error of an element is at most ``unit * max(step / 2, 2**-16)``, float rounding aside.
+    The error of an element is at most ``unit * max(step / 2, 2**-16)``, apart from float rounding.
     """
 
     bits: int
@@ -75,8 +75,8 @@ class Quantized:
     offset: Tensor | None
 
     def read(self, out: Tensor) -> None:
-        """Write the dequantised slots into ``out`` ``[batch, heads, slots, dim]``, any floating
-        point dtype; computed in float32."""
+        """Write the dequantised slots into ``out`` ``[batch, heads, slots, dim]``, of any floating
+        point dtype. The computation is in float32."""
         in_place = out.dtype == torch.float32 and self.channels == self.dim
         shape = (*self.codes.shape[:3], self.channels)
         work = out if in_place else torch.empty(shape, device=out.device)
@@ -89,7 +89,7 @@ class Quantized:
             out.copy_(work)
 
     def in_units(self, out: Tensor) -> None:
-        """Write ``low + step * code``, which lacks ``unit`` and ``offset``, into contiguous ``out``
+        """Write ``low + step * code``, without ``unit`` and ``offset``, into contiguous ``out``
         ``[batch, heads, slots, channels]``."""
         if self.bits == 4:
             half = self.codes.shape[-1]
@@ -103,7 +103,7 @@ class Quantized:
 
     @property
     def channels(self) -> int:
-        """Channels there are codes for: ``dim``, filled up."""
+        """The number of channels with codes: ``dim`` plus padding."""
         return self.codes.shape[-1] * 8 // self.bits
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Quantized:
@@ -118,11 +118,11 @@ class Quantized:
         )
 
     def map_slots(self, fn: Callable[[Tensor], Tensor]) -> Quantized:
-        """Apply ``fn``, which moves slots, to what every slot has of its own."""
+        """Apply ``fn``, which moves slots, to the tensors with entries per slot."""
         return replace(self, codes=fn(self.codes), low=fn(self.low), step=fn(self.step))
 
     def to_state(self) -> State:
-        """All of it."""
+        """The state, from which ``from_state`` restores the object."""
         state = State(values={"bits": self.bits, "count": self.count})
         state.keep(codes=self.codes, low=self.low, step=self.step)
         state.keep(unit=self.unit, offset=self.offset)
@@ -135,8 +135,8 @@ class Quantized:
         """Restore the result of ``to_state``.
 
         Args:
-            lead: axes of ``codes`` before the bytes of a slot.
-            heads: rows and KV heads.
+            lead: the shape of ``codes`` without its last axis.
+            heads: the numbers of rows and KV heads.
             dim, per_channel: as for the class and ``quantize``.
 
         Raises:
@@ -165,7 +165,7 @@ class Quantized:
         return held if self.offset is None else [*held, self.offset]
 
     def of(self, tensors: Iterator[Tensor]) -> Quantized:
-        """The same with other ``tensors()``, the next ones."""
+        """The same object with other ``tensors()``, taken from the iterator."""
         codes, low, step, unit = (next(tensors) for _ in range(4))
         offset = None if self.offset is None else next(tensors)
         return replace(self, codes=codes, low=low, step=step, unit=unit, offset=offset)
@@ -179,18 +179,18 @@ def quantize(
     live: Tensor | None = None,
     previous: Quantized | None = None,
 ) -> Quantized:
-    """Keys (``per_channel=True``) or values (False) in 8 or 4 bits.
+    """Quantise keys (``per_channel=True``) or values (False) to 8 or 4 bits.
 
     Args:
         rows: finite floating point ``[batch, heads, slots, dim]``. Slots read from ``previous``
-            come out with the same codes if they are given in float32.
+            get the same codes if they are given in float32.
         bits: 8 or 4.
-        per_channel: every channel has its own centre and unit.
-        live: bool ``[batch, heads, slots]``; the others do not affect centres and units, and are
+        per_channel: whether every channel has its own centre and unit.
+        live: bool ``[batch, heads, slots]``. Other slots do not affect centres and units, and are
             stored as the centre.
-        previous: where centres and units come from. A unit doubles where the slots have outgrown
-            it (mean distance from the centre above the unit), which a stream can do only a
-            logarithmic number of times; else it never changes.
+        previous: the source of centres and units. A unit is doubled if the mean distance of the
+            slots from the centre exceeds it, which happens only a logarithmic number of times in a
+            stream. Otherwise it never changes.
     """
     x = rows.float()
     offset, unit = _grid(x, live, per_channel, previous)
@@ -199,7 +199,7 @@ def quantize(
         x = x.masked_fill(~live.unsqueeze(-1), 0.0)
     dim = x.shape[-1]
     groups, width = _layout(dim, bits)
-    if groups * width > dim:  # a repeated channel does not widen the range
+    if groups * width > dim:  # repeating a channel does not widen the range
         x = torch.cat([x, x[..., -1:].expand(*x.shape[:3], groups * width - dim)], dim=-1)
     x = x.reshape(*x.shape[:3], groups, width)
     levels = 2**bits - 1
@@ -234,9 +234,9 @@ def predicted_bytes(
         quantised: slots per head in ``bits``: all but sinks, recent window and buffer.
         full: slots per head in the model's dtype, including allocated but unused memory.
         bits: of keys and values, or of keys and of values.
-        heads: batch rows times KV heads.
+        heads: the number of batch rows times KV heads.
         itemsize: bytes of an element in the model's dtype.
-        columns: how many of mass, positions and score there are (4 bytes per slot each).
+        columns: the number of columns among mass, positions and score (4 bytes per slot each).
 
     Centres and units (``8 * head_dim + 4`` per head) are counted.
     """
@@ -257,7 +257,8 @@ def slot_bytes(dim: int, bits: int) -> int:
 
 
 def _layout(dim: int, bits: int) -> tuple[int, int]:
-    """Groups of a slot and channels of a group, filled up so that 4 bits end on a byte."""
+    """The number of groups of a slot and of channels of a group, padded so that 4 bits end on a
+    byte."""
     groups = math.ceil(dim / GROUP)
     width = math.ceil(dim / groups)
     return groups, width + (width % 2 if bits == 4 else 0)
@@ -266,7 +267,7 @@ def _layout(dim: int, bits: int) -> tuple[int, int]:
 def _grid(
     x: Tensor, live: Tensor | None, per_channel: bool, previous: Quantized | None
 ) -> tuple[Tensor | None, Tensor]:
-    """Centres and units for ``x``."""
+    """The centres and units for ``x``."""
     if previous is not None and previous.count >= min(_ENOUGH, x.shape[2] / 2):
         offset, unit = previous.offset, previous.unit
         growth = (_distance(x, offset, live, per_channel) / unit).log2().ceil().clamp(min=0)
@@ -275,7 +276,7 @@ def _grid(
     if per_channel:
         least, most = _range(x, live)
         offset, unit = (least + most) / 2, (most - least) / 2
-        # A channel that happened to be constant may not stay so.
+        # A channel that is constant so far may not stay constant.
         unit = unit.clamp(min=unit.mean(-1, keepdim=True) / 128)
         unit = torch.maximum(unit, _distance(x, offset, live, per_channel))
     else:
@@ -284,8 +285,8 @@ def _grid(
 
 
 def _range(x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
-    """First and last percentile of every channel, ``[batch, heads, 1, dim]`` each: a few odd slots
-    have no say. From about a thousand slots, evenly spread."""
+    """The first and last percentile of every channel, ``[batch, heads, 1, dim]`` each, so that a
+    few outliers have no influence. Computed from about a thousand evenly spread slots."""
     stride = max(1, x.shape[2] // _SAMPLE)
     x = x[:, :, ::stride]
     live = torch.ones_like(x[..., 0], dtype=torch.bool) if live is None else live[:, :, ::stride]
@@ -293,15 +294,15 @@ def _range(x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
     last = (live.sum(-1) - 1).clamp(min=0)
     index = torch.stack([last // 100, last - last // 100], dim=-1)
     index = index.unsqueeze(-1).expand(*index.shape, x.shape[-1])
-    # without live slots, all are infinite
+    # Without live slots, all are infinite.
     both = ordered.gather(2, index).nan_to_num(posinf=0.0)
     return both[:, :, :1], both[:, :, 1:]
 
 
 def _distance(x: Tensor, offset: Tensor | None, live: Tensor | None, per_channel: bool) -> Tensor:
-    """Mean distance of the live slots from the centre, per channel ``[batch, heads, 1, dim]`` or
-    per head: one large slot hardly moves it. At least so much that float16 holds every distance
-    divided by it."""
+    """The mean distance of the live slots from the centre, per channel ``[batch, heads, 1, dim]``
+    or per head. One large slot hardly changes it. It is large enough that every distance divided by
+    it can be stored in float16."""
     distance = (x if offset is None else x - offset).abs()
     count: Tensor | int = x.shape[2]
     if live is not None:

@@ -1,4 +1,4 @@
-"""A page whose middle is held in 8 or 4 bits."""
+"""A page whose slots between sinks and recent window are stored in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from .storage import Bits
 
 
 class QuantizedPage:
-    """Every head's first ``sink`` and last slots and what is appended on a ``Page``, as given; the
-    slots between in a ``Middle``.
+    """The first ``sink`` slots, the last ``recent`` slots and the appended slots of every head are
+    stored unchanged on a ``Page``, and the slots between them in a ``Middle``.
 
     Args:
-        slots: of every head its own slots first, as for ``Page``. Dead slots have no influence on
-            the others' precision.
-        sizes: how many slots each head has, int64 ``[batch, heads]``; None: all the same.
+        slots: the slots of every head come first, as for ``Page``. Dead slots do not affect the
+            precision of the others.
+        sizes: the number of slots of each head, int64 ``[batch, heads]``. None: all the same.
         room: slots that can be appended to every head.
         bits: of keys and of values, 8 or 4.
-        sink: slots at the start that stay as given.
-        recent: slots at the end that do.
-        previous: the page these slots come from, read with ``exactly``: slots that are still the
-            same keep their bits.
+        sink: slots at the start that are stored unchanged.
+        recent: slots at the end that are stored unchanged.
+        previous: the page from which these slots were read with ``exactly``. Slots that have not
+            changed keep their bits.
 
     Attributes:
         sizes: as given.
-        exact: a head's sinks, recent window and appended slots, in this order.
-        middle: what is between the first two; None: nothing in any head.
+        exact: the sinks, recent window and appended slots of each head, in this order.
+        middle: the slots between sinks and recent window. None: no head has any.
     """
 
     def __init__(
@@ -78,44 +78,44 @@ class QuantizedPage:
 
     @property
     def batch(self) -> int:
-        """Rows."""
+        """The number of rows."""
         return self.exact.batch
 
     @property
     def heads(self) -> int:
-        """KV heads."""
+        """The number of KV heads."""
         return self.exact.heads
 
     @property
     def appended(self) -> int:
-        """Slots appended to every head."""
+        """The number of slots appended to every head."""
         return self.exact.appended
 
     @property
     def room(self) -> int:
-        """Slots that still can be."""
+        """The number of slots that can still be appended."""
         return self.exact.room
 
     @property
     def count(self) -> int:
-        """Slots of the largest head."""
+        """The number of slots of the largest head."""
         return self._base + self.exact.count - self._kept
 
     @property
     def held(self) -> Tensor:
-        """Slots of every row and head, int64 ``[batch, heads]``."""
+        """The number of slots of every row and head, int64 ``[batch, heads]``."""
         if self.middle is None:
             return self.exact.held
         return self.exact.held.to(self.middle.sizes.device) + self.middle.sizes
 
     @property
     def slots(self) -> Slots:
-        """All slots, as ``Page.slots``, in the dtype they came in."""
+        """All slots, as ``Page.slots``, in their original dtype."""
         return self.read()
 
     def read(self, exactly: bool = False) -> Slots:
-        """As ``slots``. ``exactly``: in float32 at least, which gives back what is stored without
-        rounding it to the model's dtype."""
+        """As ``slots``. With ``exactly``, in at least float32, so that the stored numbers are not
+        rounded to the model's dtype."""
         dtype = compute_dtype(self._dtype) if exactly else self._dtype
         exact = self.exact.slots
         exact = replace(
@@ -133,8 +133,8 @@ class QuantizedPage:
         return together.take(index) if self.sizes is None else picked(together, index, there)
 
     def _order(self) -> tuple[Tensor, Tensor]:
-        """For each slot of ``slots``, in order, its number among those of ``exact`` and, behind
-        them, of ``middle``, int64 ``[batch, heads, count]``, and whether there is one, bool."""
+        """For each slot of ``slots``, in order, its number among those of ``exact`` followed by
+        those of ``middle``, int64 ``[batch, heads, count]``, and whether it exists, bool."""
         assert self.middle is not None
         held, first = self.held.unsqueeze(-1), self._first
         number = torch.arange(self.count, device=first.device) - (self.count - held)
@@ -146,19 +146,19 @@ class QuantizedPage:
         return torch.where(there, index, 0), there
 
     def open(self) -> list[Page | Middle]:
-        """What attention goes over, part by part; the newest tokens are in the last."""
+        """The parts over which attention is computed. The newest tokens are in the last part."""
         return [self.exact] if self.middle is None else [self.middle, self.exact]
 
     def append(self, new: Slots) -> None:
-        """Write ``new`` ``[batch, heads, q, ...]``, as given, behind every head's slots."""
+        """Write ``new`` ``[batch, heads, q, ...]``, unchanged, after the slots of every head."""
         self.exact.append(new)
 
     def drop(self, tokens: int) -> None:
-        """Forget the last ``tokens`` slots of every head, which were appended."""
+        """Remove the last ``tokens`` slots of every head, which must be appended ones."""
         self.exact.drop(tokens)
 
     def mark_last(self, live: Tensor) -> None:
-        """Mark which of the last tokens, just appended, are real: bool ``[batch, q]``."""
+        """Mark which of the tokens that were just appended are not padding, bool ``[batch, q]``."""
         self.exact.mark_last(live)
 
     def set_score(self, score: Tensor) -> None:
@@ -173,7 +173,7 @@ class QuantizedPage:
         self.middle.set_score(apart[:, :, self.exact.count :])
 
     def grown(self, room: int) -> QuantizedPage:
-        """The same slots with ``room`` for more."""
+        """A page with the same slots and ``room`` for more."""
         twin = copy.copy(self)
         twin.exact = self.exact.grown(room)
         return twin
@@ -189,7 +189,7 @@ class QuantizedPage:
         return twin
 
     def to_state(self) -> State:
-        """All slots, and the room behind them."""
+        """All slots, and the room after them."""
         state = State(values={"base": self._base, "kept": self._kept})
         state.values["dtype"] = name_of(self._dtype)
         state.keep(first=self._first, sizes=self.sizes)
@@ -224,7 +224,7 @@ class QuantizedPage:
         return page
 
     def release(self) -> None:
-        """The attention over the page is computed; release its temporary tensors."""
+        """Release temporary tensors after the attention over the page was computed."""
         self.exact.release()
 
     def tensors(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Heads of different size: from one padded tensor to one flat one, and back."""
+"""Heads of different size: conversion between a padded tensor and a flat one."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ..state import Reader, State
 
 # Heads of different size start at multiples of about this share of their mean size ...
 _PART = 32
-# ... and of no more slots than these: a kernel goes over slots in blocks of as many.
+# ... and at most of this number of slots, the size of the blocks in which a kernel reads slots.
 _MOST_BLOCK = 256
-# A saved layout takes at most so many times the slots that are there.
+# A saved layout takes at most so many times the number of its slots.
 _ROOMY = 3
-# Blocks of fewer slots are not worth remembering whose they are.
+# For blocks of fewer slots, the heads that they belong to are not stored.
 _WORTH_KEEPING = 8
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """Where the slots of every row and KV head lie in a flat tensor ``[batch, total, ...]``.
+    """The places of the slots of every row and KV head in a flat tensor ``[batch, total, ...]``.
 
     Attributes:
-        start: int64 ``[batch, heads]``, the first slot of each.
-        sizes: int64 ``[batch, heads]``, how many there are.
-        total: length of a row of the flat tensor, the same for all rows.
+        start: int64 ``[batch, heads]``, the first slot of each head.
+        sizes: int64 ``[batch, heads]``, the number of slots of each head.
+        total: the length of a row of the flat tensor, the same for all rows.
     """
 
     start: Tensor
@@ -39,27 +39,27 @@ class Ragged:
 
     @staticmethod
     def of(sizes: Tensor, room: int = 0, multiple: int = 1) -> Ragged:
-        """Heads one after the other, with room behind each, all of them starting at a multiple.
+        """A layout of one head after another, with room after each.
 
         Args:
             sizes: int64 ``[batch, heads]``.
             room: slots that may be appended to every head.
-            multiple: what starts (and the total) are multiples of.
+            multiple: the starts of all heads, and the total, are multiples of this number.
         """
         capacity = (sizes + (room + multiple - 1)) // multiple * multiple
         ends = capacity.cumsum(-1)
         return Ragged(ends - capacity, sizes, int(ends[:, -1].max()))
 
     def behind(self, sizes: Tensor) -> Tensor:
-        """Where each head's next slot goes once it has ``sizes`` (int64 ``[batch, heads]``) slots:
-        index into the flattened flat tensor, ``[batch * heads]``."""
+        """The place of each head's next slot if it has ``sizes`` (int64 ``[batch, heads]``) slots,
+        as an index into the flattened flat tensor, ``[batch * heads]``."""
         row = torch.arange(self.start.shape[0], device=self.start.device).unsqueeze(1)
         return (row * self.total + self.start + sizes.to(self.start.device)).flatten()
 
     def places(self, count: int, last: bool = False) -> tuple[Tensor, Tensor]:
-        """Where slot j < size of row b and head h lies, in the order of the slots: indices into the
-        flattened padded tensor ``[batch * heads * count]``, of whose columns a head has the first
-        ones (``last``: the last ones), and into the flattened flat one ``[batch * total]``."""
+        """The places of all slots j < size of rows b and heads h, in the order of the slots: indices
+        into the flattened padded tensor ``[batch * heads * count]``, in which a head has the first
+        columns (``last``: the last ones), and into the flattened flat one ``[batch * total]``."""
         batch = self.sizes.shape[0]
         device = self.sizes.device
         number = torch.arange(count, device=device)
@@ -72,7 +72,7 @@ class Ragged:
 
     @property
     def flat(self) -> Tensor:
-        """The second of ``places``, for all slots; nothing of the padded tensor is made."""
+        """The second result of ``places``, for all slots, without the padded tensor."""
         sizes, device = self.sizes.flatten(), self.sizes.device
         row = torch.arange(self.start.shape[0], device=device).unsqueeze(1) * self.total
         first = (row + self.start).flatten() - (sizes.cumsum(0) - sizes)
@@ -84,25 +84,25 @@ class Ragged:
         return tensor.reshape(-1, *tensor.shape[2:]).index_select(0, self.flat)
 
     def unpacked(self, tensor: Tensor) -> Tensor:
-        """And back, with zeros where there is no slot."""
+        """The inverse of ``packed``, with zeros where there is no slot."""
         batch = self.start.shape[0]
         out = tensor.new_zeros(batch * self.total, *tensor.shape[1:])
         return out.index_copy_(0, self.flat, tensor).view(batch, self.total, *tensor.shape[1:])
 
     @property
     def roomy(self) -> bool:
-        """Whether it takes far more than the slots that are there."""
+        """Whether it takes far more places than it has slots."""
         return self.start.shape[0] * self.total > _ROOMY * int(self.sizes.sum())
 
 
 class Blocks:
-    """Whose slots the blocks of a flat tensor are, as a kernel that goes over all blocks needs it.
+    """The heads to which the blocks of a flat tensor belong, for a kernel that reads all blocks.
 
     Attributes:
         size: slots of a block, a power of two of about 1/32 of the mean size of a head.
-        layout: heads one after the other, all of them starting at a multiple of that.
-        kept: whether ``found`` is kept from call to call: not where blocks are so small that this
-            would be more than the slots.
+        layout: one head after another, all starting at multiples of ``size``.
+        kept: whether the result of ``found`` is kept between calls. It is not if blocks are so
+            small that it would take more memory than the slots.
     """
 
     def __init__(self, sizes: Tensor, room: int = 0) -> None:
@@ -121,10 +121,10 @@ class Blocks:
         """The layout.
 
         Args:
-            held: slots of every head now, int64 ``[batch, heads]``.
+            held: the current number of slots of every head, int64 ``[batch, heads]``.
 
         Raises:
-            UnsupportedError: rows so different that most of the flat tensor is empty.
+            UnsupportedError: rows differ so much that most of the flat tensor is empty.
         """
         if Ragged(self.layout.start, held, self.layout.total).roomy:
             raise UnsupportedError(
@@ -140,7 +140,8 @@ class Blocks:
         """Restore the result of ``to_state``.
 
         Args:
-            sizes: slots of every head without the appended ones; ``held``: with them.
+            sizes: slots of every head without the appended ones.
+            held: slots of every head with the appended ones.
             room: slots that can be appended to every head.
         """
         total, size = reader.whole("total"), reader.whole("size", 1, _MOST_BLOCK)
@@ -158,10 +159,10 @@ class Blocks:
         return blocks
 
     def found(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Which head every block of slots belongs to, int64 ``[batch * blocks]`` into ``[batch *
-        heads]``; 0 for a head's own blocks and ``NOTHING`` for the others, float32 ``[batch, heads,
-        1, blocks]``; how many slots there are from the start of each block on, int64 ``[batch *
-        blocks]``."""
+        """Three tensors: the head of every block, int64 ``[batch * blocks]``, an index into
+        ``[batch * heads]``; 0 for the blocks of a head and ``NOTHING`` for all others, float32
+        ``[batch, heads, 1, blocks]``; and the number of the head's slots from the start of each
+        block on, int64 ``[batch * blocks]``."""
         if self._found is not None:
             return self._found
         layout = self.layout
@@ -180,13 +181,13 @@ class Blocks:
         return found
 
     def live(self, appended: int = 0) -> Tensor:
-        """Which slots of every block there are once each head got so many more, bool ``[batch *
-        blocks, size]``."""
+        """Which slots of every block exist after ``appended`` slots were appended to each head,
+        bool ``[batch * blocks, size]``."""
         left = self.found()[2] + appended
         return torch.arange(self.size, device=left.device) < left.unsqueeze(1)
 
     def tensors(self) -> list[Tensor]:
-        """What is kept, for byte counting."""
+        """The tensors that are kept, for byte counting."""
         return list(self._found or ())
 
 
@@ -199,7 +200,7 @@ def _block(mean: float) -> int:
 
 
 def flatten(tensor: Tensor, padded: Tensor, flat: Tensor, total: int) -> Tensor:
-    """``[batch, heads, count, ...]`` as ``[batch, total, ...]``; zeros where there is no slot."""
+    """``[batch, heads, count, ...]`` as ``[batch, total, ...]``, with zeros where there is no slot."""
     batch, heads, count = tensor.shape[:3]
     out = tensor.new_zeros(batch * total, *tensor.shape[3:])
     rows = tensor.reshape(batch * heads * count, *tensor.shape[3:])
@@ -208,7 +209,7 @@ def flatten(tensor: Tensor, padded: Tensor, flat: Tensor, total: int) -> Tensor:
 
 
 def unflatten(tensor: Tensor, padded: Tensor, flat: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """``[batch, total, ...]`` as ``[batch, heads, count, ...]``; zeros behind a head's slots."""
+    """``[batch, total, ...]`` as ``[batch, heads, count, ...]``, with zeros after a head's slots."""
     rest = tensor.shape[2:]
     out = tensor.new_zeros(shape[0] * shape[1] * shape[2], *rest)
     out.index_copy_(0, padded, tensor.reshape(-1, *rest).index_select(0, flat))
@@ -216,15 +217,16 @@ def unflatten(tensor: Tensor, padded: Tensor, flat: Tensor, shape: tuple[int, in
 
 
 def to_the_end(slots: Slots, sizes: Tensor) -> Slots:
-    """Slots whose heads have their own first as slots whose heads have their own last, with dead
-    ones before: the newest tokens of all heads are then side by side."""
+    """Move the slots of each head from the first columns to the last ones, with dead slots before
+    them, so that the newest tokens of all heads are in the same columns."""
     behind = slots.count - sizes.to(slots.keys.device).unsqueeze(-1)
     index = torch.arange(slots.count, device=behind.device) - behind
     return picked(slots, index.clamp(min=0), index >= 0)
 
 
 def picked(slots: Slots, index: Tensor, there: Tensor) -> Slots:
-    """Slots by their number, int64 ``[batch, heads, k]``; dead where not ``there``, bool."""
+    """The slots with the numbers ``index``, int64 ``[batch, heads, k]``, dead where ``there`` (bool)
+    is False."""
     moved = slots.take(index)
     score = None if moved.score is None else moved.score * there
     return replace(moved.only(there), score=score)

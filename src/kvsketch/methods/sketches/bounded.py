@@ -1,4 +1,4 @@
-"""Merge-and-reduce within a number of slots, with batches that are halved only if room is needed."""
+"""Merge-and-reduce within a number of slots: batches are halved only if room is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sketch that is read from a file must look like before it is used."""
+"""Checks of a sketch that is read from a file."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..base import all_finite
 if TYPE_CHECKING:
     from .base import Sketch
 
-#: what ``token_layout`` says
+#: The entries of ``token_layout``.
 _TOKEN = {
     *("batch", "heads", "head_dim", "value_dim"),
     *("keys", "values", "device", "positions"),
 }
-#: numbers that a sketch remembers beside its tensors (depths, buckets) are smaller
+#: An upper bound of the numbers (depths, buckets) that a sketch stores in addition to its tensors.
 _MOST_META = 1 << 20
 
 
 def token_layout(new: Slots) -> dict[str, Any]:
-    """What every chunk must agree on."""
+    """The shapes and dtypes that must be the same for every chunk."""
     return {
         "batch": new.keys.shape[0],
         "heads": new.keys.shape[1],
@@ -41,7 +41,7 @@ def token_layout(new: Slots) -> dict[str, Any]:
 
 
 def check_state(name: str, meta: Any, state: Mapping[str, Tensor], token: Slots | None) -> None:
-    """Raise InputError unless what a sketch remembers can be that of tokens of one kind."""
+    """Raise InputError unless the state of a sketch is possible for tokens of one kind."""
     if not isinstance(meta, dict) or any(
         type(value) is not int or abs(value) > _MOST_META
         for key, value in meta.items()
@@ -71,8 +71,8 @@ def check_state(name: str, meta: Any, state: Mapping[str, Tensor], token: Slots 
 
 
 def try_state(sketch: Sketch, token: dict[str, Any]) -> None:
-    """Raise InputError unless a copy gives its slots and takes in a token: what a sketch holds
-    is its own business, and this is how to see that it fits together."""
+    """Raise InputError unless a copy of the sketch can return its slots and take in a token. This
+    checks that the tensors of the state, which differ between sketches, are consistent."""
     dtypes = FLOATS[token["keys"]], FLOATS[token["values"]]
     shape = (token["batch"], token["heads"], 1)
     sizes = token["head_dim"], token["value_dim"]
@@ -92,12 +92,13 @@ def try_state(sketch: Sketch, token: dict[str, Any]) -> None:
             raise InputError("its slots are not as they should be")
         twin.extend(new)
         found = twin.slots
-    except Exception as error:  # whatever a state that does not fit together leads to
+    except Exception as error:  # an inconsistent state may raise any error
         raise InputError(f"the state of {sketch.name} does not fit together: {error}") from error
     if not all_finite(found.keys) or not all_finite(found.values):
         raise InputError(f"the state of {sketch.name} does not fit together: it is not finite")
 
 
 def _kind(tensor: Tensor) -> tuple[torch.dtype, int, list[int]]:
-    """What does not depend on the number of tokens seen: dtype, axes, and batch and heads."""
+    """The properties that do not depend on the number of tokens seen: dtype, number of axes, and
+    batch and heads."""
     return tensor.dtype, tensor.dim(), list(tensor.shape[:2])

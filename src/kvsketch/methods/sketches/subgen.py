@@ -15,17 +15,18 @@ from .base import Sketch, lengthened, merged_options, token_bytes
 from .online_clusters import assign, within_cluster
 
 OVERFLOW = ("widen", "nearest", "error")
-# Tokens are clustered in blocks of this many.
+# The number of tokens that are clustered at a time.
 _BLOCK = 512
 
 
 class _Clusters(Sketch):
-    """What SubGen and its coupled form share: online clusters of the keys, each with t i.i.d.
+    """Base class of SubGen and its coupled form: online clusters of the keys, each with t i.i.d.
     uniform samples of its tokens (UpdateSoftmaxNormalizer, Algorithm 1 lines 11-22; Lemma 2).
 
-    Rounding: see ``online_clusters.assign``. Merging places the other sketch's clusters by their
-    representatives, so after a merge (and after ``overflow="widen"``) keys lie within 2 delta of
-    their representative (within delta without); representatives stay more than delta apart.
+    For rounding, see ``online_clusters.assign``. A merge assigns the other sketch's clusters by
+    their representatives. Keys therefore lie within 2 delta of their representative after a merge
+    or after ``overflow="widen"``, and else within delta. Representatives are always more than delta
+    apart.
     """
 
     parameters: ClassVar[tuple[str, ...]] = ("delta", "t", "max_clusters", "overflow")
@@ -69,18 +70,19 @@ class _Clusters(Sketch):
 
     @property
     def clusters(self) -> Tensor:
-        """How many clusters there are, int64 ``[batch, heads]``: m' of Theorem 1."""
+        """The number of clusters, int64 ``[batch, heads]``: m' of Theorem 1."""
         self._require_tokens()
         return (self.state["count"] > 0).sum(-1)
 
     @property
     def radius(self) -> Tensor:
-        """delta as it is now (widened or not), float64 ``[batch, heads]``."""
+        """The current delta (widened or not), float64 ``[batch, heads]``."""
         self._require_tokens()
         return self.state["delta"]
 
     def most_bytes(self, token: Slots) -> int | None:
-        """With ``max_clusters``: the samples, representatives and counts of so many clusters."""
+        """With ``max_clusters``, the bytes of the samples, representatives and counts of that many
+        clusters."""
         if self.max_clusters is None:
             return None
         sample = token_bytes(self._payload(token))
@@ -94,7 +96,7 @@ class _Clusters(Sketch):
 
     @property
     def overflowed(self) -> Tensor:
-        """Tokens that found no cluster within delta and no room for a new one
+        """The number of tokens without a cluster within delta or room for a new one
         (``overflow="nearest"``), int64 ``[batch, heads]``."""
         self._require_tokens()
         return self.state["overflowed"]
@@ -113,14 +115,14 @@ class _Clusters(Sketch):
                 self._sample(part, weight)
 
     def _sample(self, new: Slots, weight: Tensor) -> None:
-        """UpdateMatrixProduct; the coupled form has none."""
+        """UpdateMatrixProduct, which the coupled form does not have."""
 
     def _start(self, new: Slots, live: Tensor) -> None:
         batch, heads, _, dim = new.keys.shape
         dtype = compute_dtype(new.keys.dtype)
         first = new.keys[:, :, :_BLOCK].to(dtype)
         weight = live[:, :, :_BLOCK, None].to(dtype)
-        # Distances are taken from a point amid the keys: large norms would cost digits.
+        # Keys are shifted by a point among them, because large norms would cost digits.
         self.state["origin"] = (first * weight).sum(2) / weight.sum(2).clamp(min=1)
         if self.delta is None:
             delta = _least_distance(first, live[:, :, :_BLOCK])
@@ -133,7 +135,7 @@ class _Clusters(Sketch):
         self.put("cluster", self._payload(new).narrow(0, 0))
 
     def _payload(self, new: Slots) -> Slots:
-        """What a cluster sample remembers of a token: its key, and its value if coupled."""
+        """The part of a token that a cluster sample stores: its key, and its value if coupled."""
         values = new.values if self.keeps_values else new.values[..., :0]
         return Slots(new.keys, values, positions=new.positions)
 
@@ -141,10 +143,11 @@ class _Clusters(Sketch):
         """Put points into clusters and update the samples.
 
         Args:
-            new: what a sample may become, ``copies`` per point, ``[batch, heads, points * copies,
-                ...]``: the token itself (1), or the t samples of another cluster.
-            points: where the points are, ``[batch, heads, points, head_dim]``.
-            weight: float64 ``[batch, heads, points]``: tokens each point stands for, 0 for none.
+            new: candidates for the samples, ``copies`` per point, ``[batch, heads, points * copies,
+                ...]``: the token itself (1 copy), or the t samples of another cluster.
+            points: the coordinates of the points, ``[batch, heads, points, head_dim]``.
+            weight: float64 ``[batch, heads, points]``, the number of tokens that each point
+                represents, 0 if there is no point.
         """
         batch, heads, count = weight.shape
         if not bool((weight > 0).any()):
@@ -155,7 +158,7 @@ class _Clusters(Sketch):
         weights = weight.reshape(rows, count)
         cluster, is_new = self._assign(flat, weights)
 
-        # counts and representatives
+        # Update counts and representatives.
         used = (self.state["count"] > 0).sum(-1).reshape(rows)
         self._grow(int((used + is_new.sum(1)).max()))
         before = self.state["count"].reshape(rows, -1)
@@ -167,10 +170,10 @@ class _Clusters(Sketch):
         self.state["center"] = center.view(batch, heads, *center.shape[1:])
 
         # Line 16: at its arrival a point of weight w takes each sample with probability
-        # w / (size of the cluster with it). The last one that did is what the loop leaves there.
+        # w / (size of the cluster with it). The result of the loop is the last point that did.
         chance = torch.where(weights > 0, weights / size.clamp(min=1), 0.0).unsqueeze(2)
-        # Only heads that have points here take random numbers: others may be here because of
-        # neighbours, to widen or with more clusters.
+        # Only heads with points use random numbers. Other heads may take part only because another
+        # head of the batch widens or has more clusters.
         takes_part = (weight > 0).any(-1)
         hit = self.random(count, self.t, where=takes_part).flatten(0, 1) < chance
         r, c, j = hit.nonzero(as_tuple=True)
@@ -183,7 +186,7 @@ class _Clusters(Sketch):
         self._write("cluster", target, self._payload(new), source)
 
     def _assign(self, flat: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Clusters for points, by the policy for too many of them."""
+        """The clusters of points, with the policy for too many clusters."""
         rows = flat.shape[0]
         while True:
             used = (self.state["count"] > 0).sum(-1).reshape(rows)
@@ -218,7 +221,7 @@ class _Clusters(Sketch):
         count, center, samples = self.state["count"], self.state["center"], self.get("cluster")
         self.state["delta"] = torch.where(heads, delta, self.state["delta"])
         left = count.masked_fill(heads.unsqueeze(-1), 0.0)
-        most = int((left > 0).sum(-1).max())  # clones: clusters are written in place
+        most = int((left > 0).sum(-1).max())  # cloned because clusters are written in place
         self.state["count"] = left[..., :most].clone()
         self.state["center"] = center[..., :most, :].clone()
         self.put("cluster", samples.narrow(0, most * self.t).map(torch.clone))
@@ -227,7 +230,7 @@ class _Clusters(Sketch):
             self._absorb(points, count * heads.unsqueeze(-1), samples)
 
     def _absorb(self, centers: Tensor, counts: Tensor, samples: Slots) -> None:
-        """Take in whole clusters, in the order of their age."""
+        """Add whole clusters, the oldest first."""
         for start in range(0, counts.shape[2], _BLOCK):
             length = min(_BLOCK, counts.shape[2] - start)
             self._place(
@@ -250,7 +253,7 @@ class _Clusters(Sketch):
         self.state["overflowed"] = self.state["overflowed"] + other.state["overflowed"]
 
     def _grow(self, clusters: int) -> None:
-        """Make room for ``clusters`` clusters per head, with an eighth to spare."""
+        """Make room for ``clusters`` clusters per head, plus an eighth."""
         have = self.state["count"].shape[2]
         if clusters <= have:
             if self.overflow == "error":  # a later block may still fail
@@ -264,8 +267,8 @@ class _Clusters(Sketch):
         self.put("cluster", self.get("cluster").map(lambda x: lengthened(x, extra * self.t)))
 
     def _write(self, prefix: str, target: Tensor, new: Slots, source: Tensor) -> None:
-        """Copy rows ``source`` of ``new`` to rows ``target`` of stored slots; both count over
-        batch x heads x slots."""
+        """Copy rows ``source`` of ``new`` to rows ``target`` of stored slots. Rows are numbered
+        over batch x heads x slots."""
         stored = self.get(prefix)
         incoming = new.tensors()
         fields = {}
@@ -281,25 +284,26 @@ class _Clusters(Sketch):
 class SubGen(_Clusters):
     """SubGen, called ClusterGen in its later version: Algorithm 1 as written.
 
-    Numerator: s i.i.d. samples of the tokens with probability proportional to ``|v|^2``
-    (UpdateMatrixProduct, Lemma 1; one sentence of the paper says ``|k|^2``, the algorithm and the
-    lemma say ``|v|^2``); they become slots (k, mu/(s|v|^2) v, 0). Denominator: online clusters of
-    the keys of radius delta, each with t i.i.d. uniform samples of its keys (Lemma 2); they become
-    slots (k, 0, n_i/t). QueryStreamAttn is ``attend`` over both. The paper has no 1/sqrt(d) in the
-    scores; ``attend``'s scaling decides that here.
+    The numerator uses s i.i.d. samples of the tokens with probability proportional to ``|v|^2``
+    (UpdateMatrixProduct, Lemma 1), which become slots (k, mu/(s|v|^2) v, 0). (One sentence of the
+    paper says ``|k|^2``, but the algorithm and the lemma say ``|v|^2``.) The denominator uses
+    online clusters of the keys of radius delta, each with t i.i.d. uniform samples of its keys
+    (Lemma 2), which become slots (k, 0, n_i/t). QueryStreamAttn is ``attend`` over both. The paper
+    has no 1/sqrt(d) in the scores. Here, the scaling is an argument of ``attend``.
 
     Bound (Theorem 1), with ``kvsketch.theory.subgen`` for s and t: error at most
     eps |softmax(Kq)|_2 |V|_op with probability 0.99, in O(d (m t + s)) memory.
 
     Args:
-        delta: radius of a cluster, > 0, in units of the keys. None: the least distance among the
+        delta: radius of a cluster, > 0, in units of the keys. None: the smallest distance among the
             first keys, widened as needed.
         s: numerator samples, >= 1.
         t: samples per cluster, >= 1.
-        max_clusters: cap on clusters per head; None (the paper): as many as the keys need.
-        overflow: what happens when a key needs a cluster more than that. "widen": delta doubles in
-            that head and its clusters are clustered again; "nearest": the key joins the nearest
-            cluster and is counted in ``overflowed``; "error": InputError, nothing changes.
+        max_clusters: the largest number of clusters per head. None (the paper): as many as the keys
+            need.
+        overflow: what happens if a key needs one more cluster. "widen": delta is doubled in that
+            head, and its clusters are clustered again. "nearest": the key joins the nearest cluster
+            and is counted in ``overflowed``. "error": InputError, and nothing changes.
         seed: of every random choice.
 
     Raises:
@@ -329,21 +333,21 @@ class SubGen(_Clusters):
 
     @classmethod
     def for_budget(cls, slots: int, seed: int = 0, **options: Any) -> SubGen:
-        """Half the slots for the numerator, half for clusters of t = 2 samples, delta found on
-        the way. At most ``slots`` slots (at least 2)."""
+        """A sketch of at most ``slots`` slots (at least 2): half of them for the numerator, half
+        for clusters of t = 2 samples. The delta is adapted to the keys."""
         t = options.get("t", 2 if slots >= 8 else 1)
         s = options.get("s", max(1, slots // 2))
         cap = max(1, (slots - s) // t)
         return cls(**merged_options(options, s=s, t=t, max_clusters=cap), seed=seed)
 
     def most_bytes(self, token: Slots) -> int | None:
-        """With ``max_clusters``: the clusters' and those of the numerator's samples."""
+        """With ``max_clusters``, the bytes of the clusters and of the numerator's samples."""
         clusters = super().most_bytes(token)
         return None if clusters is None else clusters + self.s * token_bytes(token) + 8
 
     def widen(self, like: Sketch) -> None:
-        """As ``Sketch.widen``. A sample that is added starts as a copy of an older one: its law is
-        right from the start (Lemma 1), but it is independent only of what comes from here on."""
+        """As ``Sketch.widen``. An added sample starts as a copy of an older one. Its distribution is
+        correct from the start (Lemma 1), but it becomes independent only through later tokens."""
         super().widen(like)
         assert isinstance(like, SubGen)
         if like.s > self.s and self.state:
@@ -363,18 +367,19 @@ class SubGen(_Clusters):
         radius: float = 1.0,
         seed: int = 0,
     ) -> SubGen:
-        """Theorem 15 of Compression Barriers: few dimensions need no assumption of clusters.
+        """A sketch for few dimensions, which needs no assumption about clusters (Theorem 15 of
+        Compression Barriers).
 
         Balls of radius delta = (e/3) radius around the representatives cover all keys, and there
-        are never more of them than ``theory.clusters_in_ball`` says. s and t are those of
-        ``theory.low_dimensional``: error at most eps |softmax(Kq)|_2 |V|_op with probability
+        are never more of them than ``theory.clusters_in_ball``. s and t come from
+        ``theory.low_dimensional``. The error is at most eps |softmax(Kq)|_2 |V|_op with probability
         1 - failure for one query of norm at most r (scaling included), in ``s + t * max_clusters``
-        slots however long the stream. (A merge may double the clusters' radius: give twice the r
-        then.)
+        slots for a stream of any length. (A merge may double the radius of the clusters, for which
+        r must be doubled.)
 
         Args:
-            radius: bound on the norms of the keys. Keys beyond it harm no guarantee; if they need
-                more clusters than the ball can hold, ``extend`` raises InputError.
+            radius: bound on the norms of the keys. Keys beyond it do not affect the guarantee, but
+                if they need more clusters than fit into the ball, ``extend`` raises InputError.
             others: as for ``theory.low_dimensional``.
 
         Raises:
@@ -400,7 +405,7 @@ class SubGen(_Clusters):
         mu = self.state["mu"].unsqueeze(-1)
         at = self.random(self.s) * (mu + total) - mu
         hit = (at >= 0) & (total > 0)
-        # Rounding must not lead past the last token that has a weight.
+        # Rounding must not select a token after the last one that has a weight.
         final = torch.where(weight > 0, torch.arange(weight.shape[2], device=mu.device), 0).amax(-1)
         chosen = torch.searchsorted(upper, at.contiguous(), right=True)
         chosen = torch.minimum(chosen, final.unsqueeze(-1))
@@ -448,9 +453,9 @@ class SubGenCoupled(_Clusters):
     """SubGen with numerator and denominator from the same samples. Ours, not the paper's.
 
     The t samples of a cluster keep their values and become slots (k, (n_i/t) v, n_i/t). Both sums
-    stay unbiased, and the output is a weighted mean of values, so that it cannot leave their
-    convex hull, where the separate samples of Algorithm 1 can be off by any factor. No l2
-    reservoir, hence no Theorem 1 for the numerator.
+    are unbiased, and the output is a weighted mean of values, so that it stays in their convex
+    hull, whereas the output of Algorithm 1, from separate samples, can be wrong by any factor.
+    There is no l2 reservoir, so that Theorem 1 does not hold for the numerator.
 
     Args:
         delta: as for ``SubGen``.
@@ -477,7 +482,8 @@ class SubGenCoupled(_Clusters):
 
     @classmethod
     def for_budget(cls, slots: int, seed: int = 0, **options: Any) -> SubGenCoupled:
-        """Clusters of one sample each, at most ``slots`` of them, delta found on the way."""
+        """A sketch of at most ``slots`` clusters of one sample each. The delta is adapted to the
+        keys."""
         t = options.get("t", 1)
         return cls(**merged_options(options, t=t, max_clusters=max(1, slots // t)), seed=seed)
 
@@ -491,8 +497,8 @@ class SubGenCoupled(_Clusters):
 
 
 def _least_distance(keys: Tensor, live: Tensor) -> Tensor:
-    """The least positive distance between two of the keys, float64 ``[batch, heads]``; where all
-    are equal, a number small against their norm."""
+    """The smallest positive distance between two of the keys, float64 ``[batch, heads]``, or a
+    number that is small relative to their norm if all are equal."""
     distance = torch.cdist(keys, keys, compute_mode="donot_use_mm_for_euclid_dist").double()
     paired = live.unsqueeze(-1) & live.unsqueeze(-2) & (distance > 0)
     least = distance.masked_fill(~paired, torch.inf).amin((-2, -1))
