@@ -57,9 +57,10 @@ class Ragged:
         return (row * self.total + self.start + sizes.to(self.start.device)).flatten()
 
     def places(self, count: int, last: bool = False) -> tuple[Tensor, Tensor]:
-        """The places of all slots j < size of rows b and heads h, in the order of the slots: indices
-        into the flattened padded tensor ``[batch * heads * count]``, in which a head has the first
-        columns (``last``: the last ones), and into the flattened flat one ``[batch * total]``."""
+        """The places of all slots j < size of rows b and heads h, in the order of the slots, as
+        indices into the flattened padded tensor ``[batch * heads * count]``, in which a head has
+        the first columns (``last``: the last ones), and into the flattened flat tensor ``[batch *
+        total]``."""
         batch = self.sizes.shape[0]
         device = self.sizes.device
         number = torch.arange(count, device=device)
@@ -200,7 +201,7 @@ def _block(mean: float) -> int:
 
 
 def flatten(tensor: Tensor, padded: Tensor, flat: Tensor, total: int) -> Tensor:
-    """``[batch, heads, count, ...]`` as ``[batch, total, ...]``, with zeros where there is no slot."""
+    """``[batch, heads, count, ...]`` as ``[batch, total, ...]``, zero where there is no slot."""
     batch, heads, count = tensor.shape[:3]
     out = tensor.new_zeros(batch * total, *tensor.shape[3:])
     rows = tensor.reshape(batch * heads * count, *tensor.shape[3:])
@@ -209,7 +210,7 @@ def flatten(tensor: Tensor, padded: Tensor, flat: Tensor, total: int) -> Tensor:
 
 
 def unflatten(tensor: Tensor, padded: Tensor, flat: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """``[batch, total, ...]`` as ``[batch, heads, count, ...]``, with zeros after a head's slots."""
+    """``[batch, total, ...]`` as ``[batch, heads, count, ...]``, zero after the slots of a head."""
     rest = tensor.shape[2:]
     out = tensor.new_zeros(shape[0] * shape[1] * shape[2], *rest)
     out.index_copy_(0, padded, tensor.reshape(-1, *rest).index_select(0, flat))
@@ -225,8 +226,8 @@ def to_the_end(slots: Slots, sizes: Tensor) -> Slots:
 
 
 def picked(slots: Slots, index: Tensor, there: Tensor) -> Slots:
-    """The slots with the numbers ``index``, int64 ``[batch, heads, k]``, dead where ``there`` (bool)
-    is False."""
+    """The slots with the numbers ``index``, int64 ``[batch, heads, k]``. They are dead where
+    ``there`` (bool) is False."""
     moved = slots.take(index)
     score = None if moved.score is None else moved.score * there
     return replace(moved.only(there), score=score)

@@ -1,4 +1,4 @@
-"""A page around sketches: exact tokens before and behind, nothing held twice."""
+"""A page of sketches and of the exact tokens before and after them, without copies of either."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class SketchPage:
-    """Sinks, a sketch, then recent and appended tokens; the slots that attention reads are made
-    from the sketch's state and live, counted by ``tensors``, until ``release``.
+    """Sinks, a sketch, then recent and appended tokens. The slots that attention reads are computed
+    from the state of the sketch. They exist until ``release`` and are counted by ``tensors``.
 
     Args:
-        first: exact tokens before what the sketch took in.
-        window: holds the sketch; None: there is none yet, all tokens are exact.
-        last: exact tokens behind.
+        first: exact tokens before those in the sketch.
+        window: has the sketch. None: there is no sketch yet, and all tokens are exact.
+        last: exact tokens after those in the sketch.
         room: tokens that can be appended.
     """
 
@@ -41,17 +41,18 @@ class SketchPage:
 
     @property
     def base(self) -> int:
-        """Slots, the sketch counted as the tokens that its bytes would hold, without appended."""
+        """As ``count``, without the appended tokens."""
         return self.count - self.appended
 
     @property
     def count(self) -> int:
-        """Slots, the sketch counted as the tokens that its bytes would hold."""
+        """The number of slots. The sketch counts as the number of tokens that fit into its
+        bytes."""
         return self._used + (0 if self.window is None else self.window.worth)
 
     @property
     def held(self) -> Tensor:
-        """Slots of every row and head, int64 ``[batch, heads]``."""
+        """The number of slots of every row and head, int64 ``[batch, heads]``."""
         return torch.full((self.batch, self.heads), self.count)
 
     @property
@@ -61,7 +62,7 @@ class SketchPage:
 
     @property
     def slots(self) -> Slots:
-        """Everything that attention sees, in the order of the tokens."""
+        """All slots over which attention is computed, in the order of the tokens."""
         exact = self.exact
         if self.window is None or self.window.sketch is None:
             return exact
@@ -75,11 +76,11 @@ class SketchPage:
         return self._opened
 
     def release(self) -> None:
-        """The attention over the page is done."""
+        """Release the slots after the attention over the page was computed."""
         self._opened = None
 
     def append(self, new: Slots) -> None:
-        """Write ``new`` behind the exact tokens."""
+        """Write ``new`` after the exact tokens."""
         if new.mass is not None and self._exact.mass is None:
             self._exact = Slots(**{**self._exact.tensors(), "mass": self._exact.masses()})
         for name, buffer in self._exact.tensors().items():
@@ -89,7 +90,7 @@ class SketchPage:
         self._advance(new.count)
 
     def drop(self, tokens: int) -> None:
-        """Forget the last ``tokens`` tokens, which were appended."""
+        """Remove the last ``tokens`` tokens, which must be appended ones."""
         self._advance(-tokens)
 
     def _advance(self, tokens: int) -> None:
@@ -99,7 +100,7 @@ class SketchPage:
         self._opened = None
 
     def mark_last(self, live: Tensor) -> None:
-        """Mark which of the last tokens, just appended, are real: bool ``[batch, q]``."""
+        """Mark which of the tokens that were just appended are not padding, bool ``[batch, q]``."""
         q = live.shape[1]
         new = self.exact.narrow(self._used - q, q).only(live.unsqueeze(1))
         self._advance(-q)
@@ -109,22 +110,22 @@ class SketchPage:
         """A sketch has no scores."""
 
     def grown(self, room: int) -> SketchPage:
-        """The same with ``room`` for more."""
+        """A page with the same tokens and ``room`` for more."""
         twin = copy.copy(self)
         twin._exact, twin.room = _with_room(self.exact, room), room
         twin._opened = None
         return twin
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> SketchPage:
-        """The page with ``fn`` (which acts on axis 0, the batch) applied; whoever holds the window
-        applies it to the sketch."""
+        """The page with ``fn`` (which acts on axis 0, the batch) applied. The owner of the window
+        applies ``fn`` to the sketch."""
         twin = copy.copy(self)
         twin._exact = self._exact.map(lambda t: owned(fn(t)))
         twin.batch, twin._opened = twin._exact.keys.shape[0], None
         return twin
 
     def to_state(self) -> State:
-        """The exact tokens, the sketch, and how much room there is: no more than twice as much."""
+        """The exact tokens, the sketch, and the room, which is at most doubled."""
         names = {"first": self._first, "used": self._used, "appended": self.appended}
         state = State(values={**names, "room": min(self.room, 2 * self._used)})
         state.keep(**self.exact.tensors())
@@ -136,7 +137,7 @@ class SketchPage:
         """Restore the result of ``to_state``.
 
         Args:
-            window: holds nothing yet, and takes the sketch in.
+            window: an empty window, which receives the sketch.
 
         Raises:
             InputError: inconsistent tensors or numbers.
@@ -157,7 +158,7 @@ class SketchPage:
         return page
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held but the sketch's, for byte counting."""
+        """All tensors except those of the sketch, for byte counting."""
         held = list(self._exact.tensors().values())
         return held if self._opened is None else [*held, *self._opened.tensors().values()]
 
@@ -165,12 +166,13 @@ class SketchPage:
 class SketchPages:
     """Sketches of different size: one ``SketchPage`` for each budget, with its heads as rows.
 
-    Same verbs as ``SketchPage``. Here is the one loop over groups of heads that is left: a sketch
-    has one size for all that it holds.
+    It has the methods of ``SketchPage``. They loop over groups of heads, because a sketch has the
+    same size for all of its heads.
 
     Args:
         pages: one for each group.
-        places: the group's heads, int64 ``[R]`` each, ``row * heads + head``; together all.
+        places: the heads of each group, int64 ``[R]``, ``row * heads + head``. Every head is in one
+            group.
         shape: batch and heads.
     """
 
@@ -209,7 +211,7 @@ class SketchPages:
 
     @property
     def slots(self) -> Slots:
-        """All heads, the smaller ones behind dead slots."""
+        """The slots of all heads, with dead slots before those of smaller heads."""
         return self._together([page.slots for page in self.pages])
 
     def open(self) -> Slots:
@@ -233,7 +235,7 @@ class SketchPages:
         return Slots(**fields)
 
     def split(self, slots: Slots) -> list[Slots]:
-        """Each group's heads as rows, ``[R, 1, ...]``."""
+        """The heads of each group as rows, ``[R, 1, ...]``."""
         flat = slots.map(lambda t: t.flatten(0, 1).unsqueeze(1))
         return [flat.map(lambda t, i=i: t.index_select(0, i)) for i in self.places]  # type: ignore[misc]
 
@@ -285,7 +287,7 @@ class SketchPages:
         return SketchPages(pages, places, (len(source), self.heads))
 
     def to_state(self) -> State:
-        """Every page, and whose heads are on it."""
+        """The state of every page, and the heads on it."""
         state = State(values={"count": len(self.pages)})
         state.put("pages", numbered([page.to_state() for page in self.pages]))
         state.keep(**{f"places{i}": places for i, places in enumerate(self.places)})
@@ -296,7 +298,7 @@ class SketchPages:
         """Restore the result of ``to_state``.
 
         Args:
-            method: what the sketches are made like.
+            method: a window from which those of the groups are made (``fresh``).
 
         Raises:
             InputError: inconsistent tensors or numbers.

@@ -16,14 +16,15 @@ from ..slots import Slots
 from .curves import Curves
 from .quantized import check_bits, slot_bytes
 
-#: the name of bits that follow from measured errors
+#: The name of bits that are chosen by measured errors.
 MEASURED = "measured"
 # Number of bisection steps for the price of an error.
 _HALVINGS = 60
 
 
 class Bits(NamedTuple):
-    """Of the keys and of the values of slots between sinks and recent window; 16: as given."""
+    """The bits of the keys and of the values of slots between sinks and recent window. 16: as
+    given."""
 
     keys: int
     values: int
@@ -33,9 +34,9 @@ class Bits(NamedTuple):
 
 
 FULL = Bits(16, 16)
-#: What can be chosen where not all tokens fit as they are, from most to fewest bits. Keys in 8 bits
-#: err little beside what more slots save; where heads attend to a few tokens, keys in 4 bits err
-#: much.
+#: The choices if not all tokens fit in 16 bits, from most to fewest bits. The error of keys in 8
+#: bits is small compared with what more slots save. In heads that attend to a few tokens, the error
+#: of keys in 4 bits is large.
 CHOICES = (Bits(8, 8), Bits(8, 4), Bits(4, 4))
 
 
@@ -58,9 +59,9 @@ def bits_of(bits: object) -> Bits | None:
 
 @dataclass(frozen=True)
 class Price:
-    """What a head's slots cost in 8 or 4 bits. The unit is the cost of all its tokens as slots in
-    16 bits: a budget of 0.1 is 0.1 of that, in any number of bits. A model in 32 bits is treated as
-    one in 16 bits, so that the choice is the same.
+    """The cost of a head's slots in 8 or 4 bits. The unit is the cost of all its tokens as slots in
+    16 bits, so that a budget of 0.1 is 0.1 of that in any number of bits. A model in 32 bits is
+    treated like one in 16 bits, so that the choice is the same.
 
     Attributes:
         slot: bytes of a slot in 8 or 4 bits, over those of one in 16 bits.
@@ -76,7 +77,7 @@ class Price:
 
     @staticmethod
     def of(slots: Slots, bits: Bits, window: int, tokens: int) -> Price:
-        """Of slots like these; masses, scores and positions cost the same in any bits."""
+        """The price of slots like these. Masses, scores and positions cost the same in any bits."""
         if bits == FULL:
             return Price()
         tensors = slots.tensors()
@@ -105,9 +106,9 @@ class Price:
 
 
 def choose(options: Sequence[Sequence[Curves]], budget: float) -> list[int]:
-    """For every layer, which of its options lowers the summed error of all layers most, at a cost
-    of ``budget`` per head: at one price of the error for all heads, every head takes the level,
-    and every layer the option, that is cheapest.
+    """For every layer, the option that minimises the summed error of all layers at an average cost
+    of ``budget`` per head. With one price of the error for all heads, every head takes the cheapest
+    level, and every layer the cheapest option.
 
     Args:
         options: curves of one layer each, ``[layers][options]``; their ``kept`` is a cost. The
@@ -138,7 +139,7 @@ def choose(options: Sequence[Sequence[Curves]], budget: float) -> list[int]:
 
 
 def best_at(options: Sequence[Sequence[Curves]], budget: float) -> int:
-    """Which option errs least, summed over layers, where every head pays ``budget``.
+    """The option with the smallest error, summed over layers, if every head costs ``budget``.
 
     Args:
         options: as for ``choose``.
@@ -151,8 +152,8 @@ def best_at(options: Sequence[Sequence[Curves]], budget: float) -> int:
 
 
 def _error_at(curves: Curves, budget: float) -> float:
-    """The summed error at a cost, between levels on a straight line over the logarithm of cost;
-    below the lowest level as if it fell with the cost."""
+    """The summed error at a cost, interpolated between levels over the logarithm of the cost. Below
+    the lowest level, the error is extrapolated as inversely proportional to the cost."""
     error = curves.error.double().cummin(-1).values.sum((0, 1)).tolist()
     at = curves.kept.reshape(-1).double().tolist()
     if budget <= at[0]:

@@ -1,4 +1,4 @@
-"""Sink + recent window around a streaming sketch."""
+"""Sinks and recent window around a streaming sketch."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .sketch_page import SketchPage, SketchPages
 
 
 class WindowedSketch:
-    """For a sketch what ``Windowed`` is for a compressor: the first ``sink`` and last ``recent``
-    live tokens stay unchanged, everything between goes into a sketch, once and for all.
+    """The counterpart of ``Windowed`` for a sketch: the first ``sink`` and the last ``recent`` live
+    tokens stay unchanged, and all tokens between them are added to a sketch, permanently.
 
-    A budget bounds the bytes of everything held: exact tokens and the sketch's whole state, which
-    gets as many slots as fit into the bytes of the tokens that the budget leaves it. A budget that
-    grows (a share of the tokens seen) makes the window and the sketch larger, too. What a sketch
-    counts as (``worth``) follows from its size and not from what is in it, so that when a cache
-    compresses does not depend on other rows of a batch.
+    A budget bounds the bytes of the exact tokens and of the whole state of the sketch. The sketch
+    gets as many slots as fit into the bytes that the exact tokens leave. If the budget grows (as a
+    share of the tokens seen), the window and the sketch grow, too. The number of tokens that a
+    sketch counts as (``worth``) depends on its size and not on its contents, so that other rows of
+    a batch do not affect when a cache compresses.
 
     Args:
         build: makes the sketch for a number of slots, at the first compression.
         sink: tokens kept from the start, >= 0.
         recent: tokens kept from the end, >= 0.
-        least: slots the sketch is built for at least.
+        least: the smallest number of slots for which the sketch is built.
 
     Raises:
         InputError: sink or recent negative or not an int.
@@ -51,28 +51,28 @@ class WindowedSketch:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the sketch."""
+        """Discard the sketch."""
         self.sketch: Sketch | None = None
-        self.worth = 0  # tokens whose bytes the sketch takes at most
+        self.worth = 0  # the sketch takes at most the bytes of so many tokens
         self._rows: Tensor | None = None
-        self._sinks = self._window = 0  # sink and recent as far as the budgets had room
-        self._room = 0  # tokens the sketch was sized for
+        self._sinks = self._window = 0  # sink and recent as far as they fit into the budgets
+        self._room = 0  # the number of tokens for which the sketch was sized
         self._dtype: torch.dtype | None = None  # of the tokens' values
-        self._before = 0  # slots in front of the recent window, as handed back by ``__call__``
+        self._before = 0  # slots before the recent window, as returned by ``__call__``
 
     def fresh(self) -> WindowedSketch:
-        """Another one, which holds nothing: for heads with a budget of their own."""
+        """Another, empty window with the same options, for heads with a different budget."""
         return WindowedSketch(self.build, self.sink, self.recent, self.least)
 
     def page(self, exact: Slots, budget: int, limit: int, room: int) -> SketchPage:
-        """Hand over what is between sinks and recent window (``take``) and make the page around the
-        sketch.
+        """Add the tokens between sinks and recent window to the sketch (``take``) and make a page
+        around it.
 
         Args:
             exact: as for ``take``.
             budget: as for ``take``.
-            limit: tokens whose bytes are held before room for more is made.
-            room: tokens above it.
+            limit: the number of tokens whose bytes may be in use before the next compression.
+            room: tokens in addition to ``limit``.
         """
         parts = self.take(exact, budget)
         if parts is None:
@@ -83,18 +83,18 @@ class WindowedSketch:
         return SketchPage(first, self, last, max(limit, count) + room - count)
 
     def take(self, exact: Slots, budget: int) -> tuple[Slots, Slots] | None:
-        """Hand the exact tokens between sinks and recent window over to the sketch.
+        """Add the exact tokens between sinks and recent window to the sketch.
 
         Args:
-            exact: all exact tokens held, in order; at the first call all tokens.
-            budget: tokens whose bytes may be held in all.
+            exact: all exact tokens in the cache, in order. At the first call all tokens.
+            budget: the number of tokens whose bytes exact tokens and sketch may take together.
 
         Returns:
-            The exact tokens before and behind the sketch; None where the budget is less than the
-            smallest sketch takes, so that nothing can be compressed.
+            The exact tokens before and after the sketch. None if the budget is too small for the
+            smallest sketch, so that nothing can be compressed.
 
         Raises:
-            InputError: non-finite keys or values, or options that make the sketch too large.
+            InputError: non-finite keys or values, or options with which the sketch is too large.
         """
         check_input(exact, budget)
         if self.sketch is None:
@@ -119,14 +119,14 @@ class WindowedSketch:
         return first, last
 
     def observe(self, slots: Slots, observed: Observed) -> Slots:
-        """A sketch sees no queries."""
+        """Return ``slots`` unchanged, because a sketch does not use queries."""
         return slots
 
     def __call__(
         self, slots: Slots, budget: int, observed: Observed | None = None, *, scored: bool = False
     ) -> Slots:
-        """As ``Windowed.__call__``: slots as attention sees them. Those handed back must come in
-        again, with the new tokens behind them."""
+        """As ``Windowed.__call__``: returns the slots over which attention is computed. The next
+        call must receive these slots again, followed by the new tokens."""
         check_input(slots, budget)
         if self.sketch is None:
             exact = slots
@@ -135,7 +135,7 @@ class WindowedSketch:
         else:
             last = slots.narrow(self._before, slots.count - self._before)
             exact = Slots.cat([slots.narrow(0, self._sinks), last])
-            # Sums of a sketch may be float32 and make all so; tokens come back unrounded.
+            # Sums of a sketch may be float32, and then all slots are. Tokens keep their values.
             exact = replace(exact, values=exact.values.to(self._dtype))
         self._dtype = exact.values.dtype
         parts = self.take(exact, budget)
@@ -147,8 +147,7 @@ class WindowedSketch:
         return Slots.cat([parts[0], middle, parts[1]])
 
     def _fit(self, token: Slots, room: int) -> None:
-        """Make the sketch, or make it larger: the largest whose bytes are those of ``room`` tokens
-        at most."""
+        """Make the sketch, or enlarge it, as much as fits into the bytes of ``room`` tokens."""
         if self.sketch is not None and (room <= self._room or not self.sketch.grows):
             return
         low, high = self.least, max(self.least, room)
@@ -168,19 +167,19 @@ class WindowedSketch:
         self._room, self.worth = room, _worth(self.sketch, token)
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply ``fn`` to the batch axis of what the sketch holds; rows are renumbered."""
+        """Apply ``fn`` to the batch axis of the sketch's state. Rows are renumbered."""
         self._rows = None
         if self.sketch is not None:
             self.sketch.map_batch(fn)
 
     def number_rows(self, rows: Tensor) -> None:
-        """Say which rows of a larger batch these are, see ``Sketch.number_rows``."""
+        """Set the numbers of these rows in a larger batch, see ``Sketch.number_rows``."""
         self._rows = rows
         if self.sketch is not None:
             self.sketch.number_rows(rows)
 
     def to_state(self) -> State:
-        """The sketch, and what it was sized for."""
+        """The state of the sketch, and the number of tokens for which it was sized."""
         names = {"worth": self.worth, "sinks": self._sinks, "window": self._window}
         state = State(values={**names, "room": self._room, "before": self._before})
         state.values["dtype"] = None if self._dtype is None else name_of(self._dtype)
@@ -189,10 +188,10 @@ class WindowedSketch:
         return state
 
     def restore(self, reader: Reader, token: Slots) -> None:
-        """Restore the result of ``to_state``; nothing may be held yet.
+        """Restore the result of ``to_state`` in an empty window.
 
         Args:
-            token: tokens like those that come; their number does not matter.
+            token: example tokens, which define shapes and dtypes. Their number does not matter.
 
         Raises:
             InputError: inconsistent tensors or numbers.
@@ -215,15 +214,15 @@ class WindowedSketch:
         reader.close()
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor the sketch holds."""
+        """All tensors of the sketch."""
         return [] if self.sketch is None else self.sketch.tensors()
 
 
 def _worth(sketch: Sketch, token: Slots) -> int:
-    """Tokens whose bytes a sketch takes at most, rounded up.
+    """The largest size of a sketch in bytes, as a number of tokens, rounded up.
 
     Raises:
-        InputError: the options leave its size to the stream.
+        InputError: with these options, the size depends on the stream.
     """
     most = sketch.most_bytes(token)
     if most is None:
@@ -242,14 +241,14 @@ def by_budget(
     limit: Tensor,
     room: int,
 ) -> SketchPages:
-    """The next pages of heads whose budgets differ: those of the same budget share a sketch.
+    """The next pages of heads with different budgets. Heads with the same budget share a sketch.
 
     Args:
-        method: what the sketches are made like.
-        budgets: of every head.
-        before: the pages so far, or all tokens, of which nothing was compressed yet.
-        budget: slots to compress to now, int64 ``[batch, heads]``.
-        limit: the budgets now, likewise, or one number.
+        method: a window from which those of the groups are made (``fresh``).
+        budgets: the budget of every head.
+        before: the pages so far, or all tokens if nothing was compressed yet.
+        budget: slots after this compression, int64 ``[batch, heads]``.
+        limit: the current budgets, in the same dtype and shape, or one number.
         room: as for ``WindowedSketch.page``.
     """
     batch, heads = budget.shape

@@ -1,4 +1,5 @@
-"""How many requests fit into a GPU's memory, before and after, by a model's configuration alone."""
+"""How many requests fit into the memory of a GPU, with vLLM's own cache and with compressed pages,
+from the configuration of a model alone."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from .layout import Layout
 from .settings import Settings
 from .split_layout import SplitLayout
 
-#: Of a GPU's memory, what vLLM 0.32 takes for itself unless told (``--gpu-memory-utilization``).
+#: The share of a GPU's memory that vLLM 0.32 uses by default (``--gpu-memory-utilization``).
 UTILIZATION = 0.92
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -21,15 +22,17 @@ _BINARY = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 @dataclass(frozen=True)
 class Plan:
-    """What fits.
+    """The number of requests that fit.
 
     Attributes:
-        weight_bytes: of the model; kv_bytes: what is left for caches.
-        token_bytes: of a token in vLLM's own cache, all layers.
-        before: requests of the longest context that fit there at once.
-        budget: slots per KV head that a compression leaves; slots: of a page.
-        page_bytes: of a request, all layers, whatever its length.
-        after: requests that fit.
+        weight_bytes: bytes of the model's weights.
+        kv_bytes: bytes that are left for caches.
+        token_bytes: bytes of a token in vLLM's own cache, in all layers.
+        before: requests of the longest context that fit into vLLM's own cache at once.
+        budget: slots per KV head after a compression.
+        slots: slots of a page.
+        page_bytes: bytes of a request of any length, in all layers.
+        after: requests that fit at once with compressed pages.
     """
 
     weight_bytes: int
@@ -43,10 +46,10 @@ class Plan:
 
 
 def tokens_of(text: str, name: str) -> int:
-    """A number of tokens: 4096, or 128k, which is 131,072 as models' contexts are named.
+    """A number of tokens, such as 4096 or 128k (131,072, as in the names of contexts).
 
     Raises:
-        InputError: neither.
+        InputError: ``text`` is neither.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmM]?)\s*", text)
     if found is None or float(found[1]) <= 0:
@@ -55,10 +58,10 @@ def tokens_of(text: str, name: str) -> int:
 
 
 def size_of(text: str, name: str) -> int:
-    """A number of bytes: 80GiB, 24GB.
+    """A number of bytes, such as 80GiB or 24GB.
 
     Raises:
-        InputError: none of these.
+        InputError: ``text`` is not a number of bytes.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", text, re.IGNORECASE)
     if found is None or float(found[1]) <= 0:
@@ -75,19 +78,20 @@ def plan(
     settings: Settings | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Plan:
-    """The budget with which ``concurrency`` requests fit, or what fits with the given one.
+    """The budget with which ``concurrency`` requests fit, or the number of requests that fit with
+    the given budget.
 
     Args:
-        config: of a transformers model.
+        config: the config of a transformers model.
         memory: bytes of the GPU.
-        context: the longest, in tokens.
-        concurrency: requests at once; None: ``settings`` has a budget.
-        settings: method, sinks and recent window; its budget counts where ``concurrency`` is None.
+        context: the length of the longest context in tokens.
+        concurrency: requests at once. None: ``settings`` has a budget.
+        settings: method, sinks and recent window. Its budget is used if ``concurrency`` is None.
         dtype: of weights and caches.
 
     Raises:
-        InputError: numbers that do not fit together, or a model that does not fit.
-        UnsupportedError: layers that are not full attention over keys and values.
+        InputError: the numbers do not fit together, or the model does not fit into the memory.
+        UnsupportedError: a layer is not full attention over keys and values.
     """
     settings = settings or Settings(budget=1024)
     text = config.get_text_config()
@@ -125,7 +129,7 @@ def plan(
                 f"concurrency={concurrency}: not even budget={low} fits so often into the "
                 f"{left / 2**30:.1f} GiB left for caches"
             )
-        while low < high:  # the largest that fits; one page more is vLLM's null block
+        while low < high:  # the largest budget that fits, with one more page for vLLM's null block
             middle = (low + high + 1) // 2
             if (concurrency + 1) * page(middle)[1] <= left:
                 low = middle
@@ -140,7 +144,7 @@ def plan(
 
 
 def _parameters(config: Any) -> int:
-    """How many weights a model has: it is made without memory."""
+    """The number of weights of a model, which is made without allocating memory."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

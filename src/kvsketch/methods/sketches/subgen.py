@@ -346,8 +346,8 @@ class SubGen(_Clusters):
         return None if clusters is None else clusters + self.s * token_bytes(token) + 8
 
     def widen(self, like: Sketch) -> None:
-        """As ``Sketch.widen``. An added sample starts as a copy of an older one. Its distribution is
-        correct from the start (Lemma 1), but it becomes independent only through later tokens."""
+        """As ``Sketch.widen``. An added sample starts as a copy of an older one. Its distribution
+        is correct from the start (Lemma 1), but it becomes independent only by later tokens."""
         super().widen(like)
         assert isinstance(like, SubGen)
         if like.s > self.s and self.state:
