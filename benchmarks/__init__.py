@@ -1,1 +1,1 @@
-"""Scripts that measure; each writes its own results into docs/."""
+"""Benchmark scripts, each of which writes its own results to docs/."""

@@ -1,11 +1,12 @@
-"""What each part of ``heavy_merge`` contributes: attention error with one part changed at a time.
+"""The contribution of each part of ``heavy_merge``: attention error with one part changed at a time.
 
     python -m benchmarks.ablation --json
 
-One-shot rows measure as ``benchmarks.attention_error`` does: the slots before the held-back queries
-are compressed at once, to ``kept`` of what is neither sink nor recent. Streamed rows end with the
-same budget and the same queries, but only the first half of the prompt comes at once; the rest
-comes token by token or in chunks, through ``Stream``, whose page is compressed again and again.
+One-shot rows are measured as in ``benchmarks.attention_error``: the slots before the held-back
+queries are compressed at once, to the share ``kept`` of the slots between sinks and recent window.
+Streamed rows end with the same budget and the same queries, but only the first half of the prompt
+is read at once. The rest is read token by token or in chunks, through ``Stream``, whose page is
+compressed again and again.
 Error: |z - exact|_F / |exact|_F, mean over layers and prompts.
 
 Every head of every row has the same number of slots, so the whole method is here

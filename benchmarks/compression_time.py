@@ -1,4 +1,4 @@
-"""Time of compressing a prompt beside the time of its prefill.
+"""The time of compressing a prompt, compared with that of its prefill.
 
     python -m benchmarks.compression_time --json
 

@@ -1,9 +1,10 @@
-"""What a compressed document saves: its file against its prediction, and loading against reading.
+"""The size of the file of a compressed document against its prediction, and the time of loading it
+against that of reading the document.
 
     python -m benchmarks.document_files --cases ../shared/data/longeval/400_lines.jsonl --json
 
-A LongEval record is read at ``--budget``, saved, and loaded in a new process that is asked the same
-questions. Times are of one run on one machine; only their ratio means something.
+A LongEval record is read at ``--budget``, saved, and loaded in a new process, which gets the same
+questions. Times are those of one run on one machine, so that only their ratio is meaningful.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""What it costs that merged documents have not seen each other.
+"""The loss of accuracy because the tokens of merged documents have not attended to each other.
 
     python -m benchmarks.document_merge --cases ../shared/data/longeval/200_lines.jsonl --json
 
-A LongEval record is cut in two between lines. ``together``: read as one. ``appended``: the second
-half read behind the compressed first (``kvsketch append``). ``merged``: both read apart and put
-together (``kvsketch merge``). All three hold about as many bytes and get the same questions, half
-of them about each half. ``divergence``: KL of the number's first token, behind the right words of
-the answer, to the exact cache of the whole, in nats, the mean over questions.
+A LongEval record is cut in two between lines. ``together``: it is read as one document.
+``appended``: the second half is read after the compressed first half (``kvsketch append``).
+``merged``: both halves are read separately and merged (``kvsketch merge``). All three caches have
+about the same number of bytes and get the same questions, half of them about each half.
+``divergence``: the KL of the number's first token, after the right words of the answer, to the exact
+cache of the whole record, in nats, as the mean over questions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same bytes for every method: how they are counted, and how many slots they buy.
+"""The same bytes for every method: how bytes are counted, and how many slots fit into them.
 
 What attention needs is counted, per KV head: keys and values at 2 bytes a number (bfloat16), masses
 at 4 where a method has them, slots in 8 or 4 bits with their scales, zero points and units as they
@@ -6,8 +6,9 @@ are stored. Of a streaming sketch its whole state is counted: attention reads no
 keys and values in it take 2 bytes a number, all else what it takes. Scores and waiting queries
 serve further compressions only and are not counted.
 
-``kept`` is the share of the middle's bytes: a method may hold as many bytes as one that keeps
-``kept`` of the tokens as they are. Whatever its slots cost decides how many it gets.
+``kept`` is a share of the bytes of the tokens between sinks and recent window: a method may use as
+many bytes as one that keeps the share ``kept`` of these tokens unchanged. Its number of slots
+depends on the bytes of a slot.
 """
 
 from __future__ import annotations

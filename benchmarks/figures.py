@@ -1,4 +1,4 @@
-"""How every figure is set up and written."""
+"""Setting up and writing of all figures."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How often the theorems' bounds fail at the parameters the theorems ask for, and where they ask
-for more than there is.
+"""How often the bounds of the theorems fail at the parameters that the theorems require, and when
+these exceed the number of tokens.
 
     python -m benchmarks.guarantee --json
 

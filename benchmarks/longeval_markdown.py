@@ -1,4 +1,4 @@
-"""The LongEval results as Markdown, with the numbers of SubGen's Table 1 beside ours."""
+"""The LongEval results as Markdown, next to the numbers of SubGen's Table 1."""
 
 from __future__ import annotations
 

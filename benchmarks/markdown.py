@@ -1,4 +1,4 @@
-"""What all written pages have in common."""
+"""Functions shared by all scripts that write pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that spend a budget as a ``SketchCache`` does, without a model around them."""
+"""Layers that are compressed to a budget as in a ``SketchCache``, but without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the error benchmarks' options have in common: read once, refused in the same words."""
+"""Options that the error benchmarks share, and their error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes docs/which-method.md: which method for which need, from what docs/results/ holds.
+"""Writes docs/which-method.md, which recommends methods by need, from the files in docs/results/.
 
 python -m benchmarks.page_choice
 """

@@ -1,5 +1,5 @@
-"""Writes docs/papers.md: which class or function implements which line of which paper, from what
-the docstrings in src/kvsketch say.
+"""Writes docs/papers.md, which lists the class or function that implements each line of a paper,
+from the docstrings in src/kvsketch.
 
     python -m benchmarks.page_papers
 """

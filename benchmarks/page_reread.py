@@ -1,4 +1,4 @@
-"""The sections on a second reading: what it brings, and what it costs."""
+"""The sections on the benefit and the cost of a second reading."""
 
 from __future__ import annotations
 

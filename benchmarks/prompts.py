@@ -1,11 +1,11 @@
-"""Prompts and texts the error benchmarks share.
+"""Prompts and texts that the error benchmarks share.
 
-What a method may have seen of the queries it is asked is in every row as ``queries``:
+Every row states in ``queries`` which queries a method has seen before compression:
 
-- agnostic: none like them. LongEval: the question comes after compression. Other texts: the
-  ``GAP`` tokens before those that are scored do.
-- aware: the queries right before. LongEval: the question was read before compression. Other texts:
-  compression is followed by what is scored.
+- agnostic: none that resemble those that are scored. LongEval: the question comes after
+  compression. Other texts: the ``GAP`` tokens before those that are scored come after compression.
+- aware: the queries right before those that are scored. LongEval: the question was read before
+  compression. Other texts: the tokens that are scored follow the compression directly.
 """
 
 from __future__ import annotations

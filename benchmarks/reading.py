@@ -1,4 +1,4 @@
-"""What a second reading of the context costs beside the first, and what it brings.
+"""The cost of a second reading of the context relative to the first, and its benefit.
 
     python -m benchmarks.reading --json
 

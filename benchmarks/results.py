@@ -1,4 +1,4 @@
-"""Results that outlive a killed run."""
+"""Results that are kept if a run is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a budget buys a streaming sketch: bytes used, mass and error, and bytes inside ``generate``.
+"""Streaming sketches within a budget: bytes used, mass and error, and bytes inside ``generate``.
 
     python -m benchmarks.sketch_budget --out docs/results/sketch_budget.json \\
         --plot docs/figures/sketch_budget.svg

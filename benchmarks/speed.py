@@ -1,4 +1,4 @@
-"""What the redesign is held to: seconds, in ratios of paired runs, beside floors of the machine.
+"""Times, as ratios of paired runs, with lower bounds from the speed of the machine.
 
     python -m benchmarks.speed --preset decode --json
     python -m benchmarks.speed --preset compress --tokens 8192,32768,131072 --json

@@ -125,7 +125,7 @@ class SketchPage:
         return twin
 
     def to_state(self) -> State:
-        """The exact tokens, the sketch, and the room, which is at most doubled."""
+        """The exact tokens, the sketch, and the room, but at most twice the exact tokens."""
         names = {"first": self._first, "used": self._used, "appended": self.appended}
         state = State(values={**names, "room": min(self.room, 2 * self._used)})
         state.keep(**self.exact.tensors())

@@ -1,5 +1,5 @@
-"""BalanceKV's theorems as calculators: 3.1 (attention), 3.3 (MergeAndReduce), and from how many
-tokens on 3.1 asks for fewer slots than there are tokens."""
+"""BalanceKV's theorems as calculators: 3.1 (attention), 3.3 (MergeAndReduce), and the number of
+tokens from which on 3.1 requires fewer slots than there are tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MergeAndReduceSize(Size):
 
     @property
     def slots(self) -> int:
-        """All cells C^0 .. C^T full: (T + 1) t."""
+        """The slots if all cells C^0 .. C^T are full: (T + 1) t."""
         return (self.levels + 1) * self.t
 
 
@@ -38,7 +38,7 @@ class BalanceKVSize(Size):
     Attributes:
         t: batch size, even.
         levels: T = log2(n/t), rounded up, at least 1.
-        buckets: value-norm buckets that can be alive at once.
+        buckets: the largest number of value-norm buckets at once.
         delta: the walk's failure parameter, c = constant log(t/delta).
     """
 
@@ -49,7 +49,8 @@ class BalanceKVSize(Size):
 
     @property
     def slots(self) -> int:
-        """All cells full in every bucket and in the denominator: (buckets + 1)(T + 1) t."""
+        """The slots if all cells of every bucket and of the denominator are full: (buckets + 1)
+        (T + 1) t."""
         return (self.buckets + 1) * (self.levels + 1) * self.t
 
 
@@ -86,7 +87,7 @@ def merge_and_reduce(
     Args:
         eps: > 0.
         r: bound on the norms of queries and keys, >= 0; scores are <q, k>/sqrt(d).
-        n: tokens at most.
+        n: the largest number of tokens.
         d: head_dim.
         failure: in (0, 1).
         value_dim: s, default d; 1 for the softmax normaliser, whose values are 1.
@@ -147,12 +148,12 @@ def balancekv(
 
 
 def break_even(size: Callable[[int], MergeAndReduceSize | BalanceKVSize]) -> int:
-    """The least n for which ``size(n)`` asks for fewer than n slots: a proof by calculation that
-    the theorem saves nothing in shorter streams, over all n and not a sample of them.
+    """The smallest n for which ``size(n)`` requires fewer than n slots. This is a proof by
+    calculation that the theorem saves nothing in shorter streams, for all n and not only a sample.
 
-    t and the buckets never fall as n grows. For a <= n <= b, T is at least log2(a/t(b)), so slots
-    are at least (buckets(a) + 1)(T + 1) t(a) with that T. Where this is b or more, no n in between
-    saves anything; where it is not, the interval is halved, down to single n.
+    t and the buckets never decrease as n grows. For a <= n <= b, T is at least log2(a/t(b)), so
+    that there are at least (buckets(a) + 1)(T + 1) t(a) slots with that T. If this is at least b,
+    no n in between saves anything. Otherwise the interval is halved, down to single n.
 
     Args:
         size: ``merge_and_reduce`` or ``balancekv`` as a function of n, all else fixed.

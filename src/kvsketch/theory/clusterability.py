@@ -15,8 +15,8 @@ from .parameters import number
 
 @dataclass(frozen=True)
 class ClusterCurve:
-    """For each m, the least delta for which the keys are (m, delta)-clusterable lies in
-    ``[lower, upper]``; upper = 2 lower.
+    """For each m, the smallest delta for which the keys are (m, delta)-clusterable lies in
+    ``[lower, upper]``, where upper = 2 lower.
 
     Attributes:
         m: int64 ``[M]``: 1, 2, ..., M.
@@ -34,14 +34,14 @@ class ClusterCurve:
 
     def clusters(self, delta: float) -> Tensor:
         """The smallest m for which ``upper`` is at most delta, int64 ``[batch, heads]``: the keys
-        are (m, delta)-clusterable, and SubGen finds at most m clusters of radius delta. n where
-        the curve does not go far enough.
+        are (m, delta)-clusterable, and SubGen finds at most m clusters of radius delta. It is n if
+        the curve does not reach delta.
 
         Raises:
             InputError: delta is not a number >= 0.
         """
         delta = number("delta", delta, ">= 0", lambda x: x >= 0)
-        above = (self.upper > delta).sum(-1)  # upper falls
+        above = (self.upper > delta).sum(-1)  # upper decreases
         return torch.where(above < self.m.numel(), above + 1, self.count)
 
 
@@ -50,8 +50,8 @@ def clusterability(keys: Tensor, max_clusters: int = 256) -> ClusterCurve:
     rho_m at which its center number m + 1 is inserted is the covering radius of the first m, and
     the first m + 1 are pairwise at least rho_m apart. O(n M head_dim) time.
 
-    Computed in float64 around the mean key; distances below about 1e-7 of the largest are lost in
-    rounding.
+    The computation is in float64 around the mean key. Distances below about 1e-7 of the largest are
+    lost in rounding.
 
     Args:
         keys: ``[batch, heads, n, head_dim]``, finite.
@@ -69,7 +69,7 @@ def clusterability(keys: Tensor, max_clusters: int = 256) -> ClusterCurve:
     count = min(max_clusters, n)
     centered = keys.double() - keys.double().mean(2, keepdim=True)
     inserted = farthest_first(centered, None, count + 1)
-    # The first center's own entry is above all others; what farthest_first calls 1e-18 is 0.
+    # The entry of the first center is above all others. An entry of 1e-18 of farthest_first is 0.
     radius = inserted.sort(dim=-1, descending=True).values[..., 1 : count + 1]
     radius = torch.where(radius > 1e-18, radius, 0.0)
     missing = radius.new_zeros(*radius.shape[:2], count - radius.shape[2])

@@ -1,4 +1,4 @@
-"""The streams of the lower bounds of "Compression Barriers", and the players that read them."""
+"""The streams of the lower bounds of "Compression Barriers", and the games played on them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Recovery:
 
     @property
     def fraction(self) -> float:
-        """Over all queried bits. Guessing gets 1/2."""
+        """The fraction over all queried bits. Guessing gets 1/2."""
         return float(self.per_row.mean())
 
     @property
@@ -49,10 +49,11 @@ class IndexGame:
 
     Attributes:
         bits: Alice's x, bool ``[rows, value_dim]``.
-        slots: her stream, exact tokens ``[1, 1, n, ...]``: to be compressed, or fed to a sketch.
-        queries: Bob's, ``[1, 1, rows, head_dim]``: query i is C k_i. Scores are <q, k>: scaling=1.
-        threshold: he says 1 above it.
-        coherence: largest ``|<k_i, k_j> - [i = j]|``; decoding is certain while it is below eps.
+        slots: her stream, exact tokens ``[1, 1, n, ...]``, to be compressed or fed to a sketch.
+        queries: Bob's queries, ``[1, 1, rows, head_dim]``. Query i is C k_i. Scores are <q, k>, so
+            that scaling=1.
+        threshold: Bob answers 1 if an output is above it.
+        coherence: largest ``|<k_i, k_j> - [i = j]|``. Decoding is certain if it is below eps.
     """
 
     bits: Tensor
@@ -64,10 +65,10 @@ class IndexGame:
     def play(
         self, answer: Slots | Callable[[Tensor], Tensor], rows: Tensor | None = None
     ) -> Recovery:
-        """Bob asks for ``rows`` (default all).
+        """Bob queries ``rows`` (default: all).
 
-        He queries without inserting a token: the (q, 0, 0) of Theorem 6 changes nothing, and in
-        Theorem 26 it would push row 1 out of the window.
+        He queries without inserting a token, because the (q, 0, 0) of Theorem 6 changes nothing,
+        and in Theorem 26 it would push row 1 out of the window.
 
         Args:
             answer: slots (a compressor's output, ``sketch.slots``), or any function from queries
@@ -75,7 +76,7 @@ class IndexGame:
             rows: int64 ``[asked]``.
 
         Raises:
-            InputError: as ``attend``; outputs of another shape.
+            InputError: as for ``attend``, or outputs have the wrong shape.
         """
         if isinstance(answer, Slots):
             answer = partial(attend, slots=answer, scaling=1.0)
@@ -119,8 +120,8 @@ def index_game(
         d: head_dim; None: 12 ln(rows)/(eps^2 - eps^3), equation 4. (Lemma 22 loses a factor 4 in
             its union bound: 1 - 4/n, not 1 - 1/n. Coherence is therefore checked.)
         seed: of the keys.
-        strict: draw again while the coherence is above eps, 20 times at most, then refuse. False:
-            take the first draw.
+        strict: whether keys are drawn again while the coherence is above eps, at most 20 times, and
+            then refused. False: the first draw is used.
 
     Raises:
         InputError: an argument out of range, or d too small for eps.
@@ -157,14 +158,14 @@ def index_game(
 
 @dataclass(frozen=True)
 class NonAdaptivePair:
-    """Two streams that differ in one token and not at all in the query (Theorem 27).
+    """Two streams with the same query that differ in one token (Theorem 27).
 
     Attributes:
-        query: ``[1, 1, 1, d]`` float64; scaling=1.
+        query: ``[1, 1, 1, d]`` float64, for scaling=1.
         planted: H(i), ``[1, 1, n, d]``: key 1 at ``index``, 0 elsewhere.
-        plain: sigma: all keys 0. Same values: 1, and sqrt(n) in the last sqrt(n) rows.
+        plain: sigma, with all keys 0 and the same values: 1, and sqrt(n) in the last sqrt(n) rows.
         planted_output: each coordinate of Attn over ``planted``.
-        plain_output: of Attn over ``plain``.
+        plain_output: each coordinate of Attn over ``plain``.
         index: i, from 0.
     """
 
@@ -193,7 +194,7 @@ class NonAdaptivePair:
 
 
 def non_adaptive_pair(n: int, d: int, i: int) -> NonAdaptivePair:
-    """H(i) and sigma of Theorem 27 (sqrt(n) rounded down where n is no square).
+    """H(i) and sigma of Theorem 27 (sqrt(n) is rounded down if n is not a square).
 
     Differences to the text: equation 90's rows are n - sqrt(n) + 1 .. n; the query of equation 87
     serves both streams (92 has another for sigma, where all keys are 0 and it does not matter).
@@ -232,15 +233,16 @@ def non_adaptive_pair(n: int, d: int, i: int) -> NonAdaptivePair:
 def detection_rate(
     read: Callable[[torch.Generator], Tensor], n: int, d: int, trials: int = 100, seed: int = 0
 ) -> float:
-    """How often a non-adaptive reader tells H(i) from sigma, i uniformly random: reads/n, so
-    1 - o(1) of the time o(n) reads see no difference (the paper's 1 - 1/poly(n) is too strong).
+    """How often a non-adaptive reader distinguishes H(i) from sigma for uniformly random i. This is
+    reads/n, so that o(n) reads see no difference with probability 1 - o(1) (the paper's
+    1 - 1/poly(n) is too strong).
 
     Args:
-        read: gives the positions it will read, int64, before it sees any data; draws what it needs
-            from the generator.
+        read: returns the positions that it reads, int64, before it sees any data. It takes its
+            random numbers from the generator.
         n: tokens.
         d: head_dim and value_dim.
-        trials: >= 1, each with a fresh i and a fresh reading.
+        trials: >= 1, each with a new i and a new choice of positions.
         seed: of i and of the generator.
 
     Raises:

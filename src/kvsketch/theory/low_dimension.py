@@ -1,5 +1,5 @@
-"""Few dimensions: what "Compression Barriers" proves there from below (Theorem 1, Corollary 9) and
-from above (Lemma 14, Theorem 15), with every constant."""
+"""Few dimensions: the lower bounds (Theorem 1, Corollary 9) and upper bounds (Lemma 14, Theorem 15)
+of "Compression Barriers", with every constant."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from ..errors import at_least
 from .parameters import SubGenSize, covering_number, number, subgen
 
-#: Theorem 15's cluster radius for keys of norm at most 1
+#: The cluster radius of Theorem 15 for keys of norm at most 1.
 UNIT_BALL_DELTA = math.e / 3
 
 
 @dataclass(frozen=True)
 class Barrier:
-    """What the proof of Theorem 1 and Corollary 9 yields for d dimensions.
+    """The result of the proof of Theorem 1 and Corollary 9 for d dimensions.
 
     Attributes:
         c_u: Theorem 6's constant: n keys need d >= c_u ln n.
         rows: nearly orthonormal keys that Lemma 3 gives in d dimensions: e^(d/c_u), at most n.
-        bits: memory that no algorithm can do without, d rows (1 - H(1/3)).
-        query_norm: of Bob's queries, at most; the bound holds only for algorithms that answer
-            queries that long.
+        bits: the memory that every algorithm needs, d rows (1 - H(1/3)).
+        query_norm: the largest norm of Bob's queries. The bound holds only for algorithms that
+            answer queries of this norm.
     """
 
     c_u: float
@@ -41,12 +41,11 @@ def barrier(n: int, d: int, eps: float = 0.1) -> Barrier:
     constant in the exponent is lost. Theorem 5 (23) adds the factor 1 - H(1/3) = 0.08, H the
     binary entropy.
 
-    That d e^d is a correct bound all the same, and a weak one, if queries may have any norm:
-    distinct unit vectors on a circle can be told apart by C <q, k> with C large, so d = 2 is
-    enough for n rows and n d bits. What it cannot be is compared with Theorem 15: there queries
-    have norm O(log log n) (here 2 ln(rows)/(1 - 2 eps)), and the guarantee is
-    eps |softmax|_2 |V|_op, not a factor 1 +- eta in every coordinate; no bit of the INDEX instance
-    can be read from the former.
+    Nevertheless, d e^d is a correct, though weak, bound if queries may have any norm: distinct unit
+    vectors on a circle can be distinguished by C <q, k> with large C, so that d = 2 is enough for n
+    rows and n d bits. However, it cannot be compared with Theorem 15, in which queries have norm
+    O(log log n) (here 2 ln(rows)/(1 - 2 eps)), and the guarantee is eps |softmax|_2 |V|_op and not
+    a factor 1 +- eta in every coordinate. No bit of the INDEX instance can be read from the former.
 
     Args:
         n: tokens.
@@ -156,7 +155,7 @@ def low_dimensional(
 
 def _volume(d: int, delta: float, radius: float) -> float:
     """(1 + 2 radius/delta)^d: Lemma 13's argument, with balls half as large."""
-    covering_number(d, delta, radius)  # refuses what is beyond all meaning
+    covering_number(d, delta, radius)  # raises an error if the number is too large
     return math.exp(d * math.log1p(2 * radius / delta))
 
 

@@ -30,16 +30,16 @@ class ErrorBounds:
 def error_bounds(
     queries: Tensor, keys: Tensor, values: Tensor, scaling: float | None = None
 ) -> ErrorBounds:
-    """Both right-hand sides, in float64, in blocks of queries. Every query sees all keys.
+    """Both right-hand sides, in float64. Every query attends to all keys.
 
     Args:
         queries: ``[batch, num_attention_heads, q, head_dim]``, grouped as in ``attend``.
         keys: ``[batch, num_key_value_heads, n, head_dim]``, exact.
         values: ``[batch, num_key_value_heads, n, value_dim]``.
-        scaling: of the scores; default ``head_dim ** -0.5``.
+        scaling: of the scores. Default: ``head_dim ** -0.5``.
 
     Raises:
-        InputError: shapes that ``attend`` refuses, or n = 0.
+        InputError: ``attend`` does not accept the shapes, or n = 0.
     """
     exact = Slots(keys.double(), values.double())
     check_queries(queries, exact, None)
@@ -47,7 +47,7 @@ def error_bounds(
         raise InputError("keys hold no token (n = 0): there is nothing to compare with")
     batch, heads = queries.shape[:2]
     block = max(1, _BLOCK_SCORES // max(1, batch * heads * exact.count))
-    # attend()'s own scores, so that both sides of a bound mean the same softmax
+    # The scores are those of attend(), so that both sides of a bound use the same softmax.
     parts = [
         attention_scores(queries[:, :, i : i + block].double(), exact, scaling, None, None, None)
         .softmax(-1)
@@ -69,14 +69,14 @@ def measured_error(
     """|attention over ``slots`` - attention over the exact tokens|_2 per query, in float64.
 
     Args:
-        slots: a compressor's output or a sketch's ``slots`` for these tokens; others as for
-            ``error_bounds``.
+        slots: a compressor's output or a sketch's ``slots`` for these tokens.
+        others: as for ``error_bounds``.
 
     Returns:
         float64 ``[batch, num_attention_heads, q]``.
 
     Raises:
-        InputError: shapes that ``attend`` refuses.
+        InputError: ``attend`` does not accept the shapes.
     """
     queries = queries.double()
     exact = attend(queries, Slots(keys.double(), values.double()), scaling=scaling)
@@ -85,14 +85,14 @@ def measured_error(
 
 
 def smallest_eps(error: Tensor, bound: Tensor) -> Tensor:
-    """The smallest eps with error <= eps bound, elementwise: 0 where both are 0, infinity where
-    only the bound is."""
+    """The smallest eps with error <= eps bound, elementwise. It is 0 where both are 0, and infinite
+    where only the bound is 0."""
     return torch.where(error == 0, 0.0, error / bound)
 
 
 def _operator_norm(values: Tensor) -> Tensor:
-    """Largest singular value per head, float64 ``[batch, heads]``, from the smaller Gram matrix:
-    a quick way even for very many tokens."""
+    """The largest singular value per head, float64 ``[batch, heads]``, from the smaller Gram
+    matrix, which is fast for very many tokens, too."""
     n, dim = values.shape[-2:]
     gram = values.mT @ values if n >= dim else values @ values.mT
     eigenvalues: Tensor = torch.linalg.eigvalsh(gram)

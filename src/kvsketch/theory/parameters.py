@@ -1,4 +1,4 @@
-"""Calculators: how large a sketch the theorems ask for, every constant stated and derived."""
+"""Calculators of the size of a sketch that the theorems require, with every constant derived."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from ..errors import InputError, at_least
 
-# Beyond e^600 a number of slots is no longer worth a float.
+# Numbers of slots beyond e^600 are refused, because they soon exceed the range of a float.
 _LARGEST_EXPONENT = 600.0
 
 
@@ -46,7 +46,7 @@ class SubGenSize(Size):
         s: numerator samples.
         t: samples per cluster.
         tail: the inequality that gave t: "chernoff", "hoeffding" or "bernstein".
-        clusters: m; None: unknown. ``slots`` then counts one cluster, the least there can be.
+        clusters: m. None: unknown, and ``slots`` then counts one cluster, the smallest number.
     """
 
     s: int
@@ -74,8 +74,8 @@ def subgen(
     Numerator. Each of the s samples has mean a^T V (a = exp(Kq)), and rows are drawn in proportion
     to |v|^2, so E|error|^2 = (|a|^2 |V|_F^2 - |a^T V|^2)/s <= d |a|^2 |V|_op^2 / s. Chebyshev at
     (eps/3) |a| |V|_op with failure/2 gives s = 18 d/(eps^2 failure), 1,800 d/eps^2 at 0.01. A
-    failure probability inside a logarithm (McDiarmid, as in Drineas, Kannan and Mahoney) is not to
-    be had: with probabilities from |v| alone a single term, a_i/|v_i|, has no bound.
+    failure probability inside a logarithm (McDiarmid, as in Drineas, Kannan and Mahoney) is not
+    possible, because with probabilities from |v| alone a single term, a_i/|v_i|, has no bound.
 
     Denominator. Keys of a cluster lie within delta of its representative, so exp<q, k> varies by
     at most B = e^(2 delta r) in it. The mean of t samples is within 1 +- e, e = eps/3, in all
@@ -97,7 +97,7 @@ def subgen(
         n: tokens.
         d: value_dim.
         failure: in (0, 1).
-        m: clusters at most; see ``clusters_for_diameter`` and ``clusterability``.
+        m: the largest number of clusters, see ``clusters_for_diameter`` and ``clusterability``.
 
     Raises:
         InputError: an argument out of range, or 2 delta r > 600.
@@ -163,15 +163,15 @@ def sliding_window(
     """Median of means for sliding window attention, Theorem 25: all d coordinates at all n steps
     within a factor 1 +- eps with probability at least 1 - failure.
 
-    Values must be nonnegative (the theorem forgets to say so: its step E[O^2] <= v_max E[O] needs
+    Values must be nonnegative (the theorem does not say so, but its step E[O^2] <= v_max E[O] needs
     it). T = 3 v_max/(eps^2 mean) makes one average fail with probability at most 1/3 (Chebyshev).
     The median fails only if Q/2 averages do, in either direction: e^(-Q/18) by Hoeffding, so
     Q = 18 ln(n d/failure). The paper's e^(-Q/12) drops a 3 (the Chernoff bound it uses is
     e^(-Q/36)) and is false: the true exponent is about Q/17. Equation 56 has log(d/failure) where
     the union bound over all steps needs log(n d/failure).
 
-    ``methods.sketches.sliding_window.SlidingWindow`` needs none of this: it keeps the sum of the
-    values outside, which is exact, in one slot.
+    ``methods.sketches.sliding_window.SlidingWindow`` needs no samples: it keeps the sum of the
+    values outside the window, which is exact, in one slot.
 
     Args:
         eps: in (0, 1].
@@ -233,10 +233,10 @@ def clusters_for_diameter(d: int, delta: float, radius: float = 1.0) -> int:
 
 
 def number(name: str, value: object, allowed: str, ok: Callable[[float], bool]) -> float:
-    """``value`` as a float if it is a finite number with ``ok(value)``.
+    """Return ``value`` as a float if it is a finite number with ``ok(value)``.
 
     Raises:
-        InputError: it is not.
+        InputError: it is not such a number.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputError(f"{name}={value!r} must be a number {allowed}")
@@ -254,7 +254,7 @@ def failure_in_range(failure: float) -> float:
 
 
 def _ratio(d: int, delta: float, radius: float) -> Fraction:
-    """radius/delta of the numbers as written: 1/0.1 is 10."""
+    """radius/delta of the numbers in decimal notation, so that 1/0.1 is exactly 10."""
     at_least("d", d, 1)
     delta = number("delta", delta, "> 0", lambda x: x > 0)
     radius = number("radius", radius, "> 0", lambda x: x > 0)
