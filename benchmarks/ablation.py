@@ -1,4 +1,4 @@
-"""The contribution of each part of ``heavy_merge``: attention error with one part changed at a time.
+"""The contribution of each part of ``heavy_merge``: attention error with one part changed.
 
     python -m benchmarks.ablation --json
 

@@ -6,8 +6,8 @@ A LongEval record is cut in two between lines. ``together``: it is read as one d
 ``appended``: the second half is read after the compressed first half (``kvsketch append``).
 ``merged``: both halves are read separately and merged (``kvsketch merge``). All three caches have
 about the same number of bytes and get the same questions, half of them about each half.
-``divergence``: the KL of the number's first token, after the right words of the answer, to the exact
-cache of the whole record, in nats, as the mean over questions.
+``divergence``: the KL of the number's first token, after the right words of the answer, to the
+exact cache of the whole record, in nats, as the mean over questions.
 """
 
 from __future__ import annotations

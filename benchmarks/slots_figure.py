@@ -1,4 +1,4 @@
-"""Draws the slots of a cache after a prompt (docs/how-it-works.md), from a run of the packaged model.
+"""Draws the slots of a cache after a prompt (docs/how-it-works.md), with the packaged model.
 
 python -m benchmarks.slots_figure --plot docs/figures/slots.svg
 """

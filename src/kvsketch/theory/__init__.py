@@ -1,5 +1,5 @@
-"""For theorists: compute the size of a sketch from a theorem, check a bound on real activations, and
-test a method with the hard instances of the lower bounds."""
+"""For theorists: compute the size of a sketch from a theorem, check a bound on real activations,
+and test a method with the hard instances of the lower bounds."""
 
 from .balance import BalanceKVSize, MergeAndReduceSize, balancekv, break_even, merge_and_reduce
 from .clusterability import ClusterCurve, clusterability

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from ..errors import InputError, at_least
 
-# Numbers of slots beyond e^600 are refused, because they soon exceed the range of a float.
+# The largest exponent of a number of slots: a larger number is meaningless and raises an error.
 _LARGEST_EXPONENT = 600.0
 
 
