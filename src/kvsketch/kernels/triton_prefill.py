@@ -192,8 +192,8 @@ def _attend_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Attend from a tile of rows of a KV head: row r is query ``r // group`` of head ``r % group``.
-    """
+    """Attend for a tile of rows of a KV head. Row r is query ``r // group`` of query head
+    ``r % group``."""
     pairs = number_new * group
     tiles = tl.cdiv(pairs, ROWS)
     program = tl.program_id(0)
