@@ -3,17 +3,17 @@
     python -m benchmarks.attention_error --json
     python -m benchmarks.attention_error --preset balancekv   # the protocol of its figure 2
 
-A prompt's last ``follow`` tokens are held back: the cache is compressed after the tokens before
-them, query-aware methods having seen those tokens' queries only, and the held-back queries then
-attend to the slots and, causally, to each other. In a LongEval prompt that is the question
-(``queries`` "agnostic"); elsewhere the text goes on ("aware", see ``benchmarks.prompts``). Error:
-|z - exact|_F / |exact|_F over those queries and all heads of a layer; mean over layers and prompts;
-``std`` over seeds.
+The last ``follow`` tokens of a prompt are held back. The cache is compressed after the tokens
+before them, and query-aware methods have seen the queries of those tokens only. The held-back
+queries then attend to the slots and, causally, to each other. In a LongEval prompt they are the
+question (``queries`` "agnostic"), elsewhere the continuation of the text ("aware", see
+``benchmarks.prompts``). The error is |z - exact|_F / |exact|_F over those queries and all heads of
+a layer, as the mean over layers and prompts, and ``std`` is over seeds.
 
-``kept`` is the share of the bytes of the middle (what is neither sink nor recent) that is kept, the
-same for every method, and ``bytes_per_token`` what was held, over all tokens before the held-back
-ones, one KV head: ``benchmarks.equal_bytes``. Rows of quantised caches have ``kept`` 1 and stand at
-their own bytes.
+``kept`` is the share of the bytes between sinks and recent window that is kept, the same for every
+method. ``bytes_per_token`` is the number of bytes of one KV head over the number of tokens before
+the held-back ones. See ``benchmarks.equal_bytes``. Rows of quantised caches have ``kept`` 1, and
+their bytes are smaller.
 
 Methods are named as in ``kvsketch eval --methods``: a bare name is the method as ``SketchCache(
 model.config, name, budget=...)`` runs it (``heavy_merge``: ``@measured``, all others: ``@even``).

@@ -8,8 +8,8 @@ compressing is what ``SketchCache`` does after it in that layer, with that layer
 and values, in the same threads: looking at the queries and compressing to the budget, the same for
 every head (``@even``). The bare ``heavy_merge`` measures where its budget belongs before that:
 ``measuring`` is the time it takes for one layer. Random weights and inputs do for times, not for
-errors. ``probe`` is the attention of the last ``probe`` queries of all heads over what was kept,
-and over all keys: the cost of measuring an error.
+errors. ``probe`` is the attention of the last ``probe`` queries of all heads over the kept slots
+and over all keys, which is the cost of measuring an error.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m benchmarks.decode_speed --json
 
-Both caches start a decode with the same number of slots: SketchCache from a longer prompt it
-compressed to its budget, DynamicCache from a prompt of exactly that many tokens. Runs alternate,
-so that whatever else the machine does hits both; the figure is the median of the paired ratios of
-tokens per second, with every pair listed.
+Both caches start to decode with the same number of slots: SketchCache after a longer prompt that
+was compressed to its budget, DynamicCache after a prompt of exactly that many tokens. Runs
+alternate, so that other load on the machine affects both. The figure is the median of the paired
+ratios of tokens per second, and every pair is listed.
 """
 
 from __future__ import annotations

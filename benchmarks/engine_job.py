@@ -1,4 +1,4 @@
-"""One vLLM engine in a process of its own: what ``benchmarks.vllm_engine`` and tests/engine start.
+"""One vLLM engine in a separate process, started by ``benchmarks.vllm_engine`` and tests/engine.
 
     python -m benchmarks.engine_job < job.json
 

@@ -2,13 +2,13 @@
 
     python -m benchmarks.kl --json
 
-Texts: LongEval prompts with the exact cache's own answers for the packaged model, of which the
-answers are scored; else samples of the model itself (or given files), of which the last ``follow``
-tokens are. The tokens before are the prompt, compressed by a real one-shot ``SketchCache`` after
-it; the rest is fed one token at a time, through the same cache, as decoding would. ``queries``
-(``benchmarks.prompts``) says what query-aware methods had seen when they compressed. KL(exact ||
-sketch) in nats, the mean over texts and tokens; top-1 is the share of tokens where both caches
-agree.
+For the packaged model, the texts are LongEval prompts with the answers of the exact cache, and the
+answers are scored. For other models, they are samples of the model itself (or given files), and the
+last ``follow`` tokens are scored. The tokens before these are the prompt, which a one-shot
+``SketchCache`` compresses after reading it. The scored tokens are fed one at a time, through the
+same cache, as in decoding. ``queries`` (``benchmarks.prompts``) states what query-aware methods had
+seen when they compressed. KL(exact || sketch) is in nats, the mean over texts and tokens, and top-1
+is the share of tokens for which both caches agree.
 
 ``kept`` and ``bytes_per_token`` are those of ``benchmarks.equal_bytes``, right after the prompt was
 compressed, over its tokens: what is fed later every cache keeps as it is. (``cache.nbytes()`` would

@@ -2,10 +2,10 @@
 
     python -m benchmarks.longeval_unseen --json
 
-The record is read and compressed, then the question is fed one token at a time and the answer
-written with the compressed cache. Every method holds as many bytes of the record as one that keeps
-the budget's share of its tokens as they are (``benchmarks.equal_bytes``). Official cases where
-../shared/data/longeval is there, else generated ones. Intervals are Wilson's, 95%.
+The record is read and compressed. Then the question is fed one token at a time, and the answer is
+generated with the compressed cache. Every method uses as many bytes for the record as one that
+keeps the budget's share of its tokens unchanged (``benchmarks.equal_bytes``). The cases are the
+official ones if ../shared/data/longeval exists, else generated ones. Intervals are Wilson's, 95%.
 
 Methods are named as in ``kvsketch eval --methods``: a bare name is the method as ``SketchCache(
 model.config, name, budget=...)`` runs it (``heavy_merge``: ``@measured``, all others: ``@even``).

@@ -10,10 +10,10 @@ float32 is run over a prompt of 40 tokens, 12 decoded ones and a chunk of 8, pad
   by layer and head by head, with even budgets and with uneven ones;
 - with the default method, ``summary()`` and ``error()``.
 
-A family is *right* where all of that holds, *refused* where ``SketchCache(config)`` says by name
-why not, and *not constructible* where no tiny model can be made. Anything else is wrong: the
-command says so, writes nothing and fails. ``tests/hf/test_model_sweep.py`` holds the lists against
-the code.
+A family is *right* if all of these checks pass, *refused* if ``SketchCache(config)`` raises an
+error that states the reason, and *not constructible* if no tiny model can be made. Any other
+outcome is an error: the command reports it, writes nothing and fails.
+``tests/hf/test_model_sweep.py`` compares the lists with the code.
 """
 
 from __future__ import annotations

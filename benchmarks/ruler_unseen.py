@@ -2,11 +2,12 @@
 
     python -m benchmarks.ruler_unseen --json
 
-As ``benchmarks.longeval_unseen``: the context is read and compressed, then the question is fed one
-token at a time and the answer written with the compressed cache. The model is the packaged one that
-answers RULER's questions (``--model packaged-ruler``); the subtasks are those of which it answers
-nine in ten with the exact cache. Essays of ../shared/data/essays where they are there, else the
-filler text of the task. Methods are named as there.
+As in ``benchmarks.longeval_unseen``, the context is read and compressed, then the question is fed
+one token at a time, and the answer is generated with the compressed cache. The model is the
+packaged one that answers RULER's questions (``--model packaged-ruler``). The subtasks are those of
+which it answers nine in ten with the exact cache. The essays are those of ../shared/data/essays if
+they exist, else the filler text of the task. Methods are named as in
+``benchmarks.longeval_unseen``.
 """
 
 from __future__ import annotations

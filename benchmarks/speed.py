@@ -18,10 +18,10 @@ end_to_end  through ``generate``: prefill and decoding of the default against ``
             the packaged model, and decoding against ``DynamicCache`` holding as many tokens as we
             hold slots, also with two random layers of Llama 3 8B's shape.
 
-Runs of what is compared alternate, so that whatever else the machine does hits both; a figure is
-the median of the ratios of pairs. Floors: the bytes that must be read over the measured bandwidth
-of a copy, and the operations over the measured rate of a matrix product. kvpress needs an
-environment of its own (`make peers`; its transformers is older): its presses run there, after ours.
+Compared runs alternate, so that other load on the machine affects both. A figure is the median of
+the ratios of pairs. The lower bounds are the bytes that must be read over the measured bandwidth of
+a copy, and the operations over the measured rate of a matrix product. kvpress needs a separate
+environment (`make peers`), because its transformers is older. Its presses run there, after ours.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Does ``SketchCache(tolerance=...)`` hold on the tokens that follow, and what does it cost?
+"""Whether errors on the following tokens stay within ``SketchCache(tolerance=...)``, and the cost.
 
     python -m benchmarks.tolerance --json
 
-A prompt without its last ``follow`` tokens is read by a real cache with a tolerance; the held-back
-tokens' own queries, caught from the exact model, then attend to what the cache holds and, causally,
-to their own tokens. The method is ``SketchCache``'s default, ``heavy_merge``. Error:
-|z - exact|_F / |exact|_F over those queries, one number per layer and KV head. ``within``: the
-share of layer-heads (over all prompts) whose error is at most 1.5 times the tolerance;
-``reported``: what ``cache.error()`` said right after the prompt.
+A prompt without its last ``follow`` tokens is read by a cache with a tolerance. The queries of the
+held-back tokens, captured from the exact model, then attend to the slots of the cache and,
+causally, to their own tokens. The method is ``SketchCache``'s default, ``heavy_merge``. The error
+is |z - exact|_F / |exact|_F over those queries, one number per layer and KV head. ``within`` is the
+share of layer-heads (over all prompts) whose error is at most 1.5 times the tolerance, and
+``reported`` is the result of ``cache.error()`` right after the prompt.
 
 ``running`` asks how well ``track_error`` knows the error while a stream is compressed again and
 again at a fixed budget, the same for every head (``heavy_merge@even``): the probe's number over
