@@ -60,9 +60,19 @@ def block(result: dict[str, Any]) -> str:
         "The model is tiny (4 layers, heads of 32 channels), so that the overhead of every "
         "operation is visible. A single prompt is read more slowly than by vLLM, because its "
         "page is compressed every 256 tokens.",
+        _processors(result["processors"]),
         made_with(result),
     ]
     return "\n\n".join(lines)
+
+
+def _processors(of_parts: dict[str, str]) -> str:
+    """Which parts of the benchmark were run on which processor."""
+    parts: dict[str, list[str]] = {}
+    for part, processor in of_parts.items():
+        parts.setdefault(processor, []).append(part)
+    said = "; ".join(f"{processor}: {', '.join(names)}" for processor, names in parts.items())
+    return f"Parts of the benchmark by processor: {said}."
 
 
 def lead(result: dict[str, Any]) -> str:

@@ -458,8 +458,10 @@ def main(
     torch.set_num_threads(1)
     console = Console(stderr=True)
     found: Job = {}
+    processors: dict[str, str] = {}
     if out is not None and out.is_file():  # the parts that are not run stay
-        found = jsonlib.loads(out.read_text(encoding="utf-8"))["results"]
+        before = jsonlib.loads(out.read_text(encoding="utf-8"))
+        found, processors = before["results"], before.get("processors", {})
     small = min(count, 12)
     todo = {
         "answers": lambda: answers(count),
@@ -474,8 +476,10 @@ def main(
     for part in chosen:
         with console.status(part):
             found[part] = todo[part]()
+        processors[part] = environment()["hardware"]["processor"]
         console.print(part, found[part])
     result = {"command": "vllm_engine", "results": found, "seed": seed, **environment()}
+    result["processors"] = processors
     save(result, out)
     if json:
         print(dumps(result))
