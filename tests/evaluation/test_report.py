@@ -194,7 +194,7 @@ def test_summary_names_the_best_its_interval_and_exact(store: Path) -> None:
     best = next(row for row in rows if row["method"] == "heavy_merge")
     cost = [best["peak_kv_bytes"] / 1000, best["prefill_tokens_per_s"], best["decode_tokens_per_s"]]
     assert lines[0][5:8] == [f"{number:,.0f}" for number in cost]  # beside the score
-    assert lines[1][2] == "h2o, heavy_merge: not told apart"  # a tie
+    assert lines[1][2] == "h2o, heavy_merge: intervals overlap"  # a tie
     assert lines[2][3].startswith("15.0 [")  # times 100
     assert lines[6][2:5] == ["heavy_merge", "0.0150 [0.0052-0.025]", "50.0%"]  # less is better
     assert lines[6][8:10] == ["h2o 0.750 at 50.0%", "0 [0-0]"]
@@ -227,10 +227,12 @@ def test_summary_without_exact_and_with_unequal_cases(tmp_path: Path) -> None:
     found = [made(H2O, 1.0), made(OURS, 1.0), made(H2O, 0.0, case=1)]
     run = read_runs([stored(tmp_path / "a.jsonl", found)])[0]
     (line,) = summary(run).rows
-    assert line[2] == "heavy_merge, h2o: not told apart"  # their intervals overlap
+    assert line[2] == "heavy_merge, h2o: intervals overlap"  # their intervals overlap
     assert line[8] == "-"
     assert line[9:] == ["not run", "1-2, not the same for all"]
-    assert headline(run) == "At 50%, no method is told apart from the next (1 task)."
+    assert (
+        headline(run) == "At 50%, no method is better than the next beyond the interval (1 task)."
+    )
     more = [made(H2O, 0.0, case=n) for n in range(9)] + [made(OURS, 1.0, case=n) for n in range(9)]
     run = read_runs([stored(tmp_path / "b.jsonl", more)])[0]
     best = "At 50%, heavy_merge is best beyond the 95% interval (1 of 1 task)."
@@ -258,7 +260,7 @@ def test_errors_that_overlap_are_not_told_apart(tmp_path: Path) -> None:
         for case in range(5)
     ]
     (line,) = summary(read_runs([stored(tmp_path / "b.jsonl", spread)])[0]).rows
-    assert line[2] == "heavy_merge, h2o: not told apart"
+    assert line[2] == "heavy_merge, h2o: intervals overlap"
 
 
 def test_runs_have_distinct_titles_and_show_nobodys_folders(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def headline(run: Run) -> str:
         of = f"{len(found)} {'task' if len(found) == 1 else 'tasks'}"
         if not wins:
             apart = any(len(_leaders(ranked)) == 1 for ranked in found)
-            said = "best at equal bytes" if apart else "told apart from the next"
+            said = "best at equal bytes" if apart else "better than the next beyond the interval"
             parts.append(f"At {goal}, no method is {said} ({of}).")
             continue
         most = max(wins.values())
@@ -120,7 +120,7 @@ def _best(ranked: Sequence[Row], scale: Scale) -> list[str]:
     if len(ranked) == 1:
         names += ": no other was run"
     elif len(best) > 1:
-        names += ": not told apart"
+        names += ": intervals overlap"
     elif _larger(ranked):
         names += ": it keeps more bytes"
     return [
@@ -189,9 +189,10 @@ def _errors(run: Run, book: Sketchbook) -> Section:
     """Error curves, as in BalanceKV's Figure 2 for the attention of one layer."""
     return Section(
         "Error against bytes kept",
-        "Less is better, on a logarithmic scale; bars are 95% intervals. Texts go on behind a "
-        "compressed prompt: KL of the next token to the exact cache's, perplexity of the text's "
-        "own tokens, and the relative error of single layers' attention (BalanceKV's Figure 2).",
+        "Less is better, on a logarithmic scale; bars are 95% intervals. Measured on the "
+        "teacher-forced continuation of a compressed prompt: KL divergence of the next token from "
+        "the exact cache's, perplexity of the text's own tokens, and the relative error of single "
+        "layers' attention (BalanceKV's Figure 2).",
         [_kept(title, rows, book) for title, rows in _panels(run, errors=True)],
     )
 
