@@ -56,6 +56,7 @@ class Pages:
     ) -> None:
         self.method, self.rhythm, self.counts = method, rhythm, counts
         self.scaling, self.softcap = scaling, softcap
+        self._starts: Tensor | None = None
 
     def attend(
         self,
@@ -129,27 +130,24 @@ class Pages:
         q = queries if now.writes.tokens is None else queries[now.writes.tokens]
         rows, heads, dim = q.shape
         packed = q.view(rows, fields.keys.shape[1], -1, dim)
-        found = [self._window(packed, now, fields, 1), *self._others(packed, now, fields)]
+        found = [self._window(packed, now, fields), *self._others(packed, now, fields)]
         return together(found)[0].reshape(rows, heads, 1, -1)
 
     def _others(self, packed: Tensor, now: Round, fields: Fields) -> list[tuple[Tensor, Tensor]]:
         """Attention over the parts of a page other than its window, and the logs of its totals."""
         return []
 
-    def _window(
-        self, packed: Tensor, now: Round, fields: Fields, new: int
-    ) -> tuple[Tensor, Tensor]:
-        """Attention over the slots before this round and ``new`` tokens after them, and the logs of
-        its totals. The Triton kernel takes the pages' numbers. Without it, pages at equal distances
-        are read in one call: even one call per page costs less than a copy of them."""
+    def _window(self, packed: Tensor, now: Round, fields: Fields) -> tuple[Tensor, Tensor]:
+        """Attention over the slots that a round reads, and the logs of its totals. The Triton
+        kernel takes the pages' numbers. Without it, pages at equal distances are read in one call:
+        even one call per page costs less than a copy of them."""
         if triton_support.chosen(packed):
             from ..kernels.triton_decode import decode
 
             queries = packed.flatten(1, 2).unsqueeze(2)
-            out, total = decode(queries, **self._flat(now, fields, new), most=now.most + new)
+            out, total = decode(queries, **self._flat(now, fields), most=now.most)
             return out.view(*packed.shape[:3], -1), total.view(packed.shape[:3])
-        most = now.most + new
-        parts = [part[:, :, :most] for part in (fields.keys, fields.values, fields.log_mass)]
+        parts = [part[:, :, : now.most] for part in (fields.keys, fields.values, fields.log_mass)]
         asked, runs = packed.to(fields.keys.dtype), now.runs
         if len(runs) == 1:
             return self._among(asked, *(part[runs[0]] for part in parts))
@@ -179,28 +177,29 @@ class Pages:
         if triton_support.chosen(q):
             from ..kernels.triton_prefill import prefill
 
-            parts = [prefill(q, new_keys=k, new_values=v, **self._flat(now, fields, 0))]
+            parts = [prefill(q, new_keys=k, new_values=v, **self._flat(now, fields))]
         else:
             wide = [t.repeat_interleave(group, dim=1) for t in (k, v)]
             parts = [partial(q, wide[0], wide[1], None, self.scaling, self.softcap, True)]
             if now.most:
-                before.append(self._window(packed, now, fields, 0))
+                before.append(self._window(packed, now, fields))
         shape = (rows, heads, count)
         parts += [(out.reshape(*shape, -1).to(q.dtype), log.reshape(shape)) for out, log in before]
         return together(parts)[0]
 
-    def _flat(self, now: Round, fields: Fields, new: int) -> dict[str, Any]:
-        """Arguments of the Triton kernels for the slots before this round and ``new`` tokens after
-        them: the heads of a page one after the other, and the page of each row."""
+    def _flat(self, now: Round, fields: Fields) -> dict[str, Any]:
+        """Arguments of the Triton kernels for the slots that a round reads: the heads of a page one
+        after the other, and the page of each row."""
         heads, slots = fields.keys.shape[1:3]
-        start = torch.arange(heads, device=fields.keys.device) * slots
+        if self._starts is None:
+            self._starts = torch.arange(heads, device=fields.keys.device) * slots
         shape = (len(now.pages), heads)
         return {
             "keys": fields.keys.flatten(1, 2),
             "values": fields.values.flatten(1, 2),
             "mass": fields.log_mass.flatten(1, 2),
-            "start": start.expand(shape),
-            "count": (now.held + new).unsqueeze(1).expand(shape),
+            "start": self._starts.expand(shape),
+            "count": now.reads.unsqueeze(1).expand(shape),
             "pages": now.pages,
             "logged": True,
             "scaling": self.scaling,

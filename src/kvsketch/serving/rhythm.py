@@ -91,7 +91,9 @@ class Round:
         pages: int64 ``[A]``, ascending; runs: the same pages as consecutive slices.
         tokens: rows of the batch's queries, int64 ``[A, C]``, padded with any rows.
         own: bool ``[A, C]``, False where padded; None: nothing is padded.
-        held: slots before them, int64 ``[A]``; most: the largest of them.
+        reads: how many slots of its page each request reads, int64 ``[A]``: those before the round
+            and, in rounds of one token each, which are written first, the token's own.
+        most: the largest of them.
         writes: where the new tokens are written.
         compressed: whether any page was compressed before.
         fresh: which of the A requests start with this round, int64.
@@ -106,7 +108,7 @@ class Round:
     runs: list[slice]
     tokens: Tensor
     own: Tensor | None
-    held: Tensor
+    reads: Tensor
     most: int
     writes: Writes
     compressed: bool
@@ -168,6 +170,7 @@ def rounds(
                 tensor(queried) if len(queried) else None,
                 tensor(place[own][queried]),
             )
+            reads = held[:, 0] + (held.shape[1] == 1)
             full, before = (count == until)[rows], seen[rows] >= rhythm.slots
             times = (seen + count - rhythm.slots)[rows] // rhythm.buffer
             begun = start[rows] >= 0
@@ -178,8 +181,8 @@ def rounds(
                     _runs(pages[rows]),
                     tensor(token),
                     None if own.all() else tensor(own),
-                    tensor(held[:, 0]),
-                    int(held[:, 0].max()),
+                    tensor(reads),
+                    int(reads.max()),
                     writes,
                     bool(before.any()),
                     tensor((seen[rows] == 0).nonzero()[0]),
