@@ -23,7 +23,16 @@ import typer
 from rich.console import Console
 
 from benchmarks.page import save
-from benchmarks.records import records
+from benchmarks.prompts import load
+from benchmarks.records import (
+    AskedOption,
+    CasesOption,
+    CountOption,
+    JsonOption,
+    LinesOption,
+    OutOption,
+    records,
+)
 from kvsketch import SketchCache
 from kvsketch.documents.answering import answers
 from kvsketch.documents.document import Document, encoded, read
@@ -42,20 +51,19 @@ print(json.dumps(answers(document, json.loads(sys.stdin.read()))))
 
 
 def main(
-    cases: Annotated[Path | None, typer.Option(help="LongEval's own file.")] = None,
-    lines: Annotated[int, typer.Option(help="Of generated records.")] = 400,
-    count: Annotated[int, typer.Option(help="Records.")] = 3,
-    asked: Annotated[int, typer.Option(help="Questions of each.")] = 20,
+    cases: CasesOption = None,
+    lines: LinesOption = 400,
+    count: CountOption = 3,
+    asked: AskedOption = 20,
     budget: Annotated[float, typer.Option(help="Share of the tokens.")] = 0.25,
     repeats: Annotated[int, typer.Option(help="Of what is timed.")] = 5,
     seed: int = 0,
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+    out: OutOption = None,
+    json: JsonOption = False,
 ) -> None:
     """Example: python -m benchmarks.document_files --lines 400 --json"""
     console = Console(stderr=True)
-    folder = loading.resolve_model("packaged")
-    model, tokenizer = loading.load_model(folder, "cpu", "float32"), loading.load_tokenizer(folder)
+    model, tokenizer = load(loading.PACKAGED)
     rows = []
     for record in records(cases, lines, count, asked, seed):
         ids = encoded(model, tokenizer, record.text, special=True)

@@ -12,7 +12,6 @@ exact cache of the whole record, in nats, as the mean over questions.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -22,13 +21,23 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from benchmarks.page import save
-from benchmarks.records import Record, records
+from benchmarks.prompts import load
+from benchmarks.records import (
+    AskedOption,
+    CasesOption,
+    CountOption,
+    JsonOption,
+    LinesOption,
+    OutOption,
+    Record,
+    records,
+)
 from kvsketch import SketchCache
 from kvsketch.documents.answering import answers
 from kvsketch.documents.document import Document, encoded, read
 from kvsketch.documents.wording import Wording
 from kvsketch.evaluation.report.report import dumps, environment
-from kvsketch.evaluation.runner import loading
+from kvsketch.evaluation.runner.loading import PACKAGED
 from kvsketch.hf.joining import join
 
 WAYS = ("together", "appended", "merged")
@@ -64,20 +73,19 @@ def predictions(model: Any, tokenizer: Any, cache: Any, leads: list[str]) -> Ten
 
 
 def main(
-    cases: Annotated[Path | None, typer.Option(help="LongEval's own file.")] = None,
-    lines: Annotated[int, typer.Option(help="Of generated records.")] = 200,
-    count: Annotated[int, typer.Option(help="Records.")] = 5,
-    asked: Annotated[int, typer.Option(help="Questions of each.")] = 20,
+    cases: CasesOption = None,
+    lines: LinesOption = 200,
+    count: CountOption = 5,
+    asked: AskedOption = 20,
     budgets: Annotated[str, typer.Option(help="Shares of the tokens.")] = "1.0,0.25,0.1",
     method: Annotated[str, typer.Option(help="A compressor.")] = "heavy_merge",
     seed: int = 0,
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+    out: OutOption = None,
+    json: JsonOption = False,
 ) -> None:
     """Example: python -m benchmarks.document_merge --lines 200 --json"""
     console = Console(stderr=True)
-    folder = loading.resolve_model("packaged")
-    model, tokenizer = loading.load_model(folder, "cpu", "float32"), loading.load_tokenizer(folder)
+    model, tokenizer = load(PACKAGED)
     chosen = records(cases, lines, count, asked, seed)
     results = []
     truths = []

@@ -6,8 +6,18 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from kvsketch.evaluation.runner.longeval_cases import QUESTION, generate_cases
+
+CasesOption = Annotated[Path | None, typer.Option(help="LongEval's own file.")]
+LinesOption = Annotated[int, typer.Option(help="Of generated records.")]
+CountOption = Annotated[int, typer.Option(help="Records.")]
+AskedOption = Annotated[int, typer.Option(help="Questions of each.")]
+OutOption = Annotated[Path | None, typer.Option(help="Also write the JSON here.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")]
 
 _LINE = re.compile(r"line (\S+): REGISTER_CONTENT is <(\d+)>\n")
 

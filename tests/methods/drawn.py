@@ -30,9 +30,9 @@ def case(seed, n, padding=0, weighted=False):
     return slots, live, Observed(queries, 0.4, live=live)
 
 
-def check_stream(method, slots, observed, options=None):
-    """A stream of a prompt of 30 tokens and one token at a time keeps 20 slots and a buffer of 4,
-    its first two tokens and its last."""
+def streamed(method, slots, observed, options=None):
+    """The slots of a stream after a prompt of 30 tokens and after each later token, which come one
+    at a time. It keeps 20 slots and a buffer of 4, its first two tokens and its last."""
     stream = Stream(windowed(method, 2, 4, options=options), Budget(20), 4)
     for start, count in ((0, 30), *((i, 1) for i in range(30, slots.count))):
         stream.extend(slots.narrow(start, count))
@@ -42,3 +42,10 @@ def check_stream(method, slots, observed, options=None):
         assert held.count <= 24 + (start == 0) * 6
         assert torch.equal(held.positions[0, 0, :2], torch.tensor([0.0, 1.0]))
         assert float(held.positions[0, 0, -1]) == start + count - 1
+        yield held
+
+
+def check_stream(method, slots, observed, options=None):
+    """What ``streamed`` holds a stream to, to its end."""
+    for _ in streamed(method, slots, observed, options):
+        pass

@@ -8,13 +8,11 @@ import copy
 
 import pytest
 import torch
-from drawn import BATCH, HEADS, case
+from drawn import BATCH, HEADS, case, streamed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsketch import InputError, Observed, Slots
-from kvsketch.budget import Budget
-from kvsketch.cache import Stream, windowed
+from kvsketch import InputError, Slots
 from kvsketch.methods import H2O, CaM
 
 
@@ -117,16 +115,8 @@ def test_a_token_of_no_attention_goes_nowhere_and_one_of_all_goes_always():
 
 def test_a_stream_merges_what_decoding_evicts_within_its_budget():
     slots, _, observed = case(2, 60)
-    stream = Stream(windowed("cam", 2, 4), Budget(20), 4)
     changed = []
-    for start, count in ((0, 30), *((i, 1) for i in range(30, 60))):
-        stream.extend(slots.narrow(start, count))
-        part = Observed(observed.queries[:, :, start : start + count], 0.4)
-        stream.settle(part, prefill=count > 1)
-        held = stream.slots
-        assert held.count <= 24 + (start == 0) * 6
-        assert torch.equal(held.positions[0, 0, :2], torch.tensor([0.0, 1.0]))
-        assert float(held.positions[0, 0, -1]) == start + count - 1
+    for held in streamed("cam", slots, observed):
         at = held.positions.long().unsqueeze(-1).expand_as(held.values)
         assert float(held.masses().max()) == 1
         changed.append(not torch.equal(held.values, slots.values.gather(2, at)))

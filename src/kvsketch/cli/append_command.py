@@ -14,13 +14,12 @@ from kvsketch.cli.document_options import (
     JsonOption,
     ModelOfFile,
     check_out,
-    mb,
     open_document,
     reading,
+    report_saved,
     save,
     text_of,
 )
-from kvsketch.cli.eval_command import console_for
 
 EPILOG = "Example: kvsketch append report.kvs appendix.txt"
 
@@ -40,23 +39,17 @@ def append_command(
     target = file if out is None else out
     option = "DOC.kvs" if out is None else "--out"
     check_out(target, option)
-    more = text_of(text, "FILE")
+    added = text_of(text, "FILE")
     document = open_document(file, model, device)
     start = time.perf_counter()
     with reading(document.cache) as advance:
-        tokens = document.append(more, advance)
+        tokens = document.append(added, advance)
     seconds = time.perf_counter() - start
     save(document, target, option)
     cache = document.cache
-    console_for(as_json).print(
+    said = (
         f"{tokens:,} tokens more ({tokens / seconds:,.0f} tokens/s), {cache.get_seq_length():,} in "
-        f"all: {mb(cache.nbytes())}. {target}: {mb(target.stat().st_size)}",
-        highlight=False,
-        soft_wrap=True,
+        "all: {cache}. {file}"
     )
-    if as_json:
-        from kvsketch.evaluation.report.report import dumps
-
-        sizes = {"kv_bytes": cache.nbytes(), "file_bytes": target.stat().st_size}
-        row = {"appended": tokens, "tokens": cache.get_seq_length(), "seconds": seconds, **sizes}
-        print(dumps({"command": "append", "out": str(target), **row}))
+    more = {"appended": tokens, "tokens": cache.get_seq_length(), "seconds": seconds}
+    report_saved("append", cache, target, said, more, as_json)

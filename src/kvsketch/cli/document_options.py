@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from kvsketch.cli.eval_command import console_for
 from kvsketch.errors import InputError
 from kvsketch.evaluation.runner.files import check_folder, read_text, try_folder
 from kvsketch.files import container
@@ -74,6 +75,25 @@ def save(document: Document, path: Path, option: str = "--out") -> None:
     """Write a document; a folder that is missing is made, as by `kvsketch eval`."""
     check_folder(path.parent, f"{option} {path}: the folder")
     document.save(path)
+
+
+def report_saved(
+    command: str, cache: Any, out: Path, text: str, more: dict[str, Any], as_json: bool
+) -> None:
+    """Print the sizes of a document that was just saved, around ``text``; with ``as_json`` one JSON
+    object with them and ``more``.
+
+    Args:
+        text: with ``{cache}``, the bytes of the cache, and ``{file}``, the file and its size.
+    """
+    size = out.stat().st_size
+    said = text.format(cache=mb(cache.nbytes()), file=f"{out}: {mb(size)}")
+    console_for(as_json).print(said, highlight=False, markup=False, soft_wrap=True)
+    if as_json:
+        from kvsketch.evaluation.report.report import dumps
+
+        sizes = {"kv_bytes": cache.nbytes(), "file_bytes": size}
+        print(dumps({"command": command, "out": str(out), **more, **sizes}))
 
 
 def check_temperature(temperature: float) -> None:

@@ -15,11 +15,10 @@ from kvsketch.cli.document_options import (
     ModelOfFile,
     check_out,
     header_of,
-    mb,
     open_document,
+    report_saved,
     save,
 )
-from kvsketch.cli.eval_command import console_for
 
 EPILOG = "Example: kvsketch merge part1.kvs part2.kvs -o both.kvs"
 
@@ -45,15 +44,9 @@ def merge_command(
     about = {**document.about, "source": " + ".join(map(str, sources))}
     both = replace(document, cache=cache, about=about, answered=other.answered)
     save(both, out)
-    console_for(as_json).print(
-        f"{cache.get_seq_length():,} tokens, {mb(cache.nbytes())}. {out}: "
-        f"{mb(out.stat().st_size)}. The error of the merged document was not measured.",
-        highlight=False,
-        soft_wrap=True,
+    said = (
+        f"{cache.get_seq_length():,} tokens, {{cache}}. {{file}}. The error of the merged document "
+        "was not measured."
     )
-    if as_json:
-        from kvsketch.evaluation.report.report import dumps
-
-        sizes = {"kv_bytes": cache.nbytes(), "file_bytes": out.stat().st_size}
-        row = {"tokens": cache.get_seq_length(), "sources": sources, **sizes}
-        print(dumps({"command": "merge", "out": str(out), **row}))
+    more = {"tokens": cache.get_seq_length(), "sources": sources}
+    report_saved("merge", cache, out, said, more, as_json)
