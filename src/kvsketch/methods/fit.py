@@ -24,10 +24,14 @@ class Asked:
         queries: ``[R, q, head_dim]``, multiplied by the scaling.
         log_total: ``[R, q]``, the log of the sum of exp(score) m over all slots, and of exp(sink)
             if the softmax has a sink. Infinity for a query that does not count (padding).
+        left_out: bool ``[q]``, those on which a fit to the others is checked: the later half. They
+            stand for the queries to come, which are less like the fitted ones than their neighbours
+            are. In a second reading, whose queries come from the whole context, every second one.
     """
 
     queries: Tensor
     log_total: Tensor
+    left_out: Tensor
 
     @staticmethod
     def of(seen: Seen, window: int) -> Asked | None:
@@ -53,7 +57,9 @@ class Asked:
             live = live & (live.sum(-1, keepdim=True) >= min(q, LEAST_QUERIES))
             total = total.masked_fill(~live.unsqueeze(1), torch.inf)
         scaled = queries.to(scores.dtype) * seen.scaling
-        return Asked(scaled.reshape(rows, -1, dim), total.reshape(rows, -1))
+        number = torch.arange(q, device=scores.device).repeat(scaled.shape[1])
+        left_out = number % 2 == 1 if seen.after else number >= q // 2
+        return Asked(scaled.reshape(rows, -1, dim), total.reshape(rows, -1), left_out)
 
 
 def fitted(kept: Slots, slots: Slots, asked: Asked, ridge: float) -> Slots:
@@ -83,10 +89,10 @@ def fitted(kept: Slots, slots: Slots, asked: Asked, ridge: float) -> Slots:
     design = mine * size.unsqueeze(1)
     gram = (design @ design.mT).double()
     wanted = wanted.double()
-    fit, check = slice(0, None, 2), slice(1, None, 2)
-    half = _solve(gram[:, fit, fit], wanted[:, fit], ridge)
+    used, check = ~asked.left_out, asked.left_out
+    half = _solve(gram[:, used][:, :, used], wanted[:, used], ridge)
     before = wanted[:, check].square().sum((1, 2))
-    after = (wanted[:, check] - gram[:, check, fit] @ half).square().sum((1, 2))
+    after = (wanted[:, check] - gram[:, check][:, :, used] @ half).square().sum((1, 2))
     better = (after < before)[:, None, None]
     if not bool(better.any()):
         return kept

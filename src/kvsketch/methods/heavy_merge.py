@@ -13,6 +13,7 @@ from .base import Compressor
 from .clustering import check_pairs, group
 from .fit import Asked, fitted
 from .groups import merge, packed
+from .keydiff import similarity
 from .learned import learned_scores
 from .rereading import reread_attention
 from .scoring import recent_attention, score_of, scored_before
@@ -25,9 +26,9 @@ _FEW_SCORES = 1 << 19
 
 
 class HeavyMerge(Compressor):
-    """A fraction of the budget keeps the most attended tokens unchanged; the others are grouped by
-    rounds of merging the closest (``closest.group_closest``; weighted by the root of attention),
-    and each group becomes one slot.
+    """A fraction of the budget keeps the most attended tokens and those with the most distinct keys
+    unchanged; the others are grouped by rounds of merging the closest (``closest.group_closest``;
+    weighted by the root of attention), and each group becomes one slot.
 
     Attention is that of the last ``window`` queries, with older queries fading (``SnapKV``'s,
     without pooling), or the largest of a second reading. The weight of a token is its attention
@@ -45,7 +46,10 @@ class HeavyMerge(Compressor):
     (measured with ``benchmarks/ablation.py``; docs/errors.md).
 
     Args:
-        share: fraction of the budget that keeps heavy tokens, in [0, 1).
+        share: fraction of the budget that keeps tokens unchanged, in [0, 1).
+        distinct: choose these in turn by attention and by the keys' distance from their mean
+            direction (``keydiff.similarity``). False, and after a second reading, whose queries
+            have asked for the whole context: by attention alone.
         window: number of last queries whose attention counts, >= 1.
         steps: Lloyd iterations, >= 1, if k-means groups the keys instead: with ``pairs`` 0, or if
             too many costs are equal.
@@ -76,6 +80,7 @@ class HeavyMerge(Compressor):
         correct: bool = True,
         ridge: float = 0.1,
         pairs: float = 0.25,
+        distinct: bool = True,
         seed: int = 0,
     ) -> None:
         super().__init__(seed)
@@ -87,6 +92,7 @@ class HeavyMerge(Compressor):
         self.window = at_least("window", window, 1)
         self.steps = at_least("steps", steps, 1)
         self.pairs = check_pairs(pairs)
+        self.distinct = distinct
         self.fits = correct
 
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
@@ -126,8 +132,11 @@ class HeavyMerge(Compressor):
         wanted = torch.as_tensor(budget, device=device).expand(batch, heads).flatten()
         heavy = torch.minimum(wanted - 1, (self.share * wanted.double()).round().long())
         column = torch.arange(n, device=device)
-        rank = self.importance(slots).flatten(0, 1).masked_fill_(weight < 0, -1.0)
-        order = rank.argsort(dim=1, descending=True, stable=True)
+        attended = self.importance(slots).flatten(0, 1).masked_fill_(weight < 0, -1.0)
+        order = attended.argsort(dim=1, descending=True, stable=True)
+        if self.distinct and not (seen is not None and seen.after):
+            alike = similarity(slots).flatten(0, 1).masked_fill_(weight < 0, torch.inf)
+            order = _in_turn(order, alike.argsort(dim=1, stable=True))
         first = torch.zeros_like(order, dtype=torch.bool)
         first.scatter_(1, order, column < heavy.unsqueeze(1))
         rest = size - heavy
@@ -145,6 +154,15 @@ class HeavyMerge(Compressor):
         kept = merge(slots, groups, pull, True, others, ahead=first, width=most)
         asked = None if seen is None else Asked.of(seen, self.window)
         return kept if asked is None else fitted(kept, slots, asked, self.ridge)
+
+
+def _in_turn(first: Tensor, second: Tensor) -> Tensor:
+    """Two orders of the same numbers, ``[R, n]`` each, as one: each number at its better place, and
+    before that of the second order where the places are equal."""
+    column = torch.arange(first.shape[1], device=first.device).expand_as(first)
+    place = torch.empty_like(first).scatter_(1, first, 2 * column)
+    other = torch.empty_like(first).scatter_(1, second, 2 * column + 1)
+    return torch.minimum(place, other).argsort(dim=1)
 
 
 def _decoded_attention(

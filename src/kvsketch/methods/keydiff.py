@@ -25,8 +25,13 @@ class KeyDiff(Compressor):
     ragged = True
 
     def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
-        direction = F.normalize(slots.keys.to(compute_dtype(slots.keys.dtype)), dim=-1)
-        # Its length plays no part in a cosine: a sum serves as well as a mean. Dead slots add 0.
-        weight = slots.masses().to(direction.dtype).unsqueeze(-1)
-        anchor = F.normalize((direction * weight).sum(2, keepdim=True), dim=-1)
-        return keep_top(slots, -torch.sum(direction * anchor, dim=-1), budget)
+        return keep_top(slots, -similarity(slots), budget)
+
+
+def similarity(slots: Slots) -> Tensor:
+    """Cosine similarity of each key to the mean direction of all keys, ``[batch, heads, n]``."""
+    direction = F.normalize(slots.keys.to(compute_dtype(slots.keys.dtype)), dim=-1)
+    # Its length plays no part in a cosine: a sum serves as well as a mean. Dead slots add 0.
+    weight = slots.masses().to(direction.dtype).unsqueeze(-1)
+    anchor = F.normalize((direction * weight).sum(2, keepdim=True), dim=-1)
+    return torch.sum(direction * anchor, dim=-1)
