@@ -43,6 +43,7 @@ from benchmarks.options import (
     USUAL,
     Method,
     among,
+    fractions,
     methods,
     paths,
     positive,
@@ -54,7 +55,7 @@ from kvsketch.cache.storage import MEASURED
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.evaluation.runner.allocation import Curves, measure_curves
 
-SHARES = [1 / 2, 1 / 4, 1 / 8, 1 / 16]
+SHARES = "0.5,0.25,0.125,0.0625"
 #: seconds per prompt: only where asked for
 SLOW = ("balancekv_streaming",)
 #: the bare name is among the usual ones
@@ -171,6 +172,7 @@ def main(
         typer.Option("--methods", help=METHODS_HELP),
     ] = ",".join([*(name for name in USUAL if name not in SLOW), *OURS, *BITS]),
     queries: Annotated[str, typer.Option(help="Comma-separated protocols.")] = ",".join(PROTOCOLS),
+    shares_: Annotated[str, typer.Option("--shares", help="Kept fractions of the bytes.")] = SHARES,
     texts: Annotated[int, typer.Option(help="Texts per model.")] = 8,
     follow: Annotated[int, typer.Option(help="Tokens scored where no question is asked.")] = 127,
     sink: int = 4,
@@ -187,6 +189,7 @@ def main(
     console = Console(stderr=True)
     chosen = methods(methods_)
     protocols = among("queries", queries, PROTOCOLS)
+    kept_shares = fractions("shares", shares_)
     positive(texts=texts, follow=follow, seeds=seeds)
     given = paths(files)
     names = models.split(",") if models else default_models()
@@ -196,6 +199,7 @@ def main(
         models=[Path(name).name for name in names],
         methods=[method.label for method in chosen],
         protocols=protocols,
+        shares=kept_shares,
         files=[str(path) for path in given],
         texts=texts,
         seeds=seeds,
@@ -225,7 +229,7 @@ def main(
                         continue
                     curves = curves_of(model, other, method, sink, recent)
                     rows = []
-                    for kept in SHARES if method.name else [1.0]:
+                    for kept in kept_shares if method.name else [1.0]:
                         row = measure(
                             model, found, exact, method, kept, curves, seeds, sink, recent
                         )

@@ -15,4 +15,21 @@ def made_with(result: dict[str, Any]) -> str:
     note = f"{result['note']}\n\n" if "note" in result else ""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     hardware = ", ".join(f"{name} {value}" for name, value in result["hardware"].items())
-    return f"{note}Seed {result['seed']}; {versions}; {hardware}."
+    text = f"{note}Seed {result['seed']}; {versions}; {hardware}."
+    return text + (f" {_again(result['again'])}" if "again" in result else "")
+
+
+def _again(again: dict[str, Any]) -> str:
+    """What ``benchmarks.replace_rows`` notes."""
+
+    def named(methods: list[str]) -> str:
+        return ", ".join(f"`{name}`" for name in methods)
+
+    found = (
+        f"The rows of {named(again['methods'])} are from a later run of kvsketch "
+        f"{again['versions']['kvsketch']}, on {again['hardware']['processor']}"
+    )
+    if not again["control"]:
+        return found + "."
+    far = ", ".join(f"{value:g} in `{name}`" for name, value in again["differences"].items())
+    return f"{found}. For {named(again['control'])}, the two runs differ by at most {far}."

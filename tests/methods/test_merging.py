@@ -21,7 +21,7 @@ from kvsketch.evaluation.runner.allocation import Curves, measure_curves, measur
 from kvsketch.methods import ClusterMerge, HeavyMerge, make
 from kvsketch.methods.closest import group_closest, group_pairs
 from kvsketch.methods.groups import Groups, merge
-from kvsketch.methods.heavy_merge import _decoded_attention
+from kvsketch.methods.heavy_merge import _decoded_attention, _in_turn
 from kvsketch.methods.kmeans import group_keys
 from kvsketch.methods.nearest import Blocks
 from kvsketch.methods.scoring import recent_attention
@@ -454,8 +454,71 @@ def test_heavy_tokens_stay_exact():
     slots = Slots(keys, slots.values)
     kept = HeavyMerge(share=0.5, correct=False)(slots, 12, Observed(queries, 1.0))
     for place in heavy:
-        found = (kept.values == slots.values[:, :, place : place + 1]).all(-1)
-        assert bool((found & (kept.masses() == 1)).any(-1).all())
+        assert stays(slots, kept, place)
+
+
+def stays(slots, kept, place):
+    """Whether every head keeps a token as it was."""
+    found = (kept.values == slots.values[:, :, place : place + 1]).all(-1)
+    return bool((found & (kept.masses() == 1)).any(-1).all())
+
+
+def test_distinct_keys_stay_exact_without_attention():
+    """Tokens with keys opposite to all others, which no query attends to, stay, beside the most
+    attended ones; by attention alone they do not, nor after a second reading."""
+    g = torch.Generator().manual_seed(2)
+    keys = 0.1 * torch.randn(1, 2, 60, 4, generator=g)
+    keys[..., 0] += 3.0
+    # Three tokens of each kind, which are merged if nothing keeps them apart.
+    distinct, attended = [20, 21, 22], [40, 41, 42]
+    keys[:, :, distinct] = torch.tensor([-3.0, 0.1, 0.0, 0.0])
+    keys[:, :, attended] = torch.tensor([9.0, 0.0, 0.0, 0.1])
+    slots = Slots(keys, torch.randn(1, 2, 60, 4, generator=g))
+    queries = torch.zeros(1, 4, 16, 4)
+    queries[..., 0] = 4.0
+    observed = Observed(queries, 1.0)
+
+    def kept(observed=observed, **options):
+        return HeavyMerge(share=0.75, **options)(slots, 8, observed)
+
+    alone = kept(distinct=False)
+    assert all(stays(slots, kept(), place) for place in distinct + attended)
+    assert all(stays(slots, alone, place) for place in attended)
+    assert not any(stays(slots, alone, place) for place in distinct)
+    read = Observed(queries, 1.0, after=True)
+    for name, tensor in kept(read).tensors().items():
+        assert torch.equal(tensor, kept(read, distinct=False).tensors()[name]), name
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 9999), n=st.integers(1, 30))
+def test_two_orders_in_turn(seed, n):
+    """The first of the one, the first of the other, the second of the one, ... without those that
+    are there already."""
+    g = torch.Generator().manual_seed(seed)
+    first, second = (torch.rand(3, n, generator=g).argsort(1) for _ in range(2))
+    for row, other, found in zip(first, second, _in_turn(first, second), strict=True):
+        both = torch.stack([row, other], dim=1).flatten().tolist()
+        assert found.tolist() == list(dict.fromkeys(both))
+
+
+def test_a_fit_is_checked_on_later_queries():
+    """The prompt's last queries are of another kind than those before them: what fits the first
+    half does not help the second, and nothing is changed. Queries of a second reading come from the
+    whole context, so that every second one of them is checked."""
+    g = torch.Generator().manual_seed(5)
+    slots = Slots(*(torch.randn(20, 1, 200, 8, generator=g) for _ in range(2)))
+    base = 1.5 * torch.randn(2, 20, 1, 1, 8, generator=g)
+    parts = [b + 0.1 * torch.randn(20, 1, 32, 8, generator=g) for b in base]
+    queries = torch.cat(parts, dim=2)
+
+    def changed(after):
+        observed = Observed(queries, 8**-0.5, after=after)
+        both = (HeavyMerge(correct=c, distinct=False)(slots, 30, observed) for c in (True, False))
+        return (next(both).values != next(both).values).flatten(1).any(1).double().mean()
+
+    assert float(changed(False)) < 0.6
+    assert float(changed(True)) > 0.9
 
 
 def test_streaming_keeps_total_mass_through_many_compressions():
