@@ -1,4 +1,4 @@
-"""Rows of a later run in a stored result: only of methods that changed, and only of the same run."""
+"""Rows of a later run in a stored result: of methods that changed, and of the same settings."""
 
 from __future__ import annotations
 
