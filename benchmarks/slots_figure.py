@@ -22,7 +22,7 @@ ROWS = (
     ("snapkv", "snapkv: tokens that the last queries attend to most; all others are dropped"),
     (
         "heavy_merge",
-        "heavy_merge: the most attended tokens stay; the others become slots that stand for many",
+        "heavy_merge: attended tokens and distinct keys stay; the others become slots for many",
     ),
 )
 LINES, BUDGET, SINK, RECENT, LAYER, HEAD = 20, 0.25, 4, 16, 2, 0
