@@ -52,8 +52,9 @@ from benchmarks.equal_bytes import (
 from benchmarks.figures import subplots, write
 from benchmarks.measuring import parts_of, planned
 from benchmarks.options import (
-    BITS,
+    ALONE,
     METHODS_HELP,
+    OURS,
     USUAL,
     Method,
     among,
@@ -83,8 +84,6 @@ PRESETS: dict[str, tuple[int, int, int, list[float]]] = {
     "default": (16, 64, 64, [1 / 2, 1 / 4, 1 / 8, 1 / 16]),
     "balancekv": (256, 0, 256, [1 / 2, 1 / 4, 1 / 8, 1 / 16]),
 }
-#: the bare name is among the usual ones
-OURS = [f"heavy_merge{end}" for end in ("@even", "@calibrated", "@even+int4", "@calibrated+int4")]
 #: the peers' own halvings
 HALVINGS: dict[str, Any] = {
     "peer:balancekv": balancekv,
@@ -337,7 +336,9 @@ def main(
     methods_: Annotated[
         str,
         typer.Option("--methods", help=METHODS_HELP),
-    ] = ",".join([*USUAL, *OURS, *BITS, *(name for name in PEERS if name != SLOW)]),
+    ] = ",".join(
+        [*USUAL, *OURS, "heavy_merge@even+int4", *ALONE, *(name for name in PEERS if name != SLOW)]
+    ),
     preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "default",
     layers: Annotated[str, typer.Option(help="Comma-separated layer numbers; all if empty.")] = "",
     prompts: Annotated[int, typer.Option(help="Prompts per model.")] = 2,

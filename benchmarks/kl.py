@@ -38,8 +38,9 @@ from transformers import DynamicCache
 import kvsketch
 from benchmarks.equal_bytes import Fit, Held, held_by, of_budget, shares
 from benchmarks.options import (
-    BITS,
+    ALONE,
     METHODS_HELP,
+    OURS,
     USUAL,
     Method,
     among,
@@ -58,8 +59,6 @@ from kvsketch.evaluation.runner.allocation import Curves, measure_curves
 SHARES = "0.5,0.25,0.125,0.0625"
 #: seconds per prompt: only where asked for
 SLOW = ("balancekv_streaming",)
-#: the bare name is among the usual ones
-OURS = [f"heavy_merge{end}" for end in ("@even", "@calibrated", "@even+int4", "@calibrated+int4")]
 
 
 def logits(model: Any, text: Text, cache: Any) -> Tensor:
@@ -170,7 +169,7 @@ def main(
     methods_: Annotated[
         str,
         typer.Option("--methods", help=METHODS_HELP),
-    ] = ",".join([*(name for name in USUAL if name not in SLOW), *OURS, *BITS]),
+    ] = ",".join([*(name for name in USUAL if name not in SLOW), *OURS, *ALONE]),
     queries: Annotated[str, typer.Option(help="Comma-separated protocols.")] = ",".join(PROTOCOLS),
     shares_: Annotated[str, typer.Option("--shares", help="Kept fractions of the bytes.")] = SHARES,
     texts: Annotated[int, typer.Option(help="Texts per model.")] = 8,

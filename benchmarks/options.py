@@ -24,8 +24,7 @@ METHODS_HELP = (
     "@layer, @global or @calibrated (the same budget for every head, or spent by errors measured "
     "on this prompt, by scores over a layer or the model, or by errors measured beforehand on "
     "others); +16bit, +int8, +int4 or +measured (slots in this many bits, or in those that "
-    "measured "
-    "errors choose); /reread, /local or /sample (by the queries of a second reading). A bare name: "
+    "measured errors choose); /reread, /local or /sample (by the queries of a second reading). A bare name: "
     "the method's own ways. int8, int4: all tokens."
 )
 #: the ways to read a context a second time
@@ -34,6 +33,11 @@ SECOND = QUERY_SOURCES[1:]
 ALONE = {"int8": 8, "int4": 4}
 #: one_dimensional needs head_dim 1; the others a model, where errors are measured on activations
 LEFT_OUT = ("one_dimensional", *PROJECTING)
+#: beside the bare name: what else we compare of our default
+OURS = tuple(
+    f"heavy_merge{ending}"
+    for ending in ("@even+16bit", "+16bit", "@calibrated+16bit", "@calibrated+int4")
+)
 USUAL = tuple(name for name in ALL_METHODS if name not in (*LEFT_OUT, *REREADING))
 
 

@@ -1,4 +1,4 @@
-"""Replace the rows of some methods in a stored result by rows of a later run.
+"""Replace the rows of some methods in a stored result by rows of a later run, or add them.
 
     python -m benchmarks.kl --texts 4 --methods heavy_merge,keydiff --out /tmp/kl.json
     python -m benchmarks.replace_rows docs/results/kl.json /tmp/kl.json --control keydiff
@@ -33,7 +33,8 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def replaced(before: dict[str, Any], later: dict[str, Any], control: list[str]) -> dict[str, Any]:
-    """``before`` with the rows of ``later``'s methods, except those of ``control``.
+    """``before`` with the rows of ``later``'s methods, except those of ``control``. Methods that
+    ``before`` lacks come last.
 
     Raises:
         ValueError: the settings differ, the later run is not complete, or it lacks a row.
@@ -62,9 +63,12 @@ def replaced(before: dict[str, Any], later: dict[str, Any], control: list[str]) 
                     far = abs(value - row[name])
                     differences[name] = max(differences.get(name, 0.0), round(far, 6))
     rows = [found[key(row)] if row["method"] in new else row for row in before["results"]]
+    known = {row["method"] for row in before["results"]}
+    rows += [row for row in later["results"] if row["method"] not in known]
+    names = [*before["methods"], *(name for name in new if name not in before["methods"])]
     run = {name: later[name] for name in RUN}
     again = {"methods": new, "control": control, "differences": differences, **run}
-    return {**before, "results": rows, "again": again}
+    return {**before, "methods": names, "results": rows, "again": again}
 
 
 def main(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -47,6 +48,14 @@ def run(*arguments, ok=True):
     )
     assert (done.returncode == 0) == ok, done.stderr
     return json.loads(done.stdout.splitlines()[-1]) if ok else done.stderr
+
+
+@pytest.mark.parametrize("benchmark", [attention_error, kl, longeval_unseen])
+def test_default_methods_are_known(benchmark):
+    """Nothing else runs the benchmarks with all their methods."""
+    default = inspect.signature(benchmark.main).parameters["methods_"].default
+    others = {"exact", *getattr(benchmark, "PEERS", ())}
+    assert "heavy_merge" in [method.name for method in options.methods(default, others)]
 
 
 def test_growth_measures_every_sketch(tmp_path):

@@ -27,17 +27,19 @@ BEFORE = {"snapkv": 0.5, "heavy_merge": 0.25, "h2o": 0.75}
 
 def test_only_changed_methods_are_replaced_and_the_others_compared():
     before = result(BEFORE)
-    later = result({"heavy_merge": 0.125, "snapkv": 0.5625}, hardware={"processor": "Q"})
+    errors = {"heavy_merge": 0.125, "snapkv": 0.5625, "tova": 0.875}
+    later = result(errors, hardware={"processor": "Q"})
     found = replace_rows.replaced(before, later, ["snapkv"])
     errors = [(row["method"], row["relative_error"]) for row in found["results"]]
     assert errors == [(name, value) for name, value in
-                      (("snapkv", 0.5), ("heavy_merge", 0.125), ("h2o", 0.75))
+                      (("snapkv", 0.5), ("heavy_merge", 0.125), ("h2o", 0.75), ("tova", 0.875))
                       for _ in "ab"]  # fmt: skip
-    assert found["again"]["methods"] == ["heavy_merge"]
+    assert found["again"]["methods"] == ["heavy_merge", "tova"]
+    assert found["methods"] == ["snapkv", "heavy_merge", "h2o", "tova"]
     assert found["again"]["differences"] == {"relative_error": 0.0625}
     assert found["hardware"] == {"processor": "P"}
     said = made_with(found)
-    assert "`heavy_merge` are from a later run of kvsketch 1, on Q." in said
+    assert "`heavy_merge`, `tova` are from a later run of kvsketch 1, on Q." in said
     assert "For `snapkv`, the two runs differ by at most 0.0625 in `relative_error`." in said
     assert "later" not in made_with(before)
 
