@@ -24,8 +24,8 @@ METHODS_HELP = (
     "@layer, @global or @calibrated (the same budget for every head, or spent by errors measured "
     "on this prompt, by scores over a layer or the model, or by errors measured beforehand on "
     "others); +16bit, +int8, +int4 or +measured (slots in this many bits, or in those that "
-    "measured errors choose); /reread, /local or /sample (by the queries of a second reading). A bare name: "
-    "the method's own ways. int8, int4: all tokens."
+    "measured errors choose); /reread, /local or /sample (by the queries of a second reading). A "
+    "bare name: the method's own ways. int8, int4: all tokens."
 )
 #: the ways to read a context a second time
 SECOND = QUERY_SOURCES[1:]
