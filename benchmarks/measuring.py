@@ -55,7 +55,8 @@ def parts_of(stream: Stream) -> list[tuple[Slots, object]]:
     if pages is not None:
         return [(part.slots, part.window) for part in pages]
     held, slots = stream.held, stream.slots
-    if bool((held == slots.count).all()):
+    sketch = getattr(stream.method, "sketch", None)  # the page then holds the tokens after it only
+    if sketch is not None or bool((held == slots.count).all()):
         return [(slots, stream.method)]
     return [
         (

@@ -59,7 +59,7 @@ def replaced(before: dict[str, Any], later: dict[str, Any], control: list[str]) 
     for row in mine:
         if row["method"] in control:
             for name, value in found[key(row)].items():
-                if isinstance(value, float) and name not in KEYS:
+                if isinstance(value, float) and name not in (*KEYS, "seconds"):
                     far = abs(value - row[name])
                     differences[name] = max(differences.get(name, 0.0), round(far, 6))
     rows = [found[key(row)] if row["method"] in new else row for row in before["results"]]

@@ -147,14 +147,14 @@ class Pages:
             queries = packed.flatten(1, 2).unsqueeze(2)
             out, total = decode(queries, **self._flat(now, fields), most=now.most)
             return out.view(*packed.shape[:3], -1), total.view(packed.shape[:3])
-        parts = [part[:, :, : now.most] for part in (fields.keys, fields.values, fields.log_mass)]
-        asked, runs = packed.to(fields.keys.dtype), now.runs
+        parts = fields.keys, fields.values, fields.log_mass
+        asked, runs, most = packed.to(fields.keys.dtype), now.runs, now.most
         if len(runs) == 1:
-            return self._among(asked, *(part[runs[0]] for part in parts))
+            return self._among(asked, *(part[runs[0], :, :most] for part in parts))
         sizes = [len(range(run.start, run.stop, run.step)) for run in runs]
         outs, totals = zip(
             *(
-                self._among(some, *(part[run] for part in parts))
+                self._among(some, *(part[run, :, :most] for part in parts))
                 for some, run in zip(torch.split(asked, sizes), runs, strict=True)
             ),
             strict=True,

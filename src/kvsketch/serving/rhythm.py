@@ -144,7 +144,8 @@ def rounds(
     at, left, seen = starts[:-1].copy(), np.diff(starts), seen.copy()
 
     def tensor(values: Any) -> Tensor:
-        return torch.as_tensor(values, device=device)
+        found = torch.from_numpy(values)  # faster than as_tensor, once per token and part
+        return found if device.type == "cpu" else found.to(device)
 
     while (left > 0).any():
         until = rhythm.left(seen)
@@ -178,7 +179,7 @@ def rounds(
             found.append(
                 Round(
                     tensor(pages[rows]),
-                    _runs(pages[rows]),
+                    _runs(pages[rows].tolist()),
                     tensor(token),
                     None if own.all() else tensor(own),
                     tensor(reads),
@@ -198,16 +199,16 @@ def rounds(
     return found
 
 
-def _runs(pages: Numbers) -> list[slice]:
+def _runs(pages: list[int]) -> list[slice]:
     """Ascending numbers as slices, each as long as the steps between them stay the same."""
     found: list[slice] = []
     start, end = 0, len(pages)
     while start < end:
         stop, step = start + 1, 1
         if stop < end:
-            step = int(pages[stop] - pages[start])
+            step = pages[stop] - pages[start]
             while stop < end and pages[stop] - pages[stop - 1] == step:
                 stop += 1
-        found.append(slice(int(pages[start]), int(pages[stop - 1]) + 1, step))
+        found.append(slice(pages[start], pages[stop - 1] + 1, step))
         start = stop
     return found

@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from ..serving.rhythm import Copies, Numbers, Round, rounds
+from ..serving.rhythm import Copies, Numbers, Rhythm, Round, rounds
 from . import metrics
 from .backend import PageBackend
 from .manager import WIDTH
@@ -56,6 +56,7 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._rhythm: Rhythm | None = None
 
     def build(
         self,
@@ -77,7 +78,9 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         now, last = [starts, seen, blocks, reading], PageMetadataBuilder._last
         if last is not None and all(map(np.array_equal, last[0], now)):
             return last[1]
-        rhythm = settings.rhythm(PageBackend.context)
+        if self._rhythm is None:
+            self._rhythm = settings.rhythm(PageBackend.context)
+        rhythm = self._rhythm
         if get_tensor_model_parallel_rank() == 0:  # all ranks see the same
             slots = rhythm.all_held(seen + new).sum()
             metrics.add(tokens=float(new.sum()), slots=float(slots))
