@@ -6,12 +6,13 @@ One-shot rows are measured as in ``benchmarks.attention_error``: the slots befor
 queries are compressed at once, to the share ``kept`` of the slots between sinks and recent window.
 Streamed rows end with the same budget and the same queries, but only the first half of the prompt
 is read at once. The rest is read token by token or in chunks, through ``Stream``, whose page is
-compressed again and again.
-Error: |z - exact|_F / |exact|_F, mean over layers and prompts.
+compressed again and again. The error is |z - exact|_F / |exact|_F, the mean over layers and
+prompts.
 
-Every head of every row has the same number of slots, so the whole method is here
-``heavy_merge@even``, not the bare ``heavy_merge``, which measures where its budget belongs. Slots
-with a mass take 4 bytes more than those without: bytes are not quite equal.
+Every row gives the same number of slots to every head. The complete method is therefore
+``heavy_merge@even`` here, and not ``heavy_merge``, which would allocate its budget by measured
+errors. A slot with a mass takes 4 bytes more than one without, so that the bytes of the rows are
+not quite equal.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from kvsketch.evaluation.runner.allocation import answer_later
 from kvsketch.methods import ClusterMerge, Compressor, HeavyMerge, SnapKV
 from kvsketch.slots import Observed
 
-#: what is changed, and the method that has it changed
+#: The part that is changed, and the method with this change.
 PARTS: dict[str, Callable[[], Compressor]] = {
     "heavy_merge@even": HeavyMerge,
     "no least squares": lambda: HeavyMerge(correct=False),
     "no heavy tokens": lambda: HeavyMerge(share=0.0),
     "no attention (cluster_merge)": ClusterMerge,
-    # what heavy_merge's attention says without anything merged
+    # The tokens that heavy_merge selects by attention, without the merging of the others.
     "only heavy tokens (snapkv, window 64, unpooled)": lambda: SnapKV(window=64, kernel_size=1),
     "share 0.1": lambda: HeavyMerge(share=0.1),
     "share 0.5": lambda: HeavyMerge(share=0.5),
@@ -58,7 +59,7 @@ PARTS: dict[str, Callable[[], Compressor]] = {
     "ridge 0.01": lambda: HeavyMerge(ridge=0.01),
     "ridge 1": lambda: HeavyMerge(ridge=1.0),
 }
-#: tokens that come at a time, after the first half of the prompt
+#: The number of tokens that are read at a time after the first half of the prompt.
 CHUNKS = {"token by token": 1, "chunks of 64": 64}
 STREAMED: dict[str, Callable[[], Compressor]] = {
     "heavy_merge@even": HeavyMerge,
@@ -77,7 +78,7 @@ def everything() -> list[str]:
 def at_once(
     make: Callable[[], Compressor], slots: Slots, seen: Observed, kept: int, window: tuple[int, int]
 ) -> Slots:
-    """All tokens compressed to ``kept`` slots."""
+    """Compress all tokens to ``kept`` slots at once."""
     return make()(slots, kept, seen, sink=window[0], recent=window[1])
 
 
@@ -89,7 +90,7 @@ def streamed(
     window: tuple[int, int],
     chunk: int,
 ) -> Slots:
-    """The first half at once, then ``chunk`` tokens at a time through a page of ``kept`` slots."""
+    """Read the first half at once, then ``chunk`` tokens at a time, with ``kept`` slots."""
     stream = Stream(Windowed(make(), *window), Budget(kept))
     n = slots.count
     edges = [0, *range(n // 2, n, chunk), n]
@@ -103,7 +104,7 @@ def streamed(
 def measure(
     prompts: list[list[Activations]], part: str, kept: float, preset: str
 ) -> dict[str, float]:
-    """Mean error and bytes of one row. The layers of a prompt go as rows of one batch."""
+    """Mean error and bytes of one row. The layers of a prompt are the rows of one batch."""
     sink, recent, follow, _ = PRESETS[preset]
     total = size = 0.0
     for layers in prompts:
@@ -130,7 +131,7 @@ def measure(
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated folders or hub ids.")] = "",
     parts: Annotated[
-        str, typer.Option(help="Semicolon-separated rows; all if empty (see --list).")
+        str, typer.Option(help="Semicolon-separated rows (see --list). Default: all.")
     ] = "",
     preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "default",
     prompts: Annotated[int, typer.Option(help="Prompts per model.")] = 2,
@@ -185,7 +186,7 @@ def main(
 
 
 def table(results: list[dict[str, Any]], source: str) -> Table:
-    """Rows by kept share, one source."""
+    """The errors of one source: a row for each part, a column for each kept share."""
     rows = [r for r in results if r["source"] == source]
     shares = sorted({r["kept"] for r in rows}, reverse=True)
     shown = Table(title=source)

@@ -5,21 +5,23 @@
 
 The last ``follow`` tokens of a prompt are held back. The cache is compressed after the tokens
 before them, and query-aware methods have seen the queries of those tokens only. The held-back
-queries then attend to the slots and, causally, to each other. In a LongEval prompt they are the
-question (``queries`` "agnostic"), elsewhere the continuation of the text ("aware", see
-``benchmarks.prompts``). The error is |z - exact|_F / |exact|_F over those queries and all heads of
-a layer, as the mean over layers and prompts, and ``std`` is over seeds.
+queries then attend to the slots and, causally, to each other. In a LongEval prompt they contain
+the question (``queries`` is "agnostic": queries unseen). In other texts they are the continuation
+(``queries`` is "aware", see ``benchmarks.prompts``). The error is |z - exact|_F / |exact|_F over
+those queries and all heads of a layer, the mean over layers and prompts. ``std`` is the standard
+deviation over seeds.
 
 ``kept`` is the share of the bytes between sinks and recent window that is kept, the same for every
 method. ``bytes_per_token`` is the number of bytes of one KV head over the number of tokens before
 the held-back ones. See ``benchmarks.equal_bytes``. Rows of quantised caches have ``kept`` 1, and
 their bytes are smaller.
 
-Methods are named as in ``kvsketch eval --methods``: a bare name is the method as ``SketchCache(
-model.config, name, budget=...)`` runs it (``heavy_merge``: ``@measured``, all others: ``@even``).
-``@even`` gives every head the same budget; ``@measured`` spends the same bytes over heads and
-layers by errors measured on this very prompt, ``@calibrated`` by errors measured beforehand on two
-other prompts (there ``@FILE``). ``+int4`` stores slots in 4 bits, more of them.
+Methods are named as in ``kvsketch eval --methods``. A bare name is the method as ``SketchCache(
+model.config, name, budget=...)`` runs it by default: ``heavy_merge`` as ``@measured+measured``,
+every other method as ``@even+16bit``. ``@even`` gives every head the same budget. ``@measured``
+allocates the same bytes to heads and layers by errors measured on this prompt, ``@calibrated`` by
+errors measured beforehand on two other prompts (``kvsketch eval`` takes these as ``@FILE``).
+``+int4`` stores slots in 4 bits, so that more of them fit into the same bytes.
 """
 
 from __future__ import annotations
@@ -79,20 +81,20 @@ from kvsketch.methods.sketches.base import lengthened
 
 __all__ = ["PRESETS", "held_bytes", "relative_error", "split"]
 
-#: sink, recent, held-back queries, kept shares
+#: For each preset: sink, recent, number of held-back queries, kept shares.
 PRESETS: dict[str, tuple[int, int, int, list[float]]] = {
     "default": (16, 64, 64, [1 / 2, 1 / 4, 1 / 8, 1 / 16]),
     "balancekv": (256, 0, 256, [1 / 2, 1 / 4, 1 / 8, 1 / 16]),
 }
-#: the peers' own halvings
+#: Halving algorithms of other authors, run with their own code.
 HALVINGS: dict[str, Any] = {
     "peer:balancekv": balancekv,
     "peer:thinformer": thinformer,
     "peer:goodpoints": goodpoints,
 }
-#: one Python call per token: only where asked for
+#: Makes one Python call per token, so it is not among the default methods.
 SLOW = "peer:goodpoints"
-#: transformers' own cache, bits of its slots
+#: transformers' own quantised cache, with the number of bits of its slots.
 QUANTIZED_CACHES = {"peer:quantized_cache-int4": 4, "peer:quantized_cache-int2": 2}
 PEERS = {
     **{name: peer.available for name, peer in HALVINGS.items()},
@@ -102,11 +104,14 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's part in one prompt.
+    """The activations of one layer on one prompt.
 
     Attributes:
-        slots: the tokens that are compressed; ``observed`` their queries.
-        held_back: the tokens after them; ``queries`` theirs; ``exact`` what these should get.
+        slots: the tokens that are compressed.
+        observed: the queries of these tokens.
+        held_back: the tokens after them.
+        queries: the queries of the held-back tokens.
+        exact: the exact attention output of the held-back queries.
     """
 
     slots: Slots
@@ -116,7 +121,8 @@ class Layer:
     exact: Tensor
 
 
-#: all layers of a prompt, slots per KV head, seed -> slots of every layer, and what they take
+#: Compresses all layers of a prompt to a number of slots per KV head, with a seed. Returns the
+#: slots of every layer and their bytes.
 Compress = Callable[[list[Layer], int, int], Held]
 
 
@@ -127,7 +133,7 @@ def layer_of(caught: Activations, follow: int) -> Layer:
 
 
 def split(caught: Activations, follow: int) -> tuple[Slots, Observed, Slots, Tensor]:
-    """The prompt's tokens and queries, the held-back tokens and their queries."""
+    """The tokens to compress and their queries, then the held-back tokens and their queries."""
     n = caught.keys.shape[2] - follow
     whole = Slots(caught.keys, caught.values)
     observed = Observed(caught.queries[:, :, :n], caught.scaling)
@@ -142,7 +148,7 @@ def relative_error(
 
 
 def ours(method: Method, sink: int, recent: int, curves: Curves | None = None) -> Compress:
-    """A method of this package; ``curves`` were measured beforehand on other prompts."""
+    """A method of this package. ``curves`` were measured beforehand on other prompts."""
 
     def compress(layers: list[Layer], budget: int, seed: int) -> Held:
         found, held_by_heads, reducers = [], [], []
@@ -185,7 +191,7 @@ def ours(method: Method, sink: int, recent: int, curves: Curves | None = None) -
 
 
 def by_head(layer: Layer, sizes: list[int]) -> list[tuple[Slots, Observed, int]]:
-    """Each KV head with its queries and its number of slots."""
+    """The slots of each KV head, its queries, and its number of slots."""
     heads = len(sizes)
     queries = layer.observed.queries.chunk(heads, dim=1)
     return [
@@ -199,19 +205,19 @@ def by_head(layer: Layer, sizes: list[int]) -> list[tuple[Slots, Observed, int]]
 
 
 def in_bits(bits: int | str) -> Bits:
-    """Of keys and values alike; what is "measured" is 16 where nothing was measured."""
+    """The bits of keys and of values, which are equal. Bits that are to be measured count as 16."""
     return bits_of(bits) or FULL
 
 
 def stored(slots: Slots, bits: Bits, sink: int, recent: int) -> Slots:
-    """As attention reads them once those between sinks and recent are in this many bits."""
+    """The slots as attention reads them after those between sinks and recent were quantised."""
     if bits == FULL:
         return slots
     return QuantizedPage(slots, None, 0, bits, sink, recent).slots
 
 
 def together(parts: list[Slots]) -> Slots:
-    """Heads compressed apart as one layer, the shorter ones filled up with dead slots."""
+    """Separately compressed heads as one layer. Shorter heads are padded with dead slots."""
     if len(parts) == 1:
         return parts[0]
     longest = max(part.count for part in parts)
@@ -226,7 +232,7 @@ def together(parts: list[Slots]) -> Slots:
 
 
 def halved(peer: Any, sink: int, recent: int) -> Compress:
-    """A peer's own halvings of the middle; sinks and recent tokens as for everybody."""
+    """A peer's own halvings of the middle. Sinks and recent tokens are kept, as with any method."""
 
     def compress(layers: list[Layer], budget: int, seed: int) -> Held:
         found = []
@@ -247,9 +253,11 @@ def halved(peer: Any, sink: int, recent: int) -> Compress:
 
 
 def halvings(middle: int, kept: int) -> list[tuple[int, int]]:
-    """How ``middle`` tokens become ``kept`` slots by halvings, which some peers do to multiples of
-    2^times only: (tokens, times), oldest first. After what is over in powers of two, the older
-    tokens are halved once more than the newer ones. Where no halvings do, all tokens stay."""
+    """The halvings that reduce ``middle`` tokens to ``kept`` slots: pairs (tokens, times), oldest
+    tokens first. Every number of tokens is a multiple of 2^times, because some peers need that.
+    The remainder of the division by this power of two is split into powers of two, which come
+    first. Of the other tokens, the older ones are halved once more than the newer ones. If no
+    halvings lead to ``kept`` slots, all tokens are kept."""
     for rounds in range(middle.bit_length()):
         over = [(1 << b, b) for b in reversed(range(rounds)) if middle >> b & 1]
         rest = middle >> rounds
@@ -261,12 +269,12 @@ def halvings(middle: int, kept: int) -> list[tuple[int, int]]:
 
 
 def their_cache(bits: int, sink: int, recent: int) -> Compress:
-    """All of the middle in transformers' QuantizedCache; the recent window is its residual."""
+    """The whole middle in transformers' QuantizedCache, with the recent window as its residual."""
 
     def compress(layers: list[Layer], budget: int, seed: int) -> Held:
         n = layers[0].slots.count
         shape = layers[0].slots.keys.shape
-        # Its groups are of 64 numbers: tokens that are over stay unchanged, with the sinks.
+        # It quantises groups of 64 numbers. Tokens that fill no group are kept with the sinks.
         unit = 64 // math.gcd(64, shape[1] * shape[3])
         first = sink + (n - sink - recent) % unit
         middles = [layer.slots.narrow(first, n - first - recent) for layer in layers]
@@ -292,14 +300,15 @@ def measure(
     preset: tuple[int, int, int, list[float]],
     seeds: int,
 ) -> Row | None:
-    """Mean error over prompts and layers, per seed; None if the method does not fit into the bytes
-    of ``kept``. Stops at the second seed if it changes nothing: the method has no randomness."""
+    """The mean error over prompts and layers, its mean over seeds and their standard deviation.
+    None if the method does not fit into the bytes of ``kept``. If the second seed gives the same
+    error as the first, the method is not random, and no further seeds are run."""
     sink, recent, _, _ = preset
     errors: list[float] = []
     start = time.perf_counter()
     for seed in range(seeds):
         total, parts, size, slots = 0.0, 0, 0.0, 0.0
-        fit = Fit()  # a new one: a method without randomness does the same for every seed
+        fit = Fit()  # a new one for each seed: a method that is not random repeats itself
         for layers in prompts:
             n = layers[0].slots.count
             tokens = sink + recent + max(1, round(kept * (n - sink - recent)))
@@ -340,15 +349,15 @@ def main(
         [*USUAL, *OURS, "heavy_merge@even+int4", *ALONE, *(name for name in PEERS if name != SLOW)]
     ),
     preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "default",
-    layers: Annotated[str, typer.Option(help="Comma-separated layer numbers; all if empty.")] = "",
+    layers: Annotated[str, typer.Option(help="Comma-separated layer numbers. Default: all.")] = "",
     prompts: Annotated[int, typer.Option(help="Prompts per model.")] = 2,
     files: Annotated[str, typer.Option(help="Comma-separated text files as prompts.")] = "",
     seeds: Annotated[
-        int, typer.Option(help="Seeds of randomised methods; at most 3 of slow ones.")
+        int, typer.Option(help="Seeds of randomised methods, at most 3 for slow ones.")
     ] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Write the JSON here, and go on from it.")
+        Path | None, typer.Option(help="Write the JSON here, and resume from it.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the figure (.svg or .png).")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
@@ -409,7 +418,7 @@ def main(
                 if method.spent == "calibrated":
                     window = {"sink": sink, "recent": recent, "follow": follow}
                     curves = measure_curves(model, other, str(method.name), **window)
-                    if numbers:  # the bytes of these layers are theirs alone
+                    if numbers:  # The budget is shared by the selected layers only.
                         curves = replace(curves, error=curves.error[numbers])
                 if method.label in HALVINGS:
                     compress = halved(HALVINGS[method.label], sink, recent)
@@ -468,7 +477,7 @@ def figure(results: list[Row], path: Path) -> None:
 
 
 def table(rows: list[Row], source: str) -> Table:
-    """Methods by kept share, one source."""
+    """The errors of one source: a row for each method, a column for each kept share."""
     shares = sorted({r["kept"] for r in rows}, reverse=True)
     shown = Table(title=source)
     for column in ("method", *(f"1/{round(1 / share)}" for share in shares)):

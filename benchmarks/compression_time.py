@@ -2,14 +2,17 @@
 
     python -m benchmarks.compression_time --json
 
-The prefill is one transformers ``LlamaDecoderLayer`` of the size of Llama 3 8B's (hidden 4096, MLP
-14336, 32 query and 8 KV heads of 128, rotary, causal sdpa) over random hidden states, run once;
-compressing is what ``SketchCache`` does after it in that layer, with that layer's own queries, keys
-and values, in the same threads: looking at the queries and compressing to the budget, the same for
-every head (``@even``). The bare ``heavy_merge`` measures where its budget belongs before that:
-``measuring`` is the time it takes for one layer. Random weights and inputs do for times, not for
-errors. ``probe`` is the attention of the last ``probe`` queries of all heads over the kept slots
-and over all keys, which is the cost of measuring an error.
+The prefill is one run of a transformers ``LlamaDecoderLayer`` with the size of a Llama 3 8B layer
+(hidden 4096, MLP 14336, 32 query and 8 KV heads of 128, rotary, causal sdpa) over random hidden
+states. The compression is what ``SketchCache`` does in that layer afterwards, in the same threads,
+with the layer's own queries, keys and values: it scores the tokens by the queries and compresses
+to the budget, which is the same for every head (``@even``). Every number of seconds is that of the
+fastest of ``repeats`` runs, and ``share_of_prefill`` is this time over that of the prefill.
+
+``heavy_merge`` by default measures errors before it compresses, and allocates its budget by them.
+``measuring`` is the time of this measurement for one layer. ``probe`` is the attention of the last
+``probe`` queries of all heads over the kept slots and over all keys, which is the cost of measuring
+an error. Random weights and inputs are good enough for times, but not for errors.
 """
 
 from __future__ import annotations
@@ -43,14 +46,15 @@ from kvsketch.methods.registry import default_allocation
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 USUAL = "uniform,streaming_llm,knorm,keydiff,snapkv,cluster_merge,heavy_merge@even,kcenter"
-#: measures where its budget belongs by default, once per layer of a prompt
+#: By default, this method measures errors in every layer and allocates its budget by them.
 MEASURED = "heavy_merge"
-# What an MLP makes of a whole prompt, three tensors of 14336 numbers per token, need not fit.
+# The MLP's intermediate results for a whole prompt, three tensors of 14336 numbers per token, may
+# not fit into memory.
 _MLP_TOKENS = 4096
 
 
 class Chunked(nn.Module):
-    """An MLP over a few thousand tokens at a time: the same numbers in less memory."""
+    """An MLP that runs on a few thousand tokens at a time, which needs less memory."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
@@ -61,7 +65,7 @@ class Chunked(nn.Module):
 
 
 def prefill(tokens: int, dtype: torch.dtype, seed: int) -> tuple[float, Slots, Observed]:
-    """Seconds of the layer's prefill, its keys and values, and its queries."""
+    """The seconds of the layer's prefill, the keys and values that it computes, and the queries."""
     config = LlamaConfig(
         hidden_size=4096,
         intermediate_size=14336,
@@ -77,7 +81,7 @@ def prefill(tokens: int, dtype: torch.dtype, seed: int) -> tuple[float, Slots, O
     layer.mlp = Chunked(layer.mlp)
     hidden = torch.randn(1, tokens, config.hidden_size).to(dtype)
     rotary = LlamaRotaryEmbedding(config)(hidden, torch.arange(tokens)[None])
-    layer(hidden[:, :64], position_embeddings=tuple(t[:, :64] for t in rotary))  # warm
+    layer(hidden[:, :64], position_embeddings=tuple(t[:, :64] for t in rotary))  # warm-up
     cache = DynamicCache(config=config)
     seconds = timed(lambda: layer(hidden, position_embeddings=rotary, past_key_values=cache))
     keys, values = cache.layers[0].keys, cache.layers[0].values
@@ -88,7 +92,7 @@ def prefill(tokens: int, dtype: torch.dtype, seed: int) -> tuple[float, Slots, O
 
 
 def evenly_spent(text: str) -> list[Method]:
-    """``--methods``: those that compress to one budget for all heads, which is what is timed."""
+    """Parse ``--methods``. Only methods with the same budget for every head are timed."""
     chosen = methods(text)
     for method in chosen:
         if method.name not in METHODS or method.bits not in (16, "measured"):
@@ -113,13 +117,13 @@ def timed(fn: Callable[[], Any]) -> float:
 
 def main(
     methods_: Annotated[
-        str, typer.Option("--methods", help="Comma-separated; with the same budget for every head.")
+        str, typer.Option("--methods", help="Methods with the same budget for every head.")
     ] = USUAL,
     tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 32768,
     shares: Annotated[str, typer.Option(help="Comma-separated kept shares.")] = "0.25,0.125",
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
-    repeats: Annotated[int, typer.Option(help="Runs per method; the fastest counts.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Runs per method, of which the fastest counts.")] = 3,
     probe: Annotated[int, typer.Option(help="Queries of an error probe.")] = 32,
     seed: int = 0,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
@@ -163,7 +167,7 @@ def main(
                     into[0] = windowed(name)(slots, budget, seen)
 
                 first = timed(compress)
-                # What takes minutes is known well enough.
+                # Slow runs are precise enough without a repetition.
                 seconds = first if first > 30 else min(first, fastest(compress, repeats - 1))
                 if share not in probes:
                     kept_slots = into[0]
@@ -202,7 +206,7 @@ def main(
 
 
 def fastest(fn: Callable[[], Any], repeats: int) -> float:
-    """Seconds of the fastest run; infinite for none."""
+    """The seconds of the fastest run, infinite if there is none."""
     return min((timed(fn) for _ in range(repeats)), default=float("inf"))
 
 

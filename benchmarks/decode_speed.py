@@ -1,11 +1,11 @@
-"""Decoding with SketchCache against DynamicCache at the same number of slots, in one run.
+"""The decoding speed of SketchCache relative to DynamicCache at the same number of slots.
 
     python -m benchmarks.decode_speed --json
 
 Both caches start to decode with the same number of slots: SketchCache after a longer prompt that
 was compressed to its budget, DynamicCache after a prompt of exactly that many tokens. Runs
-alternate, so that other load on the machine affects both. The figure is the median of the paired
-ratios of tokens per second, and every pair is listed.
+alternate, so that other load on the machine affects both. ``ratio`` is the median of the paired
+ratios of tokens per second, SketchCache over DynamicCache, and ``ratios`` lists all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
 from kvsketch.evaluation.runner.setups import parse_method
 
-#: heavy_merge by itself measures where its budget belongs, so heads differ in size
+#: Without @even, heavy_merge allocates its budget by measured errors, so that heads differ in size.
 DEFAULT = (
     "uniform,streaming_llm,h2o,kcenter,snapkv,keydiff,cluster_merge,heavy_merge@even,heavy_merge"
 )
@@ -45,7 +45,7 @@ def decode_rate(model: Any, cache: Any, first: torch.Tensor, tokens: int) -> flo
 
 def measure(model: Any, method: str, slots: int, tokens: int, seed: int) -> tuple[float, float]:
     """Tokens per second of (SketchCache, DynamicCache), each with ``slots`` slots at the start.
-    ``method``: as ``kvsketch eval --methods`` has it."""
+    ``method`` is named as in ``kvsketch eval --methods``."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, model.config.vocab_size, (1, 2 * slots), generator=generator)
     setup = parse_method(method)
@@ -61,15 +61,15 @@ def measure(model: Any, method: str, slots: int, tokens: int, seed: int) -> tupl
     rates = []
     for cache, prompt in ((sketch, ids), (exact, ids[:, :slots])):
         model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        decode_rate(model, cache, ids[:, -1:], 8)  # allocations and caches of the first steps
+        decode_rate(model, cache, ids[:, -1:], 8)  # The first steps also allocate memory.
         rates.append(decode_rate(model, cache, ids[:, -1:], tokens))
     return rates[0], rates[1]
 
 
 def main(
     model: Annotated[str, typer.Option(help="Model folder or hub id.")] = PACKAGED,
-    methods: Annotated[str, typer.Option(help="Comma-separated.")] = DEFAULT,
-    slots: Annotated[int, typer.Option(help="Slots at the start of the decode.")] = 1024,
+    methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = DEFAULT,
+    slots: Annotated[int, typer.Option(help="Slots when decoding starts.")] = 1024,
     tokens: Annotated[int, typer.Option(help="Tokens decoded per run.")] = 200,
     repeats: Annotated[int, typer.Option(help="Paired runs per method.")] = 7,
     seed: int = 0,

@@ -1,10 +1,14 @@
-"""The size of the file of a compressed document against its prediction, and the time of loading it
-against that of reading the document.
+"""The size of the file of a compressed document compared with its prediction, and the time of
+loading the file compared with that of reading the document.
 
     python -m benchmarks.document_files --cases ../shared/data/longeval/400_lines.jsonl --json
 
-A LongEval record is read at ``--budget``, saved, and loaded in a new process, which gets the same
-questions. Times are those of one run on one machine, so that only their ratio is meaningful.
+A LongEval record is read at ``--budget``, saved, and loaded in a new process, which answers the
+same questions. ``same_in_a_new_process`` states whether its answers are the same.
+``file_over_predicted`` and ``file_over_exact`` are the bytes of the file over the predicted ones
+and over those of the exact cache. ``read_over_load_to_first_token`` is the median time from the
+start of reading the record to the first token of an answer, over that from the start of loading the
+file. The times are those of one machine, so that only their ratio is meaningful.
 """
 
 from __future__ import annotations
@@ -55,8 +59,8 @@ def main(
     lines: LinesOption = 400,
     count: CountOption = 3,
     asked: AskedOption = 20,
-    budget: Annotated[float, typer.Option(help="Share of the tokens.")] = 0.25,
-    repeats: Annotated[int, typer.Option(help="Of what is timed.")] = 5,
+    budget: Annotated[float, typer.Option(help="Share of the tokens that is kept.")] = 0.25,
+    repeats: Annotated[int, typer.Option(help="Timed runs.")] = 5,
     seed: int = 0,
     out: OutOption = None,
     json: JsonOption = False,

@@ -6,8 +6,8 @@ A LongEval record is cut in two between lines. ``together``: it is read as one d
 ``appended``: the second half is read after the compressed first half (``kvsketch append``).
 ``merged``: both halves are read separately and merged (``kvsketch merge``). All three caches have
 about the same number of bytes and get the same questions, half of them about each half.
-``divergence``: the KL of the number's first token, after the right words of the answer, to the
-exact cache of the whole record, in nats, as the mean over questions.
+``divergence`` is the KL divergence from the exact cache of the whole record, in nats, the mean over
+questions. It is that of the number's first token, after the right words of the answer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WAYS = ("together", "appended", "merged")
 
 
 def caches(model: Any, tokenizer: Any, record: Record, settings: Any) -> dict[str, SketchCache]:
-    """The record in every way."""
+    """A cache of the record for each of ``WAYS``."""
     first, second = record.halves()
 
     def fresh(text: str, special: bool = True) -> SketchCache:
@@ -60,7 +60,7 @@ def caches(model: Any, tokenizer: Any, record: Record, settings: Any) -> dict[st
 
 @torch.no_grad()
 def predictions(model: Any, tokenizer: Any, cache: Any, leads: list[str]) -> Tensor:
-    """Log probabilities of what follows each text, ``[texts, vocabulary]``."""
+    """Log-probabilities of the token that follows each text, ``[texts, vocabulary]``."""
     found = []
     for lead in leads:
         twin = cache.fork() if isinstance(cache, SketchCache) else cache
@@ -77,8 +77,8 @@ def main(
     lines: LinesOption = 200,
     count: CountOption = 5,
     asked: AskedOption = 20,
-    budgets: Annotated[str, typer.Option(help="Shares of the tokens.")] = "1.0,0.25,0.1",
-    method: Annotated[str, typer.Option(help="A compressor.")] = "heavy_merge",
+    budgets: Annotated[str, typer.Option(help="Shares of the tokens kept.")] = "1.0,0.25,0.1",
+    method: Annotated[str, typer.Option(help="A compression method.")] = "heavy_merge",
     seed: int = 0,
     out: OutOption = None,
     json: JsonOption = False,

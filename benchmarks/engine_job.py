@@ -2,14 +2,16 @@
 
     python -m benchmarks.engine_job < job.json
 
-reads a job and writes its result as the last line. The environment says which backend runs
-(``KVSKETCH_METHOD`` and so on; unset: vLLM's own). A job:
+The process reads a job from standard input and writes its result as the last line. Environment
+variables select the backend (``KVSKETCH_METHOD`` and so on; without them, it is vLLM's own). A job
+is:
 
     {"engine": arguments of vllm.LLM,
-     "requests": [{"prompt": text or token ids, "max_tokens": n, "abort": after so many steps,
-                   "n": answers, drawn at a temperature of 0.01 where there are several}],
-     "together": false,                      # one request after the other instead of all at once
-     "preempt": 10}                          # a request every so many steps
+     "requests": [{"prompt": text or token ids, "max_tokens": n,
+                   "abort": the number of steps after which the request is aborted,
+                   "n": number of answers, sampled at a temperature of 0.01 if more than 1}],
+     "together": false,     # one request after the other instead of all at once
+     "preempt": 10}         # preempt a request every 10 steps
 """
 
 from __future__ import annotations
@@ -25,23 +27,23 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 class Engine:
-    """An engine, stepped by hand."""
+    """An engine whose steps are called one by one."""
 
     def __init__(self, **arguments: Any) -> None:
         from vllm import LLM
 
-        self.preempt = 0  # a request every so many steps
+        self.preempt = 0  # A request is preempted every so many steps. 0: never.
         self.llm = LLM(enforce_eager=True, **arguments)
         self.engine = self.llm.llm_engine
         core = self.engine.engine_core.engine_core
         self.scheduler = core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.reused = 0  # tokens of prompts that were not read
-        self.longest = 0  # tokens of a request
-        self.steps: list[tuple[float, int, int]] = []  # seconds, requests, tokens of a step
+        self.reused = 0  # prompt tokens that came from the prefix cache
+        self.longest = 0  # tokens of the longest request, prompt and answer
+        self.steps: list[tuple[float, int, int]] = []  # seconds, requests and tokens of each step
 
     def concurrency(self) -> float:
-        """Requests of the longest context that fit, as the engine logs it."""
+        """How many requests of the longest context fit into memory, as the engine logs it."""
         from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
         config = self.engine.vllm_config
@@ -50,13 +52,13 @@ class Engine:
         )
 
     def page(self) -> dict[str, Any]:
-        """What the layers of full attention hold their keys in: the bytes of a request's page, or,
-        in vLLM's own, of a block of tokens; all layers."""
+        """The memory unit of the full-attention layers: the bytes of a request's page over all
+        layers or, with vLLM's own backend, those of a block of tokens."""
         config = self.scheduler.kv_cache_config
         groups = config.kv_cache_groups
         full = [g for g in groups if getattr(g.kv_cache_spec, "sliding_window", None) is None]
         spec = full[0].kv_cache_spec
-        if len(groups) == 1:  # its layers may differ
+        if len(groups) == 1:  # The layers may differ in size.
             block = config.kv_cache_tensors[0].size // config.num_blocks
         else:
             block = spec.page_size_bytes * sum(len(group.layer_names) for group in full)
@@ -67,7 +69,7 @@ class Engine:
         }
 
     def answer(self, requests: list[dict[str, Any]], together: bool) -> list[dict[str, Any] | None]:
-        """Greedy answers; None: aborted."""
+        """Greedy answers, in the order of the requests. None stands for an aborted request."""
         found: list[dict[str, Any] | None] = []
         groups = [list(enumerate(requests))]
         if not together:
@@ -87,10 +89,10 @@ class Engine:
             several = request.get("n", 1)
             sampling = SamplingParams(
                 n=several,
-                temperature=0.0 if several == 1 else 0.01,  # vLLM draws several at no temperature
+                temperature=0.0 if several == 1 else 0.01,  # vLLM refuses n > 1 at temperature 0.
                 max_tokens=request["max_tokens"],
                 ignore_eos=request.get("ignore_eos", False),
-                # all answers of a request together; of one, each token as it comes
+                # Several answers are returned together, a single one token by token.
                 output_kind=RequestOutputKind.CUMULATIVE
                 if several == 1
                 else RequestOutputKind.FINAL_ONLY,
@@ -121,8 +123,8 @@ class Engine:
         return [done.get(str(number)) for number in range(len(requests))]
 
     def _preempt(self) -> None:
-        """As the scheduler does where blocks run out: the request that came last goes back into
-        the queue."""
+        """Preempt the request that came last, as the scheduler does when there are no more free
+        blocks: it goes back into the queue."""
         request = self.scheduler.running.pop()
         self.scheduler._preempt_request(request, time.monotonic())
 

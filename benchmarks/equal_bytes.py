@@ -1,10 +1,10 @@
 """The same bytes for every method: how bytes are counted, and how many slots fit into them.
 
-What attention needs is counted, per KV head: keys and values at 2 bytes a number (bfloat16), masses
-at 4 where a method has them, slots in 8 or 4 bits with their scales, zero points and units as they
-are stored. Of a streaming sketch its whole state is counted: attention reads nothing else, and
-keys and values in it take 2 bytes a number, all else what it takes. Scores and waiting queries
-serve further compressions only and are not counted.
+Everything that attention reads is counted, per KV head: keys and values at 2 bytes a number
+(bfloat16), masses at 4 bytes if a method has them, and slots in 8 or 4 bits with their scales,
+zero points and units as they are stored. A streaming sketch is counted with its whole state, in
+which keys and values take 2 bytes a number and everything else the bytes of its dtype. Scores, and
+queries kept for the next compression, are not counted, because attention does not need them.
 
 ``kept`` is a share of the bytes of the tokens between sinks and recent window: a method may use as
 many bytes as one that keeps the share ``kept`` of these tokens unchanged. Its number of slots
@@ -26,20 +26,20 @@ from kvsketch.cache.storage import FULL, Bits
 from kvsketch.evaluation.runner.allocation import Curves
 from kvsketch.methods.sketches import Sketch
 
-# Runs to come near the bytes allowed, and to get below them at all.
+# The number of runs to come close to the bytes allowed, and to find a budget that fits at all.
 _TRIES, _MOST_TRIES = 3, 10
-# Tensors of a sketch that have the model's dtype.
+# Name endings of the tensors in a sketch's state that have the model's dtype.
 _MODEL = (".keys", ".values", "reservoir")
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a run returned.
+    """The result of a run, with its bytes.
 
     Attributes:
         what: slots or a cache.
-        bytes: held per KV head.
-        slot: bytes that one slot more in the budget would cost.
+        bytes: bytes per KV head.
+        slot: bytes that one more slot in the budget would cost.
         token: bytes of one token kept unchanged.
     """
 
@@ -50,12 +50,12 @@ class Held:
 
 
 def plain_bytes(slots: Slots) -> int:
-    """Bytes of one token, kept unchanged."""
+    """Bytes of one token that is kept unchanged."""
     return 2 * (slots.keys.shape[-1] + slots.values.shape[-1])
 
 
 def held_bytes(slots: Slots, bits: Bits = FULL, sink: int = 0, recent: int = 0) -> float:
-    """Bytes per KV head. ``bits``: of the slots between ``sink`` and ``recent``."""
+    """Bytes per KV head. ``bits`` are those of the slots between ``sink`` and ``recent``."""
     columns = int(slots.mass is not None)
     if bits == FULL:
         live = slots.live()
@@ -74,8 +74,12 @@ def held(
     recent: int = 0,
     reducers: Sequence[Any] = (),
 ) -> Held:
-    """``what`` holds ``parts``: the mean over all their heads. ``bits``: of each of them; none: as
-    given. ``reducers``: what made each of them, if that may be a sketch."""
+    """``what`` with its bytes per KV head, the mean over all heads of its ``parts``.
+
+    Args:
+        bits: the bits of each part. Without them, parts are counted as 16-bit slots.
+        reducers: the method that compressed each part. A sketch is counted with its whole state.
+    """
     heads = [part.keys.shape[1] for part in parts]
 
     def mean(values: Iterable[float]) -> float:
@@ -96,7 +100,7 @@ def held(
 
 
 def around(sketch: Sketch, slots: Slots) -> float:
-    """Bytes per KV head of a sketch and the exact tokens before and behind it; ``slots``: all."""
+    """Bytes per KV head of a sketch and the exact tokens around it. ``slots`` contain both."""
     return state_bytes(sketch) + (slots.count - sketch.slots.count) * plain_bytes(slots)
 
 
@@ -110,14 +114,14 @@ def state_bytes(sketch: Sketch) -> float:
 
 
 def held_by(cache: SketchCache, sink: int, recent: int) -> Held:
-    """What the layers that a cache compresses hold of a prompt just read."""
+    """The bytes of a cache that has just read a prompt, over the layers that it compresses."""
     return held_in(cache, [x.stream for x in cache.layers if hasattr(x, "stream")], sink, recent)
 
 
 def held_in(
     what: Any, streams: Sequence[Stream], sink: int, recent: int, bits: Sequence[Bits] = ()
 ) -> Held:
-    """What layers hold; ``bits``: of each of them, if not those it has."""
+    """The bytes of ``streams``. ``bits`` are those of each layer, by default the stream's own."""
     own = bits or [stream.bits for stream in streams]
     parts = [(*p, b) for s, b in zip(streams, own, strict=True) for p in parts_of(s)]
     slots, reducers, bits = (list(column) for column in zip(*parts, strict=True))
@@ -125,8 +129,8 @@ def held_in(
 
 
 def of_budget(found: Held, budget: int) -> Held:
-    """What a budget bought whose slots are what that many would cost in the model's dtype: a slot
-    more of it costs what the others did."""
+    """``found``, with the bytes per slot of a budget that counts slots in the model's dtype. One
+    more slot in the budget then costs as many bytes as the others on average."""
     return replace(found, slot=found.bytes / budget)
 
 
@@ -138,21 +142,21 @@ def _slot(slots: Slots, bits: Bits) -> float:
 
 @dataclass
 class Fit:
-    """Finds the number of slots that takes the bytes allowed; remembers from one prompt to the next
-    how it compares with the number of plain tokens."""
+    """Finds the number of slots that takes the bytes allowed. The ratio of this number to that of
+    plain tokens is the first guess for the next prompt."""
 
     ratio: float = field(default=1.0, init=False)
 
     def __call__(
         self, run: Callable[[int], Held], tokens: int, least: int, most: int
     ) -> tuple[int, Held] | None:
-        """The budget and result of ``run(budget)`` that holds most of the bytes allowed, but not
-        more; None if nothing tried holds so few.
+        """The budget, and the result of ``run(budget)``, with the most bytes among those tried that
+        do not exceed the bytes allowed. None if every result exceeds them.
 
         Args:
-            tokens: how many a method that keeps them as they are would keep.
-            least: smallest budget that makes sense.
-            most: largest.
+            tokens: the bytes allowed, as a number of tokens that are kept unchanged.
+            least: the smallest budget that makes sense.
+            most: the largest budget.
         """
         fitting: dict[int, Held] = {}
         tried: set[int] = set()
@@ -173,5 +177,5 @@ class Fit:
 
 
 def shares(curves: Curves, fraction: float) -> list[list[float]]:
-    """The schedule for a kept fraction of the tokens; below the least measured, that one's."""
+    """The schedule for a kept fraction, or for the smallest measured one if that is larger."""
     return curves.allocate(min(1.0, max(fraction, float(curves.kept[0]))))

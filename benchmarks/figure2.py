@@ -1,21 +1,22 @@
-"""BalanceKV's figure 2 as printed, layer by layer, and what the walk's constant does to it.
+"""BalanceKV's figure 2 as printed, layer by layer, and the effect of the walk's constant on it.
 
     python -m benchmarks.figure2 --out docs/results/figure2.json --plot docs/figures/figure2.svg
     python -m benchmarks.figure2 --model meta-llama/Llama-3.1-8B-Instruct --device cuda \\
         --dtype bfloat16 --layers 1,2,5 --records triviaqa.jsonl --out figure2.json
 
-The protocol of section 4.1: the first 256 tokens and, for query j of the last 256, those from
-n - 256 to j are kept; of the others exactly 2^-T are, T = 1..4; the error is
-|z - Attn|_F / |Attn|_F over all queries and heads of a layer, averaged over prompts, with the
-standard deviation over 10 seeds. A model with too few positions for that has 128 tokens and 128
-queries (its rows say so).
+The protocol is that of section 4.1. The first 256 tokens are kept and, for query j of the last 256,
+the tokens from n - 256 to j. Of the tokens between them, the share 2^-T is kept, for T = 1..4. The
+error is |z - Attn|_F / |Attn|_F over all queries and heads of a layer, the mean over prompts and
+10 seeds, and ``std`` is the standard deviation over seeds. A model with too few positions for this
+gets 128 tokens and 128 queries (``kept_at_ends`` in its rows).
 
-``uniform`` keeps a uniform sample whose members count 2^T times each, as BalanceKV's do;
-``uniform, unweighted`` lets them count once, beside the exact tokens. ``balancekv c=30`` is the
-paper's constant in c = constant log(n / delta); smaller ones follow.
+``uniform`` keeps a uniform sample whose members count 2^T times each, as BalanceKV's do. With
+``uniform, unweighted`` they count once, as the exact tokens do. ``balancekv c=30`` has the paper's
+constant in c = constant log(n / delta), and the rows after it have smaller ones.
 
-Then made-up keys, to see where balancing helps: clusters of a given spread, by dimension, block and
-constant; the same error over that of uniform.
+A second part has synthetic keys and shows where balancing helps: the keys are in clusters of a
+given spread, the rows are by dimension, block and constant, and ``over_uniform`` is the same error
+over that of ``uniform``.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from kvsketch.evaluation.runner.allocation import answer_later
 from kvsketch.evaluation.runner.loading import load_model, load_tokenizer, resolve_model
 from kvsketch.methods import BalanceKV, Compressor, Uniform
 
-KEPT, SMALL = 256, 128  # tokens kept at either end
+KEPT, SMALL = 256, 128  # tokens kept at each end
 RATES = (1, 2, 3, 4)
-#: 30 is the paper's; with the least, every sign is the one that makes the signed sum smaller
+#: The paper's constant is 30. With the smallest, each sign is the one that reduces the signed sum.
 CONSTANTS = (30.0, 1.0, 1e-2, 1e-4, 1e-6, 1e-9, 1e-12, 1e-30)
-#: made-up keys: spread of a cluster, head_dim, block
+#: For the synthetic keys: spread of a cluster, head_dim, block size.
 SPREADS, DIMS, BLOCKS = (0.0, 0.1, 0.3, 1.0), (4, 16, 64), (64, 256, 1024)
 MADE_UP = 2048
 LONGBENCH = (
@@ -60,7 +61,7 @@ Row = dict[str, Any]
 
 
 def samplers(constants: Iterable[float], block: int = KEPT) -> dict[str, type[Compressor] | Any]:
-    """What is compared: name -> seed -> compressor."""
+    """The compared samplers by name. Each makes a compressor from a seed."""
     found: dict[str, Any] = {"uniform": Uniform, "uniform, unweighted": Uniform}
     for constant in constants:
         found[f"balancekv c={constant:g}"] = lambda seed, constant=constant: BalanceKV(
@@ -77,7 +78,7 @@ def compressed(middle: Slots, name: str, sampler: Any, rate: int, seed: int) -> 
 def layer_errors(
     caught: Activations, kept: int, rates: Iterable[int], found: dict[str, Any], seeds: range
 ) -> dict[tuple[str, int], list[float]]:
-    """Errors by sampler and rate, one per seed, of one layer and prompt."""
+    """The errors in one layer on one prompt, by sampler and rate, with one error per seed."""
     n = caught.keys.shape[2]
     tokens = Slots(caught.keys, caught.values)
     held_back, queries = tokens.narrow(n - kept, kept), caught.queries[:, :, n - kept :]
@@ -102,7 +103,7 @@ def on_model(
     found: dict[str, Any],
     seeds: range,
 ) -> list[Row]:
-    """A row per layer, sampler and rate, and those of all layers together (layer "all")."""
+    """A row per layer, sampler and rate, then the rows over all layers (layer "all")."""
     everything: dict[tuple[int, str, int], list[list[float]]] = {}
     for text in texts:
         for caught in capture(model, text, layers):
@@ -120,15 +121,15 @@ def on_model(
 
 
 def over_seeds(errors: list[list[float]]) -> dict[str, float]:
-    """Mean over prompts for every seed; of these the mean and standard deviation."""
+    """The mean over prompts for every seed, then the mean and standard deviation over seeds."""
     means = [statistics.fmean(of_seed) for of_seed in zip(*errors, strict=True)]
     spread = statistics.stdev(means) if len(means) > 1 else 0.0
     return {"error": statistics.fmean(means), "std": spread}
 
 
 def made_up(spread: float, dim: int, seed: int) -> tuple[Slots, Tensor, Slots]:
-    """``MADE_UP`` keys of norm about sqrt(d) in 16 clusters, values that follow the clusters as far
-    as keys do, and queries; 4 heads."""
+    """Synthetic slots and queries of 4 heads, and an empty set of held-back slots: ``MADE_UP`` keys
+    of norm about sqrt(d) in 16 clusters, and values with the same clusters and spread."""
     g = torch.Generator().manual_seed(seed)
     own = torch.randint(16, (MADE_UP,), generator=g)
 
@@ -144,7 +145,7 @@ def made_up(spread: float, dim: int, seed: int) -> tuple[Slots, Tensor, Slots]:
 
 
 def on_made_up(spread: float, dim: int, block: int, seeds: range, seed: int) -> list[Row]:
-    """Errors over uniform's, half of the tokens kept."""
+    """The errors with half of the tokens kept, also relative to the error of ``uniform``."""
     slots, queries, empty = made_up(spread, dim, seed)
     exact = answer_later(slots, empty, queries, dim**-0.5)
     errors: dict[str, list[float]] = {}
@@ -161,7 +162,7 @@ def on_made_up(spread: float, dim: int, block: int, seeds: range, seed: int) -> 
 
 
 def figure(rows: list[Row], path: Path) -> None:
-    """One panel per model: BalanceKV over uniform by constant; then the made-up keys."""
+    """A panel per model: BalanceKV's error over uniform's, by constant. Then the synthetic keys."""
     sources = list(dict.fromkeys(r["source"] for r in rows if r["part"] == "model"))
     shown = [(16, 256), (4, 256), (16, 1024)]
     panels = len(sources) + len(shown)
@@ -223,7 +224,7 @@ def printed(rows: list[Row], path: Path) -> None:
 
 
 def records_of(tokenizer: Any, file: Path, limit: int, count: int) -> list[Tensor]:
-    """LongBench records of TriviaQA's schema in its prompt, the middle cut as LongBench does."""
+    """LongBench's TriviaQA prompts. The middle of long prompts is cut out, as in LongBench."""
     lines = file.read_text(encoding="utf-8").splitlines()[:count]
     found = []
     for record in map(json_.loads, lines):
@@ -238,25 +239,25 @@ def records_of(tokenizer: Any, file: Path, limit: int, count: int) -> list[Tenso
 
 def main(
     model: Annotated[
-        str | None, typer.Option(help="Model folder or hub id; default: every model at hand.")
+        str | None, typer.Option(help="Model folder or hub id. Default: all local models.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda, with --model.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, with --model.")] = "float32",
     layers: Annotated[
-        str | None, typer.Option(help="Layer indices; default all. The paper: 1,2,5.")
+        str | None, typer.Option(help="Layer numbers. Default: all. The paper has 1,2,5.")
     ] = None,
-    files: Annotated[str, typer.Option(help="Text files as prompts.")] = "",
+    files: Annotated[str, typer.Option(help="Comma-separated text files as prompts.")] = "",
     records: Annotated[
         Path | None, typer.Option(help="LongBench records (triviaqa.jsonl) as prompts.")
     ] = None,
-    prompts: Annotated[int, typer.Option(help="Prompts.")] = 3,
-    tokens: Annotated[int, typer.Option(help="Tokens of a record's prompt at most.")] = 8192,
-    seeds: Annotated[int, typer.Option(help="Seeds; the paper has 10.")] = 10,
+    prompts: Annotated[int, typer.Option(help="Prompts per model.")] = 3,
+    tokens: Annotated[int, typer.Option(help="Maximum length of a record's prompt.")] = 8192,
+    seeds: Annotated[int, typer.Option(help="Seeds. The paper has 10.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Write the JSON here, and go on from it.")
+        Path | None, typer.Option(help="Write the JSON here, and resume from it.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the figures: FILE, FILE_layers.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw figures FILE, FILE_layers.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
     """Example: python -m benchmarks.figure2 --model ./my-model --layers 1,2,5 --json"""

@@ -1,4 +1,4 @@
-"""Setting up and writing of all figures."""
+"""Functions with which all benchmarks set up and write their figures."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 def subplots(
     columns: int, width: float, height: float, stacked: bool = False
 ) -> tuple[Any, list[Any]]:
-    """A figure and its axes side by side (or above each other, sharing x), without a display; the
-    same bytes every time."""
+    """A figure and its axes, side by side or stacked with a common x axis. It needs no display, and
+    the same data give the same file."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -30,6 +30,6 @@ def subplots(
 
 
 def write(fig: Any, path: Path) -> None:
-    """Save as .svg or .png."""
+    """Save the figure as .svg or .png."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -1,12 +1,12 @@
-"""How bytes and time per token of every sketch grow with the stream.
+"""How the bytes and the time per token of every sketch grow with the length of the stream.
 
     python -m benchmarks.growth --json
 
-Streams of 1k to 1M tokens whose keys fall into sqrt(n) clusters; one KV head, chunks of 512. Bytes
-are those of all tensors a sketch holds, including allocated but unused memory. Exponents are
-least-squares slopes in log-log; BalanceKV's law is a + b log2(n), so its fit is given as well.
-``million`` is the time for 10^6 tokens x 8 heads through SubGen. Times depend on the machine; their
-exponents should not.
+The streams have 1k to 1M tokens whose keys fall into sqrt(n) clusters, and one KV head, and come in
+chunks of 512. Bytes are those of all tensors of a sketch, including allocated but unused memory.
+Exponents are least-squares slopes in log-log. BalanceKV's bytes grow as a + b log2(n), so this fit
+is given as well. ``million`` is the time in which SubGen reads 10^6 tokens of 8 heads. The times
+depend on the machine, but their exponents should not.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from kvsketch.methods.sketches import (
 
 DIM = 64
 CHUNK = 512
-SPREAD = 0.02  # of the keys around their cluster's center, per coordinate
-DELTA = 1.0  # about five times a cluster's radius, a fiftieth of the distance of two clusters
+SPREAD = 0.02  # standard deviation of the keys around their cluster's center, per coordinate
+DELTA = 1.0  # about 5 times a cluster's radius and 1/50 of the distance between clusters
 
-#: how each sketch is built for a stream of n tokens, and the head_dim it works in
+#: The head_dim for each sketch, and how the sketch is built for a stream of n tokens.
 SKETCHES: dict[str, tuple[int, Callable[[int], Sketch]]] = {
     "subgen": (DIM, lambda n: SubGen(DELTA, s=256, t=4)),
     "subgen_coupled": (DIM, lambda n: SubGenCoupled(DELTA, t=4)),
@@ -56,7 +56,7 @@ SKETCHES: dict[str, tuple[int, Callable[[int], Sketch]]] = {
 
 
 def stream(n: int, clusters: int, dim: int, heads: int, seed: int) -> Iterator[Slots]:
-    """n tokens in chunks, keys around ``clusters`` centers per head."""
+    """Yield n tokens in chunks, with keys around ``clusters`` centers per head."""
     generator = torch.Generator().manual_seed(seed)
     centers = 3 * torch.randn(heads, clusters, dim, generator=generator)
     for start in range(0, n, CHUNK):
@@ -70,7 +70,7 @@ def stream(n: int, clusters: int, dim: int, heads: int, seed: int) -> Iterator[S
 def measure(
     sketch: Sketch, n: int, dim: int, seed: int, heads: int = 1, clusters: int | None = None
 ) -> dict[str, Any]:
-    """Feed one stream and time it; the time to make the data is left out."""
+    """Time one stream through a sketch, without the time to generate the data."""
     seconds = 0.0
     clusters = math.isqrt(n - 1) + 1 if clusters is None else clusters
     for chunk in stream(n, clusters, dim, heads, seed):
@@ -121,7 +121,7 @@ def exponents(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def figure(results: list[dict[str, Any]], path: Path) -> None:
-    """Bytes and time against n, log-log."""
+    """Draw bytes and time against n, log-log."""
     fig, (left, right) = subplots(2, 9.5, 4)
     names = dict.fromkeys(r["sketch"] for r in results)
     for name, marker in zip(names, "os^Dv<>Px", strict=False):
@@ -141,9 +141,9 @@ def figure(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(
-    sketches: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(SKETCHES),
-    smallest: Annotated[int, typer.Option(help="Shortest stream, tokens.")] = 1024,
-    largest: Annotated[int, typer.Option(help="Longest stream, tokens.")] = 1 << 20,
+    sketches: Annotated[str, typer.Option(help="Comma-separated sketches.")] = ",".join(SKETCHES),
+    smallest: Annotated[int, typer.Option(help="Tokens of the shortest stream.")] = 1024,
+    largest: Annotated[int, typer.Option(help="Tokens of the longest stream.")] = 1 << 20,
     million: Annotated[bool, typer.Option(help="Also time 10^6 tokens x 8 heads.")] = True,
     seed: int = 0,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,

@@ -1,20 +1,21 @@
 """How often the bounds of the theorems fail at the parameters that the theorems require, and when
-these exceed the number of tokens.
+these parameters exceed the number of tokens.
 
     python -m benchmarks.guarantee --json
 
-- ``results``: streams inside the theorem's regime (small clusters, short queries). Every trial is
-  an independent sketch of the same stream and one fixed query per trial; a failure is an error
-  above eps |softmax(Kq)|_2 |V|_op (SubGen) or |V|_F (BalanceKV). Intervals are exact binomial
-  (Clopper-Pearson), 95%.
-- ``real``: the parameters at the norms of a real model, in words.
-- ``index``: the barrier. Bits of the INDEX instance (Theorem 6) that Bob recovers from a cache of
-  n/4 slots, and from the exact one. ``advantage`` is 2 x (fraction right) - 1: guessing scores 0.
+- ``results``: streams to which the theorems apply (small clusters, short queries). Every trial is
+  an independent sketch of the same stream with one query, and a failure is an error above
+  eps |softmax(Kq)|_2 |V|_op (SubGen) or eps |softmax(Kq)|_2 |V|_F (BalanceKV). Intervals are exact
+  binomial (Clopper-Pearson), 95%.
+- ``real``: the parameters required at the norms of real models, in words.
+- ``index``: the lower bound. It counts the bits of the INDEX instance (Theorem 6) that Bob recovers
+  from a cache of n/4 slots, and from the exact one. ``advantage`` is 2 x (fraction right) - 1, so
+  that guessing scores 0.
 - ``covering``, ``sparsity``, ``merge_and_reduce``, ``saves``, ``break_even``: see
   ``benchmarks.theorems``.
 
-Some parts take long. ``--only covering,sparsity --out FILE`` measures those and keeps the others
-that the file has; ``environments`` says for each part with what it was made.
+Some parts take long. ``--only covering,sparsity --out FILE`` measures these parts and keeps the
+others that the file has. ``environments`` states the seed, versions and hardware of each part.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from kvsketch.methods import make
 from kvsketch.methods.sketches import BalanceKVStreaming, Sketch, SubGen
 
 CHUNK = 4096
-#: trials that run side by side, as KV heads
+#: The number of trials that run at the same time, as KV heads of one sketch.
 SIDE_BY_SIDE = {"subgen": 50, "balancekv_streaming": 10}
 
 SUBGEN = [
@@ -85,7 +86,7 @@ def run_trials(
     scaling: float | None,
     advance: Callable[[], None],
 ) -> Tensor:
-    """Errors of independent sketches of one stream, trial i asked query i: float64 ``[trials]``."""
+    """Errors of independent sketches of one stream, float64 ``[trials]``. Trial i has query i."""
     exact = attend(
         queries[None, None].double(), tokens.map(Tensor.double), scaling=scaling
     ).squeeze(0)
@@ -159,7 +160,7 @@ def balancekv_case(case: dict[str, Any], trials: int, seed: int, tick: Any) -> d
 
 
 def real_norms(model: str, seed: int, eps: float = 0.5) -> list[dict[str, Any]]:
-    """What the theorems ask for at a model's own norms, per layer, in words."""
+    """What the theorems require at the norms of each layer of a model, in words."""
     loaded, tokenizer = load(model)
     limit = loaded.config.max_position_embeddings
     prompt = generate_cases(100, 1, seed)[0]["prompt"]
@@ -168,7 +169,7 @@ def real_norms(model: str, seed: int, eps: float = 0.5) -> list[dict[str, Any]]:
     for caught in capture(loaded, ids):
         n, d = caught.keys.shape[2], caught.keys.shape[3]
         curve = theory.clusterability(caught.keys, max_clusters=max(1, n // 8))
-        # SubGen's delta is a radius: n/8 balls of it cover every head's keys.
+        # SubGen's delta is the radius at which n/8 balls cover the keys of every head.
         delta = float(curve.lower[..., -1].max())
         query = float(caught.queries.norm(dim=-1).max())
         key = float(caught.keys.norm(dim=-1).max())
@@ -193,19 +194,19 @@ def real_norms(model: str, seed: int, eps: float = 0.5) -> list[dict[str, Any]]:
 def _words(size: Callable[[], Any], n: int) -> str:
     try:
         return size().verdict(n)
-    except InputError as error:  # the exponent is beyond what can be computed
+    except InputError as error:  # The exponent is too large to be computed.
         return str(error)
 
 
 def index_rows(rows: int, seed: int) -> list[dict[str, Any]]:
-    """Bits recovered from n/4 slots, by every method."""
+    """The share of bits recovered from n/4 slots, by method."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.rand(rows, 64, generator=generator) < 0.5
     game = theory.index_game(bits, d=512, eps=0.25, seed=seed)
     budget = rows // 4
     found = [("exact", game.slots)]
     for name in METHODS:
-        if not METHODS[name].needs_queries:  # nobody asks before Bob does
+        if not METHODS[name].needs_queries:  # The only query is Bob's, after compression.
             found.append((name, make(name, seed)(game.slots, budget)))
     for name, cls in SKETCHES.items():
         if name == "one_dimensional":
@@ -227,7 +228,7 @@ def index_rows(rows: int, seed: int) -> list[dict[str, Any]]:
 
 
 def figure(result: dict[str, Any], path: Path) -> None:
-    """Left: errors against the bound. Right: bits Bob recovers."""
+    """Left: errors relative to the bound. Right: the bits that Bob recovers."""
     fig, (left, right) = subplots(2, 10, 4)
     names = [f"{r['sketch']}\nd={r['d']}, r={r['r']}" for r in result["results"]]
     place = range(len(names))
@@ -251,16 +252,16 @@ def figure(result: dict[str, Any], path: Path) -> None:
 def main(
     trials: Annotated[int, typer.Option(help="Sketches per SubGen case.")] = 400,
     balance_trials: Annotated[int, typer.Option(help="Sketches per BalanceKV case.")] = 200,
-    saves_trials: Annotated[int, typer.Option(help="Sketches where memory is saved.")] = 20,
-    covering_trials: Annotated[int, typer.Option(help="Streams in the unit ball.")] = 20,
+    saves_trials: Annotated[int, typer.Option(help="Sketches of the part saves.")] = 20,
+    covering_trials: Annotated[int, typer.Option(help="Streams of the part covering.")] = 20,
     models: Annotated[
-        str, typer.Option(help="Comma-separated: whose norms to look at; folders or hub ids.")
+        str, typer.Option(help="Comma-separated folders or hub ids, for the part real.")
     ] = "",
     rows: Annotated[int, typer.Option(help="Rows of the INDEX instance.")] = 512,
-    saves_tokens: Annotated[int, typer.Option(help="No longer streams where memory is saved.")] = (
+    saves_tokens: Annotated[int, typer.Option(help="Longest stream of the part saves.")] = (
         1 << 22
     ),
-    only: Annotated[str, typer.Option(help=f"Comma-separated, of: {', '.join(PARTS)}.")] = "",
+    only: Annotated[str, typer.Option(help=f"Comma-separated parts, of: {', '.join(PARTS)}.")] = "",
     seed: int = 0,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the figure (.svg or .png).")] = None,

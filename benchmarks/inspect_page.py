@@ -1,7 +1,7 @@
-"""Writes docs/inspect.md: what `kvsketch inspect` says about the models used here.
+"""Writes docs/inspect.md: the results of `kvsketch inspect` for the models used here.
 
-python -m benchmarks.inspect_page              # measures, draws, writes
-python -m benchmarks.inspect_page --no-measure # writes from docs/results/inspect.json
+python -m benchmarks.inspect_page              # measures, draws the figures, writes the page
+python -m benchmarks.inspect_page --no-measure # writes the page from docs/results/inspect.json
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TITLES = {
 
 
 def measure(models: list[str], seed: int) -> dict[str, Any]:
-    """Inspect the models; their figures go to docs/figures, the points of a t-SNE stay in them."""
+    """Inspect the models and write their figures. The points of a t-SNE are in the figures only."""
     found = []
     for model in models:
         name = Path(model).name
@@ -50,7 +50,7 @@ def measure(models: list[str], seed: int) -> dict[str, Any]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The whole of docs/inspect.md."""
+    """The text of docs/inspect.md."""
     parts = [
         "# Activations of two models\n\n"
         "Written by `python -m benchmarks.inspect_page`; do not edit. For your own model and "
@@ -98,7 +98,7 @@ def main(
     ] = "",
     seed: int = 0,
     measured: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Measure, or write from what is there.")
+        bool, typer.Option("--measure/--no-measure", help="Measure, or use the stored results.")
     ] = True,
 ) -> None:
     """Example: python -m benchmarks.inspect_page"""

@@ -4,22 +4,24 @@
 
 For the packaged model, the texts are LongEval prompts with the answers of the exact cache, and the
 answers are scored. For other models, they are samples of the model itself (or given files), and the
-last ``follow`` tokens are scored. The tokens before these are the prompt, which a one-shot
-``SketchCache`` compresses after reading it. The scored tokens are fed one at a time, through the
-same cache, as in decoding. ``queries`` (``benchmarks.prompts``) states what query-aware methods had
-seen when they compressed. KL(exact || sketch) is in nats, the mean over texts and tokens, and top-1
-is the share of tokens for which both caches agree.
+last ``follow`` tokens are scored. A one-shot ``SketchCache`` reads the beginning of a text and
+compresses it. The other tokens are fed one at a time, through the same cache, as in decoding.
+``queries`` (``benchmarks.prompts``) states which queries query-aware methods had seen when they
+compressed. KL(exact || sketch) is in nats, the mean over texts and tokens, and top-1 is the share
+of tokens for which both caches agree.
 
 ``kept`` and ``bytes_per_token`` are those of ``benchmarks.equal_bytes``, right after the prompt was
-compressed, over its tokens: what is fed later every cache keeps as it is. (``cache.nbytes()`` would
-count score columns too, which only another compression needs, and numbers in this model's float32.)
-Rows of quantised caches have ``kept`` 1 and stand at their own bytes.
+compressed, over its tokens. Tokens that are fed later are not counted, because every cache keeps
+them as they are. (``cache.nbytes()`` would also count score columns, which only another compression
+needs, and numbers in this model's float32.) Rows of quantised caches have ``kept`` 1, and their
+bytes are smaller.
 
-Methods are named as in ``kvsketch eval --methods``: a bare name is the method as ``SketchCache(
-model.config, name, budget=...)`` runs it (``heavy_merge``: ``@measured``, all others: ``@even``).
-``@even`` gives every head the same budget; ``@measured`` spends the same bytes over heads and
-layers by errors measured on this very prompt, ``@calibrated`` by errors measured beforehand on
-three other texts (there ``@FILE``). ``+int4`` stores slots in 4 bits, more of them.
+Methods are named as in ``kvsketch eval --methods``. A bare name is the method as ``SketchCache(
+model.config, name, budget=...)`` runs it by default: ``heavy_merge`` as ``@measured+measured``,
+every other method as ``@even+16bit``. ``@even`` gives every head the same budget. ``@measured``
+allocates the same bytes to heads and layers by errors measured on this text, ``@calibrated`` by
+errors measured beforehand on three other texts (``kvsketch eval`` takes these as ``@FILE``).
+``+int4`` stores slots in 4 bits, so that more of them fit into the same bytes.
 """
 
 from __future__ import annotations
@@ -57,12 +59,12 @@ from kvsketch.evaluation.report.report import dumps
 from kvsketch.evaluation.runner.allocation import Curves, measure_curves
 
 SHARES = "0.5,0.25,0.125,0.0625"
-#: seconds per prompt: only where asked for
+#: Takes seconds per prompt, so it is not among the default methods.
 SLOW = ("balancekv_streaming",)
 
 
 def logits(model: Any, text: Text, cache: Any) -> Tensor:
-    """Log-probabilities of what follows the tokens that are scored; the prompt is read already."""
+    """Log-probabilities of the scored tokens, from a cache that has read the prompt."""
     return feed(model, text.ids[:, text.cut :], cache)[text.asked - text.cut :]
 
 
@@ -84,8 +86,8 @@ def compressed(
     recent: int = 32,
     tokenizer: Any = None,
 ) -> tuple[int, Held] | None:
-    """A one-shot cache that read ``prompt`` and holds the bytes of ``tokens`` plain tokens, and its
-    budget; None where ``Fit`` finds none."""
+    """A one-shot cache that has read ``prompt`` and takes at most the bytes of ``tokens`` plain
+    tokens, with its budget before it. None if ``Fit`` finds no such budget."""
     n = prompt.shape[1]
 
     def run(budget: int) -> Held:
@@ -116,8 +118,8 @@ def compressed(
 def curves_of(
     model: Any, texts: list[Text], method: Method, sink: int = 4, recent: int = 32
 ) -> Curves | None:
-    """What ``@calibrated`` needs: errors of a method's heads on ``texts``, compressed where
-    ``measure`` compresses."""
+    """The errors of a method's heads on ``texts``, which ``@calibrated`` needs. None for other
+    methods. As many tokens as in ``measure`` follow the compression."""
     if method.spent != "calibrated":
         return None
     follow = max(text.ids.shape[1] - text.cut for text in texts)
@@ -136,7 +138,7 @@ def measure(
     sink: int,
     recent: int,
 ) -> Row | None:
-    """Means over texts and seeds; None if the method does not fit into the bytes of one."""
+    """Means over texts and seeds. None if the method does not fit into the bytes of a text."""
     kls, agreed, size, slots = [], [], 0.0, 0.0
     fit = Fit()
     for text, truth in zip(texts, exact, strict=True):
@@ -173,14 +175,14 @@ def main(
     queries: Annotated[str, typer.Option(help="Comma-separated protocols.")] = ",".join(PROTOCOLS),
     shares_: Annotated[str, typer.Option("--shares", help="Kept fractions of the bytes.")] = SHARES,
     texts: Annotated[int, typer.Option(help="Texts per model.")] = 8,
-    follow: Annotated[int, typer.Option(help="Tokens scored where no question is asked.")] = 127,
+    follow: Annotated[int, typer.Option(help="Scored tokens of texts without a question.")] = 127,
     sink: int = 4,
     recent: int = 32,
     files: Annotated[str, typer.Option(help="Comma-separated text files.")] = "",
     seeds: Annotated[int, typer.Option(help="Seeds of randomised methods.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the texts.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Write the JSON here, and go on from it.")
+        Path | None, typer.Option(help="Write the JSON here, and resume from it.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
@@ -244,7 +246,7 @@ def main(
 
 
 def table(rows: list[Row], title: str) -> Table:
-    """KL by method and kept share."""
+    """The KL divergence: a row for each method, a column for each kept share."""
     shown = Table(title=f"{title}: KL, nats")
     every = sorted({row["kept"] for row in rows}, reverse=True)
     for column in ("method", *(f"1/{round(1 / share)}" for share in every)):

@@ -7,10 +7,11 @@ from typing import Any
 
 from kvsketch.evaluation.report.published import SUBGEN_TABLE_1 as PAPER
 
-#: recent tokens of a k-center row that has as many in every prompt: 3,072 of 5,000, of the 2,053
-#: that a prompt of 200 lines has here on average
+#: The recent tokens of a k-center row with the same number of them in every prompt: the share
+#: 3,072 of 5,000, of the 2,053 tokens that a prompt of 200 lines has here on average.
 FIXED_RECENT = 1261
-#: bytes of a token in Llama-2-7B's cache: 32 layers, keys and values of 4,096 numbers in 16 bits
+#: The bytes of a token in Llama-2-7B's cache: 32 layers, 4,096 numbers each for keys and values,
+#: in 16 bits.
 _TOKEN_BYTES = 32 * 2 * 4096 * 2
 BEGIN, END = "<!-- longeval:begin -->", "<!-- longeval:end -->"
 NAMES = {
@@ -37,7 +38,7 @@ QUESTIONS = {
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """docs/longeval.md."""
+    """The text of docs/longeval.md."""
     rows = results["results"]
     parts = ["# LongEval line retrieval", _intro(results)]
     for question in dict.fromkeys(row["question"] for row in rows):
@@ -58,7 +59,7 @@ def page(results: Mapping[str, Any]) -> str:
 
 
 def readme_block(results: Mapping[str, Any]) -> str:
-    """The short table of README.md: accuracy only, question seen, the paper's in brackets."""
+    """The short table of README.md: accuracy with the question seen, the paper's in brackets."""
     rows = [row for row in results["results"] if row["question"] == "seen"] or results["results"]
     methods = _methods(rows)
     table = []
@@ -68,7 +69,7 @@ def readme_block(results: Mapping[str, Any]) -> str:
             for method in methods:
                 row = _find(rows, method, share, lines)
                 theirs = PAPER["results"].get(str(lines), {}).get(method)
-                # The paper kept one share at each length: our largest.
+                # The paper kept one share at each length, which is our largest.
                 beside = f" ({theirs[1]:.2f})" if theirs and index == 0 else ""
                 cells.append(f"{row['accuracy']:.2f}{beside}" if row else "")
             table.append(cells)
@@ -84,7 +85,7 @@ def readme_block(results: Mapping[str, Any]) -> str:
 
 
 def _own_note(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One sentence of README.md."""
+    """A sentence of README.md about the papers' own windows."""
     share = _shares(rows)[0]
     best = [_own_best(rows, share, lines) for lines in share]
     if not all("kcenter" in scores for scores in best):
@@ -100,7 +101,7 @@ def _own_note(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def replace_block(text: str, block: str) -> str | None:
-    """`text` with what is between the marks replaced; None if the marks are not there."""
+    """`text` with the part between the marks replaced. None if it has no marks."""
     start, end = text.find(BEGIN), text.find(END)
     if start < 0 or end < start:
         return None
@@ -138,7 +139,7 @@ def _intro(results: Mapping[str, Any]) -> str:
 
 
 def _earlier(results: Mapping[str, Any]) -> str:
-    """Which rows come from which run, where there was more than one."""
+    """A paragraph that states which rows are from an earlier run, if there are any."""
     earlier = results.get("earlier")
     if earlier is None:
         return ""
@@ -158,7 +159,7 @@ def _earlier(results: Mapping[str, Any]) -> str:
 
 
 def _later(results: Mapping[str, Any]) -> str:
-    """Which rows are newer than the others."""
+    """A paragraph that states which rows are newer than the others, if there are any."""
     later = results.get("later")
     if later is None:
         return ""
@@ -190,7 +191,7 @@ def _table(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float], with_p
 
 
 def _windows() -> str:
-    """What the papers say of their windows, and what their bytes say."""
+    """What the papers state about their windows, and what follows from their bytes."""
     results = PAPER["results"]
 
     def tokens(lines: str, method: str) -> str:
@@ -217,7 +218,7 @@ def _windows() -> str:
 def _own(
     rows: Sequence[Mapping[str, Any]], share: Mapping[int, float], with_paper: bool
 ) -> list[str]:
-    """Each method in its paper's window beside the 4 + 32 tokens of the other tables."""
+    """A table of each method in its paper's window and in the 4 + 32 tokens of the other tables."""
     windows = list(dict.fromkeys(row["method"] for row in rows if ":" in row["method"]))
     if not windows:
         return []
@@ -249,7 +250,7 @@ def _own(
 
 
 def _half(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float]) -> list[str]:
-    """H2O's own window at a share that the paper does not have."""
+    """A sentence about H2O's own window at a share that is not in the paper."""
     found = {lines: _own_rows(rows, "h2o", lines, kept) for lines, kept in share.items()}
     if not all(found.values()):
         return []
@@ -260,7 +261,7 @@ def _half(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float]) -> list
 def _own_rows(
     rows: Sequence[Mapping[str, Any]], method: str, lines: int, kept: float
 ) -> list[Mapping[str, Any]]:
-    """The rows of a method in its paper's windows, the shortest first; Sink has the one it has."""
+    """The rows of a method in its paper's windows, the shortest window first. Sink has one row."""
     if method == "streaming_llm":
         found = _find(rows, method, {lines: kept}, lines)
         return [found] if found else []
@@ -283,7 +284,7 @@ def _recent(row: Mapping[str, Any], kept: float) -> str:
 def _own_best(
     rows: Sequence[Mapping[str, Any]], share: Mapping[int, float], lines: int
 ) -> dict[str, float]:
-    """Accuracies in the papers' windows, of k-center the better one, as the paper has it."""
+    """Accuracies in the papers' windows. Of k-center's, the better one counts, as in the paper."""
     found = {
         m: _own_rows(rows, m, lines, share[lines]) for m in ("streaming_llm", "h2o", "kcenter")
     }
@@ -305,7 +306,7 @@ def _own_ranking(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float]) 
 
 
 def _fixed(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float]) -> list[str]:
-    """k-center with as many recent tokens in every prompt."""
+    """A sentence about k-center with the same number of recent tokens in every prompt."""
     for row in rows:
         if row["method"] == f"kcenter:0:{FIXED_RECENT}":
             return [
@@ -319,7 +320,7 @@ def _fixed(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float]) -> lis
 def _costs(rows: Sequence[Mapping[str, Any]]) -> str:
     header = ["lines", "method", "kept", "slots", "KV MB", "peak KV MB"]
     header += ["prefill speed / exact", "decode speed / exact"]
-    # in another run's seconds nothing can be compared
+    # Times of different runs cannot be compared.
     exact = {(row["lines"], row.get("run")): row for row in rows if row["method"] == "exact"}
     return _markdown(
         header,
@@ -341,7 +342,7 @@ def _costs(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _shares(rows: Sequence[Mapping[str, Any]]) -> list[dict[int, float]]:
-    """The budgets, largest first: each maps lines to the share kept there."""
+    """The budgets, largest first. Each maps a number of lines to the share kept at that length."""
     by_lines: dict[int, list[float]] = {}
     for row in rows:
         shares = by_lines.setdefault(row["lines"], [])
@@ -357,7 +358,7 @@ def _kept(share: Mapping[int, float]) -> str:
 
 
 def _methods(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """In the common window."""
+    """The methods that were measured in the window common to all methods."""
     present = {row["method"] for row in rows}
     return [method for method in NAMES if method in present]
 
@@ -388,7 +389,7 @@ def _ratio(row: Mapping[str, Any], exact: Mapping[str, Any] | None, key: str) ->
 
 
 def _ranking(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float]) -> str:
-    """Who is first at each length, here and in the paper."""
+    """The ranking of the methods at each length, here and in the paper."""
     parts = []
     for lines in share:
         ours = {m: r["accuracy"] for m in _methods(rows) if (r := _find(rows, m, share, lines))}
@@ -399,7 +400,7 @@ def _ranking(rows: Sequence[Mapping[str, Any]], share: Mapping[int, float]) -> s
 
 
 def _order(scores: Mapping[str, float]) -> str:
-    """Methods from best to worst, equal ones joined by "="."""
+    """Methods from best to worst. Equal ones are joined by "="."""
     compressed = {method: score for method, score in scores.items() if method != "exact"}
     return " > ".join(
         " = ".join(method for method in compressed if compressed[method] == score)

@@ -2,13 +2,14 @@
 
     python -m benchmarks.longeval_table
 
-answers the official 200, 300 and 400 line cases with the paper's methods, uniform sampling and
-heavy_merge (as ``SketchCache`` runs it, and with all slots in 16 bits) at the shares the paper
-kept, and at 0.25 and 0.10, with the question seen (the paper's protocol) and unseen when the record
-is compressed. It writes docs/results/longeval.json, docs/longeval.md and the block between the
-`longeval` marks of README.md. All methods keep the first 4 and last 32 tokens; H2O and k-center run
-a second time in the windows of their own papers (``presets``). Finished answers are kept in
-build/longeval/, so an interrupted run goes on where it stopped.
+The script answers the official 200, 300 and 400 line cases with the paper's methods, uniform
+sampling and heavy_merge (as ``SketchCache`` runs it, and with all slots in 16 bits). The budgets
+are the shares that the paper kept, 0.25 and 0.10. The question is seen (the paper's protocol) or
+unseen when the record is compressed. The results are accuracies, bytes and speeds. They are written
+to docs/results/longeval.json, docs/longeval.md and the block between the `longeval` marks of
+README.md. All methods keep the first 4 and last 32 tokens. H2O and k-center run a second time in
+the windows of their own papers (``presets``). Finished answers are kept in build/longeval/, so that
+an interrupted run resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ SMALL_SHARES = [0.25, 0.10]
 
 
 def setups_by_lines() -> dict[int, Sequence[Setup]]:
-    """The shares the paper kept at each length, and two smaller ones; then the papers' own windows,
-    where they are others than the 4 + 32 tokens that all methods share here."""
+    """The runs for each number of lines: all methods at the share that the paper kept and at two
+    smaller ones, then the papers' own windows, if they differ from the common 4 + 32 tokens."""
     return {
         lines: make_setups(METHODS, [share, *SMALL_SHARES]) + own_windows(lines, share)
         for lines, share in PAPER_SHARES.items()
@@ -49,10 +50,10 @@ def setups_by_lines() -> dict[int, Sequence[Setup]]:
 
 
 def own_windows(lines: int, share: float) -> list[Setup]:
-    """H2O and k-center as their papers ran them. Sink's own window, 4 first tokens and all the rest
-    recent, is ``streaming_llm`` in any window of 4 first tokens; k-center's recent tokens fit into
-    the paper's shares only. At 200 lines also with one number of recent tokens for all prompts, of
-    which it is a share otherwise."""
+    """H2O and k-center as their papers ran them. Sink's own window is 4 first tokens, with all
+    others recent, which is ``streaming_llm`` in any window of 4 first tokens. k-center's recent
+    tokens fit into the paper's shares only. Their number is a share of each prompt, and at 200
+    lines there is another run with the same number for all prompts."""
     h2o = [make_setups([h2o_window(kept)], [kept])[0] for kept in (share, *SMALL_SHARES)]
     fixed = [f"kcenter:0:{markdown.FIXED_RECENT}"] if lines == 200 else []
     return h2o + make_setups([*subgen_windows(lines), *fixed], [share])
@@ -68,8 +69,9 @@ def default_data() -> Path:
 
 
 def again_by_lines(question: str) -> dict[int, Sequence[Setup]]:
-    """The papers' own windows, and with the question seen what is quick of the paper's shares in
-    the common one: whether the rows kept from an earlier run still hold."""
+    """The runs of ``--windows``: the papers' own windows and, with the question seen, the quick
+    methods in the common window at the paper's shares. The latter check whether the rows that are
+    kept from an earlier run are still right."""
     checked = QUICK if question == "seen" else []
     return {
         lines: [*(make_setups(checked, [share]) if checked else []), *own_windows(lines, share)]
@@ -84,8 +86,8 @@ def measure(
     limit: int | None,
     by_lines: Mapping[int, Sequence[Setup]] | None = None,
 ) -> Sweep:
-    """Answers what `store` does not hold yet of one protocol. Raises `KVSketchError`."""
-    # One shot, as in section 3.2: the prompt is compressed once, the answer is kept exactly.
+    """Answers the cases of one protocol that `store` does not have yet. Raises `KVSketchError`."""
+    # One shot, as in section 3.2: the prompt is compressed once, and the answer is kept unchanged.
     settings = Settings(question=question, one_shot=True)
     tasks = make_tasks(["longeval"], Options(cases=case_files(data), limit=limit))
     by_lines = by_lines or setups_by_lines()
@@ -99,12 +101,12 @@ def measure(
 def with_earlier(
     rows: Sequence[Mapping[str, Any]], before: Mapping[str, Any]
 ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
-    """An earlier run's rows, and after them the new ones that it lacks.
+    """An earlier run's rows, and after them the new rows that it lacks.
 
     Returns:
-        The rows, those of this run marked ``"run": "windows"``; and what the earlier run was: its
-        versions and hardware, and of the rows that both have how many there are and those whose
-        accuracies differ.
+        The rows, of which those of this run have ``"run": "windows"``. Then a description of the
+        earlier run: its versions and hardware, the number of rows that both runs have, and those of
+        them whose accuracies differ.
     """
     names = ("question", "lines", "method", "budget")
     known = {tuple(row[n] for n in names): row for row in before["results"] if "run" not in row}
@@ -129,8 +131,8 @@ def replaced(
     """An earlier run's rows with those of some methods replaced.
 
     Returns:
-        The rows, those of this run marked ``"run": "later"``; and what else the earlier run says of
-        itself.
+        The rows, of which those of this run have ``"run": "later"``. Then the versions and hardware
+        of the earlier run.
     """
     kept = [row for row in before["results"] if row["method"] not in methods]
     said = {name: before[name] for name in ("versions", "hardware", "earlier") if name in before}
@@ -138,7 +140,7 @@ def replaced(
 
 
 def write(results: Mapping[str, Any], docs: Path, readme: Path) -> list[Path]:
-    """Writes JSON, page and README block; returns what was written."""
+    """Writes the JSON, the page and the README block, and returns their paths."""
     (docs / "results").mkdir(parents=True, exist_ok=True)
     data, page = docs / "results" / "longeval.json", docs / "longeval.md"
     data.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -155,17 +157,17 @@ def write(results: Mapping[str, Any], docs: Path, readme: Path) -> list[Path]:
 
 def main(
     data: Annotated[Path | None, typer.Option(help="Folder of the official case files.")] = None,
-    limit: Annotated[int | None, typer.Option(help="First N cases of each length.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use the first N cases of each length.")] = None,
     questions: Annotated[str, typer.Option(help="Protocols to run.")] = "seen,unseen",
-    store: Annotated[Path, typer.Option(help="Where answers are kept.")] = ROOT / "build/longeval",
-    docs: Annotated[Path, typer.Option(help="Where the page goes.")] = ROOT / "docs",
+    store: Annotated[Path, typer.Option(help="Folder of the answers.")] = ROOT / "build/longeval",
+    docs: Annotated[Path, typer.Option(help="Folder of the page.")] = ROOT / "docs",
     readme: Annotated[Path, typer.Option(help="File with the marks.")] = ROOT / "README.md",
     windows: Annotated[
         bool,
         typer.Option(
             "--windows",
-            help="Run the papers' own windows and a check of what is quick; keep the other rows of "
-            "docs/results/longeval.json.",
+            help="Run the papers' own windows, and the quick methods as a check; keep the other "
+            "rows of docs/results/longeval.json.",
         ),
     ] = False,
     only: Annotated[

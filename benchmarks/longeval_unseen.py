@@ -4,16 +4,21 @@
 
 The record is read and compressed. Then the question is fed one token at a time, and the answer is
 generated with the compressed cache. Every method uses as many bytes for the record as one that
-keeps the budget's share of its tokens unchanged (``benchmarks.equal_bytes``). The cases are the
-official ones if ../shared/data/longeval exists, else generated ones. Intervals are Wilson's, 95%.
+keeps the budget's share of its tokens unchanged (``benchmarks.equal_bytes``). ``accuracy`` is the
+share of answers that contain the right number, with Wilson's 95% interval. The cases are the
+official ones if ../shared/data/longeval exists, else generated ones.
 
-Methods are named as in ``kvsketch eval --methods``: a bare name is the method as ``SketchCache(
-model.config, name, budget=...)`` runs it (``heavy_merge``: ``@measured``, all others: ``@even``).
-``@even`` gives every head the same budget; ``@measured`` spends the bytes over heads and layers by
-errors measured on this very record, ``@calibrated`` by errors measured beforehand on three other
-generated cases (there ``@FILE``); ``@layer`` and ``@global`` by the method's scores. ``+int4``
-stores slots in 4 bits, more of them. ``/reread``: the record is read a second time first, and the
-method goes by those queries (``kvsketch.prefill``; kvzip, which needs it, is KVzip).
+Methods are named as in ``kvsketch eval --methods``. A bare name is the method as ``SketchCache(
+model.config, name, budget=...)`` runs it by default: ``heavy_merge`` as ``@measured+measured``,
+every other method as ``@even+16bit``. ``@even`` gives every head the same budget. ``@measured``
+allocates the same bytes to heads and layers by errors measured on this record, ``@calibrated`` by
+errors measured beforehand on three other cases (``kvsketch eval`` takes these as ``@FILE``).
+``@layer`` and ``@global`` allocate them by the method's scores, over a layer or the model.
+``+int4`` stores slots in 4 bits, so that more of them fit into the same bytes. With ``/reread``,
+the record is read a second time before it is compressed, and the method uses the queries of the
+second reading (``kvsketch.prefill``). With ``/local``, it is read again in separate parts, with
+``/sample``, only a part of it is read again. ``kvzip``, ``kvzip_plus`` and ``kvgrad`` need a second
+reading.
 """
 
 from __future__ import annotations
@@ -58,7 +63,7 @@ METHODS = (
 
 
 def cases(lines: int, count: int, seed: int) -> tuple[str, list[dict[str, Any]]]:
-    """Where cases come from, and they."""
+    """The source of the cases, "official" or "generated", and the cases."""
     path = OFFICIAL / f"{lines}_lines.jsonl"
     if path.is_file():
         rows = [jsonlib.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -67,7 +72,7 @@ def cases(lines: int, count: int, seed: int) -> tuple[str, list[dict[str, Any]]]
 
 
 def questions(tokenizer: Any, found: list[dict[str, Any]]) -> list[Asked]:
-    """Of LongEval cases."""
+    """The questions of LongEval cases, with the score of an answer."""
 
     def question(case: dict[str, Any]) -> Asked:
         def score(text: str) -> float:
@@ -101,7 +106,7 @@ def measure(
     curves: Curves | None,
     seed: int,
 ) -> Row | None:
-    """Accuracy and what was kept; None if the method does not fit into the bytes of one."""
+    """Accuracy, slots and bytes. None if the method does not fit into the bytes of a record."""
     scores, slots, size = [], 0.0, 0.0
     fit = Fit()
     for asked in found:
@@ -143,7 +148,7 @@ def measure_shares(
     seed: int,
     console: Console,
 ) -> list[Row]:
-    """``measure`` at every share, in rows that say so; what does not fit is reported."""
+    """A row of ``measure`` for every share. Shares too small for the method are reported."""
     rows: list[Row] = []
     for share in shares if method.name != "exact" else [1.0]:
         row = measure(model, tokenizer, found, method, share, curves, seed)
@@ -162,7 +167,7 @@ def main(
     methods_: Annotated[str, typer.Option("--methods", help=f"exact; {METHODS_HELP}")] = METHODS,
     seed: int = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Write the JSON here, and go on from it.")
+        Path | None, typer.Option(help="Write the JSON here, and resume from it.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:

@@ -11,7 +11,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def made_with(result: dict[str, Any]) -> str:
-    """What a result was made with; before that, what else to know of it until it is made anew."""
+    """The seed, versions and hardware of a result. A note about the result comes first."""
     note = f"{result['note']}\n\n" if "note" in result else ""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     hardware = ", ".join(f"{name} {value}" for name, value in result["hardware"].items())
@@ -20,7 +20,7 @@ def made_with(result: dict[str, Any]) -> str:
 
 
 def _again(again: dict[str, Any]) -> str:
-    """What ``benchmarks.replace_rows`` notes."""
+    """A description of the later run whose rows ``benchmarks.replace_rows`` added."""
 
     def named(methods: list[str]) -> str:
         return ", ".join(f"`{name}`" for name in methods)

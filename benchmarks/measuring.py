@@ -11,8 +11,8 @@ from kvsketch.cache.storage import CHOICES, FULL, MEASURED
 
 
 def waiting(slots: Slots, seen: Observed, method: str, sink: int = 4, recent: int = 32) -> Stream:
-    """A layer that has its prompt and waits for a budget: ``kvsketch.cache.measure`` finds the
-    errors its heads' budgets follow from."""
+    """A layer that has read its prompt and has no budget yet. ``kvsketch.cache.measure`` measures
+    the errors of its heads, by which their budgets are allocated."""
     stream = Stream(windowed(method, sink, recent), None)
     stream.extend(slots)
     stream.settle(seen, prefill=True)
@@ -29,14 +29,14 @@ def planned(
     schedule: Schedule | None = None,
     bits: int | str = 16,
 ) -> list[Stream]:
-    """Layers, one after the other, as a cache compresses them whose budgets follow from the prompt.
+    """The compressed layers of a cache whose budgets are allocated by measurements on the prompt.
 
     Args:
-        layers: every layer's prompt and its queries.
+        layers: the prompt's slots and queries in every layer.
         budget: slots per KV head, on average over all heads.
-        allocation: of that budget, or "schedule" with
-        schedule: the shares.
-        bits: 16, or "measured".
+        allocation: how the budget is allocated, or "schedule".
+        schedule: the shares of the budget, if ``allocation`` is "schedule".
+        bits: the bits of the slots: 16, or "measured".
     """
     choices = CHOICES if bits == MEASURED else (FULL,)
     plan = Plan(allocation, Budget(budget), schedule, choices=choices)
@@ -49,8 +49,8 @@ def planned(
 
 
 def parts_of(stream: Stream) -> list[tuple[Slots, object]]:
-    """The slots of a stream, heads of different size apart, each with the window around its sketch
-    if there is one."""
+    """The slots of a stream, each with its method, which has the sketch if there is one. Heads of
+    different size are separate."""
     pages = getattr(stream.page, "pages", None)
     if pages is not None:
         return [(part.slots, part.window) for part in pages]

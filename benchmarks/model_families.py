@@ -2,13 +2,15 @@
 
     python -m benchmarks.model_families --json
 
-For each model type of transformers' own mapping a tiny random model (``tests/tiny_models.py``) in
-float32 is run over a prompt of 40 tokens, 12 decoded ones and a chunk of 8, padded and not:
+For each model type of transformers' own mapping, a tiny random model (``tests/tiny_models.py``) in
+float32 reads a prompt of 40 tokens, 12 decoded tokens and a chunk of 8, with and without padding.
+Its logits are compared:
 
-- without loss (budget >= tokens): against ``DynamicCache``, which runs the same kernel;
-- evicting: against ``DynamicCache`` with the evicted tokens hidden in the model's own kernel, layer
-  by layer and head by head, with even budgets and with uneven ones;
-- with the default method, ``summary()`` and ``error()``.
+- without loss (budget >= tokens): with ``DynamicCache``, which runs the same kernel;
+- evicting: with ``DynamicCache`` and the evicted tokens masked in the model's own kernel, layer
+  by layer and head by head, with even budgets and with uneven ones.
+
+In addition, ``summary()`` and ``error()`` are called with the default method.
 
 A family is *right* if all of these checks pass, *refused* if ``SketchCache(config)`` raises an
 error that states the reason, and *not constructible* if no tiny model can be made. Any other
@@ -40,7 +42,7 @@ BEGIN, END = "<!-- families:begin -->", "<!-- families:end -->"
 
 
 def family(model_type: str) -> dict[str, Any]:
-    """What becomes of one model type: its list, and how it was found."""
+    """The list to which one model type belongs, with the results of its checks or the reason."""
     sys.path[:0] = [p for p in [str(ROOT / "tests")] if p not in sys.path]
     import model_sweep
     import tiny_models
@@ -67,7 +69,7 @@ def family(model_type: str) -> dict[str, Any]:
 
 
 def markdown(results: Sequence[dict[str, Any]], versions: dict[str, Any]) -> str:
-    """The three lists as a part of docs/models.md."""
+    """The three lists as Markdown, for docs/models.md."""
     lists = {name: [] for name in ("right", "refused", "not constructible")}
     for row in results:
         lists[row["list"]].append(row)

@@ -1,4 +1,4 @@
-"""Options that the error benchmarks share, and their error messages."""
+"""Options that several benchmarks share, how they are parsed, and their error messages."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from kvsketch.errors import unknown_name
 from kvsketch.evaluation.runner.setups import BITS
 from kvsketch.methods.registry import PROJECTING, REREADING, default_allocation, default_bits
 
-#: how a budget is spent over heads and layers, in the words of ``kvsketch eval --methods``: the
-#: same for every head; by errors measured on this very prompt; by the method's scores, over a layer
-#: or the model; by errors measured beforehand on other prompts (there ``@FILE``, written by
-#: ``kvsketch calibrate``)
+#: How a budget is allocated to heads and layers, named as in ``kvsketch eval --methods``: the same
+#: for every head; by errors measured on this prompt; by the method's scores, over a layer or the
+#: model; by errors measured beforehand on other prompts. For the last, ``kvsketch eval`` takes
+#: ``@FILE``, a file that ``kvsketch calibrate`` writes.
 SPENT = ("even", "measured", "layer", "global", "calibrated")
 METHODS_HELP = (
-    "comma-separated names, each with any of these behind it, in this order: @even, @measured, "
-    "@layer, @global or @calibrated (the same budget for every head, or spent by errors measured "
-    "on this prompt, by scores over a layer or the model, or by errors measured beforehand on "
-    "others); +16bit, +int8, +int4 or +measured (slots in this many bits, or in those that "
-    "measured errors choose); /reread, /local or /sample (by the queries of a second reading). A "
-    "bare name: the method's own ways. int8, int4: all tokens."
+    "comma-separated names, each followed by any of these, in this order: @even, @measured, "
+    "@layer, @global or @calibrated (the same budget for every head, or allocated by errors "
+    "measured on this prompt, by scores over a layer or the model, or by errors measured "
+    "beforehand on other prompts); +16bit, +int8, +int4 or +measured (slots in this many bits, or "
+    "in bits chosen by measured errors); /reread, /local or /sample (by the queries of a second "
+    "reading). A bare name is the method with its defaults. int8, int4: all tokens."
 )
-#: the ways to read a context a second time
+#: The ways to read a context a second time.
 SECOND = QUERY_SOURCES[1:]
-#: all tokens in this many bits
+#: The names for a cache that keeps all tokens, in this many bits.
 ALONE = {"int8": 8, "int4": 4}
-#: one_dimensional needs head_dim 1; the others a model, where errors are measured on activations
+#: one_dimensional needs head_dim 1. The others need a model, not only its activations.
 LEFT_OUT = ("one_dimensional", *PROJECTING)
-#: beside the bare name: what else we compare of our default
+#: The variants of our default method that are compared, besides the bare name.
 OURS = tuple(
     f"heavy_merge{ending}"
     for ending in ("@even+16bit", "+16bit", "@calibrated+16bit", "@calibrated+int4")
@@ -43,16 +43,17 @@ USUAL = tuple(name for name in ALL_METHODS if name not in (*LEFT_OUT, *REREADING
 
 @dataclass(frozen=True)
 class Method:
-    """``name[@even|@measured|@layer|@global|@calibrated][+16bit|+int8|+int4|+measured]`` and
-    ``[/reread|/local|/sample]``, or ``int8``, ``int4``: all tokens, in this many bits. A bare name
-    is the method as ``SketchCache(model.config, name, budget=...)`` runs it.
+    """A method with its options, written as
+    ``name[@even|@measured|@layer|@global|@calibrated][+16bit|+int8|+int4|+measured]`` and
+    ``[/reread|/local|/sample]``, or a cache of all tokens, ``int8`` or ``int4``. A bare name is the
+    method as ``SketchCache(model.config, name, budget=...)`` runs it.
 
     Attributes:
-        label: as it was written.
-        name: the method; None where all tokens are kept.
-        spent: one of ``SPENT``; where the label has none, the method's own.
-        bits: of its slots, 16 where they are stored as they come, or "measured".
-        queries: what it goes by: "prompt", or the second reading that its label names.
+        label: the method as it was written.
+        name: the name of the method, None if all tokens are kept.
+        spent: one of ``SPENT``, by default the method's own.
+        bits: the bits of its slots, 16 if they are stored unchanged, or "measured".
+        queries: the source of the queries that it uses: "prompt", or a second reading.
     """
 
     label: str
@@ -63,9 +64,10 @@ class Method:
 
 
 def parse(label: str) -> Method:
-    """
+    """Parse the label of a method.
+
     Raises:
-        InputError: no such method, or no such ending.
+        InputError: there is no such method, or no such ending.
     """
     if label in ALONE:
         return Method(label, None, bits=ALONE[label])
@@ -86,7 +88,7 @@ def parse(label: str) -> Method:
 
 
 def methods(text: str, others: Collection[str] = ()) -> list[Method]:
-    """``--methods``: comma-separated; ``others`` are names that need no explanation."""
+    """Parse ``--methods``, which is comma-separated. ``others`` are names without any ending."""
     chosen = []
     for label in dict.fromkeys(text.split(",")):
         try:
@@ -97,7 +99,7 @@ def methods(text: str, others: Collection[str] = ()) -> list[Method]:
 
 
 def paths(text: str) -> list[Path]:
-    """``--files``: comma-separated, all of them there."""
+    """Parse ``--files``, which is comma-separated. Refuse files that do not exist."""
     found = [Path(file) for file in text.split(",") if file]
     missing = [str(path) for path in found if not path.is_file()]
     if missing:
@@ -106,14 +108,14 @@ def paths(text: str) -> list[Path]:
 
 
 def positive(**values: int) -> None:
-    """Refuse what is below 1."""
+    """Refuse values below 1."""
     for name, value in values.items():
         if value < 1:
             raise typer.BadParameter(f"--{name} {value} must be at least 1")
 
 
 def among(option: str, text: str, allowed: Collection[str]) -> list[str]:
-    """Comma-separated names out of ``allowed``."""
+    """Parse comma-separated names, which must be in ``allowed``."""
     chosen = text.split(",")
     for name in chosen:
         if name not in allowed:
@@ -122,7 +124,7 @@ def among(option: str, text: str, allowed: Collection[str]) -> list[str]:
 
 
 def fractions(option: str, text: str) -> list[float]:
-    """Comma-separated numbers in (0, 1]."""
+    """Parse comma-separated numbers in (0, 1]."""
     try:
         found = [float(x) for x in text.split(",")]
     except ValueError:
@@ -133,7 +135,7 @@ def fractions(option: str, text: str) -> list[float]:
 
 
 def integers(option: str, text: str) -> list[int] | None:
-    """Comma-separated ints; None where nothing was given."""
+    """Parse comma-separated integers. None for an empty text."""
     try:
         return [int(x) for x in text.split(",")] if text else None
     except ValueError:

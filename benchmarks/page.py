@@ -58,7 +58,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def save(result: dict[str, Any], out: Path | None) -> None:
-    """Write a benchmark's JSON where ``--out`` says: all of it or nothing."""
+    """Write a benchmark's JSON to the file of ``--out``, completely or not at all."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         new = out.with_name(out.name + ".new")
@@ -251,7 +251,7 @@ def guarantee(result: dict[str, Any]) -> str:
 
 
 def theorems(result: dict[str, Any]) -> str:
-    """The parts of ``benchmarks.theorems``, each with what it was made with."""
+    """The parts of ``benchmarks.theorems``, each with its seed, versions and hardware."""
     even = result["break_even"]
     best = min(r["tokens"] for r in even if r["constant"] == 30 and r["norm_ratio"] is None)
     one = min(r["tokens"] for r in even if r["constant"] == 30 and r["norm_ratio"] == 1)
@@ -399,12 +399,12 @@ def theorems(result: dict[str, Any]) -> str:
 
 
 def _rate(row: dict[str, Any]) -> str:
-    """A failure rate with its exact interval."""
+    """A failure rate with its exact binomial interval."""
     low, high = row["ci95"]
     return f"{row['failure_rate']:.3f} ({low:.4f}-{high:.4f})"
 
 
-#: what a method may have seen of the queries, see benchmarks/prompts.py
+#: Which queries a method has seen, in words. See benchmarks/prompts.py.
 SEEN = {"agnostic": ", queries unseen", "aware": ", queries right before seen", None: ""}
 EQUAL_BYTES = (
     "Equal bytes: every method gets the bytes of this share of the tokens, uncompressed. Slots "
@@ -412,7 +412,7 @@ EQUAL_BYTES = (
     "`+int4`, or as chosen by measured errors) are more numerous. For a streaming sketch the "
     "whole state is counted. "
 )
-#: benchmarks/options.py reads these names
+#: How methods are named. benchmarks/options.py parses these names.
 SPENT = (
     "Methods are named as in `kvsketch eval --methods`. A bare name is the method as "
     "`SketchCache(model.config, name, budget=...)` runs it by default: `heavy_merge` with budgets "
@@ -426,7 +426,7 @@ SPENT = (
 
 
 def by_share(result: dict[str, Any], key: str, digits: int, name: str = "method") -> str:
-    """One table per source and protocol: methods by kept share, and bytes per token."""
+    """A table for each source and protocol: methods by kept share, with their bytes per token."""
     parts = []
     groups = [(r["source"], r.get("queries")) for r in result["results"]]
     for source, queries in dict.fromkeys(groups):
@@ -438,7 +438,7 @@ def by_share(result: dict[str, Any], key: str, digits: int, name: str = "method"
         for method in dict.fromkeys(r[name] for r in rows):
             found = {r["kept"]: r for r in rows if r[name] == method}
             cells = [_plus_minus(found.get(share), key, digits) for share in shares]
-            if 1.0 in found:  # a quantised cache keeps all tokens
+            if 1.0 in found:  # A quantised cache keeps all tokens.
                 cells[0] = f"all tokens: {found[1.0][key]:.{digits}f}"
             sizes = [f"{r['bytes_per_token']:.0f}" for r in found.values()]
             lines.append([method, *cells, " / ".join(sizes)])
@@ -664,7 +664,7 @@ def compression_time(result: dict[str, Any]) -> str:
 
 
 def _plain(rows: list[dict[str, Any]]) -> str:
-    """All fields of all rows."""
+    """A table of all fields of all rows."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[_cell(row.get(name, "")) for name in columns] for row in rows]
     return table([name.replace("_", " ") for name in columns], cells)
@@ -715,20 +715,20 @@ PAGES: dict[str, tuple[str, dict[str, Callable[[dict[str, Any]], str]]]] = {
 }
 
 
-#: rows of the README's table
+#: The methods that have a row of their own in the README's table.
 SHOWN = ("exact", "heavy_merge", "heavy_merge+16bit", "heavy_merge@calibrated+int4")
-#: all others are in its last row
+#: All other methods are in its last row.
 OURS = ("exact", "cluster_merge", "heavy_merge")
 
 
 def compared(result: dict[str, Any]) -> list[str]:
-    """Methods of others as ``SketchCache`` runs them by default; caches of all tokens are not."""
+    """The methods of other authors with their defaults, without caches that keep all tokens."""
     names = dict.fromkeys(r["method"] for r in result["results"] if r["budget"] < 1)
     return [name for name in names if not {"@", "+"} & set(name) and name not in OURS]
 
 
 def readme_block(result: dict[str, Any]) -> str:
-    """The README's rows of ``longeval_unseen``: ours, and the best that the ``compared`` have."""
+    """The README's table of ``longeval_unseen``: our methods, and the best ``compared`` one."""
     budgets = sorted({r["budget"] for r in result["results"] if r["budget"] < 1}, reverse=True)
 
     def accuracy(name: str, budget: float) -> float:
@@ -762,7 +762,7 @@ def readme_block(result: dict[str, Any]) -> str:
 
 
 def write_readme(name: str, text_between: str, readme: Path) -> None:
-    """Put a block between the marks of that name."""
+    """Replace the block between the marks of that name in a file."""
     text = readme.read_text(encoding="utf-8")
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if begin in text and end in text:

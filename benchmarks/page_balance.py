@@ -15,7 +15,7 @@ def _constant(name: str) -> float:
 
 
 def figure2(result: Row) -> str:
-    """Errors by layer, then the effect of the constant, on models and synthetic keys."""
+    """The errors by layer, then the effect of the constant, on models and synthetic keys."""
     rows = result["results"]
     models = [r for r in rows if r["part"] == "model"]
     return "\n\n".join(
@@ -62,7 +62,7 @@ def _constants(rows: list[Row]) -> list[str]:
 
 
 def _conclusion(models: list[Row], rows: list[Row]) -> str:
-    """Sentences from the numbers."""
+    """Sentences about the numbers, computed from them."""
     ratios = {}
     for name in _constants(models):
         pairs = [
@@ -142,7 +142,7 @@ def _made_up(rows: list[Row]) -> str:
 
 
 def sketch_budget(result: Row) -> str:
-    """Bytes, masses and errors of sketches within a budget: two tables."""
+    """Two tables of the bytes, masses and errors of sketches within a budget."""
     rows = result["results"]
     budget = [r for r in rows if r["part"] == "budget"]
     inside = [r for r in rows if r["part"] == "generate"]

@@ -15,7 +15,7 @@ from kvsketch.methods.registry import ALL_METHODS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 RESULTS = DOCS / "results"
-#: the share of the cache that the choices below are made at
+#: The share of the cache for which methods are recommended.
 KEPT = 0.25
 SOURCE = "packaged:longeval-200"
 
@@ -30,12 +30,12 @@ def at(rows: Sequence[Mapping[str, Any]], **wanted: Any) -> list[Mapping[str, An
 
 
 def base(name: str) -> str:
-    """A method's own name, without how its budget is spent and its slots are stored."""
+    """The name of a method without the endings for its allocation, bits and queries."""
     return name.split("/")[0].split("@")[0].split("+")[0]
 
 
 def best(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], Mapping[str, Any]]:
-    """The methods whose accuracy the best one's interval does not exclude, and the best."""
+    """The methods with an accuracy inside the interval of the best one, and the best one's row."""
     ranked = sorted(rows, key=lambda row: (-row["accuracy"], row["method"]))
     first = ranked[0]
     return [r["method"] for r in ranked if r["accuracy"] >= first["ci95"][0]], first
@@ -50,7 +50,7 @@ def accuracy(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def queryless(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of methods that look at no queries, by error."""
+    """The rows of the methods that use no queries, by error."""
     names = {name for name, cls in ALL_METHODS.items() if not getattr(cls, "needs_queries", False)}
     return sorted(
         (r for r in rows if r["method"] in names), key=lambda r: float(r["relative_error"])
@@ -58,7 +58,7 @@ def queryless(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def needs() -> str:
-    """A row for each need."""
+    """A table with a recommendation for each need."""
     unseen = at(loaded("longeval_unseen")["results"], budget=KEPT)
     again = [r for r in at(loaded("longeval_reread")["results"], budget=KEPT) if "/" in r["method"]]
     errors = at(loaded("attention_error")["results"], source=SOURCE, kept=KEPT)
@@ -119,7 +119,7 @@ def needs() -> str:
 
 
 def everything() -> str:
-    """Every method that was measured both ways, at the same share."""
+    """A table of the methods measured in both ways, at the same share."""
     errors = {
         r["method"]: r["relative_error"]
         for r in at(loaded("attention_error")["results"], source=SOURCE, kept=KEPT)

@@ -17,7 +17,7 @@ from benchmarks.page import DOCS
 
 
 def merged(result: dict[str, Any]) -> str:
-    """Merged documents beside the same text read as one."""
+    """Merged documents, compared with the same text read as one."""
     rows = [
         [
             str(row["budget"]),
@@ -41,7 +41,7 @@ def merged(result: dict[str, Any]) -> str:
 
 
 def files(result: dict[str, Any]) -> str:
-    """Files against their prediction, and against reading the text again."""
+    """Files of documents, compared with their predicted size and with reading the text again."""
     rows = [
         [
             f"{row['tokens']:,}",
@@ -69,7 +69,7 @@ def files(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Replace what is between the marks."""
+    """Replace the tables between the marks."""
     path = DOCS / "documents.md"
     text = path.read_text(encoding="utf-8")
     for name, write in (("merge", merged), ("files", files)):

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "kvsketch"
 ALGORITHMS = ROOT / "docs" / "algorithms.md"
 PAGE = ROOT / "docs" / "papers.md"
-#: papers by what tells a docstring's words, or its module's, to be about them
+#: The papers, each with a pattern. A docstring is about a paper if it, or its module's, matches.
 PAPERS = {
     "SubGen / ClusterGen (arXiv:2402.06082)": r"SubGen|ClusterGen",
     "BalanceKV (arXiv:2502.07861)": r"BalanceKV|MergeAndReduce|SoftmaxBalance|self-balancing",
@@ -35,9 +35,10 @@ class Mention:
     """A line of a paper in a docstring.
 
     Attributes:
-        line: such as "Theorem 3.1".
+        paper: the name of the paper.
+        line: the line of the paper, such as "Theorem 3.1".
         where: the object's dotted path within kvsketch.
-        file: its file, within the repository.
+        file: the object's file within the repository.
     """
 
     paper: str
@@ -47,7 +48,7 @@ class Mention:
 
 
 def objects(path: Path) -> Iterator[tuple[str, str]]:
-    """Dotted path and docstring of a module and what it defines."""
+    """The dotted paths and docstrings of a module and of the objects that it defines."""
     module = ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
     tree = ast.parse(path.read_text(encoding="utf-8"))
     yield module, ast.get_docstring(tree) or ""
@@ -63,7 +64,7 @@ def objects(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def named(doc: str) -> list[tuple[str, int]]:
-    """The lines of papers that a docstring names, with where it does."""
+    """The lines of papers that a docstring names, with their positions in it."""
     found = []
     for match in NAMED.finditer(doc):
         kind, number = match.group(1).capitalize(), match.group(2)
@@ -73,7 +74,7 @@ def named(doc: str) -> list[tuple[str, int]]:
 
 
 def known() -> dict[str, set[str]]:
-    """The lines of each paper, by docs/algorithms.md, which a test holds to the papers' own."""
+    """The lines of each paper in docs/algorithms.md, which a test compares with the papers."""
     found: dict[str, set[str]] = {paper: set() for paper in PAPERS}
     paper = None
     for row in ALGORITHMS.read_text(encoding="utf-8").splitlines():
@@ -85,8 +86,8 @@ def known() -> dict[str, set[str]]:
 
 
 def paper_of(doc: str, place: int, others: Sequence[str]) -> list[str]:
-    """The papers that a line may be of, the likeliest first: the one named last before it, then
-    those of the docstring, then those of the docstrings around it."""
+    """The papers to which a line may belong, the most likely first: the last one named before it,
+    then others in the docstring, then those in the docstrings of the enclosing objects."""
     last = sorted(
         (
             (match.start(), paper)

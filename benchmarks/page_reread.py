@@ -6,8 +6,8 @@ from typing import Any
 
 from benchmarks.markdown import made_with, table
 
-#: rows of the README's table: the peer, the peer with what we add, ours, ours by cheaper readings
-#: and without one
+#: The rows of the README's table: other authors' methods, one of them with our 4-bit slots, then
+#: ours with a full second reading, with cheaper ones and with none.
 SHOWN = (
     "kvzip/reread",
     "kvzip+int4/reread",
@@ -22,7 +22,7 @@ SHOWN = (
 
 
 def accuracies(result: dict[str, Any], names: list[str], interval: bool) -> str:
-    """Methods by the share of the bytes that is kept."""
+    """A table of accuracies: methods by the share of the bytes that is kept."""
     budgets = sorted({r["budget"] for r in result["results"]}, reverse=True)
     rows = []
     for name in names:
@@ -55,7 +55,7 @@ def what(result: dict[str, Any]) -> str:
     )
 
 
-#: what is read again, from the least to the most
+#: The part of the context that is read again, the smallest first.
 READ_AGAIN = {
     "": "nothing",
     "sample": "a sixth of it",
@@ -65,8 +65,8 @@ READ_AGAIN = {
 
 
 def decisions(result: dict[str, Any]) -> str:
-    """The method of highest accuracy at each budget, by what may be read again; where several are
-    best, the first that was measured."""
+    """The method of highest accuracy at each budget, by the part that is read again. If several
+    methods are best, it is the one measured first."""
     rows = []
     budgets = sorted({r["budget"] for r in result["results"] if r["budget"] < 1}, reverse=True)
     for source, words in READ_AGAIN.items():
@@ -94,7 +94,7 @@ def longeval_reread(result: dict[str, Any]) -> str:
 
 
 def reading(result: dict[str, Any]) -> str:
-    """Costs and accuracies, a row for each kind of second reading."""
+    """The section on costs and accuracies, with a row for each kind of second reading."""
     costs, right = result["results"], result["accuracy"]
     models = list(dict.fromkeys(r["model"] for r in costs))
     asked = list(dict.fromkeys((r["method"], r["budget"]) for r in right))
@@ -135,7 +135,7 @@ def reading(result: dict[str, Any]) -> str:
 
 
 def _peers(result: dict[str, Any]) -> str:
-    """What the whole prefill costs with the methods that read a second time."""
+    """The cost of the whole prefill with the methods that read the context a second time."""
     rows = result.get("peers", [])
     if not rows:
         return ""

@@ -1,4 +1,4 @@
-"""The section on RULER's tasks with the question unseen."""
+"""The section of a page on RULER's tasks with the question unseen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def averages(rows: list[dict[str, Any]]) -> dict[tuple[str, float], float]:
 
 
 def ruler_unseen(result: dict[str, Any]) -> str:
-    """A row for every method and budget: the mean over subtasks, then each of them."""
+    """A table with a row for every method and budget: the mean over subtasks, then each subtask."""
     rows = result["results"]
     means = averages(rows)
     subtasks = list(dict.fromkeys(r["subtask"] for r in rows))

@@ -1,4 +1,4 @@
-"""The speed part of docs/benchmarks.md."""
+"""The section of docs/benchmarks.md on the results of ``benchmarks.speed``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _TEXTS = {
 
 
 def speed(result: dict[str, Any]) -> str:
-    """A section: every kind of row in a table of its own."""
+    """The section, with a table for every kind of row."""
     kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in result["results"]:
         kinds.setdefault(tuple(row), []).append(row)

@@ -1,4 +1,4 @@
-"""The measured part of docs/vllm.md."""
+"""The parts of docs/vllm.md and README.md with the results of ``benchmarks.vllm_engine``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ALLOCATIONS = {"even": "the same for every head", "curves": "by curves"}
 
 
 def block(result: dict[str, Any]) -> str:
-    """What ``benchmarks.vllm_engine`` found."""
+    """The results of ``benchmarks.vllm_engine``, for docs/vllm.md."""
     found = result["results"]
     answers, crowd, many = found["answers"], found["mixed"], found["concurrency"]
     chunks, ranks = found["chunks"], found["parallel"]
@@ -67,7 +67,7 @@ def block(result: dict[str, Any]) -> str:
 
 
 def _processors(of_parts: dict[str, str]) -> str:
-    """Which parts of the benchmark were run on which processor."""
+    """A sentence that states which parts of the benchmark were run on which processor."""
     parts: dict[str, list[str]] = {}
     for part, processor in of_parts.items():
         parts.setdefault(processor, []).append(part)
@@ -94,7 +94,7 @@ def lead(result: dict[str, Any]) -> str:
 
 
 def of_sizes(found: dict[str, Any]) -> list[str]:
-    """Right answers against bytes."""
+    """Right answers by the bytes of a page."""
     shown = {(r["budget"], r["bits"], r["allocation"]): r for r in found["rows"]}
     theirs = found["stock"]
     whole = theirs["auto"]["bytes"]
@@ -122,7 +122,7 @@ def of_sizes(found: dict[str, Any]) -> list[str]:
 
 
 def of_documents(found: dict[str, Any]) -> str:
-    """What prefixes save."""
+    """The savings by prefix caching."""
     ours, stock = found["ours"], found["stock"]
     tokens = sum(found["tokens"]) // len(found["tokens"])
     return (

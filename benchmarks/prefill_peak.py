@@ -1,11 +1,12 @@
-"""Peak KV bytes of a prompt read at once (``prefill="exact"``), against the exact cache.
+"""Peak KV bytes of a prompt read at once (``prefill="exact"``), relative to the exact cache.
 
     python -m benchmarks.prefill_peak --json
 
-``SketchCache`` counts the bytes of all tensors it holds after every layer; the peak of a prompt is
-set against the bytes of the uncompressed cache. A layer whose budgets are known beforehand is
-compressed as soon as it was attended to. Measured budgets follow from all layers: until the last is
-measured, each is compressed to the most its heads may need.
+``SketchCache`` counts the bytes of all its tensors after every layer. ``peak_over_exact`` is the
+largest of these numbers over the bytes of the uncompressed cache. A layer whose budgets are known
+beforehand is compressed as soon as its attention was computed. Measured budgets depend on the
+errors of all layers. Until the last layer is measured, each layer is compressed to the largest
+budget that its heads may get.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WAYS = ("even", "measured")
 
 def main(
     model: Annotated[str, typer.Option(help="Model folder or hub id.")] = PACKAGED,
-    methods: Annotated[str, typer.Option(help="Comma-separated.")] = "heavy_merge,snapkv",
+    methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = "heavy_merge,snapkv",
     budgets: Annotated[str, typer.Option(help="Comma-separated kept fractions.")] = "0.5,0.25,0.1",
     tokens: Annotated[int, typer.Option(help="Prompt tokens.")] = 4000,
     seed: int = 0,

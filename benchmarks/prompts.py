@@ -1,11 +1,12 @@
-"""Prompts and texts that the error benchmarks share.
+"""Prompts and texts that several benchmarks share.
 
 Every row states in ``queries`` which queries a method has seen before compression:
 
-- agnostic: none that resemble those that are scored. LongEval: the question comes after
-  compression. Other texts: the ``GAP`` tokens before those that are scored come after compression.
-- aware: the queries right before those that are scored. LongEval: the question was read before
-  compression. Other texts: the tokens that are scored follow the compression directly.
+- agnostic: queries unseen. None of those that the method has seen resemble the scored ones. In
+  LongEval, the question comes after compression. In other texts, the ``GAP`` tokens before the
+  scored ones come after compression.
+- aware: the queries right before the scored ones were seen. In LongEval, the question was read
+  before compression. In other texts, the scored tokens directly follow the compression.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from kvsketch.evaluation.runner.loading import PACKAGED, load_model, load_tokeni
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
 
 PROTOCOLS = ("agnostic", "aware")
-#: "agnostic": tokens between compression and what is scored, where a text has no question
+#: The tokens between compression and the scored ones with "agnostic", in texts without a question.
 GAP = 64
-#: "The <REGISTER_CONTENT> in line aloof-infarction is <45834>" and one to spare
+#: The tokens of "The <REGISTER_CONTENT> in line aloof-infarction is <45834>", and one more.
 ANSWER_TOKENS = 18
 _LINES = 200
 _MARK = "\nNow the record is over."
@@ -33,19 +34,19 @@ STORIES = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "s
 
 
 def default_models() -> list[str]:
-    """The packaged model, and stories260K where it is beside the checkout."""
+    """The packaged model, and stories260K if ../shared/data has it."""
     return [PACKAGED, *([str(STORIES)] if STORIES.is_dir() else [])]
 
 
 def load(name: str) -> tuple[Any, Any]:
-    """Model (float32, CPU) and tokenizer of a folder, a hub id, or "packaged"."""
+    """The model (float32, CPU) and the tokenizer of a folder, a hub id, or "packaged"."""
     folder = resolve_model(name)
     return load_model(folder, "cpu", "float32"), load_tokenizer(folder)
 
 
 def sampled(model: Any, count: int, tokens: int, seed: int) -> Tensor:
-    """Texts of the model itself, ``[count, tokens]``, sampled at temperature 1 from its first
-    token: what it knows best."""
+    """Texts sampled from the model, ``[count, tokens]``, at temperature 1 from the bos token. The
+    model predicts its own samples best."""
     torch.manual_seed(seed)
     start = torch.full((count, 1), int(model.config.bos_token_id or 1))
     return model.generate(
@@ -65,21 +66,21 @@ def line_prompts(tokenizer: Any, count: int, lines: int, seed: int) -> list[Tens
 
 
 def from_files(tokenizer: Any, files: list[Path], limit: int) -> list[Tensor]:
-    """The beginning of each text file, at most ``limit`` tokens."""
+    """The first tokens of each text file, at most ``limit``."""
     texts = [file.read_text(encoding="utf-8") for file in files]
     return [tokenizer(text, return_tensors="pt").input_ids[:, :limit] for text in texts]
 
 
 def protocol_of(source: str) -> str:
-    """What holding back the end of ``prompts_for``'s prompts amounts to."""
+    """The protocol that results from holding back the end of the prompts of ``prompts_for``."""
     return "agnostic" if source.startswith("longeval") else "aware"
 
 
 def prompts_for(
     name: str, model: Any, tokenizer: Any, count: int, seed: int, files: list[Path]
 ) -> tuple[str, list[Tensor]]:
-    """What a model is asked about, and what that is called: the user's files, LongEval lines for
-    the packaged model, else text sampled from the model."""
+    """The name of the source of a model's prompts, and the prompts: the user's files, or LongEval
+    prompts for the packaged model, or else texts sampled from the model."""
     limit = int(model.config.max_position_embeddings)
     if files:
         return "files", from_files(tokenizer, files, limit)
@@ -91,8 +92,8 @@ def prompts_for(
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids ``[1, n]``; the cache is compressed before token ``cut``, the others are fed one by
-    one, and what they are followed by is scored from token ``asked`` on."""
+    """Token ids ``[1, n]``. The cache is compressed before token ``cut``, and the tokens from there
+    on are fed one by one. The predictions of the cache are scored from token ``asked`` on."""
 
     ids: Tensor
     cut: int
@@ -104,10 +105,10 @@ class Asked:
     """A question about a record.
 
     Attributes:
-        ids: of both, ``[1, tokens]``.
-        record: how many tokens belong to the record.
-        score: of an answer, in [0, 1].
-        new_tokens: of the longest answer.
+        ids: the token ids of the record and the question, ``[1, tokens]``.
+        record: the number of tokens of the record.
+        score: gives the score of an answer, in [0, 1].
+        new_tokens: the number of tokens of the longest answer.
     """
 
     ids: Tensor
@@ -117,7 +118,7 @@ class Asked:
 
 
 def question_apart(tokenizer: Any, prompt: str) -> tuple[Tensor, int]:
-    """Token ids of a LongEval prompt, and how many of them belong to the record."""
+    """The token ids of a LongEval prompt, and the number of those that belong to the record."""
     cut = prompt.rfind(_MARK)
     record = tokenizer(prompt[:cut], return_tensors="pt").input_ids
     rest = tokenizer(prompt[cut:], return_tensors="pt", add_special_tokens=False).input_ids
@@ -127,8 +128,8 @@ def question_apart(tokenizer: Any, prompt: str) -> tuple[Tensor, int]:
 def answered(
     model: Any, tokenizer: Any, count: int, lines: int, seed: int, queries: str = "agnostic"
 ) -> list[Text]:
-    """LongEval prompts of our own generator with the exact cache's own greedy answers, which are
-    what is scored."""
+    """LongEval prompts of our own generator, each with the greedy answer of the exact cache, which
+    is scored."""
     texts = []
     for case in generate_cases(lines, count, seed):
         ids, record = question_apart(tokenizer, case["prompt"])
@@ -137,7 +138,7 @@ def answered(
         ids = model.generate(
             ids, attention_mask=mask, max_new_tokens=ANSWER_TOKENS, do_sample=False
         )
-        if int(ids[0, -1]) == model.config.eos_token_id:  # nothing follows it
+        if int(ids[0, -1]) == model.config.eos_token_id:  # No token follows eos.
             ids = ids[:, :-1]
         texts.append(Text(ids, record if queries == "agnostic" else asked, asked))
     return texts
@@ -153,8 +154,8 @@ def texts_for(
     follow: int,
     queries: str,
 ) -> tuple[str, list[Text]]:
-    """As ``prompts_for``, with what is scored: the answers to LongEval prompts, the last ``follow``
-    tokens of other texts."""
+    """The prompts of ``prompts_for`` as texts of which a part is scored: the answers to LongEval
+    prompts, and the last ``follow`` tokens of other texts."""
     if name == PACKAGED and not files:
         texts = answered(model, tokenizer, count, _LINES, seed, queries)
         return f"longeval-{_LINES}", texts
@@ -165,14 +166,14 @@ def texts_for(
 
 @torch.no_grad()
 def prefill(model: Any, ids: Tensor, cache: Cache) -> None:
-    """Read a prompt in one go; a ``SketchCache`` compresses after it."""
+    """Read a prompt at once. A ``SketchCache`` compresses after it."""
     model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
 @torch.no_grad()
 def feed(model: Any, ids: Tensor, cache: Cache) -> Tensor:
-    """Read tokens one by one, which no one-shot cache compresses after: log-probabilities of what
-    follows each, ``[tokens, vocabulary]``."""
+    """Read tokens one by one, after which a one-shot cache does not compress again. Returns the
+    log-probabilities of the token after each, ``[tokens, vocabulary]``."""
     steps = [
         model(token, past_key_values=cache, use_cache=True).logits[0, -1].log_softmax(-1)
         for token in ids.split(1, dim=1)

@@ -1,10 +1,11 @@
-"""Answers per second of one and of two local Ray workers.
+"""Answers per second of two local Ray workers relative to one.
 
     python -m benchmarks.ray_throughput --json
 
-The packaged model, LongEval cases, the sweep that ``kvsketch eval --ray local`` runs. A worker has
-one core, whichever number of them there is. Timed from the first record to the last, so that the
-start of Ray and of the models is left out (it is printed). In pairs, one after the other.
+The sweep is that of ``kvsketch eval --ray local`` with the packaged model on LongEval cases. Every
+worker has one thread, whatever their number. The first answer of every worker is left out, because
+it includes the start of Ray and the loading of the model (``seconds_to_start``). Runs with one and
+with two workers alternate. ``ratio`` is the median of the paired ratios.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvsketch.evaluation.tasks import Options, make_tasks
 
 
 def rate(workers: int, cases: int, lines: int, seed: int) -> tuple[float, float]:
-    """Answers per second after the first ones, and seconds until the first."""
+    """Answers per second after each worker's first one, and seconds until the first answer."""
     tasks = make_tasks(["longeval"], Options(lines=[lines], num_cases=cases, seed=seed))
     setups = make_setups(["exact", "snapkv"], [0.5])
     times: list[float] = []
@@ -36,14 +37,14 @@ def rate(workers: int, cases: int, lines: int, seed: int) -> tuple[float, float]
         runner = RayRunner("local", sweep.model, sweep.settings, workers, threads=1)
         start = time.perf_counter()
         sweep.run(sweep.jobs(), runner, lambda _: times.append(time.perf_counter()))
-    # the first answer of every worker pays for its start
+    # The first answer of every worker includes its start.
     return (len(times) - workers) / (times[-1] - times[workers - 1]), times[0] - start
 
 
 def main(
     cases: Annotated[int, typer.Option(help="Cases per run.")] = 30,
     lines: Annotated[int, typer.Option(help="Lines per record.")] = 100,
-    pairs: Annotated[int, typer.Option(help="Runs of each.")] = 3,
+    pairs: Annotated[int, typer.Option(help="Runs of each number of workers.")] = 3,
     seed: int = 0,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,

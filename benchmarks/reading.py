@@ -2,16 +2,19 @@
 
     python -m benchmarks.reading --json
 
-Cost: CPU seconds of the second reading over those of reading the context with an uncompressed
-cache, and of compressing it afterwards; with the packaged model, and with two layers of Llama 3
-8B's shape and random weights. What follows the last layer's queries is skipped, which a model of
-two layers shows more than one of 32: ``layer`` is the first layer alone, and ``of_32`` puts 31 of
-these and one last layer together. Seconds are of all threads, so that other work on the machine
-counts little; runs are paired, medians count. Of the peers that read a second time, with the
-packaged model, the ``whole`` prefill over the same first reading.
+Cost: ``second_over_first`` and ``compress_over_first`` are the CPU seconds of the second reading
+and of the compression after it, over those of reading the context with an uncompressed cache. The
+models are the packaged one, and one with two layers of Llama 3 8B's shape and random weights. The
+second reading stops after the queries of the last layer, and the share saved by this is larger in a
+model of two layers than in one of 32. ``layer_over_first`` is therefore the ratio for the first
+layer alone, and ``of_32_over_first`` that of a model with 31 such layers and the last one. CPU
+seconds include all threads, so that other load on the machine has little influence. Runs are
+paired, and the medians of their ratios are reported. ``peers`` has the ratio of the ``whole``
+prefill to the same first reading, for heavy_merge and for the methods of other authors that read
+the context a second time, with the packaged model.
 
-Accuracy: with ``--beside``, rows of ``benchmarks.longeval_unseen``, of the methods that differ in
-nothing but where their queries come from.
+Accuracy: ``--beside`` names a result of ``benchmarks.longeval_unseen``. The rows of the methods in
+it that were run with every source of queries are copied.
 """
 
 from __future__ import annotations
@@ -37,14 +40,14 @@ from kvsketch.arguments import QUERY_SOURCES
 from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
 
-#: peers that read a second time
+#: The methods of other authors that read the context a second time.
 PEERS = ("kvzip", "kvzip_plus", "kvgrad")
-#: layers of the model whose cost is put together from those that are measured
+#: The layers of the model whose cost is computed from that of the measured ones.
 DEEP = 32
 
 
 def models() -> dict[str, Callable[[], Any]]:
-    """By what they are called in the table."""
+    """How each model is made, by its name in the table."""
 
     def wide() -> Any:
         config = LlamaConfig(
@@ -66,12 +69,12 @@ def models() -> dict[str, Callable[[], Any]]:
 
 
 class Clock:
-    """When a model begins and ends a forward, and the decoders of its layers theirs, in CPU seconds
-    of the process."""
+    """Notes when every forward pass of a model and of its decoder layers begins, and when the pass
+    ends, in CPU seconds of the process."""
 
     def __init__(self, model: Any) -> None:
-        self.forwards: list[float] = []  # when each began
-        self.layers: list[list[float]] = []  # of each forward: when each layer began, and the end
+        self.forwards: list[float] = []  # when each forward pass began
+        self.layers: list[list[float]] = []  # per pass: when each layer began, and the end
         inner = model.base_model
         self._hooks = [inner.register_forward_pre_hook(self._forward)]
         self._hooks += [x.register_forward_pre_hook(self._layer) for x in inner.layers]
@@ -85,7 +88,7 @@ class Clock:
         self.layers[-1].append(time.process_time())
 
     def end(self) -> float:
-        """The last forward is over."""
+        """Note that the last forward pass is over. Returns the time."""
         now = time.process_time()
         if self.layers and self.layers[-1]:
             self.layers[-1].append(now)
@@ -99,9 +102,10 @@ class Clock:
 def seconds(
     model: Any, ids: Tensor, queries: str | None, tokenizer: Any, method: str = "heavy_merge"
 ) -> dict[str, float]:
-    """CPU seconds of reading ``ids`` (``first``), of that by its layers, of reading them again, of
-    compressing and of all this (``whole``); ``queries`` None: with an uncompressed cache, nothing
-    else."""
+    """CPU seconds of reading ``ids`` (``first``), of reading them again (``second``), of
+    compressing (``compress``) and of all of this (``whole``). ``layer`` and ``last`` are those of
+    the first and the last layer in the second reading, or in the first if it is the only one. If
+    ``queries`` is None, ``ids`` are only read once, with an uncompressed cache."""
     clock = Clock(model)
     if queries is None:
         model.base_model(ids, past_key_values=DynamicCache(config=model.config))
@@ -130,7 +134,7 @@ def seconds(
 def costs(
     name: str, model: Any, ids: Tensor, tokenizer: Any, sources: list[str], repeats: int
 ) -> list[dict[str, Any]]:
-    """Rows of one model, over the seconds of its first reading in the same round."""
+    """The rows of one model: ratios to the seconds of a first reading in the same round."""
     found: dict[str, list[dict[str, float]]] = {source: [] for source in sources}
     for _ in range(repeats):
         plain = seconds(model, ids, None, tokenizer)
@@ -152,7 +156,7 @@ def costs(
 
 
 def wholes(model: Any, ids: Tensor, tokenizer: Any, repeats: int) -> list[dict[str, Any]]:
-    """Of ours and the peers that read a second time: the whole prefill over the first reading."""
+    """The whole prefill over a first reading, of our method and of ``PEERS``."""
     found: dict[str, list[float]] = {method: [] for method in ("heavy_merge", *PEERS)}
     for _ in range(repeats):
         plain = seconds(model, ids, None, tokenizer)
@@ -166,7 +170,7 @@ def wholes(model: Any, ids: Tensor, tokenizer: Any, repeats: int) -> list[dict[s
 
 
 def accuracies(beside: Path, sources: list[str]) -> list[dict[str, Any]]:
-    """Rows of a result of ``longeval_unseen``, of methods that are there with every source."""
+    """The rows of the methods that ``longeval_unseen`` ran with every source of queries."""
     result = jsonlib.loads(beside.read_text(encoding="utf-8"))
     found = []
     for row in result["results"]:
@@ -179,9 +183,9 @@ def accuracies(beside: Path, sources: list[str]) -> list[dict[str, Any]]:
 
 
 def main(
-    tokens: Annotated[int, typer.Option(help="Of the context.")] = 4000,
+    tokens: Annotated[int, typer.Option(help="Tokens of the context.")] = 4000,
     repeats: Annotated[
-        int, typer.Option(help="Paired runs, of the large layers a third; their median counts.")
+        int, typer.Option(help="Paired runs, a third as many for the large layers.")
     ] = 3,
     beside: Annotated[
         Path | None, typer.Option(help="JSON of longeval_unseen with accuracies to copy.")

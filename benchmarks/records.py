@@ -12,10 +12,13 @@ import typer
 
 from kvsketch.evaluation.runner.longeval_cases import QUESTION, generate_cases
 
-CasesOption = Annotated[Path | None, typer.Option(help="LongEval's own file.")]
-LinesOption = Annotated[int, typer.Option(help="Of generated records.")]
+CasesOption = Annotated[
+    Path | None,
+    typer.Option(help="LongEval's own file. Default: generated."),
+]
+LinesOption = Annotated[int, typer.Option(help="Lines per generated record.")]
 CountOption = Annotated[int, typer.Option(help="Records.")]
-AskedOption = Annotated[int, typer.Option(help="Questions of each.")]
+AskedOption = Annotated[int, typer.Option(help="Questions per record.")]
 OutOption = Annotated[Path | None, typer.Option(help="Also write the JSON here.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")]
 
@@ -24,11 +27,12 @@ _LINE = re.compile(r"line (\S+): REGISTER_CONTENT is <(\d+)>\n")
 
 @dataclass(frozen=True)
 class Record:
-    """
+    """A LongEval record with its questions.
+
     Attributes:
-        text: up to the question.
-        questions: of evenly spread lines.
-        numbers: that answer them.
+        text: the record, up to the question.
+        questions: the questions, about evenly spaced lines.
+        numbers: the right numbers.
         leads: each question with its answer, up to the number.
     """
 
@@ -38,13 +42,13 @@ class Record:
     leads: list[str]
 
     def halves(self) -> tuple[str, str]:
-        """Cut between two lines, about in the middle."""
+        """The text cut in two between lines, about in the middle."""
         starts = [match.start() for match in _LINE.finditer(self.text)]
         at = starts[len(starts) // 2]
         return self.text[:at], self.text[at:]
 
     def right(self, answers: list[str]) -> int:
-        """How many answers hold their number."""
+        """The number of answers that contain the right number."""
         pairs = zip(self.numbers, answers, strict=True)
         return sum(f"<{number}>" in answer for number, answer in pairs)
 
@@ -53,7 +57,7 @@ def records(cases: Path | None, lines: int, count: int, asked: int, seed: int) -
     """The first records of a file in LongEval's own format, or generated ones.
 
     Args:
-        asked: questions of each.
+        asked: the number of questions about each record.
     """
     if cases is None:
         prompts = [case["prompt"] for case in generate_cases(lines, count, seed)]

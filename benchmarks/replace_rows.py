@@ -20,21 +20,21 @@ import typer
 
 from benchmarks.page import save
 
-#: what identifies a row, where a benchmark has it
+#: The fields that identify a row, as far as a benchmark has them.
 KEYS = ("source", "subtask", "queries", "method", "kept", "budget")
-#: what may differ between the two runs, and ``RUN`` describes the later one
+#: The fields that may differ between the two runs. Those in ``RUN`` describe the later run.
 _OTHER = ("methods", "results", "versions", "hardware", "complete", "again", "note")
 RUN = ("versions", "hardware")
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What identifies a row."""
+    """The values of ``KEYS`` that identify a row."""
     return tuple(row.get(name) for name in KEYS)
 
 
 def replaced(before: dict[str, Any], later: dict[str, Any], control: list[str]) -> dict[str, Any]:
-    """``before`` with the rows of ``later``'s methods, except those of ``control``. Methods that
-    ``before`` lacks come last.
+    """``before`` with its rows replaced by those of ``later``, except rows of the methods in
+    ``control``. Methods that ``before`` lacks come last.
 
     Raises:
         ValueError: the settings differ, the later run is not complete, or it lacks a row.
@@ -74,7 +74,7 @@ def replaced(before: dict[str, Any], later: dict[str, Any], control: list[str]) 
 def main(
     before: Annotated[Path, typer.Argument(help="The stored result, which is changed.")],
     later: Annotated[Path, typer.Argument(help="The later run.")],
-    control: Annotated[str, typer.Option(help="Comma-separated: unchanged methods.")] = "",
+    control: Annotated[str, typer.Option(help="Comma-separated unchanged methods.")] = "",
 ) -> None:
     """Example: python -m benchmarks.replace_rows docs/results/kl.json kl.json --control keydiff"""
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in (before, later)]

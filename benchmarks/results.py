@@ -1,4 +1,4 @@
-"""Results that are kept if a run is killed."""
+"""Results of a benchmark that are kept if the run is killed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ Row = dict[str, Any]
 
 class Results:
     """Rows of a benchmark, written to ``out`` after every finished part with ``"complete": false``.
-    A run with the same settings, on the same versions and machine, goes on from there. Which other
-    ``methods`` are asked for changes no row: a list of others keeps the rows it has in common.
+    A run with the same settings, versions and machine resumes from this file. The list of
+    ``methods`` may differ, because no row depends on the other methods: the rows of the methods
+    that are in both lists are kept.
 
     Args:
-        out: the file; None keeps nothing.
-        settings: all that decides the numbers; part of what is written.
+        out: the file. With None, nothing is written.
+        settings: everything that determines the numbers. It is written, too.
     """
 
     def __init__(self, out: Path | None, **settings: Any) -> None:
         self.out = out
-        # as it comes back from the file: lists for tuples
+        # As read from a file: tuples become lists.
         self.settings: Row = json.loads(json.dumps(settings | environment()))
         self.rows: list[Row] = []
         if out is not None and out.is_file():
@@ -41,16 +42,16 @@ class Results:
                 ]
 
     def has(self, **part: Any) -> bool:
-        """Whether the rows of a part are here already."""
+        """Whether there are rows of this part already."""
         return any(all(row[k] == v for k, v in part.items()) for row in self.rows)
 
     def add(self, rows: list[Row]) -> None:
-        """Take and write the rows of a part."""
+        """Add the rows of a part, and write all rows."""
         self.rows += rows
         save(self._object(False), self.out)
 
     def finish(self) -> Row:
-        """Write and return all of it."""
+        """Write the complete result, and return it."""
         result = self._object(True)
         save(result, self.out)
         return result

@@ -3,11 +3,11 @@
     python -m benchmarks.ruler_unseen --json
 
 As in ``benchmarks.longeval_unseen``, the context is read and compressed, then the question is fed
-one token at a time, and the answer is generated with the compressed cache. The model is the
-packaged one that answers RULER's questions (``--model packaged-ruler``). The subtasks are those of
-which it answers nine in ten with the exact cache. The essays are those of ../shared/data/essays if
-they exist, else the filler text of the task. Methods are named as in
-``benchmarks.longeval_unseen``.
+one token at a time, and the answer is generated with the compressed cache. ``accuracy`` is the mean
+score over the cases of a subtask. The model is the packaged one that answers RULER's questions
+(``--model packaged-ruler``), and the subtasks are those in which it answers at least nine of ten
+questions with the exact cache. The essays are those of ../shared/data/essays if they exist, else
+the filler text of the task. Methods are named as in ``benchmarks.longeval_unseen``.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ METHODS = (
     "exact,streaming_llm,snapkv,kvzip/reread,kvzip+int4/reread,heavy_merge,"
     "heavy_merge@global+int4/reread,heavy_merge@global+int4/sample"
 )
-#: of which the packaged model answers at least nine in ten
+#: The subtasks in which the packaged model answers at least nine of ten questions.
 ANSWERED = "niah_single_1,niah_single_2,niah_multikey_1,niah_multikey_2,niah_multiquery,vt"
 
 
 def questions(tokenizer: Any, task: Ruler, limit: int) -> dict[str, list[Asked]]:
-    """The cases of every subtask."""
+    """The questions of every subtask."""
     found: dict[str, list[Asked]] = {}
     for drawn in task.cases():
         case = task.fitted(drawn, tokenizer, limit)
@@ -58,7 +58,7 @@ def questions(tokenizer: Any, task: Ruler, limit: int) -> dict[str, list[Asked]]
 
 
 def main(
-    subtasks: Annotated[str, typer.Option(help="Comma-separated.")] = ANSWERED,
+    subtasks: Annotated[str, typer.Option(help="Comma-separated subtasks.")] = ANSWERED,
     length: Annotated[int, typer.Option(help="Tokens of context, question and answer.")] = 4000,
     count: Annotated[int, typer.Option(help="Cases per subtask.")] = 10,
     budgets: Annotated[str, typer.Option(help="Kept fractions of the bytes.")] = "0.25,0.1",
@@ -66,7 +66,7 @@ def main(
     model: Annotated[str, typer.Option(help="Folder, hub id, or a packaged model.")] = MODEL,
     seed: int = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Write the JSON here, and go on from it.")
+        Path | None, typer.Option(help="Write the JSON here, and resume from it.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:

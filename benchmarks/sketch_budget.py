@@ -4,15 +4,16 @@
         --plot docs/figures/sketch_budget.svg
     python -m benchmarks.sketch_budget --tokens 512,2048 --prompts 1024 --json
 
-First, the merge-and-reduce sketches at a quarter of the bytes of all tokens, whatever the length of
-the stream, which comes in chunks of 500: the share of the bytes allowed that is used, the mass over
-the number of tokens, and the attention error over that of BalanceKV's one-shot form at the same
-bytes (its slots have a mass, too). ``as written`` is Algorithm 1 or 3 with the batch size t and the
-levels T, powers of two both, that use most of the bytes allowed at that very length.
+The first part has the merge-and-reduce sketches at a quarter of the bytes of all tokens, for
+streams of any length, which come in chunks of 500. It measures the share of the bytes allowed that
+is used, the total mass over the number of tokens, and the attention error over that of BalanceKV's
+one-shot form at the same bytes (whose slots have a mass, too). ``as_written`` is Algorithm 1 or 3
+with the batch size t and the number of levels T that use most of the bytes allowed at that length.
+t is a power of two.
 
-Second, every sketch in a ``SketchCache`` inside ``generate``: the bytes of everything held, the
-sketch's state included, after the prompt and at most while tokens are decoded, over those of the
-budget's tokens.
+The second part has every sketch in a ``SketchCache`` inside ``generate``. It measures the bytes of
+the whole cache, including the sketch's state, over those of the budget's tokens: after the prompt,
+after decoding, and at most.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ AS_WRITTEN: dict[str, type[MergeReduce] | type[BalanceKVStreaming]] = {
     "merge_reduce": MergeReduce,
     "balancekv_streaming": BalanceKVStreaming,
 }
-#: beyond this, the schedules as written take minutes
+#: For longer streams, the schedules as written take minutes.
 LONGEST_AS_WRITTEN = 16_384
 
 
 def gaussian(n: int, seed: int) -> tuple[Slots, Tensor]:
-    """Normal keys, and normal values about a mean."""
+    """Normally distributed keys, values with mean 1, and queries."""
     g = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(1, HEADS, n, DIM, generator=g) for _ in range(2))
     return Slots(keys, 1 + values), torch.randn(1, HEADS, QUERIES, DIM, generator=g)
 
 
 def clustered(n: int, seed: int) -> tuple[Slots, Tensor]:
-    """Keys in 16 clusters, value norms over several powers of two, queries that prefer a few."""
+    """Keys in 16 clusters, values of very different norms, and queries that attend to few keys."""
     g = torch.Generator().manual_seed(seed)
     centers = torch.randn(1, HEADS, 16, DIM, generator=g)
     own = torch.randint(16, (n,), generator=g)
@@ -77,7 +78,7 @@ def fed(sketch: Sketch, slots: Slots) -> Sketch:
 
 
 def within(name: str, slots: Slots, allowed: int, seed: int) -> Sketch:
-    """The sketch of the most slots whose bytes are those allowed at most, fed."""
+    """The sketch with the most slots whose bytes never exceed those allowed, after the stream."""
     low, high = 2, slots.count
     while low < high:
         middle = (low + high + 1) // 2
@@ -88,10 +89,10 @@ def within(name: str, slots: Slots, allowed: int, seed: int) -> Sketch:
 
 
 def as_written(name: str, slots: Slots, allowed: int, seed: int) -> tuple[Sketch, str] | None:
-    """The paper's schedule that uses most of the bytes allowed, and which one it is."""
+    """The sketch whose schedule in the paper uses most of the bytes allowed, and that schedule."""
     best: tuple[int, Sketch, str] | None = None
     for levels in range(2, 6):
-        # The last level alone holds n / 2^T of every instance: one try below it is enough.
+        # The last level alone has n / 2^T tokens of every instance, so one smaller size is enough.
         size = 2 ** int(math.log2(slots.count / 2 ** (levels + 2)))
         sketch = fed(AS_WRITTEN[name](batch_size=size, levels=levels, seed=seed), slots)
         used = sketch.nbytes() // HEADS
@@ -103,7 +104,7 @@ def as_written(name: str, slots: Slots, allowed: int, seed: int) -> tuple[Sketch
 
 
 def by_length(lengths: list[int], seeds: int, seed: int) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Parts: what they are called, and how to measure them."""
+    """The rows of the first part: for each, its name and a function that measures it."""
     for stream in STREAMS:
         for n in lengths:
             for name in BOUNDED:
@@ -150,7 +151,7 @@ def budget_row(stream: str, n: int, name: str, seeds: int, seed: int) -> dict[st
 
 
 def _mean(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """Bytes and errors on average, masses at their extremes; the worst error beside."""
+    """Mean errors, the extremes of the masses, the least bytes, and the worst error ratio."""
     return {
         "bytes_used": min(r["bytes_used"] for r in rows),
         "least_mass": min(r["least_mass"] for r in rows),
@@ -162,7 +163,7 @@ def _mean(rows: list[dict[str, float]]) -> dict[str, Any]:
 
 
 class Watch(StoppingCriteria):  # type: ignore[misc]
-    """Notes what a cache holds after every token."""
+    """Notes the bytes of a cache after every token, in units of a token's bytes."""
 
     def __init__(self, cache: SketchCache) -> None:
         self.cache = cache
@@ -177,7 +178,7 @@ class Watch(StoppingCriteria):  # type: ignore[misc]
 def generate_row(
     model: Any, method: str, prompt: int, new: int, budget: float, seed: int
 ) -> dict[str, Any]:
-    """Bytes held in tokens' worth, over the budget's tokens."""
+    """The bytes of a cache, in units of a token's bytes, over the tokens of the budget."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, model.config.vocab_size, (1, prompt), generator=g)
     cache = SketchCache(model.config, method, budget=budget, seed=seed)
@@ -227,14 +228,14 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(
-    tokens: Annotated[str, typer.Option(help="Stream lengths.")] = "512,2048,16384,131072",
+    tokens: Annotated[str, typer.Option(help="Tokens of the streams.")] = "512,2048,16384,131072",
     seeds: Annotated[int, typer.Option(help="Streams per length.")] = 3,
     model: Annotated[str, typer.Option(help="Model folder or hub id.")] = PACKAGED,
-    prompts: Annotated[str, typer.Option(help="Prompt lengths.")] = "512,1024,2048,4096",
+    prompts: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "512,1024,2048,4096",
     new: Annotated[int, typer.Option(help="Decoded tokens.")] = 500,
     seed: int = 0,
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON here; resumes.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the bytes inside generate.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the JSON here, and resume.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the figure (.svg or .png).")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
     """Example: python -m benchmarks.sketch_budget --tokens 512,2048 --prompts 1024 --json"""
@@ -246,7 +247,7 @@ def main(
     parts = list(by_length(lengths, seeds, seed))
     for budget in (256, 0.25):
         for method in SKETCHES:
-            if method == "one_dimensional":  # keys of the model have more dimensions
+            if method == "one_dimensional":  # The model's keys have more than one dimension.
                 continue
             for n in sizes:
                 name = {"part": "generate", "method": method, "tokens": n, "budget": budget}

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.figures import subplots, write
 
-#: what is drawn: a method, and a line that says what it does
+#: The methods that are drawn, each with a line that describes it.
 ROWS = (
     ("exact", "exact: every token is a slot of mass 1"),
     ("streaming_llm", "streaming_llm: the first and the last tokens"),
@@ -30,14 +30,14 @@ LINES, BUDGET, SINK, RECENT, LAYER, HEAD = 20, 0.25, 4, 16, 2, 0
 
 @dataclass(frozen=True)
 class Held:
-    """What one KV head holds: a position and a mass of every slot, in the order of the tokens."""
+    """The slots of one KV head: a position and a mass for each, in the order of the positions."""
 
     positions: Sequence[float]
     mass: Sequence[float]
 
 
 def measure() -> tuple[int, dict[str, Held]]:
-    """Tokens of the prompt, and what each method holds of it."""
+    """The number of tokens of the prompt, and the slots of each method after it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from kvsketch import SketchCache, packaged_model
@@ -72,7 +72,7 @@ def measure() -> tuple[int, dict[str, Held]]:
 
 
 def draw(tokens: int, found: dict[str, Held], path: Path) -> None:
-    """One strip for each method: a bar is a slot, as high as the tokens it stands for."""
+    """Draw a panel for each method. A bar is a slot, and its height is the slot's mass."""
     fig, axes = subplots(len(ROWS), 9, 5.6, stacked=True)
     from matplotlib.patches import Patch
 

@@ -1,27 +1,31 @@
-"""Times, as ratios of paired runs, with lower bounds from the speed of the machine.
+"""Times as ratios of paired runs, with lower bounds from the speed of the machine.
 
     python -m benchmarks.speed --preset decode --json
     python -m benchmarks.speed --preset compress --tokens 8192,32768,131072 --json
     python -m benchmarks.speed --preset prefill --json
     python -m benchmarks.speed --preset end_to_end --json
 
-decode      one token's attention, 32 query and 8 KV heads of 128: slots with masses, of equal and
-            of different number per head, against torch's own attention over as many plain tokens
-            and over all n tokens.
-compress    compressing n tokens of 8 KV heads of 128 to a fixed number of slots, against n, with
-            the exponent of time over n; block halving against the BalanceKV authors' own
-            ``balanced_walk`` on the same tensors (KVSKETCH_BALANCEKV names a checkout), SnapKV and
-            KeyDiff against kvpress's own.
-prefill     measuring and compressing in one layer of Llama 3 8B's size, over the layer's own
-            prefill (``benchmarks.compression_time``), and the peak bytes of a default prefill.
-end_to_end  through ``generate``: prefill and decoding of the default against ``DynamicCache`` with
-            the packaged model, and decoding against ``DynamicCache`` holding as many tokens as we
-            hold slots, also with two random layers of Llama 3 8B's shape.
+decode      The attention of one token with 32 query and 8 KV heads of 128. Slots with masses,
+            equally many or not in every head, are compared with torch's own attention over as many
+            plain tokens and over all n tokens.
+compress    The compression of n tokens of 8 KV heads of 128 to n/8 slots (kcenter: to 1024), by n,
+            with the exponent of the time as a function of n. Block halving is compared with the
+            BalanceKV authors' own ``balanced_walk`` on the same tensors (KVSKETCH_BALANCEKV names a
+            checkout), SnapKV and KeyDiff with kvpress's own.
+prefill     The measurement of errors and the compression in one layer of Llama 3 8B's size, over
+            the layer's own prefill (``benchmarks.compression_time``), and the peak bytes of a
+            prefill with the default method.
+end_to_end  The whole of ``generate``: prefill and decoding with the default method are compared
+            with ``DynamicCache`` on the packaged model. Decoding is also compared with a
+            ``DynamicCache`` that has as many tokens as our cache has slots, on this model and on
+            two random layers of Llama 3 8B's shape.
 
-Compared runs alternate, so that other load on the machine affects both. A figure is the median of
-the ratios of pairs. The lower bounds are the bytes that must be read over the measured bandwidth of
-a copy, and the operations over the measured rate of a matrix product. kvpress needs a separate
-environment (`make peers`), because its transformers is older. Its presses run there, after ours.
+Compared runs alternate, so that other load on the machine affects both, and a ratio is the median
+over pairs. Only kvpress's presses run in turn after ours, in a separate environment (`make peers`),
+because its transformers is older; the fastest runs are compared. The compressions and the prefill
+are also given by their fastest run. ``floors`` has the measured bandwidth of a copy and the
+measured rate of a matrix product, from which lower bounds of the times follow: the bytes that must
+be read over the bandwidth (``floor_ms``), and the operations over the rate.
 """
 
 from __future__ import annotations
@@ -66,7 +70,7 @@ def seconds(fn: Callable[[], Any]) -> float:
 
 
 def paired(repeats: int, **runs: Callable[[], Any]) -> dict[str, list[float]]:
-    """Seconds of every run, in turns; the first round does not count."""
+    """The seconds of every run. Runs alternate, and the first round does not count."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(repeats + 1):
         for name, run in runs.items():
@@ -77,12 +81,12 @@ def paired(repeats: int, **runs: Callable[[], Any]) -> dict[str, list[float]]:
 
 
 def ratio(found: dict[str, list[float]], name: str, over: str) -> float:
-    """Median over pairs of the time of one run over that of another."""
+    """The median over pairs of the ratio of the times of two runs."""
     return statistics.median(a / b for a, b in zip(found[name], found[over], strict=True))
 
 
 def floors() -> dict[str, float]:
-    """Measured: bytes a second of a copy (read and written), operations a second of a product."""
+    """Bytes per second of a copy (read and written), operations per second of a matrix product."""
     size = 1 << 27
     source, target = torch.ones(size // 4), torch.empty(size // 4)
     side = torch.randn(2048, 2048)
@@ -121,7 +125,7 @@ def _decoded(query: Tensor, keys: Tensor, values: Tensor, slots: int, repeats: i
     uneven = Page(Slots(keys[:, :, :most], values[:, :, :most]).only(there), sizes)
     asked = Observed(query, DIM**-0.5)
     sdpa = partial(F.scaled_dot_product_attention, query, enable_gqa=True)
-    # What few callers do, and is faster: the queries of a group as queries of one head.
+    # Treats the queries of a group as queries of one head, which is faster, but not common.
     packed = partial(F.scaled_dot_product_attention, query.view(1, KV_HEADS, -1, DIM))
     found = paired(
         repeats,
@@ -163,12 +167,12 @@ def compress(repeats: int, tokens: list[int], methods: list[str], seed: int) -> 
 
 
 def _presses(tokens: list[int], repeats: int, seed: int) -> Rows:
-    """kvpress's own SnapKV and KeyDiff to an eighth of the tokens, and ours on the same tensors."""
+    """SnapKV and KeyDiff to an eighth of the tokens, kvpress's and ours, on the same tensors."""
     missing = kvpress.available()
     if missing is not None:
         return [{"peer": "kvpress", "missing": missing}]
     rows: Rows = []
-    # It is handed all queries of the prompt, which are four times as large as the keys.
+    # kvpress gets all queries of the prompt, which are four times as large as the keys.
     for n in (n for n in tokens if n <= 32768):
         torch.manual_seed(seed)
         keys, values = torch.randn(2, 1, KV_HEADS, n, DIM)
@@ -185,7 +189,7 @@ def _presses(tokens: list[int], repeats: int, seed: int) -> Rows:
 
 
 def _halved(repeats: int, seed: int, n: int = 8192) -> dict[str, Any]:
-    """One round of block halving, against the authors' code on the same tensors."""
+    """One round of block halving, ours and the authors' own, on the same tensors."""
     torch.manual_seed(seed)
     keys, values = torch.randn(2, 1, KV_HEADS, n, DIM)
     mine = METHODS["balancekv"](seed=seed)
@@ -230,8 +234,8 @@ def prefill(repeats: int, tokens: int, seed: int) -> Rows:
 
 
 def _peak(layers: int, tokens: int, seed: int) -> dict[str, Any]:
-    """Peak bytes of a default prefill over those of an uncompressed cache: the packaged model with
-    4 layers, a random one with more."""
+    """Peak bytes of a prefill with the default method over the bytes of an uncompressed cache. The
+    model is the packaged one for 4 layers, and a random one for more."""
     if layers == 4:
         model = AutoModelForCausalLM.from_pretrained(resolve_model(PACKAGED)).eval()
     else:
@@ -260,12 +264,12 @@ def _peak(layers: int, tokens: int, seed: int) -> dict[str, Any]:
 
 
 def generated(model: Any, cache: Any, ids: Tensor, tokens: int) -> tuple[float, float]:
-    """Seconds of reading a prompt and of decoding ``tokens`` tokens after it, by ``generate``."""
+    """Seconds in which ``generate`` reads a prompt, and in which it decodes ``tokens`` tokens."""
     settings = {"past_key_values": cache, "do_sample": False, "pad_token_id": 0}
     start = time.perf_counter()
     first = model.generate(ids, max_new_tokens=1, **settings)
     read = time.perf_counter() - start
-    model.generate(first, max_new_tokens=4, min_new_tokens=4, **settings)  # allocations
+    model.generate(first, max_new_tokens=4, min_new_tokens=4, **settings)  # Allocates memory.
     ids = torch.nn.functional.pad(first, (0, 4), value=3)
     start = time.perf_counter()
     model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **settings)
@@ -273,8 +277,9 @@ def generated(model: Any, cache: Any, ids: Tensor, tokens: int) -> tuple[float, 
 
 
 def end_to_end(repeats: int, tokens: int, seed: int) -> Rows:
-    """The packaged model at kept 1/8 against the exact cache, then decoding from as many slots as
-    the exact cache has tokens: with the packaged model and with layers of a realistic shape."""
+    """The packaged model with 1/8 of the tokens kept, compared with the exact cache. Then decoding
+    from as many slots as the exact cache has tokens, with the packaged model and with layers of a
+    realistic shape."""
     packaged = AutoModelForCausalLM.from_pretrained(resolve_model(PACKAGED)).eval()
     ids = prompt(packaged, tokens, seed)
     found: dict[str, list[float]] = {}
@@ -282,7 +287,7 @@ def end_to_end(repeats: int, tokens: int, seed: int) -> Rows:
         for name in ("exact", "ours"):
             ours = SketchCache(packaged.config, budget=0.125, seed=seed)
             cache = ours if name == "ours" else DynamicCache(config=packaged.config)
-            read, decoded = generated(packaged, cache, ids, 256)  # a compression or more
+            read, decoded = generated(packaged, cache, ids, 256)  # long enough for a compression
             found.setdefault(f"{name} prefill", []).append(read)
             found.setdefault(f"{name} decode", []).append(decoded)
     rows = [
@@ -316,8 +321,9 @@ def prompt(model: Any, tokens: int, seed: int) -> Tensor:
 
 
 def _same_slots(what: str, model: Any, slots: int, repeats: int, seed: int) -> dict[str, Any]:
-    """Decoding with the default from a prompt twice as long as the budget, against DynamicCache
-    with a prompt of just as many tokens, over at least two of our compressions."""
+    """Decoding with the default method after a prompt twice as long as the budget, compared with
+    DynamicCache after a prompt of as many tokens as the budget. The decoding is long enough for at
+    least two compressions."""
     ids = prompt(model, 2 * slots, seed)
     tokens = 2 * 4 * min(64, slots // 40)
     found: dict[str, list[float]] = {"ours": [], "exact": []}
@@ -337,13 +343,13 @@ def _same_slots(what: str, model: Any, slots: int, repeats: int, seed: int) -> d
 
 def main(
     preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "decode",
-    tokens: Annotated[str, typer.Option(help="Comma-separated; default: the preset's own.")] = "",
+    tokens: Annotated[str, typer.Option(help="Comma-separated. Default: the preset's own.")] = "",
     methods: Annotated[
-        str, typer.Option(help="Of the preset compress, comma-separated.")
+        str, typer.Option(help="Comma-separated methods of the preset compress.")
     ] = "heavy_merge,cluster_merge,kcenter,snapkv,keydiff",
-    dtypes: Annotated[str, typer.Option(help="Of the preset decode.")] = "float32,bfloat16",
+    dtypes: Annotated[str, typer.Option(help="Dtypes of the preset decode.")] = "float32,bfloat16",
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
-    repeats: Annotated[int, typer.Option(help="Paired runs; their median counts.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Paired runs, of which the median counts.")] = 5,
     seed: int = 0,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,

@@ -2,9 +2,10 @@
 
     python -m benchmarks.streaming_memory --json
 
-Prefills random tokens in chunks with ``prefill="streaming"`` and records, before and after every
-layer's attention, the bytes of all tensors the cache holds. The bound is budget + chunk slots in
-every layer. The time of both prefills is there for the ratio only.
+The script prefills random tokens in chunks with ``prefill="streaming"`` and records, before and
+after every layer's attention, the bytes of all tensors of the cache. ``peak_over_bound`` is the
+largest of these numbers over the bound, which is budget + chunk slots in every layer.
+``seconds_over_exact`` is the time of this prefill over that with ``DynamicCache``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
 
 
 def prefill(model: Any, cache: Any, ids: torch.Tensor, chunk: int) -> float:
-    """Seconds."""
+    """The seconds of a prefill in chunks."""
     start = time.perf_counter()
     for part in ids.split(chunk, dim=1):
         model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -35,7 +36,7 @@ def prefill(model: Any, cache: Any, ids: torch.Tensor, chunk: int) -> float:
 
 def main(
     model: Annotated[str, typer.Option(help="Model folder or hub id.")] = PACKAGED,
-    methods: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(METHODS),
+    methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = ",".join(METHODS),
     tokens: Annotated[int, typer.Option(help="Prompt tokens.")] = 16_000,
     budget: Annotated[int, typer.Option(help="Slots per KV head.")] = 1024,
     chunk: Annotated[int, typer.Option(help="Tokens per chunk.")] = 512,

@@ -1,6 +1,11 @@
-"""Parts of ``benchmarks.guarantee``: clusters in the unit ball (Compression Barriers, Theorem 15),
-sparsity (Corollary 16), MergeAndReduce (BalanceKV, Theorem 3.3), and from how many tokens on
-BalanceKV's Theorem 3.1 saves memory."""
+"""Parts of ``benchmarks.guarantee``.
+
+They are the number of clusters in the unit ball (``covering``; Compression Barriers, Theorem 15),
+the sparsity of INDEX (``sparsity``; Corollary 16), the errors of MergeAndReduce
+(``merge_and_reduce``; BalanceKV, Theorem 3.3), those of BalanceKV with Theorem 3.1's parameters
+where these save memory (``saves``), and the number of tokens from which on they do
+(``break_even``).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,7 @@ MERGE_AND_REDUCE = [
     {"eps": 0.5, "r": 0.5, "n": 32768, "d": 4},
     {"eps": 0.25, "r": 0.25, "n": 32768, "d": 2},
 ]
-#: after how many of n/16 tokens, and one token on, the sums are looked at
+#: The sums are compared after i n/16 tokens and one more, for each of these i.
 STEPS = (1, 2, 3, 5, 8, 11, 16)
 SAVES = [
     {"eps": 1.0, "r": 0.25, "n": 1 << 18, "d": 2, "norm_ratio": 1.0},
@@ -39,15 +44,16 @@ BREAK_EVEN = [
 
 
 def in_ball(shape: tuple[int, ...], radius: float, generator: torch.Generator) -> Tensor:
-    """Points of norm at most ``radius``, uniform directions."""
+    """Points of norm at most ``radius``, in uniformly distributed directions."""
     points = torch.randn(shape, generator=generator)
     length = torch.rand((*shape[:-1], 1), generator=generator)
     return points * (radius * length / points.norm(dim=-1, keepdim=True))
 
 
 def covering_rows(trials: int, seed: int, n: int = 20_000) -> list[Row]:
-    """The most clusters of radius e/3 that SubGen finds among keys of norm at most 1, d = 1 .. 6:
-    uniform in the ball, on its surface, and farthest first, the order that makes many."""
+    """The largest number of clusters of radius e/3 that SubGen finds among keys of norm at most 1,
+    for d = 1..6: with keys uniform in the ball, on its surface, and in the ball with the farthest
+    first, an order that leads to many clusters."""
     rows = []
     for d in range(1, 7):
         generator = torch.Generator().manual_seed(seed + d)
@@ -76,8 +82,8 @@ def covering_rows(trials: int, seed: int, n: int = 20_000) -> list[Row]:
 
 
 def _most_separated_first(points: Tensor, count: int = 500) -> Tensor:
-    """An order: a farthest-first traversal from the point farthest from the middle, then the
-    rest."""
+    """An order of the points: a farthest-first traversal that starts from the point farthest from
+    the origin, then the other points."""
     start = points.norm(dim=-1).argmax()
     turned = torch.cat([points[start : start + 1], points])
     inserted = farthest_first((turned - points[start])[None, None], None, count)[0, 0]
@@ -85,7 +91,7 @@ def _most_separated_first(points: Tensor, count: int = 500) -> Tensor:
 
 
 def sparsity_rows(seed: int) -> list[Row]:
-    """How sparse QK^T is in INDEX, where no compression helps (Corollary 16)."""
+    """The sparsity of QK^T in INDEX, which cannot be compressed (Corollary 16)."""
     rows = []
     for n in (128, 512, 2048):
         generator = torch.Generator().manual_seed(seed)
@@ -97,7 +103,7 @@ def sparsity_rows(seed: int) -> list[Row]:
             {
                 "rows": n,
                 "coherence": round(game.coherence, 3),
-                # Alice's n queries are 0, Bob asks one
+                # Alice's n queries are 0, and Bob has one.
                 "zero_share": round(n / (n + 1), 5),
                 "own_weight": round(float(weights.diagonal().min()), 4),
                 "others_beyond_1_percent": int((weights > 0.01).sum() - n),
@@ -107,8 +113,9 @@ def sparsity_rows(seed: int) -> list[Row]:
 
 
 def merge_and_reduce_case(case: Row, trials: int, seed: int, tick: Callable[[], None]) -> Row:
-    """Values of one norm: BalanceKVStreaming is then MergeAndReduce on (k, v), beside one on
-    (k, 1). A trial fails if either sum is off by more than the bound at any step looked at."""
+    """The errors of MergeAndReduce. If all values have the same norm, BalanceKVStreaming consists
+    of MergeAndReduce on (k, v) and on (k, 1). A trial fails if the error of either sum exceeds the
+    bound at any of ``STEPS``."""
     eps, r, n, d = case["eps"], case["r"], case["n"], case["d"]
     generator = torch.Generator().manual_seed(seed)
     keys = in_ball((1, 1, n, d), r, generator).double()
@@ -150,8 +157,9 @@ def merge_and_reduce_case(case: Row, trials: int, seed: int, tick: Callable[[], 
 
 
 def _sums(queries: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
-    """For query i in head i: the sum of 2^l exp(<k, q>/sqrt(d)) v, ``[queries, value_dim]``, and
-    of the masses, ``[queries, 1]``."""
+    """Two sums over the slots, for query i in head i. The first is that of 2^l exp(<k, q>/sqrt(d))
+    v, ``[queries, value_dim]``, where 2^l is a slot's mass. The second is the same without v,
+    ``[queries, 1]``."""
     score = (slots.keys[0].double() * queries.unsqueeze(1)).sum(-1) / queries.shape[-1] ** 0.5
     weight = score.exp()
     values = (weight.unsqueeze(-1) * slots.values[0].double()).sum(1)
@@ -159,7 +167,7 @@ def _sums(queries: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
 
 
 def break_even_rows() -> list[Row]:
-    """The least n at which Theorem 3.1 asks for fewer slots than tokens."""
+    """The least n at which Theorem 3.1 requires fewer slots than tokens."""
     return [{**case, "tokens": theory.break_even(partial(_at, case))} for case in BREAK_EVEN]
 
 
@@ -175,7 +183,7 @@ def _at(case: Row, n: int) -> theory.BalanceKVSize:
 
 
 def summary(eps: float, ratio: Tensor) -> Row:
-    """Failure rate of error <= eps bound, with its interval; ``ratio`` is error / bound."""
+    """How often error <= eps bound fails, with an interval. ``ratio`` is error / bound."""
     failures = int((ratio > eps).sum())
     interval = binomtest(failures, ratio.numel()).proportion_ci(0.95)
     return {
@@ -189,9 +197,10 @@ def summary(eps: float, ratio: Tensor) -> Row:
 
 
 def saving_case(case: Row, trials: int, seed: int, tick: Callable[[], None]) -> Row:
-    """Theorem 3.1 where it asks for fewer slots than tokens: values of one norm (norm_ratio 1) or
-    Gaussian ones. Four sketches at a time, each asked one query; where the stream is too long for
-    that, one sketch asked ``trials`` queries, which are not independent trials."""
+    """The errors where Theorem 3.1 requires fewer slots than tokens, with values of the same norm
+    (norm_ratio 1) or Gaussian ones. Four sketches run at the same time, with one query each. If the
+    stream is too long for that, one sketch gets ``trials`` queries, which are then not independent
+    trials."""
     eps, r, n, d = case["eps"], case["r"], case["n"], case["d"]
     generator = torch.Generator().manual_seed(seed)
     keys = in_ball((1, 1, n, d), r, generator)
@@ -227,7 +236,7 @@ def saving_case(case: Row, trials: int, seed: int, tick: Callable[[], None]) -> 
         for _ in mine:
             tick()
     found = summary(eps, torch.cat(ratio))
-    if together:  # queries of one sketch: no binomial law
+    if together:  # The queries share one sketch, so failures are not binomial.
         found["ci95"] = None
     return {
         **case,

@@ -7,12 +7,15 @@ held-back tokens, captured from the exact model, then attend to the slots of the
 causally, to their own tokens. The method is ``SketchCache``'s default, ``heavy_merge``. The error
 is |z - exact|_F / |exact|_F over those queries, one number per layer and KV head. ``within`` is the
 share of layer-heads (over all prompts) whose error is at most 1.5 times the tolerance, and
-``reported`` is the result of ``cache.error()`` right after the prompt.
+``reported_median`` is the median of the errors in ``cache.error()`` right after the prompt. The
+cost is ``kept``, the slots per token, and ``bytes_per_token``.
 
-``running`` asks how well ``track_error`` knows the error while a stream is compressed again and
-again at a fixed budget, the same for every head (``heavy_merge@even``): the probe's number over
-that of the newest queries, which the cache has never seen exact answers for; beside it, the same
-from a reservoir of exact tokens (uniform, as many bytes), whose own sampling error it mostly shows.
+Rows of kind "running" state how accurately ``track_error`` estimates the error while a stream is
+compressed again and again at a fixed budget, the same for every head (``heavy_merge@even``).
+``probe`` is the ratio of this estimate to the error on the newest queries, for which the cache has
+never had exact answers. ``reservoir`` is the same ratio for an estimate from a uniform sample of
+exact tokens with as many bytes, whose own sampling error dominates. Both are quantiles: 5%, 50%
+and 95%.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ WINDOW = {"sink": 4, "recent": 32}
 
 
 def following(cache: SketchCache, caught: list[Activations], n: int) -> list[float]:
-    """Relative errors of the queries after token ``n``, by layer and head."""
+    """The relative errors of the queries from token ``n`` on, by layer and KV head."""
     errors = []
     sketches = [layer.stream for layer in cache.layers if hasattr(layer, "stream")]
     for layer, sketch in zip(caught, sketches, strict=True):
@@ -60,7 +63,7 @@ def following(cache: SketchCache, caught: list[Activations], n: int) -> list[flo
 def held_to(
     model: Any, texts: list[Tensor], caught: list[list[Activations]], tolerance: float, follow: int
 ) -> dict[str, Any]:
-    """One row: every prompt read by a cache of its own with this tolerance."""
+    """The row of one tolerance. Every prompt is read by a new cache."""
     errors: list[float] = []
     reported: list[float] = []
     kept = size = exact_heads = 0.0
@@ -94,8 +97,8 @@ def held_to(
 def reservoir_error(
     slots: Slots, tokens: Slots, asked: Observed, size: int, generator: torch.Generator
 ) -> Tensor:
-    """The error of ``slots`` as a uniform reservoir of ``size`` exact tokens of the middle would
-    tell it, sinks and recent tokens given."""
+    """The error of ``slots``, estimated from sinks, recent tokens and a uniform sample of ``size``
+    exact tokens between them."""
     n, (sink, recent) = tokens.count, WINDOW.values()
     middle = tokens.narrow(sink, n - sink - recent)
     batch, heads, count = middle.keys.shape[:3]
@@ -108,14 +111,14 @@ def reservoir_error(
 
 
 def newest(slots: Slots, asked: Observed) -> Tensor:
-    """Attention of the newest queries, causal over the newest tokens."""
+    """The attention output of the newest queries, which is causal over the newest tokens."""
     count = asked.queries.shape[2]
     before = slots.count - count
     return answers(slots.narrow(0, before), slots.narrow(before, count), asked)
 
 
 def running(caught: list[Activations], budget: float, stream: int) -> list[dict[str, float]]:
-    """Stream the last ``stream`` tokens of a prompt one by one; what is known at the end."""
+    """Stream the last ``stream`` tokens of a prompt. Returns the actual and estimated errors."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for layer in caught:
@@ -146,7 +149,7 @@ def main(
     models: Annotated[str, typer.Option(help="Comma-separated folders or hub ids.")] = "",
     tolerances: Annotated[str, typer.Option(help="Comma-separated, in (0, 1).")] = "0.02,0.05,0.1",
     prompts: Annotated[int, typer.Option(help="Prompts per model.")] = 10,
-    follow: Annotated[int, typer.Option(help="Tokens that follow.")] = 128,
+    follow: Annotated[int, typer.Option(help="Held-back tokens.")] = 128,
     files: Annotated[str, typer.Option(help="Comma-separated text files as prompts.")] = "",
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
@@ -190,7 +193,7 @@ def main(
 
 
 def summarised(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """Ratios of what was told to what was so: median, and 5% and 95% quantiles."""
+    """The 5%, 50% and 95% quantiles of the ratios of estimated to actual errors."""
     told: dict[str, Any] = {"budget": 0.25, "layer_heads": len(rows)}
     told["actual_median"] = round(float(torch.tensor([r["actual"] for r in rows]).median()), 5)
     for name in ("probe", "reservoir"):
@@ -201,7 +204,7 @@ def summarised(rows: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]], source: str) -> Table:
-    """One source's rows."""
+    """The rows of one source."""
     shown = Table(title=f"{source}: following tokens within {SLACK} x tolerance")
     for column in ("tolerance", "within", "median", "95%", "kept", "exact heads", "bytes/token"):
         shown.add_column(column)

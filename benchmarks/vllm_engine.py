@@ -1,23 +1,27 @@
-"""kvsketch's pages in a real vLLM engine, beside vLLM's own blocks.
+"""kvsketch's pages in a real vLLM engine, compared with vLLM's own blocks.
 
     make .venv-vllm/.ready && python -m benchmarks.vllm_engine --json
 
 Every engine is a process of ``.venv-vllm`` on a CPU (``benchmarks.engine_job``), with the packaged
-model in float32. Parts:
+model, in float32 unless stated otherwise. ``stock`` is vLLM's own backend. The parts are:
 
-answers      LongEval questions with vLLM's own backend, the exact page, and heavy_merge, asked with
-             the openai client of ``vllm serve``; the last also by ``SketchCache`` in transformers
-             (streaming prefill, the same budget).
-sizes        the same questions with heavy_merge at several budgets, in 16, 8 and 4 bits, with the
-             same budget for every head and with budgets by curves measured on two other prompts;
-             beside vLLM's own cache in 16 bits and in FP8.
-documents    questions about documents that were sent before, with and without prefix caching.
-chunks       heavy_merge with prompts in chunks of 64, 300 and 4,096 tokens.
-mixed        requests of mixed length at once, some aborted, in so few pages that others are
-             preempted, against one after the other.
-concurrency  requests of 12,000 tokens in the same memory: how many run at once.
-throughput   decoding with 8 requests of 12,000 and of 1,000 tokens, both backends in turn.
-parallel     two ranks of tensor parallelism.
+answers      LongEval questions with vLLM's own backend, the exact page and heavy_merge, sent to
+             ``vllm serve`` by the openai client. heavy_merge also answers them offline, and with
+             ``SketchCache`` in transformers (streaming prefill, the same budget). The results are
+             the numbers of right and of equal answers.
+sizes        The right answers to the same questions and the bytes of a page, in bfloat16, with
+             heavy_merge at several budgets, in 16, 8 and 4 bits, with the same budget for every
+             head or with budgets by curves measured on two other prompts. They are compared with
+             vLLM's own cache in 16 bits and in FP8.
+documents    Questions about documents that were sent before, with and without prefix caching: equal
+             answers, reused tokens and the ratio of times.
+chunks       Equal answers of heavy_merge with prompts in chunks of 64, 300 and 4,096 tokens.
+mixed        Requests of mixed length at once, some aborted, with so few pages that others are
+             preempted: answers equal to those of one request after the other.
+concurrency  Requests of 12,000 tokens in the same memory: how many run at once.
+throughput   Decoded tokens per second with 8 requests of 12,000 and of 1,000 tokens. Runs of both
+             backends alternate, and the median of the paired ratios is reported.
+parallel     Answers of two ranks of tensor parallelism equal to those of one.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
 
 ROOT = Path(__file__).resolve().parent.parent
-#: of the environment that has vLLM: this one, or its own
+#: The Python that has vLLM: this one, or that of ``.venv-vllm``.
 PYTHON = (
     Path(sys.executable)
     if importlib.util.find_spec("vllm")
@@ -77,10 +81,11 @@ def run(
     preempt: int = 0,
     **engine: Any,
 ) -> Job:
-    """One engine and its answers; ``preempt``: one request every so many steps, 0: none.
+    """Run a job in a new engine, and return its result. With ``preempt``, a request is preempted
+    every so many steps.
 
     Raises:
-        RuntimeError: it did not answer; with what it said.
+        RuntimeError: the engine failed. The message is its output.
     """
     given = {"model": resolve_model(PACKAGED), "dtype": "float32", "max_model_len": 8192}
     job = {"engine": {**given, **engine}, "requests": requests}
@@ -102,22 +107,23 @@ def run(
 
 
 def tokens_of(result: Job) -> list[Any]:
-    """The answers' tokens; None: aborted."""
+    """The tokens of the answers. None stands for an aborted request."""
     return [None if one is None else one["tokens"] for one in result["answers"]]
 
 
 def same(one: Job, other: Job) -> int:
-    """How many answers of two runs are equal, of those that both have."""
+    """The number of answers that are equal in both runs, without aborted ones."""
     pairs = zip(tokens_of(one), tokens_of(other), strict=True)
     return sum(a is not None and a == b for a, b in pairs)
 
 
 @contextlib.contextmanager
 def served(variables: dict[str, str], log: Path, *arguments: str) -> Iterator[str]:
-    """``vllm serve`` with the packaged model, under the name "packaged", on loopback; its address.
+    """Run ``vllm serve`` with the packaged model, under the name "packaged", on loopback. Yields
+    the address of the server.
 
     Raises:
-        RuntimeError: it did not start; with its log.
+        RuntimeError: the server did not start. The message is its log.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -160,8 +166,8 @@ print(json.dumps(list(ThreadPoolExecutor(16).map(ask, prompts))))
 
 
 def told(address: str, prompts: list[str], tokens: int = 12) -> list[str]:
-    """Greedy answers of a server, asked sixteen at a time with the openai client, which the
-    environment of vLLM has."""
+    """Greedy answers of a server, to sixteen requests at a time. The openai client is that of
+    vLLM's environment."""
     done = subprocess.run(
         [str(PYTHON), "-c", _ASK],
         input=jsonlib.dumps([address, tokens, prompts]),
@@ -176,12 +182,12 @@ def told(address: str, prompts: list[str], tokens: int = 12) -> list[str]:
 
 
 def right(rows: list[Any], texts: list[str]) -> int:
-    """How many answers hold the number that was asked for."""
+    """The number of answers that contain the right number."""
     return sum(str(row["expected_number"]) in t for row, t in zip(rows, texts, strict=True))
 
 
 def answers(count: int, budget: int = 1536) -> Job:
-    """LongEval, 200 lines."""
+    """The part answers: LongEval cases of 200 lines."""
     source, rows = cases(200, count, 0)
     prompts = [row["prompt"] for row in rows]
     ours = {**OURS, "KVSKETCH_BUDGET": str(budget)}
@@ -220,7 +226,7 @@ def answers(count: int, budget: int = 1536) -> Job:
 
 
 def curves(folder: Path) -> str:
-    """Of the packaged model, on two cases that are not asked: generated ones of 210 lines."""
+    """Measure curves of the packaged model on two other prompts, generated cases of 210 lines."""
     from kvsketch.evaluation.runner.calibration import calibrate_files
     from kvsketch.evaluation.runner.settings import Settings
 
@@ -235,14 +241,14 @@ def curves(folder: Path) -> str:
 
 
 def sizes(count: int) -> Job:
-    """Right answers against the bytes of a page, in 16 bits as models are served."""
+    """The part sizes: right answers and the bytes of a page, in bfloat16, as models are served."""
     source, rows = cases(200, count, 0)
     asked = [{"prompt": row["prompt"], "max_tokens": 12} for row in rows]
     engine = {"max_num_seqs": 16, "dtype": "bfloat16"}
     stock: Job = {}
     for kind in ("auto", "fp8"):
         result = run(asked, {}, kv_cache_dtype=kind, **engine)
-        blocks = -(-result["longest"] // result["block_size"])  # of the longest request
+        blocks = -(-result["longest"] // result["block_size"])  # blocks of the longest request
         stock[kind] = {
             "right": right(rows, [one["text"] for one in result["answers"]]),
             "bytes": result["page_bytes"] * blocks,
@@ -276,8 +282,8 @@ def sizes(count: int) -> Job:
 
 
 def documents(count: int, questions: int = 4) -> Job:
-    """Each document alone, then questions about it, which begin 60 tokens before the end of a
-    prompt; the end of the document differs."""
+    """The part documents: each document alone, then questions about it. A question is the last 60
+    tokens of a prompt. For each further question, the document ends one token earlier."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(PACKAGED))
@@ -303,7 +309,7 @@ def documents(count: int, questions: int = 4) -> Job:
 
 
 def transformers_answers(prompts: list[str], budget: int) -> list[str]:
-    """Of ``SketchCache``, chunks as long as a page's buffer."""
+    """The answers of ``SketchCache`` in transformers, with chunks as long as a page's buffer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from kvsketch import SketchCache
@@ -334,7 +340,7 @@ def transformers_answers(prompts: list[str], budget: int) -> list[str]:
 
 
 def chunks(count: int) -> Job:
-    """The same requests with prompts cut in three ways."""
+    """The part chunks: the same requests with three chunk sizes of the prefill."""
     _, rows = cases(200, count, 0)
     asked = [{"prompt": row["prompt"], "max_tokens": 12} for row in rows]
     sizes = (64, 300, 4096)
@@ -344,7 +350,7 @@ def chunks(count: int) -> Job:
 
 
 def mixed(count: int, seed: int) -> Job:
-    """Requests of 100 to 6,000 tokens, a quarter of them aborted, in pages for a few."""
+    """The part mixed: requests of 100 to 6,000 tokens, a quarter aborted, with few pages."""
     numbers = random.Random(seed)
     asked = []
     for number in range(count):
@@ -353,7 +359,7 @@ def mixed(count: int, seed: int) -> Job:
         if number % 4 == 0:
             asked[-1]["abort"] = numbers.randrange(5, 120)
     engine = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
-    # Pages for some of them: the others wait.
+    # There are pages for some of the requests only, and the others wait.
     crowd = run(asked, SMALL, preempt=10, num_gpu_blocks_override=16, **engine)
     alone = run([{**r, "abort": None} for r in asked], SMALL, together=False, **engine)
     finished = [tokens is not None for tokens in tokens_of(crowd)]
@@ -369,7 +375,7 @@ def mixed(count: int, seed: int) -> Job:
 
 
 def concurrency(seed: int) -> Job:
-    """Requests of 12,000 tokens in 100 MiB."""
+    """The part concurrency: requests of 12,000 tokens in 100 MiB."""
     numbers = random.Random(seed)
     asked = [
         {
@@ -399,7 +405,7 @@ def concurrency(seed: int) -> Job:
 
 
 def throughput(rounds: int, seed: int) -> list[Job]:
-    """Decoded tokens a second of 8 requests, the median of the steps in which all decode."""
+    """The part throughput: decoded tokens per second, over the steps in which 8 requests decode."""
     found = []
     for tokens in (12_000, 1000):
         numbers = random.Random(seed)
@@ -412,7 +418,7 @@ def throughput(rounds: int, seed: int) -> list[Job]:
                 given = {**variables, "VLLM_CPU_KVCACHE_SPACE": "4"}
                 result = run(asked, given, **engine)
                 steps = [s for s, _, out in result["steps"] if out == 8][5:-1]
-                # a compression every 256 tokens is in the mean, not in the median
+                # The mean, unlike the median, includes a compression every 256 tokens.
                 rates[name].append(8 * len(steps) / sum(steps))
         pairs = [o / s for o, s in zip(rates["ours"], rates["stock"], strict=True)]
         found.append(
@@ -428,7 +434,7 @@ def throughput(rounds: int, seed: int) -> list[Job]:
 
 
 def parallel(count: int) -> Job:
-    """One rank and two."""
+    """The part parallel: the same requests with one rank and with two."""
     _, rows = cases(200, count, 0)
     asked = [{"prompt": row["prompt"], "max_tokens": 12} for row in rows]
     one = run(asked, OURS, max_num_seqs=16)
@@ -438,13 +444,15 @@ def parallel(count: int) -> Job:
 
 
 def main(
-    parts: Annotated[str, typer.Option(help=f"Of {', '.join(PARTS)}.")] = ",".join(PARTS),
+    parts: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(PARTS)}.")] = ",".join(
+        PARTS
+    ),
     count: Annotated[int, typer.Option(help="LongEval cases.")] = 50,
-    requests: Annotated[int, typer.Option(help="Of the part mixed.")] = 64,
-    rounds: Annotated[int, typer.Option(help="Of the part throughput.")] = 3,
+    requests: Annotated[int, typer.Option(help="Requests of the part mixed.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Paired runs of the part throughput.")] = 3,
     seed: int = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Also write the JSON here; parts not run stay there.")
+        Path | None, typer.Option(help="Also write the JSON here. Keeps other parts.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
@@ -459,7 +467,7 @@ def main(
     console = Console(stderr=True)
     found: Job = {}
     processors: dict[str, str] = {}
-    if out is not None and out.is_file():  # the parts that are not run stay
+    if out is not None and out.is_file():  # The parts that are not run are kept.
         before = jsonlib.loads(out.read_text(encoding="utf-8"))
         found, processors = before["results"], before.get("processors", {})
     small = min(count, 12)

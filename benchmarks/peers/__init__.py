@@ -1,1 +1,1 @@
-"""Other people's own code, run on our tensors. Nothing of theirs is in this repository."""
+"""Adapters that run other authors' code on our tensors. None of that code is in this repository."""

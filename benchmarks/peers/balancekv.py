@@ -1,5 +1,7 @@
-"""The BalanceKV authors' self-balancing walk, from a checkout that KVSKETCH_BALANCEKV names
-(github.com/ksheth96/BalanceKV)."""
+"""The BalanceKV authors' own self-balancing walk.
+
+KVSKETCH_BALANCEKV names a checkout of their repository, github.com/ksheth96/BalanceKV.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _WHERE = (
 
 
 def available() -> str | None:
-    """None where their code can be run; else what is missing or wrong."""
+    """None if their code can be run, else what is missing or wrong."""
     return folder.missing(*_WHERE)
 
 
@@ -34,22 +36,22 @@ def halved(
     beta: float = 0.0,
     block_size: int = 256,
 ) -> Slots:
-    """Their ``balanced_walk``, with the defaults of their LongBench script (its block size, a
-    required argument there, is the paper's).
+    """Their ``balanced_walk``, with the defaults of their LongBench script. The script has
+    no default block size, so it is the paper's.
 
     Args:
         keys: float ``[batch, num_key_value_heads, n, head_dim]``, without sinks and recent tokens.
         values: ``[batch, num_key_value_heads, n, value_dim]``.
-        rounds: halvings, >= 1, with n >= 2^rounds.
+        rounds: the number of halvings, >= 1, with n >= 2^rounds.
 
     Returns:
-        The tokens kept, n halved ``rounds`` times (rounding down), in their old order, as the
-        authors' model attends to them: u = weight * v with the weights they return (2^rounds for
-        all but those after the walk was cut at n/2), m = 2^rounds for all.
+        The kept tokens in their original order, n halved ``rounds`` times (rounding down), as the
+        authors' model attends to them: u = weight * v with the weights that their code returns
+        (2^rounds, except for tokens after the walk was cut at n/2), and m = 2^rounds for all.
 
     Raises:
-        InputError: ``rounds`` out of range.
-        PeerError: their code is missing or another version.
+        InputError: ``rounds`` is out of range.
+        PeerError: their code is missing or has another version.
     """
     folder.check_rounds(keys, rounds)
     walk = folder.load(*_WHERE)

@@ -1,7 +1,8 @@
-"""A call into another Python interpreter: tensors as safetensors, the rest as JSON.
+"""Calls into another Python interpreter, with tensors as safetensors and all other data as JSON.
 
-kvpress pins an older transformers than ours, so the peers live in an environment of their own,
-``.venv-peers`` (``make peers``), or in the one whose interpreter KVSKETCH_PEERS_PYTHON names.
+kvpress pins an older transformers than ours, so the peers (the code of other authors) are in a
+separate environment, ``.venv-peers`` (``make peers``), or in the one whose interpreter
+KVSKETCH_PEERS_PYTHON names.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvsketch import KVSketchError
 VARIABLE = "KVSKETCH_PEERS_PYTHON"
 ENVIRONMENT = Path(__file__).resolve().parents[2] / ".venv-peers"
 
-#: Peers that are installed from a package index: distribution name -> the version we speak.
+#: The distributions from a package index, with the versions for which the adapters are written.
 VERSIONS = {
     "torch": "2.13.0",
     "kvpress": "0.5.5",
@@ -35,16 +36,16 @@ _ASK = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
 
 
 class PeerError(KVSketchError):
-    """A peer is missing, of the wrong version, or failed; the message has its own words."""
+    """A peer is missing, has the wrong version, or failed. The message includes its own output."""
 
 
 def interpreter() -> Path:
-    """The peers' Python, whether or not it is there."""
+    """The path of the peers' Python, which need not exist."""
     return Path(os.environ.get(VARIABLE) or ENVIRONMENT / "bin" / "python")
 
 
 def missing(distribution: str) -> str | None:
-    """Why a peer of the peers' environment cannot be used; None if it can."""
+    """Why a distribution in the peers' environment cannot be used, or None if it can."""
     return _missing(distribution, str(interpreter()))
 
 
@@ -72,7 +73,7 @@ def call(
     """Run ``runner REQUEST.json IN.safetensors OUT.safetensors`` with the peers' interpreter.
 
     Raises:
-        PeerError: it failed; with the last lines it wrote.
+        PeerError: the call failed. The message has the end of its error output.
     """
     with tempfile.TemporaryDirectory(prefix="kvsketch-peer-") as name:
         folder = Path(name)
@@ -81,8 +82,8 @@ def call(
         save_file({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, paths[1])
         try:
             done = subprocess.run(
-                # -I: neither our PYTHONPATH nor our adapters beside the runner, which are named
-                # after the peers, come before the peers' packages.
+                # -I keeps our PYTHONPATH and the folder of the runner off the path. The adapters in
+                # that folder have the names of the peers' packages.
                 [str(interpreter()), "-I", str(runner), *map(str, paths)],
                 capture_output=True,
                 text=True,

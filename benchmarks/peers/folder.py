@@ -1,4 +1,4 @@
-"""Peers that are no package: a file of a checkout whose folder an environment variable names."""
+"""Peers that are not packages: a file in a checkout whose folder an environment variable names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvsketch import InputError
 
 
 def missing(variable: str, file: str, function: str, arguments: Sequence[str]) -> str | None:
-    """Why the peer cannot be used; None if it can. See ``load``."""
+    """Why the peer cannot be used, or None if it can. The arguments are those of ``load``."""
     try:
         load(variable, file, function, arguments)
     except PeerError as error:
@@ -26,11 +26,11 @@ def missing(variable: str, file: str, function: str, arguments: Sequence[str]) -
 
 
 def load(variable: str, file: str, function: str, arguments: Sequence[str]) -> Callable[..., Any]:
-    """``function`` of ``file`` in the folder that ``variable`` names.
+    """Load ``function`` from ``file`` in the folder that the environment variable names.
 
     Raises:
-        PeerError: the variable is not set, the file is not there or does not import, or the
-            function does not take these arguments (another version).
+        PeerError: the variable is not set, the file does not exist or cannot be imported, or the
+            function does not take these arguments, because it has another version.
     """
     folder = os.environ.get(variable)
     if not folder:
@@ -48,7 +48,7 @@ def _load(path: Path, function: str, arguments: tuple[str, ...]) -> Callable[...
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # someone else's file: anything may be wrong with it
+    except Exception as error:  # Other authors' code may raise any error.
         raise PeerError(f"{path} does not import: {error!r}") from error
     found: Callable[..., Any] | None = getattr(module, function, None)
     if found is None:
@@ -64,7 +64,7 @@ def _refuse(reason: str) -> Any:
 
 
 def check_rounds(keys: Tensor, rounds: int, even: bool = False) -> None:
-    """Raise InputError unless n tokens can be halved ``rounds`` times (without a rest if even)."""
+    """Raise InputError if n tokens cannot be halved ``rounds`` times (``even``: evenly)."""
     n = keys.shape[2]
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1 or n >> rounds < 1:
         raise InputError(f"rounds={rounds!r} must be an int >= 1 with 2^rounds <= n={n}")

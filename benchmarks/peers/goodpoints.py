@@ -1,4 +1,4 @@
-"""goodpoints (Microsoft): kernel thinning (Dwivedi and Mackey 2021) of keys and values."""
+"""Kernel thinning (Dwivedi and Mackey 2021) of keys and values by goodpoints (Microsoft)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RUNNER = Path(__file__).with_name("goodpoints_runner.py")
 
 
 def available() -> str | None:
-    """None where goodpoints can be run; else what is missing or wrong."""
+    """None if goodpoints can be run, else what is missing or wrong."""
     return missing("goodpoints")
 
 
@@ -24,14 +24,15 @@ def halved(keys: Tensor, values: Tensor, rounds: int, seed: int = 0) -> Slots:
     Args:
         keys: ``[batch, num_key_value_heads, n, head_dim]``.
         values: ``[batch, num_key_value_heads, n, value_dim]``.
-        rounds: halvings, >= 1, with n >= 2^rounds. Time grows with n^2: seconds for n = 1,000.
+        rounds: the number of halvings, >= 1, with n >= 2^rounds. The time grows with n^2 and is
+            seconds for n = 1,000.
 
     Returns:
-        n // 2^rounds slots per head, u and m scaled by n over that.
+        n // 2^rounds slots per head, with u and m scaled by n over this number.
 
     Raises:
-        InputError: ``rounds`` out of range.
-        PeerError: goodpoints is missing, of another version, or failed.
+        InputError: ``rounds`` is out of range.
+        PeerError: goodpoints is missing, has another version, or failed.
     """
     check_rounds(keys, rounds)
     reason = available()

@@ -1,13 +1,14 @@
-"""Runs goodpoints' kernel thinning on given keys and values. Executed by the peers' interpreter:
+"""Runs goodpoints' kernel thinning on given keys and values, in the peers' interpreter.
 
     python goodpoints_runner.py request.json in.safetensors out.safetensors
 
-The request is ``{"rounds": m, "seed": seed}``. Reads ``keys`` and ``values``
-``[batch, kv_heads, n, dim]``, writes ``kept``, int64 ``[batch, kv_heads, n // 2^m]``, ascending.
+The request is ``{"rounds": m, "seed": seed}``. The script reads ``keys`` and ``values``,
+``[batch, kv_heads, n, dim]``, and writes ``kept``, the indices of the kept tokens, int64
+``[batch, kv_heads, n // 2^m]``, ascending.
 
-The kernel is attention's, exp(<k, k'> / sqrt(dim)) (<v, v'> + c) with c the largest squared value
-entry, so that numerator and denominator of attention are both in its space. It is divided by its
-largest exponential, which thinning does not notice and float64 needs.
+The kernel is attention's: exp(<k, k'> / sqrt(dim)) (<v, v'> + c), where c is the largest squared
+entry of a value, so that numerator and denominator of attention are both in its space. It is
+divided by its largest exponential, which changes nothing for thinning and prevents an overflow.
 """
 
 from __future__ import annotations

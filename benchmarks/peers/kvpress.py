@@ -1,4 +1,4 @@
-"""kvpress (NVIDIA): which tokens its presses keep of given queries, keys and values."""
+"""The tokens that the presses of kvpress (NVIDIA) keep of given queries, keys and values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvsketch.errors import unknown_name
 
 _RUNNER = Path(__file__).with_name("kvpress_runner.py")
 
-#: Our name of a method -> kvpress's class.
+#: kvpress's class for each of our names of a method.
 PRESSES = {
     "streaming_llm": "StreamingLLMPress",
     "snapkv": "SnapKVPress",
@@ -25,14 +25,14 @@ PRESSES = {
     "lagkv": "LagKVPress",
     "tova": "TOVAPress",
     "observed_attention": "ObservedAttentionPress",
-    # on queries that are rotated already, its averaging over rotations to come does nothing
+    # The queries are rotated already, so its average over future rotations has no effect.
     "expected_attention": "ExpectedAttentionPress",
     "chunkkv": "ChunkKVPress",
     "criticalkv": "CriticalKVPress",
     "compactor": "CompactorPress",
 }
 _WINDOWED = ("snapkv", "pyramidkv")
-#: Presses around another one: our name of that.
+#: Presses that wrap another press, with our name of the latter.
 _AROUND = {"chunkkv": "snapkv", "criticalkv": "snapkv"}
 
 
@@ -44,18 +44,18 @@ class Job:
         press: a key of ``PRESSES``.
         queries: post-RoPE, ``[batch, num_attention_heads, n, head_dim]``, float32 or float64.
         keys: ``[batch, num_key_value_heads, n, head_dim]``.
-        values: as keys; values of another width are not what presses take.
-        kept: tokens kept per head, 1 <= kept < n. PyramidKV: on average over the layers.
-        options: arguments of the press's constructor, by its names (``window_size``,
+        values: of the same shape as the keys, because presses take no other values.
+        kept: tokens kept per head, 1 <= kept < n. For PyramidKV, on average over the layers.
+        options: arguments of the press's constructor, by their names (``window_size``,
             ``kernel_size``, ``beta``, ``n_sink``, ...).
-        layer: which layer this is, and
-        layers: of how many (PyramidKV's budgets depend on it).
-        inner_options: arguments of the constructor of the press inside, if there is one.
+        layer: the index of the layer.
+        layers: the number of layers, on which PyramidKV's budgets depend.
+        inner_options: arguments of the constructor of the wrapped press, if there is one.
         output: weight of the layer's output projection, ``[num_attention_heads, head_dim, hidden]``
-            with hidden = num_attention_heads x head_dim; None: no matter.
+            with hidden = num_attention_heads x head_dim. None if the press does not use it.
 
     Raises:
-        InputError: an unknown press, ``kept`` out of range, or a window that does not fit.
+        InputError: the press is unknown, ``kept`` is out of range, or the window does not fit.
     """
 
     press: str
@@ -87,7 +87,7 @@ class Job:
             )
         if self.queries.shape[2] != n:
             raise InputError(f"queries for {self.queries.shape[2]} tokens, keys for {n}")
-        # kvpress's own default is a window of 64
+        # kvpress's default is a window of 64.
         inner = _AROUND.get(self.press, self.press)
         options = self.inner_options if self.press in _AROUND else self.options
         window = options.get("window_size", 64) if inner in _WINDOWED else 0
@@ -97,32 +97,32 @@ class Job:
             raise InputError(f"layer={self.layer} must be at least 0 and below {self.layers}")
 
     def ratio(self) -> float:
-        """The compression_ratio from which kvpress computes ``kept``."""
+        """The compression_ratio with which kvpress keeps ``kept`` tokens."""
         n = self.keys.shape[2]
         if self.press == "pyramidkv":
-            return 1 - self.kept / n  # rounded there, after the schedule
-        return 1 - (self.kept + 0.5) / n  # truncated there: half a token of room for rounding
+            return 1 - self.kept / n  # kvpress rounds after its schedule.
+        return 1 - (self.kept + 0.5) / n  # kvpress truncates.
 
 
 def available() -> str | None:
-    """None where kvpress can be run; else what is missing or wrong."""
+    """None if kvpress can be run, else what is missing or wrong."""
     return missing("kvpress")
 
 
 def kept_many(jobs: Sequence[Job]) -> list[Tensor]:
-    """For each job, which tokens kvpress keeps: int64 ``[batch, num_key_value_heads, kept]``,
-    ascending. One process for all, since importing kvpress takes seconds.
+    """The tokens that kvpress keeps in each job: int64 ``[batch, num_key_value_heads, kept]``,
+    ascending. All jobs run in one process, because importing kvpress takes seconds.
 
     Raises:
-        PeerError: kvpress is missing, of another version, or refused.
+        PeerError: kvpress is missing, has another version, or failed.
     """
     found = _run(jobs, 1)
     return [found[f"kept.{i}"] for i in range(len(jobs))]
 
 
 def seconds(jobs: Sequence[Job], repeats: int) -> list[float]:
-    """For each job, how long the press's own ``compress`` takes: the least of ``repeats`` calls, in
-    one process that does nothing else. Raises as ``kept_many``."""
+    """The time of the press's own ``compress`` in each job, as the shortest of ``repeats`` calls.
+    It raises the same errors as ``kept_many``."""
     found = _run(jobs, repeats)
     return [float(found[f"seconds.{i}"]) for i in range(len(jobs))]
 
@@ -134,7 +134,7 @@ def _run(jobs: Sequence[Job], repeats: int) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     request = []
     for i, job in enumerate(jobs):
-        # copies: two jobs may share a tensor, two entries of a safetensors file may not
+        # Copies, because jobs may share tensors, but the entries of a safetensors file may not.
         for name in ("queries", "keys", "values"):
             tensors[f"{name}.{i}"] = getattr(job, name).clone()
         if job.output is not None:
@@ -157,7 +157,7 @@ def _run(jobs: Sequence[Job], repeats: int) -> dict[str, Tensor]:
 def kept(
     press: str, queries: Tensor, keys: Tensor, values: Tensor, n_kept: int, **options: Any
 ) -> Tensor:
-    """``kept_many`` for one press on one layer; ``options`` are the press's own.
+    """``kept_many`` for one press on one layer. ``options`` are those of the press.
 
     Raises:
         InputError: see ``Job``.

@@ -1,12 +1,13 @@
-"""Runs kvpress's CAMPress on given tensors. Executed by the peers' interpreter:
+"""Runs kvpress's CAMPress on given tensors, in the peers' interpreter.
 
     python kvpress_cam_runner.py request.json in.safetensors out.safetensors
 
-The request is a list of jobs ``{"kept": tokens kept, "merge_budget": of the press}``; job i reads
-``keys.i`` and ``values.i`` ``[batch, kv_heads, n, dim]``, ``attention.i`` ``[batch, kv_heads, n]``
-(accumulated, by which the press inside scores, too) and ``uniform.i``, ``[batch, kv_heads,
-evicted]``, the random numbers of the tokens that go, in their order; it writes ``keys.i`` and
-``values.i`` of what the press's own ``compress`` keeps, where as many tokens came as go.
+The request is a list of jobs ``{"kept": tokens kept, "merge_budget": that of the press}``. Job i
+reads ``keys.i`` and ``values.i``, ``[batch, kv_heads, n, dim]``, ``attention.i``,
+``[batch, kv_heads, n]``, the accumulated attention, which is also the score of the wrapped press,
+and ``uniform.i``, ``[batch, kv_heads, evicted]``, the random numbers of the evicted tokens in their
+order. It writes ``keys.i`` and ``values.i``, which the press's own ``compress`` keeps after as many
+new tokens as are evicted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 @dataclass
 class Given(ScorerPress):
-    """A press that has its scores already."""
+    """A press with given scores."""
 
     scores: Any = None
 

@@ -1,4 +1,4 @@
-"""kvpress's presses that look at a whole model: which tokens they keep of a context."""
+"""The tokens of a context that kvpress's presses keep which need a whole model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class ModelJob:
     """One press on one context.
 
     Args:
-        press: kvpress's class.
-        ids: int64 ``[1, n]``.
+        press: the name of kvpress's class.
+        ids: the token ids of the context, int64 ``[1, n]``.
         kept: tokens kept per KV head on average, 1 <= kept < n.
-        arguments: of the press's constructor.
-        inner: kvpress's class of the press inside it, if there is one.
-        inner_arguments: of that one's.
+        arguments: arguments of the press's constructor.
+        inner: the name of kvpress's class of the wrapped press, if there is one.
+        inner_arguments: arguments of the wrapped press's constructor.
     """
 
     press: str
@@ -36,18 +36,18 @@ class ModelJob:
     inner_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def ratio(self) -> float:
-        """The compression_ratio from which kvpress computes ``kept``: what it truncates to a whole
-        number is what a press keeps of a head, or what it removes from the whole model."""
+        """The compression_ratio with which kvpress keeps ``kept`` tokens. With a wrapped press it
+        truncates the tokens kept per head, else those removed from the whole model."""
         n = self.ids.shape[1]
         return 1 - (self.kept + (-1e-3 if self.inner is None else 0.5)) / n
 
 
 def kept_of_model(folder: Path, jobs: Sequence[ModelJob]) -> list[Tensor]:
-    """For each job, bool ``[layers, num_key_value_heads, n]``: which tokens kvpress keeps. One
-    process for all.
+    """Which tokens kvpress keeps in each job, bool ``[layers, num_key_value_heads, n]``. All jobs
+    run in one process.
 
     Raises:
-        PeerError: kvpress is missing, of another version, or refused.
+        PeerError: kvpress is missing, has another version, or failed.
     """
     return kept_and_scores(folder, jobs)[0]
 
@@ -55,14 +55,14 @@ def kept_of_model(folder: Path, jobs: Sequence[ModelJob]) -> list[Tensor]:
 def kept_and_scores(
     folder: Path, jobs: Sequence[ModelJob], texts: Sequence[str] | None = None
 ) -> tuple[list[Tensor], Tensor | None]:
-    """``kept_of_model``, and DuoAttention's scores of the heads by texts, float ``[layers,
-    num_key_value_heads]``; its presses then measure on these.
+    """The result of ``kept_of_model``, and DuoAttention's scores of the heads, float ``[layers,
+    num_key_value_heads]``, measured on ``texts``.
 
     Args:
-        texts: 50 of them, as many as kvpress takes; None: no scores.
+        texts: 50 texts, the number that kvpress takes. Without them, there are no scores.
 
     Raises:
-        PeerError: as ``kept_of_model``.
+        PeerError: see ``kept_of_model``.
     """
     reason = available()
     if reason is not None:

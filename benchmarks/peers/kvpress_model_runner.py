@@ -1,13 +1,13 @@
-"""Runs kvpress's presses that look at a whole model. Executed by the peers' interpreter:
+"""Runs kvpress's presses that need a whole model, in the peers' interpreter.
 
     python kvpress_model_runner.py request.json in.safetensors out.safetensors
 
-The request is ``{"model": folder, "texts": what DuoAttention measures heads on or null, "jobs":
-[{"press": class name, "arguments": of its constructor, "inner": class name of the press inside it
-or null, "inner_arguments": likewise, "ratio": compression_ratio}]}``; job i reads the context
-``ids.i``, int64 ``[1, n]``, and writes ``kept.i``, bool ``[layers, num_key_value_heads, n]``: what
-the press did not mask. With texts, ``scores`` are DuoAttention's, float ``[layers,
-num_key_value_heads]``.
+The request is ``{"model": folder, "texts": the texts on which DuoAttention measures heads or null,
+"jobs": [{"press": class name, "arguments": those of its constructor, "inner": class name of the
+wrapped press or null, "inner_arguments": those of its constructor, "ratio": compression_ratio}]}``.
+Job i reads the context ``ids.i``, int64 ``[1, n]``, and writes ``kept.i``, bool ``[layers,
+num_key_value_heads, n]``, the tokens that the press did not mask. If there are texts, ``scores``
+are DuoAttention's, float ``[layers, num_key_value_heads]``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 
 class Texts:
-    """Stands in for the data set that kvpress would take from the network."""
+    """Replaces the data set that kvpress would download."""
 
     def __init__(self, texts: list[str]) -> None:
         self.texts = texts
@@ -56,7 +56,7 @@ def main() -> None:
         asked = json.load(file)
     tensors = load_file(source)
     model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32).eval()
-    model.config.name_or_path = asked["model"]  # where KVzip finds the tokenizer
+    model.config.name_or_path = asked["model"]  # KVzip loads the tokenizer from here.
     found = {}
     if asked["texts"] is not None:
         duo_attention_press.load_dataset = lambda *_, **__: Texts(asked["texts"])

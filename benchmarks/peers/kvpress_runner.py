@@ -1,19 +1,20 @@
-"""Runs kvpress's own presses on given tensors. Executed by the peers' interpreter, not by ours:
+"""Runs kvpress's own presses on given tensors, in the peers' interpreter.
 
     python kvpress_runner.py request.json in.safetensors out.safetensors
 
-The request is a list of jobs ``{"press": class name, "arguments": of its constructor, "inner":
-class name of the press inside it or null, "inner_arguments": likewise, "ratio": compression_ratio,
-"layer": index, "layers": how many}``; job i reads ``queries.i``
-``[batch, heads, n, dim]``, ``keys.i`` and ``values.i`` ``[batch, kv_heads, n, dim]``, perhaps
-``output.i`` ``[heads, dim, heads * dim]``, the weight of the output projection, and writes
-``kept.i``, int64 ``[batch, kv_heads, kept]``: what the press's own ``compress`` kept, ascending,
-and ``seconds.i``, float64: how long that took (the least of ``"repeats"`` calls).
+The request is a list of jobs ``{"press": class name, "arguments": those of its constructor,
+"inner": class name of the wrapped press or null, "inner_arguments": those of its constructor,
+"ratio": compression_ratio, "layer": index, "layers": number of layers, "repeats": number of
+calls}``. Job i reads ``queries.i``, ``[batch, heads, n, dim]``, ``keys.i`` and ``values.i``,
+``[batch, kv_heads, n, dim]``, and optionally the weight of the output projection, ``output.i``,
+``[heads, dim, heads * dim]``. It writes ``kept.i``, int64 ``[batch, kv_heads, kept]``, the
+ascending indices of the tokens that the press's own ``compress`` kept, and ``seconds.i``, float64,
+the time of its fastest call.
 
 Presses compute queries from hidden states, with the layer's projection and rotary embedding. Here
-that layer is a real LlamaAttention whose projection is the identity and whose rotation is by zero
-degrees, so that the queries and keys it computes are the given ones: hidden states are both, side
-by side. Random numbers start from seed 0.
+the layer is a real LlamaAttention whose projection is the identity and whose rotation is by zero
+degrees, and a hidden state is the concatenation of the queries and keys, so that the queries and
+keys that the layer computes are the given ones. The random seed is 0.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ def layer(heads: int, kv_heads: int, dim: int, index: int, layers: int) -> Any:
         both = torch.eye((heads + kv_heads) * dim)
         module.q_proj.weight.copy_(both[: heads * dim])
         module.k_proj.weight.copy_(both[heads * dim :])
-    # ExpectedAttentionPress asks the layer itself for rotations of positions to come.
+    # ExpectedAttentionPress takes the rotations of future positions from the layer.
     module.rotary_emb = lambda x, ids: unrotated(ids.shape[-1], x)
     return module.eval()
 
 
 def unrotated(n: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of zero degrees, ``[1, n, dim]``."""
+    """The cosine and sine of zero degrees, ``[1, n, dim]``."""
     one = torch.ones(1, n, like.shape[-1], dtype=like.dtype)
     return one, torch.zeros_like(one)
 
 
 def attention_weights(module: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """What a model with eager attention hands to the presses, by transformers' own code."""
+    """The weights that a model with eager attention passes to presses, by transformers' code."""
     n = queries.shape[2]
     mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
     _, weights = modeling_llama.eager_attention_forward(
@@ -70,7 +71,7 @@ def row_bytes(rows: torch.Tensor) -> list[bytes]:
 
 
 def indices(whole: list[torch.Tensor], kept: list[torch.Tensor]) -> torch.Tensor:
-    """Where the kept keys and values stood, ascending."""
+    """The ascending indices of the kept keys and values."""
     before, after = torch.cat(whole, dim=-1), torch.cat(kept, dim=-1)
     batch, heads, count, _ = after.shape
     found = torch.empty(batch, heads, count, dtype=torch.int64)
@@ -101,7 +102,7 @@ def run(
     press = press_of(job)
     hidden = torch.cat([queries, keys], dim=1).transpose(1, 2).reshape(batch, n, -1)
     weights = None
-    if job["press"] == "ObservedAttentionPress":  # the one that cannot do without
+    if job["press"] == "ObservedAttentionPress":  # No other press needs the weights.
         weights = attention_weights(module, queries, keys)
     extra = {"position_embeddings": unrotated(n, queries)}
     seconds = []

@@ -1,4 +1,4 @@
-"""transformers' own ``QuantizedCache`` with its quanto backend: why not just quantise?"""
+"""transformers' own ``QuantizedCache`` with its quanto backend, an alternative to compression."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvsketch import InputError
 _RUNNER = Path(__file__).with_name("quantized_cache_runner.py")
 _BACKEND = "optimum-quanto"
 
-#: what the backend takes
+#: The numbers of bits that the backend supports.
 ALLOWED_BITS = (4, 2)
 
 
 def available(bits: int = 4) -> str | None:
-    """None where the cache can be run in so many bits; else what is missing or wrong."""
+    """None if the cache can be run with this number of bits, else what is missing or wrong."""
     if bits not in ALLOWED_BITS:
         return f"bits={bits!r}: QuantizedCache with quanto has {ALLOWED_BITS} only"
     return missing(_BACKEND) or missing("torch")
@@ -34,33 +34,34 @@ def roundtrip(
 def roundtrips(
     layers: Sequence[tuple[Tensor, Tensor]], bits: int, *, per_channel: bool = False
 ) -> list[tuple[Tensor, Tensor, int]]:
-    """Keys and values as attention sees them once the cache has quantised them: the whole of what
-    is given, so leave out what would be in its residual window. Once: the real cache quantises all
-    of it anew whenever that window is full. One process for all layers.
+    """Keys and values as attention reads them after the cache has quantised all of them. Tokens of
+    the cache's residual window, which it does not quantise, should be left out. Tokens are
+    quantised once here, while the real cache quantises all of them again whenever its residual
+    window is full. All layers run in one process.
 
     Args:
-        layers: keys, float32 or bfloat16 ``[batch, num_key_value_heads, n, head_dim]``, and values,
-            likewise; scales and zero points take their dtype. ``batch * heads * n * head_dim`` is a
+        layers: keys, float32 or bfloat16 ``[batch, num_key_value_heads, n, head_dim]``, and values
+            likewise. Scales and zero points have their dtype. ``batch * heads * n * head_dim`` is a
             multiple of 64.
         bits: 4 or 2.
-        per_channel: keys in groups of 64 slots of one channel (``axis_key=-1``), as KIVI has it;
-            ``batch * heads * n`` must be a multiple of 64. Default, as in transformers: groups of
-            64 neighbouring channels.
+        per_channel: quantise keys in groups of 64 slots of one channel (``axis_key=-1``), as KIVI
+            does. ``batch * heads * n`` must then be a multiple of 64. By default, as in
+            transformers, groups are 64 neighbouring channels.
 
     Returns:
-        For each layer keys and values in the dtype given, and the bytes of the packed tensors with
+        For each layer, keys and values in the given dtype, and the bytes of the packed tensors with
         their scales and zero points.
 
     Raises:
-        InputError: bits or shapes that the backend does not have.
-        PeerError: transformers or quanto is missing, of another version, or failed.
+        InputError: the backend does not support the bits or the shapes.
+        PeerError: transformers or quanto is missing, has another version, or failed.
     """
     if bits not in ALLOWED_BITS:
         raise InputError(f"bits={bits!r} must be one of {ALLOWED_BITS}")
     tensors = {}
     for i, (keys, values) in enumerate(layers):
         _check(keys, values, per_channel)
-        # copies: two entries of a safetensors file may not share a tensor
+        # Copies, because the entries of a safetensors file may not share tensors.
         tensors |= {f"keys.{i}": keys.clone(), f"values.{i}": values.clone()}
     reason = available(bits)
     if reason is not None:

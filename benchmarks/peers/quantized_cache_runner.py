@@ -1,10 +1,11 @@
-"""Runs layers of transformers' QuantizedCache. Executed by the peers' interpreter:
+"""Runs layers of transformers' QuantizedCache, in the peers' interpreter.
 
     python quantized_cache_runner.py request.json in.safetensors out.safetensors
 
-The request is ``{"bits": 4 or 2, "axis_key": 0 or -1, "layers": how many}``. Reads ``keys.i`` and
-``values.i`` ``[batch, kv_heads, n, dim]`` as a prompt; writes them as the next token's attention
-gets them, and ``bytes.i``: the packed tensors with scales and zero points.
+The request is ``{"bits": 4 or 2, "axis_key": 0 or -1, "layers": number of layers}``. The script
+reads ``keys.i`` and ``values.i``, ``[batch, kv_heads, n, dim]``, as a prompt. It writes them as the
+next token's attention reads them, and ``bytes.i``, the bytes of the packed tensors with scales and
+zero points.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from transformers.cache_utils import QuantoQuantizedLayer
 
 
 def storages(thing: Any, seen: dict[int, int]) -> None:
-    """Collect the storages of a plain tensor or of the plain tensors a packed one holds."""
+    """Collect the storages of a plain tensor, or of the plain tensors in a packed one."""
     if type(thing) is torch.Tensor:
         storage = thing.untyped_storage()
         seen[storage.data_ptr()] = storage.nbytes()

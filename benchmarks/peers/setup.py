@@ -1,10 +1,10 @@
-"""``make peers``: installs what can be installed and says plainly what is missing.
+"""``make peers``: installs the peers that a package index has, and lists which peers can be used.
 
     python -m benchmarks.peers.setup
 
-kvpress pins an older transformers than kvsketch, so the peers get an environment of their own,
-``.venv-peers``. Where KVSKETCH_PEERS_PYTHON names an interpreter, nothing is installed and that one
-is reported on.
+kvpress pins an older transformers than kvsketch, so the peers have a separate environment,
+``.venv-peers``. If KVSKETCH_PEERS_PYTHON names an interpreter, nothing is installed, and the list
+is about that interpreter's environment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.table import Table
 from benchmarks.peers import balancekv, goodpoints, kvpress, quantized_cache, thinformer
 from benchmarks.peers.exchange import ENVIRONMENT, VARIABLE, VERSIONS, _missing, interpreter
 
-#: What each peer is used for.
+#: How to check each peer, and what it is used for.
 PEERS = {
     "kvpress": (kvpress.available, "presses: which tokens they keep"),
     "QuantizedCache": (partial(quantized_cache.available, 4), "transformers' own, 4 and 2 bits"),
@@ -31,7 +31,7 @@ PEERS = {
 
 
 def install(console: Console) -> None:
-    """Make the environment and install the peers one by one: a failing one leaves the others."""
+    """Make the environment and install the peers one by one, so that a failure affects one only."""
     if os.environ.get(VARIABLE):
         console.print(f"{VARIABLE} is set: nothing is installed")
         return
@@ -49,7 +49,7 @@ def install(console: Console) -> None:
 
 
 def table() -> Table:
-    """What is there, what is missing and why."""
+    """A table of the peers: which can be used, and why the others cannot."""
     shown = Table("peer", "what for", "state")
     for name, (available, purpose) in PEERS.items():
         shown.add_row(name, purpose, available() or "ready")
