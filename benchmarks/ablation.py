@@ -44,6 +44,7 @@ from kvsketch.slots import Observed
 PARTS: dict[str, Callable[[], Compressor]] = {
     "heavy_merge@even": HeavyMerge,
     "no least squares": lambda: HeavyMerge(correct=False),
+    "no distinct keys": lambda: HeavyMerge(distinct=False),
     "no heavy tokens": lambda: HeavyMerge(share=0.0),
     "no attention (cluster_merge)": ClusterMerge,
     # The tokens that heavy_merge selects by attention, without the merging of the others.
