@@ -164,10 +164,12 @@ def _later(results: Mapping[str, Any]) -> str:
     if later is None:
         return ""
     versions = ", ".join(f"{name} {version}" for name, version in later["versions"].items())
+    questions = later.get("questions", QUESTIONS)
+    which = "" if set(questions) == set(QUESTIONS) else f" with the question {questions[0]}"
     return (
-        f"\n\nRows of {', '.join(f'`{name}`' for name in later['methods'])} are from this run, the "
-        f"others from an earlier one ({versions}, {later['hardware']['processor']}). Speeds of "
-        "different runs are not compared."
+        f"\n\nRows of {', '.join(f'`{name}`' for name in later['methods'])}{which} are from this "
+        f"run, the others from an earlier one ({versions}, {later['hardware']['processor']}). "
+        "Speeds of different runs are not compared."
     )
 
 

@@ -128,13 +128,18 @@ def with_earlier(
 def replaced(
     rows: Sequence[Mapping[str, Any]], before: Mapping[str, Any], methods: Sequence[str]
 ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
-    """An earlier run's rows with those of some methods replaced.
+    """An earlier run's rows with those of some methods replaced, for the questions of this run.
 
     Returns:
         The rows, of which those of this run have ``"run": "later"``. Then the versions and hardware
         of the earlier run.
     """
-    kept = [row for row in before["results"] if row["method"] not in methods]
+    questions = {row["question"] for row in rows}
+    kept = [
+        row
+        for row in before["results"]
+        if row["method"] not in methods or row["question"] not in questions
+    ]
     said = {name: before[name] for name in ("versions", "hardware", "earlier") if name in before}
     return [*kept, *({**row, "run": "later"} for row in rows)], said
 
@@ -212,7 +217,8 @@ def main(
     if chosen:
         before = json.loads((docs / "results" / "longeval.json").read_text(encoding="utf-8"))
         rows, said = replaced(rows, before, chosen)
-        more["later"] = {"methods": chosen, **{n: said.pop(n) for n in ("versions", "hardware")}}
+        run = {n: said.pop(n) for n in ("versions", "hardware")}
+        more["later"] = {"methods": chosen, "questions": list(sweeps), **run}
         more |= said
     results = report(
         "benchmarks.longeval_table",
@@ -221,7 +227,7 @@ def main(
         paper=markdown.PAPER,
         settings={
             **dict(first.base),
-            "question": list(sweeps),
+            "question": list(dict.fromkeys(row["question"] for row in rows)),
             "methods": METHODS,
             "cases": [path.name for path in case_files(data)],
         },

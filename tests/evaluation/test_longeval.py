@@ -256,6 +256,17 @@ def test_rows_of_some_methods_are_replaced_and_the_page_says_so() -> None:
     costs = [line for line in page.splitlines() if line.startswith("| 200 | ")]
     assert all(line.endswith("| - | - |") == ("| h2o |" in line) for line in costs)
     assert "0.75 [0.50, 0.90]" in page
+    some = [row for row in later if row["question"] == "seen"]
+    rows, _ = longeval_table.replaced(some, before, ["h2o"])
+    found = {(row["question"], row["accuracy"]) for row in rows if row["method"] == "h2o"}
+    assert ("seen", 0.75) in found
+    assert {accuracy for question, accuracy in found if question == "unseen"} == {
+        row["accuracy"]
+        for row in before["results"]
+        if (row["method"], row["question"]) == ("h2o", "unseen")
+    }
+    page = markdown.page({**before, "results": rows, "later": {**noted, "questions": ["seen"]}})
+    assert "Rows of `h2o` with the question seen are from this run" in page
 
 
 @pytest.mark.parametrize("arguments", [["--only", "h3o"], ["--only", "h2o", "--windows"]])
