@@ -13,8 +13,8 @@ of tokens for which both caches agree.
 ``kept`` and ``bytes_per_token`` are those of ``benchmarks.equal_bytes``, right after the prompt was
 compressed, over its tokens. Tokens that are fed later are not counted, because every cache keeps
 them as they are. (``cache.nbytes()`` would also count score columns, which only another compression
-needs, and numbers in this model's float32.) Rows of quantised caches have ``kept`` 1, and their
-bytes are smaller.
+needs, and numbers in this model's float32.) ``int8`` and ``int4`` keep all tokens in fewer bits:
+their ``kept`` is 1, and ``bytes_per_token`` is what they take.
 
 Methods are named as in ``kvsketch eval --methods``. A bare name is the method as ``SketchCache(
 model.config, name, budget=...)`` runs it by default: ``heavy_merge`` as ``@measured+measured``,

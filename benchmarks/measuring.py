@@ -55,7 +55,9 @@ def parts_of(stream: Stream) -> list[tuple[Slots, object]]:
     if pages is not None:
         return [(part.slots, part.window) for part in pages]
     held, slots = stream.held, stream.slots
-    sketch = getattr(stream.method, "sketch", None)  # the page then holds the tokens after it only
+    # A sketch outside the page is counted with its whole state, of all heads at once; its heads
+    # need not hold equally many slots.
+    sketch = getattr(stream.method, "sketch", None)
     if sketch is not None or bool((held == slots.count).all()):
         return [(slots, stream.method)]
     return [

@@ -24,7 +24,7 @@ from benchmarks import (
 )
 from benchmarks.ablation import everything
 from benchmarks.attention_error import held_bytes
-from benchmarks.equal_bytes import Fit, Held, held
+from benchmarks.equal_bytes import Fit, Held, held, held_by, state_bytes
 from benchmarks.peers import exchange
 from kvsketch import SketchCache, Slots
 from kvsketch.cache import windowed
@@ -259,6 +259,21 @@ def packaged():
 
 LABELS = ["heavy_merge@even", "heavy_merge@measured", "h2o@measured", "heavy_merge+int4"]
 LABELS += ["heavy_merge@even+int4", "subgen@measured"]
+
+
+@pytest.mark.parametrize("method", ["subgen", "merge_reduce"])
+def test_a_sketch_in_a_cache_is_counted_with_its_state(packaged, method):
+    """Also where its heads hold different numbers of slots, as those of ``merge_reduce`` do."""
+    model, prompt = packaged
+    cache = SketchCache(model.config, method, budget=100, one_shot=True)
+    prompts.prefill(model, prompt, cache)
+    counted = held_by(cache, 4, 32)
+    found = []
+    for layer in cache.layers:
+        window = layer.stream.method
+        around = layer.stream.slots.count - window.sketch.slots.count
+        found.append(state_bytes(window.sketch) + around * counted.token)
+    assert counted.bytes == pytest.approx(sum(found) / len(found))
 
 
 def compressed_as(packaged, label):
