@@ -21,21 +21,24 @@ JSON the benchmarks left in docs/results/.
     python -m benchmarks.kl --texts 4 --out docs/results/kl.json
     python -m benchmarks.kl --models ../shared/data/stories260K --shares 0.0625 --texts 24 \
         --seed 1 --out docs/results/kl_few.json
-    python -m benchmarks.longeval_unseen --out docs/results/longeval_unseen.json
-    python -m benchmarks.longeval_unseen --budgets 0.25,0.1,0.05 --methods \
+    python -m benchmarks.longeval --out docs/results/longeval_unseen.json
+    python -m benchmarks.longeval --question seen --budgets 0.25,0.1,0.05 --methods \
+        exact,heavy_merge,h2o,snapkv,snapkv@layer,snapkv+int4,tova,keydiff,chunkkv,criticalkv \
+        --out docs/results/longeval_seen.json
+    python -m benchmarks.longeval --budgets 0.25,0.1,0.05 --methods \
         kvzip/reread,kvzip+int4/reread,kvgrad/reread,heavy_merge@global+16bit/reread,\
 heavy_merge@global+int4/reread,heavy_merge@global+16bit/local,heavy_merge@global+int4/local,\
 heavy_merge@global+16bit/sample,heavy_merge@global+int4/sample,heavy_merge@global+16bit,\
 heavy_merge@global+int4,heavy_merge \
         --out docs/results/longeval_reread.json
     for lines in 300 400; do
-        python -m benchmarks.longeval_unseen --lines $lines --count 20 --budgets 0.25,0.1,0.05 \
+        python -m benchmarks.longeval --lines $lines --count 20 --budgets 0.25,0.1,0.05 \
             --methods exact,heavy_merge,heavy_merge@global+int4/sample,kvzip+int4/reread,\
 kvzip/reread,kvgrad/reread --out docs/results/longeval_unseen_$lines.json
     done
     python -m benchmarks.reading --beside docs/results/longeval_reread.json \
         --out docs/results/reading.json
-    python -m benchmarks.ruler_unseen --count 4 --out docs/results/ruler_unseen.json
+    python -m benchmarks.ruler --count 4 --out docs/results/ruler_unseen.json
     python -m benchmarks.ablation --out docs/results/ablation.json
     python -m benchmarks.compression_time --out docs/results/compression_time.json
     python -m benchmarks.tolerance --out docs/results/tolerance.json
@@ -515,7 +518,7 @@ def kl_few(result: dict[str, Any]) -> str:
     )
 
 
-def longeval_unseen(result: dict[str, Any]) -> str:
+def longeval(result: dict[str, Any]) -> str:
     budgets = sorted({r["budget"] for r in result["results"] if r["budget"] < 1}, reverse=True)
     rows = []
     for name in dict.fromkeys(r["method"] for r in result["results"]):
@@ -527,15 +530,25 @@ def longeval_unseen(result: dict[str, Any]) -> str:
             cells.append(f"{row['accuracy']:.2f} ({low:.2f}-{high:.2f})" if row else "")
         rows.append([name, *cells])
     count = result["results"][0]["cases"]
+    how = "The question is read with the record, before compression."
+    also = ""
+    if result["question"] == "unseen":
+        how = "The question is read one token at a time after compression."
+        also = (
+            "KVzip and KVgrad, which read the context a second time, are in a section of their "
+            "own.\n\n"
+        )
     return (
-        f"## LongEval, {result['lines']} lines, question unseen at compression\n\n"
+        f"## LongEval, {result['lines']} lines, question {result['question']} at compression\n\n"
         f"Accuracy on {count} {result['source']} cases of the packaged model, with 95% intervals, "
-        "by the share of the record's bytes that is kept. " + EQUAL_BYTES + SPENT + "The "
-        "question is read one token at a time after compression.\n\n"
+        "by the share of the record's bytes that is kept. "
+        + EQUAL_BYTES
+        + SPENT
+        + how
+        + "\n\n"
         + table(["method", *map(str, budgets)], rows)
         + f"\n\nThe other authors' methods run with their defaults: {', '.join(compared(result))}. "
-        "KVzip and KVgrad, which read the context a second time, are in the next section.\n\n"
-        f"{made_with(result)}\n"
+        f"{also}{made_with(result)}\n"
     )
 
 
@@ -552,31 +565,8 @@ SECOND_ORDER = (
 def ablation(result: dict[str, Any]) -> str:
     return (
         "## Ablation: what each part of heavy_merge contributes\n\n"
-        "Attention "
-        "error "
-        "as "
-        "above, "
-        "except "
-        "that "
-        "every "
-        "head of "
-        "every "
-        "row has "
-        "the "
-        "same "
-        "number "
-        "of "
-        "slots: "
-        "the "
-        "complete "
-        "method "
-        "is "
-        "`heavy_merge@even`, "
-        "and the "
-        "4 bytes "
-        "of a "
-        "mass "
-        "come on "
+        "Attention error as above, except that every head of every row has the same number of "
+        "slots: the complete method is `heavy_merge@even`, and the 4 bytes of a mass come on "
         "top.\n\n" + by_share(result, "relative_error", 3, "part") + "\n\n" + SECOND_ORDER + "\n\n"
         f"{made_with(result)}\n"
     )
@@ -640,21 +630,9 @@ def compression_time(result: dict[str, Any]) -> str:
     )
     parts = [
         "## Time to compress",
-        "One "
-        "layer "
-        "of "
-        "Llama "
-        "3 "
-        "8B's "
-        "size, "
-        "compressed "
-        "to "
-        "the "
-        "same "
-        "budget "
-        "for "
-        "every "
-        "head: " + ", ".join(f"{k.replace('_', ' ')} {_cell(v)}" for k, v in numbers.items()) + ".",
+        "One layer of Llama 3 8B's size, compressed to the same budget for every head: "
+        + ", ".join(f"{k.replace('_', ' ')} {_cell(v)}" for k, v in numbers.items())
+        + ".",
         _plain(result["results"]),
         measuring or "",
         *(["Probing the error of a compressed layer:", _plain(probe)] if probe else []),
@@ -701,12 +679,14 @@ PAGES: dict[str, tuple[str, dict[str, Callable[[dict[str, Any]], str]]]] = {
             "figure2": page_balance.figure2,
             "kl": kl,
             "kl_few": kl_few,
-            "longeval_unseen": longeval_unseen,
+            "longeval_unseen": longeval,
+            "longeval_seen": longeval,
             "longeval_reread": page_reread.longeval_reread,
             "longeval_unseen_300": page_reread.longeval_reread,
             "longeval_unseen_400": page_reread.longeval_reread,
             "reading": page_reread.reading,
-            "ruler_unseen": page_ruler.ruler_unseen,
+            "ruler_unseen": page_ruler.ruler,
+            "ruler_seen": page_ruler.ruler,
             "tolerance": tolerance,
             "ablation": ablation,
             "compression_time": compression_time,
@@ -756,8 +736,7 @@ def readme_block(result: dict[str, Any]) -> str:
         "other prompts (`kvsketch calibrate`). `+int4`: slots in 4 bits.\n\nCompared in the "
         f"last row: {', '.join(others)}; each with its defaults in `SketchCache`, none with a "
         f"measured budget{also}. KVzip and KVgrad, which read the context a second time, are in "
-        "the next "
-        "table."
+        "the next table."
     )
 
 

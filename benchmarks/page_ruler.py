@@ -1,4 +1,4 @@
-"""The section of a page on RULER's tasks with the question unseen."""
+"""The sections of a page on RULER's tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def averages(rows: list[dict[str, Any]]) -> dict[tuple[str, float], float]:
     return {name: sum(scores) / len(scores) for name, scores in found.items()}
 
 
-def ruler_unseen(result: dict[str, Any]) -> str:
+def ruler(result: dict[str, Any]) -> str:
     """A table with a row for every method and budget: the mean over subtasks, then each subtask."""
     rows = result["results"]
     means = averages(rows)
@@ -29,7 +29,7 @@ def ruler_unseen(result: dict[str, Any]) -> str:
     columns = ["method", "kept", "mean", *subtasks]
     surely = next(row["ci95"][0] for row in rows if row["accuracy"] == 1)
     return (
-        f"## RULER, {result['length']:,} tokens, question unseen at compression\n\n"
+        f"## RULER, {result['length']:,} tokens, question {result['question']} at compression\n\n"
         f"Score on {result['count']} cases of each subtask that the packaged RULER model answers "
         f"(`--model {result['model']}`; texts between the needles: {result['source']}), by the "
         "share of the context's bytes that is kept, best first. Bytes are equal and methods are "

@@ -13,7 +13,7 @@ paired, and the medians of their ratios are reported. ``peers`` has the ratio of
 prefill to the same first reading, for heavy_merge and for the methods of other authors that read
 the context a second time, with the packaged model.
 
-Accuracy: ``--beside`` names a result of ``benchmarks.longeval_unseen``. The rows of the methods in
+Accuracy: ``--beside`` names a result of ``benchmarks.longeval``. The rows of the methods in
 it that were run with every source of queries are copied.
 """
 
@@ -170,7 +170,7 @@ def wholes(model: Any, ids: Tensor, tokenizer: Any, repeats: int) -> list[dict[s
 
 
 def accuracies(beside: Path, sources: list[str]) -> list[dict[str, Any]]:
-    """The rows of the methods that ``longeval_unseen`` ran with every source of queries."""
+    """The rows of the methods that ``benchmarks.longeval`` ran with every source of queries."""
     result = jsonlib.loads(beside.read_text(encoding="utf-8"))
     found = []
     for row in result["results"]:
@@ -188,7 +188,7 @@ def main(
         int, typer.Option(help="Paired runs, a third as many for the large layers.")
     ] = 3,
     beside: Annotated[
-        Path | None, typer.Option(help="JSON of longeval_unseen with accuracies to copy.")
+        Path | None, typer.Option(help="JSON of benchmarks.longeval with accuracies to copy.")
     ] = None,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
     seed: int = 0,

@@ -46,7 +46,7 @@ import torch
 import typer
 from rich.console import Console
 
-from benchmarks.longeval_unseen import cases
+from benchmarks.longeval import cases
 from benchmarks.page import save
 from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model

@@ -17,10 +17,11 @@ from benchmarks import (
     attention_error,
     compression_time,
     kl,
-    longeval_unseen,
+    longeval,
     options,
     page,
     prompts,
+    ruler,
 )
 from benchmarks.ablation import everything
 from benchmarks.attention_error import held_bytes
@@ -50,7 +51,7 @@ def run(*arguments, ok=True):
     return json.loads(done.stdout.splitlines()[-1]) if ok else done.stderr
 
 
-@pytest.mark.parametrize("benchmark", [attention_error, kl, longeval_unseen])
+@pytest.mark.parametrize("benchmark", [attention_error, kl, longeval])
 def test_default_methods_are_known(benchmark):
     """Nothing else runs the benchmarks with all their methods."""
     default = inspect.signature(benchmark.main).parameters["methods_"].default
@@ -499,11 +500,46 @@ def test_a_killed_run_loses_one_method_at_most(monkeypatch, tmp_path, short, nam
     assert len(calls) == 14 + 8
 
 
-def test_longeval_unseen_at_equal_bytes(monkeypatch, tmp_path):
-    monkeypatch.setattr(longeval_unseen, "OFFICIAL", tmp_path)
+def test_longeval_with_the_question_seen(monkeypatch, tmp_path):
+    """All tokens of the question but the last are compressed with the record."""
+    monkeypatch.setattr(longeval, "OFFICIAL", tmp_path)
+    read = []
+
+    def compressed(model, ids, *arguments, **options):
+        read.append(tokenizer.decode(ids[0]))
+        return kl.compressed(model, ids, *arguments, **options)
+
+    tokenizer = prompts.load("packaged")[1]
+    monkeypatch.setattr(longeval, "compressed", compressed)
+    arguments = ["--lines", "20", "--count", "1", "--budgets", "0.5", "--methods", "exact,snapkv"]
+    for question in ("unseen", "seen"):
+        result = invoke(longeval.main, *arguments, "--question", question)
+        exact, snapkv = result["results"]
+        assert exact["accuracy"] == 1.0
+        assert snapkv["queries"] == {"unseen": "agnostic", "seen": "aware"}[question]
+        assert f"question {question} at compression" in page.longeval(result)
+    prompt = longeval.cases(20, 1, 0)[1][0]["prompt"]
+    unseen, seen = read
+    assert "Now the record is over" not in unseen
+    assert seen.startswith(unseen)
+    assert prompt.startswith(seen)
+    assert 0 < len(prompt) - len(seen) <= 2
+
+
+@pytest.mark.parametrize("main", [longeval.main, ruler.main])
+def test_an_unknown_question_is_refused(main):
+    app = typer.Typer(rich_markup_mode=None)
+    app.command()(main)
+    done = CliRunner().invoke(app, ["--question", "unseen,seen"])
+    assert done.exit_code == 2
+    assert "--question 'unseen,seen' must be one of unseen, seen" in done.output
+
+
+def test_longeval_at_equal_bytes(monkeypatch, tmp_path):
+    monkeypatch.setattr(longeval, "OFFICIAL", tmp_path)
     methods = "exact,streaming_llm,heavy_merge@calibrated,heavy_merge@calibrated+int4,int4"
     result = invoke(
-        longeval_unseen.main,
+        longeval.main,
         *["--lines", "20", "--count", "2", "--budgets", "0.5", "--methods", methods],
     )
     assert result["source"] == "generated"

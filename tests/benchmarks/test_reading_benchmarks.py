@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import longeval_unseen, page_reread, reading
+from benchmarks import longeval, page_reread, reading
 from benchmarks.results import Results
 from tiny_model import small_llama
 
@@ -75,10 +75,10 @@ def test_numbers_out_of_range_are_named(option):
 
 
 def test_longeval_after_a_second_reading_at_equal_bytes(monkeypatch, tmp_path):
-    monkeypatch.setattr(longeval_unseen, "OFFICIAL", tmp_path)
+    monkeypatch.setattr(longeval, "OFFICIAL", tmp_path)
     methods = "kvzip/reread,kvzip+int4/reread,heavy_merge@global/reread"
     arguments = ["--lines", "30", "--count", "2", "--budgets", "0.3", "--methods", methods]
-    result = invoke(longeval_unseen.main, *arguments)
+    result = invoke(longeval.main, *arguments)
     rows = {row["method"]: row for row in result["results"]}
     most = max(row["bytes_per_token"] for row in rows.values())
     assert most <= 0.3 * 128 * 1.01

@@ -7,15 +7,15 @@ import json
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import page_ruler, ruler_unseen
+from benchmarks import page_ruler, ruler
 from benchmarks.prompts import load
 from kvsketch.evaluation.tasks.ruler import Ruler
 
 
 def test_questions_come_apart_from_their_context() -> None:
-    _, tokenizer = load(ruler_unseen.MODEL)
+    _, tokenizer = load(ruler.MODEL)
     task = Ruler(["niah_multikey_1", "vt"], [600], 2, None, 0)
-    found = ruler_unseen.questions(tokenizer, task, 4096)
+    found = ruler.questions(tokenizer, task, 4096)
     assert {name: len(asked) for name, asked in found.items()} == {"niah_multikey_1": 2, "vt": 2}
     for case, asked in zip(task.cases(), [x for some in found.values() for x in some], strict=True):
         question = tokenizer.decode(asked.ids[0, asked.record :])
@@ -27,7 +27,7 @@ def test_questions_come_apart_from_their_context() -> None:
 
 def test_it_runs_goes_on_and_makes_a_section(tmp_path) -> None:
     app = typer.Typer(rich_markup_mode=None)
-    app.command()(ruler_unseen.main)
+    app.command()(ruler.main)
     words = ["--length", "700", "--count", "1", "--budgets", "0.3", "--out", str(tmp_path / "x")]
     words += ["--subtasks", "niah_single_1,niah_multikey_2", "--json"]
     rows = {}
@@ -41,14 +41,14 @@ def test_it_runs_goes_on_and_makes_a_section(tmp_path) -> None:
     assert rows["heavy_merge@global+int4/sample", "niah_single_1"]["bytes_per_token"] <= 0.3 * 128
     means = page_ruler.averages(result["results"])
     assert means["exact", 1.0] == 1.0
-    text = page_ruler.ruler_unseen(result)
+    text = page_ruler.ruler(result)
     assert "| exact | 1 | 1.00 | 1.00 | 1.00 |" in text
     assert f"| {means['streaming_llm', 0.3]:.2f} |" in text
 
 
 def test_an_unknown_subtask_is_refused() -> None:
     app = typer.Typer(rich_markup_mode=None)
-    app.command()(ruler_unseen.main)
+    app.command()(ruler.main)
     done = CliRunner().invoke(app, ["--subtasks", "niah_single_9"])
     assert done.exit_code == 2
     assert "niah_single_9" in done.output

@@ -13,7 +13,7 @@ import urllib.request
 import pytest
 
 from benchmarks import vllm_engine as engine
-from benchmarks.longeval_unseen import cases
+from benchmarks.longeval import cases
 from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
 
 pytestmark = pytest.mark.skipif(

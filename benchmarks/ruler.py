@@ -1,13 +1,14 @@
-"""RULER's synthetic tasks with the question unseen at compression, the same bytes for every method.
+"""RULER's synthetic tasks at the same bytes for every method, with the question unseen or seen.
 
-    python -m benchmarks.ruler_unseen --json
+    python -m benchmarks.ruler --json
 
-As in ``benchmarks.longeval_unseen``, the context is read and compressed, then the question is fed
-one token at a time, and the answer is generated with the compressed cache. ``accuracy`` is the mean
-score over the cases of a subtask. The model is the packaged one that answers RULER's questions
-(``--model packaged-ruler``), and the subtasks are those in which it answers at least nine of ten
-questions with the exact cache. The essays are those of ../shared/data/essays if they exist, else
-the filler text of the task. Methods are named as in ``benchmarks.longeval_unseen``.
+As in ``benchmarks.longeval``, the context is read and compressed, then the question is fed one
+token at a time, and the answer is generated with the compressed cache; with ``--question seen``,
+the question is read before compression. ``accuracy`` is the mean score over the cases of a subtask.
+The model is the packaged one that answers RULER's questions (``--model packaged-ruler``), and the
+subtasks are those in which it answers at least nine of ten questions with the exact cache. The
+essays are those of ../shared/data/essays if they exist, else the filler text of the task. Methods
+are named as in ``benchmarks.longeval``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.longeval_unseen import measure_shares
+from benchmarks.longeval import QUESTION_HELP, as_read, measure_shares, protocol
 from benchmarks.options import METHODS_HELP, among, fractions, methods, positive
 from benchmarks.page_ruler import averages
 from benchmarks.prompts import Asked, load
@@ -64,24 +65,27 @@ def main(
     budgets: Annotated[str, typer.Option(help="Kept fractions of the bytes.")] = "0.25,0.1",
     methods_: Annotated[str, typer.Option("--methods", help=f"exact; {METHODS_HELP}")] = METHODS,
     model: Annotated[str, typer.Option(help="Folder, hub id, or a packaged model.")] = MODEL,
+    question: Annotated[str, typer.Option(help=QUESTION_HELP)] = "unseen",
     seed: int = 0,
     out: Annotated[
         Path | None, typer.Option(help="Write the JSON here, and resume from it.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
-    """Example: python -m benchmarks.ruler_unseen --count 2 --methods exact,snapkv --json"""
+    """Example: python -m benchmarks.ruler --count 2 --methods exact,snapkv --json"""
     console = Console(stderr=True)
     chosen = methods(methods_, others=["exact"])
     shares = fractions("budgets", budgets)
     names = among("subtasks", subtasks, SUBTASKS)
     positive(length=length, count=count)
+    queries = protocol(question)
     loaded, tokenizer = load(model)
     task = Ruler(names, [length], count, ESSAYS if ESSAYS.is_dir() else None, seed)
     asked = questions(tokenizer, task, int(loaded.config.max_position_embeddings))
     results = Results(
         out,
-        command="ruler_unseen",
+        command="ruler",
+        question=question,
         model=model,
         methods=[method.label for method in chosen],
         subtasks=names,
@@ -96,20 +100,21 @@ def main(
         for method, name in progress.track(steps, description="methods and subtasks"):
             if results.has(method=method.label, subtask=name):
                 continue
+            read = [as_read(one, question) for one in asked[name]]
             found = measure_shares(
-                loaded, tokenizer, asked[name], method, shares, None, seed, console
+                loaded, tokenizer, read, method, shares, None, seed, console, queries
             )
             rows = [{"subtask": name, **row} for row in found]
             results.add(rows)
             console.print(method.label, name, [(row["budget"], row["accuracy"]) for row in rows])
     result = results.finish()
-    console.print(table(results.rows))
+    console.print(table(results.rows, question))
     if json:
         print(dumps(result))
 
 
-def table(rows: list[Row]) -> Table:
-    shown = Table(title="score, question unseen at compression: mean over subtasks")
+def table(rows: list[Row], question: str) -> Table:
+    shown = Table(title=f"score, question {question} at compression: mean over subtasks")
     budgets = sorted({r["budget"] for r in rows}, reverse=True)
     for column in ("method", *map(str, budgets)):
         shown.add_column(column)

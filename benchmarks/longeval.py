@@ -1,12 +1,13 @@
-"""LongEval lines with the question unseen at compression, the same bytes for every method.
+"""LongEval lines at the same bytes for every method, with the question unseen or seen.
 
-    python -m benchmarks.longeval_unseen --json
+    python -m benchmarks.longeval --json
 
 The record is read and compressed. Then the question is fed one token at a time, and the answer is
-generated with the compressed cache. Every method uses as many bytes for the record as one that
-keeps the budget's share of its tokens unchanged (``benchmarks.equal_bytes``). ``accuracy`` is the
-share of answers that contain the right number, with Wilson's 95% interval. The cases are the
-official ones if ../shared/data/longeval exists, else generated ones.
+generated with the compressed cache. With ``--question seen``, the question is read with the record,
+before compression. Every method uses as many bytes for what it compresses as one that keeps the
+budget's share of these tokens unchanged (``benchmarks.equal_bytes``). ``accuracy`` is the share of
+answers that contain the right number, with Wilson's 95% interval. The cases are the official ones
+if ../shared/data/longeval exists, else generated ones.
 
 Methods are named as in ``kvsketch eval --methods``. A bare name is the method as ``SketchCache(
 model.config, name, budget=...)`` runs it by default: ``heavy_merge`` as ``@measured+measured``,
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,10 +85,34 @@ def questions(tokenizer: Any, found: list[dict[str, Any]]) -> list[Asked]:
     return [question(case) for case in found]
 
 
+#: The protocols of ``benchmarks.prompts`` by ``--question``.
+QUESTIONS = {"unseen": "agnostic", "seen": "aware"}
+QUESTION_HELP = "unseen: read after compression; seen: before it."
+
+
+def protocol(question: str) -> str:
+    """The name of the protocol.
+
+    Raises:
+        typer.BadParameter: another ``question``.
+    """
+    if question not in QUESTIONS:
+        raise typer.BadParameter(f"--question {question!r} must be one of {', '.join(QUESTIONS)}")
+    return QUESTIONS[question]
+
+
+def as_read(asked: Asked, question: str) -> Asked:
+    """The question as it is, or as the end of the record, except its last token, whose logits
+    begin the answer."""
+    return replace(asked, record=asked.ids.shape[1] - 1) if question == "seen" else asked
+
+
 def answer(model: Any, tokenizer: Any, asked: Asked, cache: Cache) -> str:
-    """The greedy answer of a cache that has read the record."""
+    """The greedy answer of a cache that has read the first ``asked.record`` tokens."""
     ids = asked.ids
-    feed(model, ids[:, asked.record : -1], cache)
+    between = ids[:, asked.record : -1]
+    if between.shape[1]:
+        feed(model, between, cache)
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -147,6 +173,7 @@ def measure_shares(
     curves: Curves | None,
     seed: int,
     console: Console,
+    queries: str,
 ) -> list[Row]:
     """A row of ``measure`` for every share. Shares too small for the method are reported."""
     rows: list[Row] = []
@@ -155,7 +182,7 @@ def measure_shares(
         if row is None:
             console.print(f"left out: {method.label} does not fit at {share}")
             continue
-        name = {"method": method.label, "queries": "agnostic", "budget": share}
+        name = {"method": method.label, "queries": queries, "budget": share}
         rows.append({**name, **row})
     return rows
 
@@ -165,22 +192,25 @@ def main(
     count: Annotated[int, typer.Option(help="Cases.")] = 50,
     budgets: Annotated[str, typer.Option(help="Kept fractions of the bytes.")] = "0.5,0.25,0.1",
     methods_: Annotated[str, typer.Option("--methods", help=f"exact; {METHODS_HELP}")] = METHODS,
+    question: Annotated[str, typer.Option(help=QUESTION_HELP)] = "unseen",
     seed: int = 0,
     out: Annotated[
         Path | None, typer.Option(help="Write the JSON here, and resume from it.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
-    """Example: python -m benchmarks.longeval_unseen --count 10 --methods exact,snapkv --json"""
+    """Example: python -m benchmarks.longeval --count 10 --methods exact,snapkv --json"""
     console = Console(stderr=True)
     chosen = methods(methods_, others=["exact"])
     shares = fractions("budgets", budgets)
     positive(lines=lines, count=count)
+    queries = protocol(question)
     model, tokenizer = load(PACKAGED)
     source, found = cases(lines, count, seed)
     results = Results(
         out,
-        command="longeval_unseen",
+        command="longeval",
+        question=question,
         methods=[method.label for method in chosen],
         lines=lines,
         count=count,
@@ -188,24 +218,26 @@ def main(
         source=source,
         seed=seed,
     )
-    asked = questions(tokenizer, found)
-    other = answered(model, tokenizer, 3, lines, seed + 1000)
+    asked = [as_read(one, question) for one in questions(tokenizer, found)]
+    other = answered(model, tokenizer, 3, lines, seed + 1000, queries)
     with Progress(console=console) as progress:
         for method in progress.track(chosen, description="methods"):
             if results.has(method=method.label):
                 continue
             curves = curves_of(model, other, method)
-            rows = measure_shares(model, tokenizer, asked, method, shares, curves, seed, console)
+            rows = measure_shares(
+                model, tokenizer, asked, method, shares, curves, seed, console, queries
+            )
             results.add(rows)
             console.print(method.label, [(row["budget"], row["accuracy"]) for row in rows])
     result = results.finish()
-    console.print(table(results.rows))
+    console.print(table(results.rows, question))
     if json:
         print(dumps(result))
 
 
-def table(results: list[Row]) -> Table:
-    shown = Table(title="accuracy, question unseen at compression")
+def table(results: list[Row], question: str) -> Table:
+    shown = Table(title=f"accuracy, question {question} at compression")
     budgets = sorted({r["budget"] for r in results}, reverse=True)
     for column in ("method", *map(str, budgets)):
         shown.add_column(column)
