@@ -1,4 +1,6 @@
-"""CaM equals its rules, computed for one head and one token at a time in float64."""
+"""CaM equals its rules, computed for one head and one token at a time in float64.
+
+tests/benchmarks/test_peers.py checks that it merges as kvpress does."""
 
 from __future__ import annotations
 
