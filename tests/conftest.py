@@ -12,8 +12,8 @@ from hypothesis import settings
 settings.register_profile("kvsketch", deadline=None, derandomize=True)
 settings.load_profile("kvsketch")
 
-# Triton reads when it is first imported whether it interprets kernels, and other libraries may
-# import it. The commands that tests run should not find the variable set.
+# Triton decides on its first import, which may be by another library, whether it interprets
+# kernels. The commands that tests run should not find the variable set.
 if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")

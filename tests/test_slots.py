@@ -92,7 +92,7 @@ def test_splitting_a_slot_changes_nothing(seed, n, share):
 @settings(max_examples=25, deadline=None)
 @given(seed=seeds, n=sizes, constant=st.floats(-1e4, 1e4))
 def test_adding_a_constant_to_all_scores_changes_nothing(seed, n, constant):
-    """The constant is one more number of every key, beside one more number, 1, of every query."""
+    """The constant is added as one more dimension of the keys, in which the queries are 1."""
     queries, keys, values, mass = tensors(seed, n)
     slots = Slots(keys, values, mass)
     shifted = torch.cat([keys, torch.full_like(keys[..., :1], constant)], dim=-1)

@@ -102,8 +102,8 @@ def test_deepcopy_continues_the_random_stream():
 
 
 def test_uniform_is_unbiased_and_uniform_over_tokens():
-    """Chi-square at significance 1e-3 over 4,000 draws: after compressing twice (60 -> 30 -> 12)
-    every token survives equally often, and the total mass stays the number of tokens."""
+    """After compressing twice (60 -> 30 -> 12) every token survives equally often (chi-square test
+    at significance 1e-3 over 4,000 draws), and the total mass stays the number of tokens."""
     draws, n, kept = 1000, 60, 12
     index = torch.arange(n, dtype=torch.float32).expand(BATCH * draws, HEADS, n).unsqueeze(-1)
     slots = Slots(index, torch.ones_like(index))

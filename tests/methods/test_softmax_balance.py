@@ -119,7 +119,7 @@ def test_dead_slots_set_no_radius_and_are_not_kept():
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 999), n=st.integers(1, 40), constant=st.sampled_from([0.05, 30.0]))
 def test_the_smaller_side_of_the_loop_is_kept(seed, n, constant):
-    """The tokens that lines 12 to 16 keep are kept."""
+    """The kept tokens are those of lines 12 to 16."""
     slots = tokens(seed, n, heads=3)
     method = SoftmaxBalance(constant=constant)
     signs, _ = method.signs(slots, STREAMS)

@@ -1,5 +1,5 @@
 """The algorithms of "Compression Barriers" are exact where they claim to be, and their samples have
-the right law. Statistical tests have fixed seeds and significance 1e-3 each."""
+the right distribution. Statistical tests have fixed seeds and significance 1e-3 each."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def same_bytes(first, second):
 
 
 def check_counts(observed, expected):
-    """Chi-square of token numbers against their expected probabilities."""
+    """Chi-square test of token numbers against their expected probabilities."""
     expected = torch.as_tensor(expected, dtype=torch.float64).flatten()
     counts = torch.bincount(observed.long().flatten(), minlength=len(expected)).double()
     assert float(expected.sum()) == pytest.approx(1)
     assert bool((counts[expected == 0] == 0).all())
     frequencies = (expected * counts.sum())[expected > 0]
-    assert float(frequencies.min()) > 5  # the chi-square law holds
+    assert float(frequencies.min()) > 5  # enough for a chi-square test
     p = stats.chisquare(counts[expected > 0].numpy(), frequencies.numpy(), sum_check=False).pvalue
     assert p > ALPHA, p
 
@@ -88,7 +88,7 @@ def check_counts(observed, expected):
 
 
 def equation_20(queries, tokens, live, window, scaling):
-    """Attention by the definition, one row, head and query at a time."""
+    """Attention as equation 20 defines it, one row, head and query at a time."""
     out = torch.zeros(*queries.shape[:3], tokens.values.shape[3], dtype=torch.float64)
     for b in range(queries.shape[0]):
         for head in range(queries.shape[1]):
@@ -218,8 +218,8 @@ def test_padding_is_never_sampled():
 
 
 def test_chunks_have_the_law_of_algorithm_1_over_time():
-    """The samples after 6 and after 9 tokens have the joint law of the reference loop (chi-square
-    test of homogeneity)."""
+    """The samples after 6 and after 9 tokens have the joint distribution of the reference loop
+    (chi-square test of homogeneity)."""
     window, rows = 2, 3000
     generator = torch.Generator().manual_seed(5)
     reference = torch.zeros(4, 7)
@@ -407,7 +407,7 @@ def test_reservoir_is_a_uniform_subset_of_the_rest(parts):
 def test_lazy_gumbel_law_is_softmax(q, parts):
     """Over 10,000 sketches that draw once, each of 40 tokens has its probability in the softmax
     (chi-square test). The reservoir has 26 of the 28 tokens between the extremes and never falls
-    short here, so that the law is exact."""
+    short here, so that the distribution is exact."""
     rows, keys = 10000, normal(7, 40)
     sketch = feed_merged(
         lambda seed: OneDimensional(buffer=6, reservoir=26, seed=seed), numbered(keys, rows), parts
@@ -432,8 +432,8 @@ def test_lazy_gumbel_in_groups_given_the_reservoir():
 
 
 def test_lazy_gumbel_law_with_padding():
-    """The law is softmax in rows with all tokens, with a rest smaller than the reservoir, and with
-    fewer tokens than the two buffers have room for. Padding is never drawn."""
+    """Tokens are drawn by softmax in rows with all tokens, with a rest smaller than the reservoir,
+    and with fewer tokens than the two buffers have room for. Padding is never drawn."""
     rows, n = 4000, 20
     keys = 0.7 * normal(8, n)
     live = torch.ones(3, n, dtype=torch.bool)
@@ -454,7 +454,7 @@ def test_draws_fall_short_as_often_as_computed(spread, reservoir):
     """With k keys at each of +-spread and the others 0, Pr[m > R] is the product of
     (N - i) / (N - i + a) over i = 0..R, where a is the sum of exp(score - S_min) over the extremes.
     It is within the docstring's bound, and above a tenth for R up to sqrt n. As all scores of the
-    rest are equal, the law is softmax even if a draw falls short."""
+    rest are equal, tokens are drawn by softmax even if a draw falls short."""
     rows, n, k = 2500, 400, 20
     keys = torch.cat([torch.full((k,), spread), torch.zeros(n - 2 * k), torch.full((k,), -spread)])
     sketch = feed(OneDimensional(n, reservoir=reservoir), numbered(keys, rows), [150, 250])
@@ -464,7 +464,7 @@ def test_draws_fall_short_as_often_as_computed(spread, reservoir):
     assert chance < (rest / (rest + k)) ** (reservoir + 1)
     assert chance > 0.1
     law = keys.double().softmax(0).view(40, 10).sum(-1)
-    for query in range(4):  # the four share a reservoir: one test each
+    for query in range(4):  # one test for each, as the four share a reservoir
         check_counts(drawn[:, :, :, query] // 10, law)
     # whether a draw falls short does not depend on what is in the reservoir
     assert stats.binomtest(sketch.shortfalls, 4 * rows, chance).pvalue > ALPHA
@@ -503,7 +503,7 @@ def test_only_scalar_keys():
 
 @pytest.mark.parametrize("kind", ["sliding_window_sampled", "one_dimensional"])
 def test_merged_halves_err_as_the_whole(kind):
-    """The errors of 2,000 merged and 2,000 single sketches have the same law (two-sample
+    """The errors of 2,000 merged and 2,000 single sketches have the same distribution (two-sample
     Kolmogorov-Smirnov test)."""
     rows, n = 2000, 80
     tokens = numbered(normal(0, n), rows)

@@ -1,5 +1,5 @@
-"""SubGen (ClusterGen), Algorithm 1: Lemmas 1 and 2, the laws of the samples, and chunks that equal
-the printed loop."""
+"""SubGen (ClusterGen), Algorithm 1: Lemmas 1 and 2, the distributions of the samples, and chunks
+that equal the printed loop."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_lemma_1_numerator_samples(cuts, merged):
 
 
 def test_outputs_have_the_distribution_of_the_loop():
-    """Outputs of chunks and of the printed loop, 300 runs each, have the same law
+    """Outputs of chunks and of the printed loop, 300 runs each, have the same distribution
     (Kolmogorov-Smirnov test)."""
     runs, n, dim = 300, 25, 3
     slots = tokens(5, n, heads=1, dim=dim)
@@ -198,7 +198,7 @@ def test_outputs_have_the_distribution_of_the_loop():
 
 @pytest.mark.parametrize("cls", [SubGen, SubGenCoupled])
 def test_merged_halves_err_like_one_sketch(cls):
-    """The errors of 1,500 merged pairs and of 1,500 single sketches have the same law
+    """The errors of 1,500 merged pairs and of 1,500 single sketches have the same distribution
     (Kolmogorov-Smirnov test)."""
     heads, n = 1500, 120
     g = torch.Generator().manual_seed(0)
