@@ -23,7 +23,7 @@ from transformers import (
 from kvsketch.methods.registry import ALL_METHODS, REREADING
 
 VOCABULARY = 101
-#: what any model can be run with by generate alone; one_dimensional needs head_dim 1
+#: methods that ``generate`` alone can run with any model; one_dimensional needs head_dim 1
 EVERY_METHOD = [x for x in ALL_METHODS if x not in ("one_dimensional", *REREADING)]
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -75,5 +75,5 @@ def build(family: str, attention: str | None = None) -> Any:
             if parameter.dim() > 1:
                 parameter.mul_(4.0)
     model.generation_config.eos_token_id = None  # a full-length answer, always
-    model.generation_config.use_cache = True  # MPT has it off
+    model.generation_config.use_cache = True  # it is off in MPT
     return model.float().eval()

@@ -1,5 +1,5 @@
-"""docs/algorithms.md is complete: every numbered item of the four papers has a row, every row a
-test, and what the rows name is there."""
+"""docs/algorithms.md is complete: every numbered item of the four papers has a row, every row has a
+test, and the files and tests that rows name exist."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_every_numbered_item_has_a_row(paper):
     listed = set().union(*(named(row[0]) for row in rows()[section]))
     assert items <= listed, items - listed
     others = set().union(*(numbers for name, numbers in ITEMS.values() if name == section))
-    assert listed == others, listed - others  # no row for what no paper of the section has
+    assert listed == others, listed - others  # no row has an item of no paper of the section
 
 
 @pytest.mark.parametrize("paper", ITEMS)
 def test_the_list_of_items_is_the_papers_own(paper):
-    """An item's statement starts a line; a citation of it stands within one."""
+    """The items are those whose statement starts a line of the paper; citations do not."""
     path = PAPERS / paper
     if not path.is_file():
         pytest.skip(f"the papers are not part of the repository: {path} is not here")

@@ -55,7 +55,7 @@ def test_the_example_of_a_configuration_is_one(tmp_path):
 
 
 def test_every_method_of_others_is_in_the_table():
-    """A row for each that is neither ours nor one of the four papers'."""
+    """The table has a row for every method that is neither ours nor from one of the four papers."""
     text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     rows = set(re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE))
     theirs = {"uniform", "kcenter", "balancekv", "kernel_halving", "greedy_halving"}

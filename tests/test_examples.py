@@ -1,4 +1,4 @@
-"""Every example runs from an empty folder, in under a minute, and says what it should."""
+"""Every example runs in an empty folder, in under a minute, and prints what it should."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-#: what the output must hold
+#: patterns that the output must contain
 SAID = {
     "generate.py": [
         r"DynamicCache: '\D*43514\D*'",
@@ -46,7 +46,7 @@ def test_the_notebook_was_executed() -> None:
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     text = "".join("".join(out.get("text", "")) for cell in code for out in cell["outputs"])
     assert all(re.search(pattern, text) for pattern in SAID["compare.ipynb"])
-    assert "site-packages" not in json.dumps(cells)  # nobody's folders
+    assert "site-packages" not in json.dumps(cells)  # no folder of the machine that ran it
 
 
 @pytest.mark.slow
@@ -63,5 +63,5 @@ def test_examples_run(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for pattern in SAID[name]:
         assert re.search(pattern, done.stdout), done.stdout
-    # of a processor's time: others may be at work on this machine
+    # the time of processors, since other programs may run on this machine
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 60

@@ -1,4 +1,4 @@
-"""The list of mutants fits the code, so that ``make mutants`` says something."""
+"""The list of mutants fits the code, so that ``make mutants`` can run them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import mutants
 from mutants import LIST, ROOT, Mutant, listed
 
 MUTANTS = listed()
-#: what survived all tests when an expert reader tried
+#: mutants that survived all tests when an expert reader tried them
 FOUND = {
     "issue-r-value-not-squared",
     "issue-half-the-key-exponent",
@@ -64,7 +64,7 @@ def test_the_tests_they_name_are_there():
 def test_the_script_changes_one_file_at_a_time_and_says_what_came_of_it(
     code, equivalent, exit_code, tmp_path, monkeypatch, capsys
 ):
-    """Exit code 0 only if everything else is killed and what is equivalent survives."""
+    """The exit code is 0 only if equivalent mutants survive and all others are killed."""
     change = Mutant("one", "Makefile", "lint: setup", "lint: nothing", ("tests/x.py",), equivalent)
     seen = []
 

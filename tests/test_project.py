@@ -1,4 +1,4 @@
-"""What the ecosystem expects around the code: one repository, one list of targets."""
+"""The files around the code agree on the repository, the targets, the versions and the tools."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(
 
 
 def test_there_is_one_repository() -> None:
-    """Every mention of it is pyproject's: whoever moves it finds all of them here."""
+    """Every file names the repository of pyproject.toml; whoever moves it finds the files here."""
     owner, name = REPOSITORY.split("/")
     files = [
         *("pyproject.toml", "mkdocs.yml", "CITATION.cff", "SECURITY.md", "README.md"),
@@ -75,6 +75,6 @@ def test_templates_and_hooks_are_yaml() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     entries = [hook["entry"] for repo in hooks["repos"] for hook in repo["hooks"]]
     lint = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for entry in entries:  # by the tools that `make lint` runs
+    for entry in entries:  # hooks run only tools that `make lint` runs
         tool = entry.split()[0].removeprefix(".venv/bin/")
         assert f"$(BIN)/{tool}" in lint

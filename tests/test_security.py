@@ -1,4 +1,4 @@
-"""What SECURITY.md promises of files, names and pages that come from others."""
+"""What SECURITY.md promises about files and names from others, and pages that show them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ATTRIBUTES = {
 
 
 def dangerous(source: str) -> list[str]:
-    """What a source uses that could run what it reads."""
+    """The names in a source by which it could run the data that it reads."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -58,7 +58,7 @@ def dangerous(source: str) -> list[str]:
 
 
 def test_nothing_is_unpickled_or_run() -> None:
-    """Of our own source; a `weights_only=False` or `allow_pickle` has no place in it either."""
+    """Our own source uses nothing that runs data, nor `weights_only=False` or `allow_pickle`."""
     for text in ("import pickle", "from dill import loads", "x = eval(y)", "torch.load(f)"):
         assert dangerous(text)
     assert dangerous("f(shell=True)")
@@ -70,7 +70,7 @@ def test_nothing_is_unpickled_or_run() -> None:
 
 
 def answered(name: str, setup: Setup, score: float, label: str | None = None) -> Record:
-    """An answer in which every text is a name of somebody else's."""
+    """A record in which every text is `name`, which comes from others."""
     identity = {
         **dict.fromkeys(("model", "model_fingerprint", "kvsketch", "device", "dtype"), name),
         **dict.fromkeys(("preset", "prefill", "anything"), name),
@@ -111,7 +111,7 @@ def store_of(path: Path, name: str) -> Path:
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, and all text."""
+    """The tags of a page with their attributes, and all of its text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Page(HTMLParser):
 
 
 def test_a_page_shows_hostile_text_as_text(tmp_path: Path) -> None:
-    """From a store and an inspection in which every text is hostile."""
+    """A page of a store and an inspection in which every text is hostile shows it as mere text."""
     pytest.importorskip("matplotlib")
     from kvsketch.evaluation.report.html import build
 

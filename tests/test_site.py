@@ -1,4 +1,4 @@
-"""The documentation site: it builds, its links lead somewhere, and what it shows runs."""
+"""The documentation site builds, the targets of its links exist, and its code runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))]
 TEXTS.append(ROOT / "examples" / "README.md")
-#: pages whose Python is run, and README, whose first block is
+#: pages whose Python is run; of README it is the first block
 RUN = ("index.md", "how-it-works.md", "guides/transformers.md", "guides/chat.md")
 RUN = (*RUN, "guides/adding-a-method.md", "evaluation.md", "vllm.md")
 
@@ -70,7 +70,7 @@ def test_the_navigation_has_every_page_once() -> None:
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_no_relative_link_is_dead(path: Path) -> None:
-    """Of links and pictures: the file is there, and the heading in it."""
+    """The file of every link and picture exists, and so does the heading in it."""
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
         if re.match(r"[a-z]+:", target):
             continue
@@ -78,7 +78,7 @@ def test_no_relative_link_is_dead(path: Path) -> None:
         found = (path.parent / file).resolve() if file else path
         assert found.exists(), target
         assert not found.is_relative_to(DOCS) or file != "", target
-        if path.is_relative_to(DOCS):  # what the site does not hold, it cannot link to
+        if path.is_relative_to(DOCS):  # the site can only link to files that it contains
             assert found.is_relative_to(DOCS), target
         if anchor:
             assert anchor in slugs(found), target
@@ -118,7 +118,7 @@ def test_every_class_of_the_glossary_has_one_entry() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in RUN if blocks(DOCS / page, "python")])
 def test_python_of_the_guides_runs(page: str, tmp_path: Path) -> None:
-    """All blocks of a page, one after the other, in an empty folder."""
+    """All blocks of a page run one after the other in an empty folder."""
     run_python("\n".join(blocks(DOCS / page, "python")), tmp_path)
 
 
@@ -143,7 +143,7 @@ def run_python(code: str, folder: Path) -> str:
 
 @pytest.mark.slow
 def test_commands_of_the_start_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty folder; those that install something are left out."""
+    """The commands run in an empty folder; those that install something are left out."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     lines = "\n".join(blocks(DOCS / "index.md", "bash")).replace("\\\n", " ").splitlines()
@@ -158,7 +158,7 @@ def test_commands_of_the_start_page_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Resources(HTMLParser):
-    """What a page loads."""
+    """The addresses of what a page loads."""
 
     def __init__(self) -> None:
         super().__init__()

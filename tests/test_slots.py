@@ -1,4 +1,4 @@
-"""Slots and attend(): the estimator's laws, in float64 and, at stated tolerances, below."""
+"""Laws of the estimator ``attend`` in float64 and, within stated tolerances, in lower precision."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_splitting_a_slot_changes_nothing(seed, n, share):
 @settings(max_examples=25, deadline=None)
 @given(seed=seeds, n=sizes, constant=st.floats(-1e4, 1e4))
 def test_adding_a_constant_to_all_scores_changes_nothing(seed, n, constant):
-    """One more key dimension holds the constant, one more query dimension holds 1."""
+    """The constant is added as one more dimension of the keys, in which the queries are 1."""
     queries, keys, values, mass = tensors(seed, n)
     slots = Slots(keys, values, mass)
     shifted = torch.cat([keys, torch.full_like(keys[..., :1], constant)], dim=-1)
@@ -105,7 +105,7 @@ def test_adding_a_constant_to_all_scores_changes_nothing(seed, n, constant):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("size", [1e4, -1e4])
 def test_finite_and_right_at_huge_scores(dtype, size):
-    """Scores of +-1e4, with a dead slot (score 0) beside them: the dead slot must not win."""
+    """At scores of +-1e4 the result is right, and a dead slot of score 0 does not count."""
     queries = torch.ones(1, 2, 1, 4, dtype=dtype)
     keys = torch.full((1, 1, 3, 4), size / 4, dtype=dtype)
     keys[:, :, 2] = 0
@@ -118,8 +118,8 @@ def test_finite_and_right_at_huge_scores(dtype, size):
 @settings(max_examples=25, deadline=None)
 @given(seed=seeds, n=sizes)
 def test_slots_without_mass_or_value_count_on_their_own_side_only(seed, n):
-    """m = 0 adds to the numerator only, u = 0 to the denominator only: the plain sums, in
-    float64."""
+    """A slot with m = 0 adds to the numerator only, one with u = 0 to the denominator only, as in
+    plain sums in float64."""
     queries, keys, values, mass = tensors(seed, n + 2, group=1, scale=0.5)
     mass[:, :, 0] = 0
     values[:, :, 1] = 0
@@ -247,7 +247,8 @@ def test_slopes_need_positions():
 def test_attention_received_is_the_same_in_blocks_of_any_size(
     seed, group, block, few, weighted, alibi, sunk, padded
 ):
-    """Blocks of heads, of queries, or both; sinks and slopes go with their heads."""
+    """The result is the same in blocks of heads, of queries or of both, with the sinks and slopes
+    of each head."""
     queries, keys, values, mass = tensors(seed, 20, group, 9)
     g = torch.Generator().manual_seed(seed)
     heads = KV_HEADS * group

@@ -1,4 +1,4 @@
-"""The training script: a killed run continues as if nothing had happened."""
+"""A training run that is killed and resumed ends with the same weights as one that is not."""
 
 from __future__ import annotations
 

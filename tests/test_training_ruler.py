@@ -1,4 +1,4 @@
-"""The RULER model's tokenizer and training data: lossless, and worded as the evaluation is."""
+"""The RULER model's tokenizer is lossless, and its training data are worded as the evaluation."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_word_is_one_token_in_every_place(tokenizer):
 
 
 def shape(text: str) -> str:
-    """The wording alone."""
+    """The wording of a text, with placeholders for names, words and numbers."""
     text = re.sub(r"\d+\. [a-z][a-z ñ-]*?(?= \d|\n|$)", "N. W", text)
     text = re.sub(r"\d+", "0", text)
     text = re.sub(r"(?<=for )[\w-]+-[\w-]+(?: [\w-]+)?(?= is: )", "KEY", text)
@@ -126,7 +126,7 @@ def test_questions_and_texts_are_worded_as_the_evaluation_words_them(wanted, tok
         assert shape("One of the special magic numbers for a-b is: 1.") in found
         assert shape("One of the special magic numbers for a-b is: 1.") in expected
     elif wanted == "chains":
-        # The same kinds of lines, one example, the same seams.
+        # The lines are of the same kinds, and there are as many paragraphs.
         rest = [
             {line for line in text.split("\n") if not line.startswith("The ")}
             for text in (found, expected)

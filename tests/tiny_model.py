@@ -1,5 +1,5 @@
-"""A random Llama of a few thousand weights and a word-level tokenizer, for tests that need the
-whole path from prompt to answer but not a right answer."""
+"""A random Llama of a few thousand weights and a word-level tokenizer, for tests that generate an
+answer to a prompt but need no right one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def tiny_model(vocab_size: int, seed: int = 0) -> Any:
 
 
 def save_tiny_model(folder: Path) -> Path:
-    """Writes model and tokenizer to `folder`, as `--model` takes it."""
+    """Save model and tokenizer in `folder`, which `--model` then takes."""
     tokenizer = tiny_tokenizer()
     tiny_model(len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -33,7 +33,7 @@ def config_of(model_type: str) -> PretrainedConfig:
     if model_type in NOT_CONSTRUCTIBLE:
         raise NotConstructible(NOT_CONSTRUCTIBLE[model_type])
     config = _tiny(CONFIG_MAPPING[model_type])
-    if model_type == "gemma3n":  # its vision tower needs the package timm; text never reaches it
+    if model_type == "gemma3n":  # its vision tower needs the package timm; text does not use it
         vars(config)["vision_config"] = config.audio_config
     return getattr(config, "decoder", config)  # musicgen: the language model is the decoder
 
@@ -50,7 +50,7 @@ def build(
         model = make(copy.deepcopy(config), attn_implementation=attention)
     size = sum(parameter.numel() for parameter in model.parameters())
     assert size < 5_000_000, f"{model_type} has {size} parameters"
-    for seed, factor in itertools.product(range(9), (4.0, 8.0)):  # the first, mostly
+    for seed, factor in itertools.product(range(9), (4.0, 8.0)):  # mostly the first is enough
         torch.manual_seed(seed)
         model = make(copy.deepcopy(config), attn_implementation=attention).float().eval()
         if _enlarge(model, factor) >= 3:
@@ -67,10 +67,12 @@ def build(
 
 @torch.no_grad()
 def _enlarge(model: PreTrainedModel, factor: float) -> int:
-    """Weights times `factor`, or less where that overflows; sinks not 0. Returns the variety."""
+    """Multiply weights by `factor`, or by less where that overflows; return the variety of ids.
+
+    Learned sinks are drawn at random, so that they are not 0."""
     weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     for name, parameter in model.named_parameters():
-        if "sink" in name or name.endswith("self_attn.A"):  # doge: its bias
+        if "sink" in name or name.endswith("self_attn.A"):  # A is a bias of doge
             parameter.normal_()
     torch._foreach_mul_(weights, factor)
     for _ in range(9):
@@ -82,7 +84,8 @@ def _enlarge(model: PreTrainedModel, factor: float) -> int:
 
 @torch.no_grad()
 def _variety(model: PreTrainedModel) -> int:
-    """How many ids the dullest of three greedy answers has; 0 where a logit is not finite."""
+    """The number of different ids in the least varied of three greedy answers, or 0 if a logit is
+    not finite."""
     ids = torch.randint(3, 101, (3, 12), generator=torch.Generator().manual_seed(0))
     for _ in range(8):
         logits = model(ids).logits[:, -1]
@@ -188,17 +191,17 @@ _FIXED = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": 
 # wider heads than the sliding layers, and two layers that read the keys of others
 _GEMMA4 = {"global_head_dim": 32, "num_kv_shared_layers": 2}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-#: what the rules above do not reach, by the model type of the (text) configuration
+#: settings that the rules above do not make, by the model type of the (text) configuration
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1, 2]},  # layer types are computed
-    "blt": {"num_hidden_layers": 2},  # the class has no default, its cache asks for it
+    "blt": {"num_hidden_layers": 2},  # the class has no default, but its cache needs it
     "cohere_compass_text": {  # None: a layer without positions
         "rope_parameters": {"sliding_attention": _ROPE, "full_attention": None}
     },
     "ctrl": {"n_positions": 512},  # 256 by default
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},  # None by default
-    "deepseek_v4": {  # compression and selection that 40 tokens notice
+    "deepseek_v4": {  # so small that 40 tokens are compressed and selected
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
         "index_topk": 4,
     },

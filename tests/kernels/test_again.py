@@ -1,4 +1,4 @@
-"""Attention of a second reading in pieces, against the reference in one."""
+"""Attention of a second reading, computed in pieces, equals the reference in one piece."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def made(dtype=torch.float64, heads=4, n=30, q=7, seed=0):
 
 
 def seen_by(about, n, q):
-    """bool ``[n + q]``: what scores are relative to."""
+    """The slots that scores are relative to, bool ``[n + q]``."""
     start = about.start if isinstance(about, slice) else int(about[0])
     found = torch.zeros(n + q, dtype=torch.bool)
     found[: min(SINK, start)] = found[n:] = True
@@ -58,7 +58,8 @@ def test_pieces_are_the_whole(about, dtype, heads):
 
 
 def test_large_scores_neither_overflow_nor_vanish():
-    """All that a part looks at lies 200 below what lies before it, far beyond exp in float32."""
+    """The shares of a part are right although a score before it is about 200 higher, for which exp
+    overflows in float32."""
     asked, slots = made(torch.float32)
     queries = torch.zeros_like(asked.queries)
     queries[..., 0] = 1.0

@@ -1,4 +1,4 @@
-"""Attention with the log of its total, piece by piece, against the whole in float64."""
+"""Attention in pieces, with the logarithm of its denominator, equals the whole in float64."""
 
 from __future__ import annotations
 

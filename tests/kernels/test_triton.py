@@ -1,7 +1,8 @@
-"""The Triton kernels against ``slots.attend`` and the plain forms of the methods, in float64.
+"""The Triton kernels equal ``slots.attend`` in float64 and the plain forms of the methods.
 
-On CUDA tensors where there is a GPU, else in Triton's interpreter on the CPU. The interpreter is
-laxer than the compiler, so the kernels are compiled too: that needs no GPU.
+They run on CUDA tensors where there is a GPU, else in Triton's interpreter on the CPU. The
+interpreter accepts more than the compiler, so that the kernels are also compiled, which needs no
+GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if importlib.util.find_spec("triton") is None:
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRET = {} if DEVICE == "cuda" else {"TRITON_INTERPRET": "1"}
 
-# Triton decides when it is imported; other tests should not find the variable set.
+# Triton reads the variable when it is imported; other tests should not find it set.
 with pytest.MonkeyPatch.context() as patch:
     for name, value in INTERPRET.items():
         patch.setenv(name, value)
@@ -51,10 +52,10 @@ with pytest.MonkeyPatch.context() as patch:
 decode, prefill = decode_module.decode, prefill_module.prefill
 assert triton_support.available(DEVICE), "Triton was imported before, without its interpreter"
 
-# Logarithms of 0 and maxima of NaN are meant; on a GPU they warn nobody.
+# Logarithms of 0 and maxima of NaN are intended; on a GPU there is no warning.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
-#: largest error of an output in parts of the largest value: its rounding and that of the weights
+#: largest error of an output, relative to the largest value, by rounding it and the weights
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
@@ -112,7 +113,7 @@ def page(
     index: torch.dtype = torch.int64,
     **extras: Any,
 ) -> Page:
-    """``counts``: slots of each head, row by row. Extras named True are filled in."""
+    """A page; ``counts`` are the slots of each head, row by row. Extras that are True are drawn."""
     random = torch.Generator().manual_seed(seed)
     batch, kv_heads = len(counts), len(counts[0])
     heads = kv_heads * group
@@ -183,11 +184,11 @@ def reference(
                 continue
             q = queries[row : row + 1, mine]
             bias = torch.zeros(group, max(1, number), dtype=torch.float64)
-            if slopes is not None:  # attend() counts from the newest slot
+            if slopes is not None:  # attend() counts positions from the newest slot
                 assert slots.positions is not None
                 at = slots.positions[0, 0, -1].expand(number) if here is None else here[row].cpu()
                 bias = slopes[:, None] * (slots.positions.max() - at)
-            # A sink is not measured from a token: with slopes, each query has its own for attend().
+            # A sink has no position: with slopes, attend() needs another sink for each query.
             alone = slopes is not None and sinks is not None
             for part in [slice(i, i + 1) for i in range(number)] if alone else [slice(number)]:
                 out[row, mine, part] = attend(
@@ -206,7 +207,7 @@ def reference(
 
 
 def close(given: Page, got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
-    """Output and logarithm are what they should be."""
+    """Check that output and logarithm are those wanted, up to rounding."""
     assert got[0].dtype == given.queries.dtype
     assert got[1].dtype == torch.float32
     part = TOLERANCE[given.queries.dtype]
@@ -267,7 +268,7 @@ def test_decode_is_attend(
 
 
 def test_decode_as_it_is_called() -> None:
-    # Sizes that nothing was said about: several pieces, several tiles in each.
+    # With default sizes there are several pieces and several tiles in each.
     given = page([600, 30], [0, 513], head_dim=16, value_dim=16)
     close(given, decode(*given.arguments, **given.extras), reference(given))
     assert decode_module.splits_for(2, 2, 600) == 3
@@ -280,7 +281,7 @@ def test_rows_that_share_pages_or_take_them_in_any_order(logged: bool) -> None:
     pair, more, _ = new_tokens(given, 0, True, True)
     order = on(torch.tensor([3, 0]))
 
-    def moved(stored: Tensor) -> Tensor:  # rows 0 and 1 to 3 and 0, among those of others
+    def moved(stored: Tensor) -> Tensor:  # rows 0 and 1 become 3 and 0, among others
         found = torch.full_like(stored[:1], 7).repeat(5, *[1] * (stored.dim() - 1))
         return found.index_copy(0, order, stored)
 
@@ -397,7 +398,7 @@ def test_what_is_given_is_written_and_nothing_made(monkeypatch: pytest.MonkeyPat
     out, log = torch.empty_like(given.queries), on(torch.empty(2, 4, 1))
     scratch = decode_module.scratch_for(given.queries, 8, 3)
     for part in scratch:
-        part.fill_(torch.nan)  # what is not written is not read
+        part.fill_(torch.nan)  # the output would be NaN if this were read
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", None)
         got = decode(
@@ -428,8 +429,8 @@ def test_decode_in_a_cuda_graph() -> None:
 
 
 def test_offsets_beyond_int32() -> None:
-    # Pages of more than 2^31 elements, slot by slot and channel by channel; memory that is never
-    # touched costs none on the CPU.
+    # Pages of more than 2^31 elements, stored slot by slot and channel by channel. Memory that is
+    # never written takes no space on the CPU.
     total, dim = 2**27 + 40, 18
     by_slot = torch.empty(1, total, dim, dtype=torch.float16, device=DEVICE)
     by_channel = torch.empty(1, dim, total, dtype=torch.float16, device=DEVICE).transpose(1, 2)
@@ -453,7 +454,7 @@ def test_offsets_beyond_int32() -> None:
 
 
 def flattened(held: Quantized) -> FlatQuantized:
-    """Heads of equal size behind one another."""
+    """The slots of all heads, which have equal sizes, one head after another."""
     codes, low, step = (t.flatten(1, 2) for t in (held.codes, held.low, held.step))
     return FlatQuantized(held.bits, held.dim, codes, low, step, held.unit, held.offset)
 
@@ -461,7 +462,7 @@ def flattened(held: Quantized) -> FlatQuantized:
 def quantised(
     seed: int, bits: int, head_dim: int, value_dim: int, dtype: torch.dtype, **extras: Any
 ) -> tuple[Page, tuple[Any, ...]]:
-    """A page read from its codes, and the arguments of a call with the codes."""
+    """A page of the numbers read from codes, and the arguments of a call with the codes."""
     batch, kv_heads, slots = 2, 2, 20
     random = torch.Generator().manual_seed(seed)
     kept = [[20, 7], [0, 13]]
@@ -496,7 +497,7 @@ def test_decode_of_quantised_slots(
     given.extras |= {"softcap": softcap, "scaling": head_dim**-0.5}
     got = decode(*arguments, **given.extras, splits=splits, block=16)
     close(given, got, reference(given))
-    # One side alone.
+    # Here only the values are quantised.
     mixed = (arguments[0], given.keys, *arguments[2:])
     close(given, decode(*mixed, **given.extras, block=32), reference(given))
 
@@ -523,7 +524,7 @@ def test_quantised_slots_with_16_bit_queries(bits: int, dtype: torch.dtype) -> N
 def new_tokens(
     given: Page, seed: int, mass: bool, strided: bool
 ) -> tuple[tuple[Tensor, Tensor], dict[str, Any], list[list[Slots]]]:
-    """Keys and values of new tokens, what else belongs to them, and each head's as slots."""
+    """Keys and values of new tokens, their other arguments, and each head's tokens as slots."""
     random = torch.Generator().manual_seed(seed)
     batch, kv_heads = given.start.shape
     number = given.queries.shape[2]
@@ -534,7 +535,7 @@ def new_tokens(
         pair.append(new if strided else new.contiguous())
     more: dict[str, Any] = {}
     masses = torch.ones(batch, kv_heads, number)
-    if mass:  # padding, as all heads of a row have it
+    if mass:  # padding is the same in all heads of a row
         masses = (torch.rand(batch, 1, number, generator=random) < 0.8).float()
         masses = masses.expand(batch, kv_heads, number)
         more["new_mass"] = on(masses)
@@ -664,7 +665,7 @@ def test_walk_has_the_signs_of_the_plain_walk(
 
 
 def test_walk_follows_the_sum_and_not_coins() -> None:
-    # A threshold so low that the sum decides: equal vectors take turns. Two panels, then two more.
+    # With so low a threshold the sum decides, and signs of equal vectors alternate, over 4 panels.
     ones = on(torch.ones(2, 50, 3))
     vectors = Lifted(ones, ones, 1.0, on(torch.zeros(2)))
     coins = on(torch.full((2, 50), 0.5, dtype=torch.float64))
@@ -766,7 +767,7 @@ def test_nearest_centres_and_their_sums(
 
 def test_nearest_is_that_of_k_means_and_the_first_of_equal_ones() -> None:
     random = torch.Generator().manual_seed(0)
-    # Integers, so that nothing is rounded and many are equally near.
+    # Integers, so that nothing is rounded and many centres are equally near.
     keys = torch.randint(-3, 4, (3, 90, 5), generator=random).float()
     centres = torch.randint(-3, 4, (3, 40, 5), generator=random).float()
     wanted = (keys.unsqueeze(2) - centres.unsqueeze(1)).square().sum(-1)
@@ -1070,7 +1071,7 @@ def test_kernels_compile(target: int, tmp_path: Path) -> None:
 
 
 def launches(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> list[str]:
-    """Notes every call of a kernel's function, and lets the package choose it."""
+    """The names of all later calls of a kernel's function, which the package may now choose."""
     found: list[str] = []
     kernel = importlib.import_module(f"kvsketch.kernels.{module}")
     launch = getattr(kernel, name)
@@ -1104,7 +1105,7 @@ def test_balancing_is_the_kernel_s_where_there_is_one(
 def test_k_means_is_the_kernel_s_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     random = torch.Generator().manual_seed(0)
     keys, weight = torch.randn(3, 90, 12, generator=random), torch.rand(3, 90, generator=random)
-    count = torch.tensor([20, 7, 11])  # centres that there are not in all rows
+    count = torch.tensor([20, 7, 11])  # rows differ in their number of centres
     with monkeypatch.context() as patch:
         patch.setattr(triton_support, "DEVICES", set())
         plain = kmeans.group_keys(on(keys), on(weight), on(count), 3)

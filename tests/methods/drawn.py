@@ -1,4 +1,4 @@
-"""What tests of methods draw, and what all of them hold a method to."""
+"""Random inputs for the tests of methods, and checks that hold for every method."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ BATCH, HEADS, DIM = 2, 2, 4
 
 
 def case(seed, n, padding=0, weighted=False):
-    """Slots in float64, values one wider than keys; which tokens of a row are live (the first row
-    is padded); queries of two heads for each KV head."""
+    """Slots in float64 whose values have one number more than the keys, the tokens that are live
+    (the first row starts with padding), and the queries of two heads for each KV head."""
     g = torch.Generator().manual_seed(seed)
     mass = 1 + torch.randint(3, (BATCH, HEADS, n), generator=g).double() if weighted else None
     slots = Slots(
@@ -31,8 +31,8 @@ def case(seed, n, padding=0, weighted=False):
 
 
 def streamed(method, slots, observed, options=None):
-    """The slots of a stream after a prompt of 30 tokens and after each later token, which come one
-    at a time. It keeps 20 slots and a buffer of 4, its first two tokens and its last."""
+    """Yield the slots of a stream after a prompt of 30 tokens and after each decoded token. The
+    budget is 20 slots and the buffer 4; the first two tokens and the newest must be kept."""
     stream = Stream(windowed(method, 2, 4, options=options), Budget(20), 4)
     for start, count in ((0, 30), *((i, 1) for i in range(30, slots.count))):
         stream.extend(slots.narrow(start, count))
@@ -46,6 +46,6 @@ def streamed(method, slots, observed, options=None):
 
 
 def check_stream(method, slots, observed, options=None):
-    """What ``streamed`` holds a stream to, to its end."""
+    """Run ``streamed``, with its checks, over all tokens."""
     for _ in streamed(method, slots, observed, options):
         pass

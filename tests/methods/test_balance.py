@@ -1,4 +1,5 @@
-"""BalanceKV: the walk, SoftmaxBalance, merge-and-reduce, value-norm buckets; our pair halvings."""
+"""BalanceKV (the walk, SoftmaxBalance, merge-and-reduce, buckets of value norms), and the halvings
+of pairs."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def test_walk_equals_the_printed_loop(seed, n, constant):
 
 
 def test_walk_beats_independent_signs():
-    """With a small constant the signed sum stays bounded while random signs grow like sqrt(n)."""
+    """With a small constant the signed sum has a far smaller standard deviation than the sqrt(n)
+    of independent signs."""
     vectors = torch.ones(200, 1000, 1, dtype=torch.float64)
     signs, failed = self_balancing_walk(
         vectors, 1.0, 0.1, constant=1.0, generator=torch.Generator().manual_seed(0)
@@ -89,7 +91,8 @@ def test_walk_failure_is_surfaced():
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 9999), n=st.integers(1, 150))
 def test_balance_hands_over_the_true_inner_products(seed, n):
-    """The rule sees <signed sum, v> and |v|^2, across panels, for plain and lifted vectors."""
+    """The rule is called with <signed sum, v> and |v|^2, across panels, for plain and for lifted
+    vectors."""
     g = torch.Generator().manual_seed(seed)
     keys = torch.randn(2, n, 3, generator=g, dtype=torch.float64)
     values = torch.randn(2, n, 2, generator=g, dtype=torch.float64)
@@ -127,8 +130,9 @@ def discrepancy(slots, half, queries):
 
 
 def test_softmax_balance_keeps_the_smaller_side_and_the_bound_of_theorem_3_2():
-    """300 heads: at most half kept; discrepancy below sqrt(s) sqrt(2c^2/(2c-1) ln(2s/delta)) e^...
-    (the constant of the O(), by the walk's sub-Gaussian spread) in all but delta of the runs."""
+    """Each of 300 heads keeps at most half its tokens, and at most a share delta of the
+    discrepancies exceeds sqrt(s) sqrt(2c^2/(2c-1) ln(2s/delta)) e^... (the constant of the O()
+    follows from the walk's sub-Gaussian spread)."""
     n, dim, delta = 128, 4, 0.05
     slots = tokens(1, n, heads=300, dim=dim, spread=0.5)
     queries = torch.randn(1, 300, 3, dim, generator=torch.Generator().manual_seed(2)) * 0.5
@@ -150,8 +154,8 @@ def test_softmax_balance_keeps_the_smaller_side_and_the_bound_of_theorem_3_2():
 
 
 def test_softmax_balance_on_ones_balances_the_mass():
-    """With values of width 0 the walk runs on (k, 1), the denominator's instance: with a small
-    constant, equal keys split almost evenly."""
+    """With values of width 0 the walk runs on (k, 1), as for the denominator: with a small
+    constant, equal keys are split more evenly than by coin flips."""
     slots = Slots(torch.zeros(1, 200, 64, 3), torch.zeros(1, 200, 64, 0))
     half = SoftmaxBalance(seed=0, constant=0.5, delta=0.5).half(slots)
     fair = SoftmaxBalance(seed=0, constant=1e6).half(slots)
@@ -206,7 +210,8 @@ def test_halving_to_any_budget_preserves_the_mass(name, seed, n, budget):
 
 @pytest.mark.parametrize("name", ["kernel_halving", "greedy_halving"])
 def test_pair_halvings_beat_coin_flips(name):
-    """Discrepancy over 200 heads of clustered tokens, against one of each pair at random."""
+    """Over 200 heads, whose values lie around a mean, the discrepancy is smaller than that of a
+    random choice from each pair."""
     g = torch.Generator().manual_seed(0)
     n, heads, dim = 128, 200, 8
     keys = 0.7 * torch.randn(1, heads, n, dim, generator=g)
@@ -224,7 +229,7 @@ def test_pair_halvings_beat_coin_flips(name):
 
 
 def test_kernel_halving_is_a_fair_choice():
-    """Each of a pair is kept equally often: 4,000 heads, chi-square."""
+    """Over 4,000 heads every token is kept equally often (chi-square test)."""
     slots = tokens(0, 16, heads=1).map(lambda x: x.expand(1, 4000, *x.shape[2:]).contiguous())
     for name in ("kernel_halving", "balancekv"):
         half = HALVINGS[name](seed=5).half(slots)
@@ -238,12 +243,12 @@ def test_greedy_takes_the_smaller_residual():
     for seed in range(8):
         half = GreedyHalving(seed=seed).half(slots)
         found.add(tuple(half.of(slots).values.flatten().tolist()))
-    # whichever the coin keeps of (3, 0), the larger 5 goes to the other side, 1 evens out
+    # whichever of (3, 0) the coin keeps, 5 goes to the other side, and then 1 to the first side
     assert found == {(3.0, 0.0, 1.0), (0.0, 5.0, 0.0)}
 
 
 def schedule(j, t, top):
-    """Algorithm 3 by the letter: batch counts per level after j tokens, half batches as t/2."""
+    """Algorithm 3 as printed: the number of slots in every level after j tokens."""
     levels = [0] * 40
     for step in range(1, j + 1):
         levels[0] += 1
@@ -294,7 +299,8 @@ def test_memory_is_t_per_level():
 
 
 def test_merge_and_reduce_of_merged_streams():
-    """Levels of a merged sketch hold whole batches at most, and every token once."""
+    """Every level of a merged sketch has fewer slots than a batch, and the mass is the number of
+    tokens of both."""
     for left, right in ((37, 90), (64, 64), (5, 300), (300, 5)):
         a = MergeReduce("kernel_halving", batch_size=16, seed=1)
         b = MergeReduce("kernel_halving", batch_size=16, seed=2)
@@ -311,7 +317,7 @@ def test_merge_and_reduce_of_merged_streams():
 
 @pytest.mark.parametrize("kind", ["merge_reduce", "balancekv_streaming"])
 def test_merged_halves_err_like_one_sketch(kind):
-    """Kolmogorov-Smirnov on 1,000 heads."""
+    """Over 1,000 heads the errors have the same distribution (Kolmogorov-Smirnov test)."""
     heads, n = 1000, 256
     slots = tokens(4, n, heads=1).map(lambda x: x.expand(1, heads, *x.shape[2:]).contiguous())
     queries = torch.full((1, heads, 1, 4), 0.3)
@@ -332,8 +338,8 @@ def test_merged_halves_err_like_one_sketch(kind):
 
 
 def test_buckets_hold_values_by_norm():
-    """Bucket i holds 2^(i-1) <= |v| < 2^i; zero values enter only the denominator; what is kept
-    of each bucket is balanced on its own."""
+    """Bucket i contains the values with 2^(i-1) <= |v| < 2^i; values of zero enter only the
+    denominator."""
     g = torch.Generator().manual_seed(0)
     norms = torch.tensor([0.0, 0.6, 1.0, 1.9, 3.0, 7.5]).repeat(8)
     values = torch.tensor([0.0, 1.0, 0.0]) * norms.view(1, 1, -1, 1)
@@ -350,7 +356,8 @@ def test_buckets_hold_values_by_norm():
 
 
 def test_small_buckets_are_erased_and_stay_so():
-    """Line 9, with 2n: a bucket below eps/(2n) e^(-r^2/sqrt d) v_max goes, for good."""
+    """Line 9, with 2n: a bucket below eps/(2n) e^(-r^2/sqrt d) v_max is erased, and later values
+    of its size are dropped."""
     keys = torch.zeros(1, 1, 1, 4)
     sketch = BalanceKVStreaming(r=1.0, batch_size=8, eps=0.5, max_tokens=8)
     limit = 0.5 / 16 * math.exp(-0.5)  # times v_max
@@ -388,7 +395,7 @@ def test_refusal_leaves_the_sketch_as_it_was():
     recorded = BalanceKVStreaming(r=3.0, batch_size=4)
     recorded.extend(tokens(1, 20, spread=9.0))
     assert int(recorded.failures.min()) > 0
-    # a walk that fails in the middle of a chunk, after earlier batches were halved already
+    # this walk fails in the middle of a chunk, after earlier batches were halved
     fragile = MergeReduce(
         "softmax_balance",
         batch_size=16,

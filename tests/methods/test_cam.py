@@ -1,6 +1,6 @@
-"""CaM against its rules, one head and one token at a time in float64.
+"""CaM equals its rules, computed for one head and one token at a time in float64.
 
-That it merges as kvpress's own code does: tests/benchmarks/test_peers.py."""
+tests/benchmarks/test_peers.py checks that it merges as kvpress does."""
 
 from __future__ import annotations
 
@@ -80,12 +80,13 @@ def test_kept_tokens_before_all_that_goes_are_what_they_were():
     assert torch.equal(out.values[:, :, :10], slots.values[:, :, :10])
     assert torch.equal(out.values[:, :, 14:], slots.values[:, :, 24:])
     changed = (out.values[:, :, 10:14] != slots.values[:, :, 20:24]).any(-1)
-    assert bool(changed.all())  # ten tokens with odds of a half
+    assert bool(changed.all())  # each of ten tokens is merged with probability 1/2
     assert out.mass is None
 
 
 def test_a_row_that_loses_nothing_draws_as_often_as_its_neighbours():
-    """A row with padding fits its budget, at first: its numbers later are those it has alone."""
+    """A padded row that fits its budget loses nothing at the first compression; at the second its
+    random numbers are those that it has alone."""
     padded, _, _ = case(5, 30, padding=15)
     full, _, _ = case(6, 30)
     score = torch.rand(BATCH, HEADS, 30, generator=torch.Generator().manual_seed(1))
@@ -108,7 +109,7 @@ def test_a_token_of_no_attention_goes_nowhere_and_one_of_all_goes_always():
     score = torch.tensor([[[0.0, 5.0, 0.0, 0.0]]])
     slots = Slots(keys, values, score=score)
     for seed in range(5):
-        # the recent window stays; the others' mean attention is 0
+        # the two recent tokens stay, and their mean attention is 0
         out = CaM(2, seed)(slots, 2, recent=2, scored=True, fit=False)
         assert out.values.flatten().tolist() == [5.0, 5.0]
 

@@ -1,6 +1,6 @@
-"""ChunkKV and LagKV against their rules, one head and one token at a time in float64.
+"""ChunkKV and LagKV equal their rules, computed for one head and one token at a time in float64.
 
-That they keep the tokens of kvpress's own code: tests/benchmarks/test_peers.py."""
+tests/benchmarks/test_peers.py checks that they keep the tokens that kvpress keeps."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def case(seed, n, padding=0, dead=0.0, weighted=False):
 
 
 def positions(kept, row, head, own):
-    """Positions of a head's live slots."""
+    """The positions of a head's live slots."""
     live = kept.masses()[row, head, :own] > 0
     return kept.positions[row, head, :own][live].long().tolist()
 
 
 def best_chunks(tokens, score, chunk, room):
-    """Whole chunks in the order of their mean, then tokens of the next one by their own score."""
+    """Whole chunks in the order of their mean score, then the best tokens of the next chunk."""
     parts = [tokens[i : i + chunk] for i in range(0, len(tokens), chunk)]
     parts.sort(key=lambda part: -sum(score[t] for t in part) / len(part))
     kept = []
@@ -77,7 +77,7 @@ def test_chunkkv_is_its_definition(seed, n, chunk, sink, recent, padding, by_hea
         slots, budget if by_head else int(budget[0, 0]), observed, sink=sink, recent=recent
     )
     scores = make("snapkv").__class__(window=4, kernel_size=3).observe(slots, observed).score
-    shared = scores.double().mean(1)  # the same chunks in every head
+    shared = scores.double().mean(1)  # every head keeps the same chunks
     for row in range(BATCH):
         tokens = live[row].nonzero().flatten().tolist()
         for head in range(HEADS):
@@ -93,8 +93,8 @@ def test_chunkkv_is_its_definition(seed, n, chunk, sink, recent, padding, by_hea
 
 
 def test_heads_that_hold_different_slots_go_by_their_own_scores():
-    """The mean over heads of slots that stand at the same place, but for different tokens, says
-    nothing: with a budget for each head, heads diverge."""
+    """Where heads have budgets of their own, slots at the same place are of different tokens. They
+    then get their own scores, and not their mean over heads."""
     slots, _, observed = case(1, 40)
     plain = windowed("snapkv", 0, 4, options={"window": 4})
     chunks = windowed("chunkkv", 0, 4, options={"window": 4, "chunk": 5})
@@ -108,7 +108,7 @@ def test_heads_that_hold_different_slots_go_by_their_own_scores():
 
 
 def lag_scores(keys, values, lag):
-    """Rank within its part for every token that has a whole part behind it, else None."""
+    """The rank of every token within its part, or None if no whole part follows it."""
     n = len(keys)
     found = [None] * n
     for start in range(0, n - 2 * lag + 1, lag):
@@ -136,7 +136,7 @@ def lag_scores(keys, values, lag):
 )
 def test_lagkv_is_its_definition(seed, n, lag, sink, recent, dead, by_head, data):
     slots, live, _ = case(seed, n, min(5, n - 1) if dead else 0, dead, weighted=seed % 2 == 1)
-    slots.keys[:, :, n // 2 :, 1] = 0.5  # a channel that does not vary any more
+    slots.keys[:, :, n // 2 :, 1] = 0.5  # this channel is constant from here on
     sizes = st.integers(1, n - 1)
     budget = torch.tensor([[data.draw(sizes) for _ in range(HEADS)] for _ in range(BATCH)])
     if not by_head:

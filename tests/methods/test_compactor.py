@@ -1,4 +1,4 @@
-"""Compactor against its rule, one row at a time in float64, and its random numbers."""
+"""Compactor equals its rule, computed one row at a time in float64; its random projection."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def standard(rows):
 
 
 def row_scores(slots, observed, b, tokens, chunk, blending):
-    """Of the tokens given, ``[heads, tokens]``."""
+    """The scores of the given tokens, ``[num_key_value_heads, tokens]``."""
     attended, leverage = [], []
     for h in range(HEADS):
         mass = slots.masses()[b, h, tokens].double()
@@ -111,7 +111,8 @@ def test_later_tokens_are_scored_among_themselves_and_earlier_scores_stay():
 
 
 def test_the_projection_is_gaussian_and_its_own_in_every_head():
-    """Kolmogorov-Smirnov at significance 1e-3."""
+    """The projection is normally distributed (Kolmogorov-Smirnov test at significance 1e-3), heads
+    are uncorrelated, and a seed repeats it."""
     keys = torch.zeros(3, 4, 1, 64)
     method = Compactor(sketch=48, seed=2)
     drawn = method._gaussian(keys)
@@ -124,8 +125,8 @@ def test_the_projection_is_gaussian_and_its_own_in_every_head():
 
 
 def test_an_outlier_has_the_highest_leverage():
-    """With as many dimensions as keys have, the projection changes nothing; with fewer, an outlier
-    still stands out."""
+    """A projection to as many dimensions as keys have hardly changes leverage scores; with fewer,
+    an outlier still has the highest."""
     g = torch.Generator().manual_seed(0)
     keys = torch.randn(1, 2, 50, 16, generator=g)
     keys[:, :, 17] = 30 * torch.eye(16)[3]

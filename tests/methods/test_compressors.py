@@ -1,4 +1,4 @@
-"""The compressors: what each promises, on weighted, padded and degenerate input."""
+"""What every compressor guarantees, also on padded and degenerate input."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def random_slots(seed, n, dim=DIM, padding=0):
 
 
 def alive(slots):
-    """live() as a tensor, also where it says None for "all"."""
+    """``slots.live()`` as a tensor, also where it is None because all slots are live."""
     live = slots.live()
     return torch.ones(slots.keys.shape[:3], dtype=torch.bool) if live is None else live
 
@@ -67,7 +67,7 @@ def test_every_method_keeps_the_budget_and_its_windows(
         return
     kept_sink = min(sink, budget)
     kept_recent = min(recent, budget - kept_sink)
-    # row 1 has no padding: its sinks and recent tokens are there, untouched
+    # row 1 has no padding: its sinks and recent tokens are kept unchanged
     for part, original in (
         (out.narrow(0, kept_sink), slots.narrow(0, kept_sink)),
         (
@@ -75,7 +75,7 @@ def test_every_method_keeps_the_budget_and_its_windows(
             slots.narrow(n - kept_recent, kept_recent),
         ),
     ):
-        if method == "d2o":  # merges into whatever stays, these included
+        if method == "d2o":  # D2O merges into all kept tokens, also into these
             continue
         assert torch.equal(part.keys[1], original.keys[1])
         assert torch.equal(part.values[1], original.values[1])
@@ -102,8 +102,8 @@ def test_deepcopy_continues_the_random_stream():
 
 
 def test_uniform_is_unbiased_and_uniform_over_tokens():
-    """Chi-square at significance 1e-3 over 4,000 draws: after compressing twice (60 -> 30 -> 12)
-    every token survives equally often, and the total mass stays the number of tokens."""
+    """After compressing twice (60 -> 30 -> 12) every token survives equally often (chi-square test
+    at significance 1e-3 over 4,000 draws), and the total mass stays the number of tokens."""
     draws, n, kept = 1000, 60, 12
     index = torch.arange(n, dtype=torch.float32).expand(BATCH * draws, HEADS, n).unsqueeze(-1)
     slots = Slots(index, torch.ones_like(index))
@@ -179,7 +179,7 @@ def test_kcenter_is_the_greedy_traversal(seed, n, data):
         for h in range(HEADS):
             chosen = reference_k_center(keys[b, h], budget)
             assert sorted(chosen) == inserted[b, h].nonzero().flatten().tolist()
-            # insertion distances fall along the traversal
+            # insertion distances decrease along the traversal
             along = inserted[b, h, chosen]
             assert bool((along.diff() <= 1e-9).all())
 
@@ -187,7 +187,8 @@ def test_kcenter_is_the_greedy_traversal(seed, n, data):
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 999), n=st.integers(3, 14), data=st.data())
 def test_kcenter_radius_is_at_most_twice_the_best(seed, n, data):
-    """The greedy guarantee (Dyer and Frieze), against brute force over all center sets."""
+    """The greedy guarantee (Dyer and Frieze) holds; brute force over all sets of centers finds the
+    best radius."""
     from itertools import combinations
 
     budget = data.draw(st.integers(1, min(4, n - 1)))
@@ -199,8 +200,8 @@ def test_kcenter_radius_is_at_most_twice_the_best(seed, n, data):
 
 
 def test_kcenter_takes_few_fresh_tokens_in_without_a_new_traversal():
-    """Fresh tokens far from all centers come in, near-duplicates go: the covering radius after
-    the short way is within twice the radius of a new traversal."""
+    """After few fresh tokens were added without a new traversal, the covering radius is at most
+    twice that of a new traversal."""
     slots = random_slots(5, 200)
     compressor = make("kcenter")
     kept = compressor(slots, 100)

@@ -1,4 +1,5 @@
-"""CriticalKV against its rule, one head and one token at a time, and where W_O comes from."""
+"""CriticalKV equals its rule, computed for one head and one token at a time; where W_O comes
+from."""
 
 from __future__ import annotations
 
@@ -94,8 +95,8 @@ def test_it_is_its_definition(seed, n, sink, recent, padding, share, by_head, da
 
 
 def test_the_safeguard_is_for_heads_that_share_a_budget():
-    """Six tokens of 40 have the highest scores and values of nothing: of a budget of 30, a fifth
-    is theirs only where heads have budgets of their own."""
+    """Six of 40 tokens have the highest scores, but values of zero. They get their fifth of a
+    budget of 30 only where heads have budgets of their own."""
     g = torch.Generator().manual_seed(0)
     looked_at = torch.rand(BATCH, HEADS, 40, generator=g).argsort(-1) < 6
     values = (~looked_at).float().unsqueeze(-1).repeat(1, 1, 1, DIM + 1)

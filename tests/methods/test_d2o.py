@@ -1,4 +1,4 @@
-"""D2O against its rules, one head and one token at a time in float64."""
+"""D2O equals its rules, computed for one head and one token at a time in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cosine(a, b):
 
 
 def merged(slots, row, head, kept, lost, before, decay):
-    """Keys and values of the kept tokens afterwards, by token, and the new threshold."""
+    """The keys and values of the kept tokens after merging, by token, and the new threshold."""
     keys, means = slots.keys[row, head], slots.mean_values()[row, head]
     mass = slots.masses()[row, head]
     best = {i: max(kept, key=lambda j, i=i: cosine(keys[i], keys[j])) for i in lost}
@@ -97,7 +97,8 @@ def test_a_kept_token_into_which_nothing_goes_is_what_it_was():
 
 
 def test_tokens_unlike_all_others_are_dropped():
-    """Two evicted tokens: one is the double of a kept one, the other points away from all."""
+    """Of two evicted tokens, the one whose key is parallel to a kept key is merged into it; the one
+    whose key points away from all others is dropped."""
     keys = torch.tensor([[1.0, 0], [2, 0], [-1, -1], [0, 1]])[None, None]
     values = torch.arange(4.0)[None, None, :, None].expand(1, 1, 4, 3)
     slots = Slots(keys, values, score=torch.tensor([[[9.0, 1, 1, 9]]]))
@@ -175,9 +176,9 @@ def test_budgets_are_the_softmax_of_minus_the_spread(seed, layers, n, budget, wi
 
 def test_what_a_layer_cannot_use_goes_to_the_others_and_padding_says_nothing():
     even = torch.stack([torch.tensor([1.0, 2.0] * 10), torch.tensor([1.0, 2.0] * 10)])
-    even[1, 0] = 9.0  # heads differ: 0 and 1 on average a half
+    even[1, 0] = 9.0  # the normalized variances are 0 and 1, on average 1/2
     steep = even.clone()
-    steep = torch.cat([steep, steep[1:], steep[1:]])  # three of four heads vary most
+    steep = torch.cat([steep, steep[1:], steep[1:]])  # 0, 1, 1 and 1, on average 3/4
     found = by_variance([even, steep], 19, 0)
     assert int(found[0][0]) == 20
     assert int(found[1][0]) == 18

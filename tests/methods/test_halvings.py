@@ -1,4 +1,4 @@
-"""Halvings beside SoftmaxBalance against loops: pairs, rounds, and the greedy k-center."""
+"""Kernel and greedy halving equal loops over pairs; rounds of halving; the greedy k-center."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def tokens(seed, n, heads=2, dim=3):
 
 
 def gram_of_pairs(slots, head):
-    """Inner products of phi(k) (x) (u, g m), differences of neighbours; |u| and g m count alike."""
+    """Inner products of the differences of neighbours in phi(k) (x) (u, g m), with g such that u
+    and g m have the same norm over all slots."""
     keys, values, mass = (t[0, head] for t in (slots.keys, slots.values, slots.mass))
     weight = values.square().sum() / mass.square().sum()
     gram = torch.exp(keys @ keys.T * 3**-0.5) * (
@@ -37,8 +38,8 @@ def gram_of_pairs(slots, head):
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 999), pairs=st.integers(1, 60), delta=st.sampled_from([0.01, 0.5]))
 def test_kernel_halving_is_the_walk_of_kernel_thinning(seed, pairs, delta):
-    """Algorithm 1a of Dwivedi and Mackey with a = max(b sigma sqrt(2 log(2/delta)), b^2), one pair
-    at a time."""
+    """The choices are those of Algorithm 1a of Dwivedi and Mackey, one pair at a time, with
+    a = max(b sigma sqrt(2 log(2/delta)), b^2)."""
     slots = tokens(seed, 2 * pairs)
     half = KernelHalving(delta=delta).half(slots, STREAMS)
     for head in range(2):
@@ -82,8 +83,8 @@ def test_every_round_has_random_numbers_of_its_own(cls, monkeypatch):
 
 
 def test_the_lightest_are_halved_and_neighbours_are_pairs():
-    """Of 16 slots two of weight 1 and four of weight 2 lie among heavy ones; to lose three, those
-    six are halved, in the order of the tokens, and their weights double."""
+    """Two slots of weight 1 and four of weight 2 lie among ten of weight 8. To drop three slots,
+    those six are halved in the order of the tokens, and the weights of the kept ones double."""
     mass = torch.full((1, 1, 16), 8.0)
     for place, weight in ((1, 2.0), (4, 1.0), (6, 2.0), (9, 2.0), (11, 1.0), (14, 2.0)):
         mass[..., place] = weight
@@ -106,7 +107,7 @@ def test_the_lightest_are_halved_and_neighbours_are_pairs():
 
 
 def fresh_and_old(fresh, n=40):
-    """Slots with insertion distances but for the last ``fresh``."""
+    """Slots, and the insertion distances of all but the last ``fresh`` of them."""
     slots = tokens(1, n, heads=1)
     slots = Slots(slots.keys.float(), slots.values.float())
     score = 100 - torch.arange(float(n)).view(1, 1, n)
@@ -116,7 +117,7 @@ def fresh_and_old(fresh, n=40):
 
 @pytest.mark.parametrize(("fresh", "anew"), [(3, False), (10, False), (11, True)])
 def test_fresh_keys_get_their_distance_to_what_is_older(fresh, anew, monkeypatch):
-    """Up to a quarter of the slots; beyond that the traversal is done anew."""
+    """Up to a quarter of the slots may be fresh; beyond that the traversal is done anew."""
     slots, score = fresh_and_old(fresh)
     calls, original = [], kcenter.farthest_first
     monkeypatch.setattr(kcenter, "farthest_first", lambda *a: calls.append(a) or original(*a))
@@ -130,7 +131,8 @@ def test_fresh_keys_get_their_distance_to_what_is_older(fresh, anew, monkeypatch
 
 
 def test_a_chosen_duplicate_stays_ahead_of_what_was_not_chosen():
-    """Three places, the budget is five: of the copies two are chosen, the others count as 0."""
+    """Of nine keys at three places a budget of five takes two copies, whose insertion distances are
+    positive; those of the other copies are 0."""
     keys = torch.eye(3).repeat(3, 1).view(1, 1, 9, 3)
     inserted = kcenter.farthest_first(keys, None, 5)
     assert int((inserted > 0).sum()) == 5

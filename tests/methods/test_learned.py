@@ -1,4 +1,4 @@
-"""Scores of tokens that were not read again, from those that were."""
+"""Scores of tokens that were not read again are learned from those of tokens that were."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_what_values_tell_is_learned():
 
 
 def test_what_cannot_be_told_is_expected():
-    """Scores that nothing is to be learned from: all others get their mean, nearly."""
+    """Where scores depend neither on keys nor on values, all other tokens get about their mean."""
     slots, generator = made()
     known = torch.zeros(2, 2, 400)
     known[..., SAMPLE] = (torch.randn(2, 2, 100, generator=generator) - 3).exp()
     found = learned_scores(Slots(slots.keys, slots.values, score=known), SAMPLE).score
     mean = torch.tensor(-2.5).exp()
     assert (found[..., REST].mean(-1) / mean - 1).abs().max() < 0.5
-    assert (found[..., REST].log().std(-1) < 0.5).all()  # theirs is 1
+    assert (found[..., REST].log().std(-1) < 0.5).all()  # that of the known scores is 1
 
 
 def test_no_score_is_above_one():
@@ -85,7 +85,7 @@ def test_padding_is_nothing_to_learn_from():
 
 
 def test_what_a_seam_hides_is_told_too():
-    """A token in the sample whose own score is next to nothing, though others like it have one."""
+    """A token of the sample whose own score is almost 0 gets one from those with similar values."""
     slots, _ = made()
     truth = (slots.values[..., 0] * 0.3 - 3).exp()
     known = torch.zeros_like(truth)

@@ -1,4 +1,5 @@
-"""Merging methods and measured allocation: what is preserved, what is never worse, odd input."""
+"""Merging methods and measured allocation: what they preserve, what never gets worse, and unusual
+input."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def asked(seed, q, heads=4, dim=4, batch=2):
 
 
 def within(keys, groups):
-    """The k-means objective per row."""
+    """The k-means objective of every row."""
     sums = groups.sum(keys)
     size = groups.sum(torch.ones_like(keys[..., :1])).clamp(min=1)
     centers = (sums / size).gather(1, groups.index.unsqueeze(-1).expand_as(keys))
@@ -78,7 +79,7 @@ def test_long_inputs_are_grouped_in_blocks():
     padding=st.integers(0, 9),
 )
 def test_cluster_merge_loses_no_value_and_no_mass(seed, n, budget, padding):
-    """Sums of u and m are those of the tokens, also after merging twice."""
+    """The sums of u and m stay those of the tokens, also after merging twice."""
     live = torch.ones(2, 1, n, dtype=torch.bool)
     live[0, :, : min(padding, n - 1)] = False
     slots = tokens(seed, n).only(live)
@@ -91,8 +92,8 @@ def test_cluster_merge_loses_no_value_and_no_mass(seed, n, budget, padding):
 
 
 def reference_pairs(points, weight, count):
-    """``group_pairs`` of one row as a loop, in float64: a set of the groups of live slots, or
-    None."""
+    """``group_pairs`` of one row as a loop in float64: the set of groups of live slots, or None if
+    there are too few pairs."""
     points, weight = points.double().tolist(), weight.double().tolist()
     live = [i for i, w in enumerate(weight) if w > 0]
     cost, partner = {}, {}
@@ -141,7 +142,7 @@ def test_pairs_equal_a_loop(seed, n, share, dead):
             if weight[row, slot] > 0:
                 groups.setdefault(number, set()).add(slot)
         assert {frozenset(x) for x in groups.values()} == want
-        # dead slots stay by themselves while there is a group to spare
+        # dead slots are in groups of their own while there are groups to spare
         for slot, number in enumerate(members):
             if weight[row, slot] == 0 and len(groups) < count:
                 assert number not in groups
@@ -155,7 +156,7 @@ def test_pairs_equal_a_loop(seed, n, share, dead):
     share=st.sampled_from([0.1, 0.25, 0.5]),
 )
 def test_rounds_equal_a_loop(seed, n, kept, share):
-    """Merged slots go into the next round as their weighted mean, with the weight of all."""
+    """Merged slots enter the next round as their weighted mean, with the sum of their weights."""
     g = torch.Generator().manual_seed(seed)
     keys, values = torch.randn(2, 1, 1, n, 3, generator=g, dtype=torch.float64)
     mass = 0.5 + torch.rand(1, 1, n, generator=g, dtype=torch.float64)
@@ -197,7 +198,8 @@ def test_rounds_equal_a_loop(seed, n, kept, share):
     grouping=st.sampled_from(["pairs", "closest", "k-means"]),
 )
 def test_rows_with_a_count_of_their_own_are_grouped_as_alone(seed, n, data, grouping):
-    """Several blocks and rounds; rows of fewer slots than others, and rows that merge nothing."""
+    """Rows that differ in size and in count are grouped as each would be alone, over several blocks
+    and rounds, also where a row merges nothing."""
     g = torch.Generator().manual_seed(seed)
     rows = 4
     keys, values = torch.randn(2, 1, rows, n, 4, generator=g, dtype=torch.float64)
@@ -232,8 +234,8 @@ def test_rows_with_a_count_of_their_own_are_grouped_as_alone(seed, n, data, grou
 
 
 def test_a_group_of_one_is_what_it_was_and_others_stay_ahead():
-    """Bit for bit, in bfloat16 and with weights that rounding would show; slots ahead come first,
-    in each row as many as it has."""
+    """A group of one slot is unchanged bit for bit, in bfloat16 and with a weight by which it would
+    be rounded. Slots marked ``ahead`` come first, in each row as many as it has."""
     slots = tokens(0, 9)
     mass = 0.3 + torch.rand(2, 2, 9, generator=torch.Generator().manual_seed(1))
     slots = Slots(slots.keys.bfloat16(), slots.values.bfloat16(), mass, score=mass.clone())
@@ -298,7 +300,8 @@ def test_a_stream_fits_to_its_prompt_alone(bits, monkeypatch):
     dead=st.integers(0, 20),
 )
 def test_merging_pairs_keeps_count_mass_and_sums(seed, n, kept, distinct, dead):
-    """Also for identical keys, rows with dead slots, several blocks and several rounds."""
+    """The count, the mass and the sums of values are right, also for identical keys, rows with dead
+    slots, several blocks and several rounds."""
     live = torch.ones(2, 1, n, dtype=torch.bool)
     live[0, :, : min(dead, n - 1)] = False
     slots = tokens(seed, n)
@@ -323,7 +326,8 @@ def test_merging_pairs_keeps_count_mass_and_sums(seed, n, kept, distinct, dead):
 
 
 def test_one_round_merges_only_the_closest():
-    """A full page: what is not among the closest stays as it is, bit for bit."""
+    """When 100 slots are reduced to 95, as on a full page, at least 90 stay unchanged, bit for
+    bit."""
     slots = tokens(7, 100, heads=1, batch=1)
     kept = ClusterMerge()(slots, 95)
     same = (kept.keys[0, 0].unsqueeze(1) == slots.keys[0, 0].unsqueeze(0)).all(-1).any(1)
@@ -335,7 +339,8 @@ def test_one_round_merges_only_the_closest():
     "name", ["cluster_merge", pytest.param("heavy_merge", marks=pytest.mark.slow)]
 )
 def test_a_long_decode_stays_on_its_page(name):
-    """100,000 tokens one at a time: never more than budget + buffer slots, constant bytes."""
+    """Over 100,000 decoded tokens there are never more slots than budget + buffer, and the bytes
+    stay constant after the first compression."""
     n, budget, buffer = 100_000, 64, 8
     g = torch.Generator().manual_seed(0)
     keys, values, queries = torch.randn(3, n, 4, generator=g).view(3, 1, 1, n, 4)
@@ -361,7 +366,7 @@ def test_attention_of_decoded_queries_is_snapkvs():
     g = torch.Generator().manual_seed(0)
     slots = tokens(3, 90)
     some = 3 * torch.rand(2, 2, 90, generator=g) + 0.1
-    # the last: some queries see nothing that is alive
+    # with the last masses some queries see no live slot
     for mass in (None, some, some * (torch.arange(90) >= 40)):
         weighted = Slots(slots.keys, slots.values, mass)
         for q in (1, 8, 63):
@@ -373,7 +378,8 @@ def test_attention_of_decoded_queries_is_snapkvs():
 
 
 def test_equal_keys_merge_without_error():
-    """Tokens in groups of equal keys: as many slots as groups answer exactly."""
+    """Tokens with seven different keys are reduced to twelve slots without an error, and those of
+    ClusterMerge answer exactly."""
     g = torch.Generator().manual_seed(1)
     centers = 5 * torch.randn(1, 2, 7, 4, generator=g)
     slots = Slots(centers[:, :, torch.arange(70) % 7], torch.randn(1, 2, 70, 4, generator=g))
@@ -388,7 +394,8 @@ def test_equal_keys_merge_without_error():
 
 @pytest.mark.parametrize("name", ["cluster_merge", "heavy_merge"])
 def test_odd_input_has_defined_results(name):
-    """Identical tokens, one token, a budget above n, clusters nobody attends to."""
+    """Identical tokens, a single token, a budget of all tokens and clusters to which no query
+    attends have defined results."""
     same = Slots(torch.ones(1, 2, 30, 4), torch.full((1, 2, 30, 4), 2.0))
     queries = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
     observed = Observed(queries, 0.5)
@@ -412,8 +419,8 @@ def test_odd_input_has_defined_results(name):
 
 
 def test_a_singular_fit_changes_nothing_harmful():
-    """The same query over and over: the Gram matrix has rank one, results stay finite and the
-    answer to that query is right."""
+    """With one query repeated, the Gram matrix has rank one: results stay finite, and the answer to
+    that query is not worse than without the fit."""
     slots = tokens(3, 50, batch=1)
     queries = torch.randn(1, 2, 1, 4).expand(1, 2, 40, 4).contiguous()
     observed = Observed(queries, 0.5)
@@ -428,8 +435,8 @@ def test_a_singular_fit_changes_nothing_harmful():
 
 
 def test_correction_helps_on_queries_it_was_fitted_to_and_on_held_out_ones():
-    """Over 40 heads, on fresh queries of the same kind: the mean error falls, and it falls in at
-    least nine heads of ten."""
+    """Over 40 heads and fresh queries of the same kind, the mean error falls by 5% or more, and the
+    error falls in at least nine heads of ten."""
     g = torch.Generator().manual_seed(0)
     keys = torch.randn(40, 1, 200, 8, generator=g)
     slots = Slots(keys, torch.randn(40, 1, 200, 8, generator=g) + 0.5)
@@ -445,7 +452,7 @@ def test_correction_helps_on_queries_it_was_fitted_to_and_on_held_out_ones():
 
 
 def test_heavy_tokens_stay_exact():
-    """Tokens that get most attention are there, untouched, with mass 1."""
+    """Tokens that get most attention are kept unchanged, with mass 1."""
     slots = tokens(5, 60, batch=1)
     keys = slots.keys.clone()
     queries = torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(1))
@@ -458,18 +465,19 @@ def test_heavy_tokens_stay_exact():
 
 
 def stays(slots, kept, place):
-    """Whether every head keeps a token as it was."""
+    """Whether every head keeps the token at ``place`` unchanged."""
     found = (kept.values == slots.values[:, :, place : place + 1]).all(-1)
     return bool((found & (kept.masses() == 1)).any(-1).all())
 
 
 def test_distinct_keys_stay_exact_without_attention():
-    """Tokens with keys opposite to all others, which no query attends to, stay, beside the most
-    attended ones; by attention alone they do not, nor after a second reading."""
+    """Tokens with keys opposite to all others, to which no query attends, stay beside the most
+    attended ones. With ``distinct=False`` they do not, and after a second reading ``distinct``
+    changes nothing."""
     g = torch.Generator().manual_seed(2)
     keys = 0.1 * torch.randn(1, 2, 60, 4, generator=g)
     keys[..., 0] += 3.0
-    # Three tokens of each kind, which are merged if nothing keeps them apart.
+    # Three tokens of each kind, which would be merged with each other.
     distinct, attended = [20, 21, 22], [40, 41, 42]
     keys[:, :, distinct] = torch.tensor([-3.0, 0.1, 0.0, 0.0])
     keys[:, :, attended] = torch.tensor([9.0, 0.0, 0.0, 0.1])
@@ -493,8 +501,8 @@ def test_distinct_keys_stay_exact_without_attention():
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 9999), n=st.integers(1, 30))
 def test_two_orders_in_turn(seed, n):
-    """The first of the one, the first of the other, the second of the one, ... without those that
-    are there already."""
+    """The result is the first of one order, the first of the other, the second of the one and so
+    on, without repeats."""
     g = torch.Generator().manual_seed(seed)
     first, second = (torch.rand(3, n, generator=g).argsort(1) for _ in range(2))
     for row, other, found in zip(first, second, _in_turn(first, second), strict=True):
@@ -503,9 +511,10 @@ def test_two_orders_in_turn(seed, n):
 
 
 def test_a_fit_is_checked_on_later_queries():
-    """The prompt's last queries are of another kind than those before them: what fits the first
-    half does not help the second, and nothing is changed. Queries of a second reading come from the
-    whole context, so that every second one of them is checked."""
+    """If a prompt's last queries are of another kind than those before, a fit to the first half
+    does not help the second, and more than 40% of the heads stay unchanged. Of a second reading,
+    whose queries come from the whole context, the fit is checked on every second query, and more
+    than 90% of the heads change."""
     g = torch.Generator().manual_seed(5)
     slots = Slots(*(torch.randn(20, 1, 200, 8, generator=g) for _ in range(2)))
     base = 1.5 * torch.randn(2, 20, 1, 1, 8, generator=g)
@@ -530,7 +539,7 @@ def test_streaming_keeps_total_mass_through_many_compressions():
     for layer in cache.layers:
         assert float(layer.stream.held.double().mean()) <= 41
         mass = layer.stream.slots.masses().sum(-1)
-        assert float((mass - 179).abs().max()) < 0.1 * 179  # a correction may move it a little
+        assert float((mass - 179).abs().max()) < 0.1 * 179  # a fit may change it a little
 
 
 @pytest.mark.parametrize(
@@ -558,8 +567,8 @@ KEPT = torch.tensor([0.05, 0.1, 0.25, 0.5, 1.0], dtype=torch.float64)
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 9999), budget=st.floats(0.06, 1.0))
 def test_allocation_spends_the_budget_and_beats_the_same_everywhere(seed, budget):
-    """For convex falling curves the measured error of the allocation is at most that of uniform
-    levels of the same total, and the mean share is 1."""
+    """For convex falling curves the error of the allocation is at most that of the highest measured
+    level within the budget, the same in all heads, and the mean share is 1."""
     g = torch.Generator().manual_seed(seed)
     scale = torch.rand(3, 4, 1, generator=g, dtype=torch.float64) ** 3
     rate = 1 + 9 * torch.rand(3, 4, 1, generator=g, dtype=torch.float64)
@@ -597,8 +606,8 @@ def test_budget_below_the_lowest_level_is_named():
 
 
 def test_measured_schedule_goes_into_a_cache():
-    """End to end on a real model: curves fall to 0, the schedule is accepted, memory is the same
-    and heads differ."""
+    """Curves measured with a model fall to 0. A cache takes their schedule, keeps as many slots as
+    without it, and gives heads different shares."""
     model = build("llama")
     g = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 100, (1, 160), generator=g) for _ in range(2)]
@@ -684,7 +693,8 @@ def test_compression_time_is_a_share_of_a_prefill():
     spare=st.integers(0, 3),
 )
 def test_every_slot_is_in_one_block(sizes, spare):
-    """Also of rows so long that as many blocks of the size rounded up would end behind them."""
+    """Every slot of a row is in exactly one block, also in rows so long that as many blocks of the
+    rounded-up size would end behind them."""
     rows, width = torch.arange(len(sizes)), max(sizes) + spare
     blocks = Blocks.of(rows, torch.tensor(sizes), width)
     assert int(blocks.column.max()) < len(sizes) * width

@@ -1,4 +1,5 @@
-"""Query-aware compressors and key-only ones against their definitions in float64, term by term."""
+"""Compressors that need queries, and those that use only keys, equal their definitions, computed
+term by term in float64."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ TOLERANCE = {"rtol": 1e-3, "atol": 1e-6}
 
 
 def case(seed, n, q, group=1, weighted=False, padding=0, softcap=None, alibi=False):
-    """Slots and queries of the newest q tokens. ``padding`` dead tokens lead row 0; weighted slots
-    have masses 0 (with a value-sum: a numerator sample), 1 and 2.5."""
+    """Slots, and the queries of the newest q tokens. Row 0 starts with ``padding`` dead tokens;
+    weighted slots have masses 0 (and values: a sample of the numerator), 1 and 2.5."""
     g = torch.Generator().manual_seed(seed)
     mass = None
     if weighted:
@@ -46,7 +47,7 @@ def case(seed, n, q, group=1, weighted=False, padding=0, softcap=None, alibi=Fal
 
 
 def attention(slots, observed):
-    """float64 ``[batch, kv_heads, group, q, n]``, every entry by its own formula."""
+    """Attention, float64 ``[batch, num_key_value_heads, group, q, n]``, one query at a time."""
     queries = observed.queries.double().unflatten(1, (HEADS, -1))
     mass = slots.masses().double()
     n, q = slots.count, queries.shape[3]
@@ -104,7 +105,7 @@ def tova_score(slots, observed):
 
 
 def averaged_score(slots, observed):
-    """Every token's queries were observed: n of them."""
+    """The score if the queries of all n tokens were observed."""
     matrix = attention(slots, observed).mean(2)
     out = torch.zeros(BATCH, HEADS, slots.count, dtype=torch.float64)
     for b in range(BATCH):
@@ -115,7 +116,7 @@ def averaged_score(slots, observed):
 
 
 def expected_score(slots, observed, window):
-    """With mean vector and covariance matrix of the queries."""
+    """The score from the mean vector and the covariance matrix of the queries."""
     out = torch.zeros(BATCH, HEADS, slots.count, dtype=torch.float64)
     queries = observed.queries.double() * observed.scaling
     group = queries.shape[1] // HEADS
@@ -134,14 +135,14 @@ def expected_score(slots, observed, window):
 
 
 def newest(slots, observed, start, stop):
-    """What an observation of tokens start..stop alone would see."""
+    """The slots and queries of an observation of tokens ``start`` to ``stop``."""
     live = None if observed.live is None else observed.live[:, start:stop]
     part = replace(observed, queries=observed.queries[:, :, start:stop], live=live)
     return slots.narrow(0, stop), part
 
 
 def streamed(compressor, slots, observed, cuts):
-    """Fold the queries of all tokens in chunks that end at ``cuts``."""
+    """The score after the queries of all tokens were observed in chunks that end at ``cuts``."""
     score, start = None, 0
     for stop in sorted({*cuts, slots.count}):
         seen, part = newest(slots, observed, start, stop)
@@ -189,7 +190,7 @@ def test_snapkv_is_its_definition(window, kernel, data, **drawing):
 @given(**CASES)
 def test_tova_is_its_definition(data, **drawing):
     slots, observed = drawn(data=data, **drawing)
-    # whatever was seen before leaves no trace
+    # earlier scores have no effect
     seen = replace(slots, score=torch.ones(slots.keys.shape[:3]))
     actual = make("tova").observe(seen, observed).score
     torch.testing.assert_close(actual.double(), tova_score(slots, observed), **TOLERANCE)
@@ -198,9 +199,9 @@ def test_tova_is_its_definition(data, **drawing):
 @settings(max_examples=40, deadline=None)
 @given(**CASES)
 def test_observed_attention_is_its_definition(data, **drawing):
-    drawing["weighted"] = False  # its counts are of tokens
+    drawing["weighted"] = False  # the score is divided by numbers of tokens, not by masses
     slots, observed = drawn(data=data, whole=True, **drawing)
-    # padding in between too, as between the turns of a chat
+    # there is padding between tokens, too, as between the turns of a chat
     g = torch.Generator().manual_seed(drawing["seed"])
     real = torch.rand(BATCH, slots.count, generator=g) < 0.7
     real[:, -1] = True
@@ -221,8 +222,8 @@ def test_expected_attention_is_its_definition(window, data, **drawing):
 
 
 def test_later_queries_update_an_expected_score_in_proportion():
-    """Three new queries of a window of 10: 0.9^3 of an old slot's score stays; the three new slots
-    have none and take the new score whole."""
+    """With three new queries and a window of 10, 0.9^3 of an old slot's score stays; the three new
+    slots have no earlier score and get the new one."""
     slots, observed = case(0, 12, 3, group=2)
     old = torch.rand(BATCH, HEADS, 12, generator=torch.Generator().manual_seed(1))
     compressor = METHODS["expected_attention"](window=10)
@@ -287,9 +288,9 @@ def test_folding_a_stream_equals_one_look(seed, n, padding, cuts, method):
     cuts=st.sets(st.integers(1, 13), max_size=4),
 )
 def test_snapkv_folds_a_prompt_and_then_tokens_in_any_groups(seed, window, prompt, sizes, cuts):
-    """Chunks of a prompt whose last has room for the window give the prompt's own score; decoded
-    tokens give the same in groups (smaller than the window) as one by one. Without pooling: in a
-    stream neighbours change sides of the window's edge."""
+    """Chunks of a prompt give the score of the whole prompt if the last one contains the window;
+    decoded tokens give the same score in groups smaller than the window as one by one. This is
+    without pooling, since in a stream neighbours can be on different sides of the window's edge."""
     compressor = METHODS["snapkv"](window=window, kernel_size=1)
     sizes = [size for size in sizes if size < window]
     n = prompt + sum(sizes)
@@ -323,9 +324,9 @@ def test_blocks_of_queries_change_nothing(method, monkeypatch):
 
 @pytest.mark.parametrize("method", QUERY_AWARE)
 def test_no_matrix_of_queries_times_slots(method, monkeypatch):
-    """No block of scores is larger than allowed, whatever the prompt."""
+    """No block of scores is larger than allowed."""
     slots, observed = case(0, 300, 300, group=2)
-    allowed = 8 * 300 * 16  # of 8 heads and rows: 16 queries of 300
+    allowed = 8 * 300 * 16  # 16 of 300 queries, for 4 query heads of 2 rows
     monkeypatch.setattr(slots_module, "_BLOCK_SCORES", allowed)
     sizes = []
     usual = torch.Tensor.view
@@ -342,7 +343,7 @@ def test_no_matrix_of_queries_times_slots(method, monkeypatch):
 
 @pytest.mark.parametrize("method", QUERY_AWARE)
 def test_padding_changes_no_score(method):
-    """A row with padding scores its live tokens as it does alone."""
+    """The live tokens of a padded row get the scores that they get without the padding."""
     slots, observed = case(4, 40, 40, group=2, padding=9)
     padded = make(method).observe(slots, observed).score[:1, :, 9:]
     alone, queries = slots.narrow(9, 31), observed.queries[:, :, 9:]
@@ -408,7 +409,7 @@ def test_knorm_and_keydiff_are_their_definitions(seed, n, weighted, padding, dat
             direction = keys / keys.norm(dim=-1, keepdim=True)
             anchor = (slots.masses()[b, h].double()[:, None] * direction).sum(0)
             by_norm = sorted(at, key=lambda i: float(keys[i].norm()))[:budget]
-            dead = budget - len(by_norm)  # padding leads, and is kept where live slots are few
+            dead = budget - len(by_norm)  # padding comes first, and is kept if live slots are few
             assert torch.equal(norms.keys[b, h, dead:], slots.keys[b, h, sorted(by_norm)])
             least = (direction[at] @ anchor).sort().values[:budget]
             held = unlike.keys[b, h, dead:].double()  # two keys always tie: compare cosines
@@ -419,7 +420,7 @@ def test_knorm_and_keydiff_are_their_definitions(seed, n, weighted, padding, dat
 
 @pytest.mark.parametrize("method", ["knorm", "keydiff"])
 def test_bfloat16_keys_are_ranked_in_float32(method):
-    """Norms and cosines that bfloat16 cannot tell apart still decide."""
+    """Keys whose norms or cosines would be equal in bfloat16 are ranked as in float32."""
     g = torch.Generator().manual_seed(0)
     keys = (torch.randn(1, 1, 400, 16, generator=g) * 0.05 + 1).bfloat16()
     low, high = (Slots(k, k) for k in (keys, keys.float()))
@@ -476,7 +477,7 @@ def test_pyramid_shares_by_hand():
     shares = METHODS["pyramidkv"].shares
     assert shares(3, Budget(2000), 32) == pytest.approx([1.95, 1.0, 0.05])
     assert shares(3, Budget(400), 32) == [1.0, 1.0, 1.0]  # 400 / 20 is below the window
-    assert shares(3, Budget(0.8), 32) == pytest.approx([1.25, 1.0, 0.75])  # nobody above all
+    assert shares(3, Budget(0.8), 32) == pytest.approx([1.25, 1.0, 0.75])  # at most all tokens
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One call with a budget for each head: every head gets what it would get alone."""
+"""In one call with a budget for each head, every head keeps what it would keep alone."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvsketch.methods import Compressor, keep_top, make
 from kvsketch.methods.kcenter import KCenter
 
 BATCH, HEADS, DIM, GROUP = 2, 3, 4, 2
-# of these a head's ranking, keys and masses are computed with products over a whole batch
+# for rankings, keys and masses that are computed with products over a whole batch
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 
 
 def case(seed, n, dead="none", weighted=False, alibi=False):
-    """Slots with scores, but for some of the newest, and the newest queries. ``dead``: "left"
-    padding in row 0, or "any"."""
+    """Slots with scores, which are 0 for some of the newest, and the newest queries. Dead slots
+    are padding on the ``"left"`` of row 0, or ``"any"`` slots of all rows."""
     g = torch.Generator().manual_seed(seed)
     shape = (BATCH, HEADS, n)
     mass = 1 + 3 * torch.rand(shape, generator=g) if weighted else None
@@ -48,16 +48,16 @@ def case(seed, n, dead="none", weighted=False, alibi=False):
 
 
 def alone(slots, row, head):
-    """One head's live slots."""
+    """The live slots of one head."""
     live = slots.live()
     keep = slice(None) if live is None else live[row, head].nonzero().squeeze(1)
     return slots.map(lambda t: t[row : row + 1, head : head + 1][:, :, keep])
 
 
 def asked_alone(observed, slots, row, head):
-    """Its queries, and what they saw of it."""
+    """The queries of one head, or None if there are dead slots."""
     if slots.live() is not None:
-        return None  # dead slots among the newest: queries would see other ones
+        return None  # without the dead slots, queries would see other slots
     heads = slice(head * GROUP, (head + 1) * GROUP)
     per_head = (observed.slopes, observed.sinks)
     slopes, sinks = (None if t is None else t[heads] for t in per_head)
@@ -65,7 +65,7 @@ def asked_alone(observed, slots, row, head):
 
 
 def at_place(method, seed, row, head):
-    """A method that chooses for one head what it chooses in that place of a batch."""
+    """A method that draws for a single head what it draws at that place of a batch."""
     from kvsketch.random_numbers import places
 
     twin = make(method, seed)
@@ -82,7 +82,7 @@ def assert_close(mine, theirs, exact):
             torch.testing.assert_close(tensor, theirs[name], **TOLERANCE)
 
 
-#: their slots are sums, which round as they are computed together
+#: methods whose slots are sums, which are rounded differently in a batch
 MERGING = ("heavy_merge", "cluster_merge", "kcenter", "d2o")
 DRAWN = {
     "seed": st.integers(0, 9999),
@@ -100,13 +100,13 @@ DRAWN = {
 @given(**DRAWN)
 def test_every_head_keeps_what_it_keeps_alone(method, seed, n, sink, recent, dead, weighted, data):
     slots, observed = case(seed, n, dead, weighted)
-    if method == "heavy_merge":  # its fit amplifies rounding: what is asked for is the same algebra
+    if method == "heavy_merge":  # its fit amplifies rounding errors
         slots = slots.map(lambda t: t.double())
         observed = replace(observed, queries=observed.queries.double())
     window = {"sink": sink, "recent": recent}
     sizes = st.integers(1, n + 3)
     budget = torch.tensor([[data.draw(sizes) for _ in range(HEADS)] for _ in range(BATCH)])
-    # scored once, for all heads: what TOVA says of one head depends on the others
+    # scored once for all heads, since TOVA's scores of one head depend on the others
     scored = make(method, seed).observe(slots, observed)
     out = make(method, seed)(scored, budget, observed, scored=True, **window)
     assert out.count == min(n, int(budget.max()))
@@ -128,7 +128,7 @@ def test_every_head_keeps_what_it_keeps_alone(method, seed, n, sink, recent, dea
                 assert not tensor[held:].any(), f"{name} behind the head's own slots"
             assert bool(live[row, head, :held].all())
             if dead != "none" and held < single.count and method == "heavy_merge":
-                continue  # its fit sees other queries alone
+                continue  # alone, its fit is to other queries
             kept = single
             if held < single.count:
                 seen = asked_alone(observed, scored, row, head)
@@ -146,7 +146,8 @@ def test_every_head_keeps_what_it_keeps_alone(method, seed, n, sink, recent, dea
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 9999), n=st.integers(8, 60), data=st.data())
 def test_what_others_may_keep_does_not_matter(method, seed, n, data):
-    """Only one head's budget stays: it keeps the same, and so it does where all have that one."""
+    """A head keeps the same whatever the budgets of the others are, also if all are equal to its
+    own."""
     slots, observed = case(seed, n, data.draw(st.sampled_from(["none", "left"])))
     own = data.draw(st.integers(1, n - 1))
     sizes = st.integers(1, n + 2)
@@ -193,7 +194,7 @@ def test_a_head_that_keeps_everything_keeps_its_bits(method, dtype):
 
 
 def test_a_head_that_keeps_everything_costs_nothing(monkeypatch):
-    """Only the others are reduced."""
+    """Heads that keep everything are not reduced, nor is one whose budget is within its windows."""
     seen = []
     reduce = KCenter.reduce
 
@@ -208,8 +209,8 @@ def test_a_head_that_keeps_everything_costs_nothing(monkeypatch):
 
 
 def test_the_share_of_fresh_slots_is_that_of_live_ones():
-    """8 of 24 live slots are fresh, more than a quarter: the traversal is done anew, although they
-    are a fifth of all 40."""
+    """If 8 of 24 live slots are fresh, more than a quarter, the traversal is done anew, although
+    they are only a fifth of all 40."""
     slots, _ = case(0, 40)
     live = torch.ones(BATCH, 1, 40, dtype=torch.bool)
     live[0, :, 4:20] = False
@@ -225,7 +226,7 @@ def test_the_share_of_fresh_slots_is_that_of_live_ones():
 
 
 class Far(Compressor):
-    """A method of one's own that takes one budget at a time, and one that sees the queries."""
+    """A user's method that takes one budget at a time and sees the queries."""
 
     name, paper, fits = "far", "none", True
     calls: list
@@ -294,6 +295,6 @@ def test_nothing_is_held_between_calls_but_the_random_state(method):
     compressor(slots, torch.tensor([[9, 60, 7], [30, 9, 1]]), observed, sink=1, recent=4)
     compressor(slots, 20, observed)
     assert bool(compressor.tensors()) == (method == "d2o")
-    if compressor.tensors():  # it says what it holds, and can forget it
+    if compressor.tensors():  # what it keeps is among its tensors, and ``reset`` removes it
         compressor.reset()
     assert {k: v for k, v in vars(compressor).items() if k != "generator"} == before

@@ -1,7 +1,7 @@
-"""What a row of a batch keeps does not depend on its neighbours, for every method.
+"""For every method, what a row of a batch keeps does not depend on the other rows.
 
-A row has its own tokens, queries and padding; its neighbours, and how many there are, change.
-Compared are the live slots: with how many dead ones a row is filled up is the fullest row's doing.
+A row has its own tokens, queries and padding; the other rows, and how many there are, change. Only
+live slots are compared: the number of dead ones depends on the fullest row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEADS, QUERY_HEADS, DIM = 2, 4, 6
 SIGNIFICANCE = 1e-3
 KINDS = ("spread", "clustered", "large")
 
-#: what needs no second reading (that: tests/hf/test_reading.py)
+#: methods without a second reading; those with one are tested in tests/hf/test_reading.py
 BY_PROMPT = sorted(set(ALL_METHODS) - set(REREADING))
 
 
@@ -49,7 +49,7 @@ def row(kind, seed, n, dim=DIM):
         keys = centers[:, :, torch.randint(3, (n,), generator=g)] + 0.01 * keys
     elif kind == "large":  # values over three orders of magnitude
         keys, values = 20 * keys, values * 1000.0 ** torch.rand(1, HEADS, n, 1, generator=g)
-    elif kind == "equal":  # all tokens: ties wherever a method compares
+    elif kind == "equal":  # all tokens are equal, so that every comparison is a tie
         keys, values = keys[:, :, :1].expand_as(keys), values[:, :, :1].expand_as(values)
     return keys, values, queries
 
@@ -60,7 +60,7 @@ def batch(rows):
 
 
 def batches(kind, n, dim=DIM):
-    """Batches that have a row in common, and its place in all of them."""
+    """The place of a row, and batches that all have this row there."""
     own = row(kind, 1, n, dim)
     spread, clustered, large, equal = (
         row(other, 7 + i, n, dim) for i, other in enumerate((*KINDS, "equal"))
@@ -70,7 +70,7 @@ def batches(kind, n, dim=DIM):
 
 
 def live_parts(slots, b):
-    """Row b's live slots, field by field and head by head, in their order."""
+    """The live slots of row b, field by field and head by head, in their order."""
     slots = Slots(slots.keys, slots.values, slots.masses())
     live = slots.live()
     live = torch.ones_like(slots.mass).bool() if live is None else live
@@ -78,7 +78,7 @@ def live_parts(slots, b):
 
 
 def assert_same_row(one, b, other, c, exactly=True):
-    """Row b here is row c there: bit for bit, or but for rounding."""
+    """Check that row b of ``one`` equals row c of ``other``, bit for bit or up to rounding."""
     for mine, theirs in zip(live_parts(one, b), live_parts(other, c), strict=True):
         assert mine.shape == theirs.shape
         if exactly:
@@ -92,18 +92,19 @@ def dim_of(method):
 
 
 def is_exact(method):
-    """All but the one that solves equations: a batch of one row rounds differently."""
+    """Whether rows are equal bit for bit. heavy_merge solves equations, which are rounded
+    differently in a batch of one row."""
     return method != "heavy_merge"
 
 
-# What the budget gives is 2, which takes many steps for each token.
+# The budget alone would give batches of 2, which take many steps for each token.
 OPTIONS = {"balancekv_streaming": {"batch_size": 8}}
 CHUNKS = ((150, 1), (1, 25), (1, 16), (30, 1), (1, 9))  # sizes and how many: prompts and decoding
 TOKENS = sum(size * times for size, times in CHUNKS)
 
 
 def projected(method):
-    """A method with its window, and with an output projection if it goes by one."""
+    """The method, with an output projection if it needs one."""
     if getattr(method, "needs_output", False):
         g = torch.Generator().manual_seed(0)
         method.project(torch.randn(QUERY_HEADS, 3, 7, generator=g))
@@ -111,8 +112,8 @@ def projected(method):
 
 
 def streamed(method, rows, padding=None, numbers=None, seed=5):
-    """A cache's slots after every group of chunks. ``padding``: tokens in front of each row that
-    do not exist."""
+    """The slots of a stream after every group of chunks. ``padding``: the number of padding tokens
+    in front of each row."""
     slots, queries = batch(rows)
     cache = Stream(projected(windowed(method, 2, 5, seed, OPTIONS.get(method))), Budget(40), 4)
     if numbers is not None:
@@ -130,7 +131,7 @@ def streamed(method, rows, padding=None, numbers=None, seed=5):
             observed = Observed(queries[:, :, part], 0.4, live=there)
             cache.settle(observed, prefill=count > 1)
             start += count
-        seen.append(cache.visible.map(torch.clone))  # pages are refilled where they are
+        seen.append(cache.visible.map(torch.clone))  # pages are refilled in place
     return seen
 
 
@@ -158,7 +159,8 @@ def test_a_row_told_its_number_is_what_it_is_in_the_batch(method):
 
 @pytest.mark.parametrize("method", EVERY_METHOD)
 def test_answers_of_a_row_are_what_they_are_beside_others(method):
-    """Logits of a model: a prompt of 90 tokens and 25 further ones, read one by one."""
+    """The logits of a row are the same beside any other rows, after a prompt of 90 tokens and after
+    each of 25 decoded ones."""
     model = build("llama").double()
     g = torch.Generator().manual_seed(0)
     own, other, third = torch.randint(3, VOCABULARY, (3, 115), generator=g)
@@ -194,7 +196,8 @@ def test_padding_of_other_rows_changes_nothing(method, kind, own):
 
 @pytest.mark.parametrize("method", sorted({n for n, c in METHODS.items() if not c.needs_queries}))
 def test_dead_slots_of_other_rows_change_nothing(method):
-    """Any slots may be dead, in any pattern, in several compressions without windows."""
+    """A row keeps the same over two compressions without windows, whichever slots of other rows
+    are dead."""
     options = {"block": 16} if method == "balancekv" else {}
     g = torch.Generator().manual_seed(0)
     there = torch.rand(6, HEADS, 300, generator=g) < torch.tensor([1, 1, 0.9, 0.5, 0.2, 0.0]).view(
@@ -214,7 +217,7 @@ def test_dead_slots_of_other_rows_change_nothing(method):
                 assert_same_row(found[0], b, other, b)
 
 
-# A walk whose coins are not fair.
+# With this constant the coins of a walk are not fair.
 OF_HALVINGS = {name: {"constant": 0.05} if "balance" in name else {} for name in HALVINGS}
 BUILDERS = {
     **{name: lambda seed, cls=cls: cls.for_budget(60, seed=seed) for name, cls in SKETCHES.items()},
@@ -238,12 +241,13 @@ BUILDERS = {
 
 
 def tokens_of(name):
-    """More than a block of SubGen's; a merge-and-reduce tree takes many steps for each token."""
+    """More tokens than a block of SubGen's has. Merge-and-reduce takes many steps for each token,
+    and so gets fewer."""
     return 700 if "subgen" in name or "coupled" in name else 240
 
 
 def extended(name, rows, live=None, seed=3, start=0, stop=None):
-    """A sketch of tokens ``start`` to ``stop``, in chunks of all sizes."""
+    """A sketch of tokens ``start`` to ``stop``, in chunks of several sizes."""
     slots, _ = batch(rows)
     slots = slots if live is None else slots.only(live)
     sketch = BUILDERS[name](seed)
@@ -272,7 +276,7 @@ def test_a_row_of_a_sketch_is_what_it_is_beside_others(name, kind):
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_row_of_a_padded_sketch_is_what_it_is_beside_others(name):
-    """Padding in any pattern, so that rows take other numbers of tokens in with every chunk."""
+    """Padding is anywhere, so that rows take in different numbers of tokens with every chunk."""
     g, n = torch.Generator().manual_seed(0), tokens_of(name)
     there = torch.rand(5, 1, n, generator=g) < torch.tensor([1, 0.9, 0.5, 0.1, 0]).view(5, 1, 1)
     there[2, :, : n // 3] = False
@@ -301,7 +305,8 @@ def test_a_row_of_a_merge_is_what_it_is_beside_others(name):
 
 
 def test_what_a_walk_balances_is_its_own_affair():
-    """The mass where a head has no values; beside heads that have some, too."""
+    """A head whose values are all zero, for which the walk balances the mass, keeps the same beside
+    heads with values."""
     keys, values, queries = row("spread", 1, 240)
     empty, other = (keys, 0 * values, queries), row("spread", 2, 240)
     name = "merge_reduce of softmax_balance"
@@ -309,7 +314,7 @@ def test_what_a_walk_balances_is_its_own_affair():
 
 
 def test_failures_of_erased_buckets_still_count():
-    """Whether or not another row still needs the bucket."""
+    """Failures of an erased bucket count whether or not another row still needs the bucket."""
     name = "balancekv_streaming that erases"
     keys, values, queries = row("spread", 1, 240)
     values = torch.where(torch.arange(240).view(-1, 1) < 100, values, 1000 * values)
@@ -320,8 +325,8 @@ def test_failures_of_erased_buckets_still_count():
 
 
 def test_keys_go_to_the_nearest_cluster_beside_any_others():
-    """Clusters within clusters, so close that the rounding of products decides, and keys at a
-    distance of exactly delta: as float64 says, whatever else is multiplied."""
+    """Keys are assigned as in float64, beside any other rows, also where clusters are so close that
+    the rounding of products would decide, and at a distance of exactly delta."""
     g = torch.Generator().manual_seed(0)
     n, clusters = 512, 400
     kind = torch.randint(3, (n,), generator=g)
@@ -331,7 +336,7 @@ def test_keys_go_to_the_nearest_cluster_beside_any_others():
     centers = centers + 0.002 * torch.randn(4, clusters, 32, generator=g)
     live = torch.ones(4, n, dtype=torch.bool)
     used = torch.tensor([clusters, 30, clusters, 0])
-    for delta in (1.0, 6 / 256, 5 / 256):  # the old clusters; more and more new ones
+    for delta in (1.0, 6 / 256, 5 / 256):  # with a smaller delta there are more new clusters
         wide = torch.full((4,), delta, dtype=torch.float64)
         whole = assign(points, live, centers, used, wide, used + n)
         for r in range(4):
@@ -365,7 +370,8 @@ def test_a_row_of_draws_is_what_it_is_beside_others(make_sketch):
 
 @pytest.mark.parametrize("method", BY_PROMPT)
 def test_the_generator_moves_on_by_as_much_whatever_the_batch(method):
-    """So that later calls are alike, too."""
+    """After two calls the generator's state is the same for any batch, so that later calls draw the
+    same numbers."""
     states = []
     for rows in (["spread"], ["equal", "large"], ["clustered", "clustered", "large"]):
         slots, queries = batch(
@@ -399,7 +405,7 @@ RANDOM = {
 
 @pytest.mark.parametrize("method", RANDOM)
 def test_rows_and_heads_choose_independently(method):
-    """Of the same tokens, 12 rows of 2 heads keep 24 different samples."""
+    """12 rows of 2 heads with the same tokens keep 24 different samples."""
     keys, values, _ = row("spread", 1, 150, dim_of(method))
     slots = Slots(*(t[:, :1].expand(12, HEADS, *t.shape[2:]).contiguous() for t in (keys, values)))
     kept = windowed(method, 2, 5, options=RANDOM[method])(slots, 60)
@@ -408,7 +414,7 @@ def test_rows_and_heads_choose_independently(method):
 
 
 def test_numbers_are_those_of_splitmix64():
-    """Vigna's splitmix64.c with x = 1234567 (the values given on Rosetta Code)."""
+    """The numbers are those of Vigna's splitmix64.c with x = 1234567 (as given on Rosetta Code)."""
     expected = [
         6457827717110365317,
         3203168211198807973,
@@ -435,8 +441,8 @@ def test_numbers_have_their_place():
 
 
 def test_numbers_are_uniform_and_independent():
-    """Chi-square of single numbers, of their low bits, and of pairs: neighbours within a stream,
-    the same place in neighbouring rows, heads, further streams, and calls."""
+    """Chi-square tests of single numbers, of their low bits, and of pairs: neighbours within a
+    stream, and the same place in neighbouring rows, heads, further streams and calls."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.arange(50)
     first, second = (streams(drawn(generator), rows, 8) for _ in range(2))

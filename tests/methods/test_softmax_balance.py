@@ -1,5 +1,5 @@
-"""BalanceKV's Algorithm 2, its block-parallel form and what Algorithm 1 hands to it, against loops
-as printed, in float64, on the same uniform numbers."""
+"""BalanceKV's Algorithm 2, its block-parallel form and the inputs that it gets from Algorithm 1
+equal the printed loops in float64, on the same uniform numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokens(seed, n, heads=3, dim=3, spread=1.0):
 
 
 def algorithm_2(keys, values, r_key, r_value, c, numbers, scaling):
-    """Lines 2 to 11 as printed, one head: signs and whether line 7 was reached."""
+    """Lines 2 to 11 as printed, for one head: the signs, and whether line 7 was reached."""
     big_r = math.exp(r_key**2 * scaling / 2) * r_value
     eta, failed = torch.zeros(len(keys), dtype=torch.float64), False
     for j in range(len(keys)):
@@ -53,8 +53,9 @@ def algorithm_2(keys, values, r_key, r_value, c, numbers, scaling):
     what=st.sampled_from(["values", "ones", "groups"]),
 )
 def test_signs_equal_the_printed_loop(seed, n, constant, delta, r_key, r_value, scaling, what):
-    """R^2 = e^(r_key^2/sqrt d) r_value^2, c = constant log(n/delta), line 7, with radii given (also
-    below the norms: recorded) or found; on (k, 1); and group by group."""
+    """Signs and failures (line 7) are those of R^2 = e^(r_key^2/sqrt d) r_value^2 and
+    c = constant log(n/delta), with radii given (larger norms are recorded as failures) or found,
+    also on (k, 1) and group by group."""
     slots = tokens(seed, n)
     if what == "ones":
         slots = Slots(slots.keys, slots.values[..., :0])
@@ -89,7 +90,7 @@ def test_signs_equal_the_printed_loop(seed, n, constant, delta, r_key, r_value, 
 
 @pytest.mark.parametrize("held", [balance._HELD, 3 * 64 * 50])
 def test_long_sequences_equal_the_loop(held, monkeypatch):
-    """Several panels, and the past of a panel in several parts."""
+    """The signs are the same over several panels, with the past of a panel in one or more parts."""
     monkeypatch.setattr(balance, "_HELD", held)
     slots = tokens(5, 400, spread=0.3)
     signs, _ = SoftmaxBalance(constant=0.01).signs(slots, STREAMS)
@@ -118,7 +119,7 @@ def test_dead_slots_set_no_radius_and_are_not_kept():
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 999), n=st.integers(1, 40), constant=st.sampled_from([0.05, 30.0]))
 def test_the_smaller_side_of_the_loop_is_kept(seed, n, constant):
-    """Lines 12 to 16."""
+    """The kept tokens are those of lines 12 to 16."""
     slots = tokens(seed, n, heads=3)
     method = SoftmaxBalance(constant=constant)
     signs, _ = method.signs(slots, STREAMS)
@@ -133,8 +134,8 @@ def test_the_smaller_side_of_the_loop_is_kept(seed, n, constant):
 
 
 def blocks_loop(keys, values, block, constant, delta, stream):
-    """n x d reshaped to block x n/block x d, filled up with zeros; every column is a sequence of
-    its own. One head; signs of the n tokens."""
+    """The signs of one head's n tokens: n x d is padded with zeros and reshaped to
+    block x n/block x d, and every column is a sequence of its own."""
     n, dim = keys.shape
     columns = -(-n // block)
     numbers = uniform(derived(stream, torch.arange(columns)), block)
@@ -174,7 +175,7 @@ def test_blocks_equal_the_loop_and_exactly_half_is_kept(seed, half_n, block, con
 
 
 def clustered(heads, n=256, dim=8, seed=0):
-    """Keys in four clusters, values that go with them."""
+    """Slots whose keys and values form four clusters, and queries."""
     g = torch.Generator().manual_seed(seed)
     centers, means = (torch.randn(1, heads, 4, dim, generator=g) for _ in range(2))
     own = torch.randint(4, (n,), generator=g)
@@ -191,9 +192,9 @@ def discrepancy(slots, index, queries):
 
 
 def test_balancing_helps_on_clustered_keys_and_hardly_with_the_printed_constant():
-    """500 heads, half of 256 tokens, against a uniform half: with constant 0.02 the discrepancy is
-    smaller (paired t-test), less than half; with 30, which makes c = 305 for 256 tokens, no
-    difference from a uniform half is significant."""
+    """Over 500 heads that keep half of 256 tokens, the discrepancy with constant 0.02 is smaller
+    than that of a uniform half (paired t-test), on average less than half of it; with 30, where
+    c = 305, the two do not differ significantly."""
     slots, queries = clustered(500)
     coins = torch.rand(1, 500, 256, generator=torch.Generator().manual_seed(9))
     chance = discrepancy(slots, coins.argsort(-1)[..., :128], queries)
@@ -207,8 +208,8 @@ def test_balancing_helps_on_clustered_keys_and_hardly_with_the_printed_constant(
 
 
 def test_what_fills_up_the_half_is_chosen_at_random():
-    """Of more than half the tokens with sign +1, not always the same ones go: 4,000 heads of equal
-    tokens, each kept equally often (chi-square)."""
+    """Over 4,000 heads with the same tokens, each token is kept equally often (chi-square test),
+    also where more or fewer than half of them have sign +1."""
     slots = tokens(0, 12, heads=1).map(lambda t: t.expand(1, 4000, 12, 3).contiguous())
     half = BalanceKV(seed=1, block=4).half(slots)
     counts = half.index.flatten().bincount(minlength=12)
@@ -219,7 +220,8 @@ def test_what_fills_up_the_half_is_chosen_at_random():
 
 
 def recorded(monkeypatch, name):
-    """Every call of one of SoftmaxBalance's methods: it, its arguments and its answer."""
+    """A list of all calls of one of SoftmaxBalance's methods: the object, the arguments and the
+    result."""
     calls, original = [], getattr(SoftmaxBalance, name)
 
     def wrapped(self, *arguments):
@@ -234,8 +236,8 @@ def recorded(monkeypatch, name):
 @pytest.mark.parametrize("r", [None, 1.0])
 @pytest.mark.parametrize(("given_delta", "delta"), [(None, 1 / 4096**2), (0.3, 0.3)])
 def test_instances_of_algorithm_1_are_the_printed_loop(r, given_delta, delta, monkeypatch):
-    """The denominator balances (k, 1), a bucket its own (k, v), with r_key = r, delta = 1/n^2 and
-    batches of t."""
+    """The denominator balances (k, 1) and every bucket its own (k, v), in batches of t, with
+    r_key = r and, if not given, delta = 1/n^2."""
     slots = tokens(3, 300, heads=1, spread=0.4)
     calls = recorded(monkeypatch, "half")
     sketch = BalanceKVStreaming(r, 32, max_tokens=4096, constant=0.05, delta=given_delta, seed=1)
@@ -273,7 +275,7 @@ def test_instances_of_algorithm_1_are_the_printed_loop(r, given_delta, delta, mo
 
 
 def test_a_buckets_random_numbers_do_not_depend_on_the_other_buckets():
-    """A bucket alone and beside a lower one keeps the same tokens."""
+    """A bucket keeps the same tokens alone as beside a lower one."""
     slots = tokens(4, 100, heads=1)
     slots = Slots(slots.keys, slots.values / slots.values.norm(dim=-1, keepdim=True) * 1.5)
     small = Slots(slots.keys[:, :, :3], slots.values[:, :, :3] / 4)
@@ -291,8 +293,8 @@ def test_a_buckets_random_numbers_do_not_depend_on_the_other_buckets():
 
 @pytest.mark.parametrize(("given_delta", "delta"), [(None, 1 / 4096**2), (0.3, 0.3)])
 def test_instances_within_a_budget_are_the_printed_loop(given_delta, delta, monkeypatch):
-    """The denominator balances (k, 1) and not (k, v), both on the same random numbers; numerators
-    the values as weighted, bucket by bucket."""
+    """The denominator balances (k, 1) and the numerator the weighted values, bucket by bucket, both
+    on the same random numbers."""
     slots = tokens(6, 400, heads=2, spread=0.4)
     calls = recorded(monkeypatch, "signs")
     sketch = BalanceKVBounded(

@@ -1,5 +1,6 @@
-"""The theorems as calculators, measurements and attacks, each against something independent:
-exact distributions, brute force, or the sketch it sizes. Statistical tests have fixed seeds."""
+"""The theorems' calculators, measurements and hard instances, each compared with something
+independent: an exact distribution, brute force, or the sketch whose size it calculates.
+Statistical tests have fixed seeds."""
 
 from __future__ import annotations
 
@@ -82,8 +83,8 @@ def test_subgen_asks_for_more_where_more_is_promised(eps, delta, r, failure, m):
 
 
 def row_norm_errors(s, repeats):
-    """|z - a^T V|_2 of the paper's numerator, and what the theorem compares it with. V has equal
-    singular values, where |V|_F^2 = d |V|_op^2."""
+    """|z - a^T V|_2 of the paper's numerator, |a|_2 |V|_op of the theorem, and the expected squared
+    error. V has equal singular values, so that |V|_F^2 = d |V|_op^2."""
     values = torch.linalg.qr(normal(0, 60, 4)).Q
     a = normal(1, 60).exp()
     size = values.square().sum(-1)
@@ -126,7 +127,7 @@ def test_every_tail_bound_holds_exactly_on_two_point_values(factor, failure, err
     for t in sizes.values():
         assert max(two_point_failure(t, factor, error, p) for p in chances) <= failure
     least = min(sizes.values())
-    if least >= 20:  # and is not absurdly generous
+    if least >= 20:  # the least size is needed up to a factor of 20
         few = max(1, least // 20)
         assert max(two_point_failure(few, factor, error, p) for p in chances) > failure
 
@@ -160,8 +161,9 @@ def test_subgen_keeps_theorem_1_at_the_computed_size():
 
 
 def test_corollary_1_memory_is_m_times_n_to_the_o_1_while_delta_r_is_o_of_log_n():
-    """Corollary 1 (B.5) by its calculator: with delta r = sqrt(ln n) the exponent of t falls to 0,
-    and with m = sqrt(n) clusters the whole is sublinear; with delta r = ln(n)/4 it is not."""
+    """Corollary 1 (B.5) in the calculator: with delta r = sqrt(ln n) the exponent of t falls
+    towards 0, and with m = sqrt(n) clusters the slots are sublinear; with delta r = ln(n)/4 they
+    are not."""
     lengths = [10**k for k in (5, 20, 80, 300)]
     exponents, shares, beyond = [], [], []
     for n in lengths:
@@ -204,8 +206,9 @@ def test_the_walks_variance_proxy_stays_below_its_fixed_point(c, radius, sizes):
 
 @pytest.mark.parametrize("c", [1, 3, 12])
 def test_the_walk_on_a_line_is_sub_gaussian_exactly(c):
-    """Unit vectors in one dimension: a Markov chain on -c..c (c a whole number: it never fails),
-    whose law is computed. The constant is also not too large: the variance comes near it."""
+    """With unit vectors in one dimension and an integer c the walk is a Markov chain on -c..c that
+    never fails, and whose law is computed. The constant is not too large either: the variance comes
+    near it."""
     proxy = c**2 / (2 * c - 1)
     place = torch.arange(-c, c + 1, dtype=torch.float64)
     up = 0.5 - place / (2 * c)
@@ -241,13 +244,13 @@ def test_the_walk_in_space_keeps_the_proxy():
 
 
 def balancekv_needs(t, eps, r, n, d, failure, s, constant, queries):
-    """The docstring's inequality, written down again."""
+    """The inequality in the docstring of ``balancekv``."""
     calls = 4 * max(1, n / t)
     delta, beta = failure / (8 * calls), failure / (2 * calls * queries)
     c = constant * math.log(t / delta)
     kappa = c / math.sqrt(2 * c - 1) * math.sqrt(2 * math.log(2 * s / beta))
     levels = max(1, math.ceil(math.log2(n / t)))
-    # FAIL of all walks, and the tails of all calls, together within ``failure``
+    # failures of all walks take half of ``failure``, the tails of all calls the other half
     assert calls * 2 * t * math.exp(0.5 - c) <= failure / 2
     return 6 * levels * math.sqrt(s) * kappa * math.exp(2 * r**2 / math.sqrt(d)) / eps
 
@@ -277,7 +280,7 @@ def test_balancekv_finds_the_smallest_even_batch(eps, r, n, d, failure, constant
 def test_balancekv_keeps_theorem_3_1_at_the_computed_size():
     n, heads, r, eps = 1024, 16, 0.1, 1.0
     size = balancekv(eps, r, n, 1, failure=0.05, constant=1.0, queries=4)
-    assert size.t < n / 4  # so that several levels are at work
+    assert size.t < n / 4  # so that there are several levels
     uniform = torch.rand(
         1, heads, n + 4, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
@@ -298,12 +301,12 @@ def test_balancekv_keeps_theorem_3_1_at_the_computed_size():
     assert sketch.slots.count <= size.slots
     error = measured_error(queries, sketch.slots, keys, values)
     bound = error_bounds(queries, keys, values).frobenius
-    assert float(error.max()) > 1e-6  # something was really halved
+    assert float(error.max()) > 1e-6  # so that batches were halved
     assert bool((smallest_eps(error, bound) <= eps).all())
 
 
 def merge_and_reduce_needs(t, eps, r, n, d, failure, s, constant, queries):
-    """Theorem 3.3's inequality, written down again: one instance makes fewer than 2n/t calls."""
+    """The inequality of Theorem 3.3, where one instance makes fewer than 2n/t calls."""
     calls = 2 * max(1, n / t)
     delta, beta = failure / (8 * calls), failure / (2 * calls * queries)
     c = constant * math.log(t / delta)
@@ -336,19 +339,19 @@ def test_theorem_3_3_finds_the_smallest_even_batch(eps, r, n, d, failure, consta
 
 
 def sums(query, slots):
-    """The numerator's and the denominator's sums of 2^l exp(<k, q>/sqrt(d)) v, not divided."""
+    """The sums of 2^l exp(<k, q>/sqrt(d)) v in the numerator and the denominator."""
     weight = torch.exp((slots.keys * query).sum(-1) / slots.keys.shape[-1] ** 0.5)
     return (weight.unsqueeze(-1) * slots.values).sum(2), (weight * slots.masses()).sum(2)
 
 
 @pytest.mark.parametrize("batch", ["as calculated", "of sixteen"])
 def test_theorem_3_3_holds_after_every_token_at_the_computed_batch_size(batch):
-    """Values of one norm are one bucket, so BalanceKVStreaming is MergeAndReduce on (k, v) beside
-    one on (k, 1). 200 of each (10 of those with batches of 16); the sums are looked at between
-    batches too. The bound is proven for one query and one step at a time."""
+    """Values of one norm are in one bucket, so that BalanceKVStreaming is MergeAndReduce on (k, v)
+    beside one on (k, 1). There are 200 heads (10 with batches of 16); their sums are compared also
+    between batches. The bound is proven for one query and one step at a time."""
     n, r, eps, failure = 1536, 0.2, 0.5, 0.05
     size = merge_and_reduce(eps, r, n, 1, failure, constant=1.0)
-    assert size.slots < n  # it saves something, and several levels are at work
+    assert size.slots < n  # slots are saved, and there are several levels
     assert size.levels >= 2
     t, heads = (size.t, 200) if batch == "as calculated" else (16, 10)
     generator = torch.Generator().manual_seed(3)
@@ -371,7 +374,7 @@ def test_theorem_3_3_holds_after_every_token_at_the_computed_batch_size(batch):
             if batch == "as calculated":
                 assert stats.binomtest(failures, heads, failure, "greater").pvalue > 1e-3
             worst = max(worst, float(error.max()))
-    # the bound is not idle: with batches of 16 it is broken
+    # with batches of 16 the bound is exceeded
     assert 1e-4 < worst <= eps if batch == "as calculated" else worst > eps
 
 
@@ -387,11 +390,11 @@ def test_break_even_is_the_first_n_that_saves_anything():
 
     assert break_even(single) == next(n for n in range(1, 10**4) if single(n).slots < n)
 
-    def steep(n):  # batches that grow at once: no interval may hide what comes before
+    def steep(n):  # batches grow from 2 to 10^6 at n = 8; the answer lies before
         t = 2 if n < 8 else 10**6
         return MergeAndReduceSize(t, max(1, math.ceil(math.log2(n / t))), 0.1)
 
-    def stepped(n):  # a level more makes slots jump: 150 of them for n <= 160, then 180
+    def stepped(n):  # one more level adds slots: there are 150 for n <= 160, then 180
         return BalanceKVSize(10, max(1, math.ceil(math.log2(n / 10))), 2, 0.1)
 
     assert break_even(steep) == 7
@@ -399,8 +402,8 @@ def test_break_even_is_the_first_n_that_saves_anything():
 
 
 def test_theorem_3_1_saves_nothing_below_nine_hundred_thousand_tokens():
-    """eps = 1, r = 0, d = 1 is the best case there is: every other asks for more. With values of
-    one norm, known in advance, it begins at 17,281."""
+    """eps = 1, r = 0 and d = 1 is the best case: others need longer streams to save anything. With
+    values of one norm, known in advance, between 17,000 and 18,000 tokens are enough."""
 
     def size(n, eps=1.0, r=0.0, d=1, **options):
         return balancekv(eps, r, n, d, **options)
@@ -416,9 +419,9 @@ def test_theorem_3_1_saves_nothing_below_nine_hundred_thousand_tokens():
 
 
 def test_the_smaller_side_loses_mass_within_theorem_3_2():
-    """Algorithm 2 keeps the smaller side: of n fair signs, sqrt(2/(pi n)) of the half is missing
-    in the mean (exactly, by the binomial law), which compounds over levels. The imbalance is
-    below Theorem 3.2's bound for the denominator, so it is a weakness and no error."""
+    """Algorithm 2 keeps the smaller side: with n fair signs the mean share of the mass that is lost
+    is sqrt(2/(pi n)), by the binomial law, and losses multiply over levels. They are within Theorem
+    3.2's bound for the denominator, and so a weakness and no error."""
     for n in (64, 256, 4096):
         minus = torch.arange(n + 1, dtype=torch.float64)
         law = torch.from_numpy(stats.binom.pmf(minus.numpy(), n, 0.5))
@@ -441,14 +444,14 @@ def test_median_of_means_the_printed_exponent_is_false_and_ours_holds():
     assert fails(72) > math.exp(-72 / 12)
     size = sliding_window(0.1, 1e-4, 1.0, 0.5, n=1000, d=64)
     assert 64_000 * fails(size.means) <= 1e-4
-    # as printed: half the failure per direction, yet one alone exceeds it
+    # the printed number allows half of the failure for each direction; one alone exceeds the whole
     assert 64_000 * fails(size.means_as_printed) > 1e-4
 
 
 @pytest.mark.parametrize("eps", [0.1, 0.4])
 @pytest.mark.parametrize("mean", [0.05, 0.3, 0.9])
 def test_one_average_fails_at_most_a_third_of_the_time(eps, mean):
-    """Values 0 and v_max, the largest variance there is; exact."""
+    """The values are 0 or v_max, which gives the largest variance; the probability is exact."""
     t = sliding_window(eps, 0.1, 2.0, 2.0 * mean).per_mean
     low, high = t * mean * (1 - eps), t * mean * (1 + eps)
     inside = stats.binom.cdf(math.floor(high), t, mean) - stats.binom.cdf(
@@ -480,7 +483,7 @@ def test_sliding_window_keeps_theorem_25_at_the_computed_size():
 def test_greedy_covers_of_random_points_stay_below_the_covering_numbers(d, delta):
     points = normal(d, 3000, d)
     points = 2.0 * points / points.norm(dim=-1, keepdim=True) * torch.rand(3000, 1) ** (1 / d)
-    # centers more than delta apart until everything is within delta: the first one, and the rest
+    # centers more than delta apart, until every point is within delta of one
     inserted = farthest_first(points[None, None], None, 3000)[0, 0]
     assert int((inserted > delta).sum()) <= covering_number(d, delta, radius=2.0)
     centers = points[inserted > delta / 2]
@@ -506,7 +509,7 @@ def test_the_proof_of_lemma_14_is_wrong_but_its_statement_holds_in_one_and_two_d
     for d in (1, 2, 5, 20):
         assert covering_number(d, delta) > math.ceil(math.e**d) or d == 1
         assert (3 / delta) ** d == pytest.approx((9 / math.e) ** d)
-    # "assign each point to a ball of radius delta that contains it": diameter beyond delta
+    # "assign each point to a ball of radius delta that contains it" gives diameters beyond delta
     line = torch.linspace(-1, 1, 2001)
     assert float(line[(line - (-1 + delta)).abs() <= delta].max()) + 1 > 1.9 * delta
     # d = 1: three intervals of length 2/3. d = 2: a disk of radius 0.3 and seven sectors around it
@@ -520,8 +523,8 @@ def test_the_proof_of_lemma_14_is_wrong_but_its_statement_holds_in_one_and_two_d
 
 
 def test_no_more_separated_points_fit_into_a_ball_than_computed():
-    """Against packings: a center and a kissing arrangement around it (1 apart, radius 1), and the
-    points of farthest-first traversals."""
+    """The number is not below that of known packings: a center with a kissing arrangement around it
+    (1 apart, radius 1), and the points of farthest-first traversals."""
     for d, kissing in ((1, 2), (2, 6), (3, 12), (4, 24), (8, 240), (24, 196560)):
         assert clusters_in_ball(d, 0.9999) >= kissing + 1
     assert [clusters_in_ball(1, x) for x in (0.5, 0.9, 2.0, 3.0)] == [4, 3, 1, 1]
@@ -541,8 +544,9 @@ def in_ball(seed, n, d):
 
 
 def test_theorem_15_clusters_of_subgen_in_the_unit_ball():
-    """Radius e/3 over keys of norm 1: e^d clusters are enough, proven for d <= 2 and from d = 6 on
-    and found in between, from inside the ball, on the sphere and in the order that makes most."""
+    """With a radius of e/3 and keys of norm at most 1, e^d clusters are enough. This is proven for
+    d <= 2 and from d = 6 on; up to d = 6 it is measured for keys in the ball, on the sphere and in
+    an order with the most separated first."""
     proven = [d for d in range(1, 120) if clusters_in_ball(d, UNIT_BALL_DELTA) <= math.exp(d) + 1]
     assert proven == [1, 2, *range(6, 120)]
     for d in range(1, 7):
@@ -564,7 +568,7 @@ def test_theorem_15_asks_for_the_same_however_long_the_stream():
     assert size.t == subgen(0.9, math.e / 3, 1.0, 10**9, 2, m=8).t
     wide = low_dimensional(0.9, 1.0, 2, radius=3.0)
     assert wide.clusters == 8
-    assert wide.t == low_dimensional(0.9, 3.0, 2).t  # <q, k> is what counts
+    assert wide.t == low_dimensional(0.9, 3.0, 2).t  # only <q, k> matters
     assert size.verdict(10**6).startswith("needs 6,725 slots, 0.7%")
     likelier = low_dimensional(0.9, 1.0, 2, failure=0.1)
     assert 10 * likelier.s == pytest.approx(size.s, abs=10)
@@ -614,7 +618,7 @@ def test_measured_error_and_the_smallest_eps():
         weights = torch.softmax(queries[0, h] @ k.T / 2, -1)
         partial = torch.softmax(queries[0, h] @ k[:7].T / 2, -1)
         torch.testing.assert_close(error[0, h], (partial @ v[:7] - weights @ v).norm(dim=-1))
-    # no answer at all is an error of |Attn| <= |softmax|_2 |V|_op <= |softmax|_2 |V|_F
+    # the error of an output of 0 is |Attn| <= |softmax|_2 |V|_op <= |softmax|_2 |V|_F
     nothing = Slots(keys, torch.zeros_like(values))
     bounds = error_bounds(queries, keys, values)
     lost = smallest_eps(measured_error(queries, nothing, keys, values), bounds.operator)
@@ -737,17 +741,17 @@ def test_bob_decodes_any_approximation_and_equation_84_would_not_let_him(eta):
 
 @pytest.mark.parametrize("error", [0.4, 1 / 3, 1 / 8, 0.01])
 def test_theorems_5_and_23_count_what_index_needs(error):
-    """n (1 - H): below every protocol. One sends a share of the bits as they are and lets Bob
-    guess the rest; one sends the nearest of 16 words of the Hamming code, 4 bits for 7, one of
-    them wrong seven times out of eight."""
+    """n (1 - H) is at most what two protocols send. One sends a share of the bits and lets Bob
+    guess the rest; the other sends the nearest of 16 words of the Hamming code, 4 bits for 7, of
+    which one is wrong seven times out of eight."""
     assert 0 < index_bits(10**6, error) <= 10**6 * (1 - 2 * error) + 1e-6
     assert index_bits(7, 1 / 8) <= 4
     assert index_bits(3) == pytest.approx(3 * (1 - stats.entropy([1 / 3, 2 / 3], base=2)))
 
 
 def test_lemma_3_tails_are_those_of_chi_square():
-    """Theorem 20 exactly; Lemma 21 by simulation; the union bound of Lemma 22 (3) comes to 4/n, as
-    Lemma 21's factor 4 is missing in its proof."""
+    """Theorem 20 holds exactly, and Lemma 21 in a simulation. The union bound of Lemma 22 (3) comes
+    to 4/n, since Lemma 21's factor 4 is missing in its proof."""
     for d in (10, 100, 1000):
         for eps in (0.1, 0.3, 0.5):
             tail = stats.chi2.cdf((1 - eps) * d, d) + stats.chi2.sf((1 + eps) * d, d)
@@ -762,8 +766,8 @@ def test_lemma_3_tails_are_those_of_chi_square():
 
 
 def test_corollary_9_and_theorem_1_lose_the_constant_in_the_exponent():
-    """d >= C_u ln n leaves e^(d/C_u) rows in fewer dimensions, not e^d: one row at any head_dim in
-    use. From C_u ln n dimensions on it is Theorem 6."""
+    """In fewer than C_u ln n dimensions the proof gives e^(d/C_u) rows and not e^d, which is one
+    row for a head_dim of 128. From C_u ln n dimensions on it is Theorem 6."""
     assert barrier(10**6, 128).c_u == pytest.approx(12 / 0.009)
     assert barrier(10**6, 128).rows == 1
     assert barrier(10**6, 2000).rows == math.floor(math.exp(2000 * 0.009 / 12)) == 4
@@ -773,7 +777,7 @@ def test_corollary_9_and_theorem_1_lose_the_constant_in_the_exponent():
     assert barrier(1000, enough).bits == pytest.approx(0.0817 * 1000 * enough, rel=1e-3)
     # the best eps the proof allows leaves C_u = 96
     assert min(barrier(10**6, 128, i / 1000).c_u for i in range(1, 500)) > 96
-    # and the reduction works with that many rows: Bob reads them all, with queries that long
+    # the reduction works with that many rows: Bob reads all of them with queries of that norm
     few = barrier(10**6, 2200, 0.1)
     game = index_game(random_bits(few.rows, 16), d=2200)
     assert game.play(game.slots).fraction == 1.0
@@ -781,8 +785,9 @@ def test_corollary_9_and_theorem_1_lose_the_constant_in_the_exponent():
 
 
 def test_two_dimensions_are_enough_for_every_row_if_queries_may_be_long():
-    """So the d e^d of Corollary 9 holds, though its proof does not show it, and is weak: keys on a
-    circle, C so large that the nearest other key is e^-C(1 - cos) n times smaller."""
+    """With keys on a circle and a large C, two dimensions are enough: each other key has at most
+    e^(-C (1 - cos(2 pi/n))) times the weight of the row's own. So the d e^d of Corollary 9 holds,
+    though its proof does not show it, and is weak."""
     n, bits = 100, random_bits(100, 24).double()
     angle = 2 * math.pi * torch.arange(n, dtype=torch.float64) / n
     keys = torch.stack([angle.cos(), angle.sin()], dim=-1)
@@ -795,8 +800,8 @@ def test_two_dimensions_are_enough_for_every_row_if_queries_may_be_long():
 
 
 def test_theorem_11s_guarantee_says_nothing_about_index():
-    """The upper bound's error, eps |softmax|_2 |V|_op, is met on INDEX by no memory at all, so it
-    is not the guarantee that Theorems 6 and 8 rule out."""
+    """On INDEX an output of 0 has an error within the upper bound's, eps |softmax|_2 |V|_op, which
+    therefore is not the guarantee that Theorems 6 and 8 rule out."""
     game = index_game(random_bits(512, 64), d=512, eps=0.25)
     nothing = Slots(game.slots.keys, torch.zeros_like(game.slots.values))
     exact = (game.slots.keys, game.slots.values)
@@ -808,8 +813,8 @@ def test_theorem_11s_guarantee_says_nothing_about_index():
 
 @pytest.mark.parametrize("method", ["uniform", "kcenter", "balancekv", "cluster_merge"])
 def test_corollary_16_sparsity_without_its_places_does_not_help(method):
-    """In INDEX all but 1/n of the entries of QK^T are 0, as Alice's queries are, and Bob's own row
-    has one weight that counts; a quarter of the slots still answers no more than a quarter."""
+    """In INDEX Alice's queries are 0, and so all but 1/n of the entries of QK^T; Bob's row has only
+    one weight above 0.01. Still, a quarter of the slots has an advantage below 0.35."""
     game = index_game(random_bits(256, 64), d=512, eps=0.25)
     n = game.slots.count
     for row in (0, 100, 255):
@@ -825,7 +830,8 @@ def test_corollary_16_sparsity_without_its_places_does_not_help(method):
 
 
 def test_the_threshold_separates_worst_cases():
-    """Inner products at the very edge of coherence: all others at C eps, one's own at C (1-eps)."""
+    """The threshold separates the answers even if the inner products are at the limits of the
+    coherence: C eps with all other keys and C (1 - eps) with the row's own."""
     n, eps, eta = 32, 0.2, 0.5
     game = index_game(random_bits(n, 4), eps=eps, eta=eta)
     stretch = float(game.queries[0, 0, 0].norm() / game.slots.keys[0, 0, 0].norm())
@@ -848,7 +854,7 @@ def test_sliding_window_index_is_answered_by_a_window_of_w_only():
     result = game.play(narrow.slots)
     assert result.per_row[-8:].tolist() == [1.0] * 8
     assert float(result.per_row[:-8].mean()) == pytest.approx(0.5, abs=0.06)
-    # Bob inserting a token, as the proof of Theorem 26 has it, loses Alice's first row
+    # if Bob inserts a token, as in the proof of Theorem 26, Alice's first row is lost
     blank = game.slots.narrow(0, 1)
     sketch.extend(blank)
     after = game.play(sketch.slots)
@@ -861,7 +867,7 @@ def test_too_few_dimensions_are_refused_or_shown():
     with pytest.raises(InputError, match=r"d=40 is too small.*coherence.*strict=False"):
         index_game(bits, d=40)
     assert index_game(bits, d=40, strict=False).coherence > 0.1
-    # in between, keys are drawn until they are good
+    # with a few more dimensions, keys are drawn until their coherence is small enough
     for seed in range(8):
         assert index_game(random_bits(16, 2), eps=0.2, d=230, seed=seed).coherence <= 0.2
     first = [index_game(random_bits(16, 2), d=230, seed=s, strict=False) for s in range(8)]
@@ -889,8 +895,9 @@ def test_the_non_adaptive_pair_has_the_outputs_of_equations_96_and_97(n):
 
 
 def test_theorem_27s_two_queries_differ_and_one_serves_both():
-    """Equation 87's query for H(i), equation 92's for sigma: an algorithm would tell the streams
-    apart by the query. All keys of sigma are 0, so its output is the same with either."""
+    """The proof takes equation 87's query for H(i) and equation 92's for sigma, so that an
+    algorithm could distinguish the streams by the query. As all keys of sigma are 0, its output is
+    the same with either query."""
     pair = non_adaptive_pair(64, 3, 5)
     printed = torch.ones_like(pair.query)
     assert not torch.equal(pair.query, printed)

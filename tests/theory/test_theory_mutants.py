@@ -1,4 +1,4 @@
-"""The calculators against the theorems' inequalities, solved here once more and by other means."""
+"""The calculators solve the theorems' inequalities, which are solved here by other means."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvsketch.theory.parameters import samples_within
 
 
 def least(holds, low=1):
-    """The least integer from ``low`` on with ``holds``, which is monotone."""
+    """The least integer from ``low`` on for which ``holds`` is true; ``holds`` is monotone."""
     high = low
     while not holds(high):
         high *= 2
@@ -54,8 +54,9 @@ def test_s_is_what_chebyshev_needs_at_a_third_of_eps_and_half_of_the_failure(eps
 @pytest.mark.parametrize("m", [None, 1, 40])
 @pytest.mark.parametrize(("delta", "r"), [(0.01, 1.0), (0.4, 1.5), (1.0, 4.0)])
 def test_t_is_the_least_that_a_tail_bound_allows(m, delta, r):
-    """Each cluster's mean within 1 +- eps/3 but for failure/2 over the clusters, values within a
-    factor B = e^(2 delta r): the exponents of Chernoff, Hoeffding and Bernstein, two-sided."""
+    """The means of all clusters are within 1 +- eps/3 but for a probability of failure/2, for
+    values within a factor B = e^(2 delta r), by the two-sided bounds of Chernoff, Hoeffding or
+    Bernstein."""
     eps, failure, n = 0.6, 0.02, 1000
     size = subgen(eps, delta, r, n, 8, failure, m)
     allowed, factor, e = failure / 2 / (m or n), math.exp(2 * delta * r), eps / 3
@@ -84,8 +85,9 @@ def test_t_is_the_least_that_a_tail_bound_allows(m, delta, r):
     d=st.integers(1, 64),
 )
 def test_theorem_25_is_chebyshev_at_a_third_and_hoeffding_for_the_median(eps, v_max, share, n, d):
-    """One average of T fails with Var/(T (eps mean)^2) <= v_max mean/(T (eps mean)^2) <= 1/3; the
-    median of Q fails only if Q/2 do, Q/6 above their expectation: e^(-2 Q/36) over n d events."""
+    """An average of T fails with probability Var/(T (eps mean)^2) <= v_max mean/(T (eps mean)^2)
+    <= 1/3. The median of Q fails only if Q/2 do, Q/6 more than expected: e^(-2 Q/36) for each of
+    n d events."""
     mean = share * v_max
     size = sliding_window(eps, 0.05, v_max, mean, n, d)
     failing = lambda t: v_max * mean / (t * (eps * mean) ** 2)  # noqa: E731
@@ -120,8 +122,8 @@ SIZES = st.fixed_dictionaries(
 
 
 def theorem_3_3_holds(t, calls, eps, r, n, d, value_dim, failure, constant, queries):
-    """Whether batches of t keep Theorem 3.3, from its proof: the walks of all calls fail with
-    failure/2 at most, each of the remaining errors exceeds its bound with failure/2."""
+    """Whether batches of t satisfy Theorem 3.3, by its proof: some walk fails with probability at
+    most failure/2, and some error exceeds its bound with probability at most failure/2."""
     s = d if value_dim is None else value_dim
     number = calls * max(1.0, n / t)
     c = constant * math.log(t / (failure / (8 * number)))
@@ -151,8 +153,8 @@ def test_theorem_3_3_and_3_1_have_the_least_even_batch(given):
 @settings(deadline=None)
 @given(given=SIZES)
 def test_buckets_are_those_that_line_9_leaves(given):
-    """2^i from above eps/(2n) e^(-rho) v_max to the bucket of v_max, whose 2^i is at most 2 v_max:
-    an interval of length log2(4n e^rho/eps), open below."""
+    """The buckets have 2^i above eps/(2n) e^(-rho) v_max and up to the bucket of v_max, whose 2^i
+    is at most 2 v_max: i is in an interval of length log2(4n e^rho/eps), open below."""
     size = balancekv(**given)
     rho = given["r"] ** 2 / math.sqrt(given["d"])
     low = given["eps"] / (2 * given["n"]) * math.exp(-rho)
@@ -167,8 +169,8 @@ def test_buckets_are_those_that_line_9_leaves(given):
 
 
 def test_break_even_looks_at_every_interval():
-    """Sizes that save something in short streams, and then not for long: from 451 tokens on three
-    cells of 150 are fewer; from 512 on batches are 10,000."""
+    """Slots may be saved only in an interval of short streams: from 451 tokens on, three batches of
+    150 slots are fewer than the tokens, and from 512 on a batch is 10,000."""
 
     def levels(n, t):
         return max(1, math.ceil(math.log2(n / t)))
@@ -178,7 +180,7 @@ def test_break_even_looks_at_every_interval():
         return MergeAndReduceSize(t, levels(n, t), 0.01)
 
     assert break_even(size) == 451
-    # (3 + 1) instances of 5 + 1 cells of 50
+    # (3 + 1) instances of 5 + 1 levels of 50
     assert break_even(lambda n: BalanceKVSize(50, levels(n, 50), 3, 0.01)) == 1201
 
 
@@ -198,7 +200,8 @@ def test_corollary_9_with_its_constants():
 
 
 def test_points_on_a_line_and_in_the_plane():
-    """2 radius/delta points more than delta apart, rounded up, on a line; Oler in the plane."""
+    """On a line at most 2 radius/delta points, rounded up, are more than delta apart; in the plane
+    the bound is Oler's."""
     assert clusters_in_ball(1, 0.7) == 3  # -1, 0, 1
     assert clusters_in_ball(1, 0.5) == 4  # not 5: they are more than 0.5 apart
     ratio = 10.0
@@ -207,7 +210,7 @@ def test_points_on_a_line_and_in_the_plane():
 
 
 def test_the_bound_on_a_half_sphere_is_an_integral():
-    """Against a sum over fine rings, d = 5: sin^(d - 1), not sin^d."""
+    """For d = 5 the bound equals sums over fine rings of sin^(d - 1), not sin^d."""
     delta = math.e / 3
     cosine = 1 - delta**2 / 2
     reach = math.acos(math.sqrt(cosine))
@@ -232,7 +235,8 @@ def test_theorem_15_is_theorem_1_over_the_balls_clusters():
 
 
 def test_norms_on_numbers_worked_by_hand():
-    """Two keys 0: softmax (1/2, 1/2), norm 1/sqrt 2. V = diag(3, 4): operator 4, Frobenius 5."""
+    """With two keys of 0 the softmax is (1/2, 1/2), whose norm is 1/sqrt 2. V = diag(3, 4) has the
+    operator norm 4 and the Frobenius norm 5."""
     keys = torch.zeros(1, 1, 2, 2)
     values = torch.diag(torch.tensor([3.0, 4.0]))[None, None]
     found = error_bounds(torch.ones(1, 1, 1, 2), keys, values)
@@ -241,7 +245,7 @@ def test_norms_on_numbers_worked_by_hand():
 
 
 def test_the_curve_of_keys_on_a_line():
-    """0, 1, 10: the greedy centers are some key, then those farthest away."""
+    """Of the keys 0, 1 and 10 the greedy centers are any one first, then those farthest away."""
     keys = torch.tensor([0.0, 1.0, 10.0]).view(1, 1, 3, 1)
     curve = clusterability(keys)
     assert curve.lower[0, 0].tolist() == pytest.approx([10.0, 1.0, 0.0], abs=1e-6)
@@ -251,8 +255,8 @@ def test_the_curve_of_keys_on_a_line():
 
 @pytest.mark.parametrize("eta", [0.0, 0.5])
 def test_index_games_stretch_and_threshold(eta):
-    """C = 2 (ln n + ln((1 + eta)/(1 - eta)))/(1 - 2 eps); the threshold is the middle of the worst
-    approximations of x/(1 + x) and 1/(1 + x), x = n e^(-C (1 - 2 eps))."""
+    """C is 2 (ln n + ln((1 + eta)/(1 - eta)))/(1 - 2 eps), and the threshold is in the middle of
+    the worst approximations of x/(1 + x) and 1/(1 + x) for x = n e^(-C (1 - 2 eps))."""
     bits = torch.ones(5, 3)
     game = index_game(bits, length=9, eps=0.2, eta=eta, d=4, strict=False)
     stretch = 2 * (math.log(9) + math.log((1 + eta) / (1 - eta))) / 0.6
@@ -268,7 +272,8 @@ def test_index_games_stretch_and_threshold(eta):
 
 @pytest.mark.parametrize("i", [0, 11, 12, 15])
 def test_theorem_27s_outputs_are_attention(i):
-    """n = 16: equations 96 and 97 against the softmax itself; sqrt(n) in the last four rows."""
+    """For n = 16, equations 96 and 97 give the outputs of the softmax, with values of sqrt(n) in
+    the last four rows."""
     pair = non_adaptive_pair(16, 3, i)
     assert pair.plain.values[0, 0, :, 0].tolist() == [1.0] * 12 + [4.0] * 4
     for slots, said in ((pair.planted, pair.planted_output), (pair.plain, pair.plain_output)):

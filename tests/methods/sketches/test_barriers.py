@@ -1,5 +1,5 @@
-"""The algorithms of "Compression Barriers": exact where they claim to be, and the right law where
-they sample. Statistical tests have fixed seeds and significance 1e-3 each."""
+"""The algorithms of "Compression Barriers" are exact where they claim to be, and their samples have
+the right distribution. Statistical tests have fixed seeds and significance 1e-3 each."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def same_bytes(first, second):
 
 
 def check_counts(observed, expected):
-    """Chi-square of token numbers against their expected probabilities."""
+    """Chi-square test of token numbers against their expected probabilities."""
     expected = torch.as_tensor(expected, dtype=torch.float64).flatten()
     counts = torch.bincount(observed.long().flatten(), minlength=len(expected)).double()
     assert float(expected.sum()) == pytest.approx(1)
     assert bool((counts[expected == 0] == 0).all())
     frequencies = (expected * counts.sum())[expected > 0]
-    assert float(frequencies.min()) > 5  # the chi-square law holds
+    assert float(frequencies.min()) > 5  # enough for a chi-square test
     p = stats.chisquare(counts[expected > 0].numpy(), frequencies.numpy(), sum_check=False).pvalue
     assert p > ALPHA, p
 
@@ -88,7 +88,7 @@ def check_counts(observed, expected):
 
 
 def equation_20(queries, tokens, live, window, scaling):
-    """Attention by the definition, one row, head and query at a time."""
+    """Attention as equation 20 defines it, one row, head and query at a time."""
     out = torch.zeros(*queries.shape[:3], tokens.values.shape[3], dtype=torch.float64)
     for b in range(queries.shape[0]):
         for head in range(queries.shape[1]):
@@ -110,8 +110,8 @@ lengths = st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=4), min_size
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 999), parts=lengths, window=st.integers(1, 30), padding=st.booleans())
 def test_exact_form_is_equation_20(seed, parts, window, padding):
-    """For every chunking, every merge and ragged padding, windows longer than the stream
-    included."""
+    """The exact form equals equation 20 for all chunks, merges and padding, also with windows
+    longer than the stream."""
     n = sum(map(sum, parts))
     tokens = random_tokens(seed, n)
     live = torch.ones(BATCH, HEADS, n, dtype=torch.bool)
@@ -136,14 +136,14 @@ def test_exact_form_draws_nothing():
 
 @pytest.mark.parametrize("kind", ["sliding_window", "sliding_window_sampled"])
 def test_window_memory_does_not_grow(kind):
-    """Theorem 24: O(dW), whatever the length of the stream."""
+    """The memory is O(dW), whatever the length of the stream (Theorem 24)."""
     short, long = (feed(MAKERS[kind](), random_tokens(0, n), [n]) for n in (20, 2000))
     assert short.nbytes() == long.nbytes()
     assert feed(MAKERS[kind](), random_tokens(0, 2), [2]).nbytes() < short.nbytes()
 
 
 def test_bfloat16_values_are_summed_in_more():
-    """One at a time in bfloat16, a sum of ones would stop at 256."""
+    """Values are summed in float32; in bfloat16 a sum of ones would stop at 256."""
     n, window = 3000, 4
     ones = torch.ones(1, 1, n, 1, dtype=torch.bfloat16)
     sketch = feed(SlidingWindow(window), Slots(ones, ones), [1000] + [1] * 500 + [1500])
@@ -165,7 +165,7 @@ def test_bfloat16_values_are_summed_in_more():
 
 
 def algorithm_1(n, window, generator):
-    """Lines 8 to 13, one token at a time: the reservoir's token number after every step."""
+    """Lines 8 to 13, one token at a time: the number of the sampled token after every step."""
     sample, history = -1, []
     for i in range(window + 1, n + 1):
         if float(torch.rand((), generator=generator)) < 1 / (i - window):
@@ -191,20 +191,22 @@ def reservoirs(rows, parts, window=2, n=None, live=None):
         [[9]],
         [[3, 1, 5]],
         [[4], [5]],
-        [[1, 1], [4, 3]],  # the first never evicted anything
-        [[5, 2], [1], [1]],  # the later ones neither
+        [[1, 1], [4, 3]],  # no token of the first sketch is outside its window
+        [[5, 2], [1], [1]],  # nor is one of the later sketches
         [[1, 3], [3], [2]],
     ],
     ids=str,
 )
 def test_reservoirs_are_uniform_and_independent(parts):
-    """Chi-square over the 49 pairs of two reservoirs of 7 outside tokens; 6,000 sketches."""
+    """Over 6,000 sketches the 49 pairs that two samples of the 7 tokens outside the window can form
+    are equally likely (chi-square test)."""
     first, second = reservoirs(6000, parts).long().unbind(-1)
     check_counts(first * 7 + second, torch.full((49,), 1 / 49))
 
 
 def test_padding_is_never_sampled():
-    """Ragged rows: uniform over the row's own tokens outside its own window."""
+    """In rows with different padding, samples are uniform over the row's own tokens outside its own
+    window."""
     rows, n = 3000, 12
     live = torch.ones(2 * rows, 1, n, dtype=torch.bool)
     live[:rows, :, [0, 3, 4, 8, 11]] = False  # leaves 1 2 5 6 7 | 9 10
@@ -216,7 +218,8 @@ def test_padding_is_never_sampled():
 
 
 def test_chunks_have_the_law_of_algorithm_1_over_time():
-    """Chi-square homogeneity of (reservoir after 6 tokens, after 9) against the reference loop."""
+    """The samples after 6 and after 9 tokens have the joint distribution of the reference loop
+    (chi-square test of homogeneity)."""
     window, rows = 2, 3000
     generator = torch.Generator().manual_seed(5)
     reference = torch.zeros(4, 7)
@@ -237,7 +240,7 @@ def test_chunks_have_the_law_of_algorithm_1_over_time():
 
 
 def test_theorem_24_the_law_of_one_draw():
-    """Unbiased: over sketch and draw, a token comes with exactly its probability in eq. 20."""
+    """Over sketches and draws, every token is drawn with its probability in equation 20."""
     rows, n, window = 20000, 12, 4
     keys = normal(3, n)
     sketch = feed(SlidingWindowSampled(window), numbered(keys, rows), [7, 5])
@@ -249,7 +252,8 @@ def test_theorem_24_the_law_of_one_draw():
 
 
 def test_draws_average_to_attention_over_the_slots():
-    """z-test given the reservoirs, for every query head; draws cycle over the reservoirs."""
+    """Given the reservoirs, over which draws cycle, the mean of draws is attention over the slots,
+    for every query head (z-test)."""
     tokens = random_tokens(0, 30)
     queries = normal(1, BATCH, HEADS * GROUP, 2, DIM)
     sketch = feed(SlidingWindowSampled(5, samples=3), tokens, [30])
@@ -258,7 +262,7 @@ def test_draws_average_to_attention_over_the_slots():
     z = (drawn.mean(0) - expected) / (drawn.std(0) / 9000**0.5)
     bound = stats.norm.isf(ALPHA / 2 / z.numel())  # Bonferroni
     assert float(z.abs().max()) < bound
-    # the scale of the scores is attend()'s default
+    # the default of ``scaling`` is that of ``attend``
     other = attend(queries, sketch.slots, scaling=1.0)
     assert float(((other - expected).abs() / (drawn.std(0) / 9000**0.5)).max()) > bound
 
@@ -266,18 +270,19 @@ def test_draws_average_to_attention_over_the_slots():
 def test_line_6_is_exact_while_nothing_is_outside():
     tokens = random_tokens(0, 6)
     live = torch.ones(BATCH, 1, 6, dtype=torch.bool)
-    live[0, :, 0] = False  # row 0 has 5 tokens, row 1 one outside
+    live[0, :, 0] = False  # row 0 has 5 tokens, the whole window; row 1 has one outside it
     sketch = feed(SlidingWindowSampled(5, samples=2), tokens.only(live), [2, 4])
     queries = normal(1, BATCH, HEADS * GROUP, 2, DIM)
     drawn = sketch.sample(queries, 4)
     exact = equation_20(queries, tokens, live.expand(BATCH, HEADS, 6), 5, DIM**-0.5)
     torch.testing.assert_close(drawn[:, 0], exact[0].expand(4, -1, -1, -1))
     distance = drawn[:, 1, :, :, None] - tokens.values[1].repeat_interleave(GROUP, 0)[:, None]
-    assert bool((distance.abs().amax(-1).amin(-1) == 0).all())  # a draw is some token's value
+    assert bool((distance.abs().amax(-1).amin(-1) == 0).all())  # every draw is a token's value
 
 
 def binary_problem(rows, n=60, window=6, mean=0.3):
-    """Values 0 and 1, most of the attention outside: the variance is close to E[O]."""
+    """Tokens with values 0 and 1, queries that attend mostly outside the window, so that the
+    variance is close to E[O], and the exact outputs."""
     keys, queries = normal(0, rows, 1, n, 1), torch.ones(rows, 1, 1, 1, dtype=torch.float64)
     values = (torch.arange(n) % 10 < 10 * mean).double().view(1, 1, n, 1).expand(rows, 1, n, 1)
     tokens = Slots(keys, values)
@@ -286,8 +291,8 @@ def binary_problem(rows, n=60, window=6, mean=0.3):
 
 
 def test_theorem_25_chebyshev_step():
-    """Equation 65: a mean of T = 3 Var / (eps E)^2 draws is off by eps E at most a third of the
-    time. One-sided binomial test; and T is no larger than needed: some are off."""
+    """A mean of T = 3 Var / (eps E)^2 draws is off by eps E at most a third of the time (equation
+    65, one-sided binomial test), and some means are."""
     rows, groups, eps = 60, 21, 0.5
     tokens, queries, exact = binary_problem(rows)
     variance = exact * (1 - exact)
@@ -301,7 +306,8 @@ def test_theorem_25_chebyshev_step():
 
 
 def test_theorem_25_guarantee():
-    """At the paper's T and Q (with the repaired e^(-Q/36)), |error| <= eps E but for delta."""
+    """At the paper's T and Q (with the repaired e^(-Q/36)), |error| > eps E has a probability of at
+    most delta."""
     rows, eps, delta = 30, 0.5, 0.1
     tokens, queries, exact = binary_problem(rows)
     count = math.ceil(3 / (eps**2 * float(exact.min())))  # ||V||_inf = 1
@@ -323,7 +329,8 @@ def test_estimate_is_the_median_of_means():
 
 
 def test_repairs_to_the_proof_of_theorem_25():
-    """Pr[Bin(Q, 1/3) >= Q/2] against the printed bound and the two right ones."""
+    """Pr[Bin(Q, 1/3) >= Q/2] exceeds the printed bound e^(-Q/12) for Q = 100, and neither e^(-Q/18)
+    nor e^(-Q/36) for any Q below 400."""
     tail = {q: stats.binom.sf(math.ceil(q / 2) - 1, q, 1 / 3) for q in range(1, 400)}
     assert tail[100] > math.exp(-100 / 12)
     assert all(p <= math.exp(-q / 18) <= math.exp(-q / 36) for q, p in tail.items())
@@ -342,7 +349,7 @@ def test_repairs_to_the_proof_of_theorem_25():
 )
 def test_extremes_are_true_and_the_reservoir_is_of_the_rest(seed, parts, k, reservoir, padding):
     n = sum(map(sum, parts))
-    # values number the tokens, so that a token can be told from an equal key
+    # values are the numbers of the tokens, which distinguish tokens with equal keys
     keys = (4 * normal(seed, BATCH, HEADS, n, 1)).round()
     index = torch.arange(1, n + 1, dtype=torch.float64).view(1, 1, n, 1)
     tokens = Slots(keys, index.expand(BATCH, HEADS, n, 1))
@@ -359,7 +366,7 @@ def test_extremes_are_true_and_the_reservoir_is_of_the_rest(seed, parts, k, rese
             own, mass = live[b, h], slots.mass[b, h]
             alive = mass > 0
             number = (slots.values[b, h, :, 0] / mass.where(alive, 1.0))[alive].round().long() - 1
-            assert len(number) == len(set(number.tolist()))  # nobody twice
+            assert len(number) == len(set(number.tolist()))  # no token twice
             assert bool(own[number].all())  # no padding
             assert torch.equal(slots.keys[b, h, alive, 0], keys[b, h, number, 0])
             assert float(mass.sum()) == pytest.approx(int(own.sum()))
@@ -381,7 +388,8 @@ def test_extremes_are_true_and_the_reservoir_is_of_the_rest(seed, parts, k, rese
     "parts", [[[10]], [[1] * 10], [[4, 1, 5]], [[5], [5]], [[9], [1]], [[2, 6], [1], [1]]], ids=str
 )
 def test_reservoir_is_a_uniform_subset_of_the_rest(parts):
-    """Chi-square over all 15 pairs out of the 6 tokens between the extremes; 6,000 sketches."""
+    """Over 6,000 sketches all 15 pairs of the 6 tokens between the extremes are equally likely
+    (chi-square test)."""
     rows, keys = 6000, [5, -1, 9, 0.5, -7, 2, 1, 8, -2, -9]  # tokens 2 7 | 4 9 are the extremes
     sketch = feed_merged(
         lambda seed: OneDimensional(buffer=2, reservoir=2, seed=seed), numbered(keys, rows), parts
@@ -397,8 +405,9 @@ def test_reservoir_is_a_uniform_subset_of_the_rest(parts):
 @pytest.mark.parametrize("q", [1.2, -1.2, 0.0])
 @pytest.mark.parametrize("parts", [[[25, 15]], [[20], [20]]], ids=["whole", "merged"])
 def test_lazy_gumbel_law_is_softmax(q, parts):
-    """Chi-square over all 40 tokens, each of 10,000 sketches drawing once: the reservoir holds 26
-    of the 28 between the extremes and never falls short here, so that the law is exact."""
+    """Over 10,000 sketches that draw once, each of 40 tokens has its probability in the softmax
+    (chi-square test). The reservoir has 26 of the 28 tokens between the extremes and never falls
+    short here, so that the distribution is exact."""
     rows, keys = 10000, normal(7, 40)
     sketch = feed_merged(
         lambda seed: OneDimensional(buffer=6, reservoir=26, seed=seed), numbered(keys, rows), parts
@@ -410,7 +419,8 @@ def test_lazy_gumbel_law_is_softmax(q, parts):
 
 
 def test_lazy_gumbel_in_groups_given_the_reservoir():
-    """Everything held: draws of every query head, scaled, average to attention (z-test)."""
+    """If all tokens are kept, the mean of draws is attention, for every query head and with a
+    ``scaling`` (z-test)."""
     tokens, queries = random_tokens(0, 12, dim=1), normal(1, BATCH, HEADS * GROUP, 2, 1)
     sketch = feed(OneDimensional(buffer=2, reservoir=8), tokens, [12])
     drawn = copy.deepcopy(sketch).sample(queries, 8000, scaling=2.0)
@@ -422,8 +432,8 @@ def test_lazy_gumbel_in_groups_given_the_reservoir():
 
 
 def test_lazy_gumbel_law_with_padding():
-    """Ragged rows in one sketch: all tokens; a rest smaller than the reservoir; fewer tokens than
-    the two buffers hold. Padding, which token 0 is in two of them, is never drawn."""
+    """Tokens are drawn by softmax in rows with all tokens, with a rest smaller than the reservoir,
+    and with fewer tokens than the two buffers have room for. Padding is never drawn."""
     rows, n = 4000, 20
     keys = 0.7 * normal(8, n)
     live = torch.ones(3, n, dtype=torch.bool)
@@ -441,10 +451,10 @@ def test_lazy_gumbel_law_with_padding():
 
 @pytest.mark.parametrize(("spread", "reservoir"), [(0.0, 20), (1.0, 20), (1.0, 3)])
 def test_draws_fall_short_as_often_as_computed(spread, reservoir):
-    """k keys at +-spread, the others 0. Pr[m > R] is the product of (N - i) / (N - i + a) over
-    i = 0..R, a = sum of exp(score - S_min) over the extremes: within the docstring's bound, and a
-    tenth for R = sqrt n. As all scores of the rest are equal, the law stays softmax even then:
-    each reservoir token stands for equally many."""
+    """With k keys at each of +-spread and the others 0, Pr[m > R] is the product of
+    (N - i) / (N - i + a) over i = 0..R, where a is the sum of exp(score - S_min) over the extremes.
+    It is within the docstring's bound, and above a tenth for R up to sqrt n. As all scores of the
+    rest are equal, tokens are drawn by softmax even if a draw falls short."""
     rows, n, k = 2500, 400, 20
     keys = torch.cat([torch.full((k,), spread), torch.zeros(n - 2 * k), torch.full((k,), -spread)])
     sketch = feed(OneDimensional(n, reservoir=reservoir), numbered(keys, rows), [150, 250])
@@ -454,7 +464,7 @@ def test_draws_fall_short_as_often_as_computed(spread, reservoir):
     assert chance < (rest / (rest + k)) ** (reservoir + 1)
     assert chance > 0.1
     law = keys.double().softmax(0).view(40, 10).sum(-1)
-    for query in range(4):  # the four share a reservoir: one test each
+    for query in range(4):  # one test for each, as the four share a reservoir
         check_counts(drawn[:, :, :, query] // 10, law)
     # whether a draw falls short does not depend on what is in the reservoir
     assert stats.binomtest(sketch.shortfalls, 4 * rows, chance).pvalue > ALPHA
@@ -493,7 +503,8 @@ def test_only_scalar_keys():
 
 @pytest.mark.parametrize("kind", ["sliding_window_sampled", "one_dimensional"])
 def test_merged_halves_err_as_the_whole(kind):
-    """Two-sample Kolmogorov-Smirnov test of the errors of 2,000 sketches each."""
+    """The errors of 2,000 merged and 2,000 single sketches have the same distribution (two-sample
+    Kolmogorov-Smirnov test)."""
     rows, n = 2000, 80
     tokens = numbered(normal(0, n), rows)
     queries = torch.full((rows, 1, 1, 1), 0.8, dtype=torch.float64)
@@ -586,7 +597,7 @@ def test_sketch_owns_its_tensors(kind):
 
 
 def test_positions_come_along():
-    """ALiBi: held tokens keep their positions, the outside has 0."""
+    """Kept tokens keep their positions for ALiBi, and the slot of the tokens outside has 0."""
     tokens = random_tokens(0, 12, dim=1)
     position = torch.arange(12.0).expand(BATCH, HEADS, 12)
     tokens = Slots(tokens.keys, tokens.values, positions=position)

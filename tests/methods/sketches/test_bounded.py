@@ -47,7 +47,8 @@ def fed(sketch, slots, cuts=()):
 
 
 def schedule(n, capacity, t):
-    """Levels of ``Bounded`` after n tokens, one token at a time."""
+    """The slots of every level of ``Bounded`` after n tokens, computed one token at a time, or None
+    where they are random."""
     levels = {0: 0}
     most = max(1, int(0.08 * capacity / (t / 2)))
     for _ in range(n):
@@ -97,7 +98,7 @@ def test_batches_are_halved_when_room_is_needed_whatever_the_chunks(
     seed=st.integers(0, 99),
 )
 def test_however_small_the_mass_stays(kind, capacity, n, seed):
-    """Also where every level has a single slot."""
+    """The mass stays the number of tokens, also where every level has a single slot."""
     sketch = fed(SKETCHES[kind].for_budget(capacity, seed=seed), tokens(seed, n), (n // 2,))
     slots = sketch.slots
     assert int(sketch.state["fill"].max()) <= capacity
@@ -107,13 +108,14 @@ def test_however_small_the_mass_stays(kind, capacity, n, seed):
 
 @pytest.mark.parametrize("halving", sorted(HALVINGS))
 def test_no_halving_loses_mass_within_a_budget(halving):
-    """The smaller side of a walk, too, has the weight of its whole batch."""
+    """The kept slots have the weight of their whole batch, also if they are the smaller side of a
+    walk."""
     sketch = fed(MergeReduceBounded(40, halving, batch_size=8, seed=1), tokens(0, 300), (99,))
     torch.testing.assert_close(sketch.slots.masses().sum(-1), torch.full((1, 2), 300.0))
 
 
 def clustered(n, seed=0, dim=32, heads=4):
-    """Keys in clusters, values about a mean: what makes an average worth estimating."""
+    """Slots with keys in clusters and values around a mean, and queries."""
     g = torch.Generator().manual_seed(seed)
     centers = torch.randn(1, heads, 16, dim, generator=g)
     own = torch.randint(16, (n,), generator=g)
@@ -127,8 +129,8 @@ def clustered(n, seed=0, dim=32, heads=4):
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quarter_of_the_bytes_is_used_and_errs_like_balancekv(kind, n):
-    """At every length: 0.9 of the bytes or more, the mass of all tokens, and no more than twice
-    the error of BalanceKV's one-shot form at the same bytes."""
+    """At every length at least 90% of the bytes are used, the mass is within 10% of the number of
+    tokens, and the error is at most twice that of BalanceKV's one-shot form in the same bytes."""
     slots, queries = clustered(n)
     exact = attend(queries, slots)
     allowed = n // 4 * token_bytes(slots)
@@ -152,8 +154,8 @@ def test_a_quarter_of_the_bytes_is_used_and_errs_like_balancekv(kind, n):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_sums_are_unbiased(kind):
-    """The mean over 2,000 heads, each with its own random numbers, against the exact sums (z-test);
-    value norms in several buckets."""
+    """Over 2,000 heads, each with its own random numbers, the mean of the sums is the exact sum
+    (z-test), with value norms in several buckets."""
     heads, n, dim = 2000, 60, 2
     g = torch.Generator().manual_seed(0)
     keys = torch.randn(1, 1, n, dim, generator=g).expand(1, heads, n, dim).contiguous()
@@ -182,8 +184,8 @@ def test_numerator_and_denominator_keep_nearly_the_same_tokens():
 
 
 def test_numerator_and_denominator_are_balanced_apart():
-    """With a small constant the walks decide otherwise: the denominator's looks at the keys alone,
-    the numerator's at the values, bucket by bucket."""
+    """With a small constant the two walks choose different tokens: the denominator's depends on the
+    keys only, the numerator's also on the values, bucket by bucket."""
     slots = tokens(0, 400, heads=4, dim=4, mean=0.0)
     sketch = fed(BalanceKVBounded(300, batch_size=64, constant=0.02, seed=1), slots)
     weights = sketch._live_weights()
@@ -203,7 +205,7 @@ def test_levels_need_a_sketch_of_ones_own():
 
 
 def loop_of_line_9(norms, key_norms, factor, scaling):
-    """Which tokens are in a bucket at the end, one token at a time, r the largest key norm."""
+    """The tokens in a bucket at the end, computed one at a time; r is the largest key norm."""
     buckets: dict[int, list[int]] = {}
     v_max = k_max = 0.0
     for j, (v, k) in enumerate(zip(norms, key_norms, strict=True)):
@@ -241,7 +243,8 @@ def test_line_9_erases_buckets_whatever_the_chunks(norms, key_norms, cut, kind):
 
 @pytest.mark.parametrize("kind", [BalanceKVStreaming, BalanceKVBounded])
 def test_line_9_is_about_buckets_not_tokens(kind):
-    """r = 1, eps = 1, n = 2: 0.13 lies below the bound 0.152, its bucket [1/8, 1/4) does not."""
+    """With r = 1, eps = 1 and n = 2 the bound is 0.152: a value of norm 0.13 is below it, but its
+    bucket [1/8, 1/4) is not, so that the value stays."""
     size = {"capacity": 64} if kind is BalanceKVBounded else {}
     for chunks in ([[0.13], [1.0]], [[0.13, 1.0]], [[1.0, 0.13]]):
         sketch = kind(r=1.0, eps=1.0, max_tokens=2, batch_size=8, **size)
@@ -259,7 +262,7 @@ def test_buckets_are_those_of_the_paper():
         Erased(None, 0.0, 8, None)
 
 
-# ---- a budget bounds everything held ----
+# ---- a budget bounds all bytes ----
 
 DIMS = {"one_dimensional": 1}
 
@@ -279,7 +282,8 @@ def allowed(cache, slots, batch):
 @pytest.mark.parametrize("method", [m for m in SKETCHES if m != "one_dimensional"])
 @pytest.mark.parametrize("batch", [2])
 def test_everything_held_stays_within_the_budget(method, batch):
-    """After the prompt and after 500 decoded tokens: 1.05 x the bytes of the budget's tokens."""
+    """After the prompt and during 500 decoded tokens, the bytes of a cache are at most 1.05 times
+    those of the budget's tokens."""
     model, budget = model_for(method), 160
     ids = torch.randint(0, 90, (batch, 600), generator=torch.Generator().manual_seed(1))
     cache = SketchCache(model.config, method, budget=budget)
@@ -295,8 +299,8 @@ def test_everything_held_stays_within_the_budget(method, batch):
 
 @pytest.mark.parametrize("method", SKETCHES)
 def test_a_float_budget_does_not_depend_on_the_chunks(method):
-    """Streaming prefill of 2,049 tokens at 0.25: the same slots for chunks of 256, 1,024 and all
-    at once."""
+    """Streaming prefill of 2,049 tokens with a budget of 0.25 keeps as many slots, give or take
+    one, in chunks of 256 or 1,024 and all at once."""
     from kvsketch.budget import Budget
     from kvsketch.cache import Stream, windowed
 
@@ -316,12 +320,12 @@ def test_a_float_budget_does_not_depend_on_the_chunks(method):
         found.add(int(driver.held[0, 0]))
     # the last chunk of 256 is one token, for which nothing needs to be compressed
     assert max(found) - min(found) <= 1
-    if method not in ("subgen", "subgen_coupled"):  # whose parts leave a remainder
+    if method not in ("subgen", "subgen_coupled"):  # their parts leave a remainder
         assert min(found) >= 512
 
 
 def test_a_sketch_is_not_held_twice():
-    """What attention sees lives from ``extend`` to ``settle`` only."""
+    """The slots that attention reads exist from ``extend`` to ``settle`` only."""
     from kvsketch.budget import Budget
     from kvsketch.cache import Stream, windowed
 
@@ -332,7 +336,7 @@ def test_a_sketch_is_not_held_twice():
     driver.extend(slots.narrow(799, 1))  # makes room for a whole buffer
     driver.settle(None, prefill=False)
     before = sum(t.nbytes for t in driver.tensors())
-    seen = driver.slots  # somebody looks: made for them alone
+    seen = driver.slots  # slots that are read after ``settle`` are not stored
     assert sum(t.nbytes for t in driver.tensors()) == before
     driver.extend(slots.narrow(800, 1))
     assert driver.slots.count == seen.count + 1
@@ -371,8 +375,8 @@ def test_a_window_that_grows_lets_nothing_leave_until_it_is_full():
 
 
 def test_samples_that_are_added_have_the_law_of_lemma_1():
-    """Each sample of a reservoir made larger is a token in proportion to |v|^2, among the tokens of
-    before and after (chi-square over 2,000 heads)."""
+    """After a reservoir was made larger, each of its samples is an earlier or later token with a
+    probability in proportion to |v|^2 (chi-square test over 2,000 heads)."""
     heads, n = 2000, 12
     norms = torch.arange(1.0, n + 1).sqrt()
     keys = torch.arange(float(n)).view(1, 1, n, 1).expand(1, heads, n, 1).contiguous()
@@ -387,7 +391,7 @@ def test_samples_that_are_added_have_the_law_of_lemma_1():
     for j in range(5):
         found = sketch.get("sample").keys[0, :, j, 0].long().bincount(minlength=n)
         assert stats.chisquare(found, expected).pvalue > SIGNIFICANCE / 5
-    # independent from there on: two samples that were one differ now in most heads
+    # a sample and its copy are independent from then on: they now differ in most heads
     one, twin = sketch.get("sample").keys[0, :, 0, 0], sketch.get("sample").keys[0, :, 2, 0]
     assert float((one != twin).float().mean()) > 0.5
 

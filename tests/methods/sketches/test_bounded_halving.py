@@ -1,4 +1,4 @@
-"""How BalanceKV within a budget halves a batch, slot by slot."""
+"""How BalanceKV and merge-and-reduce halve a batch within a budget, slot by slot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STREAMS = torch.tensor([[7, 8]])
 
 
 def batch_of(seed, n):
-    """``[1, 2, n]`` slots with weights in both instances, in one, or (at the end) in none."""
+    """``[1, 2, n]`` slots that have weights in both instances, in one, or in none."""
     g = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(1, 2, n, 3, generator=g).double() for _ in range(2))
     weights = 1 + torch.rand(1, 2, n, 2, generator=g)
@@ -33,7 +33,7 @@ def batch_of(seed, n):
 
 
 def half_of(members, order, one_more):
-    """The members of least order, half of them; of an odd number one more or not."""
+    """The first half of the members by ``order``; of an odd number one more if ``one_more``."""
     kept = sorted(members, key=lambda i: order[i])
     return set(kept[: len(members) // 2 + (len(members) % 2) * bool(one_more)])
 
@@ -41,9 +41,10 @@ def half_of(members, order, one_more):
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 999), n=st.integers(2, 50), constant=st.sampled_from([0.05, 30.0]))
 def test_a_batch_is_halved_as_described(seed, n, constant):
-    """Half of the numerator's slots, those of sign +1 first, others at random; in the denominator
-    of the others first what the numerator kept; fewer than 16 slots: the same ones in both. The
-    numerator's weights double, the denominator's stay in sum."""
+    """Numerator and denominator keep half of their slots, those of sign +1 first. Among slots of
+    the same sign the numerator chooses at random, and the denominator first takes those that the
+    numerator keeps. Of fewer than 16 slots both keep the same. The numerator's weights double; the
+    sum of the denominator's stays."""
     batch, weights = batch_of(seed, n)
     streams = torch.tensor([[seed, seed + 1000]])
     sketch = BalanceKVBounded(64, constant=constant)
@@ -81,8 +82,8 @@ def test_a_batch_is_halved_as_described(seed, n, constant):
 
 
 def test_of_two_slots_one_is_kept_in_proportion_to_its_weight():
-    """20,000 pairs of 1 and 3: the heavy one in three of four (binomial), with the weight of both
-    every time."""
+    """Of 20,000 pairs of weights 1 and 3 the heavy slot is kept in three of four (binomial test),
+    and the kept one always has the weight of both."""
     chance = uniform(torch.tensor([3]), 20_000).T
     factor = _one_of(torch.tensor([[1.0, 3.0]]).expand(20_000, 2), chance)
     weights = factor * torch.tensor([1.0, 3.0])
@@ -93,7 +94,7 @@ def test_of_two_slots_one_is_kept_in_proportion_to_its_weight():
 
 @pytest.mark.parametrize("cls", [BalanceKVBounded, MergeReduceBounded])
 def test_the_oldest_are_halved_first_each_batch_with_coins_of_its_own(cls, monkeypatch):
-    """400 slots and one more: 8 batches of 8, the 64 oldest tokens in order."""
+    """With one token more than 400 slots, the 64 oldest are halved in order, in 8 batches of 8."""
     calls, original = [], cls._halve
 
     def halve(self, batch, weights, streams):
@@ -115,8 +116,8 @@ def test_the_oldest_are_halved_first_each_batch_with_coins_of_its_own(cls, monke
 
 
 def test_merge_and_reduce_balances_values_as_they_are_weighted(monkeypatch):
-    """A batch of different weights: what is halved is (k, w v, w); of each batch the weight stays,
-    also where the kept half is lighter than the other."""
+    """A batch of different weights is halved as (k, w v, w), and its weight stays, also where the
+    kept half is lighter than the other."""
     seen, original = [], GreedyHalving.half
 
     def half(self, slots, streams=None):
@@ -139,7 +140,7 @@ def test_merge_and_reduce_balances_values_as_they_are_weighted(monkeypatch):
 
 
 def test_a_walk_that_keeps_nothing_leaves_the_batch():
-    """SoftmaxBalance keeps the smaller side, which may be empty."""
+    """SoftmaxBalance keeps the smaller side, which may be empty; no mass is lost then."""
     sketch = MergeReduceBounded(8, "softmax_balance", batch_size=2, seed=0)
     g = torch.Generator().manual_seed(0)
     slots = Slots(torch.randn(1, 50, 60, 3, generator=g), torch.randn(1, 50, 60, 3, generator=g))

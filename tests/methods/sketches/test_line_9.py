@@ -1,4 +1,4 @@
-"""Line 9 of BalanceKV Algorithm 1 when sketches are merged; failures, which nothing erases."""
+"""Line 9 of BalanceKV's Algorithm 1 when sketches are merged; failures, which it never erases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def build(kind, seed=0, batch_size=8, **options):
 
 
 def tokens(norms, key_norms=0.0):
-    """One head; values along an axis."""
+    """Tokens of one head, with values of the given norms."""
     n = len(norms)
     keys = torch.ones(n) * torch.as_tensor(key_norms)
     return Slots(keys.view(1, 1, n, 1) * torch.eye(4)[0], torch.tensor(norms).view(1, 1, n, 1))
@@ -32,7 +32,8 @@ def numerator(sketch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("larger_first", [False, True])
 def test_a_merge_erases_what_one_stream_would_have(kind, larger_first):
-    """eps/(2n) = 1/4 and e^0: norm 4 erases buckets up to 2^i = 1, on either side."""
+    """With eps/(2n) = 1/4 and keys of 0, a value of norm 4 erases the buckets up to 2^i = 1 of both
+    sketches."""
     small, large = build(kind, 1, eps=1.0, max_tokens=2), build(kind, 2, eps=1.0, max_tokens=2)
     small.extend(tokens([0.3, 0.9, 1.5]))
     large.extend(tokens([4.0, 1.2]))
@@ -40,14 +41,14 @@ def test_a_merge_erases_what_one_stream_would_have(kind, larger_first):
     one.merge(other)
     assert numerator(one) == pytest.approx([1.2, 1.5, 4.0])
     assert float(one.slots.masses().sum()) == 5
-    # what is merged in is not forgotten: 0.9 is small from here on, too
+    # the largest norm is merged, too: 0.9 is erased from now on
     one.extend(tokens([0.9]))
     assert numerator(one) == pytest.approx([1.2, 1.5, 4.0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merge_takes_over_the_longest_key(kind):
-    """r = None: with a key of norm 2 (d = 4) the bound is 4 e^-2/4 = 0.14, and 0.3 stays."""
+    """With r = None and a key of norm 2 (d = 4), the bound is 4 e^-2/4 = 0.14, and 0.3 stays."""
     small, large = build(kind, 1, eps=1.0, max_tokens=2), build(kind, 2, eps=1.0, max_tokens=2)
     small.extend(tokens([0.3]))
     large.extend(tokens([4.0], 2.0))
@@ -57,8 +58,8 @@ def test_a_merge_takes_over_the_longest_key(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scaling_decides_what_is_small_and_padding_does_not(kind):
-    """e^(-scaling r^2) with scaling = 2 and |k| = 1: the bound is 0.034 for norm 1; a padding key
-    of norm 9 would make it 0."""
+    """With scaling = 2 and |k| = 1 the bound, which has the factor e^(-scaling r^2), is 0.034 for
+    norm 1; a padding key of norm 9 would make it 0."""
     sketch = build(kind, eps=1.0, max_tokens=2, scaling=2.0)
     slots = tokens([0.0, 0.02, 0.04, 1.0], torch.tensor([9.0, 1.0, 1.0, 1.0]))
     mass = torch.tensor([[[0.0, 1.0, 1.0, 1.0]]])
@@ -70,7 +71,7 @@ def test_scaling_decides_what_is_small_and_padding_does_not(kind):
 
 
 def test_an_erased_bucket_is_empty_at_every_level_and_may_fill_again():
-    """With r=None a longer key lets smaller values in again: nothing of before comes back."""
+    """With r=None a longer key lets smaller values in again, but erased ones do not come back."""
     sketch = build(BalanceKVStreaming, eps=1.0, max_tokens=2, batch_size=2)
     sketch.extend(tokens([0.3] * 13))
     sketch.extend(tokens([1.5]))
@@ -94,7 +95,7 @@ def test_failures_of_erased_buckets_and_of_merged_sketches_are_not_forgotten():
     theirs = int(other.failures.sum())
     assert theirs > 0
     sketch.merge(other)
-    assert int(sketch.failures.sum()) >= before + theirs  # merging halves, too
+    assert int(sketch.failures.sum()) >= before + theirs  # merging halves batches, too
 
 
 def test_failures_add_up_in_a_merge():
@@ -107,6 +108,6 @@ def test_failures_add_up_in_a_merge():
         other.extend(tokens([1.0] * 40))
         one.state[name] = one.state[name] + 3
         other.state[name] = other.state[name] + 40
-        assert int(one.failures.sum()) == 3  # none of its own: the printed constant
+        assert int(one.failures.sum()) == 3  # with the printed constant no walk fails
         one.merge(other)
         assert int(one.failures.sum()) == 43

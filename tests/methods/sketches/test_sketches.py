@@ -1,4 +1,4 @@
-"""The four verbs, for every natively streaming sketch."""
+"""Extending, merging, saving and loading every streaming sketch, and its slots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokens(name, seed, n, dtype=torch.float32, **shape):
     return Slots(torch.randn(full, generator=g).to(dtype), torch.randn(full, generator=g).to(dtype))
 
 
-#: the papers' own schedules, which no budget makes
+#: the papers' own schedules, which have no budget
 AS_WRITTEN = {
     "algorithm_1": lambda seed: BalanceKVStreaming(batch_size=10, seed=seed),
     "algorithm_3": lambda seed: MergeReduce(batch_size=10, seed=seed),
@@ -233,8 +233,8 @@ def test_half_precision_streams(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_seeds_are_not_merged(name):
-    """Their random choices are the same ones: measured, one of 8 tokens was drawn twice as often
-    as it should be."""
+    """Randomised sketches with equal seeds make the same choices: when merged, they drew one of 8
+    tokens twice as often as they should."""
     sketch = filled(name, seed=0)
     if not sketch.randomised:
         sketch.merge(filled(name, seed=0))
@@ -246,8 +246,9 @@ def test_equal_seeds_are_not_merged(name):
 
 
 def test_merge_uses_numbers_neither_sketch_used():
-    """4 + 4 tokens outside the window, one reservoir: every token is drawn equally often, also when
-    the merged-in sketch's seed is that of an empty one (chi-square at 1e-3 over 4,000 heads)."""
+    """If two sketches of five tokens are merged into an empty one with the seed of the first, each
+    of the nine tokens outside the window is drawn equally often (chi-square test at 1e-3 over 4,000
+    heads)."""
     heads = 4000
     value = torch.arange(10.0).view(1, 1, 10, 1).expand(1, heads, 10, 1).contiguous()
     slots = Slots(torch.zeros_like(value), value)

@@ -1,4 +1,5 @@
-"""SubGen / ClusterGen Algorithm 1: Lemma 1, Lemma 2, the sampling laws, chunks against the loop."""
+"""SubGen (ClusterGen), Algorithm 1: Lemmas 1 and 2, the distributions of the samples, and chunks
+that equal the printed loop."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ class Loop:
 def test_lemma_2_invariants_and_the_clusters_of_the_loop(seed, n, delta, cuts):
     """The representatives, their number and the counts n_i are those of the loop, whatever the
     chunks (invariants 1 and 2); keys lie within delta (3) and representatives apart (4); every
-    sample is a member of its cluster (5; that it is uniform: next test)."""
+    sample is a member of its cluster (5; the next test shows that it is uniform)."""
     slots = tokens(seed, n)
     sketch = feed(SubGen(delta, s=1, t=3), slots, cuts)
     for head in range(2):
@@ -124,8 +125,8 @@ def test_lemma_2_invariants_and_the_clusters_of_the_loop(seed, n, delta, cuts):
 @pytest.mark.parametrize("cuts", [(), (1, 2, 3), (7,), tuple(range(24))])
 @pytest.mark.parametrize("merged", [False, True])
 def test_cluster_samples_are_uniform_and_independent(cuts, merged):
-    """Lemma 2 (5): chi-square over the members, and over pairs of samples, for every chunking and
-    for merged halves. 4,000 heads at once."""
+    """Over 4,000 heads the members of a cluster are sampled equally often, and so are pairs of them
+    (Lemma 2 (5), chi-square tests), for all chunks and for merged sketches."""
     heads, n = 4000, 24
     place = torch.arange(n, dtype=torch.float32)
     keys = (place % 2 * 100 + place / n).view(1, 1, n, 1).expand(1, heads, n, 1)  # two clusters
@@ -174,7 +175,8 @@ def test_lemma_1_numerator_samples(cuts, merged):
 
 
 def test_outputs_have_the_distribution_of_the_loop():
-    """Kolmogorov-Smirnov: chunked outputs against those of the printed loop, 300 runs each."""
+    """Outputs of chunks and of the printed loop, 300 runs each, have the same distribution
+    (Kolmogorov-Smirnov test)."""
     runs, n, dim = 300, 25, 3
     slots = tokens(5, n, heads=1, dim=dim)
     keys, values = slots.keys[0, 0], slots.values[0, 0]
@@ -196,7 +198,8 @@ def test_outputs_have_the_distribution_of_the_loop():
 
 @pytest.mark.parametrize("cls", [SubGen, SubGenCoupled])
 def test_merged_halves_err_like_one_sketch(cls):
-    """Kolmogorov-Smirnov on the errors of 1,500 merged pairs and 1,500 single sketches."""
+    """The errors of 1,500 merged pairs and of 1,500 single sketches have the same distribution
+    (Kolmogorov-Smirnov test)."""
     heads, n = 1500, 120
     g = torch.Generator().manual_seed(0)
     centers = 4 * torch.randn(6, 4, generator=g)
@@ -236,7 +239,7 @@ def test_numerator_and_denominator_are_unbiased():
 
 
 def test_theorem_1_error_falls_like_one_over_sqrt_s():
-    """Fourfold samples halve the error (by the mean over 400 heads, within 15%)."""
+    """Four times as many samples halve the mean error over 400 heads, within 15%."""
     heads, n = 400, 200
     slots = tokens(9, n, heads=1, dim=4).map(
         lambda x: x.expand(1, heads, *x.shape[2:]).contiguous()
@@ -260,8 +263,8 @@ def in_ball(seed, n, dim, heads):
 
 
 def test_theorem_15_in_the_unit_ball():
-    """The bound at the calculated size, over 300 heads, in slots that do not grow with the stream:
-    keys anywhere in the ball, no assumption of clusters."""
+    """At the calculated size the bound holds over 300 heads, for keys anywhere in the ball, and the
+    number of slots does not grow with the stream."""
     heads, dim, eps, failure = 300, 2, 0.9, 0.2
     slots = in_ball(0, 800, dim, heads)
     query = torch.tensor([0.6, 0.8]).expand(1, heads, 1, dim)
@@ -349,8 +352,8 @@ def test_padding_does_not_exist(cls):
 
 
 def test_ragged_heads_and_dead_slots():
-    """One head with a single cluster beside one with many: dead slots fill up, attention does not
-    see them, masses are right."""
+    """A head with a single cluster beside one with many has t live slots; the others are dead, and
+    attention is finite."""
     slots = tokens(2, 40)
     slots.keys[:, 0] = 0.25
     sketch = feed(SubGenCoupled(0.3, t=2), slots)

@@ -1,4 +1,4 @@
-"""SubGen's clusters when they are merged, widened, or become more: radii and weights."""
+"""Radii and weights of SubGen's clusters when sketches are merged or widened."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_t_samples_share_the_weight_of_their_cluster(cls):
 @pytest.mark.parametrize("cls", [SubGen, SubGenCoupled])
 @pytest.mark.parametrize("larger_first", [False, True])
 def test_a_merged_sketch_has_the_larger_radius(cls, larger_first):
-    """Also where it was the other one that was widened; representatives are further apart."""
+    """The radius is the larger one whichever sketch had it, and representatives are further apart
+    than it."""
     narrow, wide = (cls(0.1, max_clusters=20, seed=seed) for seed in (1, 2))
     narrow.extend(tokens(1, 1))
     wide.extend(tokens(2, 200))
@@ -53,7 +54,7 @@ def test_widening_doubles_the_radius():
     doublings = (sketch.radius / 0.05).log2()
     assert torch.equal(doublings, doublings.round())
     assert float(doublings.min()) >= 1
-    # no further than needed: with half the radius there would be too many
+    # no further than needed: with half the radius there would be too many clusters
     for head in range(2):
         half = SubGen(float(sketch.radius[0, head]) / 2)
         half.extend(tokens(3, 300).map(lambda t: t[:, head : head + 1]))  # noqa: B023
@@ -61,7 +62,7 @@ def test_widening_doubles_the_radius():
 
 
 def test_samples_that_are_added_are_copies_of_each_in_turn():
-    """So that none counts more than one time more than another."""
+    """Every sample is copied in turn, so that the numbers of copies differ by at most one."""
     sketch = SubGen(delta=100.0, s=3, t=1, max_clusters=2, seed=5)
     sketch.extend(tokens(4, 50, heads=1))
     before = sketch.get("sample").keys[0, 0]
@@ -71,7 +72,7 @@ def test_samples_that_are_added_are_copies_of_each_in_turn():
 
 
 def assigned(points, delta):
-    """``assign`` from nothing."""
+    """``assign`` without earlier clusters."""
     rows, count, dim = points.shape
     return assign(
         points,
@@ -84,7 +85,8 @@ def assigned(points, delta):
 
 
 def test_a_representative_is_in_the_cluster_it_opened():
-    """Also where keys differ by less than rounding does to their distance."""
+    """A key that opens a cluster is in it, also where keys differ by less than the rounding error
+    of their distance."""
     g = torch.Generator().manual_seed(0)
     points = torch.randn(500, 1, 4, generator=g).double()
     points = points + 1e-9 * torch.randn(500, 6, 4, generator=g).double()
@@ -94,8 +96,8 @@ def test_a_representative_is_in_the_cluster_it_opened():
 
 
 def test_float32_does_not_decide_between_near_representatives():
-    """Keys of norm 3,000, representatives 3 apart: |x|^2 - 2 <x, k> + |k|^2 in float32 is off by
-    more than the distances differ. The loop in float64."""
+    """Keys of norm 3,000 get the clusters of a loop in float64, although the error of
+    |x|^2 - 2 <x, k> + |k|^2 in float32 is larger than the differences between distances."""
     g = torch.Generator().manual_seed(1)
     points = 1500 + torch.randn(1, 300, 4, generator=g)
     found = assigned(points, 1.5)
