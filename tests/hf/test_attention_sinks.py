@@ -1,5 +1,5 @@
-"""A sink in the softmax is a slot with key 0, no value and mass exp(sink): everything that knows
-sinks says what it says with that slot in place."""
+"""A sink in the softmax is a slot with key 0, value 0 and mass exp(sink): attention, scores, fits
+and errors with sinks equal those without sinks over the slots and that slot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 
 
 def case(seed: int, weighted: bool, n: int = 24, q: int = 6, group: int = 1) -> Any:
-    """Slots, observed queries with sinks, and the slots with a sink's own slot before them."""
+    """Slots, observed queries with sinks, and the slots with the slot of a sink before them
+    (without it for grouped queries, whose sinks differ within a KV head)."""
     generator = torch.Generator().manual_seed(seed)
     keys, values = torch.randn(2, 2, 3, n, 4, generator=generator, **DOUBLE)
     queries = torch.randn(2, 3 * group, q, 4, generator=generator, **DOUBLE)
@@ -54,7 +55,7 @@ def test_attention(seed: int, weighted: bool) -> None:
 @settings(max_examples=10)
 @given(seed=st.integers(0, 999), weighted=st.booleans())
 def test_every_query_head_has_its_own(seed: int, weighted: bool) -> None:
-    """Grouped queries, by a loop over heads."""
+    """Attention of grouped queries uses the sink of each query head, as a loop over heads shows."""
     slots, observed, _ = case(seed, weighted, group=2)
     assert observed.sinks is not None
     found = attend(observed.queries, slots, scaling=0.5, sinks=observed.sinks)
@@ -84,7 +85,7 @@ def test_a_large_sink_takes_everything_and_overflows_nothing() -> None:
 )
 @pytest.mark.parametrize("q", [6, 20])
 def test_scores_are_what_is_left_by_the_sink(method: str, q: int) -> None:
-    """The scores of a method's slots are those it gives them beside the sink's slot."""
+    """With sinks, a method gives every slot the score that it has beside the slot of the sink."""
     slots, observed, reference = case(1, False, n=40, q=q)
     mine = windowed(method, 1, 2).observe(slots, observed).score
     plain = replace(observed, sinks=None)
@@ -93,13 +94,13 @@ def test_scores_are_what_is_left_by_the_sink(method: str, q: int) -> None:
     assert mine is not None
     assert theirs is not None
     assert without is not None
-    if method != "snapkv":  # it smooths over neighbours, of which the sink would be one
+    if method != "snapkv":  # it pools scores, and would pool that of the sink's slot
         torch.testing.assert_close(mine, theirs[..., 1:].to(mine.dtype), rtol=1e-5, atol=1e-7)
     assert float((mine - without).abs().max()) > 1e-4
 
 
 def test_least_squares_fits_what_the_sink_leaves() -> None:
-    """heavy_merge's fit brings attention with sinks nearer to the exact one."""
+    """The least-squares fit of heavy_merge lowers the error of attention with sinks."""
     slots, observed, _ = case(2, False, n=200, q=64)
     errors = []
     for correct in (True, False):
@@ -131,7 +132,8 @@ def test_measured_errors(seed: int) -> None:
 
 
 def test_the_running_error_knows_sinks() -> None:
-    """A probe that took its tokens in parts, against attention over all of them at once."""
+    """The error of a probe that received its tokens in parts includes the sinks: it equals the
+    error against attention over all tokens at once."""
     slots, observed, _ = case(3, False, n=40, q=8)
     probe = Probe(slots.narrow(0, 20), observed)
     probe.extend(slots.narrow(20, 13))

@@ -1,4 +1,4 @@
-"""SketchCache beyond the families: what compression does, bytes, chats, beams, bad input."""
+"""SketchCache as a whole: compression, bytes, chats, beam search, budgets per head, wrong input."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def llama():
 
 @pytest.fixture(scope="module")
 def wide_llama():
-    """The packaged model's shape: 4 heads, 2 KV heads of 32."""
+    """A random model of the packaged model's shape: 4 query heads and 2 KV heads of head_dim 32."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -82,13 +82,13 @@ def test_decoding_attends_to_exactly_what_was_kept(family, batch):
         actual = model(ids[:, 30:], past_key_values=cache, use_cache=True).logits
         visible = torch.zeros(batch, 31, dtype=torch.long)
         visible[:, :2] = visible[:, -(budget - 2) - 1 :] = 1
-        if family in ("opt", "mpt"):  # positions are counted off a 2-D mask: hide by hand
+        if family in ("opt", "mpt"):  # they derive positions from a 2-D mask: hide by hand
             expected = _hidden_logits(model, family, ids, visible)
         else:
             additive = torch.zeros(batch, 31).double().masked_fill(~visible.bool(), HIDDEN)
             mask = additive[:, None, None, :]
-            if family == "gemma2":  # one mask per kind of layer; the window is left alone
-                window = torch.zeros(8).double()  # all of the window is visible
+            if family == "gemma2":  # one mask per kind of layer
+                window = torch.zeros(8).double()  # nothing in the window is hidden
                 mask = {
                     "full_attention": mask,
                     "sliding_attention": window.expand(batch, 1, 1, 8),
@@ -104,7 +104,7 @@ def test_decoding_attends_to_exactly_what_was_kept(family, batch):
 
 
 def _hidden_logits(model, family, ids, visible):
-    """One forward in which only the last query is kept from seeing the dropped tokens."""
+    """Logits of one forward in which only the last query cannot see the dropped tokens."""
     import sys
 
     module = type(model.model.decoder.layers[0].self_attn) if family == "opt" else None
@@ -143,7 +143,8 @@ def _hidden_logits(model, family, ids, visible):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "opt"])
 def test_h2o_scores_are_the_accumulated_attention(family):
-    """Over prompt and decoded tokens, against the attention matrices transformers returns."""
+    """The scores of h2o are the sums, over all queries of prompt and decoded tokens, of the
+    attention matrices that transformers returns."""
     model = build(family, attention="eager").double()
     ids = ids_of(2, 24)
     cache = SketchCache(model.config, "h2o", budget=1000)
@@ -163,7 +164,7 @@ def test_h2o_scores_are_the_accumulated_attention(family):
 
 @pytest.mark.parametrize("method", EVERY_METHOD)
 def test_streaming_chunks_attend_to_slots_and_themselves(llama, method):
-    """Chunked streaming prefill equals feeding the same chunks by hand."""
+    """A streaming prefill in chunks answers as the same chunks fed by hand."""
     ids = ids_of(2, 48)
     settings = {"budget": 20, "prefill": "streaming", **WINDOW}
     whole = SketchCache(llama.config, method, **settings)
@@ -194,8 +195,8 @@ def test_one_shot_keeps_decoded_tokens(llama):
 
 
 def live_kv_bytes(kv_heads=2, head_dim=32):
-    """Bytes of all live tensors shaped like keys or values of the cache, found by the garbage
-    collector: what the cache's own count is checked against."""
+    """The bytes of all live tensors of the shape of the cache's keys or values, as the garbage
+    collector finds them. The cache's own count is compared with it."""
     held = {}
     for thing in gc.get_objects():
         if (
@@ -212,7 +213,8 @@ def live_kv_bytes(kv_heads=2, head_dim=32):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("budget", [0.65, 0.25, 512])
 def test_bytes_stay_within_five_percent_of_the_budget(wide_llama, method, budget):
-    """After the prefill and after 200 decoded tokens; prompt of 1,600 tokens."""
+    """After a prefill of 1,600 tokens and after 200 decoded tokens, the share of bytes is within 5%
+    of the budget (8% for heavy_merge)."""
     ids = ids_of(1, 1600)
     cache = SketchCache(wide_llama.config, method, budget=budget, bits=16)
     with torch.no_grad():
@@ -222,7 +224,7 @@ def test_bytes_stay_within_five_percent_of_the_budget(wide_llama, method, budget
                 tokens = cache.get_seq_length()
                 asked = budget if isinstance(budget, float) else budget / tokens
                 ratio = cache.nbytes() / cache.exact_nbytes()
-                # mass and score together are two float32 beside 64 numbers here: 3.1% more
+                # mass and score are two float32 numbers beside 64 of key and value: 3.1% more
                 both = method in ("heavy_merge",)
                 assert ratio == pytest.approx(asked, rel=0.08 if both else 0.05), (step, ratio)
             token = out.logits[:, -1:].argmax(-1)
@@ -232,10 +234,10 @@ def test_bytes_stay_within_five_percent_of_the_budget(wide_llama, method, budget
 
 @pytest.mark.parametrize("method", METHODS)
 def test_streaming_prefill_of_16000_tokens_stays_under_budget_plus_chunk(wide_llama, method):
-    """During a chunk by the cache's own count; between chunks from the tensors that are really
-    alive, whoever holds them."""
+    """During a chunk, by the cache's own count, there is at most the budget and the chunk; between
+    chunks the live tensors take no more than the budget."""
     budget, chunk, tokens = 1024, 512, 16_000
-    # many compressions of long streams take long: a shorter one shows the same thing
+    # other methods take long to compress 16,000 tokens: a shorter stream tests the same
     tokens = tokens if method in ("uniform", "streaming_llm", "h2o") else 4_096
     cache = SketchCache(wide_llama.config, method, budget=budget, prefill="streaming")
     per_slot = 2 * 2 * 2 * 32 * 4  # layers x (keys, values) x KV heads x head_dim x float32
@@ -253,8 +255,8 @@ def test_streaming_prefill_of_16000_tokens_stays_under_budget_plus_chunk(wide_ll
             )
             peak = max(peak, live_kv_bytes() - others)
     assert peak <= budget * per_slot * 1.001, "between chunks nothing but the budget is alive"
-    # pyramidkv's first layer holds almost all there is while every layer holds a chunk: the bound
-    # is met exactly, and its scores (4 bytes beside 256) come on top
+    # pyramidkv's first layer has almost all slots while every layer has a chunk: keys and values
+    # take exactly the bound, and scores (4 bytes beside 256) come on top
     more = 1 + 4 / 256 if method == "pyramidkv" else 1
     assert cache.peak_nbytes <= (budget + chunk) * per_slot * more
     assert cache.get_seq_length() == tokens
@@ -294,8 +296,8 @@ def test_summary_counts_sliding_layers_as_they_are():
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "opt", "mpt"])
 def test_chat_over_several_generate_calls(family):
-    """Full history or only the new ids; with room enough equal to DynamicCache, compressed it
-    keeps counting the true length."""
+    """Over several calls of generate a cache with room for all tokens answers as DynamicCache; a
+    compressed one counts the true length."""
     model = build(family)
     turns = [ids_of(1, n, seed=n) for n in (20, 9, 14)]
 
@@ -329,7 +331,8 @@ def test_sampling_equals_dynamic_cache(llama, method):
 
 @pytest.mark.parametrize("method", EVERY_METHOD)
 def test_beam_search(llama, method):
-    """Equal to DynamicCache with room enough; compressed it runs and keeps every row's beams."""
+    """With room for all tokens beam search answers as with DynamicCache; a compressed cache returns
+    ids of the same shape."""
     ids = ids_of(2, 30)
     expected = greedy(llama, ids, DynamicCache(config=llama.config), num_beams=3)
     roomy = SketchCache(llama.config, method, budget=1.0)
@@ -341,8 +344,8 @@ def test_beam_search(llama, method):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mpt"])
 def test_bfloat16(family, method):
-    """Slots stay in the model's dtype and logits near those of float32 weights (both compressed;
-    the tolerance is bfloat16's 8 bits over the few layers)."""
+    """Slots have the model's dtype, and the logits of a compressed bfloat16 model are close to
+    those of a compressed float32 model (the tolerance is 8 bits over few layers)."""
     logits = {}
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
@@ -360,7 +363,7 @@ def test_bfloat16(family, method):
 
 @pytest.mark.parametrize("method", EVERY_METHOD)
 def test_float64(method):
-    """Every method in a float64 model, through prefill, decoding and recompression."""
+    """Every method works in a float64 model, through prefill, decoding and recompression."""
     model = build("llama").double()
     ids, after = ids_of(2, 130), ids_of(2, 12, seed=1)
     cache = SketchCache(model.config, method, budget=48, **WINDOW)
@@ -534,7 +537,8 @@ def test_crop_before_compression_forgets_the_last_tokens(llama, method):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mpt"])
 @pytest.mark.parametrize("method", ["streaming_llm", "h2o", "kcenter", "subgen"])
 def test_every_head_keeps_its_share(family, method):
-    """Per layer and per head: the slots held are the shares of the budget, and so are the bytes."""
+    """In every layer and head the number of slots is the head's share of the budget, and a layer
+    whose heads differ takes no more bytes than an even one."""
     model = build(family)
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.n_heads
@@ -551,7 +555,7 @@ def test_every_head_keeps_its_share(family, method):
         assert first.held.tolist() == [[10, *[20] * (heads - 2), 30]] * 2
         assert second.held.tolist() == [[20] * heads] * 2
         bytes_of = [sum(t.nbytes for t in s.tensors()) for s in (first, second)]
-        # No more; less by the masses that say which slots of a padded row are dead.
+        # It may take less: masses that mark the padding of a row as dead slots.
         assert 0.95 * bytes_of[1] <= bytes_of[0] <= 1.02 * bytes_of[1]
     answer = greedy(model, ids, SketchCache(model.config, method, **settings), attention_mask=mask)
     assert answer.shape == (2, 58)
@@ -559,8 +563,8 @@ def test_every_head_keeps_its_share(family, method):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "mpt"])
 def test_groups_of_heads_change_nothing_but_the_budget(family):
-    """Shares that differ by nothing that rounds: the same ids as without a schedule; and with room
-    for everything the ids are DynamicCache's, through prefill, beams and decoding."""
+    """With shares that round to the same budgets the ids are those without a schedule; with room
+    for all tokens they are DynamicCache's. Both hold for greedy decoding and beam search."""
     model = build(family)
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "n_heads", None) or 4
@@ -589,7 +593,8 @@ def test_groups_of_heads_change_nothing_but_the_budget(family):
 
 @pytest.mark.parametrize("method", ["h2o", "heavy_merge"])
 def test_queries_that_wait_for_their_group_are_not_lost(llama, method, monkeypatch):
-    """Handed over many at a time or one by one: the same slots after many compressions."""
+    """Whether queries are turned into scores 32 at a time or one by one, the slots after many
+    compressions are the same."""
     ids, after = ids_of(2, 120), ids_of(2, 60, seed=1)
     held = []
     for every in (32, 1):
@@ -603,12 +608,13 @@ def test_queries_that_wait_for_their_group_are_not_lost(llama, method, monkeypat
         held.append([layer.stream.slots for layer in cache.layers])
     for waited, at_once in zip(*held, strict=True):
         for name, tensor in waited.tensors().items():
-            if name != "score":  # the last queries still wait
+            if name != "score":  # the last queries are not in the scores yet
                 torch.testing.assert_close(tensor, at_once.tensors()[name], rtol=1e-4, atol=1e-4)
 
 
 def test_a_small_group_compresses_no_more_often_than_its_layer_would(llama, monkeypatch):
-    """A head with a tenth of the budget shares the layer's buffer: 400 / 40 slots above."""
+    """A head with a tenth of the budget shares the layer's buffer: it compresses as seldom as the
+    layer, and grows by at most twice the buffer of 10 slots."""
     calls = []
     settings = {"budget": 400, "schedule": [[0.1, 1.9], [1.0, 1.0]], **WINDOW}
     cache = SketchCache(llama.config, "streaming_llm", **settings)
@@ -648,8 +654,8 @@ def test_wrong_schedules_are_named(llama, schedule, says):
 
 @pytest.mark.parametrize("method", ["sliding_window", "sliding_window_sampled", "subgen"])
 def test_sketches_with_wider_sums_decode_in_bfloat16(method):
-    """Sums outside a window are float32; tokens of a bfloat16 model still come in as such, through
-    many compressions."""
+    """A sketch with float32 sums takes in the tokens of a bfloat16 model through many
+    compressions."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"]()).eval().bfloat16()
     model.generation_config.eos_token_id = None

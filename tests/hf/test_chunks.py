@@ -1,4 +1,4 @@
-"""A prompt in chunks, read exactly, without its length: a warning."""
+"""A prompt that is read exactly in chunks, without its length being given, causes a warning."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_a_chat_is_no_prompt_in_chunks(model):
         answer(model, 40, cache, new=3)
         answer(model, 82, cache, new=3)  # a second turn of 40 tokens
         cache.reset()
-        for tokens in (30, 12):  # a context, and a question behind it
+        for tokens in (30, 12):  # a context, and the question after it
             model(ids(tokens), past_key_values=cache)
 
 
 def test_numbers_of_numpy_are_numbers(model):
-    """Budgets often come out of an array."""
+    """Budgets and windows may be numbers of NumPy; the cache behaves as with Python's."""
     for given, plain in ((np.int64(24), 24), (np.float32(0.5), 0.5), (np.float64(0.5), 0.5)):
         cache = SketchCache(
             model.config, "snapkv", budget=given, sink=np.int64(2), recent=np.int32(6)

@@ -1,4 +1,4 @@
-"""Layers of one model in different places: transformers' ``device_map`` through accelerate."""
+"""Models whose layers are on different devices, by transformers' ``device_map`` and accelerate."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tiny_model import save_tiny_model, small_llama, tiny_case
 
 pytest.importorskip("accelerate", reason="device_map needs accelerate")
 
-#: where the second layer is; the first is on the CPU
+#: the device of the second layer; the first is on the CPU
 PLACES = [
-    "disk",  # fetched for every forward
+    "disk",  # its weights are loaded for every forward
     pytest.param(
         "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     ),
@@ -76,7 +76,7 @@ def answer(model: Any, setup: dict[str, Any]) -> tuple[list[int], SketchCache]:
 @pytest.mark.parametrize("name", SETUPS)
 @pytest.mark.parametrize("place", PLACES)
 def test_layers_in_two_places_answer_as_in_one(folder: Path, place: str, name: str) -> None:
-    # float64: two kinds of devices must not decide between tokens by rounding
+    # float64, so that rounding on two devices cannot lead to different tokens
     one = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     names = [part for part, _ in one.named_children() if part != "model"]
     names += [f"model.{part}" for part, _ in one.model.named_children() if part != "layers"]

@@ -1,4 +1,4 @@
-"""Every model family, end to end through generate: the promise of SketchCache."""
+"""SketchCache with every model family, through generate."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def generate(model, cache, padding, **kwargs):
     ],
 )
 def test_budget_above_tokens_equals_dynamic_cache(family):
-    """Every method, prefill mode, chunking and batch shape: exactly the same ids in float32."""
+    """With a budget above the tokens the ids are exactly DynamicCache's in float32, for every
+    method, prefill mode, chunking and batch shape."""
     model = build(family)
     for padding in BATCHES.values():
         for extra in ({}, {"prefill_chunk_size": 16}):
@@ -63,7 +64,8 @@ def test_budget_above_tokens_equals_dynamic_cache(family):
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("method", [*METHODS, *PROJECTING])
 def test_compressed_generation_stays_in_budget(family, method):
-    """Compressed runs finish, keep the true length, and no row depends on another's padding."""
+    """Compressed runs finish, count the true length and stay within the budget, with and without
+    padding."""
     model = build(family)
     for padding in BATCHES.values():
         window = {"sink": 2, "recent": 6}
@@ -73,7 +75,7 @@ def test_compressed_generation_stays_in_budget(family, method):
         assert cache.get_seq_length() == TOKENS + NEW - 1
         assert cache.summary()["slots"] <= 0.5 * (TOKENS + NEW) + 2
         for layer in cache.summary()["layers"]:
-            if layer["compressed"] and method != "pyramidkv":  # it has a schedule of its own
+            if layer["compressed"] and method != "pyramidkv":  # its layers have different budgets
                 assert layer["slots"] <= 0.5 * (TOKENS + NEW) + 2
         assert any(layer["compressed"] for layer in cache.summary()["layers"])
 
@@ -81,8 +83,8 @@ def test_compressed_generation_stays_in_budget(family, method):
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("method", [name for name in EVERY_METHOD if name in SKETCHES])
 def test_sketches_generate(family, method):
-    """Compressed by a natively streaming sketch: runs, keeps the true length, and the masses of
-    what is held add up to the tokens."""
+    """With a streaming sketch generate finishes, the cache counts the true length, and the masses
+    of its slots add up to the number of tokens."""
     model = build(family)
     for padding in BATCHES.values():
         cache = SketchCache(model.config, method, budget=24, sink=2, recent=6)
@@ -101,7 +103,7 @@ def test_sketches_generate(family, method):
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("method", ["streaming_llm", "h2o", "kcenter"])
 def test_padding_never_enters_a_sketch(family, method):
-    """A left-padded row gets the answer it gets alone (methods without randomness)."""
+    """A left-padded row gets the same answer as alone (methods without randomness)."""
     model = build(family)
     settings = {"budget": 24, "sink": 2, "recent": 6}
     padded = generate(model, SketchCache(model.config, method, **settings), [9, 0])
@@ -117,7 +119,8 @@ def test_padding_never_enters_a_sketch(family, method):
 
 
 def test_one_dimensional_generates_where_heads_are_scalars():
-    """Appendix E inside generate: a model with head_dim 1, and a clear refusal of any other."""
+    """The method of Appendix E generates with a model of head_dim 1 and is refused for any
+    other."""
     torch.manual_seed(0)
     config = OPTConfig(**{**CONFIGS["opt"]().to_dict(), "hidden_size": 4, "word_embed_proj_dim": 4})
     model = AutoModelForCausalLM.from_config(config).eval()

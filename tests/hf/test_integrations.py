@@ -1,5 +1,4 @@
-"""Models as people load them: PEFT adapters, bitsandbytes. `make test-extras` installs what these
-need."""
+"""Models with PEFT adapters or quantised by bitsandbytes. `make test-extras` installs both."""
 
 from __future__ import annotations
 
@@ -21,7 +20,8 @@ def ids_of(tokens: int) -> torch.Tensor:
 
 
 def answers(model: Any) -> None:
-    """Without loss as with no cache of ours; compressed within the budget."""
+    """Check that a lossless cache answers as generate without one, and that a compressed one stays
+    within its budget."""
     settings = {"attention_mask": torch.ones(1, 40, dtype=torch.long), "max_new_tokens": 8}
     settings |= {"do_sample": False, "input_ids": ids_of(40)}
     expected = model.generate(**settings)
@@ -52,7 +52,7 @@ def test_prompt_tuning(peft: Any) -> None:
 
 
 def test_prefix_tuning_is_refused_before_the_first_token(peft: Any) -> None:
-    """PEFT would put a cache of its own in its place."""
+    """Prefix tuning is refused, since PEFT would replace the given cache by its own."""
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
     model = peft.get_peft_model(build("llama"), config).eval()
     cache = SketchCache(model.config, "snapkv", budget=20, **WINDOW)

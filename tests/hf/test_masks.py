@@ -1,4 +1,4 @@
-"""What masks say: rows, trees, padding, before and after something was compressed."""
+"""What is read from attention masks: padding, hidden tokens, and queries that are not causal."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_no_mask_says_nothing() -> None:
     settled=st.booleans(),
 )
 def test_padding(pads: list[int], old: int, q: int, settled: bool) -> None:
-    """Padding at the start of the new tokens, in every form of mask, is padding and nothing else:
-    also where a padded query is let see nothing, or everything."""
+    """Padding at the start of the new tokens is recognised in every form of mask, also where the
+    mask lets a padded query see nothing; no other token counts as hidden."""
     live = torch.ones(len(pads), old + q, dtype=torch.bool)
     for row, count in enumerate(pads):
         live[row, old : old + count] = False
@@ -63,8 +63,8 @@ def test_padding(pads: list[int], old: int, q: int, settled: bool) -> None:
 
 
 def test_queries_that_see_something_else_are_not_causal() -> None:
-    """A query that looks ahead, one that misses an earlier token: they are no evidence of what a
-    token gets from those behind it."""
+    """A query that sees a later token, or misses an earlier one, is not marked as causal, and its
+    mask is kept."""
     mask = causal(torch.ones(1, 8, dtype=torch.bool), 4)
     mask[0, 0, 1, 7] = True
     mask[0, 0, 2, 0] = False
@@ -119,7 +119,7 @@ def test_one_mask_is_read_once_a_forward_and_again_in_the_next() -> None:
 
 @pytest.mark.parametrize("heads", [1, 4])
 def test_hidden_tokens_become_hidden_slots(heads: int) -> None:
-    """By position, for one mask of all heads and for masks of their own."""
+    """Slots are hidden by their positions, for one mask of all heads and for a mask per head."""
     hidden = torch.zeros(1, heads, 2, 6, dtype=torch.bool)
     hidden[0, -1, 1, 3] = True
     positions = torch.tensor([[[0.0, 3.0, 5.0], [3.0, 4.0, 5.0]]])  # two KV heads

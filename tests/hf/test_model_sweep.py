@@ -1,7 +1,7 @@
 """Every causal language model of the installed transformers is in one of three lists: right,
-refused by name before the first token, not constructible here. The lists are in
-docs/results/model_families.json (``python -m benchmarks.model_families`` writes it); a family that
-is in none of them, or in another than it should be, fails here until someone has looked."""
+refused by name before the first token, or not constructible here. ``python -m
+benchmarks.model_families`` writes the lists to docs/results/model_families.json. A family that is
+in no list, or in a wrong one, fails here until someone has checked it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from model_sweep import CLOSE, adapted, default, evicting, lossless
 from tiny_models import MODEL_TYPES, NotConstructible
 
 LISTS = lists()
-#: the lists are of one version; an older one may lack the interface in some families
+#: the version that the lists were made with; in an older one some families lack the interface
 LISTED = Version("5.23")
 OLDER = Version(transformers.__version__).release[:2] < LISTED.release[:2]
 
@@ -29,9 +29,10 @@ def listed(name: str) -> list[str]:
 
 
 def built(model_type: str) -> Any:
-    """The model, unless an older transformers cannot make it or has no interface in it."""
+    """The model; skips the test where an older transformers cannot build it or has no attention
+    interface in it."""
     try:
-        # transformers' sdpa dropped soft-capping without a word
+        # transformers' sdpa silently ignored soft-capping
         model = tiny_models.build(model_type, "eager" if OLDER else None)
         SketchCache(model.config)
     except (UnsupportedError, NotConstructible):
@@ -54,7 +55,7 @@ def test_every_family_is_in_a_list() -> None:
 
 
 def test_what_the_issue_asked_for() -> None:
-    """At least 80 families, and among them the hybrids and those that people run."""
+    """At least 80 families are right, and the hybrid and common ones are among them."""
     right = {t for t, row in LISTS.items() if row["list"] == "right"}
     assert len(right) >= 80
     hybrids = """qwen3_next qwen3_5 nemotron_h jamba bamba falcon_h1 granitemoehybrid lfm2 lfm3
@@ -85,9 +86,9 @@ def test_not_constructible(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", listed("right"))
 def test_right(model_type: str) -> None:
-    """A padded batch through a prompt, decoded tokens and a chunk: without loss the full cache's
-    logits; evicting, those of the full cache with the same tokens hidden, heads of different
-    size."""
+    """For a padded batch with a prompt, decoded tokens and a chunk, the logits of a lossless cache
+    are the full cache's; those of an evicting cache, whose heads differ in size, are the full
+    cache's with the same tokens hidden."""
     model = built(model_type)
     assert lossless(model, [9, 0, 3]) <= CLOSE
     method = "streaming_llm" if adapted(model) else "keydiff"
@@ -97,7 +98,7 @@ def test_right(model_type: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", listed("right"))
 def test_right_in_every_way(model_type: str) -> None:
-    """Besides: without padding, with even budgets, with the default method."""
+    """The same holds without padding and with even budgets, and the default method works."""
     model = built(model_type)
     assert lossless(model, [0, 0]) <= CLOSE
     method = "streaming_llm" if adapted(model) else "keydiff"
@@ -119,7 +120,7 @@ def test_the_page_has_the_lists() -> None:
 
 
 def test_the_script_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A family whose evicted tokens are still seen is found, not listed."""
+    """A family whose evicted tokens still have an effect is listed as wrong."""
     import model_sweep
 
     monkeypatch.setattr(model_sweep, "evicting", lambda *a, **k: 0.1)

@@ -1,5 +1,5 @@
-"""SketchCache under tensor parallelism: a real transformers Llama, sharded over two gloo ranks on
-the CPU, against the same model in one process. Each rank holds half of the KV heads."""
+"""SketchCache under tensor parallelism: a transformers Llama, sharded over two gloo ranks on the
+CPU, against the same model in one process. Each rank has half of the KV heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvsketch.cache.curves import LEVELS, Curves
 from tiny_model import small_llama
 
 pytest.importorskip("accelerate", reason="transformers shards a model only with accelerate")
-pytestmark = pytest.mark.slow  # two more processes that import torch and transformers
+pytestmark = pytest.mark.slow  # starts two processes that import torch and transformers
 
 RANKS, TOKENS, NEW = 2, 300, 12
 SETUPS: dict[str, dict[str, Any]] = {
@@ -32,13 +32,13 @@ SETUPS: dict[str, dict[str, Any]] = {
     "measured": {"method": "heavy_merge", "budget": 0.3, "allocation": "measured"},
     "measured slots": {"method": "snapkv", "budget": 90, "allocation": "measured"},
     "bounded": {"method": "heavy_merge", "tolerance": 0.2, "max_budget": 0.5},
-    "curves": {"method": "snapkv", "budget": 0.3},  # and a file
+    "curves": {"method": "snapkv", "budget": 0.3},  # its allocation is a file, see ``run``
 }
 SCHEDULE = [[0.5, 0.5, 1.5, 1.5], [1.5, 1.5, 0.5, 0.5]]
 
 
 def prompts() -> tuple[torch.Tensor, torch.Tensor]:
-    """Two rows, one of them padded."""
+    """Two prompts, the second of which is padded."""
     ids = torch.randint(3, 90, (2, TOKENS), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[1, :40] = 0
@@ -46,9 +46,10 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run(folder: Path, **parallel: Any) -> dict[str, Any]:
-    """Every setup's answer and what its cache held."""
+    """For every setup the answer, the summary and errors of its cache, and the slots of every
+    row."""
     torch.set_num_threads(1)
-    # float64: sums over ranks in another order must not decide between tokens
+    # float64, so that the order of sums over ranks cannot lead to different tokens
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **parallel).eval()
     ids, mask = prompts()
     found: dict[str, Any] = {}
@@ -91,7 +92,7 @@ def rank(number: int, folder: Path, port: int) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Of one process, and of each rank."""
+    """The results of one process, and those of each rank."""
     folder = tmp_path_factory.mktemp("model")
     model = small_llama()
     for layer in model.model.layers:  # the second rank's heads matter more
@@ -116,14 +117,14 @@ def test_ranks_answer_as_one_process(results, name):
     for layer, whole in enumerate(one[1]["layers"]):
         slots = [summary["layers"][layer]["slots"] for summary in summaries]
         assert sum(slots) / RANKS == pytest.approx(whole["slots"], rel=1e-6)
-    # A row is stored as long as the one whose heads hold most slots, and each rank has rows of its
-    # own; the recent tokens, in all bits, are as many in every row. Blocks of slots: 2%.
+    # All rows of a layer are stored as long as the one with most slots, on every rank by itself;
+    # recent tokens, in all bits, are as many in every row. 2% is for blocks of slots.
     for layer, whole in enumerate(one[1]["layers"]):
         longer = sum(max(held[layer]) for *_, held in ranks) / max(one[3][layer])
         kept = sum(summary["layers"][layer]["kv_bytes"] for summary in summaries)
         assert 0.98 * whole["kv_bytes"] <= kept <= 1.02 * longer * whole["kv_bytes"]
     halves = [summary["exact_kv_bytes"] for summary in summaries]
-    assert halves == [one[1]["exact_kv_bytes"] // RANKS] * RANKS  # each holds its own heads only
+    assert halves == [one[1]["exact_kv_bytes"] // RANKS] * RANKS  # each rank has its own heads only
     assert one[1]["kv_bytes"] < 0.95 * one[1]["exact_kv_bytes"]
     for layer, whole in enumerate(one[2]):
         joined = [error for _, _, errors, _ in ranks for error in errors[layer]["prompt"]]

@@ -1,4 +1,4 @@
-"""kvsketch.prefill: a context read before it is compressed, once or twice."""
+"""kvsketch.prefill: a context is read once or twice before it is compressed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiny_model import small_llama
 
 
 class Letters:
-    """A tokenizer for models without one: a character is a token."""
+    """A tokenizer for models that have none: every character is a token."""
 
     def __call__(self, text, add_special_tokens=False):
         return {"input_ids": [3 + ord(c) % 90 for c in text]}
@@ -62,7 +62,8 @@ def test_with_the_prompts_queries_it_is_the_prefill_of_generate(llama, method, c
 
 @pytest.mark.parametrize("family", [f for f in CONFIGS if f not in ("gemma2", "gemma3")])
 def test_a_second_reading_leaves_nothing_behind(family):
-    """A lossless cache answers as an uncompressed one, at the right positions."""
+    """After a second reading a lossless cache answers as an uncompressed one, and its length is the
+    context's."""
     model = build(family)
     ids = ids_of(2, 120)
     cache = SketchCache(model.config, budget=1.0)
@@ -93,15 +94,16 @@ def test_every_method_that_can_goes_by_a_second_reading(llama, method, allocatio
 @pytest.mark.parametrize("part", [2048, 80])
 @pytest.mark.parametrize("method", ["kvzip", "kvzip_plus", "kvgrad"])
 def test_kvzip_scores_are_those_of_a_plain_computation(llama, monkeypatch, method, part):
-    """From queries, keys and values of transformers' own attention over an uncompressed cache, the
-    hidden states before it, and gradients of what comes behind it."""
+    """The tokens kept are those of the highest scores of a plain computation: from queries, keys
+    and values of transformers' own attention over an uncompressed cache, the hidden states before
+    it and the gradients with respect to its outputs."""
     monkeypatch.setattr(reading, "PART", part)
     monkeypatch.setattr(ALL_METHODS["kvgrad"], "part", part)
     n, seen, plain = 200, {}, DynamicCache()
     ids = ids_of(1, n)
     hidden, outputs = {}, {}
     llama = copy.deepcopy(llama)
-    for layer in llama.model.layers:  # or all hidden states would have one norm
+    for layer in llama.model.layers:  # else all hidden states would have the same norm
         layer.input_layernorm.weight.data *= torch.linspace(0.1, 1, 64)
 
     def around(kernel, module, query, key, value, *args, **kwargs):
@@ -109,7 +111,7 @@ def test_kvzip_scores_are_those_of_a_plain_computation(llama, monkeypatch, metho
         return kernel(module, query, key, value, *args, **kwargs)
 
     def weighs_of(again):
-        """Of every query in both layers."""
+        """The weight of every query of the second reading, in both layers."""
         hooks = []
         for i, layer in enumerate(llama.model.layers):
             for into, part in ((hidden, layer.input_layernorm), (outputs, layer.self_attn)):
@@ -171,7 +173,7 @@ def test_kvzip_scores_are_those_of_a_plain_computation(llama, monkeypatch, metho
 
 
 def test_questions_that_are_given_are_what_is_kept_for(llama):
-    """What the questions look at has a smaller error than without them."""
+    """The answer to a given question has a smaller error than without the question."""
     ids = ids_of(1, 300)
     questions = ["which one is it?", "and where?"]
     errors = {}
@@ -188,7 +190,8 @@ def test_questions_that_are_given_are_what_is_kept_for(llama):
 
 
 def test_a_retrieval_head_is_found_by_the_second_reading():
-    """The packaged model, a record of 100 lines, kept .1: what the prompt's queries lose."""
+    """From a fifth of the slots, in 8 bits, the packaged model answers four questions about records
+    of 100 lines after a second reading, and fewer where scores are of the prompt's queries."""
     from transformers import AutoModelForCausalLM
 
     from kvsketch.evaluation.runner.longeval import QUESTION_MARK, read_answer
@@ -317,7 +320,8 @@ def test_queries_after_all_slots_see_every_one():
 
 @pytest.mark.parametrize("method", ["kvzip", "heavy_merge", "snapkv", "h2o"])
 def test_of_several_questions_all_count(method):
-    """Whatever their order; by the largest attention, or by its sum."""
+    """All questions count in any order: by the largest attention or by the sum, as the method has
+    it."""
     from kvsketch import Observed
     from kvsketch.cache import windowed
     from kvsketch.cache.stream import Stream
@@ -342,7 +346,7 @@ def test_of_several_questions_all_count(method):
 
 def test_within_a_layer_every_head_has_its_safeguard():
     model = small_llama().eval()
-    for layer in model.model.layers:  # the first head adds nothing
+    for layer in model.model.layers:  # the values of the first head are next to nothing
         layer.self_attn.v_proj.weight.data[:8] *= 1e-4
     held = {}
     for allocation in ("layer", "global"):
@@ -350,14 +354,15 @@ def test_within_a_layer_every_head_has_its_safeguard():
         cache = SketchCache(model.config, **goal, sink=2, recent=2)
         kvsketch.prefill(model, ids_of(1, 600), cache)
         held[allocation] = [layer.stream.held[0, 0].item() for layer in cache.layers]
-    assert held["layer"] == [12, 12]  # AdaKV's 0.2 of the budget
-    assert held["global"] == [4, 4]  # sinks and recent window
+    assert held["layer"] == [12, 12]  # AdaKV's safeguard: 0.2 of the budget
+    assert held["global"] == [4, 4]  # only sinks and the recent window
 
 
 @pytest.mark.parametrize("budget", [0.3, 500])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_gradients_leave_the_model_and_the_cache_as_they_were(mode, budget):
-    """In whatever mode it is called; a parameter that was frozen stays so."""
+    """A second reading that needs gradients leaves parameters, their ``requires_grad``, the mode it
+    is called in and the hooks unchanged."""
     model = small_llama().eval()
     frozen = model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -383,9 +388,9 @@ def test_gradients_leave_the_model_and_the_cache_as_they_were(mode, budget):
     [(f, None) for f in CONFIGS if f not in ("gemma2", "gemma3")] + [("llama", "eager")],
 )
 def test_a_weighed_reading_of_every_family(family, attention, method):
-    """Rows of a padded batch keep what they keep alone, also where padding looks at everything."""
+    """The rows of a padded batch keep the same keys as alone."""
     model = build(family, attention)
-    if family != "mpt" and attention is None:  # their masks make NaN of padding in float64
+    if family != "mpt" and attention is None:  # their masks turn padding into NaN in float64
         model = model.double()
     ids = ids_of(3, 90)
     mask = torch.ones_like(ids)
@@ -421,7 +426,7 @@ def test_what_a_query_gives_is_weighed_before_the_largest_is_taken(monkeypatch):
     from kvsketch import slots as module
     from kvsketch.slots import attention_received
 
-    monkeypatch.setattr(module, "_BLOCK_SCORES", 300)  # a few queries and heads at a time
+    monkeypatch.setattr(module, "_BLOCK_SCORES", 300)  # computes few queries and heads at a time
     monkeypatch.setattr(module, "_FEW_QUERIES", 2)
     g = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 2, 3, 20, 8, generator=g)
@@ -440,7 +445,7 @@ def test_what_a_query_gives_is_weighed_before_the_largest_is_taken(monkeypatch):
 
 @pytest.mark.parametrize("method", registry.REREADING)
 def test_what_kvzip_decodes_stays(llama, method):
-    """Its scores are of the context; tokens that come later are no part of it."""
+    """All decoded tokens are kept: the scores are of the context only."""
     ids = ids_of(1, 200)
     cache = SketchCache(llama.config, method, budget=120, recent=4, track_positions=True)
     kvsketch.prefill(llama, ids, cache, queries="reread", tokenizer=Letters())
@@ -454,7 +459,8 @@ def test_what_kvzip_decodes_stays(llama, method):
 
 
 def test_a_sample_of_the_queries_is_kept_and_all_of_it_used():
-    """Spread over the second reading: for the fit, and 32 of it for the error."""
+    """Queries of a second reading are sampled evenly; the fit uses the whole sample, the error
+    every fourth query of the sample."""
     from kvsketch import Observed
     from kvsketch.cache import windowed
     from kvsketch.cache.error import WindowError
@@ -472,7 +478,7 @@ def test_a_sample_of_the_queries_is_kept_and_all_of_it_used():
     kept = stream.queries.all()
     assert kept.after
     assert torch.equal(kept.queries, queries[:, :, ::2])
-    stream.queries.keep_last(10)  # a sample is no window
+    stream.queries.keep_last(10)  # a sample is not cut to a window
     assert stream.queries.count == 100
     asked = Asked.of(Seen.of(stream.slots, kept), window=64)
     assert asked.queries.shape[1] == 2 * 100

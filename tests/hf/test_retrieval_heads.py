@@ -1,6 +1,6 @@
-"""DuoAttention: retrieval heads keep every token, streaming heads sinks and recent window.
+"""DuoAttention: retrieval heads keep every token, streaming heads sinks and the recent window.
 
-That scores and kept tokens are those of kvpress: tests/benchmarks/test_peers_of_models.py."""
+tests/benchmarks/test_peers_of_models.py compares scores and kept tokens with kvpress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SINK, RECENT = 2, 12
 
 
 class Letters:
-    """A tokenizer for models without one: a character is a token."""
+    """A tokenizer for models that have none: every character is a token."""
 
     def __call__(self, text, return_tensors="pt"):
         return {"input_ids": torch.tensor([[3 + ord(c) % 90 for c in text]])}
@@ -53,7 +53,8 @@ def tokens_of(layer, row, head):
 @pytest.mark.parametrize("prefill", ["exact", "streaming"])
 @pytest.mark.parametrize("method", ["streaming_llm", "heavy_merge"])
 def test_prompt_and_decoded_tokens_stay_where_they_should(llama, method, prefill):
-    """Whatever the method. 60 tokens are decoded: many compressions."""
+    """With every method, through many compressions in 60 decoded tokens, retrieval heads keep all
+    tokens, and streaming heads sinks and the most recent tokens."""
     heads = some_heads(llama)
     settings = {"allocation": heads, "budget": 0.5, "sink": SINK, "recent": RECENT, "buffer": 3}
     cache = SketchCache(llama.config, method, prefill=prefill, track_positions=True, **settings)
@@ -128,7 +129,7 @@ def test_a_score_is_the_area_under_the_cumulated_attention(llama):
     k = torch.randn(1, heads, n, dim, generator=torch.Generator().manual_seed(1))
 
     def turned(q, k, cos, sin):
-        """Positions are so far apart that all attention is where a head looks: 0, or the last."""
+        """Keys so large at one position that all attention is there: at 0, or at the last token."""
         place = torch.zeros(heads, k.shape[2])
         place[0, 0], place[1:, -1] = 1e4, 1e4
         return torch.ones_like(q), place[None, :, :, None].expand_as(k)

@@ -1,4 +1,4 @@
-"""Second readings: their kernels, what they skip, parts that look at themselves, and samples."""
+"""Second readings: the kernel they use, padding, parts that attend only to themselves, samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def llama():
 
 @pytest.fixture
 def scores(monkeypatch):
-    """Of all layers of the last caches, right after the last part, before what follows it."""
+    """The scores of all layers, recorded right after the last part, in the order of the
+    readings."""
     found = []
 
     def finish(self, sample=None):
@@ -40,7 +41,7 @@ def scores(monkeypatch):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Several parts of a short context."""
+    """Sizes by which a short context has several parts."""
     monkeypatch.setattr(reading, "PART", 80)
     monkeypatch.setattr(reading, "LOCAL_PART", 60)
     monkeypatch.setattr(reading, "ROW", 40)
@@ -54,7 +55,7 @@ def read(model, ids, queries, method="kvzip", **settings):
 
 
 def abouts(queries, n):
-    """What each part is about, as this file has it."""
+    """The positions that each part repeats, computed here independently."""
     if queries == "sample":
         index = [i for start in range(0, n, 40) for i in range(start, min(start + 16, n))]
         return [torch.tensor(index[i : i + 80]) for i in range(0, len(index), 80)]
@@ -63,7 +64,7 @@ def abouts(queries, n):
 
 
 def plainly(model, ids, queries):
-    """Scores from queries and keys of transformers' own attention with masks of our own."""
+    """Scores from queries and keys of transformers' own attention, with masks made here."""
     n, seen, plain = ids.shape[1], {}, DynamicCache()
     layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
 
@@ -102,7 +103,8 @@ def plainly(model, ids, queries):
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("queries", SECOND)
 def test_scores_are_those_of_a_plain_computation(scores, small, queries, implementation):
-    """By our kernel and by the reference, which takes the place of others'."""
+    """Scores of our kernel, and of the reference that replaces it for other attention kernels, are
+    those of a plain computation."""
     model = small_llama().eval()
     model.set_attn_implementation(implementation)
     ids = ids_of(1, 250)
@@ -113,7 +115,7 @@ def test_scores_are_those_of_a_plain_computation(scores, small, queries, impleme
     if queries == "sample":
         index = torch.cat(abouts(queries, 250))
         found, wanted = found[..., index], wanted[..., index]
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)  # large logits in float32
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)  # logits are large for float32
     assert (wanted > 0).all()
 
 
@@ -135,7 +137,7 @@ def test_the_kernel_is_ours_where_it_can_be(llama, monkeypatch, queries):
     counted(rereading, "attention_received")
     ids = ids_of(2, 300)
     read(llama, ids, queries)
-    assert calls == {"attend_again": 2}  # and no softmax beside it
+    assert calls == {"attend_again": 2}  # and no attention was computed besides
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     read(llama, ids, queries, attention_mask=mask)
@@ -146,7 +148,8 @@ def test_the_kernel_is_ours_where_it_can_be(llama, monkeypatch, queries):
 @pytest.mark.parametrize("queries", ["reread", "local"])
 @pytest.mark.parametrize("method", ["kvzip", "heavy_merge", "snapkv"])
 def test_padding_changes_nothing(llama, scores, queries, method):
-    """In the reference, which a padded row needs; alone, a row is read by our kernel."""
+    """A row beside a padded one has the scores that it has alone. The padded batch is read by the
+    reference, the single row by our kernel."""
     ids = ids_of(2, 320)
     mask = torch.ones_like(ids)
     mask[1, :30] = 0
@@ -154,13 +157,14 @@ def test_padding_changes_nothing(llama, scores, queries, method):
     read(llama, ids[:1, :300], queries, method)
     together, alone = torch.cat(scores[:2]), torch.cat(scores[2:])
     torch.testing.assert_close(together[::2], alone, rtol=1e-3, atol=1e-4)
-    assert (together[1::2, :, :25] == 0).all()  # snapkv pools
+    assert (together[1::2, :, :25] == 0).all()  # up to 25 only: snapkv pools scores over neighbours
     assert (together[1::2, :, 30:] > 0).all()
 
 
 @pytest.mark.parametrize("queries", SECOND)
 def test_padding_before_a_part_is_seen_by_nobody(scores, small, queries):
-    """Parts without padding behind one with it: as with a kernel that gets a mask."""
+    """Padding in an earlier part has no effect on the scores of later parts: sdpa and eager
+    attention give the same."""
     model, ids = small_llama().eval(), ids_of(2, 250)
     mask = torch.ones_like(ids)
     mask[1, :30] = 0
@@ -232,7 +236,7 @@ def test_after_a_sample_every_token_has_a_score(llama, small, monkeypatch):
     for method in ("kvzip", "heavy_merge"):
         read(llama, ids, "sample", method)
         assert all((score > 0).all() for score in found[-2:])
-    cache = SketchCache(llama.config, "uniform", budget=0.2)  # looks at no scores
+    cache = SketchCache(llama.config, "uniform", budget=0.2)  # a method without scores
     kvsketch.prefill(llama, ids, cache, queries="sample", tokenizer=Letters())
     assert found[-1] is None
 

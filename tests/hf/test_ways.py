@@ -1,4 +1,4 @@
-"""Every way people call a model with a SketchCache: it works, or it is refused by name."""
+"""Every way to call a model with a SketchCache either works or is refused by name."""
 
 from __future__ import annotations
 
@@ -83,11 +83,12 @@ def test_the_configuration_is_never_changed() -> None:
     cache = SketchCache(model.config, "snapkv", **SMALL)
     greedy(model, ids_of(2, 40), cache)
     assert vars(model.config) == before
-    assert not interface._OPEN  # nor is anything open between calls
+    assert not interface._OPEN  # nor is a forward marked as running between calls
 
 
 def test_model_and_config_are_pickled_as_if_we_had_never_been(tmp_path: Path) -> None:
-    """Read back by a process that knows nothing of kvsketch."""
+    """A process without kvsketch can load a pickled model and configuration that were used with a
+    SketchCache."""
     model = build("llama")
     logits = forward(model, ids_of(1, 8), None)
     greedy(model, ids_of(1, 40), SketchCache(model.config, "snapkv", **SMALL))
@@ -108,7 +109,7 @@ with torch.no_grad():
 
 
 def test_other_caches_compile_without_a_graph_break(llama: Any) -> None:
-    SketchCache(llama.config)  # our code is there
+    SketchCache(llama.config)  # our attention functions are registered
     caches = [StaticCache(config=llama.config, max_cache_len=64) for _ in range(2)]
     for cache in caches:
         forward(llama, ids_of(1, 20), cache)
@@ -239,7 +240,8 @@ def test_a_lossless_cache_hands_every_argument_to_the_kernel(
 
 
 def test_output_attentions_is_refused_before_the_first_token() -> None:
-    """Eager attention has weights; over slots they would be no weights of tokens."""
+    """output_attentions=True is refused for a cache that compresses, since weights over slots are
+    not weights of tokens; with room for all tokens the weights are DynamicCache's."""
     model = build("llama", attention="eager")
     cache = SketchCache(model.config, "snapkv", **SMALL)
     with pytest.raises(UnsupportedError, match="output_attentions=True needs a weight per tok"):
@@ -272,7 +274,8 @@ SINKING: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", SINKING)
 @pytest.mark.parametrize("q", [1, 4])
 def test_sinks_matter_after_compression(settings: dict[str, Any], q: int) -> None:
-    """Those of compressed layers alone, changed behind a compressed prompt: a token and a chunk."""
+    """Changed sinks of compressed layers change the logits of a token, and of a chunk, after a
+    compressed prompt."""
     import tiny_models
 
     model = tiny_models.build("gpt_oss")
@@ -308,7 +311,7 @@ def test_sinks_matter_to_the_measured_error() -> None:
 
 
 class Wrapped(torch.nn.Module):
-    """A linear layer as adapters and quantisation leave it: something that multiplies."""
+    """A linear layer without a ``weight`` attribute, as adapters and quantisation may leave it."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
@@ -337,7 +340,8 @@ def test_latents_are_expanded_by_whatever_the_model_has(method: str) -> None:
 
 
 def test_bytes_of_latents_are_told_as_they_are() -> None:
-    """Once while they wait, twice when compressed."""
+    """A latent counts once before compression, and twice after it: as part of the key and as
+    value."""
     import tiny_models
 
     model = tiny_models.build("deepseek_v3")
@@ -356,7 +360,8 @@ def test_bytes_of_latents_are_told_as_they_are() -> None:
 
 
 def hiding(model: Any, method: str, hidden: list[int], **settings: Any) -> Any:
-    """Logits of a token whose 2-D mask hides earlier ones, compressed and exact."""
+    """Logits of a token whose 2-D mask hides earlier tokens: of the cache, and of the exact
+    cache."""
     ids = ids_of(1, 40)
     cache = SketchCache(model.config, method, allocation="even", **SMALL, **settings)
     forward(model, ids, cache)
@@ -376,9 +381,10 @@ def hiding(model: Any, method: str, hidden: list[int], **settings: Any) -> Any:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt"])
 def test_a_mask_that_hides_kept_tokens_is_honoured(family: str) -> None:
-    """By their positions: a sink, kept tokens of the middle and recent ones."""
+    """Hidden tokens are found by their positions among the slots: a sink, kept tokens of the middle
+    and recent ones."""
     model = build(family)
-    if family == "opt":  # it counts positions off the mask
+    if family == "opt":  # it derives positions from the mask
         model.model.decoder.embed_positions.weight.data.zero_()
     ours, theirs = hiding(model, "keydiff", [1, 20, 21, 22, 36, 37], track_positions=True)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -413,7 +419,8 @@ def test_a_mask_that_shows_padding_again_is_refused(llama: Any) -> None:
 
 
 def test_padding_that_is_shown_before_anything_was_compressed_is_kept(llama: Any) -> None:
-    """As the full cache does; nothing is lost yet."""
+    """Padding that a later mask shows again, before anything was compressed, is kept as other
+    tokens, as in the full cache."""
     mask = torch.ones(1, 40, dtype=torch.long)
     mask[0, :5] = 0
     cache = SketchCache(llama.config, "streaming_llm", budget=60, track_positions=True, **WINDOW)
@@ -429,7 +436,8 @@ def test_padding_that_is_shown_before_anything_was_compressed_is_kept(llama: Any
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("uneven", [False, True])
 def test_a_tree_of_tokens_behind_a_compressed_prompt(attention: str, uneven: bool) -> None:
-    """Speculative decoding's 4-D masks: every branch as if its tokens had come in a row."""
+    """With the 4-D masks of speculative decoding every branch of a tree has the logits of its
+    tokens read one after the other."""
     model = build("llama", attention=attention)
     settings = {**SMALL, "schedule": [[0.6, 1.4]] * 2} if uneven else SMALL
     cache = SketchCache(model.config, "snapkv", **settings)
@@ -465,7 +473,8 @@ def test_a_mask_that_adds_numbers_to_scores_is_refused() -> None:
 
 
 def test_padding_whose_keys_shine_is_not_seen(llama: Any) -> None:
-    """A dead slot with a score far above all others: it must not even shift the softmax."""
+    """A dead slot does not change attention even if its score is far above all others, where it
+    could shift the maximum of the softmax."""
     from kvsketch.attention import attend_to
     from kvsketch.budget import Budget
     from kvsketch.cache import Stream, windowed
@@ -511,7 +520,7 @@ def test_a_copy_of_the_configuration(llama: Any, expected: torch.Tensor) -> None
 
 
 def padded_run(model: Any, cache: Any) -> torch.Tensor:
-    """Logits of a padded prompt, decoded tokens and a chunk."""
+    """The last logits of a padded prompt, of decoded tokens and of a chunk."""
     mask = torch.ones(2, 40, dtype=torch.long)
     mask[0, :5] = 0
     found = [forward(model, ids_of(2, 40), cache, attention_mask=mask)[:, -1]]
@@ -522,8 +531,8 @@ def padded_run(model: Any, cache: Any) -> torch.Tensor:
 
 
 def test_flash_attention_as_the_models_kernel(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With FlashAttention's calling convention (masks of padding only, or none); the kernel itself
-    needs a GPU, and takes no part after compression but for one query over exact tokens."""
+    """A kernel with FlashAttention's calling convention (masks of padding only, or none) gives the
+    logits of the default kernel. FlashAttention itself needs a GPU."""
 
     def flash(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
@@ -549,7 +558,8 @@ def test_flash_attention_as_the_models_kernel(llama: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_flex_attention_as_the_models_kernel(llama: Any) -> None:
-    """Without padding: torch's CPU build does not compile its mask with padding, for any cache."""
+    """FlexAttention gives the logits of the default kernel without padding; torch's CPU build does
+    not compile its mask with padding for any cache."""
     model = build("llama")
     model.config._attn_implementation = "flex_attention"
     found = []
@@ -576,7 +586,8 @@ def test_flex_attention_masks_are_read() -> None:
 
 @pytest.mark.parametrize("method", ["snapkv", "heavy_merge", "subgen", "uniform"])
 def test_a_pickled_cache_goes_on_in_a_new_process(tmp_path: Path, method: str) -> None:
-    """Whose model never met a SketchCache."""
+    """A pickled cache continues with the same logits in a new process, with a model that was never
+    used with a SketchCache."""
     model = build("llama")
     cache = SketchCache(model.config, method, budget=0.5, **WINDOW)
     forward(model, ids_of(1, 120), cache)
@@ -596,7 +607,8 @@ torch.save(logits, {str(tmp_path / "logits.pt")!r})
 
 
 def compiled_run(model: Any, caches: Any, first: bool, **how: Any) -> None:
-    """A padded prompt, tokens and a chunk through a compiled forward and through the plain one."""
+    """Compare a compiled forward with the plain one on a padded prompt, single tokens and a
+    chunk."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(model.forward, backend="eager", **how)
@@ -631,7 +643,7 @@ COMPILED: list[dict[str, Any]] = [
     ],
 )
 def test_a_compiled_forward_has_no_graph_break(family: str, settings: dict[str, Any]) -> None:
-    """And after two tokens no new graph, however long the text gets."""
+    """There is no graph break either, and at most three graphs, however many tokens follow."""
     if family == "opt" and "schedule" in settings:
         settings = {**settings, "schedule": [[0.6, 1.0, 1.0, 1.4]] * 2}
     model = build("llama" if family == "eager" else family, "eager" if family == "eager" else None)
@@ -641,7 +653,7 @@ def test_a_compiled_forward_has_no_graph_break(family: str, settings: dict[str, 
 
 
 def test_a_prompt_in_a_graph(llama: Any) -> None:
-    """Before any forward has shown which module asks: exact attention of our own."""
+    """A prompt may be the first forward that is compiled."""
     caches = [SketchCache(llama.config, "snapkv", **SMALL) for _ in range(2)]
     compiled_run(llama, caches, first=True, fullgraph=True)
 
@@ -689,7 +701,7 @@ def test_a_graph_leaves_out_only_what_says_nothing() -> None:
         ("dropout", 0.1),
         ("is_causal", False),
         ("sliding_window", 8),
-        ("output_attentions", True),  # the operation returns no weights
+        ("output_attentions", True),  # our operation returns no weights
     ):
         assert not _says_nothing(name, value)
 
@@ -706,7 +718,7 @@ def test_generate_with_a_model_compiled_by_inductor(expected: torch.Tensor) -> N
 
 
 def test_one_context_many_questions(llama: Any) -> None:
-    """Copies go their own ways; the original stays where it is."""
+    """Copies of a cache are independent of each other, and the original does not change."""
     context = SketchCache(llama.config, budget=0.5, **WINDOW)
     forward(llama, ids_of(1, 120), context)
     before = context.summary()
@@ -737,8 +749,7 @@ def test_a_streamer_gets_every_token(llama: Any, expected: torch.Tensor) -> None
 
 @pytest.mark.parametrize("method", ["snapkv", "heavy_merge", "uniform"])
 def test_several_answers_of_one_prompt(llama: Any, method: str) -> None:
-    """num_return_sequences: the same prompt in every row, sampled apart. And the rows stay one
-    group, whatever was measured."""
+    """With num_return_sequences the answers of one prompt are sampled independently."""
     cache = SketchCache(llama.config, method, budget=0.5, **WINDOW)
     torch.manual_seed(0)
     answers = greedy(llama, ids_of(1, 120), cache, num_return_sequences=3, do_sample=True, new=12)
@@ -776,8 +787,8 @@ def test_a_text_generation_pipeline() -> None:
 @pytest.mark.parametrize("assisted", ["prompt_lookup", "assistant"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2"])
 def test_assisted_decoding(family: str, assisted: str) -> None:
-    """With room for everything the ids of assisted decoding over ``DynamicCache``; compressed, the
-    tokens that were not accepted leave nothing behind."""
+    """With room for all tokens assisted decoding gives the ids of ``DynamicCache``; a compressed
+    cache counts only the accepted tokens and stays within its budget."""
     import tiny_models
 
     model = tiny_models.build("lfm2") if family == "lfm2" else build(family)
@@ -812,7 +823,8 @@ def test_assisted_decoding(family: str, assisted: str) -> None:
     ],
 )
 def test_tokens_taken_back_leave_nothing_behind(llama: Any, method: str, settings: Any) -> None:
-    """After ``activate_past_recording``: some tokens and ``crop`` are the same as fewer tokens."""
+    """After ``activate_past_recording``, tokens that are read and cropped have no effect on later
+    logits."""
     held = []
     for extra in (0, 3):
         cache = SketchCache(llama.config, method, **{**SMALL, **settings})
@@ -862,7 +874,7 @@ def test_rows_take_their_padding_with_them(llama: Any, order: list[int], change:
 
 
 def test_tokens_taken_back_beside_padding(llama: Any) -> None:
-    """What was padding, and how much of it is known, goes back with the tokens."""
+    """A crop also takes back the padding mask of the cropped tokens."""
     mask = torch.ones(2, 60, dtype=torch.long)
     mask[0, :5] = 0
     found = []
@@ -882,7 +894,8 @@ def test_tokens_taken_back_beside_padding(llama: Any) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1"])
 def test_repeated_and_selected_rows(family: str) -> None:
-    """Also the states of a layer that has linear attention beside its keys."""
+    """Rows can be reordered, repeated and selected, with the states of linear attention of a layer
+    that has both."""
     import tiny_models
 
     model = tiny_models.build(family)
@@ -909,8 +922,8 @@ def test_crop_of_nothing_changes_nothing(llama: Any) -> None:
 
 
 def test_a_conversation_with_left_padding(llama: Any) -> None:
-    """Two turns of two rows: with room for everything as ``DynamicCache``, and compressed each row
-    as it goes alone."""
+    """In two turns of two padded rows a cache with room for all tokens equals ``DynamicCache``, and
+    in a compressed one each row has the logits that it has alone."""
     first, second = torch.ones(2, 40, dtype=torch.long), torch.ones(2, 12, dtype=torch.long)
     first[0, :5] = 0
     second[1, :4] = 0
@@ -940,8 +953,9 @@ def test_a_conversation_with_left_padding(llama: Any) -> None:
 
 
 def test_a_generate_that_would_drop_the_cache_says_so() -> None:
-    """Phi-3 reads everything again when a text crosses the length its rotary frequencies change at;
-    a longer prompt is read with the right ones from the start."""
+    """Phi-3 reads everything again when a text reaches the length at which its rotary frequencies
+    change, which is refused. A prompt that is longer at once uses the right frequencies from the
+    start."""
     from transformers import Phi3Config, Phi3ForCausalLM
 
     torch.manual_seed(0)
@@ -976,7 +990,8 @@ def test_a_generate_that_would_drop_the_cache_says_so() -> None:
 
 
 def test_an_assistant_that_reads_the_targets_keys_is_refused() -> None:
-    """Gemma 4's assistant models attend to what the target's cache returned."""
+    """Gemma 4's assistant models attend to keys and values that the target's forward returns, which
+    is refused."""
     import tiny_models
 
     model = tiny_models.build("gemma4_text")
@@ -1023,7 +1038,7 @@ _TEXT: dict[str, Any] = {
 
 
 def seeing(family: str) -> tuple[Any, dict[str, Any]]:
-    """A tiny model that sees, and a prompt with an image."""
+    """A tiny vision-language model, and a prompt with an image."""
     torch.manual_seed(0)
     text = ids_of(1, 60)
     if family == "gemma3":
@@ -1097,8 +1112,8 @@ def seeing(family: str) -> tuple[Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "gemma3"])
 def test_prompts_with_images(family: str) -> None:
-    """With room for everything the ids of ``DynamicCache``; evicting, the full cache with the same
-    tokens hidden."""
+    """With room for all tokens the ids are those without a SketchCache; an evicting cache gives the
+    logits of the full cache with the same tokens hidden."""
     model, inputs = seeing(family)
     settings = {"max_new_tokens": 8, "do_sample": False}
     expected = model.generate(**inputs, **settings)
@@ -1168,7 +1183,7 @@ def test_compressing_is_undone_after_an_exception(llama: Any) -> None:
 
 
 class Largest(Compressor):
-    """Keep the largest keys."""
+    """A method that keeps the largest keys."""
 
     name = "largest"
     paper = "none"
@@ -1240,7 +1255,7 @@ def test_a_configuration_that_lies_about_its_heads(llama: Any) -> None:
 
 
 def test_two_threads_in_one_cache(llama: Any) -> None:
-    """The second is refused; the first goes on as if nothing had been."""
+    """A second thread is refused, and the forward of the first one is not affected."""
     caches = [SketchCache(llama.config, "snapkv", **SMALL) for _ in range(2)]
     for cache in caches:
         forward(llama, ids_of(1, 40), cache)
@@ -1271,7 +1286,7 @@ def test_two_threads_in_one_cache(llama: Any) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("compressed", [False, True])
 def test_an_exception_in_the_middle_of_a_forward(family: str, compressed: bool) -> None:
-    """Says that it needs reset(), until it gets it."""
+    """After an exception in a forward the cache refuses tokens until reset() is called."""
     model = build(family)
     settings = SMALL if compressed else {"budget": 1000}
     cache = SketchCache(model.config, "snapkv", **settings)
@@ -1294,7 +1309,8 @@ def test_an_exception_in_the_middle_of_a_forward(family: str, compressed: bool) 
 def test_an_exception_in_the_kernel_itself(
     llama: Any, monkeypatch: pytest.MonkeyPatch, expected: torch.Tensor
 ) -> None:
-    """Of the last layer: all layers have the tokens, but one has not attended to them."""
+    """The cache also needs reset() where the exception is in the last layer's attention, when all
+    layers have the tokens already."""
     cache = SketchCache(llama.config, "snapkv", **SMALL)
     calls = []
 
@@ -1312,7 +1328,7 @@ def test_an_exception_in_the_kernel_itself(
         forward(llama, ids_of(1, 1), cache)
     cache.reset()
     assert torch.equal(greedy(llama, ids_of(1, 40), cache), expected)
-    other = build("llama")  # and other models never notice
+    other = build("llama")  # other models are not affected
     forward(other, ids_of(1, 8), DynamicCache(config=other.config))
 
 
