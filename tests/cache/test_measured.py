@@ -1,4 +1,4 @@
-"""Measured errors, tolerances and budgets spent where the error falls: the curves, the probe, and
+"""Measured errors, tolerances and budgets by measured errors: the curves, the probe, and
 SketchCache with all model families."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvsketch.methods import METHODS
 from kvsketch.slots import causal
 
 WINDOW = {"sink": 2, "recent": 6}
-#: slots are counted here; in how many bits they are best stored: test_storage.py
+#: 16 bits, so that slots are as many as budgeted; test_storage.py tests fewer bits
 PLAIN = {**WINDOW, "bits": 16}
 DOUBLE = {"dtype": torch.float64}
 
@@ -79,14 +79,15 @@ def test_relative_error_is_per_row_and_kv_head():
 
 @pytest.mark.parametrize("recent", [0, 3, 50])
 def test_window_error_asks_what_the_recent_window_holds(recent):
-    """Only queries whose tokens are all still there are asked again, each causally."""
+    """The error is that of the last queries, at most 32 and no more than recent tokens are kept,
+    each with a causal mask."""
     n, budget = 60, 20
     tokens, observed = random_slots(n), random_queries(n)
     recent_kept = min(recent, budget - 2)
     kept = METHODS["knorm"]()(tokens, budget, sink=2, recent=recent)
     error = window_error(tokens, kept, observed, recent_kept)
     asked = max(1, min(32, recent_kept))
-    wanted = torch.zeros(2, 2, **DOUBLE)  # squared: wrong, norm
+    wanted = torch.zeros(2, 2, **DOUBLE)  # squared error, squared norm
     for i in range(asked):
         query = observed.queries[:, :, n - 1 - i : n - i]
         exact, answer = (
@@ -107,8 +108,8 @@ def test_window_error_asks_what_the_recent_window_holds(recent):
     seed=st.integers(0, 1000),
 )
 def test_a_probe_equals_attention_over_everything(chunks, padding, alibi, seed):
-    """However the stream is cut, with padding and with ALiBi: the probe's error of any slots is
-    the error against all tokens."""
+    """The error that a probe reports of any slots is the error against attention over all tokens,
+    however the stream is cut, with padding and with ALiBi."""
     start, total = 12, 12 + sum(chunks)
     positions = torch.arange(total, **DOUBLE).expand(2, 2, total) if alibi else None
     live = torch.ones(2, 2, total, dtype=torch.bool)
@@ -133,7 +134,8 @@ def test_a_probe_equals_attention_over_everything(chunks, padding, alibi, seed):
 
 
 def test_running_error_of_a_long_stream_is_that_of_its_slots():
-    """Stream's own bookkeeping: prompt, then 300 single tokens through many compressions."""
+    """The running error of a stream is the error of its slots, after a prompt and 300 single tokens
+    with many compressions."""
     n, more = 80, 300
     tokens = random_slots(n + more)
     driver = Stream(windowed("cluster_merge", **WINDOW), Budget(40), track_error=True)
@@ -152,19 +154,20 @@ def test_running_error_of_a_long_stream_is_that_of_its_slots():
             torch.testing.assert_close(found, relative_error(exact, answer, 2), rtol=1e-7, atol=0)
         driver.settle(random_queries(1, seed=i), prefill=False)
     held = {id(t) for t in driver.tensors()}
-    assert {id(t) for t in driver.errors.tensors()} <= held  # counted
+    assert {id(t) for t in driver.errors.tensors()} <= held  # they count as bytes of the cache
 
 
 # --- curves ---------------------------------------------------------------------------------------
 
 
 def test_curves_are_the_errors_of_held_out_queries():
-    """Against a plain loop over queries, in float64; level 1 is exact."""
+    """Curves equal the errors of a plain loop over the held-out queries, in float64; level 1 is
+    exact."""
     n, held = 70, 16
     slots, observed = random_slots(n, batch=2), random_queries(n, batch=2)
 
     def compress(tokens, budget, before):
-        assert tokens.count == n - held  # the method never sees what it is asked about
+        assert tokens.count == n - held  # the method does not get the tokens that are held out
         assert before.queries.shape[2] == n - held
         return windowed("snapkv", 2, 6)(tokens, budget, before)
 
@@ -188,7 +191,7 @@ def test_curves_are_the_errors_of_held_out_queries():
             norm += exact.square().view(2, 2, -1).sum(-1)
         torch.testing.assert_close(
             curves.error[0, :, number],
-            (wrong / norm.sum(1, keepdim=True)).mean(0),  # pooled over rows
+            (wrong / norm.sum(1, keepdim=True)).mean(0),  # the mean over rows
             rtol=1e-9,
             atol=1e-20,
         )
@@ -198,7 +201,8 @@ def test_curves_are_the_errors_of_held_out_queries():
 
 @pytest.mark.parametrize("method", ["heavy_merge", "tova", "uniform"])
 def test_curves_of_slots_scored_once_are_the_same(method):
-    """Six levels score the tokens once."""
+    """Curves of tokens that are scored once equal those of tokens that are scored for each
+    level."""
     slots, observed = random_slots(150, batch=2), random_queries(150, batch=2)
     seen = []
 
@@ -242,13 +246,13 @@ def test_allocation_spends_the_budget_and_never_more(curves, budget):
 @settings(max_examples=60, deadline=None)
 @given(made_curves(), st.floats(0.1, 1.0))
 def test_greedy_is_within_one_step_of_the_best(curves, budget):
-    """Against every allocation of levels: at most the best one for a budget less one step (the
-    steps are not divisible, so no greedy can promise more)."""
+    """Of all allocations of levels, none for a budget smaller by one step has less error (no greedy
+    choice can promise more, since steps are not divisible)."""
     level = curves._greedy(budget)
     rows = curves.error.shape[0] * curves.error.shape[1]
     error = curves.error.reshape(rows, -1)
     mine = float(error.gather(1, level.reshape(rows, 1)).sum())
-    smaller = budget * rows - 0.9  # the largest step
+    smaller = budget * rows - 0.9  # less by the largest step
     best = math.inf
     for choice in itertools.product(range(4), repeat=rows):
         cost = float(curves.kept[torch.tensor(choice)].sum())
@@ -354,7 +358,8 @@ def test_held_out_queries_leave_enough_to_compress():
     ids=str,
 )
 def test_every_family_generates(family, padding, goal):
-    """Through generate, with padding: totals as promised, every head accounted for."""
+    """Every family generates with padding, within the budget, and heads listed as exact have error
+    0."""
     model = build(family)
     tokens, new = 140, 12
     ids = ids_of(len(padding), tokens)
@@ -379,7 +384,8 @@ def test_every_family_generates(family, padding, goal):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mpt"])
 def test_a_tolerance_that_nothing_meets_stays_exact(family):
-    """And then the answer is DynamicCache's, every head is listed, and nothing is lost."""
+    """If only exact heads meet the tolerance, the answer is DynamicCache's, every head is listed as
+    exact and its error is 0."""
     model, ids = build(family), ids_of(2, 120)
     exact = greedy(model, ids, DynamicCache(config=model.config))
     cache = SketchCache(model.config, "uniform", tolerance=1e-9, **PLAIN)
@@ -408,7 +414,7 @@ def test_max_budget_wins_and_says_who_pays(llama):
             llama(ids_of(1, 200), past_key_values=cache, use_cache=True)
         caches.append(cache.summary())
     free, bounded, fixed = caches
-    assert free["slots"] > 100  # random weights do not compress
+    assert free["slots"] > 100  # heads of random weights need most of their tokens
     assert bounded["slots"] <= 0.3 * 200 + 1
     assert fixed["slots"] <= 70
     assert not any(layer["above_tolerance"] for layer in free["layers"])
@@ -423,7 +429,7 @@ def test_an_int_max_budget_holds_however_long_the_answer(llama):
 
 
 def test_errors_are_those_of_the_activations(llama):
-    """cache.error() against activations caught from the model and the cache's own slots."""
+    """cache.error() equals the error computed from captured activations and the cache's slots."""
     ids = ids_of(1, 150)
     cache = SketchCache(llama.config, "snapkv", budget=40, allocation="even", sink=2, recent=10)
     with torch.no_grad():
@@ -441,7 +447,8 @@ def test_errors_are_those_of_the_activations(llama):
 
 
 def test_the_measured_allocation_lowers_the_error_it_measures(llama):
-    """Same total, less error on the tokens that follow (text of the model's own)."""
+    """With the same total the measured allocation has less error than the even one, on text that
+    the model generated."""
     ids = llama.generate(ids_of(1, 8), max_new_tokens=300, do_sample=True, top_k=0)
     errors = {}
     for allocation in ("even", "measured"):
@@ -464,7 +471,8 @@ def test_running_errors_come_with_the_cache(llama):
 
 
 def test_curves_given_beforehand_need_no_second_measurement(llama, tmp_path):
-    """From an object and from a file; prompts need not be long, nor layers wait for each other."""
+    """Curves as an object and as a file give the same; they serve short prompts, too, and layers
+    are compressed one by one during the prefill."""
     from kvsketch import measure_curves
 
     curves = measure_curves(llama, [ids_of(1, 200)], "heavy_merge", follow=32, **WINDOW)
@@ -480,8 +488,8 @@ def test_curves_given_beforehand_need_no_second_measurement(llama, tmp_path):
 
 
 def test_short_prompts_wait_and_ints_do_not(llama):
-    """A share waits until there is enough to measure on, over several turns; a number of slots
-    may not be exceeded, so it is spent evenly then."""
+    """A share of a short prompt waits, over several turns, until there are enough tokens to measure
+    on; a number of slots may not be exceeded, so it is allocated evenly at once."""
     share = SketchCache(llama.config, budget=0.5, **PLAIN)
     number = SketchCache(llama.config, budget=20, **PLAIN)
     for cache in (share, number):
@@ -517,7 +525,7 @@ def test_reset_copy_crop_and_beams(llama):
     assert twin.get_seq_length() == 0
     assert twin.layers[0].stream.waits
     assert torch.equal(greedy(llama, ids, twin), first)
-    with torch.no_grad():  # cropped before it was told: measured on what is left
+    with torch.no_grad():  # cropped before there was a budget: measured on the remaining tokens
         short = SketchCache(llama.config, budget=0.4, **PLAIN)
         llama(ids[:, :60], past_key_values=short, use_cache=True)
         short.crop(-10)
@@ -538,7 +546,7 @@ def test_chunks_of_an_exact_prompt_wait_for_its_end(llama):
 
 
 def test_a_failed_prompt_leaves_nothing_behind(llama):
-    """Non-finite keys in the last layer: the first one's curves are forgotten too."""
+    """After non-finite keys in the last layer the curves of the first layer are dropped, too."""
     ids = ids_of(1, 150)
     cache = SketchCache(llama.config, budget=0.4, **PLAIN)
     weight = llama.model.layers[1].self_attn.k_proj.weight
@@ -609,7 +617,8 @@ def test_bad_arguments_are_named_before_anything_changes(llama, arguments, word)
 
 
 def test_a_max_budget_with_room_for_nothing_is_spent_evenly(llama):
-    """Less than sinks, recent tokens and the lowest level: no head can be favoured, all pay."""
+    """A max_budget below sinks, recent tokens and the lowest level is allocated evenly, and all
+    heads are listed as above the tolerance."""
     cache = SketchCache(llama.config, tolerance=0.001, max_budget=0.05, sink=20, recent=20)
     with torch.no_grad():
         llama(ids_of(1, 150), past_key_values=cache, use_cache=True)

@@ -1,4 +1,4 @@
-"""Budgets by need, against a plain loop."""
+"""Budgets by scores compared over heads, against a plain loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tiny_model import small_llama
 
 
 def by_loop(scores, budget, sink, recent, safeguard):
-    """Of every head its window, then its best up to the safeguard, then the best of all."""
+    """The slots of every head: sinks and recent tokens, its best tokens up to the safeguard, and
+    its tokens among the best of all heads."""
     n = scores[0].shape[1]
     first = min(sink, budget, n)
     last = min(recent, budget - first, n - first)
@@ -59,7 +60,7 @@ def test_padding_is_never_counted_before_tokens():
 @pytest.mark.parametrize("tokens", [411, 1000])
 @pytest.mark.parametrize("allocation", ["layer", "global"])
 def test_a_number_of_slots_is_kept_to_the_slot(allocation, tokens):
-    """All of it is spent, whatever the length makes of its share."""
+    """A budget of 300 slots per head is used exactly, whatever share of the prompt it is."""
     model = small_llama().eval()
     cache = SketchCache(model.config, "h2o", budget=300, allocation=allocation)
     ids = torch.randint(3, 90, (1, tokens), generator=torch.Generator().manual_seed(0))

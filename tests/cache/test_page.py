@@ -1,4 +1,5 @@
-"""The page of a layer, heads of any size, and attention over it, against the reference."""
+"""The page of a layer, whose heads may differ in size, and attention over it, against the
+reference."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.08, tor
 
 
 def tokens(generator, batch, heads, n, dim, value_dim, dtype, weighted=False, positions=False):
-    """Slots whose value-sums are those of the values as the dtype has them."""
+    """Random slots; with masses, the sums are values in ``dtype`` times the mass."""
     keys = torch.randn(batch, heads, n, dim, generator=generator, dtype=torch.float64).to(dtype)
     values = torch.randn(batch, heads, n, value_dim, generator=generator, dtype=torch.float64)
     values = values.to(dtype)
@@ -68,7 +69,7 @@ shapes = st.fixed_dictionaries(
 
 
 def drawn(shape, dtype, softcap, alibi, sunk):
-    """Slots, how many of them each head has, new tokens and their queries."""
+    """Slots, the number of them in each head (None: all), new tokens and their queries."""
     s = shape
     g = torch.Generator().manual_seed(s["seed"])
     batch, heads, n, q, dim = s["batch"], s["heads"], s["n"], s["q"], s["dim"]
@@ -101,7 +102,8 @@ def drawn(shape, dtype, softcap, alibi, sunk):
 def test_attention_over_a_page_equals_the_reference_head_by_head(
     dtype, shape, softcap, alibi, sunk
 ):
-    """Appended tokens included; sizes that are no powers of two; values of another width."""
+    """Attention over a page with appended tokens equals the reference, for sizes that are no powers
+    of two and values whose head_dim differs from the keys'."""
     held, sizes, new, asked = drawn(shape, dtype, softcap, alibi, sunk)
     page = page_of(held, sizes, new.count + 3)
     page.append(new)
@@ -140,7 +142,8 @@ def test_attention_over_a_page_equals_the_reference_head_by_head(
 def test_attention_over_few_bits_is_that_over_what_they_say(
     dtype, shape, softcap, alibi, sunk, bits, window, piece
 ):
-    """Of both parts, in pieces of any size, against the reference over the dequantised slots."""
+    """Attention over exact slots and slots in few bits, in pieces of any size, equals the reference
+    over the dequantised slots."""
     held, sizes, new, asked = drawn(shape, dtype, softcap, alibi, sunk)
     if sizes is not None:
         held = held.only(torch.arange(held.count) < sizes.unsqueeze(-1))
@@ -166,8 +169,8 @@ def test_attention_over_few_bits_is_that_over_what_they_say(
 
 
 def test_softmax_over_values_and_masses_divided_is_attention_over_slots():
-    """The identity that lets any attention kernel compute slots: values [u, m], divided by their
-    last column; and its form with a bias of log m over values u / m."""
+    """Any attention kernel can compute attention over slots: with values [u, m], divided by the
+    last column of the output, or with values u / m and a bias of log m."""
     g = torch.Generator().manual_seed(0)
     slots = tokens(g, 2, 3, 50, 8, 8, torch.float64, weighted=True)
     queries = torch.randn(2, 3, 4, 8, generator=g, dtype=torch.float64)
@@ -184,7 +187,8 @@ def test_softmax_over_values_and_masses_divided_is_attention_over_slots():
 @settings(max_examples=60, deadline=None)
 @given(shape=shapes, scored=st.booleans())
 def test_a_page_shows_its_slots_in_order_whatever_was_done_to_it(kind, shape, scored):
-    """Appended, dropped, grown, selected rows: heads of any size, the newest tokens last."""
+    """After tokens are appended and dropped, the page grown and rows selected, every head has its
+    slots in order, the newest tokens last."""
     s = shape
     g = torch.Generator().manual_seed(s["seed"])
     batch, heads, n, q, dim = s["batch"], s["heads"], s["n"], s["q"], s["dim"]
@@ -233,7 +237,8 @@ def test_a_page_shows_its_slots_in_order_whatever_was_done_to_it(kind, shape, sc
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_dead_slots_do_not_even_shift_the_softmax(ragged):
-    """Padding with a score far above the rest, in a row of its own and in one that has no other."""
+    """Dead slots with scores far above the others do not change attention; a row of dead slots
+    gives 0."""
     g = torch.Generator().manual_seed(0)
     held = tokens(g, 2, 2, 20, 8, 8, torch.float32, weighted=True)
     held.keys[:, :, :5] = 100.0
@@ -250,7 +255,7 @@ def test_dead_slots_do_not_even_shift_the_softmax(ragged):
 
 
 def test_survivors_do_not_drift_in_bfloat16():
-    """u / m is what is stored: read and written again a hundred times, nothing changes."""
+    """A page stores u / m, so that slots read and written again a hundred times do not change."""
     g = torch.Generator().manual_seed(0)
     page = Page(tokens(g, 1, 2, 40, 8, 8, torch.bfloat16, weighted=True))
     first = {name: tensor.clone() for name, tensor in page.fields.items()}
@@ -262,7 +267,8 @@ def test_survivors_do_not_drift_in_bfloat16():
 
 
 def test_heads_of_different_size_take_what_they_need():
-    """Not the size of the largest: at most a block, of about a thirty-second of the mean, more."""
+    """Heads of different size take at most 8% more bytes than their slots (blocks have about a
+    thirty-second of the mean size), not the size of the largest."""
     g = torch.Generator().manual_seed(0)
     held = tokens(g, 1, 8, 4000, 32, 32, torch.bfloat16)
     sizes = torch.tensor([[4000, 100, 300, 50, 2000, 700, 60, 800]])
@@ -308,7 +314,7 @@ print("equal")
 
 
 def test_the_gpu_s_kernel_reads_a_page_as_the_cpu_s_does():
-    """In Triton's interpreter, page and counts as they are while tokens are appended."""
+    """In Triton's interpreter the GPU's kernel gives the CPU's output while tokens are appended."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     found = subprocess.run(
@@ -326,7 +332,8 @@ def test_the_gpu_s_kernel_reads_a_page_as_the_cpu_s_does():
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 9999), fewer=st.integers(0, 12), moved=st.booleans())
 def test_a_page_is_refilled_where_it_is(ragged, weighted, seed, fewer, moved):
-    """It equals a new page of the same slots; also where these are views of its own tensors."""
+    """A refilled page equals a new page of the same slots, also where these are views of its own
+    tensors."""
     g = torch.Generator().manual_seed(seed)
     batch, heads, n, room = 2, 2, 40, 6
     sizes = torch.randint(20, n + 1, (batch, heads), generator=g) if ragged else None
@@ -346,7 +353,7 @@ def test_a_page_is_refilled_where_it_is(ragged, weighted, seed, fewer, moved):
     expected = Page(slots.map(torch.clone), left, room + fewer)
     before = {name: tensor.data_ptr() for name, tensor in page.fields.items()}
     found = page.refilled(slots, left, room + fewer)
-    for _ in range(2):  # and again with a token appended
+    for _ in range(2):  # the second time with a token appended
         for name, tensor in expected.slots.tensors().items():
             assert torch.equal(getattr(found.slots, name), tensor), name
         assert torch.equal(found.held, expected.held)
@@ -361,8 +368,8 @@ def test_a_page_is_refilled_where_it_is(ragged, weighted, seed, fewer, moved):
 @pytest.mark.parametrize("allocation", ["even", "schedule"])
 @pytest.mark.parametrize("method", ["streaming_llm", "snapkv", "heavy_merge"])
 def test_nothing_moves_while_decoding(method, allocation):
-    """From the first decoded token on, over several compressions, every token is written into the
-    same tensors: what a recorded CUDA graph of a decode step needs."""
+    """All decoded tokens are written into the same tensors, over several compressions, as a
+    recorded CUDA graph of a decode step requires."""
     g = torch.Generator().manual_seed(0)
     budgets = [[0.5, 1.5]] if allocation == "schedule" else [[1.0, 1.0]]
     stream = Stream(
@@ -376,5 +383,5 @@ def test_nothing_moves_while_decoding(method, allocation):
         pages.add(id(stream.page))
         if step:
             places.append({n: t.data_ptr() for n, t in stream.page.fields.items()})
-    assert len(pages) > 5  # it was compressed again and again
+    assert len(pages) > 5  # there were several compressions
     assert all(place == places[0] for place in places)

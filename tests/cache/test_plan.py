@@ -1,4 +1,4 @@
-"""Plans: budgets head by head, what is left to spend, and the peak of a prefill."""
+"""Plans: budgets per head, the budget that is left, and the peak of a prefill."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_a_head_cannot_spend_goes_to_the_others(kept, most, share):
 
 @pytest.mark.parametrize(("layers", "tokens"), [(4, 2400), (16, 1600)])
 def test_a_measured_prefill_does_not_hold_all_layers(layers, tokens):
-    """Peak bytes of everything held, against an uncompressed cache: README's claim."""
+    """The peak of a measured prefill is at most 55% of the uncompressed cache's bytes."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(
@@ -70,7 +70,7 @@ def test_a_measured_prefill_does_not_hold_all_layers(layers, tokens):
 
 
 def waiting(method: str, tokens: int) -> Stream:
-    """A layer that has read a prompt and waits for its budget."""
+    """A layer that has read a prompt and has no budget yet."""
     generator = torch.Generator().manual_seed(2)
     shape = (1, 2, tokens, 8)
     keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
@@ -87,7 +87,8 @@ def of_all_heads(kept: float) -> HeadBudgets:
 
 @pytest.mark.parametrize("method", ["h2o", "knorm"])
 def test_a_bound_first_changes_nothing_where_scores_stay(method):
-    """What is kept of what was kept is what would have been kept: no query counts twice."""
+    """Slots compressed to a bound and then to the budget are those compressed to the budget at
+    once: no query counts twice."""
     once, twice = waiting(method, 400), waiting(method, 400)
     twice.spend(of_all_heads(0.6), provisional=True)
     for stream in (once, twice):
@@ -99,7 +100,8 @@ def test_a_bound_first_changes_nothing_where_scores_stay(method):
 
 @pytest.mark.parametrize("method", ["heavy_merge", "snapkv"])
 def test_under_a_bound_the_last_queries_see_all_their_tokens(method):
-    """So that scores and fit of the final compression are those of the whole window."""
+    """Under a bound the tokens of the query window stay, so that scores and fit of the final
+    compression use the whole window."""
     stream = waiting(method, 400)
     window = stream.method.window
     stream.spend(of_all_heads(0.6), provisional=True)

@@ -1,5 +1,5 @@
-"""A row's answer does not depend on its neighbours: budgets measured on a prompt are that prompt's
-own."""
+"""Budgets measured on a prompt are that prompt's own: a row's answer does not depend on the other
+rows of its batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from families import VOCABULARY, build
 from kvsketch import SketchCache
 
-#: in how many bits slots are stored is decided for all rows together where it is measured
+#: 16 bits, since measured bits are chosen for all rows together
 WINDOW: dict[str, Any] = {"sink": 2, "recent": 6, "bits": 16}
 WAYS: list[dict[str, Any]] = [
     {"budget": 0.4},
@@ -24,7 +24,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def prompts() -> list[torch.Tensor]:
-    """Of different kinds: any tokens, a few tokens over and over, and one line again and again."""
+    """Three kinds of prompts: random tokens, three tokens at random, one line repeated."""
     generator = torch.Generator().manual_seed(0)
     free = torch.randint(3, VOCABULARY, (1, 160), generator=generator)
     few = torch.randint(3, 6, (1, 160), generator=generator)
@@ -39,7 +39,7 @@ def model() -> Any:
 
 @torch.no_grad()
 def run(model: Any, rows: list[torch.Tensor], cache: SketchCache, new: int = 24) -> torch.Tensor:
-    """Logits behind the prompt and after each further token, ``[steps, rows, ids]``."""
+    """Logits after the prompt and after each further token, ``[steps, rows, ids]``."""
     out = [model(torch.cat(rows), past_key_values=cache).logits[:, -1]]
     generator = torch.Generator().manual_seed(1)
     for token in torch.randint(3, VOCABULARY, (new,), generator=generator).tolist():
@@ -68,7 +68,7 @@ def test_a_row_goes_as_it_goes_alone(model: Any, settings: dict[str, Any]) -> No
 @pytest.mark.parametrize("method", ["uniform", "balancekv", "subgen"])
 @pytest.mark.parametrize("allocation", ["even", "measured"])
 def test_random_choices_are_a_row_s_own(model: Any, method: str, allocation: str) -> None:
-    """The third row beside others, and beside other others: by its number in the batch."""
+    """The random numbers of a row follow from its number in the batch, not from the other rows."""
     free, few, line = prompts()
     settings = {"budget": 0.4, "allocation": allocation, **WINDOW}
     found = []
@@ -92,7 +92,7 @@ def test_errors_are_the_worst_row_s(model: Any) -> None:
 
 
 def test_rows_take_their_budgets_with_them(model: Any) -> None:
-    """Beams, repeated and selected rows."""
+    """Rows that are reordered, repeated or selected keep their budgets."""
     cache = SketchCache(model.config, tolerance=0.2, **WINDOW)
     run(model, prompts(), cache, new=3)
     token = torch.tensor([[7]])
@@ -125,7 +125,7 @@ def test_beams_of_several_prompts(model: Any) -> None:
 
 
 def test_padding_of_a_neighbour_does_not_matter(model: Any) -> None:
-    """A row beside a padded one, and the padded row's own tokens."""
+    """A row has the same logits whether another row is padded or not."""
     rows = torch.cat(prompts()[:2])
     mask = torch.ones_like(rows)
     mask[0, :20] = 0

@@ -1,4 +1,4 @@
-"""In how many bits slots are stored: prices, the choice, and what a cache makes of it."""
+"""In how many bits slots are stored: prices, the choice of bits, and the cache that uses it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def some_slots(n: int, mass: bool, dtype: torch.dtype = torch.bfloat16) -> Slots
 @pytest.mark.parametrize("bits", CHOICES, ids=str)
 @pytest.mark.parametrize("mass", [False, True])
 def test_a_price_is_what_a_page_takes(bits: Bits, mass: bool) -> None:
-    """Bytes of a page in few bits, over those of all tokens as they are."""
+    """A price is the bytes of a page in few bits over those of all tokens in 16 bits."""
     tokens, kept = 400, 150
     slots = some_slots(kept, mass)
     few = sum(t.nbytes for t in QuantizedPage(slots, None, 0, bits, 4, 16).tensors())
@@ -96,7 +96,8 @@ NARROW = [0.05, 0.25, 0.5]
 
 
 def test_a_layer_that_bears_few_bits_leaves_its_bytes_to_one_that_does_not() -> None:
-    """The first layer's error is its slots', the second's is its bits'."""
+    """A layer whose errors are due to dropped slots gets few bits, one whose errors are due to
+    rounding gets 16."""
     slots = [curves_of([1.0, 0.5, 0.0], WIDE), curves_of([1.0, 0.5, 0.01], NARROW)]
     bits = [curves_of([0.9, 0.1, 0.0], WIDE), curves_of([2.0, 1.5, 1.4], NARROW)]
     assert choose([slots, bits], 0.5) == [1, 0]
@@ -149,7 +150,7 @@ def test_the_bytes_are_those_of_the_budget_and_the_error_is_smaller(
     if budget in (
         0.1,
         60,
-    ):  # of attention as even as that of random weights, merging loses next to none
+    ):  # attention of random weights is so even that merging costs next to nothing
         mean = [sum(sum(row["prompt"]) for row in found.error()) for found in (cache, plain)]
         assert mean[0] < mean[1]
 
@@ -205,7 +206,8 @@ def test_a_tolerance_takes_fewer_bytes_and_is_held(llama: Any) -> None:
 
 @pytest.mark.parametrize("bound", [None, 0.6])
 def test_a_tolerance_below_what_rounding_errs_takes_more_bits(llama: Any, bound: Any) -> None:
-    """Bits in which a head that keeps everything is not within the tolerance are no choice."""
+    """Bits are not chosen if rounding alone exceeds the tolerance in a head that keeps all
+    slots."""
     ids, chosen = ids_of(1, 600), {}
     for tolerance in (0.0005, 0.01, 0.3):
         cache = read(llama, ids, SketchCache(llama.config, tolerance=tolerance, max_budget=bound))
@@ -225,8 +227,8 @@ def test_all_rows_of_a_batch_share_their_bits(llama: Any) -> None:
 
 
 def test_only_rounding_is_what_is_measured_at_all_tokens(llama: Any) -> None:
-    """Where all slots are kept, fewer bits err more; and fewer slots count for more than they err
-    on the queries measured."""
+    """Where all slots are kept, fewer bits have more error. At the smallest size the measured error
+    counts more than twice what the held-out queries show."""
     cache = SketchCache(llama.config, budget=0.3, allocation="measured")
     stream = cache.layers[0].stream
     found: list[Any] = []
@@ -268,11 +270,12 @@ def test_what_cannot_choose_is_refused(llama: Any, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("bits", ["measured", 8, 4])
 def test_no_head_loses_what_it_holds_while_the_others_are_measured(llama: Any, bits: Any) -> None:
-    """Layers that are compressed to a bound, to another one, and at last to their budgets."""
+    """Layers that are compressed to one bound, to another one and finally to their budgets have as
+    many live slots in every head as counted, and never fewer than sinks and recent tokens."""
     config = LlamaConfig(**{**llama.config.to_dict(), "num_hidden_layers": 6})
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
-    for layer in model.model.layers:  # heads that differ
+    for layer in model.model.layers:  # so that heads differ
         layer.self_attn.k_proj.weight.data[:32] *= 6
     spent: list[Any] = []
     cache = SketchCache(config, budget=0.2, bits=bits, buffer=2)
@@ -290,7 +293,7 @@ def test_no_head_loses_what_it_holds_while_the_others_are_measured(llama: Any, b
     again = [s for s, _, provisional in spent if provisional]
     assert len(again) > len(set(map(id, again))), "some layer has more than one bound"
     assert any(len(set(s.held.flatten().tolist())) > 1 for s, *_ in spent), "heads differ"
-    for token in ids_of(1, 60, seed=4)[0].tolist():  # and while the budget grows
+    for token in ids_of(1, 60, seed=4)[0].tolist():  # the budget grows with the tokens
         read(model, torch.tensor([[token]]), cache)
         for layer in cache.layers:
             stream = layer.stream

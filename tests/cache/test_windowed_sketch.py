@@ -26,7 +26,8 @@ def tokens(n, seed=0, batch=1):
 @settings(max_examples=12, deadline=None)
 @given(budget=st.integers(1, 120), sink=st.integers(0, 9), recent=st.integers(0, 50))
 def test_a_budget_bounds_sinks_sketch_and_window_together(name, budget, sink, recent):
-    """And is used: a sketch of one slot more would not fit."""
+    """Sinks, sketch and recent window together fit the budget; only if not even the smallest sketch
+    fits, nothing is taken."""
     build = SKETCHES[name].for_budget
     windowed = WindowedSketch(build, sink, recent, SKETCHES[name].least_slots)
     exact = tokens(150)
@@ -42,7 +43,7 @@ def test_a_budget_bounds_sinks_sketch_and_window_together(name, budget, sink, re
     assert windowed.sketch.most_bytes(exact) <= room
     assert windowed.sketch.seen == 150 - first.count - last.count
     assert first.count + windowed.worth + last.count <= budget
-    # sinks first, then the window, as far as there is room for them
+    # sinks have priority over the window, and the smallest sketch over both
     least = -(-build(SKETCHES[name].least_slots).most_bytes(exact) // token_bytes(exact))
     assert first.count == min(sink, budget - least)
     assert last.count == min(recent, budget - least - first.count)
@@ -57,12 +58,12 @@ def test_a_budget_that_grows_makes_the_sketch_larger():
     assert (first.count, last.count) == (4, 8)
     assert 100 <= windowed.worth <= 108 > before
     assert windowed.sketch.most_bytes(more) <= 108 * token_bytes(more)
-    windowed.take(Slots.cat([first, last, tokens(50, 2)]), 110)  # and never smaller
+    windowed.take(Slots.cat([first, last, tokens(50, 2)]), 110)  # a sketch never shrinks
     assert windowed.worth >= 100
 
 
 def test_rows_of_a_larger_batch_are_numbered_before_there_is_a_sketch():
-    """Row 1 alone holds what it holds beside row 0."""
+    """Row 1 alone has the slots that it has beside row 0."""
     both, alone = tokens(200, batch=2), tokens(200, batch=2).map(lambda t: t[1:])
     found = []
     for slots, rows in ((both, None), (alone, torch.tensor([1]))):

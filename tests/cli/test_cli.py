@@ -1,4 +1,5 @@
-"""The command line as a user types it, on a tiny model; the packaged one where it is there."""
+"""The command line as a user types it, on a tiny model and, where it is installed, the packaged
+one."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def kvsketch(*words: str, code: int = 0) -> Any:
 
 
 def refused(*words: str) -> str:
-    """The one line of an error."""
+    """The line of the error with which a command is refused."""
     result = kvsketch(*words, code=2)
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
@@ -94,7 +95,7 @@ def test_methods_lists_every_method_with_its_paper() -> None:
 def test_methods_say_what_they_need_and_promise(
     columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A list where a table would be broken, and no marks of a markup anywhere."""
+    """Narrow terminals show a list in place of the table, and no markup is left in the text."""
     monkeypatch.setenv("COLUMNS", str(columns))
     shown = kvsketch("methods").stdout
     assert max(map(len, shown.splitlines())) <= columns
@@ -125,7 +126,7 @@ def test_options_of_a_method_are_explained() -> None:
     assert "option share (default 0.25): fraction of the budget that keeps tokens unchanged" in text
     assert "did you mean 'heavy_merge'" in refused("methods", "heavy_marge")
     every = json.loads(kvsketch("methods", "--json").stdout)["methods"]
-    for method in every:  # an option may be explained by a base class
+    for method in every:  # a base class may explain an option
         assert all(option["meaning"] for option in method["options"]), method
 
 
@@ -149,7 +150,7 @@ def test_a_log_gets_lines_of_progress(
 def test_longeval_json_is_the_last_line_and_complete(model: str, cases: str) -> None:
     words = longeval(model, cases, "--methods", "exact,streaming_llm,h2o,kcenter,uniform")
     result = kvsketch(*words, "--budgets", "0.5,64", "--json")
-    (line,) = result.stdout.splitlines()  # the table is on standard error
+    (line,) = result.stdout.splitlines()  # the table goes to standard error
     shown = json.loads(line)
     assert shown["command"] == "eval longeval"
     assert {"settings", "versions", "hardware", "seed"} <= set(shown)
@@ -225,7 +226,7 @@ def test_resume_needs_no_model_for_what_is_done(
     monkeypatch.setattr(loading, "load_model", never)
     assert json.loads(kvsketch(*words).stdout)["results"] == first
     assert out.read_bytes() == written
-    with pytest.raises(AssertionError, match="the model was loaded"):  # another answer
+    with pytest.raises(AssertionError, match="the model was loaded"):  # the answers may change
         CliRunner().invoke(app, [*words, "--max-new-tokens", "5"], catch_exceptions=False)
 
 
@@ -365,7 +366,7 @@ def test_calibrate_writes_curves_that_eval_reads(model: str, cases: str, tmp_pat
         ours, uniform = (row["slots"] for row in rows)
         assert ours == pytest.approx(uniform, rel=0.03)
         peaks[allocation] = [row["peak_kv_bytes"] for row in rows]
-    # where the budget is measured on the prompt itself, all layers wait for the last
+    # if budgets are measured on the prompt, all layers are compressed after the last one's prefill
     assert all(a > b for a, b in zip(peaks["measured"], peaks["even"], strict=True))
 
 
@@ -389,7 +390,7 @@ def test_calibrate_refuses_before_it_measures(model: str, tmp_path: Path) -> Non
 def test_model_that_is_not_on_the_hub(monkeypatch: pytest.MonkeyPatch, cases: str) -> None:
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # as if the network were gone
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # as without a network
     line = refused(*longeval("nobody/no-such-model", cases))
     assert "'nobody/no-such-model' is not a local folder and could not be fetched" in line
 
@@ -416,7 +417,8 @@ def test_packaged_model_answers_a_short_record() -> None:
 
 
 def test_a_shell_completes_commands_and_options() -> None:
-    """As bash asks: the words so far, and which of them is being typed."""
+    """bash passes the words so far and the number of the one being typed, and gets the
+    completion."""
     for words, place, expected in (
         ("kvsketch inspe", "1", "inspect"),
         ("kvsketch eval --toler", "2", "--tolerances"),

@@ -1,5 +1,6 @@
-"""Usage errors: one line that names the argument and what is allowed, exit code 2, and quickly:
-neither torch nor transformers is imported for them, and a Hub that is not there is asked once."""
+"""Usage errors are one line that names the argument and what is allowed, with exit code 2. They
+come quickly: without importing torch or transformers, and with one request to a Hub that is
+unreachable."""
 
 from __future__ import annotations
 
@@ -31,9 +32,9 @@ from kvsketch.method_names import METHOD_NAMES, NEED_REREAD
 from kvsketch.methods.registry import ALL_METHODS, REREADING
 from tiny_model import save_tiny_model, tiny_case
 
-#: nobody listens there
+#: an address at which no server listens
 CLOSED = "http://127.0.0.1:9"
-#: runs commands one after the other, and says what came of each and what has been imported by then
+#: runs commands one by one; prints exit code, output and heavy modules imported so far
 RUNNER = """
 import contextlib, io, json, sys
 from {module} import main
@@ -49,9 +50,9 @@ for words in json.load(sys.stdin):
     print(json.dumps([code, out.getvalue(), err.getvalue(), heavy]))
 """
 CALIBRATE = ("calibrate", "text.txt", "--out", "c.json")
-#: a command, what names the argument, what says what is allowed
+#: a command, and what its error contains: the argument, and what is allowed
 REFUSED = [
-    # what typer looks at
+    # options that typer checks
     ("--nope", "--nope", "kvsketch --help"),
     ("evil", "command='evil'", "Allowed: append, ask, calibrate"),
     ("compress none.txt -o d.kvs", "FILE none.txt", "is not a file"),
@@ -140,14 +141,14 @@ REFUSED = [
     ("eval ruler --subtasks none", "subtask='none'", "Allowed: cwe, fwe"),
     ("eval kl --data none", "--data none", "allowed: a .txt or .jsonl file"),
     ("eval kl --lengths 0", "--lengths '0'", "int >= 1"),
-    # its file of options
+    # the configuration file of kvsketch eval
     ("eval longeval --config none.yaml", "--config none.yaml", "No such file"),
     ("eval longeval --config no.yaml", "--config no.yaml", "is not YAML"),
     ("eval longeval --config list.yaml", "--config list.yaml", "a mapping of options to values"),
     ("eval longeval --config unknown.yaml", "option='method'", "did you mean 'methods'"),
     ("eval longeval --config type.yaml", "'--recent'", "integer"),
     ("eval longeval --config value.yaml", "budget=2.5", "must be <= 1"),
-    # the others
+    # other commands
     ((*CALIBRATE, "--method", "snapv"), "method='snapv'", "did you mean 'snapkv'"),
     ((*CALIBRATE, "--follow", "0"), "--follow 0", "at least 1"),
     ((*CALIBRATE, "--dtype", "x"), "--dtype 'x'", "float32, bfloat16, float16"),
@@ -178,7 +179,7 @@ def words_of(command: str | tuple[str, ...]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where commands run: files that are there, but wrong."""
+    """A folder to run commands in, with files of wrong content."""
     found = tmp_path_factory.mktemp("refusals")
     for name, text in {
         "text.txt": "no store, and no case\n",
@@ -193,7 +194,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(home: Path, **changes: str) -> dict[str, str]:
-    """Ours, with a Hub that is not there and an empty cache of it."""
+    """The environment of commands: an unreachable Hub, and an empty cache of its files."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_"))}
     kept = {k: v for k, v in kept.items() if not k.lower().endswith("_proxy")}
     return {**kept, "HF_ENDPOINT": CLOSED, "HF_HOME": str(home / "hf"), **changes}
@@ -215,7 +216,8 @@ def outcomes(module: str, commands: list[list[str]], folder: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def refusals(folder: Path) -> list[Any]:
-    """Of all commands, in one process: the first that imports torch shows it for those after it."""
+    """The outcomes of all commands, run in one process: where one imports torch, it shows in its
+    own outcome and in all later ones."""
     return outcomes("kvsketch.cli", [words_of(command) for command, _, _ in REFUSED], folder)
 
 
@@ -237,7 +239,7 @@ def test_a_usage_error_is_one_line_and_needs_no_torch(
 
 
 def test_nothing_is_left_behind(refusals: list[Any], folder: Path) -> None:
-    """Neither stores nor folders of commands that were refused."""
+    """Refused commands leave neither stores nor folders."""
     assert {file.name for file in folder.iterdir()} <= {
         *("text.txt", "no.yaml", "list.yaml", "unknown.yaml", "type.yaml", "value.yaml", "hf")
     }
@@ -257,7 +259,8 @@ def test_help_needs_no_torch(folder: Path) -> None:
 
 @pytest.mark.parametrize("command", ["--help", "eval longeval --methods kcentre"])
 def test_a_second_is_enough(command: str, folder: Path) -> None:
-    """Of three tries: other tests run beside this one."""
+    """A command is refused within a second. The fastest of three runs counts, since other tests run
+    at the same time."""
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
@@ -282,7 +285,7 @@ def harness(folder: Path, *words: str) -> Any:
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm-evaluation-harness is installed")
 def test_without_the_harness_the_extra_is_named(folder: Path) -> None:
     code, _, _, heavy = harness(folder, "--help")
-    assert "pip install 'kvsketch[lm-eval]'" in code  # what Python prints as it exits
+    assert "pip install 'kvsketch[lm-eval]'" in code  # the message with which Python exits
     assert heavy == []
 
 
@@ -334,7 +337,7 @@ def test_the_harness_knows_its_own_models_beside_ours(folder: Path) -> None:
 
 
 class _Hub(http.server.BaseHTTPRequestHandler):
-    """Has nothing, and says so."""
+    """A Hub that answers every request with an error."""
 
     def do_HEAD(self) -> None:
         self.send_response(404)
@@ -427,7 +430,7 @@ def test_a_hub_that_answers_is_asked(tmp_path: Path, hub: str) -> None:
 
 
 def cached(home: Path) -> None:
-    """A model as the Hub's client keeps it, under ``environment``'s HF_HOME."""
+    """Save a model as the Hub's client stores it in ``environment``'s HF_HOME."""
     kept = home / "hf" / "hub" / "models--some--name"
     (kept / "refs").mkdir(parents=True)
     (kept / "refs" / "main").write_text("0" * 40, encoding="utf-8")
@@ -546,7 +549,7 @@ def test_a_store_is_discarded_only_where_it_was_made_and_is_empty(tmp_path: Path
     old.touch()
     for path in (new, old):
         Store(path).discard()
-        Store(path, write=True).close()  # no lock is left
+        Store(path, write=True).close()  # possible, since no lock was left
     Store(new).discard()
-    assert new.exists()  # it was there before
+    assert new.exists()  # this Store did not create it
     assert old.exists()

@@ -1,4 +1,4 @@
-"""What commands show on terminals of 40, 60 and 80 columns: no number is cut, no line too long."""
+"""On terminals of 40, 60 and 80 columns no command cuts a number or prints too long a line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shown(tables: Sequence[RenderableType], columns: int) -> str:
 
 
 def check(text: str, columns: int) -> None:
-    assert "\u2026" not in text  # an ellipsis, for what was cut
+    assert "\u2026" not in text  # the ellipsis of cut text
     assert max(map(len, text.splitlines())) <= columns
 
 
@@ -45,7 +45,7 @@ def test_inspect_shows_every_number(columns: int) -> None:
             assert f"({row['norms']['score']['max']:.1f})" in words
             for error in row["errors"].values():
                 assert f"{error:.3f}" in words
-    if columns == 80:  # one table each
+    if columns == 80:  # every table fits in one piece
         assert "(continued)" not in text
 
 
@@ -81,7 +81,7 @@ def test_compress_info_and_plan_show_everything(
 
     summary = run("compress", text, "-o", path, "--model", model, "--budget", "0.5")
     assert "\u2026" not in summary
-    # commands and paths are to be copied: they stay on one line
+    # commands and paths stay on one line, so that they can be copied
     assert f'Next: kvsketch ask {path} "YOUR QUESTION"' in summary.splitlines()
     info = run("info", path)
     check(info, columns)

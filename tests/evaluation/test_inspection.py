@@ -1,4 +1,4 @@
-"""`kvsketch inspect`: every number against a plain reference, every family, the command and its
+"""`kvsketch inspect`: every number against a plain reference, all families, the command and its
 errors."""
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def test_norms_are_those_of_all_prompts(llama, measured):
         ]
         most = max(float(p.max()) for p in pairs)
         assert row["norms"]["score"]["max"] == pytest.approx(most, rel=1e-4)
-        # the prompts count alike
+        # every prompt has the same weight
         mean = sum(float(p.mean()) for p in pairs) / len(pairs)
         assert row["norms"]["score"]["mean"] == pytest.approx(mean, rel=1e-4)
 
 
 def known(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys ``[1, 1, n, n]`` whose scores are those given, row by row."""
+    """Queries and keys ``[1, 1, n, n]`` that have the given scores, row by row."""
     return scores[None, None], torch.eye(scores.shape[1])[None, None]
 
 
@@ -93,7 +93,7 @@ def test_attention_that_is_known():
     even, last = attention(*known(torch.zeros(n, n)), 1.0), torch.arange(n - 63, n + 1).double()
     assert float(even["entropy"]) == pytest.approx(1.0)
     assert float(even["sink"]) == pytest.approx(float((4 / last).mean()))
-    overlap = (last - 4).clamp(max=32)  # what is sink is not recent
+    overlap = (last - 4).clamp(max=32)  # sinks do not count as recent
     assert float(even["recent"]) == pytest.approx(float((overlap / last).mean()))
     assert float(even["holding"]) == pytest.approx(float((0.9 * last - 1e-9).ceil().mean()))
     own = attention(*known(200.0 * torch.eye(n)), 1.0)
@@ -105,7 +105,7 @@ def test_attention_that_is_known():
     assert float(halves["sink"]) == pytest.approx(1.0)
     assert float(halves["holding"]) == 2
     assert float(halves["entropy"]) == pytest.approx(float((math.log(2) / last.log()).mean()))
-    # a cap flattens
+    # a softcap evens out the scores
     capped = attention(*known(first), 1.0, softcap=1e-6)
     assert float(capped["entropy"]) == pytest.approx(1.0)
 
@@ -130,8 +130,8 @@ def test_attention_against_a_loop(llama):
 
 
 def test_planted_clusters_are_found():
-    """64 tokens in 8 tight clusters: n/8 balls cover them at the clusters' own radius, and fewer
-    do not; spread out points need far larger balls."""
+    """64 tokens in 8 tight clusters: n/8 balls of the clusters' radius cover them, and fewer do
+    not. Spread out points need far larger balls."""
     generator = torch.Generator().manual_seed(0)
     centers = 10 * torch.eye(8).repeat_interleave(8, dim=0)
     tight = centers + 0.01 * torch.randn(64, 8, generator=generator)
@@ -143,7 +143,7 @@ def test_planted_clusters_are_found():
     assert float(radius[0, 1, at]) > 0.5
     assert balls[0].tolist() == [8 / 64, pytest.approx(float(balls[0, 1]))]
     assert float(balls[0, 1]) > 0.3
-    # a scale of its own changes nothing
+    # neither scaling nor shifting all points changes the result
     torch.testing.assert_close(cover(7 * tight[None, None] + 3)[0][0, 0], radius[0, 0])
     alike, one = cover(torch.ones(1, 1, 64, 8))
     assert not bool(alike.any())
@@ -151,7 +151,8 @@ def test_planted_clusters_are_found():
 
 
 def test_errors_are_those_of_the_curves(llama, measured):
-    """One layer, one method, against ``measure_layer`` as ``measure_curves`` calls it."""
+    """The errors of one layer and method equal those of ``measure_layer``, called as by
+    ``measure_curves``."""
     from kvsketch.cache import windowed
     from kvsketch.cache.curves import held_out_for, measure_layer
 
@@ -214,11 +215,11 @@ def test_the_same_seed_gives_the_same_numbers(llama, monkeypatch):
         return inspect_model(llama, [ids_of()], projected=[1], seed=seed, **kwargs)
 
     first, again, other = once(3, advance=advance), once(3), once(4)
-    assert count == steps(1, 2, len(METHODS), projected=2)  # KV heads
+    assert count == steps(1, 2, len(METHODS), projected=2)  # one KV head at a time
     assert first == again
     assert json.loads(json.dumps(first, allow_nan=False)) == first
     assert first["errors"]["uniform"] != other["errors"]["uniform"]
-    assert first["errors"]["snapkv"] == other["errors"]["snapkv"]  # no randomness in it
+    assert first["errors"]["snapkv"] == other["errors"]["snapkv"]  # it has no randomness
     assert [(v["layer"], v["head"], v["what"]) for v in first["tsne"]] == [
         (1, head, what) for head in (0, 1) for what in ("keys", "values")
     ]
@@ -226,7 +227,7 @@ def test_the_same_seed_gives_the_same_numbers(llama, monkeypatch):
     better = sum(radii[head, "keys"] < radii[head, "values"] for head in (0, 1))
     assert f"in {better} of 2 heads the keys need smaller ones" in first["readings"]["tsne"]
     (caught,) = capture(llama, ids_of(), [1])
-    for view in first["tsne"]:  # every head is read, and each as itself
+    for view in first["tsne"]:  # every head has the embedding of its own points
         points = (caught.keys if view["what"] == "keys" else caught.values)[0, view["head"]]
         alone = inspection_measures.embed(points, 3)
         assert (view["points"], view["centers"]) == (alone["points"], alone["centers"])
@@ -251,14 +252,14 @@ def test_every_family(family):
     model = build(family)
     try:
         capture(model, ids_of(8))
-    except Exception:  # whatever stops capture, the model is refused by name
-        assert family == "gemma2"  # whose softcap transformers 5.3's sdpa refuses
+    except Exception:  # whatever error capture raises, the model is refused by name
+        assert family == "gemma2"  # transformers 5.3's sdpa refuses its softcap
         with pytest.raises(UnsupportedError, match=type(model).__name__):
             inspect_model(model, [ids_of()])
         return
     result = inspect_model(model, [ids_of(LEAST_TOKENS)], methods=FEW)
     layers = [row["layer"] for row in result["layers"]]
-    # the sliding-window layer of these stays as it is
+    # their sliding-window layer is not inspected
     assert layers == ([1, 2] if family in ("gemma2", "gemma3") else [0, 1])
     assert json.loads(json.dumps(result, allow_nan=False)) == result
     for row in result["layers"]:
@@ -284,7 +285,7 @@ def test_layers_are_checked_without_weights():
 
 
 def test_what_is_caught_of_mpt_is_what_its_attention_computes():
-    """The heads' outputs from what was caught, ALiBi and all, are the module's own."""
+    """Attention over the captured activations, with ALiBi, gives the module's own output."""
     model, ids = build("mpt"), ids_of(40)
     outputs: list[torch.Tensor] = []
     hooks = [
@@ -310,7 +311,7 @@ def test_what_is_caught_of_mpt_is_what_its_attention_computes():
 
 
 def test_mpt_is_measured_with_its_positions(monkeypatch):
-    """Curves of an MPT are those of its own attention: with the slopes left out they differ."""
+    """The curves of an MPT include its ALiBi slopes: without the slopes they differ."""
     model, ids = build("mpt"), ids_of()
     found = measure_curves(model, [ids], "snapkv", follow=64)
     assert found.error.shape[:2] == (2, 4)
@@ -340,7 +341,7 @@ def test_every_layer_that_is_named_gets_a_picture():
 
 
 def test_alibi_is_part_of_where_attention_goes():
-    """Queries and keys of nothing: a slope of log 2 halves the attention with every step back."""
+    """With keys and queries of 0 a slope of log 2 halves the attention with every step back."""
     nothing, n = torch.zeros(1, 2, 100, 4), 100
     slopes = torch.tensor([0.0, math.log(2)])
     found = attention(nothing, nothing, 1.0, slopes=slopes)
@@ -358,7 +359,7 @@ def test_prompts_are_checked(llama):
 
 
 def test_the_softcap_is_the_models(llama, monkeypatch):
-    """Gemma 2 caps its scores; entropy has to see that."""
+    """The entropy is that of capped scores where the model has a softcap, as Gemma 2 does."""
     monkeypatch.setattr(llama.config, "attn_logit_softcapping", 1e-4, raising=False)
     row, _ = inspect_model(llama, [ids_of(LEAST_TOKENS)], methods=FEW)["layers"]
     assert row["attention"]["entropy"] == pytest.approx(1.0, abs=1e-4)
@@ -372,7 +373,7 @@ app.command("inspect", epilog=inspect_command.EPILOG)(inspect_command.inspect_co
 
 @app.callback()
 def _root() -> None:
-    """With one command only, typer would leave its name out."""
+    """A callback, without which typer would run the only command without its name."""
 
 
 @pytest.fixture(scope="module")
@@ -505,7 +506,7 @@ def test_prompts_are_cut_to_the_models_positions(folder, tmp_path):
 
 
 def test_nan_is_an_error():
-    """Activations that overflow are said, not averaged."""
+    """Activations that are not finite are an error."""
     keys = torch.full((1, 1, TOKENS, 4), float("nan"))
     with pytest.raises(InputError, match="not finite"):
         cover(Activations(0, keys, keys, keys, 1.0).keys)

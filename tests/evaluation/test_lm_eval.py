@@ -1,4 +1,4 @@
-"""lm-evaluation-harness tasks on a tiny model: local task files, the real harness."""
+"""Tasks of lm-evaluation-harness on a tiny model: local task files, and the real harness."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ doc_to_text: ""
 doc_to_target: "{{{{prompt}}}}"
 metric_list: [{{metric: word_perplexity}}]
 """
-LINES = (30, 22, 26)  # prompts of three lengths: batches are padded
+LINES = (30, 22, 26)  # prompts of three lengths, so that batches are padded
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_scored_choices(model, tasks):
     whole = evaluated(tasks, "tiny_choose", pretrained=model, method="snapkv", budget=1.0)
     torch.testing.assert_close(scores(whole), theirs, atol=1e-4, rtol=1e-4)
     less = evaluated(tasks, "tiny_choose", pretrained=model, method="snapkv", budget=0.3)
-    assert (scores(less) - theirs).abs().amin() > 1e-3  # one-token choices too
+    assert (scores(less) - theirs).abs().amin() > 1e-3  # also for choices of one token
     kept = less["config"]["kvsketch"]
     assert 0.25 < kept["kv_bytes"] / kept["exact_kv_bytes"] < 0.35
 
@@ -184,7 +184,8 @@ def test_the_command(model, tasks, tmp_path):
 
 
 def test_a_score_is_that_of_the_same_tokens_through_the_same_cache(model):
-    """The definition, spelt out token by token."""
+    """A score is the log-probability of the choice's tokens, computed here token by token with the
+    same cache."""
     context, choices = tiny_case(30).prompt, [" 22", " 22 brave calm", " dark 5"]
     lm, found = scored(model, [(context, c) for c in choices], method="snapkv", budget=0.3)
     for choice, (nats, _) in zip(choices, found, strict=True):
@@ -216,7 +217,7 @@ def test_order_and_batches_change_nothing(model, method, prefill):
 
 
 def test_contexts_too_short_and_too_long(model):
-    prompt = tiny_case(100).prompt  # longer than the model's 1024 positions
+    prompt = tiny_case(100).prompt  # longer than the model's 1,024 positions
     pairs = [("", "brave calm"), (prompt, " 22")]
     _, ours = scored(model, pairs, method="streaming_llm", budget=1.0)
     _, theirs = scored(model, pairs, cls=HFLM)

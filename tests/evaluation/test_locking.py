@@ -1,4 +1,4 @@
-"""The lock of a results store, here and with what Windows has for one."""
+"""The lock of a results store, on this system and by the functions of Windows."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def test_another_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> N
         assert other.stdout.readline() == "held\n"
         with pytest.raises(InputError, match="is being written by another process"):
             Store(path)
-        other.kill()  # a lock does not outlive its process
+        other.kill()  # the lock ends with its process
     Store(path).close()
 
 
 def test_windows_locks_a_byte_beyond_the_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a stand-in for msvcrt: what is locked is beyond the file, the place in it is as before,
-    and a lock that is held is an OSError, as here."""
+    """With a stand-in for msvcrt, the locked byte is beyond the file, records are still appended at
+    its end, and a lock in use is an error."""
     places: list[tuple[int, int]] = []
     held: set[int] = set()
 
@@ -68,7 +68,7 @@ def test_windows_locks_a_byte_beyond_the_records(
             with pytest.raises(InputError, match="is being written by another process"):
                 Store(path)
         assert places == [(1 << 40, 1)]
-        held.clear()  # as closing the file does
+        held.clear()  # closing the file does this
         with Store(path) as store:
             assert len(store) == 1
             store.add(Record({"setup": "another"}, {"score": 0.0}))

@@ -1,4 +1,5 @@
-"""LongBench: scores, prompts and truncation equal to the official code's, and the loader."""
+"""LongBench: scores, prompts and truncation equal the official code's; the loader and its
+errors."""
 
 # ruff: noqa: RUF001 (Chinese punctuation)
 
@@ -32,7 +33,7 @@ for package in ("rouge", "rapidfuzz", "jieba"):
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("KVSKETCH_DATA", ROOT.parent / "shared" / "data")) / "longbench"
 RECORDED = json.loads(recorder.RECORDED.read_text(encoding="utf-8"))
-CHECKOUT = os.environ.get("KVSKETCH_LONGBENCH", "")  # THUDM/LongBench, its folder LongBench
+CHECKOUT = os.environ.get("KVSKETCH_LONGBENCH", "")  # LongBench/ of THUDM/LongBench
 
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"LongBench's records are not at {DATA}")
 needs_checkout = pytest.mark.skipif(
@@ -99,7 +100,7 @@ def test_code_sim_is_the_one_with_levenshtein_and_never_below_difflibs() -> None
     assert fast["pairs"] == slow["pairs"]
     pairs = list(zip(fast["scores"], slow["scores"], strict=True))
     assert all(a >= b for a, b in pairs)
-    assert any(a > b for a, b in pairs)  # the official result depends on what is installed
+    assert any(a > b for a, b in pairs)  # the official result depends on the installed packages
 
 
 @given(st.text("abc(", max_size=12), st.text("abc(", max_size=12))
@@ -154,7 +155,7 @@ def our_prompts(name: str, tokenizer: Any, max_length: int) -> list[str]:
     prompts = []
     for case in task.cases():
         fitted = task.fitted(case, tokenizer, max_length)
-        # A byte may be a token here: a Chinese question may be longer than the half that is kept.
+        # A byte may be a token: a Chinese question may be longer than the half that is kept.
         short = len(tokenizer(case.question)["input_ids"]) <= max_length // 2
         assert fitted.question == (case.question if short else "")
         prompts.append(fitted.prompt)
@@ -260,7 +261,7 @@ def test_a_missing_package_is_named_before_a_model_runs(monkeypatch: pytest.Monk
         raise ImportError(name)
 
     monkeypatch.setattr(longbench_metrics.importlib, "import_module", missing)
-    LongBench(["qasper"], None)  # needs none
+    LongBench(["qasper"], None)  # it needs no package
     with pytest.raises(UnsupportedError, match=r"package rapidfuzz: pip install 'kvsketch\[eval"):
         LongBench(["lcc"], None)
 
@@ -333,7 +334,7 @@ def test_truncation_keeps_both_ends(text: str, limit: int, tokenizer: Any) -> No
     half = limit // 2
     ends = [tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:])]
     assert fitted.prompt == "".join(ends)
-    kept = ends[1].endswith(case.question)  # whole, behind the cut
+    kept = ends[1].endswith(case.question)  # whole, after the cut
     assert fitted.question == (case.question if kept else "")
     assert (fitted.answers, fitted.task) == (case.answers, case.task)
 
@@ -359,10 +360,11 @@ def test_nothing_can_be_cut_to_one_token(tokenizer: Any) -> None:
 
 
 def test_a_prompt_cut_to_the_models_limit_fits_it(tokenizer: Any) -> None:
-    """Encoded again, a prompt cut to a limit may be longer: where a cut goes through a character,
-    or where its pieces were merged. An explicit limit is the official one, whatever it makes."""
+    """A prompt that is cut to the model's limit may have more tokens when it is encoded again,
+    where the cut is within a character or merges pieces; it is then cut further. With an explicit
+    limit it is cut as the official code does, and refused if it is too long."""
     config = LlamaConfig(max_position_embeddings=120)
-    text = "".join(chr(0x4E00 + 7 * i) for i in range(400))  # several tokens a character
+    text = "".join(chr(0x4E00 + 7 * i) for i in range(400))  # every character is several tokens
     details = {"all_classes": None, "chat": True, "stop": []}
     case = Case("longbench/qasper", text, "\n\nQ: which?", ("a",), 8, details=details, where="x")
     task, lengths = LongBench(["qasper"], None), set()

@@ -105,8 +105,8 @@ def test_unreadable_case_files(tmp_path: Path) -> None:
     ("text", "answer"),
     [
         (ANSWER.format(key="torpid-kid", number=2416), 2416),
-        ("line 7 holds <42>, no, <43>", 43),  # the last one counts
-        ("4,216", 216),  # as the benchmark reads it
+        ("line 7 holds <42>, no, <43>", 43),  # the last number in brackets counts
+        ("4,216", 216),  # as the benchmark's own code reads it
         ("007", 7),
         ("-5", 5),
         ("I do not know", -1),
@@ -166,7 +166,8 @@ def test_table_is_skipped_without_the_official_cases(
 
 
 def own() -> dict[str, Any]:
-    """A run of the papers' windows at 200 lines: h2o gets none right, k-center by its window."""
+    """Results with the papers' windows at 200 lines: h2o has no right answer, k-center some
+    windows."""
     scores = {"kcenter:0:0.4096": 0.0, "kcenter:0:0.6144": 1.0, "kcenter:0:1261": 1.0}
     setups = [*longeval_table.setups_by_lines()[200]]
     records = []
@@ -183,7 +184,7 @@ def test_methods_run_in_their_papers_windows_too() -> None:
     for lines, setups in by_lines.items():
         share = longeval_table.PAPER_SHARES[lines]
         named = [(s.label, s.budget) for s in setups]
-        assert ("kcenter", share) in named  # the window that all methods share stays
+        assert ("kcenter", share) in named  # with the window that all methods share
         assert (f"h2o:0:{share / 2:g}", share) in named
         assert ("h2o:0:0.125", 0.25) in named
         centers = [s for s in setups if s.method == "kcenter" and s.window]
@@ -201,7 +202,7 @@ def test_the_page_has_each_papers_own_window_beside_the_common_one() -> None:
     page = markdown.page(own())
     (line,) = (x for x in page.splitlines() if "r = 3,072 of the paper's" in x)
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[1] == "1,261 of 50"  # of 2,053; the record's slots
+    assert cells[1] == "1,261 of 50"  # of 2,053 tokens; the record has 50 slots
     assert cells[2].startswith("1.00")
     assert cells[3:5] == ["0.00", "0.86"]
     assert "200 lines: kcenter > streaming_llm = h2o (paper: kcenter > h2o > stream" in page
@@ -230,7 +231,7 @@ def test_rows_of_an_earlier_run_are_kept_and_named() -> None:
     }
     page = markdown.page({**before, "results": rows, "earlier": earlier})
     assert "h2o (H2O) at 200 lines (0.50 now, 0.00 then)" in page
-    assert page.count("| 200 | h2o:0") == 0  # speeds of different runs are not compared
+    assert page.count("| 200 | h2o:0") == 0  # speeds of another run are not shown
     again, still = longeval_table.with_earlier(now, {**before, "results": rows, "earlier": earlier})
     assert [row for row in again if "run" not in row] == kept
     assert still["versions"] == before["versions"]

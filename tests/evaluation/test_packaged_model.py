@@ -1,4 +1,4 @@
-"""The models in the package: load as any other, read any text, answer LongEval, and RULER."""
+"""The packaged models load as any other, read any text, and answer LongEval and RULER."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_tokenizer_is_lossless_on_any_text(tokenizer, text):
 
 
 def test_tokens_of_a_record(tokenizer):
-    """About ten tokens a line, one per digit, and no digit is the end of the sequence."""
+    """A line has about ten tokens, a digit is one token, and no digit ends the sequence."""
     prompt = generate_cases(200, 1, seed=5)[0]["prompt"]
     assert 9 <= len(tokenizer(prompt).input_ids) / 200 <= 12
     digits = [tokenizer(d, add_special_tokens=False).input_ids for d in "0123456789"]

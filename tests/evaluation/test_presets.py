@@ -1,4 +1,4 @@
-"""Presets: the papers' protocols, what contradicts them, runs from end to end, what is shown."""
+"""Presets: the papers' protocols, contradictions to them, whole runs, and their tables."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def longbench(folder: Path, names: Any = None, ending: str = "") -> Path:
-    """A case of each data set, in words that the tiny tokenizer knows."""
+    """A folder with one case of each data set, in words of the tiny tokenizer."""
     folder.mkdir(exist_ok=True)
     for name in names or [n for n, d in DATASETS.items() if d.extended]:
         metric = DATASETS[name].metric
@@ -56,7 +56,7 @@ def longbench(folder: Path, names: Any = None, ending: str = "") -> Path:
 
 def longeval(folder: Path, lengths: Any = (200, 300, 400)) -> Path:
     folder.mkdir(exist_ok=True)
-    for lines in lengths:  # the records are shorter than they say
+    for lines in lengths:  # the records have fewer lines than their names say
         case = tiny_case(12, which=lines // 100)
         record = {"prompt": case.prompt, "expected_number": case.expected, "num_lines": lines}
         write(folder / f"{lines}_lines.jsonl", record)
@@ -77,7 +77,7 @@ def test_a_window_is_written_read_and_part_of_what_was_run() -> None:
     assert (setup.window, setup.allocation, setup.bits) == ((0, 0.6144), "even", 8)
     assert setup.label == "kcenter:0:0.6144@even+int8"
     assert parse_method("h2o:4:64").window == (4, 64)
-    assert "window" not in parse_method("h2o").identity()  # stores from before there were any
+    assert "window" not in parse_method("h2o").identity()  # as in stores of older versions
     identity = json.loads(json.dumps(setup.identity()))
     assert identity["window"] == [0, 0.6144]
     for text in ("h2o:", "h2o:4", "h2o:4:", "h2o:-1:4", "h2o:4:1.5", "h2o:4:8:1", "h2o:a:b"):
@@ -94,7 +94,7 @@ def test_a_share_of_a_window_is_of_the_tokens_compressed(monkeypatch: pytest.Mon
     assert setup.window_of(4, 32, 2053) == (0, 1261)  # the paper's 3,072 of 5,000
     assert setup.window_of(4, 32, 0) == (0, 0)
     assert Setup("h2o", 0.65, window=(0, 0.325)).window_of(4, 32, 2053) == (0, 667)
-    # never more than a budget in slots
+    # a share never exceeds a budget in slots
     assert Setup("h2o", 100, window=(8, 0.5)).window_of(4, 32, 1000) == (8, 92)
     config, made = tiny_model(40).config, []
 
@@ -112,8 +112,8 @@ def test_a_share_of_a_window_is_of_the_tokens_compressed(monkeypatch: pytest.Mon
 
 
 def test_the_protocols_are_the_papers() -> None:
-    """Literally, from the papers' text: SubGen section 3.2 and ClusterGen section 4; BalanceKV
-    section 4.2; the caption of ClusterGen's Table 2."""
+    """The presets are what the papers print: SubGen section 3.2 and ClusterGen section 4, BalanceKV
+    section 4.2, and the caption of ClusterGen's Table 2."""
     subgen, balancekv, clustergen = (
         PRESETS[n] for n in ("subgen-table1", "balancekv-table1", "clustergen-table2")
     )
@@ -143,7 +143,7 @@ def test_the_protocols_are_the_papers() -> None:
         400: [(0, pytest.approx(2048 / 9000, abs=1e-4)), (0, pytest.approx(3072 / 9000, abs=1e-4))],
     }
     assert subgen.budgets == {200: 0.65, 300: 0.58, 400: 0.50}
-    # what the paper's bytes say was kept, to a percent
+    # the share kept, by the bytes in the paper's table
     for lines, theirs in SUBGEN_TABLE_1["results"].items():
         kept = theirs["kcenter"][0] / theirs["exact"][0]
         assert kept == pytest.approx(subgen.budgets[int(lines)], abs=0.012)
@@ -171,7 +171,7 @@ def test_the_protocols_are_the_papers() -> None:
 CONTRADICTIONS = [
     ("--budgets 0.25", "the paper kept 2048"),
     ("--sink 3", "streaming_llm:1024:1024"),
-    ("--recent 32", "kcenter:0:1024"),  # the default, but said
+    ("--recent 32", "kcenter:0:1024"),  # the default, but given explicitly
     ("--methods h2o", "the paper's are exact, streaming_llm:1024:1024, kcenter:0:1024"),
     ("--question unseen", "the paper's is --question seen"),
     ("--prefill streaming", "the paper's is --prefill exact"),
@@ -226,7 +226,7 @@ def _shown(option: str) -> str:
 def test_an_option_that_says_the_same_is_no_contradiction() -> None:
     same = {"question": "seen", "one_shot": True, "prefill": "exact", "model": "m", "limit": 3}
     assert find_preset("subgen-table1", same) is PRESETS["subgen-table1"]
-    with pytest.raises(InputError, match="one-shot"):  # of a configuration file
+    with pytest.raises(InputError, match="one-shot"):  # from a configuration file
         find_preset("subgen-table1", {"one_shot": False})
 
 
@@ -277,10 +277,10 @@ def test_clustergen_is_run_whole(whole: tuple[dict[str, Any], Path]) -> None:
         "clustergen-table2",
     )
     assert (shown["missing"], shown["settings"]["one_shot"]) == ([], True)
-    assert (shown["settings"]["sink"], shown["settings"]["recent"]) == (0, 0)  # methods have theirs
+    assert (shown["settings"]["sink"], shown["settings"]["recent"]) == (0, 0)  # the methods have own ones
     assert shown["settings"]["max_prompt_tokens"] is None  # the tiny model has 1,024 positions
     assert any("1,024 positions" in note for note in shown["notes"])
-    assert "Nothing was compressed in longbench/qasper" in shown["notes"][-1]  # 2,048 slots
+    assert "Nothing was compressed in longbench/qasper" in shown["notes"][-1]  # budget: 2,048 slots
     (table,) = shown["published"]
     rows = {(row["task type"], row["method"]): row for row in table["rows"]}
     theirs = CLUSTERGEN_TABLE_2["results"]
@@ -296,7 +296,7 @@ def test_clustergen_is_run_whole(whole: tuple[dict[str, Any], Path]) -> None:
     }
     total = sum(scores[name] for name in CLUSTERGEN_TABLE_2["datasets"]["Summarization"])
     ours = rows["Summarization", "kcenter"]["ours [95%]"]
-    assert float(ours.split()[0]) == pytest.approx(100 * total, abs=0.051)  # sums, not means
+    assert float(ours.split()[0]) == pytest.approx(100 * total, abs=0.051)  # a sum, not a mean
     windows = {r.identity["method"]: r.identity.get("window") for r in Store(out, write=False)}
     assert windows == {"exact": None, "streaming_llm": [1024, 1024], "kcenter": [0, 1024]}
 
@@ -318,7 +318,8 @@ def test_the_same_command_goes_on(
 
 
 def test_what_is_there_is_run_and_what_is_missing_named(model: str, tmp_path: Path) -> None:
-    """LongBench's own records stand in for LongBench-E's, and are called what they are."""
+    """Data sets whose files are missing are named. Where only LongBench has a data set, its records
+    are run in place of LongBench-E's, under their own name."""
     pytest.importorskip("rouge")
     data = longbench(tmp_path / "data", ["lcc", "repobench-p", "multi_news"])
     longbench(data, ["lcc"], "_e")
@@ -351,7 +352,7 @@ def test_what_is_there_is_run_and_what_is_missing_named(model: str, tmp_path: Pa
     html = build([out]).html
     assert "BalanceKV paper, LongBench-E" in html
     assert f"{NOT_RUN}: gov_report" in html
-    assert "first tokens kept" not in html  # the methods' names say their windows
+    assert "first tokens kept" not in html  # the windows are part of the methods' names
 
 
 def test_subgen_shows_the_better_window(model: str, tmp_path: Path) -> None:
@@ -385,7 +386,7 @@ def test_of_several_windows_the_better_one_stands_beside_the_paper(
         for record in found:
             store.add(record)
     (run,) = read_runs([tmp_path / "a.jsonl"])
-    assert len(run.rows) == 2  # windows tell rows apart, not runs
+    assert len(run.rows) == 2  # different windows are rows of one run
     from kvsketch.evaluation.report.published_panel import beside
 
     (grid,) = beside(run)
@@ -398,7 +399,8 @@ def test_of_several_windows_the_better_one_stands_beside_the_paper(
 def test_prompts_are_cut_where_the_paper_cut_them_or_the_model_has_to(
     positions: int, longest: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A summary may have 512 tokens."""
+    """Prompts are cut to the paper's 20,000 tokens, or to the model's limit if 20,000 tokens and
+    the 512 of a summary exceed its positions."""
     pytest.importorskip("rouge")
     found = planned("clustergen-table2", data=longbench(tmp_path / "data", ["multi_news"]))
     config = tiny_model(40).config

@@ -1,4 +1,4 @@
-"""Sweeps on a Ray cluster: the same store as without, whatever dies."""
+"""Sweeps on a Ray cluster write the same store as without it, even if a worker dies."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def sweep_of(folder: str, path: Path) -> Sweep:
 
 
 def worker_pids() -> list[int]:
-    """Processes of the actors that this process started, by what Ray calls them. Other tests may
-    run workers of their own beside these."""
+    """Processes of the Ray actors that this process started, found by name and parents: other tests
+    may run workers at the same time."""
     parents: dict[int, int] = {}
     workers = []
     for entry in Path("/proc").iterdir():
@@ -64,8 +64,8 @@ def worker_pids() -> list[int]:
 
 @pytest.mark.slow
 def test_a_worker_killed_mid_case_is_replaced_and_nothing_lost(folder: str, tmp_path: Path) -> None:
-    """Two local workers, one killed with SIGKILL: the store is that of a plain run, each case
-    once."""
+    """After one of two local workers is killed by SIGKILL, the store is that of a plain run, with
+    each case once."""
     with sweep_of(folder, tmp_path / "plain.jsonl") as plain:
         plain.run(plain.jobs())
     wanted = timeless(Store(tmp_path / "plain.jsonl", write=False))

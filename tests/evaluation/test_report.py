@@ -1,4 +1,5 @@
-"""`kvsketch report`: what is on the page, that it stands alone, and how a browser shows it."""
+"""`kvsketch report`: what is on the page, that it needs no other file, and how a browser shows
+it."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def made(
 
 
 def records(model: str = "m", question: str = "seen") -> list[Record]:
-    """Every kind of task."""
+    """Records of every kind of task."""
     found = []
     for setup in SETUPS:
         right = setup.method == "exact" or (setup.method == "heavy_merge" and setup.budget == 0.5)
@@ -103,7 +104,7 @@ def stored(path: Path, found: list[Record]) -> Path:
 
 
 class Reader(HTMLParser):
-    """Tags that open and close in order, attributes and text."""
+    """Parses a page: all tags are closed in order; collects their attributes and the text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +164,7 @@ def test_runs_hold_what_may_be_compared(tmp_path: Path) -> None:
         "other, question seen",
         "m, question unseen",
     ]
-    assert [len(run.records) for run in runs] == [2, 1, 1]  # what both hold counts once
+    assert [len(run.records) for run in runs] == [2, 1, 1]  # a record in both stores counts once
     (row,) = runs[0].rows
     assert (row["score"], row["cases"], row["kept"], row["goal"]) == (0.5, 2, 0.5, "50%")
 
@@ -193,17 +194,17 @@ def test_summary_names_the_best_its_interval_and_exact(store: Path) -> None:
     rows = pooled(read_runs([store])[0].records, by_family=True)
     best = next(row for row in rows if row["method"] == "heavy_merge")
     cost = [best["peak_kv_bytes"] / 1000, best["prefill_tokens_per_s"], best["decode_tokens_per_s"]]
-    assert lines[0][5:8] == [f"{number:,.0f}" for number in cost]  # beside the score
-    assert lines[1][2] == "h2o, heavy_merge: intervals overlap"  # a tie
+    assert lines[0][5:8] == [f"{number:,.0f}" for number in cost]  # in the columns after the score
+    assert lines[1][2] == "h2o, heavy_merge: intervals overlap"  # no single method is best
     assert lines[2][3].startswith("15.0 [")  # times 100
-    assert lines[6][2:5] == ["heavy_merge", "0.0150 [0.0052-0.025]", "50.0%"]  # less is better
+    assert lines[6][2:5] == ["heavy_merge", "0.0150 [0.0052-0.025]", "50.0%"]  # here less is better
     assert lines[6][8:10] == ["h2o 0.750 at 50.0%", "0 [0-0]"]
     assert lines[8][3].startswith("4.55 [")  # e to the mean of 1.01 and 2.02
 
 
 @pytest.mark.parametrize(("kept", "equal"), [(1020.0, True), (1170.0, False)])
 def test_the_best_is_one_at_equal_bytes(kept: float, equal: bool, tmp_path: Path) -> None:
-    """58.5% of the bytes do not stand beside 50%."""
+    """A method with 58.5% of the bytes is not called best beside one with 50%; one with 51% is."""
     found = [made(OURS, 1.0, case=case, kv_bytes=kept) for case in range(12)]
     found += [made(H2O, 0.0, case=case) for case in range(12)]
     run = read_runs([stored(tmp_path / "a.jsonl", found)])[0]
@@ -246,7 +247,7 @@ def test_nothing_is_the_best_without_another(tmp_path: Path) -> None:
 
 
 def test_errors_that_overlap_are_not_told_apart(tmp_path: Path) -> None:
-    """Less is better: it is the others' lower ends that count."""
+    """Where less is better, a method is best if its interval ends below the others' lower ends."""
     found = [
         made(setup, score + 0.02 * case, "kl", {"length": 1000}, case)
         for setup, score in ((H2O, 0.25), (OURS, 0.15))
@@ -397,7 +398,7 @@ def test_every_figure_has_a_text_alternative(page: Any) -> None:
         for tag in ("title", "desc"):
             (said,) = re.findall(rf'<{tag} id="[^"]+">(.+?)</{tag}>', picture)
             assert len(said) > 5
-    # what has to be scrolled can be reached with the keyboard
+    # parts that scroll can be reached with the keyboard
     scrolled = [a for _, a in read(page.html).tags if "scroll" in (a.get("class") or "")]
     assert scrolled
     assert all(a["tabindex"] == "0" and a["aria-label"] for a in scrolled)
@@ -451,14 +452,14 @@ def test_no_model_hides_another(tmp_path: Path) -> None:
 
 # --- beside the papers ---------------------------------------------------------------------------
 
-#: what a paper calls 2,048 slots is, of the prompts here, this share
+#: a paper's 2,048 slots as a share of the tokens of the prompts here
 SHARE = 0.2
 
 
 def of_longbench(
     task: str, methods: Iterable[str], names: Iterable[str] = (), score: float = 0.5
 ) -> list[Record]:
-    """Two cases of each data set, at three budgets; LongBench-E's are of two lengths."""
+    """Two cases of each data set, at three budgets; those of LongBench-E differ in length."""
     found = []
     for method in methods:
         for kept in (None,) if method == "exact" else (0.5, 0.25, SHARE):
@@ -522,7 +523,7 @@ def test_longbench_is_shown_beside_balancekv(tmp_path: Path, task: str) -> None:
     for words in ("arXiv:2502.07861v1, Table 1", "Llama-3.1-8B-Instruct", f"seen, {title}, all"):
         assert words in grid.note
     assert "compare the order" in grid.note
-    assert "coin flips" in grid.note  # figure 2 does not come out
+    assert "coin flips" in grid.note  # the note on figure 2, which is not reproduced
     table = BALANCEKV_TABLE_1["results"]
     assert [line[:3] for line in grid.rows] == [
         [kind, method, f"{table[kind][method]:.2f}"]
@@ -546,7 +547,7 @@ def test_a_budget_far_from_the_papers_says_so(tmp_path: Path) -> None:
 def test_longbench_is_shown_beside_clustergen(tmp_path: Path) -> None:
     names = CLUSTERGEN_TABLE_2["datasets"]["Fewshot"]
     found = of_longbench("longbench", ("exact", "kcenter"), names)
-    found += of_longbench("longbench", ("kcenter",), ["qasper"])  # not all that the paper adds up
+    found += of_longbench("longbench", ("kcenter",), ["qasper"])  # not all that the paper sums
     (grid,) = grids(tmp_path, found)
     assert grid.title == "Beside the ClusterGen paper, LongBench"
     for words in ("ClusterGen, Table 2", "longchat-7b-v1.5-32k", "sum over the same data sets"):
@@ -587,7 +588,7 @@ def test_without_a_published_method_no_table_is_shown(
 def test_other_tasks_and_groups_have_no_table(tmp_path: Path) -> None:
     found = [made(H2O, 1.0, "needle/line", {"length": 200, "depth": 0.5})]
     found += [made(H2O, 1.0, group={"lines": 250}), made(H2O, 1.0, group={"lines": 200, "x": 1})]
-    found += of_longbench("longbench", ("snapkv", "kcenter"), ["qasper", "lcc"])  # parts of types
+    found += of_longbench("longbench", ("snapkv", "kcenter"), ["qasper", "lcc"])  # parts of their types
     assert grids(tmp_path, found) == []
 
 
@@ -604,8 +605,8 @@ def test_the_page_shows_the_papers_tables(tmp_path: Path) -> None:
 
 
 def inspected(number: int) -> dict[str, Any]:
-    """What ``kvsketch inspect --out`` wrote of one model. The file in docs leaves out the points of
-    its t-SNE, which are only in the figure; any will do."""
+    """What ``kvsketch inspect --out`` writes for one model. The file in docs has no points of the
+    t-SNE, which only a figure shows, so that points are made up here."""
     part: dict[str, Any] = json.loads(INSPECTED.read_text(encoding="utf-8"))["results"][number]
     count = part["tokens"][0]
     for view in part["tsne"]:
@@ -704,7 +705,7 @@ def test_damaged_records_are_named(tmp_path: Path, name: str) -> None:
 
 def test_outputs_are_checked_first(tmp_path: Path) -> None:
     check_outputs(tmp_path / "none" / "r.html", None)
-    assert not (tmp_path / "none").exists()  # what comes next may still refuse
+    assert not (tmp_path / "none").exists()  # later checks may still refuse the command
     with pytest.raises(InputError, match=r"--out .* is a folder"):
         check_outputs(tmp_path, None)
     (tmp_path / "file").write_text("")
@@ -749,7 +750,7 @@ def test_without_matplotlib_the_extra_is_named(
 
 # --- a browser -----------------------------------------------------------------------------------
 
-#: goes into a copy of the page: uses it, and says what happened
+#: a script for a copy of the page, which uses the page and records the result
 PROBE = """
 addEventListener("load", () => {
   document.body.offsetHeight;  // lays everything out
@@ -830,8 +831,9 @@ def written(page: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def probed(browser: str, html: str, folder: Path, width: int) -> dict[str, Any]:
-    """What ``PROBE`` says of a page. In a frame: a window is never narrower than 500 pixels."""
-    html = re.sub(r"<meta http-equiv[^>]*>", "", html)  # it would not let the probe in
+    """What ``PROBE`` records of a page, in a frame, since a window is never narrower than 500
+    pixels."""
+    html = re.sub(r"<meta http-equiv[^>]*>", "", html)  # its policy forbids the script
     html = html.replace("</head>", f"<script>{PROBE}</script></head>")
     (folder / "probed.html").write_text(html, encoding="utf-8")
     frame = folder / "frame.html"
@@ -849,11 +851,11 @@ def probed(browser: str, html: str, folder: Path, width: int) -> dict[str, Any]:
 def test_a_browser_can_use_the_page(
     browser: str, written: Path, tmp_path: Path, width: int
 ) -> None:
-    browse(browser, tmp_path / "p", written, "--dump-dom", width=width)  # as it is: no errors
+    browse(browser, tmp_path / "p", written, "--dump-dom", width=width)  # no errors in the page itself
     said = probed(browser, written.read_text(encoding="utf-8"), tmp_path, width)
     assert said["load"] < 2000
     assert said["width"] == width
-    assert said["overflow"] <= 0  # tables and wide figures scroll, the page does not
+    assert said["overflow"] <= 0  # only tables and wide figures scroll sideways
     assert said["focused"]
     assert said["without"] < said["rows"] == said["again"]
     assert said["hidden"] > 0
@@ -865,7 +867,7 @@ def test_a_browser_can_use_the_page(
 
 
 def read_loosely(html: str) -> list[tuple[str, dict[str, str | None]]]:
-    """Tags of what a browser wrote, which need not close."""
+    """The tags of what a browser wrote, where tags need not be closed."""
 
     class Loose(Reader):
         def handle_endtag(self, tag: str) -> None:
@@ -892,7 +894,7 @@ def test_a_browser_shows_the_figures(
     assert (max(back) < 64) is dark
     assert (min(back) > 192) is not dark
     colors = {color: count for count, color in picture.getcolors(1 << 24)}
-    # lines in the methods' colours, heat maps' cells, text that stands out
+    # colours of two methods' lines and of the two ends of heat maps
     for color in ("#1f77b4", "#d2691e", "#fee838", "#00224e"):
         rgb = tuple(int(color[i : i + 2], 16) for i in (1, 3, 5))
         near = sum(
@@ -907,7 +909,8 @@ def test_a_browser_shows_the_figures(
 
 @pytest.mark.slow
 def test_the_largest_page_loads_in_two_seconds(browser: str, tmp_path: Path) -> None:
-    """All of LongBench, eleven subtasks of RULER, needles, ten methods at two budgets."""
+    """A page of 21 data sets, eleven subtasks, needles, and nine methods, eight of them at two
+    budgets, loads within two seconds."""
     names = ("heavy_merge", "snapkv", "h2o", "uniform", "kcenter", "keydiff", "balancekv", "subgen")
     setups = [EXACT, *(Setup(name, kept) for kept in (0.5, 0.25) for name in names)]
     groups: list[tuple[str, dict[str, Any]]] = [("longeval", {"lines": n}) for n in (200, 400)]

@@ -261,7 +261,7 @@ def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
         store.add(record_of())
         with pytest.raises(InputError, match="being written by another process"):
             Store(path)
-        assert len(Store(path, write=False)) == 1  # looking is always allowed
+        assert len(Store(path, write=False)) == 1  # reading is always allowed
     Store(path).close()
 
 
@@ -303,7 +303,7 @@ def test_full_disk_keeps_what_is_finished(tmp_path: Path) -> None:
     store = Store(path)
     store.add(record_of(case="a"))
     assert store._descriptor is not None
-    os.dup2(os.open("/dev/full", os.O_WRONLY), store._descriptor)  # the disk fills up
+    os.dup2(os.open("/dev/full", os.O_WRONLY), store._descriptor)  # as on a full disk
     with pytest.raises(KVSketchError, match=r"No space left.*the 1 finished cases in it are kept"):
         store.add(record_of(case="b"))
     assert [r.identity["case"] for r in Store(path)] == ["a"]
@@ -339,7 +339,7 @@ def ask(
 
 
 def costs(reply: Reply) -> dict[str, Any]:
-    """What must repeat exactly: everything but the clock."""
+    """The fields of a reply that must repeat exactly: all but the times."""
     return {k: v for k, v in reply.__dict__.items() if not k.endswith("_seconds")}
 
 
@@ -388,7 +388,7 @@ def test_every_method_and_mode_keeps_its_budget_and_repeats(
     (first,) = ask(model, tokenizer, method, 0.5, tiny_case(), **how)
     (again,) = ask(model, tokenizer, method, 0.5, tiny_case(), **how)
     assert costs(first) == costs(again)
-    # A question fed after the compression may sit beside the budget until the next one.
+    # A question read after the compression may exceed the budget until the next compression.
     slack = 30 if how.get("question") == "unseen" else 10
     assert 0.5 * first.prompt_tokens - 10 <= first.slots <= 0.5 * first.prompt_tokens + slack
     assert 0.45 < first.kv_bytes / first.exact_kv_bytes < 0.62
@@ -402,7 +402,7 @@ def test_chunks_of_an_exact_prefill_do_not_change_what_is_kept(model: Any, token
 
 
 def test_batches_answer_as_single_cases_do(model: Any, tokenizer: Any) -> None:
-    cases = [tiny_case(30, 3), tiny_case(30, 5), tiny_case(24, 5)]  # two lengths: padding
+    cases = [tiny_case(30, 3), tiny_case(30, 5), tiny_case(24, 5)]  # two lengths cause padding
     alone = [ask(model, tokenizer, "h2o", 1.0, case)[0] for case in cases]
     batch = ask(model, tokenizer, "h2o", 1.0, *cases, batch_size=3)
     assert [reply.text for reply in batch] == [reply.text for reply in alone]
@@ -463,7 +463,7 @@ def sweep_of(
 
 
 def run(sweep: Sweep) -> dict[str, Any]:
-    """Everything but the clock, by key."""
+    """The results of a sweep by key, without times."""
     with sweep.store:
         sweep.run(sweep.jobs())
     return timeless(sweep.store)
@@ -500,7 +500,7 @@ def test_resuming_answers_only_what_is_missing(
     assert len(everything) == 6
     assert answered == setups
     assert everything.items() >= first.items()
-    # other settings are other answers, in the same file
+    # answers under other settings are added to the same file
     run(sweep_of(folder, cases, setups, path, question="unseen"))
     assert len(Store(path, write=False)) == 12
 
@@ -536,7 +536,7 @@ def test_accuracy_counts_right_answers(tokenizer: Any, tmp_path: Path) -> None:
     model = tiny_model(len(tokenizer))
     digits = tokenizer.convert_tokens_to_ids(list("0123456789"))
     with torch.no_grad():
-        model.lm_head.weight[digits] *= 50  # so that it answers with numbers
+        model.lm_head.weight[digits] *= 50  # so that its answers are numbers
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     case = tiny_case()
@@ -582,7 +582,7 @@ def case_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def killed_at(words: list[str], out: Path, lines: int) -> None:
-    """Run, and kill -9 as soon as the store holds so many lines."""
+    """Run a command, and kill it by SIGKILL as soon as the store has so many lines."""
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None:
         if out.is_file() and out.read_bytes().count(b"\n") >= lines:
@@ -604,4 +604,4 @@ def test_a_sweep_killed_three_times_ends_as_an_uninterrupted_one(
         assert lines <= len(Store(broken, write=False)) < len(wanted)
     subprocess.run(command(folder, case_file, broken), check=True, capture_output=True)
     assert timeless(Store(broken, write=False)) == wanted
-    assert broken.read_bytes().count(b"\n") == len(wanted)  # nothing twice
+    assert broken.read_bytes().count(b"\n") == len(wanted)  # no case is stored twice

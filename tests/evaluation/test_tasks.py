@@ -1,4 +1,4 @@
-"""Tasks made from a seed: needle in a haystack, RULER, LongEval."""
+"""Tasks that are generated from a seed: needle in a haystack, RULER, LongEval."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tiny_model import tiny_case, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("KVSKETCH_DATA", ROOT.parent / "shared" / "data"))
-FAR = 10**9  # a limit that is none
+FAR = 10**9  # as without a limit
 TOKENIZERS = ("packaged", "tiny", "tiny chat")
 
 
@@ -53,7 +53,7 @@ def tokenizer(name: str) -> Any:
 
 
 def encoded(name: str, case: Case) -> int:
-    """Tokens of a prompt as it is put to a model, whole."""
+    """The number of tokens of a prompt as the model gets it."""
     if name.endswith("chat"):
         return len(
             tokenizer(name).apply_chat_template(
@@ -71,7 +71,7 @@ def fitted(task: Needle | Ruler, name: str = "packaged") -> list[Case]:
 
 @pytest.fixture(autouse=True)
 def _no_essays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The same haystack on every machine."""
+    """Without essays the haystack is the same on every machine."""
     monkeypatch.setenv("KVSKETCH_DATA", str(tmp_path / "nothing"))
 
 
@@ -166,7 +166,7 @@ def test_largest_is_the_largest(steps: list[int], limit: int, bounded: bool) -> 
     for step in steps:
         sizes.append(sizes[-1] + step)
 
-    def size(n: int) -> int:  # rising on for ever
+    def size(n: int) -> int:  # without an upper limit
         return sizes[n] if n < len(sizes) else sizes[-1] + 7 * (n - len(sizes) + 1)
 
     most = len(steps) if bounded else None
@@ -198,7 +198,7 @@ def test_largest_takes_few_calls() -> None:
 
 
 def one_unit(case: Case, name: str) -> int:
-    """Tokens that one more unit of a RULER haystack would take."""
+    """The tokens of one more unit of a RULER haystack of needles."""
     needles = re.findall(r"One of the special magic .*", case.context)
     return max((Lengths(tokenizer(name)).text(needle + "\n") for needle in needles), default=0)
 
@@ -208,7 +208,7 @@ def one_unit(case: Case, name: str) -> int:
 def test_ruler_prompts_are_as_long_as_asked_and_never_longer(name: str, length: int) -> None:
     for case in fitted(Ruler(SUBTASKS, [length], num_cases=2), name):
         total = encoded(name, case) + case.max_new_tokens
-        # Only a haystack of needles is made of units that large.
+        # Only a haystack of needles has units that large.
         slack = one_unit(case, name) if case.group["subtask"] in NEEDLES else 0
         assert length - max(0.02 * length, slack) <= total <= length, (case.where, total)
 
@@ -225,7 +225,7 @@ def test_needle_prompts_are_as_long_as_asked_and_never_longer(name: str, form: s
 
 @pytest.mark.parametrize("task", [Needle([64], [0.5]), Ruler(["vt", "cwe", "fwe"], [64], 1)])
 def test_lengths_too_short_are_refused_with_what_they_need(task: Needle | Ruler) -> None:
-    for case in task.cases():  # are there all the same: nothing knows the tokenizer yet
+    for case in task.cases():  # cases are made without the tokenizer
         with pytest.raises(InputError, match=r"length=64 is too short: this takes at least \d+"):
             task.fitted(case, tokenizer("packaged"), FAR)
 
@@ -271,7 +271,7 @@ def test_the_needle_is_at_its_depth(
     assert count(before) <= share
     later = [place for place in places if place > len(before)]
     if later:
-        assert count(whole[: later[0]]) + 1 > share  # 1: a space counted or not
+        assert count(whole[: later[0]]) + 1 > share  # 1: with or without a space
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -383,7 +383,7 @@ def test_cases_depend_on_the_seed_and_nothing_else(kind: str) -> None:
     assert cases == task_of(kind, 1).cases()
     assert len({case.id for case in cases}) == len(cases)
     assert {case.id for case in cases}.isdisjoint(case.id for case in task_of(kind, 2).cases())
-    # One more case or length leaves the others as they are.
+    # One more case or length does not change the others.
     one = task_of(kind, 1)
     one.lengths = one.lengths[:1]
     assert one.cases() == cases[: len(cases) // 2]
@@ -405,7 +405,7 @@ def test_fitting_changes_the_context_only_and_the_same_way(kind: str) -> None:
 
 
 def test_ruler_templates_are_the_official_ones() -> None:
-    """scripts/data/synthetic/constants.py, filled in."""
+    """Prompts are those of scripts/data/synthetic/constants.py with values filled in."""
     single, many = (Ruler([kind], [700], 1).cases()[0] for kind in list(NEEDLES)[0::6])
     key = re.findall(r"number for (\S+) mentioned", single.question)[0]
     assert single.context.startswith(
@@ -488,12 +488,12 @@ def test_chains_lead_to_their_value(seed: int, length: int) -> None:
     case = fitted(Ruler(["vt"], [length], 1, seed=seed))[0]
     asked, many = re.findall(r"assigned the value (\d{5}) in|(\d) variables", case.question)
     assert int(many[1]) == len(case.answers) == 5
-    # Solved by executing the text, whatever order it is in.
+    # Solved by executing the assignments in the order of the text.
     values: dict[str, str] = {}
     for name, value in re.findall(r"^VAR ([A-Z]+) = (.+)$", case.context, re.M):
         values[name] = values[value[4:]] if value.startswith("VAR ") else value
     assert [name for name, value in values.items() if value == asked[0]] == list(case.answers)
-    assert len(values) == 10  # five of the example
+    assert len(values) == 10  # five are of the example
     assert len(set(values.values())) == 2
     example = case.context.split("they are:")[1].split("\n")[0].split()
     assert [name for name in values if name not in case.answers] == example

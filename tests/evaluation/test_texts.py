@@ -1,4 +1,4 @@
-"""Texts that go on: what is measured, checked by hand, and the tasks around it."""
+"""Tasks on the continuation of texts: the measures, checked by hand, and the data they need."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_everything_kept_is_the_exact_cache(
 
 
 def test_predictions_are_those_of_decoding_the_text(model: Any, ids: torch.Tensor) -> None:
-    """Fed by hand, through a cache of our own making."""
+    """The measures are those of decoding the text token by token with a SketchCache."""
     case = case_of(ids)
     reply = Follower(model, Settings(recent=8)).reply(case, Setup("streaming_llm", 40))
     cache = SketchCache(model.config, "streaming_llm", budget=40, recent=8)
@@ -95,14 +95,14 @@ def test_predictions_are_those_of_decoding_the_text(model: Any, ids: torch.Tenso
 def test_attention_errors_are_those_of_single_layers(
     model: Any, ids: torch.Tensor, gap: int
 ) -> None:
-    """Sinks and recent tokens by hand: every layer is asked the exact run's own queries over the
-    exact run's own keys, whatever the layers before it lost."""
+    """Errors of sinks and recent tokens equal those computed by hand, where every layer gets the
+    exact run's queries, keys and values, whatever earlier layers lost."""
     sink, recent = 4, 8
     case = case_of(ids, ATTENTION, gap)
     settings = Settings(recent=recent, one_shot=True)
     found = Follower(model, settings).reply(case, Setup("streaming_llm", sink + recent)).measured
     asked, n = ids.shape[1] - 1 - NEW, ids.shape[1] - 1
-    # a gap is a second prompt: after it, the window moves to its end
+    # a gap is a second prompt: after it, the recent window is at its end
     last = asked if gap else case.record
     errors = []
     for layer in capture(model, ids[:, :n]):
@@ -274,7 +274,8 @@ def test_impossible_texts_are_refused(
 
 
 def test_a_text_of_too_few_tokens_is_named(tmp_path: Path) -> None:
-    """Long words: no tokenizer's tokens are that long on average, but this one's are."""
+    """A text of words so long that it has too few tokens is refused with its number of
+    characters."""
     text = tmp_path / "text.txt"
     text.write_text("abcdefghijklmnopqrstuvwxyz" * 100, encoding="utf-8")
     task = Texts("kl", lengths=[100], data=str(text))
