@@ -1,6 +1,6 @@
-"""One model family against the full cache: without loss, evicting, and with the default method.
+"""One model family against the full cache: lossless, evicting, and with the default method.
 
-The reference never meets our attention: it is transformers' ``DynamicCache`` and the model's own
+The reference does not use our attention: it is transformers' ``DynamicCache`` and the model's own
 kernel, whose mask hides, layer by layer and head by head, the tokens that the SketchCache evicted.
 """
 
@@ -19,7 +19,7 @@ from transformers.modeling_utils import AttentionInterface
 from kvsketch import SketchCache
 
 TOKENS, NEW, CHUNK = 40, 12, 8
-#: the longest relative difference of float32 logits that is rounding
+#: the largest relative difference of float32 logits that counts as rounding
 CLOSE = 2e-5
 WINDOW = {"sink": 2, "recent": 6}
 #: the tokens each layer's KV heads may see, by cache layer: bool ``[batch, kv_heads, tokens]``
@@ -38,8 +38,8 @@ def prompt(padding: list[int], tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
 
 
 def steps(padding: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """The same stream for every cache: a prompt, decoded tokens, a chunk behind them; each with the
-    mask of all tokens so far."""
+    """The same stream for every cache: a prompt, decoded tokens and a chunk, each with the mask of
+    all tokens so far."""
     ids, mask = prompt(padding, TOKENS + NEW + CHUNK)
     ends = [TOKENS, *range(TOKENS + 1, TOKENS + NEW + 1), TOKENS + NEW + CHUNK]
     starts = [0, *ends[:-1]]
@@ -48,7 +48,7 @@ def steps(padding: list[int]) -> list[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def run(model: Any, cache: Any, padding: list[int], before: Any = None) -> list[Tensor]:
-    """Logits of every step; ``before(step)`` is called ahead of each forward."""
+    """The logits of every step; ``before(step)`` is called before each forward."""
     found = []
     for number, (ids, mask) in enumerate(steps(padding)):
         if before is not None:
@@ -78,7 +78,7 @@ def difference(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def lossless(model: Any, padding: list[int]) -> float:
-    """With room for everything: the difference to ``DynamicCache`` (0: the same kernel ran)."""
+    """The difference to ``DynamicCache`` with room for all tokens (0: the same kernel ran)."""
     expected = run(model, DynamicCache(config=model.config), padding)
     worst = 0.0
     for budget in (1.0, 1000):
@@ -88,13 +88,13 @@ def lossless(model: Any, padding: list[int]) -> float:
 
 
 def evicting(model: Any, padding: list[int], uneven: bool, method: str = "keydiff") -> float:
-    """Tokens evicted: the difference to the full cache with the same tokens hidden."""
+    """The difference to the full cache with the evicted tokens hidden."""
     settings: dict[str, Any] = {"budget": 20, "track_positions": True, **WINDOW}
     if uneven:
         heads = heads_of(model)
         if min(heads) > 1:
             settings["schedule"] = [[0.6, *[1.0] * (count - 2), 1.4] for count in heads]
-        else:  # one KV head: layers that differ, if there are two
+        else:  # one KV head: budgets differ between layers, if there are two
             settings["schedule"] = [0.7, 1.3, *[1.0] * (len(heads) - 2)][: len(heads)]
             settings["schedule"] = settings["schedule"] if len(heads) > 1 else None
     cache = SketchCache(model.config, method, allocation="even", **settings)
@@ -110,7 +110,7 @@ def sketches(cache: SketchCache) -> list[Any]:
 
 
 def heads_of(model: Any) -> list[int]:
-    """KV heads of every layer that is compressed, as the model has them."""
+    """The number of KV heads of every layer that is compressed."""
     cache = SketchCache(model.config, "streaming_llm", budget=1.0)
     with torch.no_grad():
         model(prompt([0])[0], past_key_values=cache, use_cache=True)
@@ -118,7 +118,7 @@ def heads_of(model: Any) -> list[int]:
 
 
 def visible(cache: SketchCache) -> Kept:
-    """What each layer still holds, by token."""
+    """The tokens that each layer still has."""
     found: Kept = {}
     for index, layer in enumerate(cache.layers):
         if not hasattr(layer, "stream") or not layer.stream.seen:
@@ -136,7 +136,7 @@ def visible(cache: SketchCache) -> Kept:
 
 
 def reference(model: Any, kept: list[Kept], padding: list[int]) -> list[Tensor]:
-    """The full cache, every forward seeing just the tokens kept before it."""
+    """Logits of the full cache, where every forward sees only the tokens kept before it."""
     now: dict[str, Kept] = {}
     cache = DynamicCache(config=model.config)
     with masked(model, cache, now):
@@ -145,7 +145,8 @@ def reference(model: Any, kept: list[Kept], padding: list[int]) -> list[Tensor]:
 
 @contextmanager
 def masked(model: Any, cache: DynamicCache, now: dict[str, Kept]) -> Iterator[None]:
-    """Every kernel that ``model`` asks for hides what the layer whose keys it gets has not kept."""
+    """While this context is open, attention of ``model`` hides the tokens that ``now`` lists as not
+    kept in the layer whose keys it gets."""
     original = AttentionInterface.get_interface
     latents = "kv_lora_rank" in model.config.get_text_config(decoder=True).to_dict()
 
@@ -168,7 +169,7 @@ def masked(model: Any, cache: DynamicCache, now: dict[str, Kept]) -> Iterator[No
     patched = home_of(model)
     AttentionInterface.get_interface = get_interface
     make = getattr(patched, "create_causal_mask", None) if adapted(model) else None
-    if make is not None:  # no interface: hide where its masks are made, the same in every layer
+    if make is not None:  # no attention interface: hide in the mask of all layers
 
         def create(*args: Any, **kwargs: Any) -> Any:
             mask, kept = make(*args, **kwargs), next(iter(now["kept"].values()), None)
@@ -195,7 +196,7 @@ def home_of(model: Any) -> Any:
 
 
 def hide(mask: Any, kept: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """``mask`` with earlier tokens hidden that a KV head has not kept."""
+    """``mask`` with the earlier tokens hidden that a KV head does not keep."""
     q, n = query.shape[2], key.shape[2]
     group = query.shape[1] // kept.shape[1]
     return hide_old(mask, kept.repeat_interleave(group, dim=1), q, query, n)
@@ -214,8 +215,8 @@ def hide_old(mask: Any, kept: Tensor, q: int, like: Tensor, n: int | None = None
 
 
 def default(model: Any) -> None:
-    """The default method, and the same in 16 bits: run, stay within their budget, and can say what
-    they cost."""
+    """Check that the default method, in measured and in 16 bits, runs, stays within its budget and
+    reports its error."""
     bytes_held = []
     for bits in (None, 16):
         cache = SketchCache(model.config, budget=0.5, bits=bits)
@@ -238,10 +239,10 @@ def default(model: Any) -> None:
 
 
 def everything(model: Any) -> dict[str, float | None]:
-    """All differences of one family; ``uneven`` is None where no budgets can differ.
+    """All differences of one family; ``uneven`` is None where budgets of heads cannot differ.
 
     Raises:
-        AssertionError: the default method does not do what it should.
+        AssertionError: the default method fails its checks.
     """
     method = "streaming_llm" if adapted(model) else "keydiff"
     paddings = ([0, 0], [9, 0, 3])

@@ -1,14 +1,15 @@
-"""Break the code on purpose and see that a test notices: ``make mutants``.
+"""Change the code on purpose and check that a test fails: ``make mutants``.
 
     python tests/mutants.py                 # all of them, about a quarter of an hour on two cores
     python tests/mutants.py --only ID --only ID
     python tests/mutants.py --json
 
-``mutants.yaml`` beside this file lists changes to the papers' files: an exact old text, which must
-occur once in its file, what takes its place, and the tests that should fail then. Each change is
-made to a copy of the tree, one at a time. A change whose tests pass all the same survives: either a
-test is missing, or the change is equivalent, and the list says why. Exit code 1 if a change that is
-not declared equivalent survives, one that is gets killed, or the list does not fit the code.
+``mutants.yaml`` beside this file lists changes to the papers' files: an old text, which must occur
+exactly once in its file, the new text, and the tests that should fail then. Each change is made to
+a copy of the tree, one at a time. A change whose tests still pass survives: either a test is
+missing, or the change is equivalent, and the list gives the reason. The exit code is 1 if a
+change survives that is not declared equivalent, if one that is gets killed, or if the list does not
+fit the code.
 """
 
 from __future__ import annotations
@@ -31,22 +32,23 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_suffix(".yaml")
-# Seconds until the tests of a change count as failed: it made something endless.
+# Seconds after which the tests of a change count as failed (it may cause an endless loop).
 _LIMIT = 300
-# And until all tests that are named, without a change, do.
+# The same for all listed tests together, without a change.
 _LIMIT_OF_ALL = 1800
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change.
+    """One change of the code.
 
     Attributes:
-        id: what it is called.
-        file: the file it is made to, from the root.
-        old: text that occurs in it once; ``new`` takes its place.
+        id: its name.
+        file: the path of the changed file, from the root.
+        old: a text that occurs once in the file.
+        new: the text that replaces it.
         tests: arguments of pytest: files or node ids.
-        equivalent: why no test can notice; None: one has to.
+        equivalent: why no test can fail; None: a test must fail.
     """
 
     id: str
@@ -57,10 +59,10 @@ class Mutant:
     equivalent: str | None = None
 
     def applied(self, source: str) -> str:
-        """``source`` with the change.
+        """``source`` with the change applied.
 
         Raises:
-            ValueError: the old text does not occur exactly once, or the change is none.
+            ValueError: the old text does not occur exactly once, or the new text equals it.
         """
         found = source.count(self.old)
         if found != 1 or self.old == self.new:
@@ -69,8 +71,7 @@ class Mutant:
 
 
 def listed(path: Path = LIST) -> list[Mutant]:
-    """The changes of the list; ``tests`` of a file are those of its changes unless they have their
-    own."""
+    """All listed changes; a change without ``tests`` has those of its file."""
     found = []
     for part in yaml.safe_load(path.read_text(encoding="utf-8")):
         for entry in part["mutants"]:
@@ -80,7 +81,7 @@ def listed(path: Path = LIST) -> list[Mutant]:
 
 
 def copied(to: Path) -> Path:
-    """The tree without what git ignores, in a folder ``to``."""
+    """Copy the tree, without files that git ignores, to a folder."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
     for name in names.decode().split("\0"):
@@ -92,15 +93,16 @@ def copied(to: Path) -> Path:
 
 
 def run(tree: Path, tests: Iterable[str], limit: int = _LIMIT) -> tuple[int, str]:
-    """pytest's exit code in ``tree`` (1: a test failed, or took too long) and its last lines."""
+    """The exit code of pytest in ``tree`` (1: a test failed or took too long), and its last
+    lines."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(tree / "src"),
-        "PYTHONDONTWRITEBYTECODE": "1",  # two changes within a second would share a .pyc
+        "PYTHONDONTWRITEBYTECODE": "1",  # two changes within a second would have the same .pyc
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "COLUMNS": "200",  # so that the summary says why
+        "COLUMNS": "200",  # so that the summary has the reason
     }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
@@ -113,7 +115,8 @@ def run(tree: Path, tests: Iterable[str], limit: int = _LIMIT) -> tuple[int, str
 
 
 def outcome(mutant: Mutant, tree: Path) -> tuple[str, str]:
-    """ "killed", "survived" or "error" (its tests could not run), and what pytest said last."""
+    """The outcome "killed", "survived" or "error" (tests could not run), and pytest's last
+    lines."""
     path = tree / mutant.file
     source = path.read_text(encoding="utf-8")
     path.write_text(mutant.applied(source), encoding="utf-8")
@@ -125,7 +128,7 @@ def outcome(mutant: Mutant, tree: Path) -> tuple[str, str]:
 
 
 def measured(mutants: list[Mutant], jobs: int) -> Iterable[dict[str, object]]:
-    """A row per change, as they come."""
+    """One row per change, as soon as it is finished."""
     with tempfile.TemporaryDirectory() as folder:
         trees: queue.Queue[Path] = queue.Queue()
         for number in range(jobs):

@@ -1,4 +1,4 @@
-"""The benchmarks run as a user runs them, at small sizes; full-size results are in docs/."""
+"""The benchmarks as a user runs them, at small sizes; docs/ has full-size results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(*arguments, ok=True):
 
 @pytest.mark.parametrize("benchmark", [attention_error, kl, longeval])
 def test_default_methods_are_known(benchmark):
-    """Nothing else runs the benchmarks with all their methods."""
+    """All default methods are known; no other test runs a benchmark with all of them."""
     default = inspect.signature(benchmark.main).parameters["methods_"].default
     others = {"exact", *getattr(benchmark, "PEERS", ())}
     assert "heavy_merge" in [method.name for method in options.methods(default, others)]
@@ -73,11 +73,11 @@ def test_growth_measures_every_sketch(tmp_path):
     rows = {(r["sketch"], r["n"]): r for r in result["results"]}
     assert len(rows) == 2 * len(result["exponents"])
     for name, found in result["exponents"].items():
-        if name != "balancekv_streaming":  # logarithmic: no power at such lengths
+        if name != "balancekv_streaming":  # logarithmic growth, which is no power at such lengths
             assert found["bytes"] <= 0.55 or name == "merge_reduce", (name, found)
     for name in ("sliding_window", "sliding_window_sampled"):
         assert rows[name, 1024]["bytes"] == rows[name, 4096]["bytes"]
-    # a level more per doubling, at most a batch for each of the instances
+    # one more level per doubling, and at most a batch in each instance
     assert rows["merge_reduce", 4096]["slots"] <= 256 * 6
     assert figure.read_text().startswith("<?xml")
 
@@ -108,7 +108,8 @@ def test_a_streaming_prefill_stays_within_its_bound():
 
 
 def test_a_tolerance_is_checked_on_the_tokens_that_follow():
-    """With heads of different sizes, as a tolerance makes them."""
+    """For at least 90% of heads the error on the tokens that follow the prompt is within the
+    tolerance times ``SLACK``."""
     small = ("--models", "packaged", "--tolerances", "0.1", "--prompts", "1")
     result = run("benchmarks.tolerance", *small, "--json")
     (row,) = [row for row in result["results"] if "within" in row]
@@ -172,7 +173,7 @@ def slots_of(heads=2, n=200, dim=8, mass=False):
 
 
 def test_bytes_are_counted_by_one_rule():
-    """2 bytes a number, 4 a mass; what is quantised as ``QuantizedPage`` stores it."""
+    """A number counts 2 bytes, a mass 4, and quantised slots as ``QuantizedPage`` stores them."""
     assert held_bytes(slots_of()) == 200 * 32
     assert held_bytes(slots_of(mass=True)) == 200 * 36
     slots = slots_of(mass=True)
@@ -185,8 +186,8 @@ def test_bytes_are_counted_by_one_rule():
 
 @pytest.mark.parametrize("method", [name for name in SKETCHES if name != "one_dimensional"])
 def test_a_sketchs_state_is_counted(method):
-    """Everything it holds: keys and values at 2 bytes a number, all else as it is stored; and the
-    exact tokens around it."""
+    """The bytes of a sketch are its whole state, with keys and values at 2 bytes a number and all
+    else as stored, and the exact tokens around it."""
     slots = slots_of(n=300)
     reducer = windowed(method, 4, 20)
     found = reducer(slots, 100)
@@ -197,7 +198,7 @@ def test_a_sketchs_state_is_counted(method):
         state += tensor.numel() * (2 if of_the_model else tensor.element_size())
     assert counted.bytes == state / 2 + 24 * 32
     assert counted.bytes > held_bytes(found) / 2
-    # without the sketch, only what attention sees would be
+    # without the sketch, only its visible slots are counted
     assert held(None, [found]).bytes == held_bytes(found) != counted.bytes
 
 
@@ -217,7 +218,7 @@ def test_fit_spends_the_bytes_of_plain_tokens(held_per_slot, budget):
     assert fit(run, 100, 10, 200)[0] == budget
     assert len(runs) <= 3
     assert fit(run, 50, 10, 200)[0] == budget // 2
-    assert len(runs) <= 4  # it knows by now
+    assert len(runs) <= 4  # the bytes per slot are known by then
 
 
 def test_fit_gives_up_on_what_never_fits():
@@ -252,7 +253,7 @@ def test_a_method_is_read_with_its_endings():
 
 @pytest.fixture(scope="module")
 def packaged():
-    """The packaged model, and a record of 20 lines."""
+    """The packaged model, and the ids of a record of 20 lines."""
     model, tokenizer = prompts.load("packaged")
     (text,) = prompts.answered(model, tokenizer, 1, 20, 0)
     return model, text.ids[:, : text.cut]
@@ -264,7 +265,8 @@ LABELS += ["heavy_merge@even+int4", "subgen@measured"]
 
 @pytest.mark.parametrize("method", ["subgen", "merge_reduce"])
 def test_a_sketch_in_a_cache_is_counted_with_its_state(packaged, method):
-    """Also where its heads hold different numbers of slots, as those of ``merge_reduce`` do."""
+    """The state also counts where the heads of a sketch have different numbers of slots, as those
+    of ``merge_reduce``."""
     model, prompt = packaged
     cache = SketchCache(model.config, method, budget=100, one_shot=True)
     prompts.prefill(model, prompt, cache)
@@ -278,7 +280,7 @@ def test_a_sketch_in_a_cache_is_counted_with_its_state(packaged, method):
 
 
 def compressed_as(packaged, label):
-    """What the benchmarks make of a label, at the bytes of 0.3 of the tokens: budget, cache."""
+    """The budget and the cache that a label gives at the bytes of 0.3 of the tokens."""
     model, prompt = packaged
     tokens = round(0.3 * prompt.shape[1])
     budget, held = kl.compressed(model, prompt, options.parse(label), tokens, Fit(), None)
@@ -291,8 +293,8 @@ def streams_of(cache):
 
 @pytest.mark.parametrize("label", [*options.USUAL, *LABELS])
 def test_a_label_means_what_it_means_in_the_command_line(packaged, label):
-    """A bare name is what ``SketchCache`` does by default, for every method; ``@even``,
-    ``@measured`` and ``+int4`` are what ``kvsketch eval --methods`` makes of them."""
+    """A bare name of a method is the default of ``SketchCache``, and ``@even``, ``@measured`` and
+    ``+int4`` mean the same as for ``kvsketch eval --methods``."""
     budget, found = compressed_as(packaged, label)
     setup, given = parse_method(label), {}
     if label not in options.USUAL:
@@ -306,7 +308,8 @@ def test_a_label_means_what_it_means_in_the_command_line(packaged, label):
 
 
 def test_bare_names_differ_from_even_ones_only_where_the_default_is_measured(packaged):
-    """By how many sizes of heads they make; else the test above could not tell them apart."""
+    """Only measured budgets give heads of several sizes; else the test above could not tell labels
+    apart."""
     labels = ("heavy_merge", "heavy_merge@even", "h2o", "h2o@even", "h2o@measured")
     sizes = {
         x: {n for s in streams_of(compressed_as(packaged, x)[1]) for n in s.held[0].tolist()}
@@ -320,7 +323,8 @@ def test_bare_names_differ_from_even_ones_only_where_the_default_is_measured(pac
 
 @pytest.mark.parametrize("label", ["heavy_merge", "h2o@measured", "snapkv@even"])
 def test_single_layers_spend_their_budget_as_a_cache_does(label):
-    """On a prompt of more queries than a cache keeps to measure on."""
+    """Single layers have heads of the same sizes as a cache, on a prompt of more queries than a
+    cache keeps for measuring."""
     model, tokenizer = prompts.load("packaged")
     (ids,) = prompts.line_prompts(tokenizer, 1, 60, 0)
     window = {"sink": 16, "recent": 64}
@@ -373,7 +377,7 @@ def test_bad_options_are_named(monkeypatch, read, message):
 
 
 def invoke(main, *arguments):
-    """A benchmark's ``main`` in this process: its JSON."""
+    """Run a benchmark's ``main`` in this process; returns its JSON."""
     app = typer.Typer()
     app.command()(main)
     done = CliRunner().invoke(app, [*arguments, "--json"])
@@ -390,15 +394,16 @@ MAINS = {"attention_error": attention_error.main, "kl": kl.main}
 
 @pytest.fixture
 def short(monkeypatch):
-    """The packaged model, asked about records of 20 lines."""
+    """Arguments for the packaged model, with records of 20 lines."""
     monkeypatch.setattr(prompts, "_LINES", 20)
     return ["--models", "packaged"]
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_method_holds_the_same_bytes(short, name):
-    """Plain tokens, masses, merging, a streaming sketch, measured shares and slots in 4 bits: at no
-    kept share more than one slot above plain tokens, and nearly as much where sizes are free."""
+    """No method takes more bytes than plain tokens do at the same kept share, and those of any size
+    take at least 97% of them: with masses, merging, a streaming sketch, measured shares and 4
+    bits."""
     methods = "streaming_llm,uniform,heavy_merge@even,subgen,snapkv@calibrated,heavy_merge"
     methods += ",heavy_merge@calibrated+16bit,heavy_merge@even+int4"
     methods += ",heavy_merge@calibrated+int4,int4"
@@ -408,7 +413,7 @@ def test_every_method_holds_the_same_bytes(short, name):
     plain = {kept: r for (method, kept), r in rows.items() if method == "streaming_llm"}
     assert len(plain) == 4
     tokens = 1 / (plain[0.5]["bytes_per_token"] / 128 / plain[0.5]["slots_per_token"])
-    assert tokens == pytest.approx(1, abs=1e-3)  # 128 bytes are one plain token
+    assert tokens == pytest.approx(1, abs=1e-3)  # a plain token is 128 bytes
     for (method, kept), row in rows.items():
         assert row["queries"] == "agnostic"
         if kept == 1:
@@ -425,8 +430,8 @@ def test_every_method_holds_the_same_bytes(short, name):
 
 
 def test_kl_compresses_before_or_after_the_question(short):
-    """A method that keeps what the last queries looked at does better when those are the
-    question's; one that keeps the same tokens anyway is scored on the same answers."""
+    """Both kinds of queries use the same texts, which are cut before or after the question; with 4
+    bits and all tokens both have nearly the exact predictions."""
     result = invoke(
         kl.main, *short, "--texts", "2", "--methods", "snapkv,int4", "--queries", "agnostic,aware"
     )
@@ -465,8 +470,8 @@ def test_texts_without_a_question_leave_a_gap(tmp_path):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_killed_run_loses_one_method_at_most(monkeypatch, tmp_path, short, name):
-    """Killed in its second method; the same command keeps the first one's rows and goes on, another
-    setting starts anew."""
+    """A run that is killed in its second method keeps the first one's rows when it is run again;
+    with another setting it starts anew."""
     out = tmp_path / "rows.json"
     module = {"attention_error": attention_error, "kl": kl}[name]
     arguments = [*short, *SMALL[name], "--methods", "streaming_llm,knorm", "--out", str(out)]
@@ -487,7 +492,7 @@ def test_a_killed_run_loses_one_method_at_most(monkeypatch, tmp_path, short, nam
     assert [r["method"] for r in left["results"]] == ["streaming_llm"] * 4
 
     calls.clear()
-    calls.extend([None] * 10)  # it lives now
+    calls.extend([None] * 10)  # the second run is not killed
     result = invoke(module.main, *arguments)
     assert len(calls) == 10 + 4
     assert result["complete"] is True
@@ -611,8 +616,8 @@ def test_the_page_is_written_from_what_the_benchmarks_leave(monkeypatch, tmp_pat
 
 
 def test_the_readme_says_which_methods_were_compared(tmp_path):
-    """Its last row is the best of others' methods as they run by default: neither ours, nor with
-    a budget spent our way, nor caches of all tokens, is among them; what was not run is named."""
+    """The last row has the best of the other methods by default: without ours, without budgets as
+    we allocate them and without caches of all tokens; methods in other tables are named."""
     accuracy = {
         "snapkv": 0.2,
         "merge_reduce": 0.3,
@@ -644,7 +649,7 @@ def test_the_readme_says_which_methods_were_compared(tmp_path):
 
 
 def test_no_label_of_the_results_is_unknown():
-    """Every row of docs/results that names a method does so in the vocabulary of ``options``."""
+    """Every method in docs/results is named as ``options`` names it."""
     for name in ("attention_error", "attention_error_balancekv", "kl", "longeval_unseen"):
         result = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())
         others = ["exact", *attention_error.PEERS]

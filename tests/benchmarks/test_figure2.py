@@ -1,4 +1,4 @@
-"""BalanceKV's figure 2: the protocol as printed, and what the pages say of it."""
+"""BalanceKV's figure 2: the protocol as printed, and the pages' text about it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def caught(n, heads=2, dim=4):
 
 
 class Watched:
-    """A sampler that notes what it is asked for."""
+    """A sampler that records its arguments."""
 
     def __init__(self):
         self.asked = []
@@ -37,8 +37,9 @@ class Watched:
 
 
 def test_the_protocol_is_section_4_1s():
-    """Of n tokens the first 256 and, per query, those from n - 256 on are exact; exactly 2^-T of
-    the others are kept, T = 1..4; the error is over all 256 queries and heads together."""
+    """Of n tokens the first 256 and, for each query, those from n - 256 on are exact; 2^-T of the
+    others are kept, T = 1..4, rounded down; the error is over all 256 queries and all heads
+    together."""
     seen = caught(1500)
     watched = Watched()
     errors = figure2.layer_errors(
@@ -49,7 +50,7 @@ def test_the_protocol_is_section_4_1s():
     ]
     middle = watched.asked[0][1]
     assert torch.equal(middle.keys, seen.keys[:, :, 256:1244])
-    # the same by a plain softmax over what is kept
+    # the same by a plain softmax over the kept tokens
     kept = Uniform(1)(middle, 988 >> 2)
     wanted, exact = [], []
     for j in range(1244, 1500):
@@ -135,7 +136,7 @@ def test_the_page_of_budgets_is_what_was_measured():
     assert page_balance.sketch_budget(result) in (DOCS / "benchmarks.md").read_text()
     budget = [r for r in result["results"] if r["part"] == "budget"]
     assert {r["tokens"] for r in budget} == {512, 2048, 16_384, 131_072}
-    for row in budget:  # what issue 13 asks for
+    for row in budget:  # the bounds of issue 13
         assert row["bytes_used"] >= 0.9
         assert abs(row["least_mass"] - 1) <= 0.1
         assert abs(row["most_mass"] - 1) <= 0.1

@@ -1,4 +1,4 @@
-"""Our methods keep the tokens that the peers' own code keeps; and what missing peers say.
+"""Our methods keep the tokens that the peers' own code keeps; missing peers give a reason.
 
 Comparisons run where the peer is installed (``make peers``) and skip with the reason elsewhere."""
 
@@ -30,14 +30,14 @@ from kvsketch.evaluation.runner.activations import Activations
 from kvsketch.methods import METHODS, pyramid_shares
 from kvsketch.methods.registry import ALL_METHODS
 
-#: batch, query heads, KV heads, tokens, head_dim, kept: equal heads, GQA, MQA, an odd everything
+#: batch, query heads, KV heads, tokens, head_dim, kept: equal heads, GQA, MQA, odd numbers
 SHAPES = [
     (1, 4, 4, 64, 16, 20),
     (2, 8, 2, 97, 8, 31),
     (1, 6, 1, 200, 32, 100),
     (3, 6, 3, 41, 10, 29),
 ]
-#: our method: sink, recent as the press has them, our arguments, the press's
+#: by method: sink and recent as in kvpress, our arguments, those of kvpress
 SETTINGS = {
     "streaming_llm": (4, 0, {}, {}),
     "snapkv": (0, 16, {"window": 16}, {"window_size": 16}),
@@ -46,14 +46,14 @@ SETTINGS = {
     "tova": (0, 1, {}, {}),
     "observed_attention": (0, 0, {}, {}),
 }
-#: chunk, window: the window begins a chunk, by shape
+#: by shape the chunk and the window, which begins with a chunk
 CHUNKS = dict(zip(SHAPES, [(8, 16), (9, 16), (10, 20), (5, 6)], strict=True))
-#: sink, lag, kept of every part that is compared with the next one; the last: fewer than two parts
+#: by shape sink, lag and tokens kept of each part but the last; the last shape has one part
 LAGS = {
     **dict(zip(SHAPES, [(4, 12, 3), (4, 10, 2), (4, 32, 9), (1, 10, 6)], strict=True)),
     (2, 4, 2, 70, 8, 20): (4, 34, 0),
 }
-#: whole blocks between the first 8 and the last 4 tokens, by shape
+#: by shape the block, whole blocks of which are between the first 8 and the last 4 tokens
 BLOCKS = dict(zip(SHAPES, [26, 17, 47, 29], strict=True))
 CRITICAL = {
     "critical": {},
@@ -76,7 +76,7 @@ def tensors(shape, seed=0):
 
 
 def ours(compressor, shape, sink, recent, budget):
-    """Positions our method keeps, ascending."""
+    """The positions of the tokens that our method keeps, in order."""
     queries, keys, values = tensors(shape)
     positions = torch.arange(shape[3], dtype=torch.float32).expand(keys.shape[:3])
     observed = Observed(queries, shape[4] ** -0.5)
@@ -86,12 +86,12 @@ def ours(compressor, shape, sink, recent, budget):
 
 
 def critical_kept(shape):
-    """An odd number: half of it is rounded down."""
+    """The number of tokens kept: an odd one, so that its half is rounded down."""
     return shape[-1] | 1
 
 
 def projection(shape):
-    """Weight of an output projection; values have other norms behind it than before."""
+    """The weight of an output projection after which values have other norms than before."""
     heads, dim = shape[1], shape[4]
     g = torch.Generator().manual_seed(9)
     weight = torch.randn(heads, dim, heads * dim, generator=g)
@@ -99,7 +99,8 @@ def projection(shape):
 
 
 def lag_kept(shape):
-    """Tokens kept: sinks, as many of every part, and the last whole part with the rest."""
+    """The number of tokens kept: sinks, as many of every part, and all after the last part
+    compared."""
     sink, lag, each = LAGS[shape]
     parts = (shape[3] - sink) // lag
     return sink + each * (parts - 1) + shape[3] - sink - (parts - 1) * lag if parts > 1 else 20
@@ -107,7 +108,7 @@ def lag_kept(shape):
 
 @pytest.fixture(scope="module")
 def theirs():
-    """What kvpress keeps, for every method, shape and layer of this file: one process."""
+    """What kvpress keeps, for every method, shape and layer of this file, from one process."""
     reason = kvpress.available()
     if reason is not None:
         pytest.skip(f"kvpress: {reason}")
@@ -133,7 +134,7 @@ def theirs():
             jobs[critical, shape, 0] = job
         for row in range(shape[0]):  # kvpress standardises scores over the batch
             queries, keys, values = (t[row : row + 1] for t in tensors(shape))
-            queries = queries * shape[4] ** -0.5  # and does not scale
+            queries = queries * shape[4] ** -0.5  # kvpress does not scale
             options = {"chunk_size": BLOCKS[shape], "sketch_dimension": 6, "blending": 0.7}
             job = Job("compactor", queries, keys, values, shape[-1], options)
             jobs["compactor", shape, row] = job
@@ -193,7 +194,8 @@ def test_criticalkv_keeps_the_tokens_of_kvpress(theirs, critical, shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_compactor_keeps_the_tokens_of_kvpress(theirs, monkeypatch, shape):
-    """By the same random numbers, of keys that have no RoPE."""
+    """Compactor keeps the tokens of kvpress if it draws the same random numbers; keys have no
+    RoPE."""
 
     def gaussian(self, keys):
         torch.manual_seed(0)
@@ -215,14 +217,14 @@ def test_lagkv_keeps_the_tokens_of_kvpress(theirs, shape):
     kept = ours(METHODS["lagkv"](lag=lag), shape, sink, 0, lag_kept(shape))
     assert torch.equal(kept, theirs["lagkv", shape, 0])
     parts = torch.bincount(((kept - sink).clamp(min=0) // lag).flatten())
-    if each:  # as many of every part, and not the same ones in every head
+    if each:  # as many tokens of every part, and not the same ones in every head
         assert len(set(parts[1:-2].tolist())) <= 1
         assert kept.flatten(0, 1).unique(dim=0).shape[0] == shape[0] * shape[2]
 
 
 def test_pyramid_shares_are_the_budgets_of_kvpress():
-    """The number of slots in every layer, with each of its cases: a plain pyramid, a first layer
-    cut at the prompt, a layer smaller than the window. (kvpress gives a model's only layer the
+    """Every layer has the number of slots of kvpress in each case: a plain pyramid, a first layer
+    limited by the prompt, a layer smaller than the window. (kvpress gives a model's only layer the
     first layer's budget, above the average; ours gets the average.)"""
     reason = kvpress.available()
     if reason is not None:
@@ -251,12 +253,13 @@ def test_pyramid_shares_are_the_budgets_of_kvpress():
 
 
 def test_h2o_is_not_observed_attention():
-    """Why ``observed_attention`` exists: kvpress divides by the number of queries, H2O does not."""
+    """H2O keeps other tokens than ``observed_attention``, kvpress's variant, which divides scores
+    by the number of queries."""
     shape = SHAPES[0]
     plain = ours(METHODS["h2o"](), shape, 0, 0, 20)
     averaged = ours(METHODS["observed_attention"](), shape, 0, 0, 20)
     assert not torch.equal(plain, averaged)
-    assert float(plain.float().mean()) < float(averaged.float().mean())  # older tokens
+    assert float(plain.float().mean()) < float(averaged.float().mean())  # h2o keeps older tokens
 
 
 # --- peers that halve -----------------------------------------------------------------------------
@@ -265,8 +268,9 @@ def test_h2o_is_not_observed_attention():
 @pytest.mark.parametrize("n", [128, 512])
 @pytest.mark.parametrize("peer", [balancekv, thinformer, goodpoints])
 def test_their_halving_keeps_exact_tokens_of_the_right_mass(peer, n):
-    """Half and a quarter, each token at most once, every one standing for 2^rounds; and since the
-    values drift along the prompt, attention over them is nearer to exact than over its start."""
+    """A half and a quarter of the tokens are kept, each at most once, with mass 2^rounds. Attention
+    over them is closer to the exact one than over the first tokens, since values drift along the
+    prompt."""
     reason = peer.available()
     if reason is not None:
         pytest.skip(reason)
@@ -284,7 +288,7 @@ def test_their_halving_keeps_exact_tokens_of_the_right_mass(peer, n):
         torch.testing.assert_close(out.mass, torch.full_like(out.mass, 2.0**rounds))
         weight = out.values / whole.take(at).values
         torch.testing.assert_close(weight, weight[..., :1].expand_as(weight), rtol=1e-3, atol=1e-3)
-        # the walk is cut where one side has n/2 tokens; what comes after counts once
+        # the walk ends when one side has n/2 tokens; later tokens have weight 1
         allowed = {2.0**i for i in range(rounds + 1)} if peer is balancekv else {2.0**rounds}
         assert set(weight.round(decimals=2).flatten().tolist()) <= allowed
         first = attend(0.3 * queries, whole.narrow(0, n >> rounds))
@@ -310,7 +314,7 @@ def test_thinformer_wants_whole_halves():
 
 
 def layers_of(shape, follow, count=2):
-    """Layers as the benchmark has them; ``follow`` tokens are held back."""
+    """Layers as in the benchmark, with ``follow`` tokens held out."""
     layers = []
     for seed in range(count):
         queries, keys, values = tensors(shape, seed)
@@ -332,7 +336,8 @@ class EveryOther:
 @pytest.mark.parametrize("n", [300, 333, 368])
 @pytest.mark.parametrize("kept", [1 / 2, 1 / 4, 1 / 8, 1 / 16])
 def test_halving_peers_hold_the_bytes_of_plain_tokens(n, kept):
-    """A mass costs, so they get fewer slots: within one of what fits, all tokens accounted for."""
+    """With the bytes of their masses, halving peers get fewer slots: the most that fit, with masses
+    that add up to the tokens."""
     sink, recent, follow = 4, 16, 20
     layers = layers_of((1, 4, 2, n + follow, 16, 0), follow)
     tokens = sink + recent + round(kept * (n - sink - recent))
@@ -348,7 +353,7 @@ def test_halving_peers_hold_the_bytes_of_plain_tokens(n, kept):
 
 @pytest.mark.parametrize(("heads", "dim", "over"), [(2, 16, 1), (1, 8, 3), (2, 32, 0)])
 def test_quantized_cache_gets_whole_groups_and_the_rest_is_counted(monkeypatch, heads, dim, over):
-    """Sinks, recent window and what does not fill a group of 64 numbers stay as they are."""
+    """Sinks, recent window and the tokens that fill no group of 64 numbers stay exact."""
     sink, recent, follow, n = 4, 16, 20, 143
     layers = layers_of((1, heads, heads, n + follow, dim, 0), follow)
     asked = []
@@ -373,7 +378,8 @@ def test_quantized_cache_gets_whole_groups_and_the_rest_is_counted(monkeypatch, 
 
 
 def test_quantized_cache_reads_layers_in_one_process():
-    """As one by one; 4 bits closer than 2, and half a byte a number with scales beside it."""
+    """Layers read in one process equal layers read one by one; 4 bits have less error than 2, and
+    the bytes are those of the codes and scales."""
     reason = quantized_cache.available(4)
     if reason is not None:
         pytest.skip(reason)
@@ -475,14 +481,15 @@ def test_bad_jobs_are_named_before_work_starts(changes, message):
 
 
 def cam_case(shape, neighbours):
-    """Slots whose heads have the same accumulated attention, as CAMPress's score the same."""
+    """Slots whose heads have the same accumulated attention, since CAMPress gives all heads one
+    score."""
     _, keys, values = tensors(shape)
     g = torch.Generator().manual_seed(3)
     attention = 0.2 + torch.rand(shape[0], 1, shape[3], generator=g)
     slots = Slots(keys, values, score=attention.expand(keys.shape[:3]))
     compressor = ALL_METHODS["cam"](neighbours=neighbours, seed=4)
     numbers = copy.deepcopy(compressor).random(keys.shape[:3], keys.device)
-    # all but the tokens of highest attention go
+    # all but the tokens of highest attention are dropped
     order = attention.topk(shape[3] - shape[-1], dim=-1, largest=False).indices.sort(-1).values
     uniform = numbers.gather(-1, order.expand(-1, keys.shape[1], -1))
     return slots, compressor, uniform.float()

@@ -1,5 +1,5 @@
-"""Methods that look at a whole model keep the tokens that kvpress's own code keeps, of a record the
-packaged model can read. Skipped where the peers are not installed (``make peers``)."""
+"""Methods that need a whole model keep the tokens that kvpress's own code keeps of a LongEval
+record. Skipped where the peers are not installed (``make peers``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
 from kvsketch.methods.registry import REREADING
 
-#: tokens, kept on average: one part of a second reading, most of one, a token more, two parts
+#: tokens, and tokens kept on average; a part of a second reading has 2,048 tokens
 SHAPES = [(300, 150), (1000, 100), (2049, 300), (2600, 650)]
 
 
@@ -51,7 +51,7 @@ def theirs():
 
 
 def kept_by(cache, n):
-    """bool ``[layers, heads, n]``."""
+    """Which tokens a cache keeps, bool ``[layers, heads, n]``."""
     found = torch.zeros(len(cache.layers), 2, n, dtype=torch.bool)
     for number, layer in enumerate(cache.layers):
         slots = layer.stream.slots
@@ -74,7 +74,7 @@ def test_a_second_reading_keeps_what_kvpress_keeps(theirs, method, n, kept):
 
 
 def by_layer(method, n, kept):
-    """What it keeps with a window of 32 where the heads of a layer share the budget."""
+    """Which tokens a method keeps with a window of 32, if the heads of a layer share the budget."""
     _, model, _, ids = packaged()
     cache = SketchCache(
         model.config,
@@ -102,13 +102,14 @@ def test_criticalkv_by_layer_keeps_what_criticaladakv_keeps(theirs, n, kept):
     assert not torch.equal(found, by_layer("snapkv", n, kept))
 
 
-#: as many as kvpress asks for
+#: as many texts as kvpress requires
 TEXTS = [case["prompt"] for case in generate_cases(70, 5, seed=9)] * 10
 
 
 @pytest.mark.parametrize("share", [0.25, 0.7])
 def test_heads_are_scored_and_split_as_by_duo_attention(share):
-    """With the sinks and the recent window that kvpress's scoring sets."""
+    """Scores and kept tokens are those of DuoAttention, with the sinks and the recent window of
+    kvpress."""
     reason = kvpress.available()
     if reason is not None:
         pytest.skip(f"kvpress: {reason}")

@@ -1,4 +1,4 @@
-"""Benchmarks of a second reading, at small sizes, and the sections made from them."""
+"""Benchmarks of a second reading at small sizes, and the sections of the pages made from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_what_a_second_reading_costs(monkeypatch, tmp_path):
     names = [f"heavy_merge{end}" for end in ("", "/reread", "/local", "/sample")]
     found = [{"method": name, "budget": 0.3, "accuracy": 0.5, "cases": 2} for name in names]
     beside = tmp_path / "longeval.json"
-    found.append(found[1] | {"method": "kvzip/reread"})  # alone
+    found.append(found[1] | {"method": "kvzip/reread"})  # a method with one mode only
     beside.write_text(json.dumps({"lines": 30, "results": found}), encoding="utf-8")
     arguments = ["--tokens", "300", "--repeats", "1", "--beside", str(beside)]
     result = invoke(reading.main, *arguments)
@@ -99,7 +99,7 @@ def test_rows_outlive_another_list_of_methods(tmp_path):
     assert Results(out, methods=["c", "a"], seed=1).rows == [{"method": "a", "x": 1}]
     assert Results(out, methods=["a", "b"], seed=2).rows == []
     first.finish()
-    assert Results(out, methods=["a", "b"], seed=1).rows == []  # done: the same again is a new run
+    assert Results(out, methods=["a", "b"], seed=1).rows == []  # finished: a new run
     assert Results(out, methods=["b"], seed=1).rows == [{"method": "b", "x": 2}]
 
 

@@ -1,4 +1,4 @@
-"""Rows of a later run in a stored result: of methods that changed, and of the same settings."""
+"""Rows of a later run replace those of a stored result if the settings are the same."""
 
 from __future__ import annotations
 

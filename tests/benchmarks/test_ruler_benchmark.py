@@ -1,4 +1,4 @@
-"""The benchmark of RULER with the question unseen, at a small size, and its section."""
+"""The benchmark of RULER with an unseen question at a small size, and its section."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Writes ``longbench_metrics.json``: what the official LongBench code says of pairs made here.
+"""Writes ``longbench_metrics.json``: the official LongBench code's scores of pairs made here.
 
-The code is run from a checkout of THUDM/LongBench and is not in this repository; neither are its
-data. Only numbers and hashes are written. The pairs are drawn again, from the same seeds, by
+The code is run from a checkout of THUDM/LongBench and is not in this repository, nor is its data.
+Only numbers and hashes are written. The pairs are drawn again, from the same seeds, by
 ``tests/evaluation/test_longbench.py``; a hash says that they are the same.
 
     python record_longbench_metrics.py metrics LongBench/LongBench ../shared/data/longbench
     python record_longbench_metrics.py prompts LongBench/LongBench ../shared/data/longbench
 
-The first needs rouge, jieba, fuzzywuzzy, python-Levenshtein and numpy, the second kvsketch's own.
+The first needs rouge, jieba, fuzzywuzzy, python-Levenshtein and numpy, the second kvsketch.
 
 Recorded with commit 2e00731, rouge 1.0.1, jieba 0.42.1, fuzzywuzzy 0.18.0 and python-Levenshtein
 0.27.5, ``code_sim_difflib`` as without the latter.
@@ -30,8 +30,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RECORDED = HERE / "longbench_metrics.json"
-PAIRS = 240  # of each metric
-PROMPTS = 40  # records of each data set
+PAIRS = 240  # per metric
+PROMPTS = 40  # records per data set
 MAX_LENGTHS = (1500, 9001, 10**6)  # tokens
 REAL = {
     "qa_f1": "multi_news",
@@ -72,7 +72,7 @@ Pair = tuple[str, str, tuple[str, ...]]
 
 
 def corrupted(words: Sequence[str], joint: str, rng: random.Random) -> str:
-    """Words with some lost, repeated, moved or of another case; now and then nothing at all."""
+    """Words, some of which are lost, repeated, moved or in upper case; sometimes almost nothing."""
     kind = rng.randrange(15)
     if kind == 0:
         return rng.choice(("", " ", "\n", ".", "...", "。", "，", "the", "0"))
@@ -109,7 +109,7 @@ def chinese(rng: random.Random) -> list[str]:
 
 
 def numbers(right: str, template: str, rng: random.Random) -> str:
-    """A few numbers, some of them right, with or without the words that belong to them."""
+    """A few numbers, some of them right, with or without the words around them."""
     found = [
         rng.choice((right, right, str(rng.randrange(40)), right + "0", f"0{right}", "３", "x"))
         for _ in range(rng.randrange(5))
@@ -170,8 +170,8 @@ def records(data: Path, name: str) -> list[dict[str, Any]]:
 
 
 def real(metric: str, data: Path) -> list[Pair]:
-    """One pair of each record: its answer (multifieldqa_zh's are short, so for ROUGE a piece of its
-    context), or the start of it, and a corruption."""
+    """One pair of each record: its answer (a piece of the context for the ROUGE of multifieldqa_zh,
+    whose answers are short) or the start of it, and a corruption."""
     rng = random.Random(f"longbench/real/{metric}")
     pairs = []
     for record in records(data, REAL[metric]):
@@ -193,7 +193,7 @@ def digest(items: Any) -> str:
 
 
 def predictions(name: str, metric: str) -> Iterator[tuple[str, list[str], int, list[str]]]:
-    """Predictions with up to three answers, a length in words and the classes, for one data set."""
+    """For one data set, predictions with up to three answers, a length in words and the classes."""
     rng = random.Random(f"longbench/eval/{name}")
     classes = list(CLASSES[name == "lsht"])
     for _ in range(24):
@@ -209,7 +209,7 @@ def predictions(name: str, metric: str) -> Iterator[tuple[str, list[str], int, l
 
 
 def lists_of(source: Path) -> list[list[str]]:
-    """The lists that its ``dataset in [...]`` and ``datasets = [...]`` name, in order."""
+    """The lists in ``dataset in [...]`` and ``datasets = [...]`` of a source file, in order."""
     found = []
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         value = None
@@ -223,8 +223,8 @@ def lists_of(source: Path) -> list[list[str]]:
 
 
 def facts(checkout: Path) -> dict[str, list[Any]]:
-    """By data set: hash of its prompt, longest answer, metric, and whether it is in LongBench-E,
-    put to chat models in their template, and scored by its first line."""
+    """For each data set the hash of its prompt, the longest answer, the metric, and whether it is
+    in LongBench-E, is put to chat models in their template, and is scored by its first line."""
     prompts, lengths = (
         json.loads((checkout / "config" / f"dataset2{kind}.json").read_text(encoding="utf-8"))
         for kind in ("prompt", "maxlen")
@@ -258,8 +258,8 @@ def facts(checkout: Path) -> dict[str, list[Any]]:
 def official_prompts(
     checkout: Path, name: str, data: Path, tokenizer: Any, max_length: int
 ) -> list[str]:
-    """Prompts of the first records, by the very statements of the official ``get_pred``: what its
-    loop does before it asks whether the data set is put to chat models as it is."""
+    """Prompts of the first records, by the statements of the official ``get_pred`` before the one
+    that decides on the chat template."""
     tree = ast.parse((checkout / "pred.py").read_text(encoding="utf-8"))
     loop = next(
         node
@@ -282,7 +282,7 @@ def official_prompts(
 
 def record_metrics(checkout: Path, data: Path) -> dict[str, Any]:
     sys.path.insert(0, str(checkout))
-    import eval as official  # the official eval.py, which has metrics.py's functions
+    import eval as official  # the official eval.py, which imports the functions of metrics.py
     from fuzzywuzzy import fuzz
 
     if fuzz.SequenceMatcher is difflib.SequenceMatcher:

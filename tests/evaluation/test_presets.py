@@ -277,8 +277,8 @@ def test_clustergen_is_run_whole(whole: tuple[dict[str, Any], Path]) -> None:
         "clustergen-table2",
     )
     assert (shown["missing"], shown["settings"]["one_shot"]) == ([], True)
-    assert (shown["settings"]["sink"], shown["settings"]["recent"]) == (0, 0)  # the methods have own ones
-    assert shown["settings"]["max_prompt_tokens"] is None  # the tiny model has 1,024 positions
+    assert (shown["settings"]["sink"], shown["settings"]["recent"]) == (0, 0)  # methods override it
+    assert shown["settings"]["max_prompt_tokens"] is None  # the model has 1,024 positions
     assert any("1,024 positions" in note for note in shown["notes"])
     assert "Nothing was compressed in longbench/qasper" in shown["notes"][-1]  # budget: 2,048 slots
     (table,) = shown["published"]

@@ -588,7 +588,7 @@ def test_without_a_published_method_no_table_is_shown(
 def test_other_tasks_and_groups_have_no_table(tmp_path: Path) -> None:
     found = [made(H2O, 1.0, "needle/line", {"length": 200, "depth": 0.5})]
     found += [made(H2O, 1.0, group={"lines": 250}), made(H2O, 1.0, group={"lines": 200, "x": 1})]
-    found += of_longbench("longbench", ("snapkv", "kcenter"), ["qasper", "lcc"])  # parts of their types
+    found += of_longbench("longbench", ("snapkv", "kcenter"), ["qasper", "lcc"])  # parts of types
     assert grids(tmp_path, found) == []
 
 
@@ -851,7 +851,7 @@ def probed(browser: str, html: str, folder: Path, width: int) -> dict[str, Any]:
 def test_a_browser_can_use_the_page(
     browser: str, written: Path, tmp_path: Path, width: int
 ) -> None:
-    browse(browser, tmp_path / "p", written, "--dump-dom", width=width)  # no errors in the page itself
+    browse(browser, tmp_path / "p", written, "--dump-dom", width=width)  # without the probe
     said = probed(browser, written.read_text(encoding="utf-8"), tmp_path, width)
     assert said["load"] < 2000
     assert said["width"] == width

@@ -1,4 +1,4 @@
-"""Files that are broken in some way: bytes flipped, cut off, or changed with a right checksum."""
+"""Broken files: bytes changed or cut off, and content changed under a valid checksum."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _WILD: list[Any] = [
 
 
 def parts(raw: bytes) -> tuple[dict[str, Any], bytes]:
-    """The table of a file, and its data."""
+    """The table of a file and its data."""
     length = int.from_bytes(raw[:8], "little")
     return json.loads(raw[8 : 8 + length]), raw[8 + length :]
 
 
 def signed(table: dict[str, Any], data: bytes) -> bytes:
-    """A file of a table and data, with the checksum that belongs to it."""
+    """A file of a table and data, with a valid checksum."""
     table["__metadata__"]["sha256"] = "0" * 64
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -38,7 +38,7 @@ def signed(table: dict[str, Any], data: bytes) -> bytes:
 
 
 def with_header(raw: bytes, change: Any) -> bytes:
-    """A file whose header was changed, with the right checksum."""
+    """A file whose header is changed, with a valid checksum."""
     table, data = parts(raw)
     header = json.loads(table["__metadata__"]["kvsketch"])
     change(header)
@@ -47,7 +47,7 @@ def with_header(raw: bytes, change: Any) -> bytes:
 
 
 def blind(raw: bytes, rng: random.Random) -> bytes:
-    """Bytes changed, cut off, added or moved, by somebody who knows nothing of the format."""
+    """Bytes changed, cut off, removed or added, without regard to the format."""
     kind = rng.randrange(6)
     at = rng.randrange(len(raw)) if rng.random() < 0.5 else rng.randrange(min(3000, len(raw)))
     if kind == 0:
@@ -64,7 +64,7 @@ def blind(raw: bytes, rng: random.Random) -> bytes:
 
 
 def knowing(raw: bytes, rng: random.Random) -> bytes:
-    """One thing changed in the header, the table or the data, with the right checksum."""
+    """One change in the header, the table or the data, with a valid checksum."""
     table, data = parts(raw)
     kind = rng.randrange(4)
     names = [name for name in table if name != "__metadata__"]
@@ -99,7 +99,7 @@ def knowing(raw: bytes, rng: random.Random) -> bytes:
 
 
 def _change(values: Any, rng: random.Random) -> None:
-    """Change, drop or add one value somewhere."""
+    """Change, drop or add one value at any depth."""
     while True:
         keys: list[Any] = list(values) if isinstance(values, dict) else list(range(len(values)))
         if not keys:
@@ -121,7 +121,7 @@ def _change(values: Any, rng: random.Random) -> None:
 
 
 def mutants(path: Path, count: int, seed: int) -> Iterator[tuple[str, bytes]]:
-    """Broken versions of a file, half of them with a right checksum."""
+    """Broken versions of a file, half of them with a valid checksum."""
     raw, rng = path.read_bytes(), random.Random(seed)
     for number in range(count):
         if number % 2:

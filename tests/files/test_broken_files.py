@@ -1,4 +1,4 @@
-"""Files that are broken, foreign or hostile: an error that says so, and nothing worse."""
+"""Broken, foreign or hostile files cause an error that names the reason, and nothing worse."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def saved(model: Any, name: str, folder: Path) -> Path:
 
 @torch.no_grad()
 def survives(model: Any, path: Path, kind: str) -> bool:
-    """Whether a file was loaded; it must then be of use, or refused while it is used."""
+    """Whether a file was loaded; it must then work, or be refused when it is used."""
     with suppress(KVSketchError):
         rows_of(info(path))
     try:
@@ -89,7 +89,7 @@ def fuzzed(model: Any, folder: Path, count: int, seed: int) -> dict[str, int]:
 
 def test_300_broken_files_are_refused_or_of_use(llama: Any, tmp_path: Path) -> None:
     loaded = fuzzed(llama, tmp_path, 60, 0)
-    assert sum(loaded.values()) < 100  # most are refused; a seed or an error may be another
+    assert sum(loaded.values()) < 100  # most are refused; another seed or error may be valid
 
 
 @pytest.mark.slow
@@ -199,7 +199,8 @@ def test_a_budget_beyond_what_is_held_is_refused(llama: Any, tmp_path: Path) -> 
 
 
 def test_a_file_of_another_number_of_heads_is_refused(tmp_path: Path) -> None:
-    """One that says it is of a configuration which it is not of."""
+    """A file that claims the model's configuration but has another number of KV heads is
+    refused."""
     from kvsketch.hf.identity import config_mark
 
     model, path = build("llama"), tmp_path / "other.kvs"
@@ -218,7 +219,7 @@ def test_a_file_of_another_number_of_heads_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_does_not_name_other_files(llama: Any, tmp_path: Path) -> None:
-    """Not even one that could be read: an allocation is a file's own, or a name."""
+    """The allocation of a file is a name or in the file itself, not the path of another file."""
     raw, broken = saved(llama, "bits", tmp_path).read_bytes(), tmp_path / "broken.kvs"
     kept = torch.tensor([0.2, 0.5, 1.0], dtype=torch.float64)
     curves = Curves(torch.zeros(2, 2, 3, dtype=torch.float64), kept)
@@ -247,7 +248,7 @@ def test_what_is_neither_true_nor_false_is_refused(llama: Any, tmp_path: Path) -
 
 def test_a_header_of_two_gigabytes_is_not_read(llama: Any, tmp_path: Path) -> None:
     path = tmp_path / "large.kvs"
-    with path.open("wb") as file:  # no room is taken on disk
+    with path.open("wb") as file:  # a sparse file, which takes no room on disk
         file.write((2_000_000_000).to_bytes(8, "little"))
         file.truncate(2_000_000_008)
     with pytest.raises(InputError, match="longer than"):
@@ -314,7 +315,7 @@ def test_no_file_makes_it_allocate_beyond_four_times_its_size(llama: Any, tmp_pa
         size = path.stat().st_size
         assert int(grown) * 1024 < 4 * size, (path, grown, size)
         if path.stem in ("quantized", "ragged"):
-            assert loaded == "True", path  # else nothing would have been seen
+            assert loaded == "True", path  # else the memory of loading was not measured
 
 
 def _set_all(values: Any, key: str, value: int) -> None:
@@ -349,7 +350,7 @@ while True:
 
 
 def _whole(path: Path) -> int:
-    """The number a file is full of."""
+    """The one number that fills a file."""
     from kvsketch.files.format import read
 
     _, state = read(path, "test")
@@ -367,7 +368,7 @@ def _write(path: Path, value: int) -> None:
 
 
 def _kill(path: Path, delays: list[float]) -> set[int]:
-    """Writers that are killed, and what the file is full of after each."""
+    """Kill one writer after each delay; returns the numbers that filled the file afterwards."""
     found = set()
     for number, delay in enumerate(delays, 2):
         command = [sys.executable, "-c", _WRITER, str(path), str(number)]
@@ -393,15 +394,15 @@ def test_fifty_killed_writers_leave_a_whole_file(tmp_path: Path) -> None:
     path, rng = tmp_path / "file.kvs", random.Random(0)
     _write(path, 1)
     found = _kill(path, [rng.random() * 0.03 for _ in range(50)])
-    assert len(found) > 10  # some got to the end, others did not
-    # what was left behind is what was being written
+    assert len(found) > 10  # some writers finished, others did not
+    # only temporary files are left
     assert all(p.name.endswith(".tmp") for p in tmp_path.iterdir() if p != path)
 
 
 def test_cut_off_at_any_byte_the_old_file_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer that dies after any number of bytes never reaches the old file."""
+    """A writer that dies leaves the old file, and a file cut off at any byte is refused."""
     path = tmp_path / "file.kvs"
     _write(path, 1)
     _write(tmp_path / "new.kvs", 2)
@@ -417,7 +418,7 @@ def test_cut_off_at_any_byte_the_old_file_stays(
     monkeypatch.undo()
     assert _whole(path) == 1
     assert [p.name for p in tmp_path.iterdir()] == ["file.kvs"]
-    for cut in range(0, len(raw), len(raw) // 50):  # a part of a file is never taken for one
+    for cut in range(0, len(raw), len(raw) // 50):  # a part of a file is refused
         (tmp_path / "part.kvs").write_bytes(raw[:cut])
         with pytest.raises(InputError):
             _whole(tmp_path / "part.kvs")

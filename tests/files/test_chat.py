@@ -1,4 +1,4 @@
-"""`kvsketch chat` on a pseudo-terminal, as somebody types into it."""
+"""`kvsketch chat` on a pseudo-terminal, with input as a user types it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = "you> "
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that never ends an answer by itself, with positions for long chats."""
+    """A model that never ends an answer itself, with positions for long chats."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = tiny_tokenizer()
     made = tiny_model(len(tokenizer))
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Terminal:
-    """A command on a terminal of its own."""
+    """A command that runs on its own terminal."""
 
     def __init__(self, *words: str) -> None:
         master, slave = pty.openpty()
@@ -56,14 +56,14 @@ class Terminal:
         self._master, self.seen = master, ""
 
     def until(self, text: str, seconds: float = 60.0) -> str:
-        """What is shown up to a text."""
+        """The output up to and with a text."""
         start, end = len(self.seen), time.monotonic() + seconds
         while text not in self.seen[start:]:
             ready, _, _ = select.select([self._master], [], [], max(0, end - time.monotonic()))
             assert ready, f"no {text!r} in {seconds} s, but {self.seen[-1000:]!r}"
             try:
                 self.seen += os.read(self._master, 1 << 16).decode(errors="replace")
-            except OSError:  # the other end is closed
+            except OSError:  # the command has closed its end
                 assert text in self.seen[start:], self.seen[-2000:]
         return self.seen[start:]
 
@@ -90,7 +90,7 @@ def _own(slave: int) -> None:
     import fcntl
     import termios
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background ignores it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # background processes ignore it
     fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
 
 
@@ -102,7 +102,8 @@ def header(path: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_fifty_turns_on_a_terminal(model: str, tmp_path: Path) -> None:
-    """Memory is flat, Ctrl-C stops an answer and not the session, and the state survives."""
+    """In fifty turns memory does not grow, Ctrl-C stops an answer but not the session, and the
+    saved state can be continued."""
     path = tmp_path / "talk.kvs"
     words = ["chat", "--model", model, "--save", str(path), "--budget", "128"]
     terminal = Terminal(*words, "--max-new-tokens", "400")
@@ -110,12 +111,12 @@ def test_fifty_turns_on_a_terminal(model: str, tmp_path: Path) -> None:
     terminal.type("brave calm dark\n")
     terminal.until("tokens seen")
     time.sleep(0.3)
-    terminal.type("\x03")  # Ctrl-C, in the middle of the answer
+    terminal.type("\x03")  # Ctrl-C during the answer
     stopped = terminal.until(PROMPT)
     assert "[stopped]" in stopped
     assert terminal.process.poll() is None
     time.sleep(0.3)  # Python misses a signal between the prompt and its wait for a key
-    terminal.type("\x03")  # and at the prompt
+    terminal.type("\x03")  # Ctrl-C at the prompt
     terminal.until("Ctrl-D or /exit ends the session")
     terminal.type("\n")
     terminal.until(PROMPT)
@@ -148,7 +149,8 @@ def test_fifty_turns_on_a_terminal(model: str, tmp_path: Path) -> None:
 
 
 def test_a_chat_without_a_terminal(model: str, tmp_path: Path) -> None:
-    """Answers go to standard output as they come; what the cache holds to standard error."""
+    """Without a terminal answers go to standard output, and the state of the cache to standard
+    error."""
     path = tmp_path / "talk.kvs"
     words = [sys.executable, "-m", "kvsketch", "chat", "--model", model, "--save", str(path)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -181,7 +183,7 @@ def test_what_was_said_is_saved_when_the_terminal_is_closed(
     terminal.until("tokens seen")
     if not answering:
         terminal.until(PROMPT)
-        time.sleep(0.5)  # until it waits for what is typed
+        time.sleep(0.5)  # until the prompt waits for input
     terminal.process.send_signal(number)
     terminal.until("saved to")
     assert terminal.process.wait(30) == 0
@@ -193,7 +195,7 @@ def test_a_chat_that_cannot_be_saved_asks_for_another_file(model: str, tmp_path:
     path.parent.mkdir()
     terminal = Terminal("chat", "--model", model, "--save", str(path), "--max-new-tokens", "5")
     terminal.until(PROMPT)
-    path.mkdir()  # meanwhile
+    path.mkdir()  # a folder takes the file's place
     terminal.type("brave calm dark\n")
     terminal.until(PROMPT)
     terminal.type("/exit\n")

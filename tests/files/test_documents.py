@@ -1,4 +1,4 @@
-"""Documents on the command line: compressed, shown, asked, continued, put together."""
+"""Documents on the command line: compress, info, ask, append and merge."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def kvsketch(*words: Any, code: int = 0, input: Any = None) -> Any:
 
 
 def told(*words: Any, **more: Any) -> dict[str, Any]:
-    """The JSON object of a command."""
+    """The JSON object that a command prints."""
     found: dict[str, Any] = json.loads(kvsketch(*words, "--json", **more).stdout.splitlines()[-1])
     return found
 
 
 def refused(*words: Any, input: Any = None) -> str:
-    """The one line of an error."""
+    """The line of the error with which a command is refused."""
     result = kvsketch(*words, code=2, input=input)
     assert result.stdout == ""
     line = result.stderr.splitlines()[-1]
@@ -221,7 +221,7 @@ def test_a_file_does_not_choose_just_any_model(model: str, text: Path, tmp_path:
     for named in ("../../etc", "/tmp/../etc", "https://x.y/z", 7, None, "a/b/c"):
         path.write_bytes(with_header(raw, lambda h, n=named: h["about"].update(model=n)))
         assert "give it with --model" in refused("ask", path, "x")
-    told("ask", path, "brave", "--model", model)  # which may be given
+    told("ask", path, "brave", "--model", model)  # which the user may give
 
 
 def test_two_documents_become_one(model: str, tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ print(json.dumps(answers(document, json.loads(sys.stdin.read()))))
 
 
 def _record(lines: int) -> tuple[str, list[str], list[str]]:
-    """A record, 20 questions about it, and the numbers that answer them."""
+    """A record, 20 questions about it, and their answers."""
     if lines == 400 and REAL.is_file():
         prompt = json.loads(REAL.read_text().splitlines()[0])["prompt"]
     else:
@@ -286,7 +286,8 @@ def _record(lines: int) -> tuple[str, list[str], list[str]]:
     ("lines", "least"), [(100, 19), pytest.param(400, 18, marks=pytest.mark.slow)]
 )
 def test_a_new_process_answers_as_the_first(lines: int, least: int, tmp_path: Path) -> None:
-    """20 questions about a LongEval record at a quarter of its slots, all from the same state."""
+    """A new process gives the same answers to 20 questions about a LongEval record with a quarter
+    of its slots, each from the saved state."""
     from kvsketch.documents.answering import answers
     from kvsketch.documents.document import Document, encoded, read
     from kvsketch.hf.size import predicted_size

@@ -1,4 +1,5 @@
-"""Two caches put together: keys turned on by their own model's rotary embedding, or refused."""
+"""Two caches are joined: keys of the second are rotated on by the model's rotary embedding, or the
+join is refused."""
 
 from __future__ import annotations
 
@@ -76,12 +77,12 @@ def test_frequencies_that_change_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="rope_type='dynamic'"):
         turn_of(llama(rope_parameters=scaled), 37)
     with pytest.raises(UnsupportedError, match="no plain rotary positions"):
-        turn_of(build("gemma3"), 37)  # two kinds of layers
+        turn_of(build("gemma3"), 37)  # its layers have two rotary embeddings
 
 
 @pytest.mark.parametrize("bits", [16, 8])
 def test_where_keys_do_not_depend_on_other_tokens_nothing_is_lost(bits: int) -> None:
-    """In a model of one layer, two caches put together are the cache of both."""
+    """In a model of one layer two joined caches equal the cache of both texts."""
     model, ids = llama(layers=1), ids_of(120)
     settings: dict[str, Any] = {"budget": 1.0, "bits": bits, **WINDOW}
     first, second, whole = (SketchCache(model.config, "snapkv", **settings) for _ in range(3))
@@ -124,7 +125,7 @@ def test_slots_of_both_are_kept_within_the_budget(settings: dict[str, Any], tmp_
     assert summary["slots"] == pytest.approx(both if most is None else most, rel=0.05)
     joined.save(tmp_path / "joined.kvs")
     loaded = SketchCache.load(tmp_path / "joined.kvs", model)
-    for token in range(80):  # through some compressions
+    for token in range(80):  # with several compressions
         one, two = (forward(model, ids_of(1, token), cache) for cache in (joined, loaded))
         assert torch.equal(one, two)
     assert joined.summary()["slots"] < 1.15 * summary["slots"] + 40
@@ -144,7 +145,7 @@ def test_what_both_say_of_their_slots_is_put_together() -> None:
     second.plan.above = {0: torch.tensor([False, False]), 1: torch.tensor([False, True])}
     joined = join(first, second, model)
     for layer in joined._sketches():
-        assert layer.stream.bits == Bits(8, 8)  # the better of both
+        assert layer.stream.bits == Bits(8, 8)  # the more precise of both
         positions = layer.stream.slots.positions
         assert positions is not None
         assert float(positions.max()) == 319

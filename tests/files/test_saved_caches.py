@@ -1,4 +1,4 @@
-"""A cache that was saved and loaded goes on with the same bits as one that was not."""
+"""A cache that was saved and loaded continues with the same bits as one that was not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RAGGED = [[1.5, 0.5], [0.6, 1.4]]
 
 
 class Letters:
-    """A tokenizer for models without one: a character is a token."""
+    """A tokenizer for models that have none: every character is a token."""
 
     def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
         return {"input_ids": [3 + ord(c) % 90 for c in text]}
@@ -60,7 +60,8 @@ def forward(model: Any, ids: torch.Tensor, cache: Any, **more: Any) -> torch.Ten
 
 @torch.no_grad()
 def goes_on(model: Any, *caches: Any, steps: int = 40) -> list[list[torch.Tensor]]:
-    """Logits of some tokens one by one, of a chunk, and of more tokens; each model's own."""
+    """For each cache the logits of single tokens, a chunk and more tokens; the tokens are the
+    model's own predictions."""
     rows = caches[0]._sketches()[0].token_shape[0]
     found = []
     for cache in caches:
@@ -75,7 +76,8 @@ def goes_on(model: Any, *caches: Any, steps: int = 40) -> list[list[torch.Tensor
 
 
 def same_after_loading(model: Any, cache: SketchCache, folder: Path) -> SketchCache:
-    """Save, load, go on with both; what was loaded, as it was before that."""
+    """Save and load a cache, and check that both and a fork continue with the same logits; returns
+    a copy of the loaded cache from before that."""
     path = folder / "cache.kvs"
     cache.save(path)
     loaded = SketchCache.load(path, model)
@@ -109,7 +111,7 @@ def test_every_method_goes_on_with_the_same_bits(method: str, llama: Any, tmp_pa
     cache = SketchCache(model.config, method, budget=40, seed=3, track_error=True, **WINDOW)
     forward_ids = ids_of(2, 110)
     read(model, cache, forward_ids)
-    goes_on(model, cache, steps=10)  # so that random numbers were drawn while decoding
+    goes_on(model, cache, steps=10)  # draws random numbers while decoding
     assert cache._sketches()[0].stream.compressed
     same_after_loading(model, cache, tmp_path)
 
@@ -163,9 +165,9 @@ def test_every_form_goes_on_with_the_same_bits(
     assert type(cache._sketches()[-1].stream.page) is page
     loaded = same_after_loading(llama, cache, tmp_path)
     if form == "large buffer":
-        return  # a file does not keep all of its empty room
+        return  # a file does not store all of its empty slots
     again = tmp_path / "again.kvs"
-    loaded.save(again)  # a copy of what was loaded, before it went on
+    loaded.save(again)  # the loaded cache as it was before it continued
     assert again.read_bytes() == (tmp_path / "cache.kvs").read_bytes()
 
 
@@ -239,7 +241,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(
     torn = SketchCache(llama.config, "snapkv", budget=40, **WINDOW)
     forward(llama, ids_of(1, 100), torn)
     keys = torch.zeros(1, 2, 1, 16)
-    torn.update(keys, keys, 0)  # and no other layer
+    torn.update(keys, keys, 0)  # but no other layer
     with pytest.raises(UnsupportedError, match="in the middle of a forward"):
         torn.save(path)
     stopped = SketchCache(llama.config, "snapkv", budget=40, **WINDOW)
@@ -327,7 +329,7 @@ def test_copies_of_a_fork_choose_what_one_would_choose(method: str, llama: Any) 
 
 
 def goes_on_from_same(model: Any, cache: SketchCache) -> list[list[torch.Tensor]]:
-    """``goes_on`` with the ids of one row in all rows."""
+    """As ``goes_on``, where the first token and the chunk are the same in all rows."""
     logits, ids = [], ids_of(1, 1, 5).expand(3, -1)
     for step in range(55):
         if step == 40:

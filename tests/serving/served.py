@@ -1,4 +1,4 @@
-"""Requests that are served from pages, and what each of their tokens should see."""
+"""Requests that are served from pages, and the reference of their outputs, token by token."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def alone(
     softcap: float | None,
     budget: int | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What each token sees, one at a time: ``[tokens, heads, dim]`` in float64. ``kept``: queries;
-    ``budget``: slots of each head, int64 ``[1, heads]``; None: as many as the page has."""
+    """Outputs of a request read token by token, ``[tokens, heads, dim]`` in float64. ``kept``: the
+    number of queries kept; ``budget``: slots of each head, int64 ``[1, heads]``, or the page's."""
     q, k, v = (t.double() for t in request)
     slots: Slots | None = None
     made = None if method is None else windowed(method, 2, 6)
@@ -61,13 +61,13 @@ def alone(
             slots = made(slots, budget, observed, scored=True, fit=False)
             mass = slots.masses()
             order = (mass != 0).long().argsort(dim=-1, stable=True)
-            slots = slots.take(order)  # dead ones before the others
+            slots = slots.take(order)  # dead slots before the others
             waiting = []
     return torch.stack(found)
 
 
 class Served:
-    """Pages of a layer, and requests that come in chunks."""
+    """The pages of one layer, for requests that are read in chunks."""
 
     def __init__(
         self,
@@ -78,13 +78,14 @@ class Served:
         dtype: torch.dtype = torch.float32,
         middle: tuple[tuple[int, ...], Bits] | None = None,
     ) -> None:
-        """``middle``: slots of each head there, and in how many bits; None: a page in one part."""
+        """``middle``: the slots of each head in the middle of a page, and their bits; None: a page
+        in one part."""
         made = None if method is None else windowed(method, 2, 6)
         scored = made is not None and made.needs_queries
         layout = Layout(KV, GROUP, rhythm.slots, DIM, DIM, queries, scored, dtype)
         if middle is not None:
             layout = SplitLayout(layout, *middle)
-        # what others have left there
+        # as left by earlier requests
         raw = torch.randint(0, 256, (9, layout.bytes), dtype=torch.uint8)
         self.layout, self.fields = layout, layout.fields(raw)
         self.rhythm, self.counts, self.queries = rhythm, Counts(), queries
@@ -92,14 +93,14 @@ class Served:
         self.pages = Pages(*given) if middle is None else SplitPages(layout, *given)
 
     def parts(self) -> list[torch.Tensor]:
-        """Of all pages."""
+        """The tensors of all pages."""
         found = dict(vars(self.fields))
         return [*found.pop("middle", ()), *found.values()]
 
     def step(
         self, parts: list[tuple[int, int, Any]], copies: Copies | None = None
     ) -> list[torch.Tensor]:
-        """``parts``: page, tokens seen and new tokens of each request."""
+        """Outputs of one step; ``parts``: page, tokens seen and new tokens of each request."""
         sizes = [len(request[0]) for _, _, request in parts]
         starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         seen, pages = (np.array([p[i] for p in parts], dtype=np.int64) for i in (1, 0))
@@ -120,7 +121,8 @@ def queries_of(method: str | None, rhythm: Rhythm) -> int:
 def run(
     served: Served, requests: list[Any], pages: list[int], data: Any, chunk: int
 ) -> list[torch.Tensor]:
-    """Requests in chunks of any size, several at once, in any order."""
+    """The outputs of requests that are read in chunks of any size, several at once, in any
+    order."""
     seen, out = [0] * len(requests), [[] for _ in requests]
     sizes = [len(request[0]) for request in requests]
     while any(seen[i] < sizes[i] for i in range(len(sizes))):

@@ -1,5 +1,4 @@
-"""Pages of several requests at once, against one request after the other, token by token, in
-float64."""
+"""Pages of several requests at once, against each request alone, token by token, in float64."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ from kvsketch.slots import Slots, attend
     data=st.data(),
 )
 def test_a_batch_is_its_requests_alone(method, seed, sizes, chunk, buffer, softcap, data):
-    """Whatever the chunks, the neighbours and the order: what every token sees is what it sees when
-    its request is the only one, in float64, token by token."""
+    """Whatever the chunks, the other requests and the order, every token's output is that of its
+    request alone, computed in float64, token by token."""
     rhythm = Rhythm(100 if method is None else 24, buffer)
     kept = queries_of(method, rhythm)
     served = Served(method, rhythm, kept, softcap)
@@ -42,7 +41,8 @@ def test_a_batch_is_its_requests_alone(method, seed, sizes, chunk, buffer, softc
 
 @given(pages=st.lists(st.integers(0, 30), min_size=1, unique=True))
 def test_slices_are_the_pages(pages):
-    """And as few as there are steps between them, roughly."""
+    """The slices cover exactly the pages, and are at most one more than the changes of step between
+    pages."""
     todo = rounds(
         np.arange(len(pages) + 1),
         np.ones(len(pages), dtype=np.int64),
@@ -60,7 +60,8 @@ def test_slices_are_the_pages(pages):
 
 
 def test_a_page_that_is_freed_and_claimed_again_starts_anew():
-    """Preempted: the second request reads from its first token, over what the first has left."""
+    """After a preemption a page serves another request from its first token; what the first request
+    left in it has no effect."""
     rhythm = Rhythm(24, 4)
     served = Served("heavy_merge", rhythm, 4)
     first, second = drawn(1, 70), drawn(2, 70)
@@ -84,7 +85,8 @@ def test_other_pages_are_not_touched():
 @pytest.mark.parametrize("method", ["heavy_merge", "cluster_merge", "snapkv", "keydiff"])
 @pytest.mark.parametrize("wrong", [torch.inf, torch.nan])
 def test_numbers_that_overflow_are_their_own_requests_loss(method, wrong):
-    """The engine goes on, its neighbour answers as if it were alone, and the page serves again."""
+    """After an overflow in one request the other requests of the batch answer as alone, and the
+    page can be used again."""
     rhythm = Rhythm(24, 4)
     kept = queries_of(method, rhythm)
     served, fresh = Served(method, rhythm, kept), Served(method, rhythm, kept)
@@ -133,7 +135,8 @@ def test_errors_above_the_tolerance_are_counted():
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 99), chunk=st.integers(1, 70), ahead=st.integers(0, 40))
 def test_random_numbers_follow_from_the_tokens_seen(middle, method, seed, chunk, ahead):
-    """In any company, and again after a preemption."""
+    """Random numbers do not depend on the other requests of a batch, and are the same after a
+    preemption."""
     rhythm = Rhythm(24, 8)
     served, own = (Served(method, rhythm, 1, middle=middle) for _ in range(2))
     request, other = drawn(seed, 70), drawn(seed + 1, 70 + ahead)
@@ -159,12 +162,12 @@ def test_sixteen_bits(dtype):
     (found,) = served.step([(2, 0, request)])
     expected = alone("heavy_merge", rhythm, 8, request, None)
     error = (found.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert float(error.median()) < 0.02  # groups may differ where costs are as good as equal
+    assert float(error.median()) < 0.02  # groups may differ where costs are nearly equal
 
 
 @given(slots=st.integers(2, 50), buffer=st.integers(1, 50), seen=st.integers(0, 300))
 def test_slots_follow_from_tokens(slots, buffer, seen):
-    """Against one token at a time."""
+    """The number of slots equals that of a count, one token at a time."""
     buffer = min(buffer, slots)
     rhythm, held = Rhythm(slots, buffer), 0
     for _ in range(seen):
@@ -198,7 +201,8 @@ def test_a_page_s_parts_do_not_overlap():
     others=st.integers(0, 2),
 )
 def test_a_request_goes_on_from_the_copy_of_a_page(middle, at, seed, chunk, others):
-    """Of any number of tokens, whatever the chunks it was made in: as if it had read them."""
+    """A request can start from the copy of a page after any number of tokens, whatever the chunks,
+    and answers as if it had read these tokens itself."""
     rhythm = Rhythm(24, 8)
     served, own = (Served("heavy_merge", rhythm, 8, middle=middle) for _ in range(2))
     request, end = drawn(seed, 70), drawn(seed + 1, 40)

@@ -1,5 +1,4 @@
-"""Pages as they are served on a GPU: by the Triton kernels, which find the pages themselves; on the
-CPU in Triton's interpreter."""
+"""Pages as they are served on a GPU, by the Triton kernels, run here by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from kvsketch.serving.rhythm import Rhythm
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-# Triton decides when it is imported; other tests should not find the variable set.
+# Triton reads the variable when it is imported; other tests must not see it.
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")
     NAMES = "decode", "prefill"
@@ -25,8 +24,8 @@ with pytest.MonkeyPatch.context() as patch:
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
-# page, tokens seen and new tokens of a step: prompts in chunks, one that starts while another
-# decodes, single tokens, pages in no order
+# page, tokens seen and new tokens of each request, step by step: prompts in chunks, a prompt that
+# starts while another request decodes, single tokens, pages in any order
 STEPS = [
     [(5, 0, 17), (2, 0, 5)],
     [(5, 17, 1), (2, 5, 22)],
@@ -36,7 +35,7 @@ STEPS = [
 
 
 def stepped(served: Served) -> torch.Tensor:
-    """What all tokens see."""
+    """The outputs of all tokens of all steps."""
     requests = {page: drawn(page, 40) for page in (2, 5, 7)}
     found = []
     for step in STEPS:
@@ -70,7 +69,7 @@ def test_the_kernels_see_what_torch_sees(
         )
     for devices in (set(), {"cpu"}):
         monkeypatch.setattr(triton_support, "DEVICES", devices)
-        torch.manual_seed(0)  # of what is in pages that nobody has claimed
+        torch.manual_seed(0)  # for the content of unused pages
         kept = queries_of("heavy_merge", rhythm)
         found.append(stepped(Served("heavy_merge", rhythm, kept, softcap, middle=middle)))
         assert bool(launched) == bool(devices)

@@ -1,4 +1,4 @@
-"""What an engine is told, and what fits into its memory."""
+"""The settings of an engine, and what fits into its memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_is_wrong_is_said(config, environment, said):
 
 
 def test_every_variable_of_the_package_is_known():
-    """With any of them set, vLLM must start as if kvsketch were not there."""
+    """With any other variable of the package set, vLLM starts as without kvsketch."""
     root = Path(__file__).resolve().parents[2]
     files = [
         *root.glob("src/**/*.py"),
@@ -93,7 +93,7 @@ def test_a_page_has_room_for_the_budget_and_a_buffer():
 
 
 def curves(tmp_path: Path, model: str | None = "llama") -> str:
-    """Of two layers with three KV heads, the last of which needs its slots most."""
+    """Save curves of two layers with three KV heads, the last of which needs most slots."""
     levels = torch.tensor([1 / 16, 1 / 4, 1.0], dtype=torch.float64)
     need = torch.tensor([[1.0, 2.0, 30.0], [1.0, 1.0, 9.0]], dtype=torch.float64)
     error = need.unsqueeze(-1) * torch.tensor([1.0, 0.5, 0.0], dtype=torch.float64)
@@ -107,7 +107,7 @@ def test_budgets_by_curves(tmp_path):
     kept = [size + 36 for layer in sizes for size in layer]
     assert sum(kept) == pytest.approx(6 * 1000, rel=0.01)
     assert sizes[0][2] == max(map(max, sizes)) > 2 * sizes[0][0]
-    # of so long a context that the curves tell nothing: as at the smallest part that they tell
+    # where a context is too long for the curves, their smallest level applies
     far = settings.sizes(400_000, 2, 3, "llama")
     assert far == Settings("snapkv", 1000, allocation=settings.allocation).sizes(
         8000, 2, 3, "llama"
@@ -156,7 +156,7 @@ def test_methods_keep_what_they_look_at(method):
         assert layout.queries == kept.get(method, layout.queries)
         assert layout.queries <= 100
     else:
-        assert layout.queries == 1  # to measure the error on
+        assert layout.queries == 1  # to measure the error with
 
 
 def llama(**changes: Any) -> LlamaConfig:

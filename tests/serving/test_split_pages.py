@@ -1,4 +1,4 @@
-"""Pages with a middle in few bits or of heads of different size, against one token at a time."""
+"""Pages with a middle in few bits or with heads of different size, against one token at a time."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ BITS = [FULL, Bits(8, 8), Bits(8, 4), Bits(4, 4)]
     data=st.data(),
 )
 def test_as_they_are(method, seed, sizes, heads, chunk, buffer, softcap, data):
-    """16 bits, heads of any size: what every token sees is what it sees when its request is the
-    only one, in float64, token by token."""
+    """With 16 bits and heads of any size every token's output is that of its request alone,
+    computed in float64, token by token."""
     rhythm = Rhythm(WINDOW + buffer, buffer)
     kept = queries_of(method, rhythm)
     served = Served(method, rhythm, kept, softcap, middle=(heads, FULL))
@@ -64,7 +64,8 @@ def test_a_batch_is_its_requests_alone(bits, seed, sizes, heads, chunk, data):
 @pytest.mark.parametrize("heads", [(90, 90), (90, 200)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_where_all_tokens_fit_only_bits_err(bits, least, most, heads, dtype):
-    """And the error that is counted is theirs."""
+    """Where all tokens fit, the only error is that of rounding, and the counted error is close to
+    it."""
     request = [t.to(dtype) for t in drawn(7, 90)]
     found = {}
     for name in (Bits(bits, bits), FULL):
