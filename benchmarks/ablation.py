@@ -149,7 +149,7 @@ def main(
     chosen = parts.split(";") if parts else known
     for part in chosen:
         if part not in known:
-            raise typer.BadParameter(f"--parts: {part!r} is not there; --list prints the names")
+            raise typer.BadParameter(f"--parts {part!r} is not a row; --list prints all rows")
     if preset not in PRESETS:
         raise typer.BadParameter(f"--preset {preset!r} must be one of {', '.join(PRESETS)}")
     if prompts < 1:
@@ -162,9 +162,10 @@ def main(
         source, texts = prompts_for(model_name, model, tokenizer, prompts, seed, [])
         label = f"{Path(model_name).name}:{source}"
         shortest = min(text.shape[1] for text in texts)
-        if shortest < 2 * (sink + recent) + follow:
+        least = 2 * (sink + recent) + follow
+        if shortest < least:
             raise typer.BadParameter(
-                f"--preset {preset}: a prompt of {label} has {shortest} tokens, too few"
+                f"{label}: a prompt has {shortest} tokens, but --preset {preset} needs {least}"
             )
         try:
             caught = [capture(model, text) for text in texts]

@@ -395,12 +395,13 @@ def main(
         model, tokenizer = load(model_name)
         source, texts = prompts_for(model_name, model, tokenizer, prompts, seed, given)
         shortest = min(text.shape[1] for text in texts)
-        if shortest < sink + recent + follow + 16:
-            message = f"{model_name}: a prompt of {shortest} tokens is too short for --preset"
+        least = sink + recent + follow + 16
+        if shortest < least:
+            message = f"{model_name}: a prompt has {shortest} tokens, but --preset {preset} needs"
             if not models and model_name != PACKAGED:
-                console.print(f"skipped: {message} {preset}")
+                console.print(f"skipped: {message} {least}")
                 continue
-            raise typer.BadParameter(f"{message} {preset} (sink {sink}, queries {follow})")
+            raise typer.BadParameter(f"{message} {least} (sink {sink}, queries {follow})")
         part = {"source": f"{Path(model_name).name}:{source}", "queries": protocol_of(source)}
         try:
             caught = [
@@ -433,7 +434,7 @@ def main(
                 for kept in [1.0] if whole else every:
                     row = measure(caught, compress, kept, PRESETS[preset], repeats)
                     if row is None:
-                        console.print(f"left out: {method.label} does not fit at kept {kept}")
+                        console.print(f"left out: {method.label} (kept share {kept} is too small)")
                         continue
                     rows.append({"method": method.label, **part, "kept": kept, **row})
                 results.add(rows)

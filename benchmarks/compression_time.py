@@ -96,11 +96,11 @@ def evenly_spent(text: str) -> list[Method]:
     chosen = methods(text)
     for method in chosen:
         if method.name not in METHODS or method.bits not in (16, "measured"):
-            raise typer.BadParameter(f"--methods: {method.label!r} is not one of {_all()}")
+            raise typer.BadParameter(f"--methods {method.label!r} must be one of {_all()}")
         if method.spent != "even":
             raise typer.BadParameter(
-                f"--methods: {method.label!r} spends its budget by measured errors; measuring is "
-                f"timed apart, so ask for {method.name}@even"
+                f"--methods {method.label!r} allocates its budget by measured errors, which "
+                f"are timed separately; use {method.name}@even"
             )
     return chosen
 
@@ -136,14 +136,17 @@ def main(
     try:
         kept = [float(x) for x in shares.split(",")]
     except ValueError:
-        raise typer.BadParameter(f"--shares {shares!r} must be numbers") from None
+        raise typer.BadParameter(f"--shares {shares!r} must be comma-separated numbers") from None
     if not all(0 < share < 1 for share in kept):
-        raise typer.BadParameter(f"--shares {shares!r} must lie between 0 and 1")
+        raise typer.BadParameter(f"--shares {shares!r} must be numbers in (0, 1)")
     for option, value in (("threads", threads), ("repeats", repeats), ("probe", probe)):
         if value < 1:
             raise typer.BadParameter(f"--{option} {value} must be at least 1")
     if min(kept) * tokens < 64 or tokens < probe:
-        raise typer.BadParameter(f"--tokens {tokens} is too few for --shares and --probe")
+        raise typer.BadParameter(
+            f"--tokens {tokens} must be at least --probe {probe}, and 64 tokens must remain at "
+            f"each of --shares {shares}"
+        )
     torch.set_num_threads(threads)
     console = Console(stderr=True)
     results: list[dict[str, Any]] = []

@@ -264,7 +264,7 @@ def main(
     console = Console(stderr=True)
     positive(prompts=prompts, seeds=seeds, tokens=tokens)
     if records is not None and not records.is_file():
-        raise typer.BadParameter(f"--records: {str(records)!r} is not a file")
+        raise typer.BadParameter(f"--records {str(records)!r} is not a file")
     given, numbers = paths(files), integers("layers", layers)
     names = [model] if model else default_models()
     results = Results(
@@ -298,9 +298,9 @@ def main(
         kept = KEPT if shortest >= 3 * KEPT else SMALL
         if shortest < 3 * kept:
             raise typer.BadParameter(
-                f"{name}: a prompt of {shortest} tokens is too short, {3 * kept} are needed"
+                f"{name}: a prompt has {shortest} tokens, but {3 * kept} are needed"
             )
-        console.print(f"{name}: {len(texts)} prompts of {source}, {kept} tokens kept at each end")
+        console.print(f"{name}: {len(texts)} prompts of {source}, {kept} exact tokens at each end")
         found = samplers(CONSTANTS)
         about = {"part": "model", "model": Path(name).name, "kept_at_ends": kept}
         about["source"] = f"{Path(name).name}:{source}"

@@ -155,9 +155,9 @@ def main(
     names = sketches.split(",")
     for name in names:
         if name not in SKETCHES:
-            raise typer.BadParameter(f"--sketches: {name!r} is not one of {', '.join(SKETCHES)}")
+            raise typer.BadParameter(f"--sketches {name!r} must be one of {', '.join(SKETCHES)}")
     if not 1 <= smallest <= largest:
-        raise typer.BadParameter(f"--smallest {smallest} must lie in 1..{largest} (--largest)")
+        raise typer.BadParameter(f"--smallest {smallest} must be from 1 to --largest {largest}")
     lengths = []
     while smallest <= largest:
         lengths.append(smallest)
@@ -170,7 +170,7 @@ def main(
     result: dict[str, Any] = {"command": "growth", "results": results}
     result["exponents"] = exponents(results) if len(lengths) > 1 else {}
     if million:
-        with console.status("10^6 tokens x 8 heads through SubGen"):
+        with console.status("SubGen, 10^6 tokens, 8 heads"):
             sketch = SubGen(DELTA, s=512, t=8)
             row = measure(sketch, 1_000_000, DIM, seed, heads=8, clusters=1000)
         row["seconds"] = round(row["update_us_per_token"] * row["n"] / 1e6, 1)

@@ -281,7 +281,7 @@ def main(
         raise typer.BadParameter(f"--rows {rows} must be at least 8")
     parts = only.split(",") if only else list(PARTS)
     if unknown := set(parts) - set(PARTS):
-        raise typer.BadParameter(f"--only {','.join(unknown)} must be of {', '.join(PARTS)}")
+        raise typer.BadParameter(f"--only {min(unknown)!r} must be one of {', '.join(PARTS)}")
     chosen = models.split(",") if models else default_models()
     result: dict[str, Any] = {"command": "guarantee"}
     if only and out is not None and out.is_file():

@@ -214,8 +214,12 @@ def main(
         for protocol in protocols:
             like = (given, follow, protocol)
             source, found = texts_for(model_name, model, tokenizer, texts, seed, *like)
-            if min(text.cut for text in found) < sink + recent + 16:
-                raise typer.BadParameter(f"{model_name}: a text is too short for --follow {follow}")
+            shortest, least = min(text.cut for text in found), sink + recent + 16
+            if shortest < least:
+                raise typer.BadParameter(
+                    f"{model_name}: a text has {shortest} tokens before --follow {follow}, but "
+                    f"{least} are needed"
+                )
             part = {"source": f"{Path(model_name).name}:{source}", "queries": protocol}
             exact = []
             for text in found:
@@ -235,7 +239,9 @@ def main(
                             model, found, exact, method, kept, curves, seeds, sink, recent
                         )
                         if row is None:
-                            console.print(f"left out: {method.label} does not fit at kept {kept}")
+                            console.print(
+                                f"left out: {method.label} (kept share {kept} is too small)"
+                            )
                             continue
                         rows.append({"method": method.label, **part, "kept": kept, **row})
                     results.add(rows)

@@ -180,7 +180,7 @@ def measure_shares(
     for share in shares if method.name != "exact" else [1.0]:
         row = measure(model, tokenizer, found, method, share, curves, seed)
         if row is None:
-            console.print(f"left out: {method.label} does not fit at {share}")
+            console.print(f"left out: {method.label} (kept share {share} is too small)")
             continue
         name = {"method": method.label, "queries": queries, "budget": share}
         rows.append({**name, **row})

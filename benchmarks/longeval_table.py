@@ -187,13 +187,15 @@ def main(
     data = data or default_data()
     missing = [str(path) for path in case_files(data) if not path.is_file()]
     if missing:
-        print(f"skipped: the official LongEval cases are not here ({', '.join(missing)})")
+        print(f"skipped: files of the official LongEval cases are missing: {', '.join(missing)}")
         return
     chosen = [name for name in only.split(",") if name]
     unknown = [name for name in chosen if name not in METHODS]
     if unknown or (chosen and windows):
-        what = f"--only {only}: {', '.join(METHODS)}" if unknown else "--only beside --windows"
-        typer.echo(f"error: {what} {'are allowed' if unknown else 'is not'}", err=True)
+        wrong = "--only and --windows exclude each other"
+        if unknown:
+            wrong = f"--only {unknown[0]!r} must be one of {', '.join(METHODS)}"
+        typer.echo(f"error: {wrong}", err=True)
         raise typer.Exit(2)
     some = {
         lines: make_setups(chosen, [share, *SMALL_SHARES]) for lines, share in PAPER_SHARES.items()

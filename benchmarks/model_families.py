@@ -137,7 +137,9 @@ def main(
     chosen = families.split(",") if families else MODEL_TYPES
     unknown = [name for name in chosen if name not in MODEL_TYPES]
     if unknown:
-        raise typer.BadParameter(f"--families: {unknown[0]!r} is no causal language model type")
+        raise typer.BadParameter(
+            f"--families {unknown[0]!r} is not the model type of a causal language model"
+        )
     results = []
     for name in track(chosen, "families", console=console):
         results.append(family(name))
@@ -148,7 +150,7 @@ def main(
     if json:
         print(dumps(result))
     if wrong:
-        console.print(f"wrong: {', '.join(wrong)}")
+        console.print(f"families that are wrong: {', '.join(wrong)}")
         raise typer.Exit(1)
     save(result, out)
     if not families:

@@ -73,13 +73,13 @@ def parse(label: str) -> Method:
         return Method(label, None, bits=ALONE[label])
     whole, slash, source = label.partition("/")
     if slash and source not in SECOND:
-        raise unknown_name("where queries come from", source, SECOND)
+        raise unknown_name("source of queries", source, SECOND)
     rest, plus, ending = whole.partition("+")
     if plus and ending not in BITS:
-        raise unknown_name("the ending of a method", ending, BITS)
+        raise unknown_name("ending of a method", ending, BITS)
     name, at, way = rest.partition("@")
     if at and way not in SPENT:
-        raise unknown_name("the way a budget is spent", at + way, [f"@{known}" for known in SPENT])
+        raise unknown_name("allocation", at + way, [f"@{known}" for known in SPENT])
     if name not in USUAL and not (slash and name in REREADING):
         raise unknown_name("method", name, (*USUAL, *ALONE))
     spent = way if at else default_allocation(name)
@@ -103,7 +103,7 @@ def paths(text: str) -> list[Path]:
     found = [Path(file) for file in text.split(",") if file]
     missing = [str(path) for path in found if not path.is_file()]
     if missing:
-        raise typer.BadParameter(f"--files: {', '.join(missing)} not there")
+        raise typer.BadParameter(f"--files {', '.join(missing)}: no such file")
     return found
 
 
@@ -130,7 +130,7 @@ def fractions(option: str, text: str) -> list[float]:
     except ValueError:
         found = [0.0]
     if not all(0 < x <= 1 for x in found):
-        raise typer.BadParameter(f"--{option} {text!r} must be numbers in (0, 1]")
+        raise typer.BadParameter(f"--{option} {text!r} must be comma-separated numbers in (0, 1]")
     return found
 
 
@@ -139,4 +139,4 @@ def integers(option: str, text: str) -> list[int] | None:
     try:
         return [int(x) for x in text.split(",")] if text else None
     except ValueError:
-        raise typer.BadParameter(f"--{option} {text!r} must be whole numbers") from None
+        raise typer.BadParameter(f"--{option} {text!r} must be comma-separated integers") from None

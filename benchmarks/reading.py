@@ -197,15 +197,18 @@ def main(
 ) -> None:
     """Example: python -m benchmarks.reading --tokens 1000 --repeats 1 --json"""
     if tokens < 256 or repeats < 1 or threads < 1:
-        raise typer.BadParameter("--tokens must be at least 256, --repeats and --threads 1")
+        raise typer.BadParameter(
+            f"--tokens {tokens} must be at least 256, --repeats {repeats} and "
+            f"--threads {threads} at least 1"
+        )
     if beside is not None and not beside.is_file():
-        raise typer.BadParameter(f"--beside {beside}: not there")
+        raise typer.BadParameter(f"--beside {str(beside)!r} is not a file")
     torch.set_num_threads(threads)
     console = Console(stderr=True)
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(PACKAGED))
     sources, rows = list(QUERY_SOURCES), []
     peers: list[dict[str, Any]] = []
-    with torch.no_grad(), console.status("many minutes"):
+    with torch.no_grad(), console.status("measuring, which takes many minutes"):
         for name, make in models().items():
             model = make()
             ids = prompt(model, tokens, seed)

@@ -53,7 +53,7 @@ def replaced(before: dict[str, Any], later: dict[str, Any], control: list[str]) 
     mine = [row for row in before["results"] if row["method"] in methods]
     missing = [key(row) for row in mine if key(row) not in found]
     if missing:
-        raise ValueError(f"the later run lacks {missing[0]}")
+        raise ValueError(f"the later run lacks the row {missing[0]}")
     new = [name for name in methods if name not in control]
     differences: dict[str, float] = {}
     for row in mine:

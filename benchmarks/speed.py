@@ -361,17 +361,22 @@ def main(
     try:
         lengths = [int(x) for x in (tokens or usual.get(preset, "15900")).split(",")]
     except ValueError:
-        raise typer.BadParameter(f"--tokens {tokens!r} must be whole numbers") from None
+        raise typer.BadParameter(f"--tokens {tokens!r} must be comma-separated integers") from None
     named, types = methods.split(","), dtypes.split(",")
     for option, given, allowed in (("methods", named, METHODS), ("dtypes", types, DTYPES)):
         unknown = [x for x in given if x not in allowed]
         if unknown:
-            raise typer.BadParameter(f"--{option} {unknown[0]!r} must be of {', '.join(allowed)}")
+            raise typer.BadParameter(
+                f"--{option} {unknown[0]!r} must be one of {', '.join(allowed)}"
+            )
     if min(lengths) < 256 or repeats < 1 or threads < 1:
-        raise typer.BadParameter("--tokens must be at least 256, --repeats and --threads 1")
+        raise typer.BadParameter(
+            f"--tokens {min(lengths)} must be at least 256, --repeats {repeats} and "
+            f"--threads {threads} at least 1"
+        )
     torch.set_num_threads(threads)
     console = Console(stderr=True)
-    with torch.inference_mode(), console.status(f"{preset}: a few minutes"):
+    with torch.inference_mode(), console.status(f"measuring {preset}, which takes a few minutes"):
         if preset == "decode":
             rows = decode(repeats, lengths, types, seed)
         elif preset == "compress":

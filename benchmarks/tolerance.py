@@ -167,9 +167,10 @@ def main(
         model, tokenizer = load(model_name)
         source, texts = prompts_for(model_name, model, tokenizer, prompts, seed, paths)
         shortest = min(text.shape[1] for text in texts)
-        if shortest < 2 * follow + sum(WINDOW.values()):
+        least = 2 * follow + sum(WINDOW.values())
+        if shortest < least:
             raise typer.BadParameter(
-                f"{model_name}: a prompt of {shortest} tokens is too short for --follow {follow}"
+                f"{model_name}: a prompt has {shortest} tokens, but --follow {follow} needs {least}"
             )
         label = f"{Path(model_name).name}:{source}"
         caught = [capture(model, text) for text in texts]

@@ -460,9 +460,9 @@ def main(
     chosen = parts.split(",")
     unknown = [part for part in chosen if part not in PARTS]
     if unknown:
-        raise typer.BadParameter(f"--parts {unknown[0]!r}: of {', '.join(PARTS)}")
+        raise typer.BadParameter(f"--parts {unknown[0]!r} must be one of {', '.join(PARTS)}")
     if not PYTHON.is_file():
-        raise typer.BadParameter(f"{PYTHON} is not there: make .venv-vllm/.ready")
+        raise typer.BadParameter(f"{PYTHON} is missing; run make .venv-vllm/.ready")
     torch.set_num_threads(1)
     console = Console(stderr=True)
     found: Job = {}

@@ -161,7 +161,7 @@ def test_table_is_skipped_without_the_official_cases(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     longeval_table.main(data=tmp_path, docs=tmp_path / "docs")
-    assert "skipped: the official LongEval cases are not here" in capsys.readouterr().out
+    assert "skipped: files of the official LongEval cases are missing" in capsys.readouterr().out
     assert not (tmp_path / "docs").exists()
 
 
