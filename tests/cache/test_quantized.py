@@ -169,7 +169,7 @@ def test_slots_without_u_or_without_m_stay_so():
     assert torch.equal(read(quantize(values, 4, per_channel=False)) == 0, values == 0)
 
 
-# --- the driver -----------------------------------------------------------------------------------
+# --- the stream -----------------------------------------------------------------------------------
 
 
 def driver(method, budget, bits, sink=4, recent=32, **kwargs):
@@ -389,7 +389,7 @@ def test_crop_before_and_after():
         held.crop(1)
 
 
-# --- what attention loses -------------------------------------------------------------------------
+# --- the error of attention -----------------------------------------------------------------------
 
 
 def attention_errors(queries, keys, values, scaling):

@@ -469,7 +469,7 @@ def test_eval_answers_with_a_model_in_the_cache(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["results"][0]["cases"] == 1, done.stderr
 
 
-# --- what is known without torch is what torch, and ours with it, say ----------------------------
+# --- checks without torch agree with torch and with the classes ----------------------------------
 
 
 def test_the_names_of_the_methods_are_those_of_the_classes() -> None:

@@ -228,7 +228,7 @@ def test_contexts_too_short_and_too_long(model):
         scored(model, [("brave", prompt)], method="streaming_llm")
 
 
-# --- bad input -----------------------------------------------------------------------------------
+# --- wrong input ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -381,7 +381,7 @@ def test_a_prompt_cut_to_the_models_limit_fits_it(tokenizer: Any) -> None:
     assert True in lengths
 
 
-# --- what is wrong with the data -----------------------------------------------------------------
+# --- wrong data ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

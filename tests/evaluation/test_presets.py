@@ -259,7 +259,7 @@ def planned(name: str, **changes: Any) -> Any:
     return plan(PRESETS[name], **{**base, "max_new_tokens": None, **changes})
 
 
-# --- from end to end -----------------------------------------------------------------------------
+# --- whole runs ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -291,7 +291,7 @@ def test_summary_counts_sliding_layers_as_they_are():
     assert summary["kv_bytes"] == sum(x["kv_bytes"] for x in summary["layers"])
 
 
-# --- the ways people generate --------------------------------------------------------------------
+# --- ways to generate ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "opt", "mpt"])
@@ -424,7 +424,7 @@ def test_reset_starts_over(llama):
     assert torch.equal(greedy(llama, ids_of(1, 30), cache), first)
 
 
-# --- bad input: one clear error, nothing changed --------------------------------------------------
+# --- wrong input: one clear error, and no change --------------------------------------------------
 
 
 @pytest.mark.parametrize(

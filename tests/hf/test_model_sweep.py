@@ -98,7 +98,8 @@ def test_right(model_type: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", listed("right"))
 def test_right_in_every_way(model_type: str) -> None:
-    """The same holds without padding and with even budgets, and the default method works."""
+    """Lossless and evicting caches are also right without padding and with even budgets, and the
+    default method works."""
     model = built(model_type)
     assert lossless(model, [0, 0]) <= CLOSE
     method = "streaming_llm" if adapted(model) else "keydiff"

@@ -74,7 +74,7 @@ def expected(llama: Any) -> torch.Tensor:
     return ids
 
 
-# --- nothing is left behind ----------------------------------------------------------------------
+# --- no lasting changes of model or configuration ------------------------------------------------
 
 
 def test_the_configuration_is_never_changed() -> None:
@@ -126,7 +126,7 @@ def test_output_attentions_of_other_caches_stay(llama: Any) -> None:
     assert [a.shape for a in out.attentions] == [(1, 4, 12, 12)] * 2
 
 
-# --- the attention function accounts for what it is given -----------------------------------------
+# --- arguments of the attention function ----------------------------------------------------------
 
 
 class Meddled:
@@ -1139,7 +1139,7 @@ def test_prompts_with_images(family: str) -> None:
     ).shape == (1, 68)
 
 
-# --- compressing: without a cache of one's own, and undone ----------------------------------------
+# --- compressing: generate without a cache argument -----------------------------------------------
 
 
 def test_compressing_gives_every_call_a_cache_and_is_undone(
@@ -1179,7 +1179,7 @@ def test_compressing_is_undone_after_an_exception(llama: Any) -> None:
     assert vars(llama) == before
 
 
-# --- methods of one's own -------------------------------------------------------------------------
+# --- user-defined methods -------------------------------------------------------------------------
 
 
 class Largest(Compressor):
@@ -1221,7 +1221,7 @@ def test_what_is_no_method_is_named(llama: Any, bad: Any) -> None:
         SketchCache(llama.config, bad)
 
 
-# --- bad input ------------------------------------------------------------------------------------
+# --- wrong input ----------------------------------------------------------------------------------
 
 
 def test_a_cache_used_by_two_models(llama: Any) -> None:
