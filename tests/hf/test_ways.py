@@ -749,13 +749,15 @@ def test_a_streamer_gets_every_token(llama: Any, expected: torch.Tensor) -> None
 
 @pytest.mark.parametrize("method", ["snapkv", "heavy_merge", "uniform"])
 def test_several_answers_of_one_prompt(llama: Any, method: str) -> None:
-    """With num_return_sequences the answers of one prompt are sampled independently."""
+    """With num_return_sequences the answers of one prompt are sampled independently, in rows of
+    the same number of slots."""
     cache = SketchCache(llama.config, method, budget=0.5, **WINDOW)
     torch.manual_seed(0)
     answers = greedy(llama, ids_of(1, 120), cache, num_return_sequences=3, do_sample=True, new=12)
     assert answers.shape == (3, 132)
     assert len({tuple(row) for row in answers.tolist()}) == 3
-    assert not any(hasattr(layer.stream, "rows") for layer in cache.layers)
+    held = [layer.stream.held for layer in cache.layers]
+    assert all(layer.shape[0] == 3 and (layer == layer[0]).all() for layer in held)
 
 
 def test_inputs_embeds(llama: Any, expected: torch.Tensor) -> None:
