@@ -38,7 +38,7 @@ from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.evaluation.runner.activations import Activations, capture
 from kvsketch.evaluation.runner.allocation import answer_later
 from kvsketch.methods import ClusterMerge, Compressor, HeavyMerge, SnapKV
-from kvsketch.slots import Observed
+from kvsketch.observed import Observed
 
 #: The part that is changed, and the method with this change.
 PARTS: dict[str, Callable[[], Compressor]] = {

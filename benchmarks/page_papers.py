@@ -106,7 +106,7 @@ def mentions() -> list[Mention]:
     lines = known()
     found = set()
     for path in sorted(SOURCE.rglob("*.py")):
-        if path.relative_to(SOURCE).parts[0] not in ("methods", "theory", "slots.py"):
+        if path.relative_to(SOURCE).parts[0] not in ("methods", "theory"):
             continue
         everything = list(objects(path))
         for where, doc in everything:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsketch import InputError, Observed, Slots, attend
-from kvsketch.slots import attention_received, causal
+from kvsketch.estimator import attention_received
+from kvsketch.observed import causal
 
 KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 8, 6
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -184,7 +185,7 @@ def test_long_inputs_go_in_blocks(monkeypatch):
     queries, keys, values, _ = tensors(3, 40, q=17)
     whole = attend(queries, Slots(keys, values))
     received = attention_received(Slots(keys, values), Observed(queries, 0.3))
-    monkeypatch.setattr("kvsketch.slots._BLOCK_SCORES", 400)
+    monkeypatch.setattr("kvsketch.estimator._BLOCK_SCORES", 400)
     torch.testing.assert_close(attend(queries, Slots(keys, values)), whole)
     again = attention_received(Slots(keys, values), Observed(queries, 0.3))
     torch.testing.assert_close(again, received)
@@ -262,8 +263,8 @@ def test_attention_received_is_the_same_in_blocks_of_any_size(
     weights = torch.rand(2, 9, generator=g)
     expected = [attention_received(slots, observed, w) for w in (None, weights)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvsketch.slots._BLOCK_SCORES", block)
-        patch.setattr("kvsketch.slots._FEW_QUERIES", few)
+        patch.setattr("kvsketch.estimator._BLOCK_SCORES", block)
+        patch.setattr("kvsketch.estimator._FEW_QUERIES", few)
         found = [attention_received(slots, observed, w) for w in (None, weights)]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)

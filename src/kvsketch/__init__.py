@@ -10,12 +10,14 @@ from .errors import InputError, KVSketchError, UnsupportedError
 if TYPE_CHECKING:
     from .budget import Budget
     from .cache import Curves, RetrievalHeads
+    from .estimator import attend
     from .evaluation.runner.allocation import measure_curves, measure_schedule
     from .evaluation.runner.loading import packaged_model
     from .hf import SketchCache, compressing, measure_heads, prefill
     from .methods import METHODS
     from .methods.registry import ALL_METHODS, SKETCHES
-    from .slots import Observed, Slots, attend
+    from .observed import Observed
+    from .slots import Slots
 
 __version__ = "0.1.0"
 
@@ -52,14 +54,14 @@ _LAZY = {
     "RetrievalHeads": "cache",
     "SKETCHES": "methods.registry",
     "Budget": "budget",
-    "Observed": "slots",
+    "Observed": "observed",
     "SketchCache": "hf",
     "compressing": "hf",
     "measure_heads": "hf",
     "packaged_model": "evaluation.runner.loading",
     "prefill": "hf",
     "Slots": "slots",
-    "attend": "slots",
+    "attend": "estimator",
 }
 
 

@@ -4,8 +4,8 @@
     ------------------  ------------------------------------------  ------------------------------
     parts of a page     one query per head                          kernels.paged.decode
     parts of a page     a chunk of new tokens                       kernels.paged.prefill
-    parts of a page     ALiBi over a chunk                          slots.attend, the reference
-    slots               anything, a mask                            slots.attend, the reference
+    parts of a page     ALiBi over a chunk                          estimator.attend, the reference
+    slots               anything, a mask                            estimator.attend, the reference
 
 A page has one part, or two: slots in 8 or 4 bits, and the others. The reference takes every
 argument (scaling, soft-cap, ALiBi slopes, sinks, a mask), and so do the others, except masks. On
@@ -22,8 +22,10 @@ from torch import Tensor
 
 from .cache.middle import Middle
 from .cache.page import Page
+from .estimator import attend
 from .kernels import paged
-from .slots import Observed, Slots, attend, causal
+from .observed import Observed, causal
+from .slots import Slots
 
 
 def attend_to(

@@ -22,7 +22,7 @@ from kvsketch.cache.curves import MARGIN, held_out_for, least_tokens, measure_la
 from kvsketch.cache.error import Probe, relative_error, window_error
 from kvsketch.evaluation.runner.activations import capture
 from kvsketch.methods import METHODS
-from kvsketch.slots import causal
+from kvsketch.observed import causal
 
 WINDOW = {"sink": 2, "recent": 6}
 #: 16 bits, so that slots are as many as budgeted; test_storage.py tests fewer bits

@@ -21,8 +21,10 @@ from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.quantized_page import QuantizedPage
 from kvsketch.cache.storage import Bits
 from kvsketch.cache.stream import Stream
+from kvsketch.estimator import attend
 from kvsketch.kernels import paged
-from kvsketch.slots import Observed, Slots, attend, causal, compute_dtype
+from kvsketch.observed import Observed, causal
+from kvsketch.slots import Slots, compute_dtype
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.08, torch.float16: 0.01}
 
@@ -284,7 +286,8 @@ from kvsketch.attention import attend_to
 from kvsketch.cache.quantized_page import QuantizedPage
 from kvsketch.cache.storage import Bits
 from kvsketch.kernels import paged, triton_support
-from kvsketch.slots import Observed, Slots
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots
 from test_page import page_of, sizes_of, tokens
 
 generator = torch.Generator().manual_seed(0)

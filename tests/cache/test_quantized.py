@@ -20,7 +20,7 @@ from kvsketch.cache.quantized import predicted_bytes, quantize, slot_bytes
 from kvsketch.evaluation.runner.activations import capture
 from kvsketch.evaluation.runner.loading import load_model, load_tokenizer, packaged_model
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
-from kvsketch.slots import Observed
+from kvsketch.observed import Observed
 
 BITS = [8, 4]
 

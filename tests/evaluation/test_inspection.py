@@ -17,6 +17,7 @@ from families import CONFIGS, VOCABULARY, build
 from kvsketch import InputError, UnsupportedError
 from kvsketch.cli import inspect_command
 from kvsketch.cli.app import _Group
+from kvsketch.estimator import attend
 from kvsketch.evaluation.inspection import measures as inspection_measures
 from kvsketch.evaluation.inspection.inspection import (
     LEAST_TOKENS,
@@ -31,7 +32,8 @@ from kvsketch.evaluation.inspection.rows import BINS, EIGHTH
 from kvsketch.evaluation.runner.activations import Activations, capture
 from kvsketch.evaluation.runner.allocation import measure_curves
 from kvsketch.evaluation.runner.loading import packaged_model
-from kvsketch.slots import Observed, Slots, attend, causal
+from kvsketch.observed import Observed, causal
+from kvsketch.slots import Slots
 from tiny_model import POSITIONS, save_tiny_model, tiny_case, tiny_model, tiny_tokenizer
 
 TOKENS = 280

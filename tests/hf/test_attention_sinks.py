@@ -16,7 +16,7 @@ from kvsketch import InputError, Observed, Slots, attend
 from kvsketch.attention import attend_to
 from kvsketch.cache import Page, windowed
 from kvsketch.cache.error import Probe, window_error
-from kvsketch.slots import attention_received
+from kvsketch.estimator import attention_received
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 
@@ -121,7 +121,7 @@ def test_measured_errors(seed: int) -> None:
     kept = windowed("streaming_llm", 2, 8)(slots, 20)
 
     def attended(s: Slots, sinks: Tensor | None) -> Tensor:
-        from kvsketch.slots import causal
+        from kvsketch.observed import causal
 
         mask = causal(8, s.count, s.keys.device)
         return attend(observed.queries, s, scaling=0.5, mask=mask, sinks=sinks)

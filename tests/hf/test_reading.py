@@ -304,7 +304,7 @@ def test_an_interrupted_reading_leaves_an_empty_cache(llama):
 
 def test_queries_after_all_slots_see_every_one():
     from kvsketch import Observed
-    from kvsketch.slots import attention_received
+    from kvsketch.estimator import attention_received
 
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 1, 2, 30, 8, generator=generator, dtype=torch.float64)
@@ -423,8 +423,8 @@ def test_weights_go_with_their_queries():
 
 def test_what_a_query_gives_is_weighed_before_the_largest_is_taken(monkeypatch):
     from kvsketch import Observed
-    from kvsketch import slots as module
-    from kvsketch.slots import attention_received
+    from kvsketch import estimator as module
+    from kvsketch.estimator import attention_received
 
     monkeypatch.setattr(module, "_BLOCK_SCORES", 300)  # computes few queries and heads at a time
     monkeypatch.setattr(module, "_FEW_QUERIES", 2)

@@ -478,7 +478,7 @@ def test_padding_whose_keys_shine_is_not_seen(llama: Any) -> None:
     from kvsketch.attention import attend_to
     from kvsketch.budget import Budget
     from kvsketch.cache import Stream, windowed
-    from kvsketch.slots import Observed
+    from kvsketch.observed import Observed
 
     torch.manual_seed(0)
     keys, values = torch.randn(2, 1, 2, 40, 16)

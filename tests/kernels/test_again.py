@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kvsketch import Observed, Slots
+from kvsketch.estimator import attend, attention_scores
 from kvsketch.kernels.again import SINK, attend_again, fits, largest_share, looked_at
-from kvsketch.slots import attend, attention_scores, causal
+from kvsketch.observed import causal
 
 ABOUTS = [slice(0, 30), slice(2, 9), slice(10, 20), slice(20, 30), torch.tensor([0, 1, 9, 10, 28]),
           torch.tensor([7, 8, 20])]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The Triton kernels equal ``slots.attend`` in float64 and the plain forms of the methods.
+"""The Triton kernels equal ``estimator.attend`` in float64 and the plain forms of the methods.
 
 They run on CUDA tensors where there is a GPU, else in Triton's interpreter on the CPU. The
 interpreter accepts more than the compiler, so that the kernels are also compiled, which needs no
@@ -27,13 +27,14 @@ from torch import Tensor
 
 from kvsketch.cache.quantized import Quantized, quantize
 from kvsketch.errors import InputError, UnsupportedError
+from kvsketch.estimator import attend, attention_scores
 from kvsketch.kernels import triton_support
 from kvsketch.kernels.flat_page import FlatQuantized
 from kvsketch.methods import balancekv, kmeans
 from kvsketch.methods.balance import Lifted
 from kvsketch.methods.balance import walk as plain_walk
 from kvsketch.methods.balancekv import BalanceKV, SoftmaxBalance
-from kvsketch.slots import Slots, attend, attention_scores
+from kvsketch.slots import Slots
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)

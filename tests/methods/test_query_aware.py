@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsketch import InputError, Observed, Slots
-from kvsketch import slots as slots_module
+from kvsketch import InputError, Observed, Slots, estimator
 from kvsketch.budget import Budget
 from kvsketch.methods import METHODS, make, pyramid_shares
 
@@ -318,7 +317,7 @@ def test_snapkv_does_not_look_at_older_queries():
 def test_blocks_of_queries_change_nothing(method, monkeypatch):
     slots, observed = case(0, 30, 30, group=2, weighted=True, padding=4)
     whole = make(method).observe(slots, observed).score
-    monkeypatch.setattr(slots_module, "_BLOCK_SCORES", 8 * 30 * 3)
+    monkeypatch.setattr(estimator, "_BLOCK_SCORES", 8 * 30 * 3)
     torch.testing.assert_close(make(method).observe(slots, observed).score, whole, **TOLERANCE)
 
 
@@ -327,7 +326,7 @@ def test_no_matrix_of_queries_times_slots(method, monkeypatch):
     """No block of scores is larger than allowed."""
     slots, observed = case(0, 300, 300, group=2)
     allowed = 8 * 300 * 16  # 16 of 300 queries, for 4 query heads of 2 rows
-    monkeypatch.setattr(slots_module, "_BLOCK_SCORES", allowed)
+    monkeypatch.setattr(estimator, "_BLOCK_SCORES", allowed)
     sizes = []
     usual = torch.Tensor.view
 

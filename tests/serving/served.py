@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from kvsketch.cache.storage import Bits
 from kvsketch.cache.window import windowed
+from kvsketch.estimator import attend
+from kvsketch.observed import Observed
 from kvsketch.serving.layout import Layout
 from kvsketch.serving.pages import Counts, Pages
 from kvsketch.serving.rhythm import Copies, Rhythm, rounds
 from kvsketch.serving.split_layout import SplitLayout
 from kvsketch.serving.split_pages import SplitPages
-from kvsketch.slots import Observed, Slots, attend
+from kvsketch.slots import Slots
 
 DIM, KV, GROUP = 8, 2, 2
 METHODS = ["streaming_llm", "heavy_merge", "cluster_merge", "h2o", "tova", "snapkv", "keydiff"]

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from served import CPU, KV, METHODS, Served, alone, drawn, queries_of, run
 
 from kvsketch.cache.storage import FULL, Bits
+from kvsketch.estimator import attend
 from kvsketch.serving.layout import Layout
 from kvsketch.serving.rhythm import Copies, Rhythm, rounds
-from kvsketch.slots import Slots, attend
+from kvsketch.slots import Slots
 
 
 @pytest.mark.parametrize("method", [None, *METHODS])

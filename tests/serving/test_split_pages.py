@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from served import METHODS, Served, alone, drawn, queries_of, run
 
 from kvsketch.cache.storage import FULL, Bits
+from kvsketch.estimator import attend
+from kvsketch.observed import causal
 from kvsketch.serving.rhythm import Rhythm
-from kvsketch.slots import Slots, attend, causal
+from kvsketch.slots import Slots
 
 WINDOW = 8  # sinks and recent tokens
 BITS = [FULL, Bits(8, 8), Bits(8, 4), Bits(4, 4)]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..slots import Observed, Slots, causal
+from ..observed import Observed, causal
+from ..slots import Slots
 from ..writing import save_bytes
 from .error import asked_of, relative_error, window_error
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from ..slots import Observed, Slots, attend, attention_scores, causal, compute_dtype
+from ..estimator import attend, attention_scores
+from ..observed import Observed, causal
+from ..slots import Slots, compute_dtype
 from ..state import Reader, State
 from .kind import Kind
 from .queries import observed_state, read_observed

@@ -6,7 +6,8 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..slots import Observed, Slots
+from ..observed import Observed
+from ..slots import Slots
 from .curves import Curves, held_out_for, least_tokens, measure_rows, pooled
 from .quantized_page import QuantizedPage
 from .shard import Shard

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..slots import Observed
+from ..observed import Observed
 from ..state import FLOATS, Reader, State
 from .kind import Kind
 

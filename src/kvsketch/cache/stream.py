@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..budget import Budget
 from ..errors import InputError, UnsupportedError
-from ..slots import Observed, Slots
+from ..observed import Observed
+from ..slots import Slots
 from . import next_page
 from .budgets import HeadBudgets
 from .error import QUERIES, Errors

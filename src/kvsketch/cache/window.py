@@ -16,7 +16,8 @@ from ..methods.base import Compressor
 from ..methods.registry import Method, class_of
 from ..methods.sketches import Sketch
 from ..methods.window import check_window
-from ..slots import Observed, Slots
+from ..observed import Observed
+from ..slots import Slots
 from .windowed_sketch import WindowedSketch
 
 

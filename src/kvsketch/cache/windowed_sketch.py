@@ -12,7 +12,8 @@ from ..errors import InputError
 from ..methods.base import check_input
 from ..methods.sketches.base import Sketch, token_bytes
 from ..methods.window import check_window, split
-from ..slots import Observed, Slots
+from ..observed import Observed
+from ..slots import Slots
 from ..state import FLOATS, Reader, State, name_of
 from .budgets import HeadBudgets
 from .sketch_page import SketchPage, SketchPages

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..attention import attend_to
 from ..errors import UnsupportedError
-from ..slots import Observed
+from ..observed import Observed
 from . import second_reading
 from .checks import check_queries
 from .masks import PLAIN, View, mask_over

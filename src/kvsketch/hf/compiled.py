@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from ..errors import UnsupportedError
-from ..slots import Slots, attend
+from ..estimator import attend
+from ..slots import Slots
 from .attention import OF_THE_FORWARD
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 from ..cache.plan import Plan
 from ..cache.stream import Stream
 from ..errors import UnsupportedError
-from ..slots import Observed
+from ..observed import Observed
 from . import accounting, interface
 from .layer import SketchLayer
 from .masks import Masks

@@ -15,7 +15,8 @@ from ..cache.queries import joined, side_by_side
 from ..cache.stream import Stream
 from ..cache.window import Windowed
 from ..errors import InputError, KVSketchError, UnsupportedError
-from ..slots import Observed, Slots
+from ..observed import Observed
+from ..slots import Slots
 from . import interface
 from .attention import attention
 from .checks import check_tokens

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from ..errors import UnsupportedError
-from ..slots import Slots, causal
+from ..observed import causal
+from ..slots import Slots
 
 # Additive masks mask with the lowest number of their dtype, or half of it (several are summed).
 _HIDES = 0.4

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..estimator import attend
 from ..kernels.again import attend_again, fits, looked_at
-from ..slots import Observed, Slots, attend, causal
+from ..observed import Observed, causal
+from ..slots import Slots
 
 if TYPE_CHECKING:
     from .forward import Again

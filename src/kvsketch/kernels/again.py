@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..slots import Observed, Slots
+from ..observed import Observed
+from ..slots import Slots
 from .partial import partial, together
 
 #: Tokens at the start that every part of the second reading may attend to: kvpress's n_sink.

@@ -239,7 +239,7 @@ def check_dtype(name: str, tensor: Tensor) -> None:
     """
     if tensor.dtype == torch.float64:
         raise UnsupportedError(
-            f"{name} is float64: the kernels compute in float32, slots.attend in float64"
+            f"{name} is float64: the kernels compute in float32, kvsketch.attend in float64"
         )
     if tensor.dtype not in DTYPES:
         raise InputError(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
@@ -274,7 +274,7 @@ def check_together(*tensors: Tensor | None) -> None:
         raise InputError(f"all tensors must be on one device, got {', '.join(sorted(devices))}")
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
         raise UnsupportedError(
-            "the Triton kernels have no backward pass: use torch.no_grad() or slots.attend"
+            "the Triton kernels have no backward pass: use torch.no_grad() or kvsketch.attend"
         )
 
 

@@ -13,7 +13,9 @@ from torch.nn.functional import pad
 from ..cache.middle import Middle
 from ..cache.page import Page
 from ..cache.quantized import Quantized
-from ..slots import Observed, compute_dtype, per_group
+from ..estimator import per_group
+from ..observed import Observed
+from ..slots import compute_dtype
 from . import triton_support
 from .flat_page import FlatQuantized
 from .partial import NOTHING, log_mass, partial, together

@@ -84,7 +84,7 @@ def decode(
     log_total: Tensor | None = None,
     scratch: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``slots.attend`` of one query per head over a flat page, computed in float32.
+    """``estimator.attend`` of one query per head over a flat page, computed in float32.
 
     Head h of row b has the slots ``start[b, h] .. start[b, h] + count[b, h] - 1`` of row b. Counts
     are not checked on the host. The output of a head whose slots do not lie within the page is NaN.

@@ -72,7 +72,7 @@ def prefill(
     out: Tensor | None = None,
     log_total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``slots.attend`` of q queries per head over a flat page and, causally, over q new tokens.
+    """``estimator.attend`` of q queries per head over a flat page and, causally, over q new tokens.
 
     Args:
         queries: float32, float16 or bfloat16 ``[batch, num_attention_heads, q, head_dim]``.

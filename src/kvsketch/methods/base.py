@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .. import random_numbers
 from ..errors import InputError
-from ..slots import Observed, Slots
+from ..observed import Observed
+from ..slots import Slots
 from ..state import Reader, State
 from .ragged import compress_ragged
 from .seen import Seen

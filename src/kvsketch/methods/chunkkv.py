@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..errors import at_least
-from ..slots import Observed, Slots
+from ..observed import Observed
+from ..slots import Slots
 from .base import keep_top
 from .scoring import score_of
 from .seen import Seen

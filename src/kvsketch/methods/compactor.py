@@ -10,7 +10,9 @@ from torch.nn import functional as F
 
 from .. import random_numbers
 from ..errors import InputError, at_least
-from ..slots import Observed, Slots, attention_received, compute_dtype
+from ..estimator import attention_received
+from ..observed import Observed
+from ..slots import Slots, compute_dtype
 from .scoring import Scoring
 
 _RIDGE = 1e-2  # added to the sketched Gram matrix, as kvpress has it

@@ -6,15 +6,9 @@ import torch
 from torch import Tensor
 
 from ..errors import at_least
-from ..slots import (
-    Observed,
-    Slots,
-    attention_scores,
-    check_queries,
-    compute_dtype,
-    per_group,
-    query_blocks,
-)
+from ..estimator import attention_scores, check_queries, per_group, query_blocks
+from ..observed import Observed
+from ..slots import Slots, compute_dtype
 from .scoring import Scoring, query_weights
 
 # A slot without mass may outweigh all that have one; exp(80) is still finite in float32.

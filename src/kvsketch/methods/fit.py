@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..slots import Slots, attention_scores
+from ..estimator import attention_scores
+from ..slots import Slots
 from .seen import Seen
 
 #: The smallest number of queries for a fit.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..slots import Observed, Slots, attention_received
+from ..estimator import attention_received
+from ..observed import Observed
+from ..slots import Slots
 from .scoring import Scoring
 
 

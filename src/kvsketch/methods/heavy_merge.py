@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, at_least
-from ..slots import Observed, Slots, check_queries, compute_dtype
+from ..estimator import check_queries
+from ..observed import Observed
+from ..slots import Slots, compute_dtype
 from .base import Compressor
 from .clustering import check_pairs, group
 from .fit import Asked, fitted

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..slots import Slots, causal
+from ..observed import causal
+from ..slots import Slots
 from .base import Compressor, keep_top
 from .seen import Seen
 

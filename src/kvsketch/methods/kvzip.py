@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from ..slots import Observed, Slots
+from ..observed import Observed
+from ..slots import Slots
 from .learned import learned_scores
 from .rereading import reread_attention
 from .scoring import Scoring, score_of

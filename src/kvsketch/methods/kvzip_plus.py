@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..kernels.again import looked_at
-from ..slots import Observed, Slots
+from ..observed import Observed
+from ..slots import Slots
 from .kvzip import KVzip
 from .output import output_norms
 from .rereading import reread_attention

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..slots import Observed, Slots, attention_received
+from ..estimator import attention_received
+from ..observed import Observed
+from ..slots import Slots
 from .scoring import Scoring
 
 

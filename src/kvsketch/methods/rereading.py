@@ -7,8 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..estimator import attention_received
 from ..kernels.again import fits, largest_share, looked_at
-from ..slots import Observed, Slots, attention_received
+from ..observed import Observed
+from ..slots import Slots
 
 
 def reread_attention(

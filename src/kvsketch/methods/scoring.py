@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..slots import Observed, Slots, attention_received, check_queries
+from ..estimator import attention_received, check_queries
+from ..observed import Observed
+from ..slots import Slots
 from .base import Compressor, keep_top
 from .seen import Seen
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ..slots import Observed, Slots, check_queries
+from ..estimator import check_queries
+from ..observed import Observed
+from ..slots import Slots
 
 
 @dataclass(frozen=True)

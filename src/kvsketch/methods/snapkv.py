@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import InputError, at_least
-from ..slots import Observed, Slots
+from ..observed import Observed
+from ..slots import Slots
 from .scoring import Scoring, recent_attention
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..slots import Observed, Slots
+from ..observed import Observed
+from ..slots import Slots
 from .scoring import Scoring, recent_attention
 
 

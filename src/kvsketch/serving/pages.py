@@ -13,7 +13,8 @@ from torch import Tensor
 from ..cache.window import Windowed
 from ..kernels import triton_support
 from ..kernels.partial import NOTHING, log_mass, partial, together
-from ..slots import Observed, Slots, compute_dtype
+from ..observed import Observed
+from ..slots import Slots, compute_dtype
 from .layout import Fields
 from .rhythm import Rhythm, Round, Writes
 
@@ -42,7 +43,7 @@ class Pages:
     Args:
         method: the method with its sinks and recent window; None: nothing is compressed.
         rhythm: when pages are compressed.
-        scaling, softcap: of the model, see ``slots.Observed``.
+        scaling, softcap: of the model, see ``observed.Observed``.
         counts: updated at every compression; None: errors are not measured.
     """
 

@@ -21,7 +21,8 @@ from ..cache.storage import FULL
 from ..cache.window import Windowed
 from ..kernels.paged import over
 from ..kernels.partial import NOTHING, partial, together
-from ..slots import Observed, Slots
+from ..observed import Observed
+from ..slots import Slots
 from .layout import Fields
 from .pages import Pages
 from .rhythm import Round

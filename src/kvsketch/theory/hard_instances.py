@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, at_least
-from ..slots import Slots, attend
+from ..estimator import attend
+from ..slots import Slots
 from .parameters import number
 
 # Fresh Gaussian keys drawn before coherence above eps is an error.

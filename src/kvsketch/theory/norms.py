@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..slots import Slots, attend, attention_scores, check_queries
+from ..estimator import attend, attention_scores, check_queries
+from ..slots import Slots
 
 # Queries are taken in blocks of at most this many scores (16 MB in float64).
 _BLOCK_SCORES = 1 << 21

@@ -33,7 +33,8 @@ from kvsketch.evaluation.inspection.readings import (
 )
 from kvsketch.evaluation.inspection.rows import Layer, rows_of
 from kvsketch.evaluation.runner.activations import Activations, can_be_caught, capture
-from kvsketch.slots import Observed, Slots
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots
 
 #: The methods whose errors are measured, each with the share ``KEPT`` of the tokens.
 METHODS = (

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from kvsketch import theory
 from kvsketch.errors import InputError
+from kvsketch.estimator import attention_scores
 from kvsketch.evaluation.inspection.readings import CENTERS, LAST, RECENT, SINK
 from kvsketch.methods.kcenter import farthest_first
-from kvsketch.slots import Slots, attention_scores, causal
+from kvsketch.observed import causal
+from kvsketch.slots import Slots
 
 #: Balls over tokens, at which the clusterability curves are computed: 1/128 .. 1/2.
 SHARES = tuple(2.0 ** (-k / 2) for k in range(14, 1, -1))

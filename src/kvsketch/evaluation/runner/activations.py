@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.hf.adapters import mpt
 from kvsketch.hf.interface import Kernel, watched
-from kvsketch.slots import Observed, Slots
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots
 
 
 @dataclass(frozen=True)

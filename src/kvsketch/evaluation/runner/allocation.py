@@ -12,7 +12,8 @@ from kvsketch.cache import windowed
 from kvsketch.cache.curves import LEVELS, Curves, answers, measure_layer, of_layers, pooled
 from kvsketch.errors import InputError
 from kvsketch.evaluation.runner.activations import capture
-from kvsketch.slots import Observed, Slots
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots
 
 
 def measure_curves(

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...errors import KVSketchError
-from ...slots import Observed
+from ...observed import Observed
 from .. import interface
 from ..attention import attend_slots
 from ..layer import SketchLayer

@@ -12,7 +12,7 @@ from transformers.models.bloom.modeling_bloom import (
     dropout_add,
 )
 
-from ...slots import Observed
+from ...observed import Observed
 from .base import Adapter, wrap
 
 

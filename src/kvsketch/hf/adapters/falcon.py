@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
-from ...slots import Observed
+from ...observed import Observed
 from .base import Adapter, wrap
 
 

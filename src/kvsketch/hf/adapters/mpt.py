@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.mpt.modeling_mpt import MptAttention, build_mpt_alibi_tensor
 
-from ...slots import Observed
+from ...observed import Observed
 from .base import Adapter, wrap
 
 

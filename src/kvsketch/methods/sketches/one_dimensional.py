@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError, at_least
-from ...slots import Slots, attention_scores, check_queries, compute_dtype
+from ...estimator import attention_scores, check_queries
+from ...slots import Slots, compute_dtype
 from .base import Sketch, merged_options, token_bytes
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError, at_least
-from ...slots import Slots, attend, attention_scores, compute_dtype
+from ...estimator import attend, attention_scores
+from ...slots import Slots, compute_dtype
 from .base import Sketch, merged_options, token_bytes
 
 
