@@ -24,7 +24,6 @@ from kvsketch.cli.app import _Group
 from kvsketch.cli.report_command import EPILOG, report_command
 from kvsketch.evaluation.report.figures import Sketchbook, _fitted
 from kvsketch.evaluation.report.html import build, check_outputs, save
-from kvsketch.evaluation.report.panels import headline, summary
 from kvsketch.evaluation.report.parts import Grid
 from kvsketch.evaluation.report.published import (
     AVERAGE,
@@ -33,6 +32,7 @@ from kvsketch.evaluation.report.published import (
     SUBGEN_TABLE_1,
 )
 from kvsketch.evaluation.report.published_panel import beside
+from kvsketch.evaluation.report.summary import headline, summary
 from kvsketch.evaluation.runner.runs import pooled, read_runs, without_folders
 from kvsketch.evaluation.runner.setups import Setup
 from kvsketch.evaluation.runner.store import Record, Store

@@ -37,8 +37,8 @@ def report_command(
 ) -> None:
     """Write one self-contained HTML page of results: figures, heat maps, tables."""
     from kvsketch.evaluation.report.html import build, check_outputs, save
-    from kvsketch.evaluation.report.panels import headline, summary
     from kvsketch.evaluation.report.report import dumps
+    from kvsketch.evaluation.report.summary import headline, summary
 
     check_outputs(out, figures)
     page = build(stores, inspect, png=figures is not None)
