@@ -23,8 +23,8 @@ JSON the benchmarks left in docs/results/.
         --seed 1 --out docs/results/kl_few.json
     python -m benchmarks.longeval --out docs/results/longeval_unseen.json
     python -m benchmarks.longeval --question seen --budgets 0.25,0.1,0.05 --methods \
-        exact,heavy_merge,h2o,snapkv,snapkv@layer,snapkv+int4,tova,keydiff,chunkkv,criticalkv \
-        --out docs/results/longeval_seen.json
+        exact,heavy_merge,heavy_merge@global+int4,snapkv,snapkv@layer,snapkv@layer+int4,h2o,tova,\
+chunkkv,keydiff,kvzip+int4/reread --out docs/results/longeval_seen.json
     python -m benchmarks.longeval --budgets 0.25,0.1,0.05 --methods \
         kvzip/reread,kvzip+int4/reread,kvgrad/reread,heavy_merge@global+16bit/reread,\
 heavy_merge@global+int4/reread,heavy_merge@global+16bit/local,heavy_merge@global+int4/local,\
@@ -32,13 +32,18 @@ heavy_merge@global+16bit/sample,heavy_merge@global+int4/sample,heavy_merge@globa
 heavy_merge@global+int4,heavy_merge \
         --out docs/results/longeval_reread.json
     for lines in 300 400; do
-        python -m benchmarks.longeval --lines $lines --count 20 --budgets 0.25,0.1,0.05 \
-            --methods exact,heavy_merge,heavy_merge@global+int4/sample,kvzip+int4/reread,\
-kvzip/reread,kvgrad/reread --out docs/results/longeval_unseen_$lines.json
+        python -m benchmarks.longeval --lines $lines --budgets 0.25,0.1,0.05 --methods \
+            exact,heavy_merge,heavy_merge@global+int4/local,heavy_merge@global+int4/sample,\
+kvzip+int4/reread,kvzip/reread,kvgrad/reread --out docs/results/longeval_unseen_$lines.json
     done
     python -m benchmarks.reading --beside docs/results/longeval_reread.json \
         --out docs/results/reading.json
-    python -m benchmarks.ruler --count 4 --out docs/results/ruler_unseen.json
+    python -m benchmarks.ruler --count 12 --methods exact,heavy_merge@global+int4/sample,\
+heavy_merge,kvzip/reread,kvgrad/reread,kvzip+int4/reread,snapkv \
+        --out docs/results/ruler_unseen.json
+    python -m benchmarks.ruler --question seen --count 6 --methods \
+        exact,heavy_merge,heavy_merge@global+int4,snapkv,snapkv@layer,chunkkv,kvzip+int4/reread \
+        --out docs/results/ruler_seen.json
     python -m benchmarks.ablation --out docs/results/ablation.json
     python -m benchmarks.compression_time --out docs/results/compression_time.json
     python -m benchmarks.tolerance --out docs/results/tolerance.json
