@@ -3,10 +3,12 @@ input."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -363,33 +365,36 @@ def test_a_long_decode_stays_on_its_page(name):
 
 
 def test_attention_of_decoded_queries_is_snapkvs():
+    """The attention of a few queries is computed as that of many, whether they belong to the newest
+    tokens or come after all slots."""
     g = torch.Generator().manual_seed(0)
     slots = tokens(3, 90)
     some = 3 * torch.rand(2, 2, 90, generator=g) + 0.1
     # with the last masses some queries see no live slot
     for mass in (None, some, some * (torch.arange(90) >= 40)):
         weighted = Slots(slots.keys, slots.values, mass)
-        for q in (1, 8, 63):
-            observed = asked(q, q)
+        for q, after in itertools.product((1, 8, 63), (False, True)):
+            observed = replace(asked(q, q), after=after)
             mine, fade = _decoded_attention(weighted, observed, 64)
             theirs, faded = recent_attention(weighted, observed, 64)
             torch.testing.assert_close(mine, theirs)
-            torch.testing.assert_close(torch.full_like(faded, fade), faded)
+            torch.testing.assert_close(torch.as_tensor(fade).expand_as(faded), faded)
 
 
-def test_equal_keys_merge_without_error():
-    """Tokens with seven different keys are reduced to twelve slots without an error, and those of
-    ClusterMerge answer exactly."""
+@pytest.mark.parametrize("compressor", [ClusterMerge(), HeavyMerge(share=0.0, correct=False)])
+def test_merging_equal_keys_is_exact(compressor):
+    """Tokens with seven different keys are reduced to twelve slots, each of tokens with the same
+    key, and queries that attend to all tokens get their exact answers."""
     g = torch.Generator().manual_seed(1)
     centers = 5 * torch.randn(1, 2, 7, 4, generator=g)
     slots = Slots(centers[:, :, torch.arange(70) % 7], torch.randn(1, 2, 70, 4, generator=g))
     queries = torch.randn(1, 2, 9, 4, generator=g)
-    for compressor in (ClusterMerge(), HeavyMerge(share=0.0, correct=False)):
-        kept = compressor(slots, 12, Observed(queries, 0.5))
-        answer = attend(queries, kept, scaling=0.5)
-        if isinstance(compressor, ClusterMerge):
-            exact = attend(queries, slots, scaling=0.5)
-            torch.testing.assert_close(answer, exact, atol=1e-4, rtol=1e-4)
+    kept = compressor(slots, 12, Observed(queries, 0.5, after=True))
+    assert kept.count == 12
+    apart = (kept.keys.unsqueeze(3) - centers.unsqueeze(2)).norm(dim=-1).amin(-1)
+    assert float(apart.max()) < 1e-4
+    exact = attend(queries, slots, scaling=0.5)
+    torch.testing.assert_close(attend(queries, kept, scaling=0.5), exact, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["cluster_merge", "heavy_merge"])
@@ -422,7 +427,8 @@ def test_a_singular_fit_changes_nothing_harmful():
     """With one query repeated, the Gram matrix has rank one: results stay finite, and the answer to
     that query is not worse than without the fit."""
     slots = tokens(3, 50, batch=1)
-    queries = torch.randn(1, 2, 1, 4).expand(1, 2, 40, 4).contiguous()
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(1, 2, 1, 4, generator=generator).expand(1, 2, 40, 4).contiguous()
     observed = Observed(queries, 0.5)
     kept = HeavyMerge(share=0.2)(slots, 10, observed)
     plain = HeavyMerge(share=0.2, correct=False)(slots, 10, observed)
@@ -435,20 +441,24 @@ def test_a_singular_fit_changes_nothing_harmful():
 
 
 def test_correction_helps_on_queries_it_was_fitted_to_and_on_held_out_ones():
-    """Over 40 heads and fresh queries of the same kind, the mean error falls by 5% or more, and the
-    error falls in at least nine heads of ten."""
+    """Over 40 heads, the mean error falls by more than 60% on the queries of the fit and by more
+    than half on fresh queries of the same kind, and every head's error falls on both."""
     g = torch.Generator().manual_seed(0)
     keys = torch.randn(40, 1, 200, 8, generator=g)
     slots = Slots(keys, torch.randn(40, 1, 200, 8, generator=g) + 0.5)
     base = torch.randn(40, 1, 1, 8, generator=g)
     fresh, queries = (1.5 * (base + 0.5 * torch.randn(40, 1, 64, 8, generator=g)) for _ in range(2))
-    exact = attend(fresh, slots)
-    errors = []
-    for correct in (False, True):
-        kept = HeavyMerge(correct=correct)(slots, 30, Observed(queries, 8**-0.5))
-        errors.append((attend(fresh, kept) - exact).flatten(1).norm(dim=1))
-    assert float(errors[1].mean()) < 0.95 * float(errors[0].mean())
-    assert float((errors[1] / errors[0]).quantile(0.9)) < 1.0
+    plain, corrected = (
+        HeavyMerge(correct=correct)(slots, 30, Observed(queries, 8**-0.5))
+        for correct in (False, True)
+    )
+    for some, share in ((queries, 0.4), (fresh, 0.5)):
+        exact = attend(some, slots)
+        before, after = (
+            (attend(some, kept) - exact).flatten(1).norm(dim=1) for kept in (plain, corrected)
+        )
+        assert float(after.mean()) < share * float(before.mean())
+        assert float((after / before).max()) < 1.0
 
 
 def test_heavy_tokens_stay_exact():
@@ -600,7 +610,8 @@ def test_a_head_that_needs_everything_gets_it():
 
 
 def test_budget_below_the_lowest_level_is_named():
-    curves = Curves(torch.rand(1, 2, 5).double().sort(-1, descending=True).values, KEPT)
+    error = torch.rand(1, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    curves = Curves(error.sort(-1, descending=True).values, KEPT)
     with pytest.raises(InputError, match=r"budget=0\.01"):
         curves.allocate(0.01)
 

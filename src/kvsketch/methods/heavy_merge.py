@@ -173,7 +173,7 @@ def _decoded_attention(
     """``recent_attention`` in fewer operations for decoded queries without padding, soft-capping or
     ALiBi, because decoding computes this every few tokens."""
     batch, heads, q, dim = observed.queries.shape
-    if not observed.plain or observed.live is not None or q >= window:
+    if not observed.plain or observed.live is not None or observed.after or q >= window:
         # Converted once and not in every block of queries.
         full = replace(slots, keys=slots.keys.to(compute_dtype(slots.keys.dtype)))
         return recent_attention(full, observed, window)
