@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shlex
@@ -11,6 +10,7 @@ import sys
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from urllib.parse import unquote
 
@@ -108,11 +108,25 @@ def test_the_reference_has_everything_that_is_exported() -> None:
     assert set(kvsketch.__all__) - constants <= shown
 
 
-def test_every_class_of_the_glossary_has_one_entry() -> None:
-    lines = (DOCS / "glossary.md").read_text(encoding="utf-8").splitlines()
-    entries = [a for a, b in itertools.pairwise(lines) if b.startswith(":   ")]
+def test_every_term_of_the_glossary_has_one_entry() -> None:
+    """Entries are in alphabetical order and have a text each, no term has two, a term to which a
+    text refers has one, and the Python names in the texts exist."""
+    head, *rest = (DOCS / "glossary.md").read_text(encoding="utf-8").strip().split("\n\n")
+    assert head == "# Glossary"
+    parts = [entry.partition("\n:   ") for entry in rest[1:]]
+    entries, texts = [entry for entry, _, _ in parts], [text for _, _, text in parts]
     assert len(entries) >= 20
-    assert entries == sorted(entries, key=lambda entry: entry.lower())
+    assert all(texts)
+    assert not [entry for entry in entries if "\n" in entry]
+    assert entries == sorted(entries, key=str.lower)
+    terms = [term.lower() for entry in entries for term in entry.split(", ")]
+    assert sorted(set(terms)) == sorted(terms)
+    text = " ".join(" ".join(texts).split())
+    assert set(re.findall(r"see \*(.+?)\*", text)) <= set(terms)
+    names = re.findall(r"`(kvsketch(?:\.\w+)+)`", text)
+    assert "kvsketch.methods.Compressor" in names
+    for name in names:
+        resolve_name(name)
 
 
 @pytest.mark.slow
