@@ -228,13 +228,14 @@ def test_pair_halvings_beat_coin_flips(name):
     assert float(ratio) < (0.95 if name == "kernel_halving" else 0.7), float(ratio)
 
 
-def test_kernel_halving_is_a_fair_choice():
-    """Over 4,000 heads every token is kept equally often (chi-square test)."""
+@pytest.mark.parametrize("name", ["kernel_halving", "balancekv"])
+def test_every_token_is_kept_equally_often(name):
+    """Over 4,000 heads every token is kept equally often by the halvings that are a fair choice
+    (chi-square test)."""
     slots = tokens(0, 16, heads=1).map(lambda x: x.expand(1, 4000, *x.shape[2:]).contiguous())
-    for name in ("kernel_halving", "balancekv"):
-        half = HALVINGS[name](seed=5).half(slots)
-        counts = torch.bincount(half.index.flatten(), minlength=16)
-        assert stats.chisquare(counts).pvalue > SIGNIFICANCE
+    half = HALVINGS[name](seed=5).half(slots)
+    counts = torch.bincount(half.index.flatten(), minlength=16)
+    assert stats.chisquare(counts).pvalue > SIGNIFICANCE
 
 
 def test_greedy_takes_the_smaller_residual():
@@ -378,7 +379,7 @@ def test_before_the_first_batch_it_is_exact():
     sketch = BalanceKVStreaming(batch_size=32)
     for start in range(31):
         sketch.extend(slots.narrow(start, 1))
-    queries = torch.randn(2, 2, 5, 4)
+    queries = torch.randn(2, 2, 5, 4, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(attend(queries, sketch.slots), attend(queries, slots))
 
 

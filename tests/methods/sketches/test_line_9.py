@@ -71,15 +71,37 @@ def test_scaling_decides_what_is_small_and_padding_does_not(kind):
 
 
 def test_an_erased_bucket_is_empty_at_every_level_and_may_fill_again():
-    """With r=None a longer key lets smaller values in again, but erased ones do not come back."""
+    """A large value erases the smaller buckets of its head at every level; those of another head
+    stay. With r=None a longer key lets smaller values in again, but erased ones do not come
+    back."""
     sketch = build(BalanceKVStreaming, eps=1.0, max_tokens=2, batch_size=2)
-    sketch.extend(tokens([0.3] * 13))
-    sketch.extend(tokens([1.5]))
-    assert numerator(sketch)[-1] == 1.5
-    sketch.extend(tokens([8.0]))  # bound 2: buckets up to [1, 2) go
-    assert numerator(sketch) == [8.0]
-    sketch.extend(tokens([0.3], 3.0))
-    assert numerator(sketch) == pytest.approx([0.3, 8.0])
+
+    def extend(norms, others, key_norm=0.0):
+        one, other = tokens(norms, key_norm), tokens(others, key_norm)
+        pairs = (one.keys, other.keys), (one.values, other.values)
+        sketch.extend(Slots(*(torch.cat(pair, dim=1) for pair in pairs)))
+
+    def first():
+        """The values of the first head's numerator."""
+        values = sketch.slots.values[0, 0]
+        return sorted(values[values > 0].tolist())
+
+    def used():
+        """The number of levels that hold slots of norm 0.3, in each of the two heads."""
+        held, bucket = sketch._numerator(), -1 - sketch.meta["lowest"]
+        fills = [sketch._split(held.fill(level))[0, :, bucket] for level in range(held.depth)]
+        return (torch.stack(fills) > 0).sum(0).tolist()
+
+    extend([0.3] * 13, [0.3] * 13)
+    extend([1.5], [0.3])
+    assert first()[-1] == 1.5
+    assert used() == [3, 3]
+    extend([8.0], [0.3])  # bound 2: buckets up to [1, 2) go
+    assert first() == [8.0]
+    assert used() == [0, 4]
+    extend([0.3], [0.3], 3.0)
+    assert first() == pytest.approx([0.3, 8.0])
+    assert used() == [1, 1]  # the 16 tokens of the second head are in the fifth level
 
 
 def test_failures_of_erased_buckets_and_of_merged_sketches_are_not_forgotten():
