@@ -259,7 +259,8 @@ def test_what_cannot_choose_is_refused(llama: Any, tmp_path: Any) -> None:
     with pytest.raises(InputError, match=r"bits='measured'.*sketch"):
         SketchCache(llama.config, "subgen", budget=0.5, bits="measured")
     path = tmp_path / "curves.json"
-    Curves(torch.rand(3, 2, 2), torch.tensor([0.1, 1.0]), torch.rand(3, 2, 2)).save(path)
+    error, relative = torch.rand(2, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    Curves(error, torch.tensor([0.1, 1.0]), relative).save(path)
     with pytest.raises(InputError, match="bits='measured' and a tolerance"):
         SketchCache(llama.config, tolerance=0.1, allocation=path, bits="measured")
     streamed = SketchCache(llama.config, budget=60, prefill="streaming")

@@ -144,8 +144,7 @@ def test_the_exact_run_is_remembered_for_one_case(model: Any, ids: torch.Tensor)
 @pytest.mark.parametrize("family", [name for name in CONFIGS if name != "mpt"])
 def test_every_family_can_be_followed(family: str) -> None:
     model = build(family)
-    torch.manual_seed(0)
-    ids = torch.randint(3, VOCABULARY, (1, 90))
+    ids = torch.randint(3, VOCABULARY, (1, 90), generator=torch.Generator().manual_seed(0))
     follower = Follower(model, Settings(sink=2, recent=4))
     before = model.config._attn_implementation
     for measure in ("kl", ATTENTION):
@@ -159,7 +158,7 @@ def test_every_family_can_be_followed(family: str) -> None:
 
 def test_mpt_has_predictions_and_no_attention_to_compare() -> None:
     model = build("mpt")
-    ids = torch.randint(3, VOCABULARY, (1, 90))
+    ids = torch.randint(3, VOCABULARY, (1, 90), generator=torch.Generator().manual_seed(0))
     follower = Follower(model, Settings(sink=2, recent=4))
     assert follower.reply(case_of(ids), Setup("streaming_llm", 12)).measured["kl"] > 0
     with pytest.raises(UnsupportedError, match="attention interface"):

@@ -477,12 +477,11 @@ def test_bad_tensors_leave_the_cache_untouched(llama, compressed, bad):
     cache = SketchCache(llama.config, "kcenter", budget=15 if compressed else 1000, **WINDOW)
     greedy(llama, ids_of(1, 30), cache)
     before = (cache.nbytes(), cache.get_seq_length(), cache.layers[0].keys.clone())
-    keys, values = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16)
-    if bad == "shape":
-        keys, values = torch.randn(1, 3, 5, 16), torch.randn(1, 3, 5, 16)
-    elif bad == "dtype":
+    heads = 3 if bad == "shape" else 2
+    keys, values = torch.randn(2, 1, heads, 5, 16, generator=torch.Generator().manual_seed(0))
+    if bad == "dtype":
         keys, values = keys.half(), values.half()
-    else:
+    elif bad != "shape":
         {"keys": keys, "values": values}[bad][0, 1, 2, 3] = float("inf")
     with pytest.raises(InputError):
         cache.update(keys, values, 0)

@@ -100,7 +100,8 @@ def test_the_safeguard_is_for_heads_that_share_a_budget():
     g = torch.Generator().manual_seed(0)
     looked_at = torch.rand(BATCH, HEADS, 40, generator=g).argsort(-1) < 6
     values = (~looked_at).float().unsqueeze(-1).repeat(1, 1, 1, DIM + 1)
-    slots = Slots(torch.randn(BATCH, HEADS, 40, DIM), values, score=looked_at.float())
+    keys = torch.randn(BATCH, HEADS, 40, DIM, generator=g)
+    slots = Slots(keys, values, score=looked_at.float())
     method = CriticalKV(first_stage=0.0, window=4)
     method.output = torch.ones(GROUP * HEADS, DIM + 1, WIDTH)
     assert float(method(slots, 30, scored=True).score.sum()) == 0
@@ -177,7 +178,7 @@ def test_every_layer_gets_the_weight_of_its_own_module(family):
         heads, dim, width = weight.shape
         projection = next(getattr(module, n) for n in ("o_proj", "out_proj") if hasattr(module, n))
         assert weight.data_ptr() == projection.weight.data_ptr()  # not a copy
-        x = torch.randn(heads, dim)
+        x = torch.randn(heads, dim, generator=torch.Generator().manual_seed(0))
         bias = 0 if projection.bias is None else projection.bias
         expected = projection(x.flatten()) - bias
         torch.testing.assert_close(torch.einsum("hd,hdw->w", x, weight), expected)
@@ -188,7 +189,7 @@ def test_a_transposed_weight_is_read_as_it_is_meant():
     config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=4, n_positions=128)
     model = AutoModelForCausalLM.from_config(config).eval()
     (layer,) = read(model).layers
-    x = torch.randn(4, 8)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     projection = layer.module().c_proj
     expected = projection(x.flatten()) - projection.bias
     found = torch.einsum("hd,hdw->w", x, layer.stream.method.compressor.output)

@@ -88,7 +88,8 @@ class Served:
         if middle is not None:
             layout = SplitLayout(layout, *middle)
         # as left by earlier requests
-        raw = torch.randint(0, 256, (9, layout.bytes), dtype=torch.uint8)
+        generator = torch.Generator().manual_seed(0)
+        raw = torch.randint(0, 256, (9, layout.bytes), generator=generator, dtype=torch.uint8)
         self.layout, self.fields = layout, layout.fields(raw)
         self.rhythm, self.counts, self.queries = rhythm, Counts(), queries
         given = made, rhythm, 0.5, softcap, self.counts

@@ -486,7 +486,8 @@ def test_sliding_window_keeps_theorem_25_at_the_computed_size():
 @pytest.mark.parametrize("delta", [0.9, 0.5, 0.3])
 def test_greedy_covers_of_random_points_stay_below_the_covering_numbers(d, delta):
     points = normal(d, 3000, d)
-    points = 2.0 * points / points.norm(dim=-1, keepdim=True) * torch.rand(3000, 1) ** (1 / d)
+    length = torch.rand(3000, 1, generator=torch.Generator().manual_seed(d)) ** (1 / d)
+    points = 2.0 * points / points.norm(dim=-1, keepdim=True) * length
     # centers more than delta apart, until every point is within delta of one
     inserted = farthest_first(points[None, None], None, 3000)[0, 0]
     assert int((inserted > delta).sum()) <= covering_number(d, delta, radius=2.0)
