@@ -535,13 +535,17 @@ def longeval(result: dict[str, Any]) -> str:
             cells.append(f"{row['accuracy']:.2f} ({low:.2f}-{high:.2f})" if row else "")
         rows.append([name, *cells])
     count = result["results"][0]["cases"]
-    how = "The question is read with the record, before compression."
+    how = (
+        "The question is read with the record, before compression. The model finds the line while "
+        "it repeats the line's name in its answer, so that the question's queries alone do not "
+        "show what is needed."
+    )
     also = ""
     if result["question"] == "unseen":
         how = "The question is read one token at a time after compression."
         also = (
-            "KVzip and KVgrad, which read the context a second time, are in a section of their "
-            "own.\n\n"
+            " KVzip and KVgrad, which read the context a second time, are in a section of their "
+            "own."
         )
     return (
         f"## LongEval, {result['lines']} lines, question {result['question']} at compression\n\n"
@@ -552,8 +556,8 @@ def longeval(result: dict[str, Any]) -> str:
         + how
         + "\n\n"
         + table(["method", *map(str, budgets)], rows)
-        + f"\n\nThe other authors' methods run with their defaults: {', '.join(compared(result))}. "
-        f"{also}{made_with(result)}\n"
+        + f"\n\nThe other authors' methods run with their defaults: {', '.join(compared(result))}."
+        f"{also}\n\n{made_with(result)}\n"
     )
 
 
