@@ -77,9 +77,10 @@ lint: setup
 peers: setup
 	$(BIN)/python -m benchmarks.peers.setup
 
-# The LongEval table of README and docs/longeval.md, from results stores (hours to make anew).
+# All results in docs/results that are not there, and the pages and tables written from them. About
+# a day to make anew.
 tables: setup
-	$(BIN)/python -m benchmarks.longeval_table
+	$(BIN)/python -m benchmarks.run_all
 
 # The documentation site, in build/site. An environment of its own: it needs no torch, since the API
 # reference is read from the source.

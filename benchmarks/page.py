@@ -1,54 +1,9 @@
 """Writes docs/benchmarks.md, docs/guarantees.md, docs/errors.md and docs/which-method.md from the
-JSON the benchmarks left in docs/results/.
+JSON that benchmarks left in docs/results/.
 
-    python -m benchmarks.decode_speed --out docs/results/decode_speed.json
-    for preset in decode compress prefill end_to_end; do
-        python -m benchmarks.speed --preset $preset --out docs/results/speed_$preset.json; done
-    python -m benchmarks.prefill_peak --out docs/results/prefill_peak.json
-    python -m benchmarks.streaming_memory --out docs/results/streaming_memory.json
-    python -m benchmarks.ray_throughput --out docs/results/ray_throughput.json
-    python -m benchmarks.growth --out docs/results/growth.json --plot docs/figures/growth.svg
-    python -m benchmarks.guarantee --out docs/results/guarantee.json \
-        --plot docs/figures/guarantee.svg
-    python -m benchmarks.attention_error --out docs/results/attention_error.json \
-        --plot docs/figures/attention_error.svg
-    python -m benchmarks.attention_error --preset balancekv \
-        --out docs/results/attention_error_balancekv.json \
-        --plot docs/figures/attention_error_balancekv.svg
-    python -m benchmarks.figure2 --out docs/results/figure2.json --plot docs/figures/figure2.svg
-    python -m benchmarks.sketch_budget --out docs/results/sketch_budget.json \
-        --plot docs/figures/sketch_budget.svg
-    python -m benchmarks.kl --texts 4 --out docs/results/kl.json
-    python -m benchmarks.kl --models ../shared/data/stories260K --shares 0.0625 --texts 24 \
-        --seed 1 --out docs/results/kl_few.json
-    python -m benchmarks.longeval --out docs/results/longeval_unseen.json
-    python -m benchmarks.longeval --question seen --budgets 0.25,0.1,0.05 --methods \
-        exact,heavy_merge,heavy_merge@global+int4,snapkv,snapkv@layer,snapkv@layer+int4,h2o,tova,\
-chunkkv,keydiff,kvzip+int4/reread --out docs/results/longeval_seen.json
-    python -m benchmarks.longeval --budgets 0.25,0.1,0.05 --methods \
-        kvzip/reread,kvzip+int4/reread,kvgrad/reread,heavy_merge@global+16bit/reread,\
-heavy_merge@global+int4/reread,heavy_merge@global+16bit/local,heavy_merge@global+int4/local,\
-heavy_merge@global+16bit/sample,heavy_merge@global+int4/sample,heavy_merge@global+16bit,\
-heavy_merge@global+int4,heavy_merge \
-        --out docs/results/longeval_reread.json
-    for lines in 300 400; do
-        python -m benchmarks.longeval --lines $lines --budgets 0.25,0.1,0.05 --methods \
-            exact,heavy_merge,heavy_merge@global+int4/local,heavy_merge@global+int4/sample,\
-kvzip+int4/reread,kvzip/reread,kvgrad/reread --out docs/results/longeval_unseen_$lines.json
-    done
-    python -m benchmarks.reading --beside docs/results/longeval_reread.json \
-        --out docs/results/reading.json
-    python -m benchmarks.ruler --count 12 --methods exact,heavy_merge@global+int4/sample,\
-heavy_merge,kvzip/reread,kvgrad/reread,kvzip+int4/reread,snapkv \
-        --out docs/results/ruler_unseen.json
-    python -m benchmarks.ruler --question seen --count 6 --methods \
-        exact,heavy_merge,heavy_merge@global+int4,snapkv,snapkv@layer,chunkkv,kvzip+int4/reread \
-        --out docs/results/ruler_seen.json
-    python -m benchmarks.ablation --out docs/results/ablation.json
-    python -m benchmarks.compression_time --out docs/results/compression_time.json
-    python -m benchmarks.tolerance --out docs/results/tolerance.json
-    python -m benchmarks.vllm_engine --out docs/results/vllm.json
     python -m benchmarks.page
+
+``benchmarks.run_all`` has the command of every result.
 """
 
 from __future__ import annotations
@@ -766,11 +721,11 @@ def main() -> None:
         for name, section in sections.items():
             path = DOCS / "results" / f"{name}.json"
             if not path.is_file():
-                print(f"skipped: {path} is not there; benchmarks/page.py says how it is made")
+                print(f"skipped: {path} is not there; benchmarks/run_all.py measures it")
                 continue
             result = json.loads(path.read_text(encoding="utf-8"))
             if not result.get("complete", True):
-                print(f"skipped: {path} is not complete; the same command goes on with it")
+                print(f"skipped: {path} is not complete; the same command continues it")
                 continue
             parts.append(section(result))
             if name == "longeval_unseen":

@@ -1,9 +1,6 @@
 """Writes the tables of docs/documents.md from the JSON that two benchmarks left in docs/results/.
 
-    python -m benchmarks.document_files --lines 800 --count 2 --out docs/results/document_files.json
-    python -m benchmarks.document_merge --cases ../shared/data/longeval/200_lines.jsonl \
-        --out docs/results/document_merge.json
-    python -m benchmarks.page_documents
+python -m benchmarks.page_documents
 """
 
 from __future__ import annotations

@@ -1,0 +1,141 @@
+"""Run the benchmarks whose results are in docs/results, and write the pages from these.
+
+    make tables
+    python -m benchmarks.run_all --list
+    python -m benchmarks.run_all --only longeval_unseen,ruler_unseen --into results
+
+Everything takes about a day on two cores. A result that is complete in the folder is not measured
+again, so that an interrupted run continues where it stopped. With ``--again``, it is measured anew
+and replaced at the end. Timings need a machine that does nothing else. The part of vLLM needs
+``make .venv-vllm/.ready``.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.page import DOCS
+
+ROOT = DOCS.parent
+RESULTS = DOCS / "results"
+_PLOT = "--plot {figures}/"
+_AGAIN = "kvzip+int4/reread,kvzip/reread,kvgrad/reread"
+_ALL_SOURCES = ",".join(
+    f"heavy_merge@global+{bits}/{source}"
+    for source in ("reread", "local", "sample")
+    for bits in ("16bit", "int4")
+)
+_LONG = (
+    "--budgets 0.25,0.1,0.05 --methods exact,heavy_merge,heavy_merge@global+int4/local,"
+    f"heavy_merge@global+int4/sample,{_AGAIN}"
+)
+
+#: The module and options of every result, by the name of its file.
+COMMANDS = {
+    "decode_speed": "decode_speed",
+    "speed_decode": "speed --preset decode",
+    "speed_compress": "speed --preset compress",
+    "speed_prefill": "speed --preset prefill",
+    "speed_end_to_end": "speed --preset end_to_end",
+    "prefill_peak": "prefill_peak",
+    "streaming_memory": "streaming_memory",
+    "compression_time": "compression_time",
+    "ray_throughput": "ray_throughput",
+    "document_files": "document_files --lines 800 --count 2",
+    "document_merge": "document_merge --cases ../shared/data/longeval/200_lines.jsonl",
+    "growth": f"growth {_PLOT}growth.svg",
+    "guarantee": f"guarantee {_PLOT}guarantee.svg",
+    "attention_error": f"attention_error {_PLOT}attention_error.svg",
+    "attention_error_balancekv": "attention_error --preset balancekv "
+    f"{_PLOT}attention_error_balancekv.svg",
+    "figure2": f"figure2 {_PLOT}figure2.svg",
+    "sketch_budget": f"sketch_budget {_PLOT}sketch_budget.svg",
+    "ablation": "ablation",
+    "tolerance": "tolerance",
+    "kl": "kl --texts 4",
+    "kl_few": "kl --models ../shared/data/stories260K --shares 0.0625 --texts 24 --seed 1",
+    "longeval_unseen": "longeval",
+    "longeval_seen": "longeval --question seen --budgets 0.25,0.1,0.05 --methods "
+    "exact,heavy_merge,heavy_merge@global+int4,snapkv,snapkv@layer,snapkv@layer+int4,h2o,tova,"
+    "chunkkv,keydiff,kvzip+int4/reread",
+    "longeval_reread": "longeval --budgets 0.25,0.1,0.05 --methods kvzip/reread,kvzip+int4/reread,"
+    f"{_ALL_SOURCES},heavy_merge@global+16bit,heavy_merge@global+int4,heavy_merge,"
+    "kvgrad/reread,kvzip_plus/reread",
+    "longeval_unseen_300": f"longeval --lines 300 {_LONG}",
+    "longeval_unseen_400": f"longeval --lines 400 {_LONG}",
+    "reading": "reading --beside {results}/longeval_reread.json",
+    "ruler_unseen": "ruler --count 12 --methods exact,heavy_merge@global+int4/sample,heavy_merge,"
+    "kvzip/reread,kvgrad/reread,kvzip+int4/reread,snapkv",
+    "ruler_seen": "ruler --question seen --count 6 --methods exact,heavy_merge,"
+    "heavy_merge@global+int4,snapkv,snapkv@layer,chunkkv,kvzip+int4/reread",
+    "model_families": "model_families",
+    "vllm": "vllm_engine",
+}
+#: Benchmarks that write their result and page themselves, and the writers of the other pages.
+PAGES = ("longeval_table", "inspect_page", "page", "page_documents", "page_papers")
+
+
+def command(name: str, folder: Path) -> list[str]:
+    """The arguments of the Python interpreter that measure a result. Figures are drawn in
+    docs/figures, or in another ``folder`` of results."""
+    figures = DOCS / "figures" if folder == RESULTS else folder
+    module, *options = (
+        part.format(figures=figures, results=folder) for part in shlex.split(COMMANDS[name])
+    )
+    return ["-m", f"benchmarks.{module}", *options, "--out", str(folder / f"{name}.json")]
+
+
+def finished(path: Path) -> bool:
+    """Whether a result is there and complete."""
+    if not path.is_file():
+        return False
+    return bool(json.loads(path.read_text(encoding="utf-8")).get("complete", True))
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Comma-separated names of results.")] = "",
+    into: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the results. The pages are written only without it."),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure complete results anew.")] = False,
+    show: Annotated[bool, typer.Option("--list", help="Print the commands and stop.")] = False,
+) -> None:
+    """Example: python -m benchmarks.run_all --only longeval_unseen --into results"""
+    names = only.split(",") if only else list(COMMANDS)
+    unknown = [name for name in names if name not in COMMANDS]
+    if unknown:
+        raise typer.BadParameter(f"--only {unknown[0]!r} must be one of {', '.join(COMMANDS)}")
+    folder = (into or RESULTS).resolve()
+    todo = [
+        command(name, folder)
+        for name in names
+        if show or again or not finished(folder / f"{name}.json")
+    ]
+    if into is None and not only:
+        todo += [["-m", f"benchmarks.{module}"] for module in PAGES]
+    if show:
+        for arguments in todo:
+            print(shlex.join(["python", *arguments]))
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    console = Console(stderr=True)
+    with Progress(console=console) as progress:
+        for arguments in progress.track(todo, description="benchmarks"):
+            console.print(shlex.join(["python", *arguments]))
+            done = subprocess.run([sys.executable, *arguments], cwd=ROOT, check=False)
+            if done.returncode:
+                raise typer.Exit(done.returncode)
+
+
+if __name__ == "__main__":
+    typer.run(main)
