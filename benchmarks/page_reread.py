@@ -21,8 +21,12 @@ SHOWN = (
 )
 
 
-def accuracies(result: dict[str, Any], names: list[str], interval: bool) -> str:
-    """A table of accuracies: methods by the share of the bytes that is kept."""
+def accuracies(
+    result: dict[str, Any], names: list[str], interval: bool, costs: dict[str, Any]
+) -> str:
+    """A table of accuracies: methods by the share of the bytes that is kept. The last column has
+    the cost of the second reading, from the result of ``reading``."""
+    seconds = cost_by_source(costs)
     budgets = sorted({r["budget"] for r in result["results"]}, reverse=True)
     rows = []
     for name in names:
@@ -34,12 +38,33 @@ def accuracies(result: dict[str, Any], names: list[str], interval: bool) -> str:
                 low, high = found[0]["ci95"]
                 text = f"{found[0]['accuracy']:.2f}" + (f" ({low:.2f}-{high:.2f})" * interval)
             cells.append(text)
-        rows.append([name, *cells])
-    return table(["kept", *map(str, budgets)], rows)
+        rows.append([name, *cells, seconds.get(name.partition("/")[2] or "prompt", "")])
+    return table(["kept", *map(str, budgets), "cost"], rows)
 
 
-def what(result: dict[str, Any]) -> str:
+def cost_by_source(costs: dict[str, Any]) -> dict[str, str]:
+    """The CPU time of a second reading over that of the first, by what is read again: measured on
+    the packaged model, and extrapolated to 32 layers of the other model's shape."""
+    found = {}
+    for source in dict.fromkeys(row["queries"] for row in costs["results"]):
+        packaged, large = (row for row in costs["results"] if row["queries"] == source)
+        found[source] = (
+            f"{packaged['second_over_first']:.2f} / {large['of_32_over_first']:.2f}"
+            if packaged["second_over_first"]
+            else "0"
+        )
+    return found
+
+
+def what(result: dict[str, Any], costs: dict[str, Any]) -> str:
     count = result["results"][0]["cases"]
+    whole = {row["method"]: row["whole_over_first"] for row in costs["peers"]}
+    gradients = (
+        "`kvgrad` also computes gradients: its whole prefill takes "
+        f"{whole['kvgrad']:.1f} times the first reading, that of `kvzip` {whole['kvzip']:.1f}."
+        if whole
+        else ""
+    )
     return (
         f"LongEval, {result['lines']} lines, question unseen when the record was compressed: "
         f"accuracy of the packaged model on {count} {result['source']} cases, at equal bytes. "
@@ -51,7 +76,8 @@ def what(result: dict[str, Any]) -> str:
         "also keeps the 32 recent tokens. As published it keeps none of them and loses most "
         "answers at 0.1 (`kvsketch eval longeval --methods kvzip --recent 0 --queries reread "
         "--question unseen`). `@global`: heads share the budget by scores. `+int4`, `+int8`: more "
-        "slots, in 4 or 8 bits."
+        "slots, in 4 or 8 bits. `cost`: the CPU time of the second reading over that of the first, "
+        f"on this model / extrapolated to 32 layers of Llama 3 8B's shape. {gradients}"
     )
 
 
@@ -81,11 +107,12 @@ def decisions(result: dict[str, Any]) -> str:
     return table(["what is read again", *map(str, budgets)], rows)
 
 
-def longeval_reread(result: dict[str, Any]) -> str:
+def longeval_reread(result: dict[str, Any], costs: dict[str, Any]) -> str:
     names = list(dict.fromkeys(r["method"] for r in result["results"]))
     return (
         f"## A second reading: LongEval, {result['lines']} lines, question unseen\n\n"
-        f"{what(result)} With 95% intervals.\n\n{accuracies(result, names, True)}\n\n"
+        f"{what(result, costs)} With 95% intervals.\n\n"
+        f"{accuracies(result, names, True, costs)}\n\n"
         "The best method at each share, by how much of the context may be read again (for the "
         "cost see `What a second reading costs`).\n\n"
         f"{decisions(result)}\n\n"
@@ -146,7 +173,7 @@ def _peers(result: dict[str, Any]) -> str:
     )
 
 
-def readme_block(result: dict[str, Any]) -> str:
+def readme_block(result: dict[str, Any], costs: dict[str, Any]) -> str:
     have = {r["method"] for r in result["results"]}
     names = [name for name in SHOWN if name in have]
-    return f"{accuracies(result, names, False)}\n\n{what(result)}"
+    return f"{accuracies(result, names, False, costs)}\n\n{what(result, costs)}"

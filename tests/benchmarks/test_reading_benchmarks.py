@@ -85,9 +85,16 @@ def test_longeval_after_a_second_reading_at_equal_bytes(monkeypatch, tmp_path):
     assert rows["kvzip+int4/reread"]["accuracy"] == 1
     plain, fewer = rows["kvzip/reread"], rows["kvzip+int4/reread"]
     assert fewer["slots_per_token"] > 1.5 * plain["slots_per_token"]
-    section = page_reread.longeval_reread(result)
+    again = {"queries": "reread", "second_over_first": 2.25, "of_32_over_first": 1.125}
+    peers = [{"method": name, "whole_over_first": x} for name, x in (("kvzip", 3), ("kvgrad", 9))]
+    costs = {"results": [again, again], "peers": peers}
+    section = page_reread.longeval_reread(result, costs)
     assert "| kvzip+int4/reread | 1.00 (" in section
-    assert "| kvzip+int4/reread | 1.00 |" in page_reread.readme_block(result)
+    readme = page_reread.readme_block(result, costs)
+    assert "| kvzip+int4/reread | 1.00 | 2.25 / 1.12 |" in readme
+    assert "takes 9.0 times the first reading, that of `kvzip` 3.0." in readme
+    without = page_reread.readme_block(result, {"results": [], "peers": []})
+    assert "| kvzip+int4/reread | 1.00 |  |" in without
 
 
 def test_rows_outlive_another_list_of_methods(tmp_path):
