@@ -486,9 +486,9 @@ def main(
             found[part] = todo[part]()
         processors[part] = environment()["hardware"]["processor"]
         console.print(part, found[part])
-    result = {"command": "vllm_engine", "results": found, "seed": seed, **environment()}
-    result["processors"] = processors
-    save(result, out)
+        result = {"command": "vllm_engine", "results": found, "seed": seed, **environment()}
+        result["processors"] = processors
+        save(result, out)  # after every part, so that an interrupted run keeps the finished ones
     if json:
         print(dumps(result))
 
