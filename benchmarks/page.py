@@ -664,6 +664,7 @@ PAGES: dict[str, tuple[str, dict[str, Callable[[dict[str, Any]], str]]]] = {
             "longeval_unseen_400": second_reading,
             "reading": page_reread.reading,
             "ruler_unseen": page_ruler.ruler,
+            "ruler_unseen_more": page_ruler.ruler,
             "ruler_seen": page_ruler.ruler,
             "tolerance": tolerance,
             "ablation": ablation,

@@ -28,8 +28,10 @@ def ruler(result: dict[str, Any]) -> str:
         lines.append([method, f"{budget:g}", mean, *cells])
     columns = ["method", "kept", "mean", *subtasks]
     surely = next(row["ci95"][0] for row in rows if row["accuracy"] == 1)
+    shares = " and ".join(f"{share:g}" for share in result["budgets"])
     return (
-        f"## RULER, {result['length']:,} tokens, question {result['question']} at compression\n\n"
+        f"## RULER, {result['length']:,} tokens, question {result['question']} at compression, "
+        f"{shares} kept\n\n"
         f"Score on {result['count']} cases of each subtask that the packaged RULER model answers "
         f"(`--model {result['model']}`; texts between the needles: {result['source']}), by the "
         "share of the context's bytes that is kept, best first. Bytes are equal and methods are "

@@ -75,6 +75,8 @@ COMMANDS = {
     "reading": "reading --beside {results}/longeval_reread.json",
     "ruler_unseen": "ruler --count 12 --methods exact,heavy_merge@global+int4/sample,heavy_merge,"
     "kvzip/reread,kvgrad/reread,kvzip+int4/reread,snapkv",
+    "ruler_unseen_more": "ruler --count 6 --budgets 0.5,0.05 --methods exact,heavy_merge,"
+    "heavy_merge@global+int4/sample,kvzip/reread,kvzip+int4/reread,snapkv,kvgrad/reread",
     "ruler_seen": "ruler --question seen --count 6 --methods exact,heavy_merge,"
     "heavy_merge@global+int4,snapkv,snapkv@layer,chunkkv,kvzip+int4/reread",
     "model_families": "model_families",
