@@ -167,8 +167,8 @@ def _later(results: Mapping[str, Any]) -> str:
     questions = later.get("questions", QUESTIONS)
     which = "" if set(questions) == set(QUESTIONS) else f" with the question {questions[0]}"
     return (
-        f"\n\nRows of {', '.join(f'`{name}`' for name in later['methods'])}{which} are from this "
-        f"run, the others from an earlier one ({versions}, {later['hardware']['processor']}). "
+        f"\n\nRows of {', '.join(f'`{name}`' for name in later['methods'])}{which} are from later "
+        f"runs, the others from an earlier one ({versions}, {later['hardware']['processor']}). "
         "Speeds of different runs are not compared."
     )
 

@@ -131,17 +131,29 @@ def replaced(
     """An earlier run's rows with those of some methods replaced, for the questions of this run.
 
     Returns:
-        The rows, of which those of this run have ``"run": "later"``. Then the versions and hardware
-        of the earlier run.
+        The rows, of which those of this run have ``"run": "later"``. Then what is noted about the
+        rows: under "later", the methods and questions replaced by this run and by those before it,
+        and the versions and hardware of the run that measured the others.
+
+    Raises:
+        ValueError: a run before this one replaced the rows of other methods.
     """
-    questions = {row["question"] for row in rows}
+    questions = list(dict.fromkeys(row["question"] for row in rows))
+    former = before.get("later", {**before, "methods": methods, "questions": []})
+    if set(former["methods"]) != set(methods):
+        raise ValueError(f"rows of {', '.join(former['methods'])} were replaced before")
     kept = [
         row
         for row in before["results"]
         if row["method"] not in methods or row["question"] not in questions
     ]
-    said = {name: before[name] for name in ("versions", "hardware", "earlier") if name in before}
-    return [*kept, *({**row, "run": "later"} for row in rows)], said
+    later = {
+        "methods": list(methods),
+        "questions": list(dict.fromkeys([*former["questions"], *questions])),
+        **{name: former[name] for name in ("versions", "hardware")},
+    }
+    said = {name: before[name] for name in ("earlier",) if name in before}
+    return [*kept, *({**row, "run": "later"} for row in rows)], {"later": later, **said}
 
 
 def write(results: Mapping[str, Any], docs: Path, readme: Path) -> list[Path]:
@@ -218,10 +230,11 @@ def main(
         rows, more["earlier"] = with_earlier(rows, before)
     if chosen:
         before = json.loads((docs / "results" / "longeval.json").read_text(encoding="utf-8"))
-        rows, said = replaced(rows, before, chosen)
-        run = {n: said.pop(n) for n in ("versions", "hardware")}
-        more["later"] = {"methods": chosen, "questions": list(sweeps), **run}
-        more |= said
+        try:
+            rows, more = replaced(rows, before, chosen)
+        except ValueError as error:
+            typer.echo(f"error: --only {only}: {error}", err=True)
+            raise typer.Exit(2) from None
     results = report(
         "benchmarks.longeval_table",
         rows,

@@ -251,14 +251,14 @@ def test_rows_of_some_methods_are_replaced_and_the_page_says_so() -> None:
     assert len(rows) == len(before["results"])
     assert {row["accuracy"] for row in rows if row["method"] == "h2o"} == {0.75}
     assert all((row.get("run") == "later") == (row["method"] == "h2o") for row in rows)
-    noted = {"methods": ["h2o"], **{name: said[name] for name in ("versions", "hardware")}}
-    page = markdown.page({**before, "results": rows, "later": noted})
-    assert "Rows of `h2o` are from this run" in page
+    assert said["later"]["hardware"] == before["hardware"]
+    page = markdown.page({**before, "results": rows, **said})
+    assert "Rows of `h2o` are from later runs" in page
     costs = [line for line in page.splitlines() if line.startswith("| 200 | ")]
     assert all(line.endswith("| - | - |") == ("| h2o |" in line) for line in costs)
     assert "0.75 [0.50, 0.90]" in page
     some = [row for row in later if row["question"] == "seen"]
-    rows, _ = longeval_table.replaced(some, before, ["h2o"])
+    rows, said = longeval_table.replaced(some, before, ["h2o"])
     found = {(row["question"], row["accuracy"]) for row in rows if row["method"] == "h2o"}
     assert ("seen", 0.75) in found
     assert {accuracy for question, accuracy in found if question == "unseen"} == {
@@ -266,8 +266,17 @@ def test_rows_of_some_methods_are_replaced_and_the_page_says_so() -> None:
         for row in before["results"]
         if (row["method"], row["question"]) == ("h2o", "unseen")
     }
-    page = markdown.page({**before, "results": rows, "later": {**noted, "questions": ["seen"]}})
-    assert "Rows of `h2o` with the question seen are from this run" in page
+    once = {**before, "results": rows, **said}
+    once["hardware"] = {**before["hardware"], "processor": "another"}
+    assert "Rows of `h2o` with the question seen are from later runs" in markdown.page(once)
+    # After a second such run, the others are still from the first one.
+    unseen = [row for row in later if row["question"] == "unseen"]
+    rows, said = longeval_table.replaced(unseen, once, ["h2o"])
+    assert said["later"]["questions"] == ["seen", "unseen"]
+    assert said["later"]["hardware"] == before["hardware"]
+    assert {row["accuracy"] for row in rows if row["method"] == "h2o"} == {0.75}
+    with pytest.raises(ValueError, match="rows of h2o were replaced before"):
+        longeval_table.replaced(later, once, ["kcenter"])
 
 
 @pytest.mark.parametrize("arguments", [["--only", "h3o"], ["--only", "h2o", "--windows"]])
