@@ -67,7 +67,7 @@ from benchmarks.options import (
 )
 from benchmarks.peers import balancekv, goodpoints, quantized_cache, thinformer
 from benchmarks.prompts import default_models, load, prompts_for, protocol_of
-from benchmarks.results import Results, Row
+from benchmarks.results import Results, ResumeOption, Row
 from kvsketch import InputError, Observed, Slots
 from kvsketch.cache import windowed
 from kvsketch.cache.quantized_page import QuantizedPage
@@ -356,9 +356,7 @@ def main(
         int, typer.Option(help="Seeds of randomised methods, at most 3 for slow ones.")
     ] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the JSON here, and resume from it.")
-    ] = None,
+    out: ResumeOption = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the figure (.svg or .png).")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:

@@ -37,7 +37,7 @@ from torch import Tensor
 from benchmarks.figures import subplots, write
 from benchmarks.options import integers, paths, positive
 from benchmarks.prompts import default_models, load, prompts_for
-from benchmarks.results import Results
+from benchmarks.results import Results, ResumeOption
 from kvsketch import Slots
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.evaluation.runner.activations import Activations, capture
@@ -254,9 +254,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Maximum length of a record's prompt.")] = 8192,
     seeds: Annotated[int, typer.Option(help="Seeds. The paper has 10.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the JSON here, and resume from it.")
-    ] = None,
+    out: ResumeOption = None,
     plot: Annotated[Path | None, typer.Option(help="Draw figures FILE, FILE_layers.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:

@@ -52,7 +52,7 @@ from benchmarks.options import (
     positive,
 )
 from benchmarks.prompts import PROTOCOLS, Text, default_models, feed, load, prefill, texts_for
-from benchmarks.results import Results, Row
+from benchmarks.results import Results, ResumeOption, Row
 from kvsketch import SketchCache
 from kvsketch.cache.storage import MEASURED
 from kvsketch.evaluation.report.report import dumps
@@ -181,9 +181,7 @@ def main(
     files: Annotated[str, typer.Option(help="Comma-separated text files.")] = "",
     seeds: Annotated[int, typer.Option(help="Seeds of randomised methods.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the texts.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the JSON here, and resume from it.")
-    ] = None,
+    out: ResumeOption = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
     """Example: python -m benchmarks.kl --methods uniform,heavy_merge@even --texts 2 --json"""

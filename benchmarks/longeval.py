@@ -49,7 +49,7 @@ from benchmarks.prompts import (
     prefill,
     question_apart,
 )
-from benchmarks.results import Results, Row
+from benchmarks.results import Results, ResumeOption, Row
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.evaluation.runner.allocation import Curves
 from kvsketch.evaluation.runner.intervals import wilson_interval
@@ -194,9 +194,7 @@ def main(
     methods_: Annotated[str, typer.Option("--methods", help=f"exact; {METHODS_HELP}")] = METHODS,
     question: Annotated[str, typer.Option(help=QUESTION_HELP)] = "unseen",
     seed: int = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the JSON here, and resume from it.")
-    ] = None,
+    out: ResumeOption = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
     """Example: python -m benchmarks.longeval --count 10 --methods exact,snapkv --json"""

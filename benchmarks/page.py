@@ -491,9 +491,8 @@ def longeval(result: dict[str, Any]) -> str:
         rows.append([name, *cells])
     count = result["results"][0]["cases"]
     how = (
-        "The question is read with the record, before compression. The model finds the line while "
-        "it repeats the line's name in its answer, so that the question's queries alone do not "
-        "show what is needed."
+        "The question is read with the record, before compression. Compare with the table above "
+        "for what a method gains from it on this model."
     )
     also = ""
     if result["question"] == "unseen":

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from benchmarks.page import save
 from kvsketch.evaluation.report.report import environment
 
 Row = dict[str, Any]
+#: The option ``--out`` of benchmarks that resume.
+ResumeOption = Annotated[Path | None, typer.Option(help="Write the JSON here, and resume from it.")]
 
 
 class Results:

@@ -26,7 +26,7 @@ from benchmarks.longeval import QUESTION_HELP, as_read, measure_shares, protocol
 from benchmarks.options import METHODS_HELP, among, fractions, methods, positive
 from benchmarks.page_ruler import averages
 from benchmarks.prompts import Asked, load
-from benchmarks.results import Results, Row
+from benchmarks.results import Results, ResumeOption, Row
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.evaluation.tasks.ruler import SUBTASKS, Ruler
 
@@ -67,9 +67,7 @@ def main(
     model: Annotated[str, typer.Option(help="Folder, hub id, or a packaged model.")] = MODEL,
     question: Annotated[str, typer.Option(help=QUESTION_HELP)] = "unseen",
     seed: int = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the JSON here, and resume from it.")
-    ] = None,
+    out: ResumeOption = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
     """Example: python -m benchmarks.ruler --count 2 --methods exact,snapkv --json"""

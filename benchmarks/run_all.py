@@ -82,8 +82,10 @@ COMMANDS = {
     "model_families": "model_families",
     "vllm": "vllm_engine",
 }
-#: Benchmarks that write their result and page themselves, and the writers of the other pages.
-PAGES = ("longeval_table", "inspect_page", "page", "page_documents", "page_papers")
+#: Benchmarks that write their result and their page in docs themselves, by the name of the result.
+WITH_PAGE = {"longeval": "longeval_table", "inspect": "inspect_page"}
+#: The writers of the other pages.
+PAGES = ("page", "page_documents", "page_papers")
 
 
 def command(name: str, folder: Path) -> list[str]:
@@ -124,7 +126,12 @@ def main(
         if show or again or not finished(folder / f"{name}.json")
     ]
     if into is None and not only:
-        todo += [["-m", f"benchmarks.{module}"] for module in PAGES]
+        missing = [
+            module
+            for name, module in WITH_PAGE.items()
+            if show or again or not finished(RESULTS / f"{name}.json")
+        ]
+        todo += [["-m", f"benchmarks.{module}"] for module in (*missing, *PAGES)]
     if show:
         for arguments in todo:
             print(shlex.join(["python", *arguments]))

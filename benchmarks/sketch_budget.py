@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, StoppingCriteria
 
 from benchmarks.figures import subplots, write
-from benchmarks.results import Results
+from benchmarks.results import Results, ResumeOption
 from kvsketch import SketchCache, Slots, attend
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
@@ -234,7 +234,7 @@ def main(
     prompts: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "512,1024,2048,4096",
     new: Annotated[int, typer.Option(help="Decoded tokens.")] = 500,
     seed: int = 0,
-    out: Annotated[Path | None, typer.Option(help="Write the JSON here, and resume.")] = None,
+    out: ResumeOption = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the figure (.svg or .png).")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
