@@ -37,8 +37,7 @@ def block(result: dict[str, Any]) -> str:
         f"`heavy_merge` gives its offline ones in {answers['served_equal_to_offline']}, and those "
         f"of `SketchCache` (streaming prefill) in {answers['equal_to_transformers']}. Right "
         f"answers: vLLM {right['stock']}, `heavy_merge` {right['heavy_merge']}, in transformers "
-        f"{right['heavy_merge in transformers']}. In transformers the last part of a prompt is "
-        "compressed too, and decoding compresses at other times, so that scores differ.",
+        f"{right['heavy_merge in transformers']}. {_differing(answers)}",
         *of_sizes(found["sizes"]),
         of_documents(found["documents"]),
         f"Prompts in chunks of {cut} tokens: {chunks['equal']} of {chunks['requests']} answers are "
@@ -64,6 +63,20 @@ def block(result: dict[str, Any]) -> str:
         made_with(result),
     ]
     return "\n\n".join(lines)
+
+
+def _differing(answers: dict[str, Any]) -> str:
+    """Why some answers are not those of ``SketchCache``."""
+    tokens = [one["tokens"] for one in answers["differing"]]
+    if not tokens:
+        return ""
+    each = " and ".join(f"{number:,}" for number in tokens)
+    return (
+        f"The prompts that are answered differently have {each} tokens. In transformers the end of "
+        "a prompt is compressed, too, if it fills the buffer of 2.5% of the budget; in vLLM a page "
+        "is compressed when its buffer of 256 slots is full, which may be while the answer is "
+        "decoded."
+    )
 
 
 def _processors(of_parts: dict[str, str]) -> str:

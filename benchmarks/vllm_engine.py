@@ -200,8 +200,14 @@ def answers(count: int, budget: int = 1536) -> Job:
     offline = run([{"prompt": p, "max_tokens": 12} for p in prompts], ours, max_num_seqs=16)
     theirs = transformers_answers(prompts, budget)
     differing = [
-        {"case": i, "vllm": a, "transformers": b, "expected": rows[i]["expected_number"]}
-        for i, (a, b) in enumerate(zip(texts["heavy_merge"], theirs, strict=True))
+        {
+            "case": i,
+            "tokens": tokens,
+            "vllm": a,
+            "transformers": b,
+            "expected": rows[i]["expected_number"],
+        }
+        for i, (a, (b, tokens)) in enumerate(zip(texts["heavy_merge"], theirs, strict=True))
         if a.strip() != b.strip()
     ]
 
@@ -218,7 +224,7 @@ def answers(count: int, budget: int = 1536) -> Job:
         ),
         "right": {
             **{name: right(rows, texts[name]) for name in ("stock", "heavy_merge")},
-            "heavy_merge in transformers": right(rows, theirs),
+            "heavy_merge in transformers": right(rows, [text for text, _ in theirs]),
         },
         "equal_to_transformers": len(rows) - len(differing),
         "differing": differing,
@@ -308,8 +314,9 @@ def documents(count: int, questions: int = 4) -> Job:
     return found
 
 
-def transformers_answers(prompts: list[str], budget: int) -> list[str]:
-    """The answers of ``SketchCache`` in transformers, with chunks as long as a page's buffer."""
+def transformers_answers(prompts: list[str], budget: int) -> list[tuple[str, int]]:
+    """The answers of ``SketchCache`` in transformers, with chunks as long as a page's buffer, and
+    the number of tokens of each prompt."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from kvsketch import SketchCache
@@ -335,7 +342,8 @@ def transformers_answers(prompts: list[str], budget: int) -> list[str]:
             do_sample=False,
             prefill_chunk_size=min(256, budget // 4),
         )
-        found.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+        text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        found.append((text, ids.shape[1]))
     return found
 
 

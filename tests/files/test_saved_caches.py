@@ -88,7 +88,10 @@ def same_after_loading(model: Any, cache: SketchCache, folder: Path) -> SketchCa
     for one, two, three in zip(kept, again, forked, strict=True):
         assert torch.equal(one, two)
         assert torch.equal(one, three)
-    assert cache.summary()["layers"] == loaded.summary()["layers"]
+    for one, two in zip(cache.summary()["layers"], loaded.summary()["layers"], strict=True):
+        # A file does not store all empty slots, which count as bytes.
+        assert two["kv_bytes"] <= one["kv_bytes"]
+        assert {**one, "kv_bytes": 0} == {**two, "kv_bytes": 0}
     return first
 
 

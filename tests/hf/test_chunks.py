@@ -76,3 +76,19 @@ def test_numbers_of_numpy_are_numbers(model):
         assert torch.equal(answer(model, 60, cache, new=4), answer(model, 60, same, new=4))
         assert cache.summary() == same.summary()
         assert type(cache.summary()["budget"]) is type(plain)
+
+
+@pytest.mark.parametrize("prefill", ["streaming", "exact"])
+@pytest.mark.parametrize(("chunk", "held"), [(3, 23), (4, 20), (9, 20)])
+def test_a_later_chunk_is_compressed_if_it_fills_the_buffer(model, prefill, chunk, held):
+    """After the first compression, a chunk that does not fill the buffer of 4 slots is kept as it
+    is, as decoded tokens are; a longer one is compressed to the budget."""
+    cache = SketchCache(model.config, prefill=prefill, **SETTINGS, buffer=4, method="snapkv")
+    with torch.no_grad():
+        model(ids(48), past_key_values=cache)
+        model(ids(chunk), past_key_values=cache)
+        assert [layer["slots"] for layer in cache.summary()["layers"]] == [held, held]
+        model(ids(1), past_key_values=cache)
+    # The buffer of 4 slots is full: compressed to three buffers below the budget.
+    after = 20 - 3 * 4 if chunk == 3 else held + 1
+    assert [layer["slots"] for layer in cache.summary()["layers"]] == [after, after]

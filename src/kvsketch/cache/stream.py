@@ -41,7 +41,8 @@ class Stream:
     Args:
         method: a method with its sink and recent window.
         budget: how many slots may be kept, of all heads or head by head; None: not known yet.
-        buffer: number of slots by which decoding may exceed the budget, >= 1. Decoding compresses
+        buffer: number of slots by which tokens after the first compression may exceed the budget,
+            >= 1. A chunk of a prompt is then compressed to the budget. Decoding compresses
             to 3 times as much below it (once as much below it in fewer than 16 bits and with a
             sketch), so that it compresses every ``4 * buffer`` tokens (``2 * buffer``). Default:
             1/40 of the average head's budget, at least 1, at most 64, so that all pages, scores
@@ -175,7 +176,8 @@ class Stream:
 
         Args:
             observed: their queries.
-            prefill: compress to the budget now (otherwise only when the buffer is full).
+            prefill: the tokens are a chunk of a prompt: the first compression is now if they
+                exceed the budget, and every compression is to the budget.
             hold: do not compress yet (more of the prompt will follow).
 
         Returns:
@@ -214,10 +216,8 @@ class Stream:
         if self.budget is None:
             return False
         page = self.page
-        if not isinstance(page, Tokens):
-            full = not self.one_shot and page.appended >= self._limit
-            if full or not prefill:
-                return full
+        if not isinstance(page, Tokens) and not self.one_shot:
+            return page.appended >= self._limit
         return self.pace.due(self.budget, self.seen, self.held, prefill)
 
     def spend(

@@ -54,13 +54,14 @@ class SketchCache(Cache):  # type: ignore[misc]
             fraction is too small for them (a short prompt), the recent window shrinks first.
         sink: number of first tokens that are kept unchanged.
         recent: number of last tokens that are kept unchanged.
-        buffer: slots by which decoding may exceed the budget before the cache is compressed to
-            below the budget; default 2.5% of the budget.
+        buffer: slots by which tokens after the first compression may exceed the budget before the
+            cache is compressed again: by decoding to below the budget, by a chunk of a prompt to
+            the budget. Default: 2.5% of the budget.
         prefill: "exact": every token of the prompt attends to all earlier ones. Each layer is
             compressed as soon as its attention is computed, so that only one layer's full cache
             exists at a time (for budgets that are measured on this prompt, see ``allocation``).
             "streaming": with ``generate(prefill_chunk_size=...)`` every chunk attends to slots and
-            to itself, and the cache never holds more than budget + chunk.
+            to itself, and the cache never holds more than budget + buffer + chunk.
         prompt_length: "exact" with ``prefill_chunk_size``: tokens of the first prompt, so that
             compression waits for its last chunk (a cache cannot see how many chunks follow).
             Without it, chunks after the first attend to compressed ones, as in "streaming". A
