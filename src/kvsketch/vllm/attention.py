@@ -60,13 +60,12 @@ class PageImpl(AttentionImpl[PageMetadata]):
             return super().__new__(cls)
         if not current_platform.is_cpu():
             raise UnsupportedError(
-                "kvsketch does not serve layers with a sliding window on this device: unset "
-                "KVSKETCH_METHOD and KVSKETCH_BUDGET for this model"
+                "kvsketch does not serve layers with a sliding window, and vLLM's own backends do: "
+                "replace --attention-backend CUSTOM by --attention-config "
+                '\'{"backend_per_kind": {"full_attention": "CUSTOM"}}\''
             )
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-        PageBackend.begin(get_current_vllm_config())
-        PageBackend.hybrid = True
         given = (num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window)
         return CPUAttentionBackendImpl(*given, *args, **kwargs)
 
@@ -110,6 +109,7 @@ class PageImpl(AttentionImpl[PageMetadata]):
         backends for cache specs without naming the layer; here all layers exist, and none was asked
         yet."""
         settings, config = PageBackend.settings, self.config
+        parallel = config.parallel_config
         assert settings is not None
         if settings.allocation is None:
             return
@@ -119,9 +119,11 @@ class PageImpl(AttentionImpl[PageMetadata]):
             return
         heads = int(config.model_config.get_total_num_kv_heads())
         model = model_shape(config.model_config.hf_config)
-        sizes = settings.sizes(PageBackend.context, len(ours), heads, model)
-        ranks = config.parallel_config.tensor_parallel_size
-        for module, layer in zip(ours, sizes, strict=True):
+        ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        layers = len(ours) if stages == 1 else config.model_config.get_total_num_hidden_layers()
+        sizes = settings.sizes(PageBackend.context, layers, heads, model)
+        for module in ours:
+            layer = sizes[module.impl.number]
             mine = tuple(_of_rank(layer, rank, ranks) for rank in range(ranks))
             module.attn_backend = type("PageBackend", (PageBackend,), {"sizes": mine})
             impl = module.impl

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
 
@@ -34,10 +33,9 @@ class PageBackend(AttentionBackend):
     settings: ClassVar[Settings | None] = None
     context: ClassVar[int] = 0
     groups: ClassVar[dict[tuple[int, int], int]] = {}
-    #: how many layers of full attention there are
+    #: the number of the next layer of full attention; a later stage of pipeline parallelism starts
+    #: where the one before it ends
     layers: ClassVar[int] = 0
-    #: whether there are layers with a sliding window
-    hybrid: ClassVar[bool] = False
     #: of one layer: slots of its KV heads in the middle on every rank; None: the same for all
     sizes: ClassVar[tuple[tuple[int, ...], ...] | None] = None
     #: bytes of the largest page if layers differ
@@ -57,8 +55,9 @@ class PageBackend(AttentionBackend):
         assert settings is not None
         PageBackend.config, PageBackend.settings = config, settings
         PageBackend.context = int(config.model_config.max_model_len)
-        PageBackend.groups, PageBackend.hybrid = {}, False
-        PageBackend.layers = PageBackend.largest = 0
+        PageBackend.groups, PageBackend.largest = {}, 0
+        first, _ = config.model_config.get_layers_start_end_indices(config.parallel_config)
+        PageBackend.layers = first
         check_settings(config, settings)
 
     @staticmethod
@@ -87,7 +86,7 @@ class PageBackend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        return bool(current_platform.is_cpu())
+        return True  # or ``PageImpl`` says what to do
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
@@ -107,7 +106,8 @@ class PageBackend(AttentionBackend):
         group = cls.groups[spec.num_kv_heads, spec.head_size]
         shape = spec.num_kv_heads, group, spec.head_size, spec.dtype
         size, blocks = cls.bytes(*shape), 1
-        if PageBackend.hybrid:  # all groups of layers have blocks of one size: those of tokens
+        hybrid = _has_sliding_windows(PageBackend.config)
+        if hybrid:  # all groups of layers have blocks of one size: those of tokens
             blocks = -(-max(size, PageBackend.largest) // spec.page_size_bytes)
             size = spec.page_size_bytes
         return PageSpec(
@@ -121,8 +121,7 @@ class PageBackend(AttentionBackend):
             dcp_sharded=False,
             layout=cls.layout(*shape),
             blocks=blocks,
-            prefixes=PageBackend.config.cache_config.enable_prefix_caching
-            and not PageBackend.hybrid,
+            prefixes=PageBackend.config.cache_config.enable_prefix_caching and not hybrid,
         )
 
     @classmethod
@@ -146,3 +145,9 @@ class PageBackend(AttentionBackend):
         """Bytes of a page of this layer on the rank where it is largest: all ranks need as many."""
         ranks = range(len(cls.sizes or (None,)))
         return max(cls.layout(kv_heads, group, head_size, dtype, rank).bytes for rank in ranks)
+
+
+def _has_sliding_windows(config: Any) -> bool:
+    """Whether any layer of the model has a sliding window. All layers must exist already."""
+    modules = config.compilation_config.static_forward_context.values()
+    return any(getattr(module, "sliding_window", None) is not None for module in modules)

@@ -32,9 +32,9 @@ def check_engine(config: Any) -> None:
             "context parallelism",
             "--decode-context-parallel-size",
         ),
-        (  # untested: on a CPU, vLLM's own backend fails with two stages
-            parallel.pipeline_parallel_size > 1,
-            "pipeline parallelism",
+        (  # untested: on a CPU, vLLM's own backend fails there with two stages
+            parallel.pipeline_parallel_size > 1 and not config.use_v2_model_runner,
+            "pipeline parallelism without vLLM's model runner V2",
             "--pipeline-parallel-size",
         ),
         (

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
@@ -81,7 +81,8 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         if self._rhythm is None:
             self._rhythm = settings.rhythm(PageBackend.context)
         rhythm = self._rhythm
-        if get_tensor_model_parallel_rank() == 0:  # all ranks see the same
+        if get_tensor_model_parallel_rank() == 0 and get_pp_group().is_first_rank:
+            # All ranks see the same.
             slots = rhythm.all_held(seen + new).sum()
             metrics.add(tokens=float(new.sum()), slots=float(slots))
         # Pages of several blocks are gathered in every layer, in the order of the requests.

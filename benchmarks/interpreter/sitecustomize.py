@@ -1,0 +1,43 @@
+"""vLLM on a CPU with what it uses on CUDA, for the processes that have this folder in PYTHONPATH.
+
+They use the model runner V2, which needs Triton, and Triton's interpreter. With
+``INTERPRETED_PAGES=1``, the Triton kernels of kvsketch read the pages, and backends of attention are
+selected by the engine's configuration (``--attention-config``), as on CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import triton.backends  # noqa: E402
+
+
+class _Driver:
+    """vLLM asks whether there is a driver for this processor. The interpreter needs none."""
+
+    @staticmethod
+    def is_active() -> bool:
+        return False
+
+
+triton.backends.backends["cpu"] = type("Backend", (), {"driver": _Driver})
+
+if os.environ.get("INTERPRETED_PAGES") == "1":
+    import torch
+    from vllm.platforms.cpu import CpuPlatform
+
+    from kvsketch.kernels import triton_support
+
+    triton_support.DEVICES.add("cpu")
+    _default = CpuPlatform.get_attn_backend_cls
+
+    def _selected(cls: type, selected_backend: Any, *args: Any, **kwargs: Any) -> Any:
+        if selected_backend is None:
+            return _default(selected_backend, *args, **kwargs)
+        return selected_backend.get_path()
+
+    CpuPlatform.get_attn_backend_cls = classmethod(_selected)
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # vLLM's Triton kernels ask for it
