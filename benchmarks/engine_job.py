@@ -33,7 +33,7 @@ class Engine:
         from vllm import LLM
 
         self.preempt = 0  # A request is preempted every so many steps. 0: never.
-        self.llm = LLM(enforce_eager=True, **arguments)
+        self.llm = LLM(**{"enforce_eager": True, **arguments})
         self.engine = self.llm.llm_engine
         core = self.engine.engine_core.engine_core
         self.scheduler = core.scheduler

@@ -53,6 +53,7 @@ def block(result: dict[str, Any]) -> str:
         f"takes {page} bytes for contexts of at most {contexts} tokens.",
         f"Two ranks of tensor parallelism give the same answers as one rank in {ranks['equal']} "
         f"of {ranks['requests']} requests.",
+        *_as_on_cuda(found.get("runner")),
         "Decoded tokens per second over those of vLLM's own CPU backend, 8 requests at once, "
         "budget 1,024, compressions included:",
         table(["tokens", "ours over vLLM's", "each pair"], rows),
@@ -63,6 +64,19 @@ def block(result: dict[str, Any]) -> str:
         made_with(result),
     ]
     return "\n\n".join(lines)
+
+
+def _as_on_cuda(found: dict[str, Any] | None) -> list[str]:
+    """Whether what vLLM uses on CUDA gives the same answers."""
+    if found is None:
+        return []
+    return [
+        f"With what vLLM uses on CUDA, in Triton's interpreter, {found['requests']} requests are "
+        f"answered as by vLLM's first model runner: {found['equal']} with the model runner V2, "
+        f"{found['equal_in_two_stages']} with two stages of pipeline parallelism, and "
+        f"{found['equal_by_triton']} of {found['requests']} shorter ones with pages that are read "
+        "by our Triton kernels."
+    ]
 
 
 def _differing(answers: dict[str, Any]) -> str:

@@ -22,6 +22,9 @@ concurrency  Requests of 12,000 tokens in the same memory: how many run at once.
 throughput   Decoded tokens per second with 8 requests of 12,000 and of 1,000 tokens. Runs of both
              backends alternate, and the median of the paired ratios is reported.
 parallel     Answers of two ranks of tensor parallelism equal to those of one.
+runner       Answers equal to those of vLLM's first model runner with what vLLM uses on CUDA, in
+             Triton's interpreter (``benchmarks/interpreter``): the model runner V2, two stages of
+             pipeline parallelism, and pages that are read by our Triton kernels.
 """
 
 from __future__ import annotations
@@ -68,10 +71,19 @@ PARTS = (
     "concurrency",
     "throughput",
     "parallel",
+    "runner",
 )
 OURS = {"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "1536"}
 SMALL = {"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "1024"}
 Job = dict[str, Any]
+
+
+def as_on_cuda(pages: bool = False) -> dict[str, str]:
+    """Variables for ``run``: vLLM's model runner V2, in Triton's interpreter; with ``pages``, our
+    Triton kernels, too."""
+    path = [str(ROOT / "benchmarks" / "interpreter"), *os.environ.get("PYTHONPATH", "").split(":")]
+    found = {"PYTHONPATH": ":".join(filter(None, path))}
+    return {**found, "INTERPRETED_PAGES": "1"} if pages else found
 
 
 def run(
@@ -451,6 +463,34 @@ def parallel(count: int) -> Job:
     return {"requests": count, "ranks": 2, "equal": same(one, two)}
 
 
+def runner(count: int, seed: int) -> Job:
+    """The part runner: the same requests with both of vLLM's model runners."""
+    _, rows = cases(200, count, 0)
+    asked = [{"prompt": row["prompt"], "max_tokens": 12} for row in rows]
+    first = run(asked, OURS, max_num_seqs=16)
+    second = run(asked, {**OURS, **as_on_cuda()}, max_num_seqs=16)
+    stages = {**OURS, **as_on_cuda(), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    staged = run(asked, stages, max_num_seqs=16, pipeline_parallel_size=2)
+    numbers = random.Random(seed)
+    short = [
+        {
+            "prompt": [numbers.randrange(3, 2000) for _ in range(numbers.randrange(100, 800))],
+            "max_tokens": 8,
+            "ignore_eos": True,
+        }
+        for _ in range(count)
+    ]
+    few = {**OURS, "KVSKETCH_BUDGET": "256"}
+    plain = run(short, few, max_num_seqs=16)
+    kernels = run(short, {**few, **as_on_cuda(pages=True)}, max_num_seqs=16)
+    return {
+        "requests": count,
+        "equal": same(first, second),
+        "equal_in_two_stages": same(first, staged),
+        "equal_by_triton": same(plain, kernels),
+    }
+
+
 def main(
     parts: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(PARTS)}.")] = ",".join(
         PARTS
@@ -488,6 +528,7 @@ def main(
         "concurrency": lambda: concurrency(seed),
         "throughput": lambda: throughput(rounds, seed),
         "parallel": lambda: parallel(small),
+        "runner": lambda: runner(small, seed),
     }
     for part in chosen:
         with console.status(part):

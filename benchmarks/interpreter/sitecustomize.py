@@ -1,8 +1,8 @@
 """vLLM on a CPU with what it uses on CUDA, for the processes that have this folder in PYTHONPATH.
 
 They use the model runner V2, which needs Triton, and Triton's interpreter. With
-``INTERPRETED_PAGES=1``, the Triton kernels of kvsketch read the pages, and backends of attention are
-selected by the engine's configuration (``--attention-config``), as on CUDA.
+``INTERPRETED_PAGES=1``, the Triton kernels of kvsketch read the pages, and the engine's
+configuration (``--attention-config``) selects the backends of attention, as on CUDA.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import triton.backends  # noqa: E402
+import triton.backends
 
 
 class _Driver:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import random
 import re
 import subprocess
 import sys
@@ -11,20 +10,15 @@ import time
 import urllib.request
 
 import pytest
+from jobs import about_documents, asked, drawn, right
 
 from benchmarks import vllm_engine as engine
 from benchmarks.longeval import cases
-from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM has an environment of its own"
 )
 HEAVY = engine.OURS
-
-
-def asked(count: int, tokens: int = 12) -> list[dict]:
-    _, rows = cases(200, count, 0)
-    return [{"prompt": row["prompt"], "max_tokens": tokens} for row in rows]
 
 
 def test_answers_with_the_exact_page_are_vllms_own():
@@ -64,10 +58,6 @@ def test_two_ranks_answer_as_one():
     assert found["equal"] == 4
 
 
-def right(found: dict, count: int) -> int:
-    return engine.right(cases(200, count, 0)[1], [answer["text"] for answer in found["answers"]])
-
-
 @pytest.mark.parametrize("bits", ["8", "4"])
 def test_slots_in_few_bits(bits):
     variables = {**HEAVY, "KVSKETCH_BITS": bits}
@@ -78,12 +68,6 @@ def test_slots_in_few_bits(bits):
     sixteen = engine.run([], HEAVY)  # 32 bits here, this model's dtype
     assert together["page_bytes"] < sixteen["page_bytes"] * (0.5 if bits == "8" else 0.4)
     assert together["metrics"]["error"] > 0
-
-
-@pytest.fixture(scope="module")
-def curves(tmp_path_factory):
-    """Curves of the packaged model, measured on other prompts than the tests'."""
-    return engine.curves(tmp_path_factory.mktemp("curves"))
 
 
 def test_budgets_by_curves_and_two_ranks_of_them(curves):
@@ -102,38 +86,6 @@ def test_budgets_by_curves_and_two_ranks_of_them(curves):
     assert engine.same(one, two) == 6
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory):
-    """A small random model with sliding windows in four of its six layers."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig
-
-    config = Gemma3TextConfig(
-        vocab_size=2100,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        sliding_window=128,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        max_position_embeddings=8192,
-        query_pre_attn_scalar=32,
-    )
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("hybrid")
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(resolve_model(PACKAGED)).save_pretrained(folder)
-    return str(folder)
-
-
-def drawn(sizes: tuple[int, ...]) -> list[dict]:
-    numbers = random.Random(0)
-    prompts = [[numbers.randrange(3, 2000) for _ in range(size)] for size in sizes]
-    return [{"prompt": prompt, "max_tokens": 16, "ignore_eos": True} for prompt in prompts]
-
-
 def test_layers_with_a_sliding_window_keep_their_own_small_blocks(hybrid):
     requests, given = drawn((50, 700, 1500, 200)), {"model": hybrid, "max_model_len": 4096}
     stock = engine.run(requests, {}, **given)
@@ -148,22 +100,6 @@ def test_layers_with_a_sliding_window_keep_their_own_small_blocks(hybrid):
         assert engine.same(together, alone) == 4
         assert together["free_before"] == together["free_after"]
         assert together["concurrency"] > stock["concurrency"]
-
-
-def about_documents(count: int) -> list[dict]:
-    """Requests with a document alone, then with questions about it, some of which are about a
-    shortened document."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(PACKAGED))
-    found = []
-    for row in cases(200, count, 0)[1]:
-        prompt = tokenizer(row["prompt"]).input_ids
-        document, question = prompt[:-60], prompt[-60:]
-        found.append({"prompt": document, "max_tokens": 1})
-        for cut in (0, 5, 9):
-            found.append({"prompt": document[: len(document) - cut] + question, "max_tokens": 12})
-    return found
 
 
 @pytest.mark.parametrize("bits", ["16", "4"])

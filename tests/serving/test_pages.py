@@ -60,6 +60,15 @@ def test_slices_are_the_pages(pages):
     assert len(one.runs) <= 1 + int((np.diff(steps) != 0).sum())
 
 
+@given(pages=st.lists(st.integers(0, 4), min_size=2, max_size=8))
+def test_made_up_requests_may_share_a_page(pages):
+    """vLLM warms up with requests that all have the null block. Nobody reads their outputs."""
+    starts, seen = np.arange(len(pages) + 1), np.full(len(pages), 30, dtype=np.int64)
+    (one,) = rounds(starts, seen, np.array(pages), Rhythm(24, 4), 1, CPU)
+    numbers = [n for run in one.runs for n in range(run.start, run.stop, run.step)]
+    assert numbers == sorted(pages)
+
+
 def test_a_page_that_is_freed_and_claimed_again_starts_anew():
     """After a preemption a page serves another request from its first token; what the first request
     left in it has no effect."""

@@ -200,12 +200,13 @@ def rounds(
 
 
 def _runs(pages: list[int]) -> list[slice]:
-    """Ascending numbers as slices, each as long as the steps between them stay the same."""
+    """Ascending numbers as slices, each as long as the steps between them stay the same. Equal
+    numbers, as of the requests that vLLM makes up to warm up, are slices of their own."""
     found: list[slice] = []
     start, end = 0, len(pages)
     while start < end:
         stop, step = start + 1, 1
-        if stop < end:
+        if stop < end and pages[stop] > pages[start]:
             step = pages[stop] - pages[start]
             while stop < end and pages[stop] - pages[stop - 1] == step:
                 stop += 1

@@ -33,6 +33,7 @@ def register() -> None:
             f"kvsketch {_ours()} serves with vLLM {VERSION}, this is {vllm.__version__}: install "
             f"vllm=={VERSION}.* or unset KVSKETCH_METHOD and KVSKETCH_BUDGET"
         )
+    from vllm.logger import init_logger
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -40,11 +41,17 @@ def register() -> None:
 
     spec.register()
     register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
-    if current_platform.is_cpu():  # which does not ask for --attention-backend
-        register_backend(AttentionBackendEnum.CPU_ATTN, _BACKEND)
     from . import metrics
 
-    metrics.show()
+    first = metrics.show()
+    if current_platform.is_cpu():  # which does not ask for --attention-backend
+        register_backend(AttentionBackendEnum.CPU_ATTN, _BACKEND)
+    elif first:  # nothing here learns whether vLLM's configuration selects the backend
+        init_logger("vllm.kvsketch").warning(
+            "kvsketch is used only with --attention-config "
+            '\'{"backend_per_kind": {"full_attention": "CUSTOM"}}\' or, if no layer has a sliding '
+            "window, with --attention-backend CUSTOM."
+        )
 
 
 def _ours() -> str:

@@ -68,15 +68,17 @@ class Collector:
             yield family(f"kvsketch:{name}", NAMES[name], value=value)
 
 
-def show() -> None:
-    """Register the collector in the first process; its child processes write."""
+def show() -> bool:
+    """Register the collector in the first process; its child processes write. Returns whether this
+    is the first one."""
     if _FOLDER in os.environ:
-        return
+        return False
     from prometheus_client import REGISTRY
 
     os.environ[_FOLDER] = folder = tempfile.mkdtemp(prefix="kvsketch_")
     atexit.register(_clean, folder, os.getpid())
     REGISTRY.register(Collector())
+    return True
 
 
 def _clean(folder: str, owner: int) -> None:

@@ -1,0 +1,43 @@
+"""Requests of the tests in this folder."""
+
+from __future__ import annotations
+
+import random
+
+from benchmarks import vllm_engine as engine
+from benchmarks.longeval import cases
+from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+
+
+def asked(count: int, tokens: int = 12) -> list[dict]:
+    """LongEval questions of about 2,050 tokens."""
+    _, rows = cases(200, count, 0)
+    return [{"prompt": row["prompt"], "max_tokens": tokens} for row in rows]
+
+
+def right(found: dict, count: int) -> int:
+    """How many of their answers are right."""
+    return engine.right(cases(200, count, 0)[1], [answer["text"] for answer in found["answers"]])
+
+
+def drawn(sizes: tuple[int, ...], tokens: int = 16) -> list[dict]:
+    """Random prompts of these sizes."""
+    numbers = random.Random(0)
+    prompts = [[numbers.randrange(3, 2000) for _ in range(size)] for size in sizes]
+    return [{"prompt": prompt, "max_tokens": tokens, "ignore_eos": True} for prompt in prompts]
+
+
+def about_documents(count: int) -> list[dict]:
+    """Requests with a document alone, then with questions about it, some of which are about a
+    shortened document."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(PACKAGED))
+    found = []
+    for row in cases(200, count, 0)[1]:
+        prompt = tokenizer(row["prompt"]).input_ids
+        document, question = prompt[:-60], prompt[-60:]
+        found.append({"prompt": document, "max_tokens": 1})
+        for cut in (0, 5, 9):
+            found.append({"prompt": document[: len(document) - cut] + question, "max_tokens": 12})
+    return found

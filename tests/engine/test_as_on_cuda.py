@@ -1,0 +1,121 @@
+"""Our pages with what vLLM uses on CUDA: its model runner V2, and Triton kernels, here in Triton's
+interpreter (``benchmarks/interpreter``)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+from jobs import about_documents, asked, drawn
+
+from benchmarks import vllm_engine as engine
+from kvsketch.errors import UnsupportedError
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM has an environment of its own"
+)
+RUNNER = engine.as_on_cuda()
+KERNELS = engine.as_on_cuda(pages=True)
+TWO = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+FEW = {**engine.OURS, "KVSKETCH_BUDGET": "128"}
+
+
+def test_both_runners_give_the_same_answers_to_a_crowd_with_preemptions():
+    """The second one with the model compiled and scheduled ahead, as vLLM does by default."""
+    given = {"enforce_eager": False, "async_scheduling": True}
+    crowd = {"preempt": 5, "num_gpu_blocks_override": 6, "max_num_seqs": 8}
+    first = engine.run(asked(6), engine.SMALL, max_num_seqs=8)
+    second = engine.run(asked(6), {**engine.SMALL, **RUNNER}, **given, **crowd)
+    assert engine.same(first, second) == 6
+    assert second["preemptions"] > 0
+    assert second["free_before"] == second["free_after"]
+    assert second["spec"] == "PageSpec"
+
+
+def test_the_second_runner_starts_from_the_page_of_a_document():
+    requests = about_documents(2)
+    off = engine.run(requests, engine.OURS, together=False, enable_prefix_caching=False)
+    on = engine.run(requests, {**engine.OURS, **RUNNER}, together=False)
+    assert engine.same(off, on) == len(requests)
+    assert on["reused_tokens"] > 6 * 0.9 * len(requests[0]["prompt"])
+
+
+def test_two_ranks_of_the_second_runner_answer_as_one():
+    one = engine.run(asked(3), engine.OURS, max_num_seqs=8)
+    two = engine.run(
+        asked(3), {**engine.OURS, **RUNNER, **TWO}, max_num_seqs=8, tensor_parallel_size=2
+    )
+    assert engine.same(one, two) == 3
+
+
+@pytest.mark.parametrize("kind", ["curves", "balancekv"])
+def test_two_stages_answer_as_one(kind, curves):
+    """A stage knows the numbers of its layers: budgets by curves and the seeds of methods that draw
+    random numbers are those of one stage."""
+    variables = {
+        "curves": {**engine.SMALL, "KVSKETCH_ALLOCATION": curves, "KVSKETCH_BITS": "8"},
+        "balancekv": {"KVSKETCH_METHOD": "balancekv", "KVSKETCH_BUDGET": "1024"},
+    }[kind]
+    one = engine.run(asked(3), variables, max_num_seqs=8)
+    two = engine.run(
+        asked(3), {**variables, **RUNNER, **TWO}, max_num_seqs=8, pipeline_parallel_size=2
+    )
+    assert engine.same(one, two) == 3
+    for name in ("tokens", "compressions"):
+        assert one["metrics"][name] == two["metrics"][name]
+    assert one["metrics"]["error"] == pytest.approx(two["metrics"]["error"], rel=1e-3)
+
+
+@pytest.mark.parametrize("bits", ["16", "4"])
+def test_triton_kernels_read_the_pages(bits):
+    requests, variables = drawn((150, 300, 90), 8), {**FEW, "KVSKETCH_BITS": bits}
+    given = {"max_num_seqs": 8, "max_model_len": 1024}
+    plain = engine.run(requests, variables, **given)
+    kernels = engine.run(requests, {**variables, **KERNELS}, **given)
+    assert plain["metrics"]["compressions"] > 0
+    assert engine.same(plain, kernels) == 3
+
+
+def test_layers_with_a_sliding_window_have_vllms_triton_backend(hybrid):
+    """With ``backend_per_kind``, only layers of full attention have pages. The answers are those
+    with vLLM's CPU backend for the other layers."""
+    given = {"model": hybrid, "max_model_len": 1024}
+    requests = drawn((50, 250), 4)
+    kinds = {"full_attention": "CUSTOM", "sliding_window": "TRITON_ATTN"}
+    cuda = {"attention_config": {"backend_per_kind": kinds}, **given}
+    for variables, of_cpu in ((FEW, FEW), ({"KVSKETCH_METHOD": "exact"}, {})):
+        expected = engine.run(requests, of_cpu, **given)
+        found = engine.run(requests, {**variables, **KERNELS}, preempt=3, **cuda)
+        assert engine.same(expected, found) == 2
+        assert found["spec"] == "PageSpec"
+        assert found["preemptions"] > 0
+        assert (found["metrics"]["compressions"] > 0) == (variables is FEW)
+
+
+def test_a_gpu_without_the_option_is_warned_of():
+    """If vLLM's configuration selects another backend, nothing of kvsketch is called again."""
+    code = """if True:
+        from types import SimpleNamespace
+        import kvsketch.vllm
+        import kvsketch.vllm.spec
+        import vllm.platforms
+        import vllm.v1.attention.backends.registry
+        vllm.platforms.current_platform = SimpleNamespace(is_cpu=lambda: False)
+        kvsketch.vllm.register()
+        kvsketch.vllm.register()
+    """
+    variables = {**os.environ, **engine.OURS}
+    command = [str(engine.PYTHON), "-c", code]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert (done.stdout + done.stderr).count("kvsketch is used only with --attention-config") == 1
+
+
+def test_the_refusal_of_a_sliding_window_names_the_option(monkeypatch):
+    from kvsketch.vllm import attention
+
+    monkeypatch.setattr(attention, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    with pytest.raises(UnsupportedError, match=r'\{"full_attention": "CUSTOM"\}'):
+        attention.PageImpl(4, 32, 1.0, sliding_window=128)
