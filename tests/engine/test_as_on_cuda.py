@@ -98,12 +98,9 @@ def test_layers_with_a_sliding_window_have_vllms_triton_backend(hybrid):
 def test_a_gpu_without_the_option_is_warned_of():
     """If vLLM's configuration selects another backend, nothing of kvsketch is called again."""
     code = """if True:
-        from types import SimpleNamespace
         import kvsketch.vllm
-        import kvsketch.vllm.spec
-        import vllm.platforms
-        import vllm.v1.attention.backends.registry
-        vllm.platforms.current_platform = SimpleNamespace(is_cpu=lambda: False)
+        from vllm.platforms import current_platform
+        type(current_platform).is_cpu = lambda self: False
         kvsketch.vllm.register()
         kvsketch.vllm.register()
     """
