@@ -28,15 +28,18 @@ triton.backends.backends["cpu"] = type("Backend", (), {"driver": _Driver})
 if os.environ.get("INTERPRETED_PAGES") == "1":
     import torch
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from kvsketch.kernels import triton_support
 
     triton_support.DEVICES.add("cpu")
     _default = CpuPlatform.get_attn_backend_cls
 
-    def _selected(cls: type, selected_backend: Any, *args: Any, **kwargs: Any) -> Any:
+    def _selected(cls: type, selected_backend: Any, attn_selector_config: Any, **more: Any) -> Any:
+        if str(attn_selector_config.kv_cache_dtype).startswith("turboquant"):
+            selected_backend = AttentionBackendEnum.TURBOQUANT
         if selected_backend is None:
-            return _default(selected_backend, *args, **kwargs)
+            return _default(selected_backend, attn_selector_config, **more)
         return selected_backend.get_path()
 
     CpuPlatform.get_attn_backend_cls = classmethod(_selected)
