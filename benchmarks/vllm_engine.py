@@ -76,6 +76,8 @@ PARTS = (
 OURS = {"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "1536"}
 SMALL = {"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "1024"}
 Job = dict[str, Any]
+#: On CUDA, vLLM's configuration selects our backend for layers of full attention.
+FULL_ATTENTION: Job = {"backend_per_kind": {"full_attention": "CUSTOM"}}
 
 
 def as_on_cuda(pages: bool = False) -> dict[str, str]:
@@ -482,7 +484,8 @@ def runner(count: int, seed: int) -> Job:
     ]
     few = {**OURS, "KVSKETCH_BUDGET": "256"}
     plain = run(short, few, max_num_seqs=16)
-    kernels = run(short, {**few, **as_on_cuda(pages=True)}, max_num_seqs=16)
+    cuda = {"attention_config": FULL_ATTENTION, "max_num_seqs": 16}
+    kernels = run(short, {**few, **as_on_cuda(pages=True)}, **cuda)
     return {
         "requests": count,
         "equal": same(first, second),

@@ -1,8 +1,9 @@
 """vLLM on a CPU with what it uses on CUDA, for the processes that have this folder in PYTHONPATH.
 
 They use the model runner V2, which needs Triton, and Triton's interpreter. With
-``INTERPRETED_PAGES=1``, the Triton kernels of kvsketch read the pages, and the engine's
-configuration (``--attention-config``) selects the backends of attention, as on CUDA.
+``INTERPRETED_PAGES=1``, the Triton kernels of kvsketch read the pages. As on CUDA, the engine's
+configuration (``--attention-config``) then selects the backends of attention, and vLLM's Triton
+backend stands for those that vLLM chooses itself.
 """
 
 from __future__ import annotations
@@ -33,14 +34,11 @@ if os.environ.get("INTERPRETED_PAGES") == "1":
     from kvsketch.kernels import triton_support
 
     triton_support.DEVICES.add("cpu")
-    _default = CpuPlatform.get_attn_backend_cls
 
-    def _selected(cls: type, selected_backend: Any, attn_selector_config: Any, **more: Any) -> Any:
+    def _selected(cls: type, selected_backend: Any, attn_selector_config: Any, **_: Any) -> str:
         if str(attn_selector_config.kv_cache_dtype).startswith("turboquant"):
             selected_backend = AttentionBackendEnum.TURBOQUANT
-        if selected_backend is None:
-            return _default(selected_backend, attn_selector_config, **more)
-        return selected_backend.get_path()
+        return str((selected_backend or AttentionBackendEnum.TRITON_ATTN).get_path())
 
     CpuPlatform.get_attn_backend_cls = classmethod(_selected)
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # vLLM's Triton kernels ask for it

@@ -12,6 +12,7 @@ import pytest
 from jobs import about_documents, asked, drawn
 
 from benchmarks import vllm_engine as engine
+from benchmarks import vllm_gpu
 from kvsketch.errors import UnsupportedError
 
 pytestmark = pytest.mark.skipif(
@@ -74,7 +75,8 @@ def test_triton_kernels_read_the_pages(bits):
     requests, variables = drawn((150, 300, 90), 8), {**FEW, "KVSKETCH_BITS": bits}
     given = {"max_num_seqs": 8, "max_model_len": 1024}
     plain = engine.run(requests, variables, **given)
-    kernels = engine.run(requests, {**variables, **KERNELS}, **given)
+    cuda = {"attention_config": engine.FULL_ATTENTION, **given}
+    kernels = engine.run(requests, {**variables, **KERNELS}, **cuda)
     assert plain["metrics"]["compressions"] > 0
     assert engine.same(plain, kernels) == 3
 
@@ -84,8 +86,7 @@ def test_layers_with_a_sliding_window_have_vllms_triton_backend(hybrid):
     with vLLM's CPU backend for the other layers."""
     given = {"model": hybrid, "max_model_len": 1024}
     requests = drawn((50, 250), 4)
-    kinds = {"full_attention": "CUSTOM", "sliding_window": "TRITON_ATTN"}
-    cuda = {"attention_config": {"backend_per_kind": kinds}, **given}
+    cuda = {"attention_config": engine.FULL_ATTENTION, **given}
     for variables, of_cpu in ((FEW, FEW), ({"KVSKETCH_METHOD": "exact"}, {})):
         expected = engine.run(requests, of_cpu, **given)
         found = engine.run(requests, {**variables, **KERNELS}, preempt=3, **cuda)
@@ -108,6 +109,18 @@ def test_a_gpu_without_the_option_is_warned_of():
     command = [str(engine.PYTHON), "-c", code]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
     assert (done.stdout + done.stderr).count("kvsketch is used only with --attention-config") == 1
+
+
+@pytest.mark.parametrize("cache", ["turboquant_4bit_nc", "heavy_merge+int8"])
+def test_the_benchmark_for_a_gpu(cache, tmp_path):
+    shape = {"vocab_size": 2100, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 5}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = {"model": vllm_gpu.shaped(tmp_path, **shape, **heads), "load_format": "dummy"}
+    row = vllm_gpu.measured(
+        cache, 50, 2, 4, 40, 0, KERNELS, **model, skip_tokenizer_init=True, enforce_eager=True
+    )
+    assert all(number > 0 for number in row.values())
+    assert len(row) == 3
 
 
 def test_the_refusal_of_a_sliding_window_names_the_option(monkeypatch):
