@@ -85,15 +85,15 @@ def test_layers_with_a_sliding_window_have_vllms_triton_backend(hybrid):
     """With ``backend_per_kind``, only layers of full attention have pages. The answers are those
     with vLLM's CPU backend for the other layers."""
     given = {"model": hybrid, "max_model_len": 1024}
-    requests = drawn((50, 250), 4)
-    cuda = {"attention_config": engine.FULL_ATTENTION, **given}
-    for variables, of_cpu in ((FEW, FEW), ({"KVSKETCH_METHOD": "exact"}, {})):
+    requests, few = drawn((50, 250), 4), {**FEW, "KVSKETCH_BITS": "4"}
+    cuda = {"attention_config": engine.FULL_ATTENTION, "num_gpu_blocks_override": 40, **given}
+    for variables, of_cpu in ((few, few), ({"KVSKETCH_METHOD": "exact"}, {})):
         expected = engine.run(requests, of_cpu, **given)
         found = engine.run(requests, {**variables, **KERNELS}, preempt=3, **cuda)
         assert engine.same(expected, found) == 2
         assert found["spec"] == "PageSpec"
         assert found["preemptions"] > 0
-        assert (found["metrics"]["compressions"] > 0) == (variables is FEW)
+        assert (found["metrics"]["compressions"] > 0) == (variables is few)
 
 
 def test_a_gpu_without_the_option_is_warned_of():

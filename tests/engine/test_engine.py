@@ -120,6 +120,33 @@ def test_requests_start_from_the_page_of_a_document_that_was_read(bits):
     assert both["free_before"] == both["free_after"]
 
 
+@pytest.mark.parametrize("bits", ["16", "4"])
+def test_a_page_of_several_blocks_is_found_again(bits, hybrid):
+    """With sliding windows, too, requests start from the copy of a page, with vLLM's own cache of
+    the tokens in the window. Blocks of pages in few bits are reused for tokens."""
+    documents = drawn((1500, 2000), 1)
+    questions = [one["prompt"] for one in drawn((40,) * 6, 1)]
+    requests = []
+    for number, document in enumerate(documents):
+        requests.append(document)
+        for question in questions[3 * number : 3 * number + 3]:
+            prompt = document["prompt"] + question
+            requests.append({"prompt": prompt, "max_tokens": 8, "ignore_eos": True})
+    variables = {**HEAVY, "KVSKETCH_BUDGET": "256", "KVSKETCH_BITS": bits}
+    given = {"model": hybrid, "max_model_len": 4096}
+    off = engine.run(requests, variables, together=False, enable_prefix_caching=False, **given)
+    on = engine.run(requests, variables, together=False, **given)
+    assert off["reused_tokens"] == 0
+    assert engine.same(off, on) == len(requests)
+    assert on["reused_tokens"] > 3 * 0.9 * 3500
+    crowd = {"max_num_seqs": 4, "num_gpu_blocks_override": 120, "preempt": 5, **given}
+    both = engine.run(requests + requests[::-1], variables, **crowd)
+    twice = {"answers": off["answers"] + off["answers"][::-1]}
+    assert engine.same(twice, both) == 2 * len(requests)
+    assert both["preemptions"] > 0 < both["reused_tokens"]
+    assert both["free_before"] == both["free_after"]
+
+
 def test_several_answers_of_a_request():
     requests = asked(3)
     one = engine.run(requests, HEAVY, max_num_seqs=16)

@@ -64,10 +64,10 @@ class PageImpl(AttentionImpl[PageMetadata]):
                 "replace --attention-backend CUSTOM by --attention-config "
                 '\'{"backend_per_kind": {"full_attention": "CUSTOM"}}\''
             )
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+        from .sliding import SlidingImpl
 
         given = (num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window)
-        return CPUAttentionBackendImpl(*given, *args, **kwargs)
+        return SlidingImpl(*given, *args, **kwargs)
 
     def __init__(
         self,

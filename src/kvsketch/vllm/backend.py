@@ -114,14 +114,17 @@ class PageBackend(AttentionBackend):
             block_size=spec.block_size,
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
-            dtype=spec.dtype,
+            # Where pages and tokens take turns in a block, vLLM must clear it for tokens: bytes of
+            # a page may be NaN to a kernel that reads a whole block. It does so if dtypes differ.
+            dtype=torch.uint8 if hybrid else spec.dtype,
             num_head_slots=1,
             state_content_bytes=size,
             tokens_per_state=0,
             dcp_sharded=False,
             layout=cls.layout(*shape),
             blocks=blocks,
-            prefixes=PageBackend.config.cache_config.enable_prefix_caching and not hybrid,
+            prefixes=PageBackend.config.cache_config.enable_prefix_caching
+            and (blocks == 1 or not _has_events(PageBackend.config)),
         )
 
     @classmethod
@@ -151,3 +154,9 @@ def _has_sliding_windows(config: Any) -> bool:
     """Whether any layer of the model has a sliding window. All layers must exist already."""
     modules = config.compilation_config.static_forward_context.values()
     return any(getattr(module, "sliding_window", None) is not None for module in modules)
+
+
+def _has_events(config: Any) -> bool:
+    """Whether vLLM publishes which blocks of tokens it caches. A copy of several blocks is none."""
+    events = config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)

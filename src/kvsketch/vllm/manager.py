@@ -6,19 +6,23 @@ multiple of the block size. vLLM's prefix cache knows the copy by its hash, a la
 same prefix starts from it, and it is evicted when pages run out. To read a document only once, send
 it alone first: requests that begin with it then start after it.
 
-The row of a request in the block table has three entries: its own page, the copy it starts from,
-and the copy it makes. An entry is vLLM's null block if there is no such page.
+The row of a request in the block table has three parts: its own page, the copy it starts from, and
+the copy it makes. A part has as many entries as a page has blocks (one, except in models with
+sliding windows), which are vLLM's null block if there is no such page. The blocks of a copy are
+found by different hashes, and it is found if none of them has been evicted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import BlockHash, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
 
-#: entries of a request's row in the block table with prefix caching
-WIDTH = 3
+#: parts of a request's row in the block table with prefix caching
+PARTS = 3
 
 
 class PageManager(CircularBufferManager):
@@ -28,7 +32,7 @@ class PageManager(CircularBufferManager):
         super().__init__(*args, **kwargs)
         # By request: the copy it starts from, the number of tokens scheduled, and the request with
         # the number of blocks of tokens that its own copy represents.
-        self._found: dict[str, Any] = {}
+        self._found: dict[str, list[Any]] = {}
         self._seen: dict[str, int] = {}
         self._made: dict[str, tuple[Any, int]] = {}
 
@@ -55,21 +59,23 @@ class PageManager(CircularBufferManager):
     ) -> None:
         """Keep the copy that was found until the request ends."""
         self.block_pool.touch(new_computed_blocks)
-        for block in new_computed_blocks:
-            self._found[request_id] = block
+        if new_computed_blocks:
+            self._found[request_id] = list(new_computed_blocks)
         self._seen[request_id] = num_local_computed_tokens
 
     def _claim_ring_block(self, request_id: str, record_for_zeroing: bool = True) -> list[Any]:
         held = self.req_to_blocks[request_id]
         if held:
             return []
-        new: list[Any] = self.block_pool.get_new_blocks(self.kv_cache_spec.blocks)
+        size, pool = self.kv_cache_spec.blocks, self.block_pool
+        new: list[Any] = pool.get_new_blocks(size)
         if self._record_new_block_ids and record_for_zeroing:
             self.new_block_ids.extend(block.block_id for block in new)
         if self.kv_cache_spec.prefixes:
-            new.append(self._found.pop(request_id, self._null_block))
-            spare = self.block_pool.get_num_free_blocks() > 0
-            new += self.block_pool.get_new_blocks(1) if spare else [self._null_block]
+            nothing = [self._null_block] * size
+            new += self._found.pop(request_id, nothing)
+            spare = pool.get_num_free_blocks() >= size
+            new += pool.get_new_blocks(size) if spare else nothing
         held.extend(new)
         return new
 
@@ -100,19 +106,34 @@ class PageManager(CircularBufferManager):
 
     def _publish(self, request_id: str) -> None:
         request, blocks = self._made.pop(request_id, (None, 0))
-        held = self.req_to_blocks.get(request_id) or []
-        if not self.kv_cache_spec.prefixes or len(held) < WIDTH or held[2].is_null:
+        held, size = self.req_to_blocks.get(request_id) or [], self.kv_cache_spec.blocks
+        first = (PARTS - 1) * size
+        if not self.kv_cache_spec.prefixes or len(held) <= first or held[first].is_null:
             return
-        copy, held[2] = held[2], self._null_block
-        group = self.kv_cache_group_id
-        if blocks and not self.block_pool.get_cached_block(
-            request.block_hashes[blocks - 1], [group]
-        ):
-            row = [self._null_block] * (blocks - 1) + [copy]
-            self.block_pool.cache_full_blocks(
-                request, row, blocks - 1, blocks, self.block_size, group
-            )
-        self.block_pool.free_blocks([copy])
+        copy, held[first:] = held[first:], [self._null_block] * size
+        if blocks:
+            self._cache(copy, request, blocks)
+        self.block_pool.free_blocks(copy)
+
+    def _cache(self, copy: list[Any], request: Any, blocks: int) -> None:
+        """Let requests find a copy, unless they find one of the same tokens already.
+
+        Args:
+            blocks: number of blocks of tokens that it holds.
+        """
+        pool, group = self.block_pool, self.kv_cache_group_id
+        hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, self.block_size)
+        names = _names(hashes[blocks - 1], len(copy))
+        known = [pool.get_cached_block(name, [group]) for name in names]
+        if all(known):
+            return
+        # Blocks of an older copy, of which some were evicted, are not mixed with those of this one.
+        pool.evict_blocks({found[0].block_id for found in known if found})
+        row = [self._null_block] * (blocks - 1) + copy[:1]
+        pool.cache_full_blocks(request, row, blocks - 1, blocks, self.block_size, group)
+        for name, block in zip(names[1:], copy[1:], strict=True):
+            only = SimpleNamespace(block_hashes=[name])
+            pool.cache_full_blocks(only, [block], 0, 1, pool.hash_block_size, group)
 
     @classmethod
     def find_longest_cache_hit(
@@ -128,12 +149,19 @@ class PageManager(CircularBufferManager):
         """The copy of the longest known prefix, and its number of tokens."""
         size = kv_cache_spec.block_size
         if kv_cache_spec.prefixes:
-            for blocks in range(min(max_length // size, len(block_hashes)), 0, -1):
-                found = block_pool.get_cached_block(block_hashes[blocks - 1], kv_cache_group_ids)
-                if found:
-                    return tuple([block] for block in found), blocks * size
+            hashes = resolve_block_hashes(block_hashes, block_pool.hash_block_size, size)
+            for blocks in range(min(max_length // size, len(hashes)), 0, -1):
+                names = _names(hashes[blocks - 1], kv_cache_spec.blocks)
+                found = [block_pool.get_cached_block(name, kv_cache_group_ids) for name in names]
+                if all(found):
+                    return tuple(map(list, zip(*found, strict=True))), blocks * size
         return tuple([] for _ in kv_cache_group_ids), 0
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
         """Zero: requests do not read shared blocks."""
         return 0
+
+
+def _names(name: BlockHash, size: int) -> list[BlockHash]:
+    """The hashes of a copy's blocks."""
+    return [name, *(BlockHash(name + number.to_bytes(4, "big")) for number in range(1, size))]

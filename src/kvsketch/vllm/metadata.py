@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.v1.attention.backend import (
@@ -17,7 +18,7 @@ from vllm.v1.attention.backend import (
 from ..serving.rhythm import Copies, Numbers, Rhythm, Round, rounds
 from . import metrics
 from .backend import PageBackend
-from .manager import WIDTH
+from .manager import PARTS
 from .spec import PageSpec
 
 
@@ -28,7 +29,8 @@ class PageMetadata:
     Attributes:
         rounds: in order.
         num_actual_tokens: of all requests.
-        table: the blocks of every request, ``[requests, blocks]``, if a page is several blocks.
+        table: the blocks of every page, ``[pages, blocks]``, if a page is several blocks: those of
+            the requests, then the copies that they start from or make now.
     """
 
     rounds: list[Round]
@@ -70,8 +72,7 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         starts = batch.query_start_loc_cpu[: requests + 1].numpy().astype(np.int64)
         new = np.diff(starts)
         seen = batch.seq_lens[:requests].cpu().numpy().astype(np.int64) - new
-        width = WIDTH if spec.prefixes else spec.blocks
-        table = batch.block_table_tensor[:requests, :width]
+        table = batch.block_table_tensor[:requests, : spec.blocks * (PARTS if spec.prefixes else 1)]
         blocks = table.cpu().numpy().astype(np.int64)
         assert batch.is_prefilling is not None
         reading = batch.is_prefilling[:requests].cpu().numpy()
@@ -85,18 +86,23 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
             # All ranks see the same.
             slots = rhythm.all_held(seen + new).sum()
             metrics.add(tokens=float(new.sum()), slots=float(slots))
-        # Pages of several blocks are gathered in every layer, in the order of the requests.
-        pages = blocks[:, 0] if spec.blocks == 1 else np.arange(requests)
-        copies = self._copies(blocks, seen, seen + new, reading) if spec.prefixes else None
+        pages, copies, together = blocks[:, 0], None, None
+        if spec.prefixes:
+            copies = self._copies(blocks[:, :: spec.blocks], seen, seen + new, reading)
+        if spec.blocks > 1:
+            pages, copies, together = _gathered(table, spec.blocks, copies)
         todo = rounds(starts, seen, pages, rhythm, spec.layout.queries, self.device, copies)
-        together = None if spec.blocks == 1 else table
         found = PageMetadata(todo, batch.num_actual_tokens, together)
         PageMetadataBuilder._last = now, found
         return found
 
     def _copies(self, blocks: Numbers, seen: Numbers, after: Numbers, reading: Numbers) -> Copies:
         """The copies that ``PageManager`` has put into the block table. A request starts from a
-        copy if it has seen exactly the tokens of the copy; later it has seen more."""
+        copy if it has seen exactly the tokens of the copy; later it has seen more.
+
+        Args:
+            blocks: the first blocks of the parts of a row, ``[requests, PARTS]``.
+        """
         source, target, size = blocks[:, 1], blocks[:, 2], self.kv_cache_spec.block_size
         known = PageMetadataBuilder._made
         made = np.zeros(max(len(known), int(blocks[:, 1:].max()) + 1), dtype=np.int64)
@@ -107,3 +113,21 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         made[target[at > 0]] = at[at > 0]
         PageMetadataBuilder._made = made
         return Copies(start, target, at)
+
+
+def _gathered(
+    table: Tensor, size: int, copies: Copies | None
+) -> tuple[Numbers, Copies | None, Tensor]:
+    """Numbers of pages of ``size`` blocks, which are gathered in every layer in the order of their
+    blocks: those of the requests, the copies with the same numbers, and the blocks."""
+    requests = len(table)
+    pages, blocks = np.arange(requests), [table[:, :size]]
+    if copies is None:
+        return pages, None, blocks[0]
+    start, keep, number = copies.start.copy(), copies.keep.copy(), requests
+    for part, (numbers, used) in enumerate(((start, copies.start >= 0), (keep, copies.at > 0)), 1):
+        rows = used.nonzero()[0]
+        numbers[rows] = number + np.arange(len(rows))
+        blocks.append(table[torch.from_numpy(rows), part * size : (part + 1) * size])
+        number += len(rows)
+    return pages, Copies(start, keep, copies.at), torch.cat(blocks)

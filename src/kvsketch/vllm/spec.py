@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from ..serving.layout import Layout
 from ..serving.split_layout import SplitLayout
-from .manager import WIDTH, PageManager
+from .manager import PARTS, PageManager
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +42,12 @@ class PageSpec(CircularBufferSpec):
 
     @property
     def prefix_cacheable(self) -> bool:
-        # With False, groups of sliding-window layers could skip tokens that no page has seen. In
-        # such models our manager finds no prefix, so that none is skipped.
+        # With False, groups of sliding-window layers could skip tokens that no page has seen.
         return True
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
         # The page is in the first entries. The runner still reads ``position // block_size``.
-        return max(WIDTH, self.blocks, int(cdiv(max_len, self.block_size)))
+        return max(PARTS * self.blocks, int(cdiv(max_len, self.block_size)))
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
         return all(isinstance(spec, PageSpec) for spec in kv_cache_specs.values())
