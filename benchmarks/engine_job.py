@@ -164,6 +164,7 @@ def main() -> None:
         "free_after": engine.pool.get_num_free_blocks(),
         "reused_tokens": engine.reused,
         "longest": engine.longest,
+        "clears_blocks": bool(engine.scheduler.needs_kv_cache_zeroing),
     }
     if os.environ.get("KVSKETCH_STATS_DIR"):
         from kvsketch.vllm.metrics import total

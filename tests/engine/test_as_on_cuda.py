@@ -93,6 +93,7 @@ def test_layers_with_a_sliding_window_have_vllms_triton_backend(hybrid):
         assert engine.same(expected, found) == 2
         assert found["spec"] == "PageSpec"
         assert found["preemptions"] > 0
+        assert found["clears_blocks"]  # of pages, before tokens are written to them
         assert (found["metrics"]["compressions"] > 0) == (variables is few)
 
 
