@@ -70,6 +70,13 @@ def test_two_stages_answer_as_one(kind, curves):
     assert one["metrics"]["error"] == pytest.approx(two["metrics"]["error"], rel=1e-3)
 
 
+def test_two_stages_of_a_model_with_sliding_windows_are_refused(hybrid):
+    """A stage cannot know whether there are such layers in the others."""
+    given = {"model": hybrid, "max_model_len": 1024, "pipeline_parallel_size": 2}
+    with pytest.raises(RuntimeError, match="models with sliding windows with pipeline parallelism"):
+        engine.run([], {**FEW, **RUNNER, **TWO}, **given)
+
+
 @pytest.mark.parametrize("bits", ["16", "4"])
 def test_triton_kernels_read_the_pages(bits):
     requests, variables = drawn((150, 300, 90), 8), {**FEW, "KVSKETCH_BITS": bits}

@@ -107,6 +107,11 @@ class PageBackend(AttentionBackend):
         shape = spec.num_kv_heads, group, spec.head_size, spec.dtype
         size, blocks = cls.bytes(*shape), 1
         hybrid = _has_sliding_windows(PageBackend.config)
+        if hybrid and PageBackend.config.parallel_config.pipeline_parallel_size > 1:
+            raise UnsupportedError(
+                "kvsketch does not serve models with sliding windows with pipeline parallelism: "
+                "unset --pipeline-parallel-size"
+            )
         if hybrid:  # all groups of layers have blocks of one size: those of tokens
             blocks = -(-max(size, PageBackend.largest) // spec.page_size_bytes)
             size = spec.page_size_bytes

@@ -151,8 +151,11 @@ class PageManager(CircularBufferManager):
         if kv_cache_spec.prefixes:
             hashes = resolve_block_hashes(block_hashes, block_pool.hash_block_size, size)
             for blocks in range(min(max_length // size, len(hashes)), 0, -1):
-                names = _names(hashes[blocks - 1], kv_cache_spec.blocks)
-                found = [block_pool.get_cached_block(name, kv_cache_group_ids) for name in names]
+                first, *others = _names(hashes[blocks - 1], kv_cache_spec.blocks)
+                found = [block_pool.get_cached_block(first, kv_cache_group_ids)]
+                if not found[0]:
+                    continue
+                found += [block_pool.get_cached_block(name, kv_cache_group_ids) for name in others]
                 if all(found):
                     return tuple(map(list, zip(*found, strict=True))), blocks * size
         return tuple([] for _ in kv_cache_group_ids), 0
