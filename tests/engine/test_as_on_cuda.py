@@ -44,6 +44,26 @@ def test_the_second_runner_starts_from_the_page_of_a_document():
     assert on["reused_tokens"] > 6 * 0.9 * len(requests[0]["prompt"])
 
 
+def test_copies_stay_as_they_are_when_a_preempted_request_is_read_again():
+    """To the second runner, the tokens that a preempted request has decoded are part of its prompt.
+    Later requests begin with a prompt and its answer, as the turns of a chat do."""
+    prompts, variables = drawn((300, 300), 220), {**engine.OURS, "KVSKETCH_BUDGET": "128"}
+    given = {"max_model_len": 1024, "block_size": 32, "max_num_batched_tokens": 64}
+    given |= {"max_num_seqs": 2}
+    first = engine.run(prompts, variables, enable_prefix_caching=False, **given)
+    turns = [
+        {**one, "prompt": one["prompt"] + answer[:count] + [7], "max_tokens": 8}
+        for count in (210, 150, 60)
+        for one, answer in zip(prompts, engine.tokens_of(first), strict=True)
+    ]
+    off = engine.run(turns, variables, enable_prefix_caching=False, **given)
+    on = engine.run(prompts + turns, {**variables, **RUNNER}, preempt=90, **given)
+    expected = {"answers": first["answers"] + off["answers"]}
+    assert engine.same(expected, on) == len(prompts + turns)
+    assert on["preemptions"] > 1
+    assert on["reused_tokens"] > 6 * 288
+
+
 def test_two_ranks_of_the_second_runner_answer_as_one():
     one = engine.run(asked(3), engine.OURS, max_num_seqs=8)
     two = engine.run(

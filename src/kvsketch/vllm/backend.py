@@ -130,6 +130,7 @@ class PageBackend(AttentionBackend):
             blocks=blocks,
             prefixes=PageBackend.config.cache_config.enable_prefix_caching
             and (blocks == 1 or not _has_events(PageBackend.config)),
+            second_runner=PageBackend.config.use_v2_model_runner,
         )
 
     @classmethod

@@ -34,6 +34,8 @@ class PageManager(CircularBufferManager):
         # the number of blocks of tokens that its own copy represents.
         self._found: dict[str, list[Any]] = {}
         self._seen: dict[str, int] = {}
+        # By request: the number of tokens up to which the worker makes copies.
+        self._read: dict[str, int] = {}
         self._made: dict[str, tuple[Any, int]] = {}
 
     def get_num_blocks_to_allocate(
@@ -81,11 +83,14 @@ class PageManager(CircularBufferManager):
 
     def cache_blocks(self, request: Any, num_tokens: int, *_: Any, **__: Any) -> None:
         """Record how many tokens the copy holds. The worker makes it at the last multiple of the
-        block size in every step that starts within the prompt."""
-        name = request.request_id
+        block size in every step that starts within the prompt; to the model runner V2, the prompt
+        of a request that was preempted ends with its decoded tokens."""
+        name, spec = request.request_id, self.kv_cache_spec
+        prompt = request.num_tokens if spec.second_runner else request.num_prompt_tokens
+        prompt = self._read.setdefault(name, prompt)
         before, self._seen[name] = self._seen.get(name, 0), num_tokens
         blocks = num_tokens // self.block_size
-        if before < request.num_prompt_tokens and blocks * self.block_size > before:
+        if before < prompt and blocks * self.block_size > before:
             self._made[name] = request, blocks
 
     def remove_skipped_blocks(
@@ -95,13 +100,15 @@ class PageManager(CircularBufferManager):
         num_prompt_tokens: int | None = None,
     ) -> None:
         """Publish the copy once the prompt is read."""
-        if num_prompt_tokens is not None and processed_computed_tokens >= num_prompt_tokens:
+        prompt = self._read.get(request_id, num_prompt_tokens)
+        if prompt is not None and processed_computed_tokens >= prompt:
             self._publish(request_id)
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
         """The request's page and the copy that it started from."""
         self._publish(request_id)
         self._seen.pop(request_id, None)
+        self._read.pop(request_id, None)
         return list(super().pop_blocks_for_free(request_id))
 
     def _publish(self, request_id: str) -> None:

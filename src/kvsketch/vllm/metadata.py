@@ -107,6 +107,7 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         known = PageMetadataBuilder._made
         made = np.zeros(max(len(known), int(blocks[:, 1:].max()) + 1), dtype=np.int64)
         made[: len(known)] = known
+        assert (made[source] <= seen).all(), "a copy holds tokens that its request has not seen"
         start = np.where((source != 0) & (made[source] == seen), source, -1)
         at = after // size * size
         at = np.where(reading & (at > seen) & (target != 0), at, 0)

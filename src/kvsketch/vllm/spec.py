@@ -27,11 +27,13 @@ class PageSpec(CircularBufferSpec):
         blocks: of a page. One; or, in models that also have layers with a sliding window, as many
             of their blocks as a page needs, because vLLM gives all layers blocks of one size.
         prefixes: whether copies of pages are kept for requests with the same prefix.
+        second_runner: whether vLLM uses its model runner V2.
     """
 
     layout: Layout | SplitLayout = field(compare=False)  # of this rank
     blocks: int = 1
     prefixes: bool = False
+    second_runner: bool = False
 
     @property
     def unpadded_page_size_bytes(self) -> int:
