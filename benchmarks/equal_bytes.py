@@ -26,6 +26,8 @@ from kvsketch.cache.storage import FULL, Bits
 from kvsketch.evaluation.runner.allocation import Curves
 from kvsketch.methods.sketches import Sketch
 
+#: Bytes of a number of a key or value: those of a model in 16 bits, whatever computes it.
+ITEMSIZE = 2
 # The number of runs to come close to the bytes allowed, and to find a budget that fits at all.
 _TRIES, _MOST_TRIES = 3, 10
 # Name endings of the tensors in a sketch's state that have the model's dtype.
@@ -51,7 +53,7 @@ class Held:
 
 def plain_bytes(slots: Slots) -> int:
     """Bytes of one token that is kept unchanged."""
-    return 2 * (slots.keys.shape[-1] + slots.values.shape[-1])
+    return ITEMSIZE * (slots.keys.shape[-1] + slots.values.shape[-1])
 
 
 def held_bytes(slots: Slots, bits: Bits = FULL, sink: int = 0, recent: int = 0) -> float:
@@ -63,7 +65,9 @@ def held_bytes(slots: Slots, bits: Bits = FULL, sink: int = 0, recent: int = 0) 
         return count * (plain_bytes(slots) + 4 * columns)
     middle = max(0, slots.count - sink - recent)
     widths = slots.keys.shape[-1], slots.values.shape[-1]
-    return predicted_bytes(middle, slots.count - middle, *widths, bits, itemsize=2, columns=columns)
+    return predicted_bytes(
+        middle, slots.count - middle, *widths, bits, itemsize=ITEMSIZE, columns=columns
+    )
 
 
 def held(
@@ -136,7 +140,7 @@ def of_budget(found: Held, budget: int) -> Held:
 
 def _slot(slots: Slots, bits: Bits) -> float:
     widths = (slots.keys.shape[-1], slots.values.shape[-1])
-    keys_and_values = 2 * sum(widths) if bits == FULL else sum(map(slot_bytes, widths, bits))
+    keys_and_values = ITEMSIZE * sum(widths) if bits == FULL else sum(map(slot_bytes, widths, bits))
     return keys_and_values + 4 * (slots.mass is not None)
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.markdown import table, written_by
 from benchmarks.page import DOCS, save
 from benchmarks.prompts import default_models
 from kvsketch.cli.inspect_command import run
@@ -52,19 +53,43 @@ def measure(models: list[str], seed: int) -> dict[str, Any]:
 def page(result: dict[str, Any]) -> str:
     """The text of docs/inspect.md."""
     parts = [
-        "# Activations of two models\n\n"
-        "Written by `python -m benchmarks.inspect_page`; do not edit. For your own model and "
-        "prompts:\n\n"
+        f"# Activations of two models\n\n{written_by('inspect_page')}\n\n"
+        f"{_opening(result['results'])}\n\n"
+        "For your own model and prompts:\n\n"
         "```bash\nkvsketch inspect YOUR_MODEL prompt1.txt prompt2.txt --out inspected\n```\n\n"
         "ClusterGen's Figure 1 and its appendix C, for your model and prompts: every KV head of "
         "the given layers gets its t-SNE with 16 greedy k-center points (Figure 1, C.2); query "
         "norms are under Norms (C.1). OPT, MPT, Llama and Gemma 2, the paper's four families, can "
         "all be read (`tests/evaluation/test_inspection.py`, on random weights):\n\n"
-        "```bash\nkvsketch inspect facebook/opt-6.7b triviaqa.txt --limit 2048 --layers 3,17 "
-        "--out fig1\n```\n",
+        "```bash\nkvsketch inspect facebook/opt-6.7b triviaqa.txt --limit 2048 \\\n"
+        "    --layers 3,17 --out fig1\n```\n",
         *(_section(found) for found in result["results"]),
     ]
     return "\n".join(parts)
+
+
+def _opening(results: list[dict[str, Any]]) -> str:
+    """The norms of the first model, what was found in each, and what follows."""
+    rows = []
+    for found in results:
+        best = min(found["errors"], key=lambda name: found["errors"][name])
+        rows.append(
+            [
+                f"{found['model']}, {len(found['layers'])} layers",
+                f"{max(found['tokens']):,}",
+                f"`{best}` {found['errors'][best]:.3f}",
+                found["readings"]["entropy"].rpartition("and ")[2].removesuffix("."),
+            ]
+        )
+    header = ["model", "tokens", "lowest error at a quarter", "where 90% of attention is"]
+    first = results[0]
+    caption = first["figures"]["norms"]["caption"].removesuffix(first["readings"]["norms"]).strip()
+    return (
+        f"![{caption}](figures/{first['figures']['norms']['svg']})\n\n{table(header, rows)}\n\n"
+        "What follows: attention to few tokens is what makes compression possible, and how few "
+        "differs by model and layer; norms of this size make the papers' bounds useless "
+        "([guarantees](guarantees.md))."
+    )
 
 
 def _section(found: dict[str, Any]) -> str:
@@ -79,10 +104,9 @@ def _section(found: dict[str, Any]) -> str:
         )
     readings = found["readings"]
     ranked = sorted(found["errors"].items(), key=lambda item: item[1])
-    names, errors = zip(*((name, f"{error:.3f}") for name, error in ranked), strict=True)
     text += (
         f"\n### Errors by method\n\n{readings['errors']} {readings['tolerance']}\n\n"
-        f"| {' | '.join(names)} |\n|{' --- |' * len(names)}\n| {' | '.join(errors)} |\n"
+        f"{table(['method', 'error'], [[name, f'{error:.3f}'] for name, error in ranked])}\n"
         "\nRelative error of attention on real activations, mean over layers, heads and prompts; "
         "the larger of the errors on held-out and on repeated queries.\n"
         f"\n### Sizes that the theorems require\n\n{readings['theory']}\n"

@@ -38,7 +38,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvsketch
-from benchmarks.equal_bytes import Fit, Held, held_by, of_budget, shares
+from benchmarks.equal_bytes import ITEMSIZE, Fit, Held, held_by, of_budget
 from benchmarks.options import (
     ALONE,
     METHODS_HELP,
@@ -54,7 +54,7 @@ from benchmarks.options import (
 from benchmarks.prompts import PROTOCOLS, Text, default_models, feed, load, prefill, texts_for
 from benchmarks.results import Results, ResumeOption, Row
 from kvsketch import SketchCache
-from kvsketch.cache.storage import MEASURED
+from kvsketch.cache.storage import FULL
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.evaluation.runner.allocation import Curves, measure_curves
 
@@ -94,25 +94,30 @@ def compressed(
         cache = SketchCache(
             model.config,
             method.name or "streaming_llm",
-            budget=budget,
+            budget=budget if method.name else 1.0,
             sink=sink,
             recent=recent,
             one_shot=True,
             bits=method.bits,
-            allocation="even" if method.spent == "calibrated" else method.spent,
-            schedule=None if curves is None else shares(curves, budget / n),
+            allocation=method.spent if curves is None else curves,
             seed=seed,
         )
+        cache.plan.itemsize = ITEMSIZE
         if method.queries != "prompt":
             kvsketch.prefill(model, prompt, cache, queries=method.queries, tokenizer=tokenizer)
         else:
             prefill(model, prompt, cache)
         found = held_by(cache, sink, recent)
-        return of_budget(found, budget) if method.bits == MEASURED else found
+        return found if method.bits == FULL.keys else of_budget(found, budget)
 
     if method.name is None:
         return n, run(n)
     return fit(run, tokens, sink + recent + 1, n)
+
+
+def slots_of(cache: SketchCache) -> float:
+    """Slots per KV head, the mean over the layers that are compressed."""
+    return float(cache.summary()["slots"])
 
 
 def curves_of(
@@ -148,12 +153,12 @@ def measure(
             found = compressed(model, prompt, method, tokens, fit, curves, seed, sink, recent)
             if found is None:
                 return None
-            budget, held = found
+            _, held = found
+            slots += slots_of(held.what) / text.cut
             kl, same = compare(truth, logits(model, text, held.what))
             kls.append(kl)
             agreed.append(same)
             size += held.bytes / text.cut
-            slots += budget / text.cut
     tensor = torch.tensor(kls, dtype=torch.float64)
     return {
         "kl": round(float(tensor.mean()), 6),

@@ -38,7 +38,7 @@ from rich.table import Table
 from transformers import Cache, DynamicCache
 
 from benchmarks.equal_bytes import Fit
-from benchmarks.kl import compressed, curves_of
+from benchmarks.kl import compressed, curves_of, slots_of
 from benchmarks.options import METHODS_HELP, Method, fractions, methods, positive
 from benchmarks.prompts import (
     ANSWER_TOKENS,
@@ -148,9 +148,9 @@ def measure(
             )
             if one is None:
                 return None
-            budget, held = one
+            _, held = one
             cache = held.what
-            slots += budget / record
+            slots += slots_of(held.what) / record
             size += held.bytes / record
         scores.append(asked.score(answer(model, tokenizer, asked, cache)))
     count = len(found)

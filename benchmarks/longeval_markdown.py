@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.markdown import details, folded, written_by
 from kvsketch.evaluation.report.published import SUBGEN_TABLE_1 as PAPER
 
 #: The recent tokens of a k-center row with the same number of them in every prompt: the share
@@ -13,7 +14,6 @@ FIXED_RECENT = 1261
 #: The bytes of a token in Llama-2-7B's cache: 32 layers, 4,096 numbers each for keys and values,
 #: in 16 bits.
 _TOKEN_BYTES = 32 * 2 * 4096 * 2
-BEGIN, END = "<!-- longeval:begin -->", "<!-- longeval:end -->"
 NAMES = {
     "exact": "exact",
     "heavy_merge": "heavy_merge (ours)",
@@ -40,7 +40,8 @@ QUESTIONS = {
 def page(results: Mapping[str, Any]) -> str:
     """The text of docs/longeval.md."""
     rows = results["results"]
-    parts = ["# LongEval line retrieval", _intro(results)]
+    parts = ["# LongEval line retrieval", written_by("longeval_table"), *_opening(rows)]
+    parts.append(details("Models, cases and the papers' windows", _intro(results)))
     for question in dict.fromkeys(row["question"] for row in rows):
         title, text = QUESTIONS[question]
         mine = [row for row in rows if row["question"] == question]
@@ -55,37 +56,42 @@ def page(results: Mapping[str, Any]) -> str:
             parts += [f"Kept {next(iter(share.values()))}:", _table(mine, share, with_paper=False)]
             parts += _half(mine, share)
         parts += ["Speed and peak memory:", _costs(mine)]
-    return "\n\n".join(parts) + "\n"
+    return folded("\n\n".join(parts)).rstrip("\n") + "\n"
 
 
-def readme_block(results: Mapping[str, Any]) -> str:
-    """The short table of README.md: accuracy with the question seen, the paper's in brackets."""
-    rows = [row for row in results["results"] if row["question"] == "seen"] or results["results"]
-    methods = _methods(rows)
+def _opening(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The figure, accuracies with the question seen (the paper's in brackets), and what follows."""
+    rows = [row for row in rows if row["question"] == "seen"] or rows
+    shares = _shares(rows)[:2]
     table = []
-    for index, share in enumerate(_shares(rows)):
-        for lines, kept in share.items():
-            cells = [str(lines), f"{kept:.2f}"]
-            for method in methods:
+    for method in _methods(rows):
+        cells = [NAMES[method]]
+        for index, share in enumerate(shares):
+            for lines in share:
                 row = _find(rows, method, share, lines)
                 theirs = PAPER["results"].get(str(lines), {}).get(method)
                 # The paper kept one share at each length, which is our largest.
                 beside = f" ({theirs[1]:.2f})" if theirs and index == 0 else ""
                 cells.append(f"{row['accuracy']:.2f}{beside}" if row else "")
-            table.append(cells)
+        table.append(cells)
+    header = [
+        "method",
+        *(f"{lines}: {kept:.2f}" for share in shares for lines, kept in share.items()),
+    ]
     cases = max(row["cases"] for row in rows)
-    note = (
-        f"Accuracy of the packaged model, {cases} official LongEval cases per length, question "
-        f"seen; in brackets the numbers of {PAPER['source']}, for {PAPER['model']}. "
-        f"{_ranking(rows, _shares(rows)[0])} {_own_note(rows)}"
-        "[docs/longeval.md](docs/longeval.md) adds intervals, bytes and speed."
-    )
-    header = ["lines", "kept", *(NAMES[method] for method in methods)]
-    return f"{_markdown(header, table)}\n\n{note}"
+    return [
+        "![Accuracy against the share of the bytes, by length of the record](figures/longeval.svg)",
+        _markdown(header, table),
+        "The packaged model is trained for this very task. Columns: lines of the record and share "
+        f"that is kept; {cases} official cases per length, question seen; in brackets the numbers "
+        f"of {PAPER['source']}, for {PAPER['model']}.",
+        f"What follows: the order of the papers' methods here is not always the paper's. "
+        f"{_ranking(rows, _shares(rows)[0])} {_own_note(rows)}".strip(),
+    ]
 
 
 def _own_note(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence of README.md about the papers' own windows."""
+    """A sentence about the papers' own windows."""
     share = _shares(rows)[0]
     best = [_own_best(rows, share, lines) for lines in share]
     if not all("kcenter" in scores for scores in best):
@@ -100,14 +106,6 @@ def _own_note(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def replace_block(text: str, block: str) -> str | None:
-    """`text` with the part between the marks replaced. None if it has no marks."""
-    start, end = text.find(BEGIN), text.find(END)
-    if start < 0 or end < start:
-        return None
-    return f"{text[: start + len(BEGIN)]}\n{block}\n{text[end:]}"
-
-
 def _intro(results: Mapping[str, Any]) -> str:
     settings, versions, hardware = (results[k] for k in ("settings", "versions", "hardware"))
     rows = results["results"]
@@ -116,7 +114,6 @@ def _intro(results: Mapping[str, Any]) -> str:
         for lines in sorted({row["lines"] for row in rows})
     )
     return (
-        "Written by `python -m benchmarks.longeval_table`; do not edit.\n\n"
         f"Model: the packaged Llama (weights {settings['model_fingerprint']}), greedy, "
         f"{settings['dtype']} on {settings['device']}. Cases: "
         f"{max(row['cases'] for row in rows)} official ones of each length. Mean prompt in "
@@ -169,7 +166,27 @@ def _later(results: Mapping[str, Any]) -> str:
     return (
         f"\n\nRows of {', '.join(f'`{name}`' for name in later['methods'])}{which} are from later "
         f"runs, the others from an earlier one ({versions}, {later['hardware']['processor']}). "
-        "Speeds of different runs are not compared."
+        f"Speeds of different runs are not compared.{_dtypes(results)}"
+    )
+
+
+def _dtypes(results: Mapping[str, Any]) -> str:
+    """Sentences on the rows whose model had another dtype than the others'."""
+    rows = [row for row in results["results"] if row.get("dtype")]
+    told = dict.fromkeys((row["method"], row["question"], row["dtype"]) for row in rows)
+    own = results["settings"]["dtype"]
+    before = dict.fromkeys(
+        (row["method"], row["question"]) for row in results["results"] if "counted_in_bits" in row
+    )
+    return "".join(
+        f" The model of `{method}`, question {question}, was in {dtype}, in which a share of the "
+        f"bytes is one of 16 bits a number, those of the others in {own}."
+        for method, question, dtype in told
+        if dtype != own
+    ) + "".join(
+        f" `{method}`, question {question}, was measured when a budget counted 16 bits a number in "
+        "a model of 32: it holds about half of the bytes that its share would allow now."
+        for method, question in before
     )
 
 

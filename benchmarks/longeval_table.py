@@ -6,10 +6,9 @@ The script answers the official 200, 300 and 400 line cases with the paper's met
 sampling and heavy_merge (as ``SketchCache`` runs it, and with all slots in 16 bits). The budgets
 are the shares that the paper kept, 0.25 and 0.10. The question is seen (the paper's protocol) or
 unseen when the record is compressed. The results are accuracies, bytes and speeds. They are written
-to docs/results/longeval.json, docs/longeval.md and the block between the `longeval` marks of
-README.md. All methods keep the first 4 and last 32 tokens. H2O and k-center run a second time in
-the windows of their own papers (``presets``). Finished answers are kept in build/longeval/, so that
-an interrupted run resumes where it stopped.
+to docs/results/longeval.json and docs/longeval.md. All methods keep the first 4 and last 32 tokens.
+H2O and k-center run a second time in the windows of their own papers (``presets``). Finished
+answers are kept in build/longeval/, so that an interrupted run resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -38,6 +37,8 @@ OURS = ["heavy_merge", "heavy_merge+16bit"]
 METHODS = ["exact", *OURS, "streaming_llm", "h2o", "kcenter", "uniform"]
 QUICK = [method for method in METHODS if method not in OURS]
 SMALL_SHARES = [0.25, 0.10]
+#: of weights and caches: a share of the bytes is one of 16 bits a number, as real models have them
+DTYPE = "bfloat16"
 
 
 def setups_by_lines() -> dict[int, Sequence[Setup]]:
@@ -88,7 +89,7 @@ def measure(
 ) -> Sweep:
     """Answers the cases of one protocol that `store` does not have yet. Raises `KVSketchError`."""
     # One shot, as in section 3.2: the prompt is compressed once, and the answer is kept unchanged.
-    settings = Settings(question=question, one_shot=True)
+    settings = Settings(question=question, one_shot=True, dtype=DTYPE)
     tasks = make_tasks(["longeval"], Options(cases=case_files(data), limit=limit))
     by_lines = by_lines or setups_by_lines()
     out = store / f"{question}.jsonl"
@@ -136,11 +137,11 @@ def replaced(
         and the versions and hardware of the run that measured the others.
 
     Raises:
-        ValueError: a run before this one replaced the rows of other methods.
+        ValueError: a run before this one replaced the rows of other methods only.
     """
     questions = list(dict.fromkeys(row["question"] for row in rows))
     former = before.get("later", {**before, "methods": methods, "questions": []})
-    if set(former["methods"]) != set(methods):
+    if not set(methods) <= set(former["methods"]):
         raise ValueError(f"rows of {', '.join(former['methods'])} were replaced before")
     kept = [
         row
@@ -148,28 +149,24 @@ def replaced(
         if row["method"] not in methods or row["question"] not in questions
     ]
     later = {
-        "methods": list(methods),
+        "methods": former["methods"],
         "questions": list(dict.fromkeys([*former["questions"], *questions])),
         **{name: former[name] for name in ("versions", "hardware")},
     }
     said = {name: before[name] for name in ("earlier",) if name in before}
-    return [*kept, *({**row, "run": "later"} for row in rows)], {"later": later, **said}
+    return [*kept, *({**row, "run": "later", "dtype": DTYPE} for row in rows)], {
+        "later": later,
+        **said,
+    }
 
 
-def write(results: Mapping[str, Any], docs: Path, readme: Path) -> list[Path]:
-    """Writes the JSON, the page and the README block, and returns their paths."""
+def write(results: Mapping[str, Any], docs: Path) -> list[Path]:
+    """Writes the JSON and the page, and returns their paths."""
     (docs / "results").mkdir(parents=True, exist_ok=True)
     data, page = docs / "results" / "longeval.json", docs / "longeval.md"
     data.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     page.write_text(markdown.page(results), encoding="utf-8")
-    written = [data, page]
-    if readme.is_file():
-        before = readme.read_text(encoding="utf-8")
-        after = markdown.replace_block(before, markdown.readme_block(results))
-        if after is not None:
-            readme.write_text(after, encoding="utf-8")
-            written.append(readme)
-    return written
+    return [data, page]
 
 
 def main(
@@ -178,7 +175,6 @@ def main(
     questions: Annotated[str, typer.Option(help="Protocols to run.")] = "seen,unseen",
     store: Annotated[Path, typer.Option(help="Folder of the answers.")] = ROOT / "build/longeval",
     docs: Annotated[Path, typer.Option(help="Folder of the page.")] = ROOT / "docs",
-    readme: Annotated[Path, typer.Option(help="File with the marks.")] = ROOT / "README.md",
     windows: Annotated[
         bool,
         typer.Option(
@@ -224,12 +220,13 @@ def main(
         raise typer.Exit(2) from None
     first = next(iter(sweeps.values()))
     rows: list[Mapping[str, Any]] = [row for sweep in sweeps.values() for row in sweep.rows()]
-    more = {}
-    if windows:
+    more: dict[str, Any] = {}
+    before: dict[str, Any] = {}
+    if windows or chosen:
         before = json.loads((docs / "results" / "longeval.json").read_text(encoding="utf-8"))
+    if windows:
         rows, more["earlier"] = with_earlier(rows, before)
     if chosen:
-        before = json.loads((docs / "results" / "longeval.json").read_text(encoding="utf-8"))
         try:
             rows, more = replaced(rows, before, chosen)
         except ValueError as error:
@@ -242,13 +239,15 @@ def main(
         paper=markdown.PAPER,
         settings={
             **dict(first.base),
+            # of the rows that name no other
+            "dtype": before["settings"]["dtype"] if before else DTYPE,
             "question": list(dict.fromkeys(row["question"] for row in rows)),
             "methods": METHODS,
             "cases": [path.name for path in case_files(data)],
         },
         seed=0,
     )
-    for path in write(results, docs, readme):
+    for path in write(results, docs):
         print(f"wrote {path}")
 
 

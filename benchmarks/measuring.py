@@ -40,6 +40,7 @@ def planned(
     """
     choices = CHOICES if bits == MEASURED else (FULL,)
     plan = Plan(allocation, Budget(budget), schedule, choices=choices)
+    plan.itemsize = 2
     plan.begin(len(layers), layers[0][0].keys.shape[1])
     streams: list[Stream] = []
     for slots, seen in layers:

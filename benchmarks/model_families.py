@@ -85,8 +85,7 @@ def markdown(results: Sequence[dict[str, Any]], versions: dict[str, Any]) -> str
         "",
         f"**Right ({len(right)}).** Without loss the logits equal `DynamicCache`'s bit for bit. "
         "With tokens evicted they equal those of the full cache with the same tokens masked, to "
-        f"within {worst:.1e} of the largest logit (float32). Written by `python -m "
-        "benchmarks.model_families`.",
+        f"within {worst:.1e} of the largest logit (float32).",
         "",
         names + ".",
         "",

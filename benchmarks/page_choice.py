@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import table
+from benchmarks.markdown import table, written_by
+from benchmarks.page_figures import accuracies, best_reading
 from kvsketch.methods.registry import ALL_METHODS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -34,19 +35,18 @@ def base(name: str) -> str:
     return name.split("/")[0].split("@")[0].split("+")[0]
 
 
-def best(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], Mapping[str, Any]]:
-    """The methods with an accuracy inside the interval of the best one, and the best one's row."""
-    ranked = sorted(rows, key=lambda row: (-row["accuracy"], row["method"]))
-    first = ranked[0]
-    return [r["method"] for r in ranked if r["accuracy"] >= first["ci95"][0]], first
-
-
-def accuracy(rows: Sequence[Mapping[str, Any]]) -> str:
-    names, first = best(rows)
-    low, high = first["ci95"]
-    found = {row["method"]: row["accuracy"] for row in rows}
-    listed = ", ".join(f"`{name}` {found[name]:.2f}" for name in names[:4])
-    return f"{listed} (95% of the first: {low:.2f} to {high:.2f})"
+def accuracy(rows: Sequence[Mapping[str, Any]], chosen: str) -> str:
+    """The accuracy of a recommended method with its interval, and the others that are as good."""
+    (row,) = at(rows, method=chosen)
+    low, high = row["ci95"]
+    as_good = [r for r in rows if r["accuracy"] >= low and r["method"] != chosen]
+    ranked = sorted(as_good, key=lambda r: (-r["accuracy"], r["method"]))[:3]
+    listed = ", ".join(f"`{r['method']}` {r['accuracy']:.2f}" for r in ranked)
+    beside = f"; as good within its interval: {listed}" if listed else ""
+    return (
+        f"LongEval, question unseen: `{chosen}` {row['accuracy']:.2f} ({low:.2f} to {high:.2f})"
+        f"{beside}"
+    )
 
 
 def queryless(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -66,7 +66,10 @@ def needs() -> str:
     even = [r for r in blind if r["method"] != "exact"][:3]
     within = at(loaded("tolerance")["results"], source=SOURCE)
     held = next(r for r in within if r["kind"] == "tolerance" and r["tolerance"] == 0.05)
-    speed = sorted(loaded("decode_speed")["results"], key=lambda r: -float(r["ratio"]))[:3]
+    speeds = {r["method"]: float(r["ratio"]) for r in loaded("decode_speed")["results"]}
+    fast = max(loaded("decode_speed")["results"], key=lambda r: float(r["ratio"]))
+    compared = (fast["method"], "heavy_merge+16bit", "heavy_merge")
+    many = loaded("vllm")["results"]["concurrency"]
     stream = sorted(loaded("streaming_memory")["results"], key=lambda r: int(r["peak_kv_bytes"]))
     exact = stream[0]["exact_kv_bytes"]
     default = next(r for r in stream if r["method"] == "heavy_merge")
@@ -75,13 +78,13 @@ def needs() -> str:
         [
             "A budget and no other requirement",
             "`SketchCache(model.config, budget=0.25)`",
-            "LongEval, question unseen: " + accuracy([r for r in unseen if r["method"] != "exact"]),
+            accuracy([r for r in unseen if r["method"] != "exact"], "heavy_merge"),
         ],
         [
             "The question is not known, and a second reading of a sixth of the context is "
             "affordable",
-            '`allocation="global", bits=4` and `kvsketch.prefill(..., queries="sample")`',
-            "LongEval, question unseen: " + accuracy(again),
+            '`bits=4` and `kvsketch.prefill(..., queries="sample")`',
+            accuracy(again, best_reading([accuracies([{"results": again}])], "/sample") or ""),
         ],
         [
             "No queries are available, or they should not decide what is kept",
@@ -103,9 +106,10 @@ def needs() -> str:
         ],
         [
             "Decoding speed on a CPU matters most",
-            '`bits=16`, `allocation="even"`, and a fast method',
+            f'`SketchCache(model.config, "{fast["method"]}", budget=0.25)`, or `bits=16` where the '
+            "answer may be anywhere in the prompt",
             "tokens per second over `DynamicCache`, tiny model: "
-            + ", ".join(f"`{r['method']}` {r['ratio']:.2f}" for r in speed),
+            + ", ".join(f"`{name}` {speeds[name]:.2f}" for name in compared if name in speeds),
         ],
         [
             "A proven guarantee for a stream of any length",
@@ -113,7 +117,13 @@ def needs() -> str:
             "the theorems' bounds at the theorems' sizes: [guarantees](guarantees.md); at a real "
             "model's norms these are too large for use",
         ],
-        ["Serving many requests", "the plugin for vLLM", "[Serving with vLLM](vllm.md)"],
+        [
+            "Serving many requests",
+            "the [plugin for vLLM](vllm.md)",
+            f"{many['ran']['ours']} requests of {many['tokens']:,} tokens at once in "
+            f"{many['memory'] / 2**20:.0f} MiB, on a CPU; {many['ran']['stock']} with "
+            "vLLM's own cache",
+        ],
     ]
     return table(["you have", "use", f"measured, at {KEPT:g} of the cache"], rows)
 
@@ -145,7 +155,7 @@ def page() -> str:
     result = loaded("longeval_unseen")
     return (
         "# Which method for which need\n\n"
-        "Written by `python -m benchmarks.page_choice` from `docs/results/`; do not edit. The "
+        f"{written_by('page_choice')}\n\nThe "
         "numbers are those of the small model in the package, which retrieves lines. They compare "
         "the methods on that task and need not carry over to yours: measure it with `kvsketch "
         "eval --model YOUR_MODEL` ([evaluation](evaluation.md)).\n\n"

@@ -138,11 +138,11 @@ def page() -> str:
     found = mentions()
     parts = [
         "# The papers, line by line\n\n"
-        "Written by `python -m benchmarks.page_papers` from the docstrings in `src/kvsketch`; do "
-        "not edit. The table lists the classes and functions whose docstrings refer to a numbered "
-        "item of a paper. [The papers' algorithms](algorithms.md) has the file and the test of "
-        "every item and the errors in the papers. [Guarantees](guarantees.md) has the "
-        "measurements.\n"
+        "<!-- Written by `python -m benchmarks.page_papers` from the docstrings in src/kvsketch; "
+        "do not edit. -->\n\n"
+        "The table lists the classes and functions whose docstrings refer to a numbered item of a "
+        "paper. [The papers' algorithms](algorithms.md) has the file and the test of every item "
+        "and the errors in the papers. [Guarantees](guarantees.md) has the measurements.\n"
     ]
     for paper in PAPERS:
         lines = dict.fromkeys(m.line for m in found if m.paper == paper)

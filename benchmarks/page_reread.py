@@ -6,24 +6,8 @@ from typing import Any
 
 from benchmarks.markdown import made_with, table
 
-#: The rows of the README's table: other authors' methods, one of them with our 4-bit slots, then
-#: ours with a full second reading, with cheaper ones and with none.
-SHOWN = (
-    "kvzip/reread",
-    "kvzip+int4/reread",
-    "kvgrad/reread",
-    "heavy_merge@global+16bit/reread",
-    "heavy_merge@global+int4/reread",
-    "heavy_merge@global+int4/local",
-    "heavy_merge@global+int4/sample",
-    "heavy_merge@global+int4",
-    "heavy_merge",
-)
 
-
-def accuracies(
-    result: dict[str, Any], names: list[str], interval: bool, costs: dict[str, Any]
-) -> str:
+def accuracies(result: dict[str, Any], names: list[str], costs: dict[str, Any]) -> str:
     """A table of accuracies: methods by the share of the bytes that is kept. The last column has
     the cost of the second reading, from the result of ``reading``."""
     seconds = cost_by_source(costs)
@@ -36,7 +20,7 @@ def accuracies(
             text = ""
             if found:
                 low, high = found[0]["ci95"]
-                text = f"{found[0]['accuracy']:.2f}" + (f" ({low:.2f}-{high:.2f})" * interval)
+                text = f"{found[0]['accuracy']:.2f}" + f" ({low:.2f}-{high:.2f})"
             cells.append(text)
         rows.append([name, *cells, seconds.get(name.partition("/")[2] or "prompt", "")])
     return table(["kept", *map(str, budgets), "cost"], rows)
@@ -107,12 +91,27 @@ def decisions(result: dict[str, Any]) -> str:
     return table(["what is read again", *map(str, budgets)], rows)
 
 
+def _best(result: dict[str, Any]) -> str:
+    """The best methods at the smallest share, by what is read again."""
+    least = min(r["budget"] for r in result["results"])
+    rows = [r for r in result["results"] if r["budget"] == least]
+    said = []
+    for source, words in READ_AGAIN.items():
+        found = [r for r in rows if r["method"].partition("/")[2] == source]
+        if found:
+            best = max(found, key=lambda r: r["accuracy"])
+            said.append(f"{words} {best['accuracy']:.2f} (`{best['method']}`)")
+    text = f"The best accuracy at {least:g} of the bytes, by what is read again: "
+    return f"{text}{'; '.join(said)}.\n\n"
+
+
 def longeval_reread(result: dict[str, Any], costs: dict[str, Any]) -> str:
     names = list(dict.fromkeys(r["method"] for r in result["results"]))
     return (
         f"## A second reading: LongEval, {result['lines']} lines, question unseen\n\n"
+        f"{_best(result)}"
         f"{what(result, costs)} With 95% intervals.\n\n"
-        f"{accuracies(result, names, True, costs)}\n\n"
+        f"{accuracies(result, names, costs)}\n\n"
         "The best method at each share, by how much of the context may be read again (for the "
         "cost see `What a second reading costs`).\n\n"
         f"{decisions(result)}\n\n"
@@ -120,11 +119,20 @@ def longeval_reread(result: dict[str, Any], costs: dict[str, Any]) -> str:
     )
 
 
+def _costs(costs: list[dict[str, Any]]) -> str:
+    """The first paragraph of the section on costs."""
+    large = {r["queries"]: r["of_32_over_first"] for r in costs if r["queries"] != "prompt"}
+    said = ", ".join(f"`{source}` {ratio:.2f}" for source, ratio in large.items())
+    return (
+        "The time of a second reading over that of the first, extrapolated to 32 layers of Llama 3 "
+        f"8B's shape: {said}.\n\n"
+    )
+
+
 def reading(result: dict[str, Any]) -> str:
     """The section on costs and accuracies, with a row for each kind of second reading."""
     costs, right = result["results"], result["accuracy"]
     models = list(dict.fromkeys(r["model"] for r in costs))
-    asked = list(dict.fromkeys((r["method"], r["budget"]) for r in right))
     columns = ["queries", *models, "32 such layers", "compressing"]
     rows = []
     for source in dict.fromkeys(r["queries"] for r in costs):
@@ -132,24 +140,30 @@ def reading(result: dict[str, Any]) -> str:
         cells = [f"{mine[model]['second_over_first']:.2f}" for model in models]
         cells.append(f"{mine[models[-1]]['of_32_over_first']:.2f}")
         cells.append(" / ".join(f"{mine[model]['compress_over_first']:.2f}" for model in models))
-        for method, budget in asked:
-            cells += [
-                f"{r['accuracy']:.2f}"
-                for r in right
-                if (r["method"], r["budget"], r["queries"]) == (method, budget, source)
-            ]
         rows.append([source, *cells])
-    columns += [f"{method} at {budget}" for method, budget in asked]
+    sources = list(dict.fromkeys(r["queries"] for r in right))
+    found = {(r["method"], r["budget"], r["queries"]): r["accuracy"] for r in right}
+    gains = [
+        [
+            f"{method} at {budget}",
+            *(
+                f"{found[method, budget, source]:.2f}" if (method, budget, source) in found else ""
+                for source in sources
+            ),
+        ]
+        for method, budget in dict.fromkeys((r["method"], r["budget"]) for r in right)
+    ]
     cases = f" of {right[0]['lines']} lines, {right[0]['cases']} cases" if right else ""
     return (
         "## What a second reading costs, and what it gains\n\n"
+        f"{_costs(costs)}"
         "CPU seconds of the second reading over those of reading the same "
         f"{result['tokens']:,} tokens once with an uncompressed cache, on {result['threads']} "
         "thread; medians of paired runs. Everything after the last layer's queries is skipped, "
         "which is half of a model of two layers. `32 such layers` is therefore extrapolated from "
         "31 times the first layer and once the last. `compressing`: the compression that follows, "
         "by `heavy_merge` at 0.1. "
-        f"Accuracy: LongEval{cases}, question unseen, at equal bytes, as in the table before.\n\n"
+        f"Accuracy: LongEval{cases}, question unseen, at equal bytes, as in the section before.\n\n"
         "`reread` is KVzip's: 2,048 tokens at a time against the whole uncompressed cache. At "
         f"{result['tokens']:,} tokens it computes 2.5 times as many pairs of query and key as the "
         "first reading, in which the causal mask hides half of them. This cost is inherent, and "
@@ -157,7 +171,8 @@ def reading(result: dict[str, Any]) -> str:
         "in attention. `local`: 512 tokens at a time, which attend only to themselves and to the "
         "first four tokens. `sample`: 64 of every 384 tokens, in the same way; the scores of the "
         "other tokens are predicted from these.\n\n"
-        f"{table(columns, rows)}\n\n{_peers(result)}{made_with(result)}\n"
+        f"{table(columns, rows)}\n\nAccuracy, by what is read again:\n\n"
+        f"{table(['method', *sources], gains)}\n\n{_peers(result)}{made_with(result)}\n"
     )
 
 
@@ -173,7 +188,17 @@ def _peers(result: dict[str, Any]) -> str:
     )
 
 
-def readme_block(result: dict[str, Any], costs: dict[str, Any]) -> str:
-    have = {r["method"] for r in result["results"]}
-    names = [name for name in SHOWN if name in have]
-    return f"{accuracies(result, names, False, costs)}\n\n{what(result, costs)}"
+def measured_after(result: dict[str, Any]) -> str:
+    """The section on budgets by measured errors after a second reading."""
+    names = list(dict.fromkeys(r["method"] for r in result["results"]))
+    count = result["results"][0]["cases"]
+    return (
+        "## Budgets by measured errors after a second reading\n\n"
+        f"LongEval, {result['lines']} lines, question unseen, {count} {result['source']} cases, "
+        "equal bytes, 4 bits, a sixth of the context read again. After a second reading "
+        "`heavy_merge` shares its budget by scores over all heads unless told otherwise "
+        "(`@global`), and warns where errors measured on the queries of that reading are to share "
+        "it (`@measured`).\n\n"
+        f"{accuracies(result, names, {'results': []})}\n\n"
+        f"{made_with(result)}\n"
+    )

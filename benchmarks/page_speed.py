@@ -1,4 +1,4 @@
-"""The section of docs/benchmarks.md on the results of ``benchmarks.speed``."""
+"""The sections of docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -41,6 +41,75 @@ _TEXTS = {
 }
 
 
+#: The results of which the page's first table has a row.
+SUMMARISED = (
+    *("decode_speed", "speed_end_to_end", "speed_prefill", "prefill_peak"),
+    *("streaming_memory", "ray_throughput"),
+)
+
+
+def opening(results: dict[str, dict[str, Any] | None]) -> str:
+    """The figure, at most eight rows of what was measured, and what follows from them."""
+    rows = {name: found["results"] for name, found in results.items() if found is not None}
+    lines = []
+    if "decode_speed" in rows:
+        ratio = {r["method"]: r["ratio"] for r in rows["decode_speed"]}
+        lines += [
+            [f"decoding, tiny model, `{name}`, over DynamicCache", f"{ratio[name]:.2f}"]
+            for name in ("heavy_merge", "heavy_merge+16bit", max(ratio, key=lambda n: ratio[n]))
+            if name in ratio
+        ]
+    for row in rows.get("speed_end_to_end", [])[-1:]:
+        lines.append(
+            [
+                f"decoding, {row['model']}, the default, over DynamicCache",
+                f"{row['decode_speed_of_as_many_tokens']:.2f}",
+            ]
+        )
+    share = {r["what"]: r.get("share_of_prefill") for r in rows.get("speed_prefill", [])}
+    if {"measuring", "heavy_merge to 0.25"} <= set(share):
+        lines.append(
+            [
+                "measuring, then compressing to 0.25, over the prefill of such a layer",
+                f"{share['measuring']:.1%}, then {share['heavy_merge to 0.25']:.1%}",
+            ]
+        )
+    peak = {
+        r["allocation"]: r["peak_over_exact"]
+        for r in rows.get("prefill_peak", [])
+        if (r["method"], r["budget"]) == ("heavy_merge", 0.25)
+    }
+    if {"measured", "even"} <= set(peak):
+        lines.append(
+            [
+                'peak bytes of a prompt read at once at 0.25, default / `allocation="even"`',
+                f"{peak['measured']:.2f} / {peak['even']:.2f} of the exact cache",
+            ]
+        )
+    for row in rows.get("streaming_memory", []):
+        if row["method"] == "heavy_merge":
+            lines.append(
+                [
+                    f"peak bytes of a streaming prefill of {row['tokens']:,} tokens",
+                    f"{row['peak_kv_bytes'] / row['exact_kv_bytes']:.3f} of the exact cache",
+                ]
+            )
+    ray = results.get("ray_throughput")
+    if ray is not None:
+        lines.append(["two local Ray workers over one", f"{ray['ratio']:.2f}"])
+    if not lines:
+        return ""
+    return (
+        "![Decoding speed by method](figures/decoding.svg)\n\n"
+        + table(["what, on a CPU", "measured"], lines)
+        + "\n\nWhat follows: with a tiny model every operation of ours is visible, and slots in 8 "
+        "or 4 bits, which the default uses, cost most; with layers of a usual size little of that "
+        "is left. Where speed matters more than bytes, use `bits=16` or a simpler method; where "
+        'the peak of the prefill matters, `allocation="even"`, a file of curves or '
+        '`prefill="streaming"`. No GPU has been measured.\n'
+    )
+
+
 def speed(result: dict[str, Any]) -> str:
     """The section, with a table for every kind of row."""
     kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
@@ -62,3 +131,94 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1 else f"{value:.2f}"
     return str(value)
+
+
+def decode_speed(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            r["method"],
+            f"{r['ratio']:.2f}",
+            f"{min(r['ratios']):.2f} - {max(r['ratios']):.2f}",
+            str(len(r["ratios"])),
+        ]
+        for r in result["results"]
+    ]
+    first = result["results"][0]
+    return (
+        "## Decoding against DynamicCache at the same number of slots\n\n"
+        f"{first['tokens']} greedy tokens from {first['slots']} slots; the ratio of tokens per "
+        "second (above 1: faster than DynamicCache), median of paired runs. SketchCache "
+        "compresses repeatedly and stays within its budget, while DynamicCache grows. The model "
+        "is tiny (a layer takes a quarter of a millisecond), so the overhead of every operation "
+        "is visible. The default, `heavy_merge`, stores more slots in the same bytes, in 8 or 4 "
+        "bits, and dequantizes them for every token. Layers of a usual size are measured under "
+        "`The default method from end to end`.\n\n"
+        + table(["method", "ratio", "least - most", "pairs"], rows)
+        + f"\n\n{made_with(result)}\n"
+    )
+
+
+def prefill_peak(result: dict[str, Any]) -> str:
+    budgets = list(dict.fromkeys(r["budget"] for r in result["results"]))
+    peaks = {
+        (r["method"], r["allocation"], r["budget"]): r["peak_over_exact"] for r in result["results"]
+    }
+    names = list(dict.fromkeys((method, way) for method, way, _ in peaks))
+    rows = [
+        [f"{method}@{way}", *(f"{peaks[method, way, budget]:.2f}" for budget in budgets)]
+        for method, way in names
+    ]
+    return (
+        "## Peak of a prompt read at once\n\n"
+        f'{result["tokens"]:,} tokens, `prefill="exact"`; the peak bytes of the cache over the '
+        "bytes of the exact cache, by budget. If budgets are known beforehand (`@even`), each "
+        "layer is compressed as soon as its attention is computed. Budgets measured on this prompt "
+        "(`@measured`, heavy_merge's default) depend on all layers: until the last layer is "
+        "measured, each layer is compressed to the most that its heads may need.\n\n"
+        + table(["method", *map(str, budgets)], rows)
+        + f"\n\n{made_with(result)}\n"
+    )
+
+
+def streaming_memory(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            r["method"],
+            f"{r['peak_kv_bytes']:,}",
+            f"{r['bound_bytes']:,}",
+            f"{r['exact_kv_bytes']:,}",
+            f"{r['seconds_over_exact']:.2f}",
+        ]
+        for r in result["results"]
+    ]
+    first = result["results"][0]
+    return (
+        "## Peak of a streaming prefill\n\n"
+        f"{first['tokens']:,} tokens in chunks of {first['chunk']} at a budget of "
+        f"{first['budget']} slots; the peak bytes of all tensors in the cache. The bound is budget "
+        "+ chunk slots in every layer. Every head has the same budget, which is always the case "
+        "in a streaming prefill without curves. Time is relative to the same chunked prefill with "
+        "DynamicCache.\n\n"
+        + table(["method", "peak KV bytes", "bound", "exact cache", "time / exact"], rows)
+        + f"\n\n{made_with(result)}\n"
+    )
+
+
+def ray_throughput(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            str(r["pair"] + 1),
+            f"{r['ratio']:.2f}",
+            *(f"{r['seconds_to_start'][workers]:.1f}" for workers in ("1", "2")),
+        ]
+        for r in result["results"]
+    ]
+    return (
+        "## Two local Ray workers over one\n\n"
+        f"`kvsketch eval longeval --ray local`, {result['cases']} cases of {result['lines']} lines "
+        "with the exact cache and with snapkv, one core per worker. The ratio is that of answers "
+        f"per second after the first answers; its median is {result['ratio']:.2f}. Ray and the "
+        "models take some seconds to start.\n\n"
+        + table(["pair", "ratio", "start of one, s", "of two, s"], rows)
+        + f"\n\n{made_with(result)}\n"
+    )

@@ -70,6 +70,8 @@ COMMANDS = {
     "longeval_reread": "longeval --budgets 0.25,0.1,0.05 --methods kvzip/reread,kvzip+int4/reread,"
     f"{_ALL_SOURCES},heavy_merge@global+16bit,heavy_merge@global+int4,heavy_merge,"
     "kvgrad/reread,kvzip_plus/reread",
+    "longeval_reread_measured": "longeval --count 20 --budgets 0.25,0.1,0.05 --methods "
+    "heavy_merge@measured+int4/sample,heavy_merge@global+int4/sample",
     "longeval_unseen_300": f"longeval --lines 300 {_LONG}",
     "longeval_unseen_400": f"longeval --lines 400 {_LONG}",
     "reading": "reading --beside {results}/longeval_reread.json",
@@ -85,7 +87,7 @@ COMMANDS = {
 #: Benchmarks that write their result and their page in docs themselves, by the name of the result.
 WITH_PAGE = {"longeval": "longeval_table", "inspect": "inspect_page"}
 #: The writers of the other pages.
-PAGES = ("page", "page_documents", "page_papers")
+PAGES = ("page_figures", "page", "page_documents", "page_papers")
 
 
 def command(name: str, folder: Path) -> list[str]:

@@ -41,7 +41,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -118,6 +118,13 @@ def run(
         raise RuntimeError(done.stdout[-20_000:] + done.stderr[-20_000:])
     found: Job = jsonlib.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def drawn(sizes: Iterable[int], new: int, seed: int = 0) -> list[Job]:
+    """Requests with random prompts of these sizes, for ``new`` tokens each."""
+    numbers = random.Random(seed)
+    prompts = [[numbers.randrange(3, 2000) for _ in range(size)] for size in sizes]
+    return [{"prompt": prompt, "max_tokens": new, "ignore_eos": True} for prompt in prompts]
 
 
 def tokens_of(result: Job) -> list[Any]:
@@ -398,15 +405,7 @@ def mixed(count: int, seed: int) -> Job:
 
 def concurrency(seed: int) -> Job:
     """The part concurrency: requests of 12,000 tokens in 100 MiB."""
-    numbers = random.Random(seed)
-    asked = [
-        {
-            "prompt": [numbers.randrange(3, 2000) for _ in range(12_000)],
-            "max_tokens": 250,
-            "ignore_eos": True,
-        }
-        for _ in range(32)
-    ]
+    asked = drawn([12_000] * 32, 250, seed)
     engine = {"max_model_len": 12_288, "max_num_seqs": 64, "kv_cache_memory_bytes": 100 * 2**20}
     stock, ours = run(asked, {}, **engine), run(asked, SMALL, **engine)
     sizes = {}
@@ -430,9 +429,7 @@ def throughput(rounds: int, seed: int) -> list[Job]:
     """The part throughput: decoded tokens per second, over the steps in which 8 requests decode."""
     found = []
     for tokens in (12_000, 1000):
-        numbers = random.Random(seed)
-        prompts = [[numbers.randrange(3, 2000) for _ in range(tokens)] for _ in range(8)]
-        asked = [{"prompt": p, "max_tokens": 200, "ignore_eos": True} for p in prompts]
+        asked = drawn([tokens] * 8, 200, seed)
         engine = {"max_model_len": 16_000, "max_num_seqs": 8}
         rates: dict[str, list[float]] = {"stock": [], "ours": []}
         for _ in range(rounds):
@@ -473,15 +470,7 @@ def runner(count: int, seed: int) -> Job:
     second = run(asked, {**OURS, **as_on_cuda()}, max_num_seqs=16)
     stages = {**OURS, **as_on_cuda(), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     staged = run(asked, stages, max_num_seqs=16, pipeline_parallel_size=2)
-    numbers = random.Random(seed)
-    short = [
-        {
-            "prompt": [numbers.randrange(3, 2000) for _ in range(numbers.randrange(100, 800))],
-            "max_tokens": 8,
-            "ignore_eos": True,
-        }
-        for _ in range(count)
-    ]
+    short = drawn([100 + 700 * number // count for number in range(count)], 8, seed)
     few = {**OURS, "KVSKETCH_BUDGET": "256"}
     plain = run(short, few, max_num_seqs=16)
     cuda = {"attention_config": FULL_ATTENTION, "max_num_seqs": 16}

@@ -10,7 +10,6 @@ that length fit into the memory that vLLM leaves for the cache.
 
 from __future__ import annotations
 
-import random
 import statistics
 import tempfile
 from pathlib import Path
@@ -25,7 +24,7 @@ from transformers import LlamaConfig
 
 from benchmarks.options import among, integers, positive
 from benchmarks.results import Results, ResumeOption, Row
-from benchmarks.vllm_engine import FULL_ATTENTION, run
+from benchmarks.vllm_engine import FULL_ATTENTION, drawn, run
 from kvsketch.evaluation.report.report import dumps
 
 _OURS = {"attention_config": FULL_ATTENTION}
@@ -66,7 +65,7 @@ def measured(
     variables: dict[str, str],
     **engine: Any,
 ) -> Row:
-    """The row of one engine.
+    """The row of one engine. Without rates if the requests do not fit at once.
 
     Args:
         tokens: of each prompt; new: decoded tokens of each request.
@@ -80,25 +79,21 @@ def measured(
             "KVSKETCH_BUDGET": str(budget),
             "KVSKETCH_BITS": str(bits),
         }
-    numbers = random.Random(seed)
-    asked = [
-        {
-            "prompt": [numbers.randrange(3, 2000) for _ in range(tokens)],
-            "max_tokens": new,
-            "ignore_eos": True,
-        }
-        for _ in range(requests)
-    ]
     given = {"dtype": "bfloat16", "max_model_len": tokens + new + 1, "max_num_seqs": requests}
     given |= {"enforce_eager": False, "enable_prefix_caching": False}
+    asked = drawn([tokens] * requests, new, seed)
     found = run(asked, variables, **{**given, **arguments, **engine})
+    row = {"vllm": found["vllm"], "requests_that_fit": found["concurrency"]}
     steps = found["steps"]
-    begun = next(i for i, (_, _, out) in enumerate(steps) if out == requests)
-    decoding = [seconds for seconds, _, out in steps[begun + 1 :] if out == requests]
+    together = [at for at, (_, _, out) in enumerate(steps) if out == requests]
+    if len(together) < 2:  # they do not fit at once
+        return {**row, "decoded_tokens_per_s": None, "read_tokens_per_s": None}
+    first, *decoding = together
+    read, decoded = (sum(steps[at][0] for at in part) for part in (range(first + 1), decoding))
     return {
-        "decoded_tokens_per_s": requests * len(decoding) / sum(decoding),
-        "read_tokens_per_s": requests * tokens / sum(seconds for seconds, *_ in steps[: begun + 1]),
-        "requests_that_fit": found["concurrency"],
+        **row,
+        "decoded_tokens_per_s": requests * len(decoding) / decoded,
+        "read_tokens_per_s": requests * tokens / read,
     }
 
 
@@ -147,14 +142,10 @@ def table(rows: list[Row]) -> Table:
         shown.add_column(column)
     for length, cache in dict.fromkeys((row["tokens"], row["cache"]) for row in rows):
         mine = [row for row in rows if (row["tokens"], row["cache"]) == (length, cache)]
-        shown.add_row(
-            f"{length:,}",
-            cache,
-            *(
-                f"{statistics.median(row[name] for row in mine):,.1f}"
-                for name in ("decoded_tokens_per_s", "read_tokens_per_s", "requests_that_fit")
-            ),
-        )
+        names = ("decoded_tokens_per_s", "read_tokens_per_s", "requests_that_fit")
+        columns = [[row[name] for row in mine if row[name] is not None] for name in names]
+        medians = [f"{statistics.median(column):,.1f}" if column else "-" for column in columns]
+        shown.add_row(f"{length:,}", cache, *medians)
     return shown
 
 

@@ -18,7 +18,7 @@ lines = re.findall(r"line ([\w-]+): REGISTER_CONTENT is <(\d+)>", record)
 # What will be asked is not known: a part of the record is read a second time (queries="sample"),
 # and what that looks at is kept.
 context = tokenizer(record, return_tensors="pt").input_ids
-cache = kvsketch.SketchCache(model.config, budget=0.25, bits=4, allocation="global")
+cache = kvsketch.SketchCache(model.config, budget=0.1)
 kvsketch.prefill(model, context, cache, queries="sample", tokenizer=tokenizer)
 kept = cache.nbytes() / cache.exact_nbytes()
 

@@ -27,9 +27,9 @@ SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))]
 TEXTS.append(ROOT / "examples" / "README.md")
-#: pages whose Python is run; of README it is the first block
+#: pages whose Python is run; of README it is the first block, with its output
 RUN = ("index.md", "how-it-works.md", "guides/transformers.md", "guides/chat.md")
-RUN = (*RUN, "guides/adding-a-method.md", "evaluation.md", "vllm.md")
+RUN = (*RUN, "guides/adding-a-method.md", "evaluation.md", "vllm.md", "algorithms.md")
 
 
 def listed(entry: Any) -> list[str]:
@@ -138,9 +138,21 @@ def test_python_of_the_guides_runs(page: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_readmes_ten_lines_run_anywhere(tmp_path: Path) -> None:
-    said = run_python(blocks(ROOT / "README.md", "python")[0], tmp_path)
-    assert "43514" in said  # the right answer
-    assert re.search(r"^\d+ of \d+ bytes$", said, flags=re.MULTILINE)
+    said = run_python(blocks(ROOT / "README.md", "python")[0], tmp_path).splitlines()
+    answer, sizes = blocks(ROOT / "README.md", "text")[0].splitlines()
+    assert said[0] == answer
+    assert "<43514>" in answer  # the right one
+    (held, whole), (shown, of) = (map(int, re.findall(r"\d+", x)) for x in (said[1], sizes))
+    assert whole == of
+    assert held == pytest.approx(shown, rel=0.03)
+    assert 0.25 < held / whole < 0.3
+
+
+def test_the_readme_is_short() -> None:
+    """What does not fit belongs to the pages. Names of methods with suffixes need them, too."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    assert not re.search(r"@global|\+int4|\+16bit|@measured", text)
 
 
 def run_python(code: str, folder: Path) -> str:

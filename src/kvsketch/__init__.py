@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .errors import InputError, KVSketchError, UnsupportedError
+from .errors import AccuracyWarning, InputError, KVSketchError, UnsupportedError
 
 if TYPE_CHECKING:
     from .budget import Budget
@@ -25,6 +25,7 @@ __all__ = [
     "ALL_METHODS",
     "METHODS",
     "SKETCHES",
+    "AccuracyWarning",
     "Budget",
     "Curves",
     "InputError",
@@ -69,3 +70,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

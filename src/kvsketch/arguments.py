@@ -5,12 +5,13 @@ The cache itself repeats them; a test checks that both raise the same messages.
 
 from __future__ import annotations
 
-from numbers import Real
+from collections.abc import Mapping
+from numbers import Integral, Real
 from pathlib import Path
 
 from kvsketch.budget import ALLOCATIONS, Budget
-from kvsketch.errors import InputError, unknown_name
-from kvsketch.method_names import METHOD_NAMES
+from kvsketch.errors import InputError
+from kvsketch.method_names import METHOD_NAMES, unknown_method
 
 PREFILL_MODES = ("exact", "streaming")
 #: sources of the queries that a compression uses, besides the user's own texts
@@ -57,11 +58,22 @@ def check_arguments(
                 "or lower sink and recent"
             )
     if method not in METHOD_NAMES:
-        raise unknown_name("method", method, METHOD_NAMES)
+        raise unknown_method(method)
     if bits is not None and (isinstance(bits, bool) or bits not in BITS):
         raise InputError(
             f"bits={bits!r} must be one of 16 (keys and values as the model has them), 8 or 4, "
             "or 'measured'"
+        )
+
+
+def check_types(seed: object, options: object) -> None:
+    """Raise InputError unless a seed is an int and the options of a method are named."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
+        raise InputError(f"seed={seed!r} must be an int")
+    if options is not None and not isinstance(options, Mapping):
+        raise InputError(
+            f"options={options!r} must be a dict of the method's own arguments by name, such as "
+            '{"window": 64}; `kvsketch methods NAME` lists them'
         )
 
 

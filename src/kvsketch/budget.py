@@ -32,7 +32,9 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Budget:
-    """Slots kept per KV head (int), or the kept fraction of the tokens seen (float in (0, 1]).
+    """The bytes of so many tokens per KV head (int), or of this fraction of the tokens seen (float
+    in (0, 1]), in the model's own dtype. In that dtype it is the number of slots that are kept;
+    ``cache.storage.Price`` says how many it buys in fewer bits.
 
     Sinks, recent tokens and the compressed middle all count against it.
 

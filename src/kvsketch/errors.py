@@ -1,4 +1,4 @@
-"""The errors of kvsketch, all derived from KVSketchError."""
+"""The errors of kvsketch, all derived from KVSketchError, and its warning."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ class InputError(KVSketchError, ValueError):
 
 class UnsupportedError(KVSketchError, NotImplementedError):
     """The request is valid in general, but not for this model or in this state of the cache."""
+
+
+class AccuracyWarning(UserWarning):
+    """What was asked for can be done, and answers from it are known or measured to be bad."""
 
 
 def at_least(name: str, value: object, least: int) -> int:

@@ -5,6 +5,8 @@ The methods themselves are ``kvsketch.ALL_METHODS``; a test compares the two.
 
 from __future__ import annotations
 
+from .errors import InputError, unknown_name
+
 #: the names that ``SketchCache`` accepts, in the order of ``ALL_METHODS``
 METHOD_NAMES = (
     "uniform",
@@ -43,3 +45,13 @@ METHOD_NAMES = (
 
 #: the methods among them that need a second reading of the context
 NEED_REREAD = ("kvzip", "kvzip_plus", "kvgrad")
+
+
+def unknown_method(name: object) -> InputError:
+    """The error for a name that is not one of a method."""
+    if name == "exact":
+        return InputError(
+            "method='exact' compresses nothing: use transformers' DynamicCache, or budget=1.0 to "
+            "keep every token"
+        )
+    return unknown_name("method", name, METHOD_NAMES)

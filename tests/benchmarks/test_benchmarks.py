@@ -6,6 +6,7 @@ import inspect
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,15 @@ from benchmarks import (
     compression_time,
     kl,
     longeval,
+    markdown,
     options,
     page,
+    page_errors,
+    page_figures,
+    page_readme,
     prompts,
     ruler,
+    svg_figures,
 )
 from benchmarks.ablation import everything
 from benchmarks.attention_error import held_bytes
@@ -294,13 +300,14 @@ def streams_of(cache):
 @pytest.mark.parametrize("label", [*options.USUAL, *LABELS])
 def test_a_label_means_what_it_means_in_the_command_line(packaged, label):
     """A bare name of a method is the default of ``SketchCache``, and ``@even``, ``@measured`` and
-    ``+int4`` mean the same as for ``kvsketch eval --methods``."""
+    ``+int4`` mean the same as for ``kvsketch eval --methods``, in a model of 16 bits."""
     budget, found = compressed_as(packaged, label)
     setup, given = parse_method(label), {}
     if label not in options.USUAL:
         given = {"allocation": setup.allocation, "bits": setup.bits}
     model, prompt = packaged
     cache = SketchCache(model.config, setup.method, budget=budget, **given)
+    cache.plan.itemsize = 2
     prompts.prefill(model, prompt, cache)
     for ours, theirs in zip(streams_of(found), streams_of(cache), strict=True):
         tensors = (stream.slots.tensors() for stream in (ours, theirs))
@@ -340,6 +347,7 @@ def test_single_layers_spend_their_budget_as_a_cache_does(label):
         allocation=parse_method(label).allocation,
         **window,
     )
+    cache.plan.itemsize = 2
     prompts.prefill(model, ids[:, :n], cache)
     for slots, layer in zip(held.what, cache.layers, strict=True):
         heads = slots.keys.shape[1]
@@ -522,7 +530,7 @@ def test_longeval_with_the_question_seen(monkeypatch, tmp_path):
         exact, snapkv = result["results"]
         assert exact["accuracy"] == 1.0
         assert snapkv["queries"] == {"unseen": "agnostic", "seen": "aware"}[question]
-        assert f"question {question} at compression" in page.longeval(result)
+        assert f"question {question} at compression" in page_errors.longeval(result)
     prompt = longeval.cases(20, 1, 0)[1][0]["prompt"]
     unseen, seen = read
     assert "Now the record is over" not in unseen
@@ -615,37 +623,60 @@ def test_the_page_is_written_from_what_the_benchmarks_leave(monkeypatch, tmp_pat
     assert "longeval_unseen.json is not there" in said
 
 
-def test_the_readme_says_which_methods_were_compared(tmp_path):
-    """The last row has the best of the other methods by default: without ours, without budgets as
-    we allocate them and without caches of all tokens; methods in other tables are named."""
+def test_the_readme_compares_ours_with_the_best_of_others(tmp_path):
+    """The last row of README's table has the best of the other methods by default: without ours,
+    without budgets as we allocate them and without caches of all tokens."""
     accuracy = {
         "snapkv": 0.2,
         "merge_reduce": 0.3,
         "cluster_merge": 0.5,
-        "heavy_merge@even": 0.4,
         "heavy_merge": 0.9,
-        "heavy_merge+16bit": 0.85,
         "snapkv@calibrated": 0.8,
-        "heavy_merge@calibrated+int4": 0.7,
     }
     rows = [{"method": m, "budget": 0.5, "accuracy": a, "cases": 7} for m, a in accuracy.items()]
-    whole = {"budget": 1.0, "accuracy": 1.0, "cases": 7}
-    rows += [{"method": "exact", **whole}, {"method": "int4", **whole}]
-    result = {"results": rows, "lines": 20, "source": "generated"}
-    assert page.compared(result) == ["snapkv", "merge_reduce"]
+    rows += [
+        {"method": name, "budget": 1.0, "accuracy": 1.0, "cases": 7} for name in ("exact", "int4")
+    ]
+    unseen = {"results": rows, "lines": 20, "source": "generated"}
+    again = {"method": "kvzip/reread", "budget": 0.5, "accuracy": 0.7, "cases": 7}
+    assert page_readme.compared(unseen) == ["snapkv", "merge_reduce"]
     readme = tmp_path / "README.md"
     readme.write_text("before <!-- unseen:begin -->old<!-- unseen:end --> after")
-    page.write_readme("unseen", page.readme_block(result), readme)
+    block = page_readme.block(unseen, {"results": [again]}, {"results": [], "peers": []})
+    page.write_block("unseen", block, readme)
     text = readme.read_text()
     assert text.startswith("before ")
     assert text.endswith(" after")
     assert "old" not in text
-    assert "| heavy_merge | 0.90 |\n| heavy_merge+16bit | 0.85 |\n" in text
-    assert "| heavy_merge@calibrated+int4 | 0.70 |" in text
-    assert "| best of the compared methods | 0.30 (merge_reduce) |" in text
-    assert "Compared in the last row: snapkv, merge_reduce;" in text
-    assert "`snapkv@calibrated`" in text
-    assert "KVzip and KVgrad, which read the context a second time, are in the next table" in text
+    assert "| exact cache (all bytes) | 1.00 | 0 |\n| kvsketch, its default | 0.90 | 0 |" in text
+    assert "| KVzip | 0.70 |" in text
+    assert "| best of 2 others that read once | 0.30 (merge_reduce) | 0 |" in text
+    assert "\n\nThe packaged model is trained for this very task" in text
+
+
+def test_pages_show_a_heading_and_a_paragraph_and_fold_the_tables():
+    """Nothing is lost by folding, and sections without a table stay open."""
+    shown = "# Page\n\n| a |\n| --- |\n| 1 |\n\n"
+    section = "## Part\n\nWhat comes out.\n\nHow.\n\n| b |\n| --- |\n| 2 |\n| 3 |\n"
+    open_ = "## Text\n\nOne.\n\nTwo.\n"
+    text = markdown.folded(shown + section + open_)
+    assert text.startswith(f'{shown}## Part\n\nWhat comes out.\n\n<details markdown="1">\n')
+    assert "(2 rows)</summary>\n\nHow.\n\n| b |" in text
+    assert text.endswith(f"</details>\n\n{open_}")
+
+
+def test_the_first_figures_of_the_pages_are_what_the_script_draws():
+    for name, svg in page_figures.drawings(page.DOCS / "results").items():
+        assert (page.DOCS / "figures" / f"{name}.svg").read_text(encoding="utf-8") == svg
+
+
+def test_labels_at_the_ends_of_lines_do_not_overlap():
+    """Labels keep their order and stay inside the panel, also where all lines end at 0."""
+    places = svg_figures.apart([40.0, 200.0, 200.0, 201.0], 40, 202)
+    assert places == sorted(places)
+    assert all(b - a >= svg_figures.ROW for a, b in pairwise(places))
+    assert places[0] >= 40
+    assert places[-1] <= 202
 
 
 def test_no_label_of_the_results_is_unknown():

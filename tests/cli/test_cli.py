@@ -3,6 +3,7 @@ one."""
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 from test_longeval import write
 from typer.testing import CliRunner
 
-from kvsketch import __version__
+from kvsketch import SketchCache, __version__
 from kvsketch.cli.app import app
+from kvsketch.cli.method_lines import LINES
 from kvsketch.evaluation.runner import loading
 from kvsketch.evaluation.runner.store import Store
+from kvsketch.method_names import METHOD_NAMES
 from tiny_model import save_tiny_model, tiny_case
 
 RESULT_FIELDS = {
@@ -85,27 +88,36 @@ def test_methods_lists_every_method_with_its_paper() -> None:
     shown = json.loads(kvsketch("methods", "--json").stdout)
     assert shown["command"] == "methods"
     names = [method["name"] for method in shown["methods"]]
+    assert names == list(METHOD_NAMES)
     assert {"uniform", "streaming_llm", "h2o", "kcenter"} <= set(names)
     assert all(method["summary"] and method["paper"] for method in shown["methods"])
-    table = kvsketch("methods").stdout
-    assert all(name in table for name in names)
+    assert len({method["summary"] for method in shown["methods"]}) == len(names)
+    assert shown["default"] == inspect.signature(SketchCache).parameters["method"].default
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
-def test_methods_say_what_they_need_and_promise(
-    columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Narrow terminals show a list in place of the table, and no markup is left in the text."""
+def test_methods_are_listed_a_line_each(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In groups, the default first and marked; a narrow terminal wraps lines between words."""
     monkeypatch.setenv("COLUMNS", str(columns))
     shown = kvsketch("methods").stdout
     assert max(map(len, shown.splitlines())) <= columns
-    assert ("┃" in shown) == (columns == 200)
-    assert "``" not in shown
     assert "…" not in shown
-    text = " ".join(shown.replace("│", " ").split())
+    lines = [line for line in shown.splitlines() if line[:1].islower() and line[0] != "`"]
+    if columns >= 80:
+        assert [line.split()[0] for line in lines] == list(LINES)
+        assert set(LINES) == set(METHOD_NAMES)
+        assert len(lines) == len(METHOD_NAMES)
+    assert lines[0].startswith("heavy_merge (default) ")
+    assert shown.count("(default)") == 1
+
+
+def test_methods_say_what_they_need_and_promise() -> None:
+    """Of those that are named; no markup is left in the text."""
+    shown = kvsketch("methods", "subgen", "snapkv", "streaming_llm").stdout
+    assert "``" not in shown
+    text = " ".join(shown.split())
     for words in ("needs the model's queries", "needs none", "Theorem 1,", "none proved"):
-        assert columns == 200 or words in text
-    assert "heavy_merge" in text
+        assert words in text
     rows = {row["name"]: row for row in json.loads(kvsketch("methods", "--json").stdout)["methods"]}
     assert rows["subgen"]["streams"].startswith("as a streaming sketch")
     assert rows["subgen"]["guarantee"].startswith("Theorem 1")

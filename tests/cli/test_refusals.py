@@ -62,7 +62,7 @@ REFUSED = [
     ("compress text.txt -o d.kvs --budget 9 --tolerance 0.1", "--budget 9", "exclude each other"),
     ("compress text.txt -o d.kvs --method kvzip", "--method kvzip", "--queries reread"),
     ("compress text.txt -o d.kvs --bits 5", "bits=5", "16"),
-    ("info text.txt", "text.txt", "safetensors"),
+    ("info text.txt", "text.txt", "is not a kvsketch file"),
     ("ask none.kvs what", "none.kvs", "is not a file"),
     ("ask none.kvs", "QUESTION...", "--questions"),
     ("append none.kvs text.txt", "none.kvs", "is not a file"),
@@ -121,6 +121,19 @@ REFUSED = [
     ("eval longeval --question unseen --batch-size 2", "--question unseen", "one case at a time"),
     ("eval longeval --sink -1", "--sink -1", "at least 0"),
     ("eval longeval --limit 0", "--limit 0", "at least 1"),
+    ("eval longeval --subtasks foo", "--subtasks has no effect on longeval", "use it: ruler"),
+    ("eval longeval --lengths 1000,1800", "--lengths has no effect", "use it: needle, ruler, kl,"),
+    ("eval longeval --config depths.yaml", "--depths has no effect", "use it: needle"),
+    (
+        "eval longbench ruler --num-cases 2 --lines 9",
+        "--lines has no effect on longbench, ruler",
+        "use it: longeval, kl, perplexity, attention_error",
+    ),
+    (
+        "eval longeval --budgets 0.5 --tolerances 0.1",
+        "--budgets 0.5 and --tolerances 0.1",
+        "exclude each other",
+    ),
     ("eval longeval --lines many", "--lines 'many'", "int >= 1"),
     ("eval longeval --cases no.jsonl", "--cases no.jsonl", "No such file"),
     ("eval longeval --cases text.txt", "--cases text.txt:1", "JSON"),
@@ -188,6 +201,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "unknown.yaml": "method: h2o",
         "type.yaml": "recent: many",
         "value.yaml": "budgets: [2.5]",
+        "depths.yaml": "depths: [0.5]",
     }.items():
         (found / name).write_text(text, encoding="utf-8")
     return found
@@ -241,7 +255,8 @@ def test_a_usage_error_is_one_line_and_needs_no_torch(
 def test_nothing_is_left_behind(refusals: list[Any], folder: Path) -> None:
     """Refused commands leave neither stores nor folders."""
     assert {file.name for file in folder.iterdir()} <= {
-        *("text.txt", "no.yaml", "list.yaml", "unknown.yaml", "type.yaml", "value.yaml", "hf")
+        *("text.txt", "no.yaml", "list.yaml", "unknown.yaml", "type.yaml", "value.yaml", "hf"),
+        "depths.yaml",
     }
     with pytest.raises(InputError):
         try_folder(folder / "text.txt" / "new", "--out")

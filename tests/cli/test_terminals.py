@@ -87,7 +87,7 @@ def test_compress_info_and_plan_show_everything(
     check(info, columns)
     cells = [line.split("\u2502")[2] for line in info.splitlines() if line.count("\u2502") == 3]
     assert str(folder.resolve()) in "".join(cell.strip() for cell in cells)
-    words = ("--gpu-memory", "1GiB", "--context", "8k", "--concurrency", "9000")
+    words = ("--gpu-memory", "1GiB", "--context", "1k", "--concurrency", "9000")
     plan = run("plan", "--model", model, *words)
     assert "\u2026" not in plan
     table = [line for line in plan.splitlines() if "\u2502" in line or "\u2503" in line]

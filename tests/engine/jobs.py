@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 from benchmarks import vllm_engine as engine
 from benchmarks.longeval import cases
 from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
@@ -18,13 +16,6 @@ def asked(count: int, tokens: int = 12) -> list[dict]:
 def right(found: dict, count: int) -> int:
     """How many of their answers are right."""
     return engine.right(cases(200, count, 0)[1], [answer["text"] for answer in found["answers"]])
-
-
-def drawn(sizes: tuple[int, ...], tokens: int = 16) -> list[dict]:
-    """Random prompts of these sizes."""
-    numbers = random.Random(0)
-    prompts = [[numbers.randrange(3, 2000) for _ in range(size)] for size in sizes]
-    return [{"prompt": prompt, "max_tokens": tokens, "ignore_eos": True} for prompt in prompts]
 
 
 def about_documents(count: int) -> list[dict]:

@@ -10,10 +10,11 @@ import time
 import urllib.request
 
 import pytest
-from jobs import about_documents, asked, drawn, right
+from jobs import about_documents, asked, right
 
 from benchmarks import vllm_engine as engine
 from benchmarks.longeval import cases
+from benchmarks.vllm_engine import drawn
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM has an environment of its own"
@@ -87,7 +88,7 @@ def test_budgets_by_curves_and_two_ranks_of_them(curves):
 
 
 def test_layers_with_a_sliding_window_keep_their_own_small_blocks(hybrid):
-    requests, given = drawn((50, 700, 1500, 200)), {"model": hybrid, "max_model_len": 4096}
+    requests, given = drawn((50, 700, 1500, 200), 16), {"model": hybrid, "max_model_len": 4096}
     stock = engine.run(requests, {}, **given)
     exact = engine.run(requests, {"KVSKETCH_METHOD": "exact"}, **given)
     assert engine.same(stock, exact) == 4

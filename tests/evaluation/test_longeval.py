@@ -135,26 +135,15 @@ def table_rows() -> dict[str, Any]:
 
 
 def test_table_shows_our_numbers_and_the_papers(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text(f"a\n{markdown.BEGIN}\nold\n{markdown.END}\nb\n")
-    written = longeval_table.write(table_rows(), tmp_path / "docs", tmp_path / "README.md")
-    assert [path.name for path in written] == ["longeval.json", "longeval.md", "README.md"]
-    readme = (tmp_path / "README.md").read_text()
-    assert "| 200 | 0.65 | 1.00 (0.98) | 0.00 (0.56) | 0.00 (0.66) | 0.00 (0.86) | 0.00 |" in readme
-    assert "| 200 | 0.25 | 1.00 | 0.00 | 0.00 | 0.00 | 0.00 |" in readme
-    assert "old" not in readme
-    assert readme.startswith("a\n")
-    assert readme.endswith("b\n")
+    written = longeval_table.write(table_rows(), tmp_path / "docs")
+    assert [path.name for path in written] == ["longeval.json", "longeval.md"]
     page = (tmp_path / "docs" / "longeval.md").read_text()
+    assert "| exact | 1.00 (0.98) |" in page
+    assert "| kcenter (SubGen) | 0.00 (0.86) |" in page
     assert "2402.06082" in page
     assert "## Question unseen" in page
     shown = json.loads((tmp_path / "docs" / "results" / "longeval.json").read_text())
     assert len(shown["results"]) == 18
-
-
-def test_table_leaves_a_readme_without_marks_alone(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("mine")
-    longeval_table.write(table_rows(), tmp_path / "docs", tmp_path / "README.md")
-    assert (tmp_path / "README.md").read_text() == "mine"
 
 
 def test_table_is_skipped_without_the_official_cases(
@@ -210,7 +199,7 @@ def test_the_page_has_each_papers_own_window_beside_the_common_one() -> None:
     assert "H2O with half of its budget for recent tokens: 0.00" in page
     assert "3,095, 4,121, 4,633 tokens kept of 4,815, 7,143, 9,447" in page
     assert "SubGen does not say" not in page
-    assert "k-center gets 1.00 and H2O 0.00 at 200 lines" in markdown.readme_block(own())
+    assert "k-center gets 1.00 and H2O 0.00 at 200 lines" in markdown.page(own())
     assert "own window" not in markdown.page(table_rows()).split("## Question seen")[1]
 
 
@@ -254,6 +243,7 @@ def test_rows_of_some_methods_are_replaced_and_the_page_says_so() -> None:
     assert said["later"]["hardware"] == before["hardware"]
     page = markdown.page({**before, "results": rows, **said})
     assert "Rows of `h2o` are from later runs" in page
+    assert "The model of `h2o`, question seen, was in bfloat16" in page
     costs = [line for line in page.splitlines() if line.startswith("| 200 | ")]
     assert all(line.endswith("| - | - |") == ("| h2o |" in line) for line in costs)
     assert "0.75 [0.50, 0.90]" in page

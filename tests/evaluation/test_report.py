@@ -246,6 +246,29 @@ def test_nothing_is_the_best_without_another(tmp_path: Path) -> None:
     assert summary(run).rows[0][2] == "h2o: no other was run"
 
 
+@pytest.mark.parametrize("scores", [[0.0], [0.0, 1.0]])
+def test_nothing_is_the_best_where_the_exact_cache_answers_nothing(
+    scores: list[float], tmp_path: Path
+) -> None:
+    """The sentence names such a task and the table has no best method for it; others have."""
+    found = [
+        made(setup, score if setup == EXACT else float(setup == OURS and score), task, case=case)
+        for task, score in zip(("needle/line", "longeval"), scores, strict=False)
+        for setup in (EXACT, H2O, OURS)
+        for case in range(12)
+    ]
+    run = read_runs([stored(tmp_path / "a.jsonl", found)])[0]
+    best = {line[0]: line[2] for line in summary(run).rows}
+    assert best["needle/line"] == "none: exact scores 0"
+    said = "The exact cache scores 0 in needle/line, where methods cannot be compared."
+    if len(scores) == 1:
+        assert headline(run) == said
+    else:
+        assert best["longeval"] == "heavy_merge"
+        first = "At 50%, heavy_merge is best beyond the 95% interval (1 of 1 task)."
+        assert headline(run) == f"{first} {said}"
+
+
 def test_errors_that_overlap_are_not_told_apart(tmp_path: Path) -> None:
     """Where less is better, a method is best if its interval ends below the others' lower ends."""
     found = [
@@ -727,6 +750,7 @@ def test_a_full_disk_is_an_error(page: Any) -> None:
 
 def test_the_folder_of_a_page_is_made(page: Any, tmp_path: Path) -> None:
     save(page, tmp_path / "new" / "r.html", None)
+    check_outputs(tmp_path / "new" / "r.html", None)  # its own page may be replaced
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["r.html"]
 
 
@@ -756,6 +780,8 @@ addEventListener("load", () => {
   document.body.offsetHeight;  // lays everything out
   const said = { load: performance.now(), width: innerWidth };
   said.overflow = document.documentElement.scrollWidth - innerWidth;
+  const cut = (box) => box.scrollWidth > box.clientWidth;
+  said.cut = [...document.querySelectorAll(".scroll")].filter(cut).length;
   const shown = () => document.querySelectorAll("#all tbody tr:not(.off)").length;
   const hidden = () => document.querySelectorAll("figure svg .off, figure.off").length;
   said.rows = shown();
@@ -847,7 +873,7 @@ def probed(browser: str, html: str, folder: Path, width: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [1200, 390])
+@pytest.mark.parametrize("width", [1280, 390])
 def test_a_browser_can_use_the_page(
     browser: str, written: Path, tmp_path: Path, width: int
 ) -> None:
@@ -856,6 +882,7 @@ def test_a_browser_can_use_the_page(
     assert said["load"] < 2000
     assert said["width"] == width
     assert said["overflow"] <= 0  # only tables and wide figures scroll sideways
+    assert width < 1280 or said["cut"] == 0  # all columns are in sight
     assert said["focused"]
     assert said["without"] < said["rows"] == said["again"]
     assert said["hidden"] > 0

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections import Counter
+from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from scipy.stats import chisquare
 from kvsketch.errors import InputError
 from kvsketch.evaluation.runner import longeval as official
 from kvsketch.evaluation.runner.loading import load_tokenizer, resolve_model
+from kvsketch.evaluation.tasks import TASKS, USED, Options, make_tasks
 from kvsketch.evaluation.tasks.base import Case
 from kvsketch.evaluation.tasks.fitting import Lengths, largest
 from kvsketch.evaluation.tasks.haystack import (
@@ -591,3 +593,30 @@ def test_official_longeval_files_make_tasks() -> None:
     for case in task.cases():
         assert f"<{case.answers[0]}>\n" in case.context
         assert case.group == {"lines": 200}
+
+
+def test_a_limit_is_of_each_length_and_subtask() -> None:
+    """--limit shortens every task that has cases of several lengths."""
+    options = Options(lengths=[300, 500], depths=[0.0, 0.5, 1.0], form="line", limit=2)
+    (needle,) = make_tasks(["needle"], options)
+    assert [(c.group["length"], c.group["depth"]) for c in needle.cases()] == [
+        *((300, 0.0), (300, 0.5), (500, 0.0), (500, 0.5)),
+    ]
+    (ruler,) = make_tasks(["ruler"], replace(options, subtasks=["vt", "fwe"]))
+    cases = ruler.cases()
+    assert [(c.group["subtask"], c.group["length"], c.details["index"]) for c in cases] == [
+        (subtask, length, index)
+        for subtask in ("vt", "fwe")
+        for length in (300, 500)
+        for index in range(2)
+    ]
+    (few,) = make_tasks(["ruler"], replace(options, subtasks=["vt"], num_cases=1))
+    assert len(few.cases()) == 2
+
+
+def test_every_option_is_used_by_a_task() -> None:
+    assert set(USED) == set(TASKS)
+    assert set().union(*USED.values()) == {field.name for field in fields(Options)}
+    assert make_tasks(["longeval", "ruler"], Options(subtasks=["vt"]), ["subtasks", "model"])
+    with pytest.raises(InputError, match="--subtasks has no effect on longeval"):
+        make_tasks(["longeval"], Options(subtasks=["vt"]), ["subtasks"])

@@ -135,17 +135,16 @@ def test_what_is_wrong_is_said(llama: Any, tmp_path: Path) -> None:
     def state(change: Any) -> bytes:
         return with_header(raw, lambda header: change(header["state"]))
 
-    refused(raw[:-1], "truncated")
     refused(raw[:5], "truncated")
     refused(b"", "truncated")
-    refused(b"not a file of ours", "safetensors")
+    refused(b"not a file of ours", "is not a kvsketch file, or a truncated one$")
     refused(raw[:-1] + bytes([raw[-1] ^ 1]), "damaged: its checksum")
     refused(changed(version=99), "version 99; this kvsketch reads 2")
     refused(changed(version="2"), "version '2'")
     refused(changed(kind="subgen"), "holds a 'subgen', not a 'cache'")
-    refused((1 << 31).to_bytes(8, "little") + raw[8:], "2147483648 bytes of")
+    refused((1 << 31).to_bytes(8, "little") + raw[8:], "is not a kvsketch file, or a truncated")
     deep = b'{"a":' * 100_000
-    refused(len(deep).to_bytes(8, "little") + deep, "safetensors")
+    refused(len(deep).to_bytes(8, "little") + deep, "is not a kvsketch file, or a damaged one: ")
     refused(state(lambda s: s["arguments"].update(allocation="../../etc/passwd")), "allocation")
     refused(state(lambda s: s["arguments"].update(method="torch")), "method='torch' is unknown")
     refused(state(lambda s: s["arguments"].update(sink=[])), "arguments|sink")
@@ -170,7 +169,13 @@ def test_what_is_wrong_is_said(llama: Any, tmp_path: Path) -> None:
     refused(first(lambda s: s.update(seen=1)), "seen=1 must be the number of tokens")
     refused(first(lambda s: s.update(bytes=1.5)), "bytes=1.5 must be an int")
     refused(first(lambda s: s.update(bytes=True)), "bytes=True must be an int")
-    refused(raw + b"\0" * 8, "bytes of data, of which")
+    size = len(raw) - 8 - int.from_bytes(raw[:8], "little")
+    says = f"damaged one: it has {size - 1} bytes of data, and {size} belong to its tensors"
+    refused(raw[:-1], says)
+    refused(raw + b"\0" * 8, f"it has {size + 8} bytes of data, and {size} belong")
+    foreign = b'{"a":{"dtype":"F8","shape":[1],"data_offsets":[0,1]}}'
+    foreign = len(foreign).to_bytes(8, "little") + foreign + b"x"
+    refused(foreign, "is a safetensors file that kvsketch did not write$")
     text = raw[8 : len(raw) - len(data)]
     twice = b'{"x":1,"x":1,' + text[1:]
     refused(len(twice).to_bytes(8, "little") + twice + data, "a name is there twice")
@@ -251,7 +256,7 @@ def test_a_header_of_two_gigabytes_is_not_read(llama: Any, tmp_path: Path) -> No
     with path.open("wb") as file:  # a sparse file, which takes no room on disk
         file.write((2_000_000_000).to_bytes(8, "little"))
         file.truncate(2_000_000_008)
-    with pytest.raises(InputError, match="longer than"):
+    with pytest.raises(InputError, match="is not a kvsketch file, or a truncated one"):
         SketchCache.load(path, llama)
 
 
@@ -490,5 +495,5 @@ def test_the_table_of_a_file_is_checked_against_its_size(tmp_path: Path) -> None
         broken = json.loads(json.dumps(table))
         broken["x"].update(change)
         path.write_bytes(signed(broken, data))
-        with pytest.raises(InputError, match="safetensors"):
+        with pytest.raises(InputError, match="is not a kvsketch file, or a damaged one: "):
             _whole(path)

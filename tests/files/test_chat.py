@@ -169,6 +169,26 @@ def test_a_chat_without_a_terminal(model: str, tmp_path: Path) -> None:
     assert header(path)["summary"]["tokens"] > 24
 
 
+def test_a_chat_says_how_to_leave_and_sends_no_commands_to_the_model(
+    model: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "talk.kvs"
+    run = subprocess.run(
+        [sys.executable, "-m", "kvsketch", "chat", "--model", model, "--save", str(path)],
+        input="/help\n/save now\n/\n /exit \nnot read",
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert run.returncode == 0, run.stderr
+    banner, shown, *refused = run.stderr.splitlines()
+    assert banner.startswith(f"chat with {Path(model).name}; /exit, /quit or Ctrl-D ends")
+    assert shown == banner.partition("; ")[2]
+    known = "is not a command (/exit, /quit, /help); nothing was sent to the model"
+    assert refused == [f"error: /save {known}", f"error: / {known}"]
+    assert not path.exists()  # nothing was said, so nothing is saved
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals of Unix")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("answering", [True, False])

@@ -19,6 +19,7 @@ from kvsketch.cli.app import app
 from kvsketch.documents.wording import Wording
 from kvsketch.evaluation.runner import loading
 from kvsketch.evaluation.runner.longeval_cases import QUESTION, generate_cases
+from kvsketch.hf.saving import summary_of
 from tiny_model import POSITIONS, save_tiny_model, tiny_case, tiny_tokenizer
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "longeval" / "400_lines.jsonl"
@@ -71,6 +72,7 @@ def test_a_document_is_compressed_shown_asked_and_continued(
     assert shown["arguments"]["budget"] == 0.5
     assert shown["about"]["source"] == "doc.txt"
     assert "heavy_merge, budget 0.5" in kvsketch("info", path).stdout
+    assert "in the worst head " in kvsketch("info", path).stdout
     before = path.read_bytes()
     path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
     assert "is damaged" in refused("info", path)
@@ -96,6 +98,9 @@ def test_a_document_is_compressed_shown_asked_and_continued(
     more = told("append", path, "-", input="line brave-calm: REGISTER_CONTENT is <7>\n")
     assert more["tokens"] == made["tokens"] + more["appended"]
     assert told("info", path)["summary"]["tokens"] == more["tokens"]
+    words = " ".join(kvsketch("info", path).stdout.replace("│", " ").split())
+    first = f"of the first {made['tokens']:,} of {more['tokens']:,} tokens"
+    assert f"in the worst head, {first}" in words
 
 
 def test_standard_input_and_reread(model: str, text: Path, tmp_path: Path) -> None:
@@ -139,7 +144,12 @@ def test_bad_input_is_refused_in_one_line(model: str, text: Path, tmp_path: Path
     said = refused("compress", long, *compress)
     assert f"the model {POSITIONS} positions; --max-tokens {POSITIONS - 256}" in said
     assert not out.exists()
+    said = refused("compress", long, *compress, "--max-tokens", POSITIONS)
+    assert f"the model {POSITIONS} positions, which leaves 0 for questions; --max-tokens" in said
+    assert not out.exists()
     told("compress", long, "-o", path, "--model", model, "--max-tokens", POSITIONS - 8)
+    again = ("compress", long, "-o", path, "--model", model, "--max-tokens", POSITIONS - 8)
+    assert "note: only 8 of the model's 1,024 positions are left" in kvsketch(*again).stderr
     assert "8 of the model's 1024 positions are left" in refused("ask", path, "brave " * 30)
     (answer,) = told("ask", path, "brave", "--max-new-tokens", 64)["answers"]
     assert answer["tokens"] == 8 - len(tiny_tokenizer()("\nbrave")["input_ids"])
@@ -151,7 +161,7 @@ def test_bad_input_is_refused_in_one_line(model: str, text: Path, tmp_path: Path
     assert "'--seed'" in said
     assert "'1.5'" in said
     assert "there must be" not in refused("ask", path, "x", "--max-new-tokens", "0")
-    assert "not a readable safetensors file" in refused("info", text)
+    assert "is not a kvsketch file" in refused("info", text)
     none = tmp_path / "none.kvs"
     for words in (("ask", none, "x"), ("info", none), ("merge", path, none, "-o", out)):
         assert f"DOC.kvs {none} is not a file" in refused(*words)
@@ -236,6 +246,7 @@ def test_two_documents_become_one(model: str, tmp_path: Path) -> None:
     assert made["tokens"] == summary["tokens"] == sum(part["tokens"] for part in parts)
     assert summary["slots"] == pytest.approx(sum(part["slots"] for part in parts), rel=0.03)
     assert summary["error"] is None
+    assert kvsketch("info", both).stdout.count("not measured") == 1
     assert told("ask", both, "brave")["answers"]
     third = tmp_path / "third.kvs"
     told("compress", "-", "-o", third, "--model", model, "--budget", "0.3", input=halves[0])
@@ -336,3 +347,40 @@ def test_the_size_of_a_file_is_predicted(settings: dict[str, Any], tmp_path: Pat
     cache.save(tmp_path / "cache.kvs")
     size = (tmp_path / "cache.kvs").stat().st_size
     assert abs(predicted_size(cache) - size) < 0.03 * size
+
+
+def test_the_model_of_a_file_that_is_missing_is_the_files(text: Path, tmp_path: Path) -> None:
+    """No --model was given, so the message does not speak as if one were wrong."""
+    folder, path = save_tiny_model(tmp_path / "model"), tmp_path / "doc.kvs"
+    told("compress", text, "-o", path, "--model", folder)
+    folder.rename(tmp_path / "moved")
+    for words in (("ask", path, "x"), ("chat", "--context", path), ("append", path, text)):
+        assert refused(*words) == (
+            f"error: {path} was made with the model {folder}, which is not there; give its folder "
+            "or Hugging Face id with --model"
+        )
+    assert f"--model '{folder}' is not a folder" in refused("ask", path, "x", "--model", folder)
+    assert told("ask", path, "x", "--model", tmp_path / "moved")["answers"]
+
+
+def test_the_error_of_a_saved_chat_is_the_present_one(model: str, text: Path) -> None:
+    """It is tracked there; of a document that was appended to, it is that of the first part."""
+    from kvsketch.cli.document_options import error_of
+
+    error = {"mean": 0.034, "largest": 0.05, "now": False}
+    assert error_of(None, None, 9) == "not measured"
+    assert error_of(error, 9, 9) == "3.4% on average, 5.0% in the worst head"
+    assert error_of(error, 5, 9).endswith("in the worst head, of the first 5 of 9 tokens")
+    assert error_of(error, None, 9).endswith("in the worst head, of the first part")
+    assert error_of({**error, "now": True}, None, 9).endswith("in the worst head")
+    for tracked in (False, True):
+        loaded, tokenizer = loading.load_model(model, "cpu", "float32"), tiny_tokenizer()
+        cache = SketchCache(loaded.config, budget=64, track_error=tracked)
+        ids = tokenizer(text.read_text(), return_tensors="pt").input_ids
+        for part in (ids[:, :200], ids[:, 200:300]):
+            loaded(part, past_key_values=cache)
+        found = summary_of(cache)["error"]
+        name = "now" if tracked else "prompt"
+        flat = [error for row in cache.error() for error in row[name]]
+        assert found["now"] is tracked
+        assert found["mean"] == pytest.approx(sum(flat) / len(flat))

@@ -51,14 +51,14 @@ def test_chunks_without_the_length_are_told_of_once(model, tokens, budget):
 def test_what_is_meant_is_not_told_of(model, settings):
     cache = SketchCache(model.config, **{**SETTINGS, **settings})
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("error", "SketchCache.prefill")
         answer(model, 48, cache, prefill_chunk_size=16)
 
 
 def test_a_chat_is_no_prompt_in_chunks(model):
     cache = SketchCache(model.config, **SETTINGS)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("error", "SketchCache.prefill")
         answer(model, 40, cache, new=3)
         answer(model, 82, cache, new=3)  # a second turn of 40 tokens
         cache.reset()

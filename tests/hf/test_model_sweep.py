@@ -115,9 +115,11 @@ def test_the_page_has_the_lists() -> None:
     assert markdown(rows, {"transformers": "5.23.0"}) in text
     counts = Counter(row["list"] for row in rows)
     assert f"{counts['right']} are right, {counts['refused']} are refused" in text
-    readme = " ".join((PAGE.parent.parent / "README.md").read_text(encoding="utf-8").split())
+    readme = (PAGE.parent.parent / "README.md").read_text(encoding="utf-8")
+    assert f"| tested families | {counts['right']}, " in readme
+    limits = " ".join((PAGE.parent / "limits.md").read_text(encoding="utf-8").split())
     said = f"Of the {len(rows)} causal language models of 5.23, {counts['right']} are right and "
-    assert said + f"{counts['refused']} are refused by name" in readme
+    assert said + f"{counts['refused']} are refused by name" in limits
 
 
 def test_the_script_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

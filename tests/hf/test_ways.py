@@ -838,7 +838,8 @@ def test_tokens_taken_back_leave_nothing_behind(llama: Any, method: str, setting
             forward(llama, ids, cache)
             cache.crop(-extra)
         assert cache.get_seq_length() == 128
-        assert cache.summary()["slots"] < 30 if method != "heavy_merge" else True
+        if method != "heavy_merge":
+            assert cache.summary()["slots"] < (60 if "bits" in settings else 30)
         held.append(forward(llama, ids_of(1, 1, 5), cache))
     torch.testing.assert_close(held[0], held[1], rtol=1e-4, atol=1e-4)
 
@@ -1242,9 +1243,11 @@ def test_a_cache_of_another_models_configuration(llama: Any) -> None:
     short = copy.deepcopy(llama.config)
     short.num_hidden_layers = 1
     cache = SketchCache(short, "snapkv", **SMALL)
-    with pytest.raises(InputError, match="configuration of 1 layers, which is not this model's"):
+    with pytest.raises(InputError, match="num_hidden_layers=1; this model has 2"):
         forward(llama, ids_of(1, 40), cache)
     assert cache.get_seq_length() == 0
+    with pytest.raises(InputError, match="configuration of 1 layers, which is not this model's"):
+        cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 1)
 
 
 def test_a_configuration_that_lies_about_its_heads(llama: Any) -> None:

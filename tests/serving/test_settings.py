@@ -1,25 +1,18 @@
-"""The settings of an engine, and what fits into its memory."""
+"""The settings of an engine."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, LlamaConfig
-from typer.testing import CliRunner
 
-from kvsketch import InputError, UnsupportedError
+from kvsketch import InputError
 from kvsketch.cache import Curves
-from kvsketch.cli.app import app
-from kvsketch.serving.layout import Layout
-from kvsketch.serving.plan import plan, size_of, tokens_of
 from kvsketch.serving.settings import SERVED, Settings, read
 
 RIGHT = {"KVSKETCH_METHOD": "snapkv", "KVSKETCH_BUDGET": "0.25", "KVSKETCH_RECENT": "16"}
@@ -157,78 +150,3 @@ def test_methods_keep_what_they_look_at(method):
         assert layout.queries <= 100
     else:
         assert layout.queries == 1  # to measure the error with
-
-
-def llama(**changes: Any) -> LlamaConfig:
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 100}
-    return LlamaConfig(**{**sizes, **heads, **changes})
-
-
-def test_a_plan_fits_and_nothing_larger_does():
-    config = llama()
-    found = plan(config, 2**30, 8192, concurrency=20)
-    assert found.token_bytes == 3 * 2 * 2 * 32 * 2
-    assert found.before == pytest.approx(found.kv_bytes / (8192 * found.token_bytes))
-    assert found.after >= 20
-    assert 21 * found.page_bytes <= found.kv_bytes
-    larger = Settings(budget=found.budget + 1).layout(8192, 2, 4, 32, torch.bfloat16)
-    assert 21 * larger.bytes * 3 > found.kv_bytes or found.budget == 8192
-    layout = Settings(budget=found.budget).layout(8192, 2, 4, 32, torch.bfloat16)
-    assert isinstance(layout, Layout)
-    assert found.page_bytes == 3 * layout.bytes
-    assert found.slots == layout.slots
-
-
-def test_a_plan_with_a_budget():
-    found = plan(llama(), 2**30, 8192, settings=Settings(budget=512))
-    assert found.budget == 512
-    assert found.after == found.kv_bytes // found.page_bytes - 1
-
-
-def test_a_plan_that_cannot_be():
-    with pytest.raises(InputError, match="weights take"):
-        plan(llama(hidden_size=2048, vocab_size=50_000), 2**27, 8192, concurrency=2)
-    with pytest.raises(InputError, match="not even budget=37"):
-        plan(llama(), 2**24, 8192, concurrency=10_000)
-    with pytest.raises(InputError, match="concurrency=0"):
-        plan(llama(), 2**30, 8192, concurrency=0)
-    sliding = AutoConfig.for_model("gemma3_text", num_hidden_layers=6)
-    with pytest.raises(UnsupportedError, match="gemma3_text"):
-        plan(sliding, 2**34, 8192, concurrency=2)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("80GiB", 80 * 2**30), ("24GB", 24 * 10**9), ("1.5 gib", 3 * 2**29)]
-)
-def test_sizes(text, size):
-    assert size_of(text, "memory") == size
-
-
-def test_contexts():
-    assert tokens_of("128k", "context") == 131_072
-    assert tokens_of("4096", "context") == 4096
-    for wrong in ("", "lots", "0", "12GiB"):
-        with pytest.raises(InputError, match="context="):
-            tokens_of(wrong, "context")
-    with pytest.raises(InputError, match="memory='lots'"):
-        size_of("lots", "memory")
-
-
-def test_the_command(tmp_path):
-    llama().save_pretrained(tmp_path)
-    arguments = ["plan", "--model", str(tmp_path), "--gpu-memory", "1GiB", "--context", "8k"]
-    done = CliRunner().invoke(app, [*arguments, "--concurrency", "20", "--json"])
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert found["after"] >= 20
-    assert found["context"] == 8192
-    shown = CliRunner().invoke(app, [*arguments, "--concurrency", "20"])
-    assert f"KVSKETCH_BUDGET={found['budget']}" in shown.stdout
-    for wrong in (
-        [],
-        ["--concurrency", "2", "--budget", "9"],
-        ["--budget", "64", "--dtype", "x"],
-        ["--budget", "0"],
-    ):
-        assert CliRunner().invoke(app, [*arguments, *wrong]).exit_code == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from ..budget import Budget
 from ..errors import InputError
 from ..state import Reader, State
+from .storage import PLAIN, Price
 
 
 class HeadBudgets:
@@ -21,6 +23,8 @@ class HeadBudgets:
         measured: they follow from errors, so that equal budgets of heads are coincidental and may
             differ between the ranks of a sharded model.
         bound: for a tolerance: limit on the average cost, as ``Budget.value``; None: no limit.
+        price: of the slots that a budget, the cost of so many tokens, buys. Default: a slot costs a
+            token.
     """
 
     def __init__(
@@ -29,8 +33,10 @@ class HeadBudgets:
         by_row: bool = False,
         bound: int | float | None = None,
         measured: bool = False,
+        price: Price = PLAIN,
     ) -> None:
         self.by_row = by_row
+        self.price = price
         self.bound = bound
         self.measured = measured
         self.rows = tuple(tuple(row) for row in rows)
@@ -57,9 +63,11 @@ class HeadBudgets:
         """Slots that may be kept after ``tokens`` tokens: a number, or int64 ``[batch, heads]``
         where heads differ (without ``batch``: 1 row if all are the same). As ``Budget.slots``, head
         by head."""
-        if self.even is not None:
+        if self.even is not None and not self.price.fixed:
             return self.even.slots(tokens)
-        if isinstance(self.value, int):
+        if self.price.fixed:
+            found = self._bought(tokens)
+        elif isinstance(self.value, int):
             found = torch.full(self._share.shape, self.value, dtype=torch.int64)
             if tokens > self.value:
                 uneven = (self.value * self._share).round().long().clamp(min=1)
@@ -68,20 +76,34 @@ class HeadBudgets:
             found = (self.value * self._share * tokens - 1e-9).ceil().long().clamp(min=1)
             if self._limit is not None:
                 found = torch.minimum(found, self._limit)
+        if self.even is not None:
+            return int(found[0, 0])
         return found if batch is None else found.expand(batch, -1)
 
+    def _bought(self, tokens: int) -> Tensor:
+        """The slots that the bytes of the budget buy, int64 ``[1 or batch, heads]``."""
+        if isinstance(self.value, int):
+            share = self._share if tokens > self.value else torch.ones_like(self._share)
+            return self._counted(self.value * share)
+        found = self._counted(self.value * self._share * tokens)
+        if self._limit is not None:
+            found = torch.minimum(found, self._counted(self._limit.clamp(max=2**40).double()))
+        return found.clamp(max=tokens)
+
+    def _counted(self, paid: Tensor) -> Tensor:
+        return (self.price.buys(paid) + 1e-6).long().clamp(min=1)
+
     def average(self, tokens: int) -> int:
-        """Slots per KV head on average over all heads of the model that share the budget, the same
-        on every rank of a sharded one and for every row. A tolerance has no such average: its
-        bound, or a quarter of the tokens."""
-        if self.even is not None or isinstance(self.value, int) or self.value < 1:
-            return (self.even or Budget(self.value)).average(tokens)
-        return Budget(self.bound or 0.25).average(tokens)
+        """The average cost of a KV head, in tokens, over all heads of the model that share the
+        budget, the same on every rank of a sharded one and for every row. A tolerance has no such
+        average: its bound, or a quarter of the tokens."""
+        known = self.even is not None or isinstance(self.value, int) or self.value < 1
+        return (self.even or Budget(self.value if known else self.bound or 0.25)).average(tokens)
 
     def to_state(self) -> State:
         """The budget of every head."""
         flags = {"by_row": self.by_row, "measured": self.measured, "bound": self.bound}
-        state = State(values={**flags, "value": self.value})
+        state = State(values={**flags, "value": self.value, "price": asdict(self.price)})
         state.keep(share=self._share, limit=self._limit)
         return state
 
@@ -100,6 +122,14 @@ class HeadBudgets:
         limits = torch.full(shape, most)
         if reader.has("limit"):
             limits = reader.integers("limit", shape, 0, most).cpu()
+        price = PLAIN
+        if reader.has("price"):  # files of version 0.1 of a budget that counted slots have none
+            part = reader.part("price")
+            slot, fixed, whole = (part.number(name) for name in ("slot", "fixed", "whole"))
+            price = Price(slot, fixed, part.whole("window", 0, 1 << 31), whole)
+            part.close()
+            if slot <= 0 or fixed < 0 or whole <= 0:
+                raise reader.wrong("price", price, "positive")
         reader.close()
         for given in (value, bound) if bound is not None else (value,):
             Budget(given)  # raises
@@ -109,7 +139,7 @@ class HeadBudgets:
             [Budget(value, x, None if y == most else y) for x, y in zip(*row, strict=True)]
             for row in zip(share.tolist(), limits.tolist(), strict=True)
         ]
-        return HeadBudgets(rows, by_row, bound, measured)
+        return HeadBudgets(rows, by_row, bound, measured, price)
 
     @property
     def whole(self) -> bool:
@@ -122,4 +152,4 @@ class HeadBudgets:
         if not self.by_row:
             return self
         rows = fn(torch.arange(len(self.rows))).tolist()
-        return HeadBudgets([self.rows[i] for i in rows], True, self.bound)
+        return HeadBudgets([self.rows[i] for i in rows], True, self.bound, price=self.price)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,22 +64,18 @@ class Goal:
         kept above the tolerance by ``max_budget``.
 
         Args:
-            curves: of all layers; ``kept`` is a cost.
+            curves: of all layers; ``kept`` is a cost, as are the budgets.
             tokens: seen.
             prices: of every layer's slots.
             held: slots that heads still have, int64 ``[layers, heads]``: budget that a head cannot
                 use goes to the others. None: all tokens.
         """
-
-        def bought(cost: Tensor) -> Tensor:
-            return torch.stack([p.buys(row) for p, row in zip(prices, cost, strict=True)])
-
         limits = None
         if held is not None:
-            shares = held.double() / tokens
-            limits = torch.stack([p.cost(row) for p, row in zip(prices, shares, strict=True)])
+            costs = [p.cost(row.double()) for p, row in zip(prices, held, strict=True)]
+            limits = torch.stack(costs) / tokens
         if self.tolerance is not None:
-            return self._tolerated(curves, tokens, bought, limits)
+            return self._tolerated(curves, tokens, limits)
         assert self.budget is not None
         fraction = self.fraction(tokens)
         shares = torch.ones(curves.error.shape[:2], dtype=torch.float64)
@@ -88,29 +84,23 @@ class Goal:
             if limits is not None:
                 total = fraction * limits.numel()
                 shares = spend(shares * fraction, total, limits) / fraction
-        if any(price.slot != 1 for price in prices):
-            shares = bought(shares * fraction) / fraction
         found = [[Budget(self.budget.value, x) for x in row] for row in shares.tolist()]
         return found, torch.zeros(shares.shape, dtype=torch.bool)
 
     def _tolerated(
-        self,
-        curves: Curves,
-        tokens: int,
-        bought: Callable[[Tensor], Tensor],
-        limits: Tensor | None,
+        self, curves: Curves, tokens: int, limits: Tensor | None
     ) -> tuple[list[list[Budget]], Tensor]:
         assert self.tolerance is not None
         kept, above = curves.within(self.tolerance, self.fraction(tokens))
         if limits is not None:
             kept = torch.minimum(kept, limits)
-        limit, shares = self.bound, bought(kept)
+        limit = self.bound
         # An int stays the limit for a stream of any length.
         slots: list[list[int | None]] = [[None] * kept.shape[1]] * kept.shape[0]
         if isinstance(limit, int):
-            slots = (shares / kept.mean() * limit).long().clamp(min=1).tolist()
+            slots = (kept / kept.mean() * limit).long().clamp(min=1).tolist()
         found = [
             [Budget(1.0, share, most) for share, most in zip(*rows, strict=True)]
-            for rows in zip(shares.tolist(), slots, strict=True)
+            for rows in zip(kept.tolist(), slots, strict=True)
         ]
         return found, above

@@ -23,6 +23,7 @@ def make_plan(
     schedule: Schedule | None,
     prefill: str,
     choices: Sequence[Bits] = (FULL,),
+    reread: str | None = None,
 ) -> Plan:
     """The plan that a cache's arguments ask for.
 
@@ -49,7 +50,8 @@ def make_plan(
             raise InputError(f"max_budget={max_budget!r} bounds a tolerance, which was not given")
         kind = "curves" if curves is not None else "schedule" if schedule is not None else None
         spent = Budget(0.5 if budget is None else budget)
-        return Plan(kind or str(allocation), spent, schedule, curves, choices=choices)
+        kind = kind or str(allocation)
+        return Plan(kind, spent, schedule, curves, choices=choices, reread=reread)
     check_tolerance(tolerance, budget, prefill)
     most = None if max_budget is None else Budget(max_budget)
     if curves is not None and len(choices) > 1:

@@ -11,7 +11,7 @@ from ..slots import Slots
 from .curves import Curves, held_out_for, least_tokens, measure_rows, pooled
 from .quantized_page import QuantizedPage
 from .shard import Shard
-from .storage import FULL, Bits, Price
+from .storage import FULL, PLAIN, Bits, Price, priced
 from .stream import Stream
 from .windowed_sketch import WindowedSketch
 
@@ -24,19 +24,24 @@ _UNSEEN = 4.0
 
 
 def measurable(stream: Stream) -> bool:
-    """Whether there are enough tokens and queries to measure errors."""
-    method = stream.method
+    """Whether there are enough tokens and queries to measure errors. Queries that were read after
+    the prompt are all that there will be."""
+    method, queries = stream.method, stream.queries
     enough = stream.seen >= least_tokens(method.sink, method.recent)
-    return enough and stream.queries.count >= min(stream.seen, 64)
+    return enough and queries.count >= (2 if queries.after else min(stream.seen, 64))
 
 
 def measure(
-    stream: Stream, shard: Shard | None, choices: Sequence[Bits] = (FULL,)
+    stream: Stream,
+    shard: Shard | None,
+    choices: Sequence[Bits] = (FULL,),
+    itemsize: int | None = None,
 ) -> tuple[dict[Bits, list[Curves]], dict[Bits, Price]]:
     """A layer's curves on the tokens it holds, one per row, and what slots cost, for each choice of
     bits; ``Curves.kept`` is a cost. For a long prompt, they are measured on its sinks and last
     tokens: errors at equal fractions change little with length, while the time to measure them
-    grows. For a shard: its heads' part of the error of the whole layer."""
+    grows. For a shard: its heads' part of the error of the whole layer. ``itemsize``: as for
+    ``Price.of``."""
     method = stream.method
     sink, recent = method.sink, method.recent
     slots, observed = stream.visible, stream.queries.all()
@@ -68,11 +73,12 @@ def measure(
         rows = measure_rows(
             slots, observed, stored, held_out, sink, recent, total=total, observe=method.observe
         )
-        prices[bits] = price = Price()
+        prices[bits] = price = PLAIN
         if bits != FULL:
             some = next(iter(made.values()))
-            prices[bits] = price = Price.of(some, bits, sink + recent, stream.seen)
-        curves[bits] = [replace(row, kept=price.cost(row.kept)) for row in rows]
+            some = replace(some, keys=some.keys.to(slots.keys.dtype))
+            prices[bits] = price = Price.of(some, bits, sink + recent, itemsize=itemsize)
+        curves[bits] = [priced(row, price, stream.seen) for row in rows]
     if len(choices) > 1:
         curves = {bits: _weighed(rows, curves[choices[0]]) for bits, rows in curves.items()}
     return curves, prices
@@ -99,9 +105,11 @@ class Measurements:
         self._curves: dict[int, dict[Bits, list[Curves]]] = {}
         self._prices: dict[int, dict[Bits, Price]] = {}
 
-    def take(self, layer: int, stream: Stream, shard: Shard | None) -> None:
+    def take(
+        self, layer: int, stream: Stream, shard: Shard | None, itemsize: int | None = None
+    ) -> None:
         """Measure a layer, see ``measure``."""
-        self._curves[layer], self._prices[layer] = measure(stream, shard, self.choices)
+        self._curves[layer], self._prices[layer] = measure(stream, shard, self.choices, itemsize)
 
     @property
     def layers(self) -> list[int]:

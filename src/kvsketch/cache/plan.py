@@ -11,14 +11,14 @@ from torch import Tensor
 from ..budget import SAFEGUARD, Budget, Schedule, scheduled
 from ..errors import UnsupportedError
 from .budgets import HeadBudgets
-from .curves import Curves, of_layers
+from .curves import Curves, least_tokens, of_layers
 from .error import QUERIES
 from .goal import Goal
 from .measure import Measurements, measurable
 from .needs import by_need, by_variance
 from .retrieval_heads import RetrievalHeads
 from .shard import Shard
-from .storage import FULL, Bits, Price, best_at, choose
+from .storage import FULL, Bits, Price, best_at, choose, priced
 from .stream import Stream
 from .windowed_sketch import WindowedSketch
 
@@ -52,8 +52,9 @@ class Plan:
     - ``tolerance``: the fewest slots that keep every head's error within it, by curves of either
       kind; on average no more than ``max_budget``.
 
-    Every kind may also choose the bits of each layer's slots, by errors measured on this prompt. A
-    budget is then the cost of that many slots in 16 bits.
+    A budget is the bytes of that many tokens in the model's own dtype: in 8 or 4 bits it buys more
+    slots. With several choices of bits, a layer's are those with the smallest error, measured on
+    this prompt.
 
     The cache owns the plan and calls ``hand_down`` when the attention of a layer is computed.
 
@@ -64,8 +65,10 @@ class Plan:
         curves: measured beforehand.
         tolerance: limit on every head's relative error.
         max_budget: limit on the average cost of a tolerance; None: no limit.
-        choices: bits to choose from; slots under an upper bound are stored in the first ones.
+        choices: bits of the slots, or several to choose from; slots under an upper bound are stored
+            in the first ones.
         retrieval: for ``heads``: the retrieval heads.
+        reread: the kind after a second reading of the prompt (``read_again``).
     """
 
     def __init__(
@@ -78,8 +81,10 @@ class Plan:
         max_budget: Budget | None = None,
         choices: Sequence[Bits] = (FULL,),
         retrieval: RetrievalHeads | None = None,
+        reread: str | None = None,
     ) -> None:
         self.retrieval = retrieval
+        self._kinds = kind, reread or kind
         self.kind, self.budget, self.schedule, self.curves = kind, budget, schedule, curves
         self.tolerance, self.max_budget = tolerance, max_budget
         self.goal = Goal(budget, tolerance, max_budget)
@@ -87,6 +92,9 @@ class Plan:
         #: heads above the tolerance in any row, bool ``[heads]``, by layer
         self.above: dict[int, Tensor] = {}
         self._measured = Measurements(choices)
+        #: bytes of a number of a token, of which a budget is a share; None: those of the keys. The
+        #: benchmarks set 2, so that a model in float32 stands for one in 16 bits.
+        self.itemsize: int | None = None
         self._scores: dict[int, Tensor] = {}  # by layer, [batch, heads, n]
 
     def begin(
@@ -111,7 +119,7 @@ class Plan:
         if self.retrieval is not None:
             assert self.budget is not None
             return [*self.retrieval.budgets(float(self.budget.value), window, layers, heads)]
-        if self.chooses or self.kind not in ("even", "schedule"):
+        if self.prices or self.kind not in ("even", "schedule"):
             return [None] * layers
         assert self.budget is not None
         return [HeadBudgets([row]) for row in self._told()]
@@ -121,15 +129,30 @@ class Plan:
         assert self.budget is not None
         return scheduled(self.budget, self.schedule, self._layers, [self._heads] * self._layers)
 
+    def read_again(self, again: bool) -> None:
+        """Say whether the queries are those of a second reading, before any token is read."""
+        self.kind = self._kinds[again]
+
     @property
     def chooses(self) -> bool:
         """Whether it chooses bits."""
         return len(self._measured.choices) > 1
 
     @property
+    def prices(self) -> bool:
+        """Whether slots are not stored in the model's dtype, so that their number follows from
+        their price."""
+        return self._measured.choices[0] != FULL or self.chooses
+
+    @property
     def measures(self) -> bool:
         """Whether it measures on the prompt, for which it needs the prompt's queries."""
         return self.chooses or self.measures_errors
+
+    @property
+    def measures_on_prompt(self) -> bool:
+        """Whether it needs a prompt that is long enough to measure on, or scores of one."""
+        return self.chooses or (self.curves is None and self.kind not in ("even", "schedule"))
 
     @property
     def measures_errors(self) -> bool:
@@ -149,7 +172,17 @@ class Plan:
             budget = self.budget.slots(stream.seen)
             above = 0 if prefill else stream.pace.buffer(budget)
             return stream.seen > budget and stream.seen >= budget + above
-        return (self.curves is not None and not self.chooses) or measurable(stream)
+        return not self.measures_on_prompt or measurable(stream) or self._all_window(stream)
+
+    def _all_window(self, stream: Stream) -> bool:
+        """Whether sinks and recent window take the whole budget of a prompt that would otherwise be
+        measured, so that nothing is left to allocate."""
+        if self.budget is None:
+            return False
+        sink, recent = stream.method.sink, stream.method.recent
+        slots = self.budget.slots(stream.seen)
+        least = least_tokens(sink, min(recent, max(32, slots - sink)))
+        return slots <= sink + recent and stream.seen >= least
 
     @torch.no_grad()
     def hand_down(
@@ -190,13 +223,13 @@ class Plan:
         stream = streams[number]
         heads = stream.slots.keys.shape[1]
         shard = Shard.of(heads, self._heads)
-        if not measurable(stream) and (self.chooses or self.curves is None):
-            # a number of slots, which must not be exceeded
+        if self.measures_on_prompt and not measurable(stream):
+            # a number of slots, which must not be exceeded, or nothing to allocate
             assert self.budget is not None
             return [_Told(number, HeadBudgets([[self.budget] * heads]))]
         alone = self.kind == "tolerance" and self.max_budget is None and self.curves is None
         if self.measures:
-            self._measured.take(number, stream, None if alone else shard)
+            self._measured.take(number, stream, None if alone else shard, self.itemsize)
         if not self.measures_errors:
             return self._apart(number, streams, shard)
         if self.tolerance is not None and self.chooses:
@@ -230,14 +263,19 @@ class Plan:
         return [
             _Told(
                 n,
-                HeadBudgets([shard.own(each[place]) for each, _ in told], True, self.goal.bound),
+                HeadBudgets(
+                    [shard.own(each[place]) for each, _ in told],
+                    True,
+                    self.goal.bound,
+                    price=prices[place],
+                ),
                 self._named(bits[place]),
             )
             for place, n in enumerate(numbers)
         ]
 
     def _named(self, bits: Bits) -> Bits | None:
-        return bits if self.chooses else None
+        return bits if self.prices else None
 
     def _alone(self, number: int, streams: Sequence[Stream]) -> _Told:
         """The budgets of a tolerance without a limit, which depend on a single layer."""
@@ -247,7 +285,7 @@ class Plan:
         found.forget([number])
         told = [self.goal.spent(curves, streams[number].seen, [price]) for curves in rows]
         self._note_above(number, [above[0] for _, above in told])
-        own = HeadBudgets([budgets[0] for budgets, _ in told], True)
+        own = HeadBudgets([budgets[0] for budgets, _ in told], True, price=price)
         return _Told(number, own, self._named(bits))
 
     def _apart(self, number: int, streams: Sequence[Stream], shard: Shard) -> list[_Told]:
@@ -265,23 +303,26 @@ class Plan:
             if together and len(self._scores) < self._layers:
                 return []
         numbers = sorted(self._scores) if together else [number]
-        bits, price = FULL, Price()
+        bits = self._measured.choices[0]
         if self.chooses:
             options = self._measured.options(numbers, shard)
             bits = self._measured.choices[best_at(options, self.goal.fraction(stream.seen))]
             price = self._measured.price(number, bits)
             self._measured.forget(numbers)
+        else:
+            price = _price(stream, bits, self.itemsize)
         if self.kind in BY_NEED:
             found = self._by_need(numbers, streams, price)
         else:
             if self.curves is not None:
-                prices = [price] * self._layers
-                told, above = self.goal.spent(self.curves, stream.seen, prices)
+                curves = priced(self.curves, price, stream.seen)
+                told, above = self.goal.spent(curves, stream.seen, [price] * self._layers)
                 self._note_above(number, [above[number]], shard)
-                row = list(told[number])
             else:
-                row = _bought(self._told()[number], price, stream.seen)
-            own = HeadBudgets([shard.own(row)], bound=self.goal.bound, measured=True)
+                told = self._told()
+            row = shard.own(told[number])
+            measured = self.kind != "even"  # equal budgets are a coincidence
+            own = HeadBudgets([row], bound=self.goal.bound, measured=measured, price=price)
             found = [(number, own)]
         return [_Told(n, budgets, self._named(bits)) for n, budgets in found]
 
@@ -293,8 +334,7 @@ class Plan:
         stream = streams[numbers[0]]
         method, seen, value = stream.method, stream.seen, self.budget.value
         average = self.budget.slots(seen)
-        bought = price.buys(torch.tensor(average / seen, dtype=torch.float64))
-        slots = int(float(bought) * seen + 1e-6)
+        slots = min(seen, int(float(price.buys(torch.tensor(float(average)))) + 1e-6))
         safeguard = SAFEGUARD if self.kind == "layer" else 0.0
         scores = [self._scores.pop(n) for n in numbers]
         told = []
@@ -308,8 +348,12 @@ class Plan:
             (
                 n,
                 HeadBudgets(
-                    [[Budget(value, x / average) for x in found[place].tolist()] for found in told],
+                    [
+                        [Budget(value, x / average) for x in price.cost(found[place]).tolist()]
+                        for found in told
+                    ],
                     True,
+                    price=price,
                 ),
             )
             for place, n in enumerate(numbers)
@@ -335,8 +379,8 @@ class Plan:
             held = streams[n].held
             bits = self._measured.most(n)
             own = [shard.own(share[place].tolist()) for share in shares]
-            bought = self._measured.price(n, bits).buys(torch.tensor(own, dtype=torch.float64))
-            bound = (bought * tokens).ceil().long()
+            paid = torch.tensor(own, dtype=torch.float64) * tokens
+            bound = self._measured.price(n, bits).buys(paid).ceil().long()
             slots = (bound.clamp(min=window) + extra).clamp(max=tokens)
             # Head by head, so that a row of the batch does not affect another.
             slots = torch.where(slots > _WORTH * held, held, slots)
@@ -362,9 +406,10 @@ def _by_row(layers: Sequence[Sequence[Curves]]) -> list[Curves]:
     return [of_layers([rows[i] for rows in layers]) for i in range(len(layers[0]))]
 
 
-def _bought(row: Sequence[Budget], price: Price, tokens: int) -> list[Budget]:
-    """Converts budgets that are costs to budgets of slots."""
-    average = row[0].average(tokens) / tokens
-    costs = torch.tensor([b.share for b in row], dtype=torch.float64) * average
-    shares = (price.buys(costs.clamp(max=1.0)) / average).tolist()
-    return [Budget(b.value, x) for b, x in zip(row, shares, strict=True)]
+def _price(stream: Stream, bits: Bits, itemsize: int | None) -> Price:
+    """The price of a stream's slots in bits that were not measured. Each slot counts with a mass,
+    and with a score if the method has one."""
+    method, slots = stream.method, stream.visible
+    columns = set(slots.tensors()) - {"keys", "values"} | {"mass"}
+    columns |= {"score"} if method.needs_queries else set()
+    return Price.of(slots, bits, method.sink + method.recent, len(columns), itemsize)

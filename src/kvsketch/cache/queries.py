@@ -34,6 +34,11 @@ class Queries:
         """All of them, concatenated; None if there are none."""
         return joined(self._waiting) if self._waiting else None
 
+    @property
+    def after(self) -> bool:
+        """Whether they come after all tokens and belong to none of them."""
+        return bool(self._waiting) and self._waiting[0].after
+
     def clear(self) -> None:
         """Remove them."""
         self._waiting, self.count = [], 0
@@ -41,7 +46,7 @@ class Queries:
     def keep_last(self, count: int) -> None:
         """Keep only the last ``count`` and release the memory of the others. Queries of a second
         reading are kept: they are a sample of it and attend to all tokens."""
-        if self.count <= count or self._waiting[0].after:
+        if self.count <= count or self.after:
             return
         if count == 0:
             self.clear()

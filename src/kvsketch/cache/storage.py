@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -23,8 +23,8 @@ _HALVINGS = 60
 
 
 class Bits(NamedTuple):
-    """The bits of the keys and of the values of slots between sinks and recent window. 16: as
-    given."""
+    """The bits of the keys and of the values of slots between sinks and recent window. 16: in the
+    model's own dtype."""
 
     keys: int
     values: int
@@ -34,9 +34,9 @@ class Bits(NamedTuple):
 
 
 FULL = Bits(16, 16)
-#: The choices if not all tokens fit in 16 bits, from most to fewest bits. The error of keys in 8
-#: bits is small compared with what more slots save. In heads that attend to a few tokens, the error
-#: of keys in 4 bits is large.
+#: The choices if not all tokens fit in the model's dtype, from most to fewest bits. The error of
+#: keys in 8 bits is small compared with what more slots save. In heads that attend to a few tokens,
+#: the error of keys in 4 bits is large.
 CHOICES = (Bits(8, 8), Bits(8, 4), Bits(4, 4))
 
 
@@ -59,50 +59,74 @@ def bits_of(bits: object) -> Bits | None:
 
 @dataclass(frozen=True)
 class Price:
-    """The cost of a head's slots in 8 or 4 bits. The unit is the cost of all its tokens as slots in
-    16 bits, so that a budget of 0.1 is 0.1 of that in any number of bits. A model in 32 bits is
-    treated like one in 16 bits, so that the choice is the same.
+    """The cost of a head's slots in 8 or 4 bits. The unit is the cost of the keys and values of all
+    its tokens in the model's own dtype, so that a budget of 0.1 is a tenth of these bytes in any
+    number of bits.
+
+    The default is the price of slots in the model's own dtype: a token costs a token, and masses
+    and scores, which few methods need, come on top. In 8 or 4 bits they are part of the cost.
 
     Attributes:
-        slot: bytes of a slot in 8 or 4 bits, over those of one in 16 bits.
-        fixed: bytes of a head's centres and units, over those of a slot in 16 bits.
+        slot: bytes of a slot in 8 or 4 bits, over those of a token.
+        fixed: bytes of a head's centres and units, over those of a token; > 0 in 8 or 4 bits.
         window: slots that stay as given: sinks and recent tokens.
-        tokens: number of tokens seen.
+        whole: bytes of one of these, over those of a token.
     """
 
     slot: float = 1.0
     fixed: float = 0.0
     window: int = 0
-    tokens: int = 1
+    whole: float = 1.0
 
     @staticmethod
-    def of(slots: Slots, bits: Bits, window: int, tokens: int) -> Price:
-        """The price of slots like these. Masses, scores and positions cost the same in any bits."""
+    def of(
+        slots: Slots,
+        bits: Bits,
+        window: int,
+        columns: int | None = None,
+        itemsize: int | None = None,
+    ) -> Price:
+        """The price of slots like these.
+
+        Args:
+            slots: with keys and values of the model's dtype.
+            columns: number of masses, scores and positions of a slot; None: those of ``slots``.
+            itemsize: bytes of a number of a token; None: those of the keys.
+        """
         if bits == FULL:
-            return Price()
-        tensors = slots.tensors()
-        columns = 4 * sum(name not in ("keys", "values") for name in tensors)
-        widths = [tensors[name].shape[-1] for name in ("keys", "values")]
-        given = 2 * sum(widths) + columns
-        small = sum(map(slot_bytes, widths, bits)) + columns
-        return Price(small / given, (8 * widths[0] + 4) / given, window, tokens)
+            return PLAIN
+        if columns is None:
+            columns = len(slots.tensors()) - 2
+        widths = [slots.keys.shape[-1], slots.values.shape[-1]]
+        token = (itemsize or slots.keys.element_size()) * sum(widths)
+        small = sum(map(slot_bytes, widths, bits)) + 4 * columns
+        fixed = (8 * widths[0] + 4) / token
+        return Price(small / token, fixed, window, 1 + 4 * columns / token)
 
-    def cost(self, kept: Tensor) -> Tensor:
-        """The cost of a number of slots, both as fractions of the tokens."""
-        if self.slot == 1:
-            return kept
-        slots = kept.double() * self.tokens
-        middle = (slots - self.window).clamp(min=0)
+    def cost(self, slots: Tensor) -> Tensor:
+        """The cost of a head's slots, in tokens."""
+        if not self.fixed:
+            return slots
+        middle = (slots.double() - self.window).clamp(min=0)
         few = torch.where(middle > 0, middle * self.slot + self.fixed, 0.0)
-        return (slots - middle + few) / self.tokens
+        return (slots - middle) * self.whole + few
 
-    def buys(self, cost: Tensor) -> Tensor:
-        """The number of slots for a cost, both as fractions of the tokens; at most all of them."""
-        if self.slot == 1:
-            return cost
-        paid = cost.double() * self.tokens
-        middle = ((paid - self.window - self.fixed) / self.slot).clamp(min=0)
-        return ((paid.clamp(max=self.window) + middle) / self.tokens).clamp(max=1.0)
+    def buys(self, tokens: Tensor) -> Tensor:
+        """The number of slots, not rounded, that a head gets for the cost of so many tokens."""
+        if not self.fixed:
+            return tokens
+        paid, window = tokens.double(), self.window * self.whole
+        middle = ((paid - window - self.fixed) / self.slot).clamp(min=0)
+        return paid.clamp(max=window) / self.whole + middle
+
+
+#: The price of slots in the model's own dtype.
+PLAIN = Price()
+
+
+def priced(curves: Curves, price: Price, tokens: int) -> Curves:
+    """Curves with the cost of every level as ``kept``, for slots of this price."""
+    return replace(curves, kept=price.cost(curves.kept * tokens) / tokens)
 
 
 def choose(options: Sequence[Sequence[Curves]], budget: float) -> list[int]:

@@ -7,10 +7,11 @@ them, so that `--help` and usage errors are fast.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -68,13 +69,28 @@ class _Group(TyperGroup):
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
-        with _errors_in_one_line(ctx):
+        with _errors_in_one_line(ctx), warnings.catch_warnings():
+            warnings.showwarning = _show_warning
             return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands:
             raise unknown_name("command", args[0], self.commands)
         return super().resolve_command(ctx, args)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """One line on standard error for what kvsketch itself warns of; other warnings as usual."""
+    own = category.__module__.startswith("kvsketch")
+    usual = warnings.formatwarning(message, category, filename, lineno, line)
+    (file or sys.stderr).write(f"warning: {message}\n" if own else usual)
 
 
 @contextmanager
@@ -167,11 +183,12 @@ def calibrate(
     """Measure the error of each KV head at several sizes, for `--allocation` and SketchCache."""
     from kvsketch.evaluation.report.report import dumps
     from kvsketch.evaluation.runner.calibration import calibrate_files
-    from kvsketch.evaluation.runner.files import check_folder, try_folder
+    from kvsketch.evaluation.runner.files import check_folder, check_replaced, try_folder
     from kvsketch.evaluation.runner.settings import Settings
 
     settings = Settings(sink=sink, recent=recent, device=device, dtype=dtype)
     try_folder(out.parent, f"--out {out}: the folder")  # checked before minutes of measuring
+    check_replaced(out, "--out", rb'\{"kvsketch_curves":', "a file of curves")
     curves = calibrate_files(model, prompts, method, follow, settings, seed, Console(stderr=True))
     check_folder(out.parent, f"--out {out}: the folder")  # created if it is missing, as by `eval`
     curves.save(out)

@@ -14,6 +14,7 @@ from kvsketch.cli.document_options import (
     JsonOption,
     ModelOfFile,
     check_out,
+    header_of,
     open_document,
     reading,
     report_saved,
@@ -38,6 +39,7 @@ def append_command(
     """Read more text after a compressed document, with the same budget."""
     target = file if out is None else out
     option = "DOC.kvs" if out is None else "--out"
+    header_of(file)
     check_out(target, option)
     added = text_of(text, "FILE")
     document = open_document(file, model, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ EPILOG = (
     "Ctrl-C stops an answer but not the session; Ctrl-D or /exit ends the session."
 )
 _LEAVE = ("/exit", "/quit")
+_COMMANDS = (*_LEAVE, "/help")
+_HELP = "/exit, /quit or Ctrl-D ends the session, Ctrl-C stops an answer, /help shows this."
 
 
 def chat_command(
@@ -54,7 +57,7 @@ def chat_command(
     budget: Annotated[
         str | None,
         typer.Option(
-            help="As for `kvsketch compress`. [default: 1024 slots, or the context's own]"
+            help="As for `kvsketch compress`. [default: 1024 tokens, or the context's own]"
         ),
     ] = None,
     method: Annotated[
@@ -90,6 +93,9 @@ def chat_command(
 
     conversation = Conversation(document, max_new_tokens, Sampling(temperature, seed))
     before = {number: signal.signal(number, _hang_up) for number in _ENDS}
+    named = Path(str(document.about.get("model", "the model"))).name
+    about = "" if context is None else f" about {context}"
+    print(f"chat with {named}{about}; {_HELP}", file=sys.stderr)
     try:
         _talk(conversation, Console())
     except _HangUp:
@@ -118,6 +124,7 @@ def _save(document: Document, path: Path) -> None:
     """Save a conversation; where that fails, somebody at a terminal may name another file."""
     while True:
         try:
+            check_out(path, "--save")
             save_document(document, path, "--save")
         except KVSketchError as error:
             if not sys.stdin.isatty():
@@ -168,9 +175,18 @@ def _talk(conversation: Conversation, console: Console) -> None:
         except KeyboardInterrupt:
             print("\nCtrl-D or /exit ends the session", file=sys.stderr)
             continue
-        if said.strip() in _LEAVE:
+        word = said.strip()
+        if word in _LEAVE:
             return
-        if not said.strip():
+        if word == "/help":
+            print(_HELP, file=sys.stderr)
+            continue
+        if not word:
+            continue
+        if re.fullmatch(r"/[^/\s]*", word.split()[0]):  # but not the path of a file
+            known = ", ".join(_COMMANDS)
+            print(f"error: {word.split()[0]} is not a command ({known}); nothing was sent to the "
+                  "model", file=sys.stderr)  # fmt: skip
             continue
         try:
             _turn(conversation, said, console)
@@ -264,7 +280,8 @@ class _Screen:
 
 
 def _said(status: Status) -> str:
+    part = "" if status.now or status.error is None else " of the first part"
     return (
         f"[{status.tokens:,} tokens seen, {status.slots:,.0f} slots, {mb(status.nbytes)}, "
-        f"error {percent(status.error)}]"
+        f"error {percent(status.error)}{part}]"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,8 +14,9 @@ from kvsketch.cli.document_options import (
     DeviceOption,
     JsonOption,
     check_out,
+    error_of,
+    kept_of,
     mb,
-    percent,
     reading,
     save,
     text_of,
@@ -41,7 +43,8 @@ def compress_command(
     budget: Annotated[
         str | None,
         typer.Option(
-            help="0.25 is a fraction of the tokens, 1024 a number of slots per KV head. [default: "
+            help="The bytes to keep, in the model's own dtype: 0.25 of the exact cache's, or those "
+            "of 1024 tokens per KV head. In fewer bits they hold more slots. [default: "
             "0.25, unless there is a tolerance]"
         ),
     ] = None,
@@ -115,14 +118,13 @@ def compress_command(
     console = console_for(as_json)
     console.print(
         f"{found['tokens']:,} tokens in {found['seconds']:.1f} s "
-        f"({found['tokens_per_s']:,.0f} tokens/s): {found['slots']:,.0f} slots per KV head, "
-        f"{mb(found['kv_bytes'])} instead of {mb(found['exact_kv_bytes'])}",
+        f"({found['tokens_per_s']:,.0f} tokens/s)",
         highlight=False,
     )
-    error = found["error"] or {"mean": None, "largest": None}
+    console.print(kept_of(found), highlight=False, soft_wrap=True)
+    said = error_of(found["error"], found["tokens"], found["tokens"])
     console.print(
-        f"Measured error: {percent(error['mean'])} on average, {percent(error['largest'])} in the "
-        f"worst head. {out}: {mb(found['file_bytes'])}",
+        f"Measured error: {said}. {out}: {mb(found['file_bytes'])}",
         highlight=False,
         soft_wrap=True,
     )
@@ -165,7 +167,9 @@ def _compressed(
     loaded = loading.load_model(folder, device, dtype)
     ids = documents.encoded(loaded, tokenizer, wording.before + text, not wording.chat)
     ids = ids[:, :max_tokens]
-    documents.check_positions(ids.shape[1], cache, f"FILE {source}")
+    around = documents.encoded(loaded, tokenizer, wording.asking + wording.answering, False)
+    least = around.shape[1] + 2  # a token of a question, and one of an answer
+    documents.check_positions(ids.shape[1], cache, f"FILE {source}", least)
     cache = SketchCache(loaded.config, method, seed=seed, **settings)
     start = time.perf_counter()
     with reading(cache) as advance:
@@ -173,8 +177,16 @@ def _compressed(
     seconds = time.perf_counter() - start
     named = model if model in loading.PACKAGED_MODELS else folder
     named = str(Path(named).resolve()) if Path(named).is_dir() else named
-    about = {"model": named, "source": source.name, "queries": queries}
-    save(documents.Document(loaded, tokenizer, cache, wording, about), out)
+    about = {"model": named, "source": source.name, "queries": queries, "tokens": ids.shape[1]}
+    document = documents.Document(loaded, tokenizer, cache, wording, about)
+    save(document, out)
+    left = document.positions_left
+    if left is not None and left < documents.ROOM:
+        print(
+            f"note: only {left} of the model's {cache.max_positions:,} positions are left for "
+            "questions and answers; --max-tokens leaves more",
+            file=sys.stderr,
+        )
     return {
         "model": named,
         "source": str(source),

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from kvsketch.cli.eval_command import console_for
-from kvsketch.errors import InputError
-from kvsketch.evaluation.runner.files import check_folder, read_text, try_folder
+from kvsketch.errors import InputError, KVSketchError
+from kvsketch.evaluation.runner.files import check_folder, check_replaced, read_text, try_folder
 from kvsketch.files import container
 
 if TYPE_CHECKING:
@@ -65,9 +65,11 @@ def text_of(path: Path, what: str) -> str:
 
 
 def check_out(path: Path, option: str = "--out") -> None:
-    """Raise InputError, before any work, where a file cannot be written; nothing is made yet."""
+    """Raise InputError, before any work, where a file cannot be written, or would replace one that
+    is not a compressed document; nothing is made yet."""
     if path.is_dir():
         raise InputError(f"{option} {path} is a folder; name a file in it")
+    check_replaced(path, option, container.BEGINS, "a compressed document")
     try_folder(path.parent, f"{option} {path}: the folder")
 
 
@@ -131,17 +133,24 @@ def model_of(path: Path, header: dict[str, Any], given: str | None) -> str:
 
     if given is not None:
         return resolve_model(given)
-    named = _named(header)
+    named = named_model(header)
     if not isinstance(named, str):
         raise InputError(f"{path} does not name its model; give it with --model")
     known = named in PACKAGED_MODELS or _HUB_ID.fullmatch(named)
     if not known and not (Path(named).is_absolute() and ".." not in Path(named).parts):
         raise InputError(f"{path} names the model {named!r:.60}, which is not a folder or an id; "
                          "give it with --model")  # fmt: skip
-    return resolve_model(named)
+    try:
+        return resolve_model(named)
+    except KVSketchError as error:
+        reason = "" if Path(named).is_absolute() else str(error).removeprefix("--model ")
+        raise InputError(
+            f"{path} was made with the model {named}, which is not there{reason and ': '}{reason}; "
+            "give its folder or Hugging Face id with --model"
+        ) from error
 
 
-def _named(header: dict[str, Any]) -> object:
+def named_model(header: dict[str, Any]) -> object:
     """The model that a file says it was made with."""
     about = header.get("about")
     return about.get("model") if isinstance(about, dict) else None
@@ -164,7 +173,7 @@ def open_document(path: Path, model: str | None, device: str) -> Document:
     try:
         check_model_config(told, loading.load_config(folder))
     except InputError as error:
-        raise InputError(f"{path}: {error}; it was made with {_named(header)}") from error
+        raise InputError(f"{path}: {error}; it was made with {named_model(header)}") from error
     loaded = loading.load_model(folder, device, dtype_of(header))
     return Document.load(path, loaded, loading.load_tokenizer(folder))
 
@@ -202,6 +211,41 @@ def reading(cache: Any) -> Iterator[Advance]:
 def mb(size: float) -> str:
     """Bytes as readable text."""
     return f"{size / 1e6:,.2f} MB"
+
+
+def error_of(error: dict[str, Any] | None, measured: object, tokens: int) -> str:
+    """A measured error as readable text, and of which part of a document it is.
+
+    Args:
+        error: its mean, its largest value, and whether it is that of ``now``; None: not measured.
+        measured: tokens that had been read when it was measured; None: not known.
+        tokens: tokens that have been read.
+    """
+    if error is None:
+        return "not measured"
+    said = f"{percent(error['mean'])} on average, {percent(error['largest'])} in the worst head"
+    if error.get("now") or measured == tokens:
+        return said
+    part = f"{measured:,} of {tokens:,} tokens" if isinstance(measured, int) else "part"
+    return f"{said}, of the first {part}"
+
+
+def kept_of(summary: dict[str, Any]) -> str:
+    """Budget and bytes side by side, from ``hf.saving.summary_of``."""
+    amount = summary["budget"]
+    if amount is None:
+        given = f"Tolerance {summary['tolerance']}"
+    elif isinstance(amount, int):
+        given = f"Budget {amount:,} tokens' bytes per KV head"
+    else:
+        given = f"Budget {amount:g} of the exact cache's bytes"
+    size, exact = summary["kv_bytes"], summary["exact_kv_bytes"]
+    stored = sorted({f"{x['keys']}/{x['values']}" for x in summary["layer_bits"] if x})
+    own = f"keys/values in {', '.join(stored)} bits" if stored != ["16/16"] else summary["dtype"]
+    return (
+        f"{given}: {mb(size)} of {mb(exact)} kept ({size / exact:.1%}), as {summary['slots']:,.0f} "
+        f"slots per KV head ({own})"
+    )
 
 
 def percent(error: float | None) -> str:

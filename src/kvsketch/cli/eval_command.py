@@ -91,8 +91,8 @@ def eval_command(
     budgets: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated: 0.25 is a fraction of the tokens, 1024 a number of slots per "
-            "KV head. "
+            help="Comma-separated bytes to keep, in the model's own dtype: 0.25 of the exact "
+            "cache's, or those of 1024 tokens per KV head; in fewer bits they hold more slots. "
             f"[default: {BUDGETS_DEFAULT}, unless there are tolerances]"
         ),
     ] = None,
@@ -123,7 +123,8 @@ def eval_command(
         typer.Option(help="Whether the question is seen or unseen when the context is compressed."),
     ] = "seen",
     limit: Annotated[
-        int | None, typer.Option(help="Only the first N cases of each file, data set or length.")
+        int | None,
+        typer.Option(help="Only the first N cases of each file, data set, subtask or length."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of generated cases.")] = 0,
     cases: Annotated[
@@ -272,6 +273,8 @@ def eval_command(
             as_json=as_json,
         )
         return
+    if budgets and tolerances:
+        raise InputError(f"--budgets {budgets} and --tolerances {tolerances} exclude each other")
     kept = _names(BUDGETS_DEFAULT if budgets is None and not tolerances else budgets or "")
     setups = make_setups(
         _names(methods),
@@ -299,7 +302,7 @@ def eval_command(
         depths=_numbers("--depths", depths),
         form=form,
     )
-    chosen = make_tasks(tasks or [], options)
+    chosen = make_tasks(tasks or [], options, _given(ctx))
     runner = _runner(None if ray is None else (ray, workers, gpus), model, settings)
     sweep = Sweep.open(model, chosen, setups, settings, out)
     shown = {**sweep.base, "tasks": tasks, "cases": [str(f) for f in options.cases] or "generated"}
@@ -392,6 +395,13 @@ def run_sweep(
     for table in results_tables(rows, console.width):
         console.print()
         console.print(table)
+    console.print(
+        "budget: the share of the exact cache's bytes, or the tokens' bytes per KV head, that a "
+        "method may keep; kept: the bytes that it does, with masses and scores (8 bytes a slot "
+        "where a method has them).",
+        style="dim",
+        highlight=False,
+    )
     more: dict[str, Any] = {}
     if plan is not None:
         from kvsketch.evaluation.report.preset_report import show

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvsketch.cli.document_options import FileArgument, JsonOption, mb, opened, percent
+from kvsketch.cli.document_options import FileArgument, JsonOption, error_of, kept_of, mb, opened
 from kvsketch.cli.eval_command import console_for
 from kvsketch.errors import InputError
 from kvsketch.files import container
@@ -71,15 +71,14 @@ def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
     try:
         said = _rows(found)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"{found['file']!r}: its header lacks something: {error!r:.100}"
-        ) from error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else f"{error}"
+        raise InputError(f"{found['file']!r}: its header is damaged: {reason:.100}") from error
     return [(name, value.replace("[", r"\[")) for name, value in said]
 
 
 def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     summary, about, model = found["summary"], found["about"], found["model"]
-    error = summary.get("error") or {}
+    error = summary.get("error")
     kept = summary["tolerance"] if summary["budget"] is None else summary["budget"]
     what = "tolerance" if summary["budget"] is None else "budget"
     return [
@@ -87,13 +86,8 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("source", str(about.get("source", "-"))),
         ("method", f"{summary['method']}, {what} {kept}, bits {summary['bits']}"),
         ("tokens seen", f"{summary['tokens']:,}"),
-        ("slots per KV head", f"{summary['slots']:,.0f}"),
-        ("bytes in memory", f"{mb(summary['kv_bytes'])} of {mb(summary['exact_kv_bytes'])}"),
+        ("kept", kept_of(summary)),
         ("file", f"{mb(found['file_bytes'])}, whole (sha256 {found['checksum'][:12]}...)"),
-        (
-            "measured error",
-            f"{percent(error.get('mean'))} on average, "
-            f"{percent(error.get('largest'))} in the worst head",
-        ),
+        ("measured error", error_of(error, about.get("tokens"), summary["tokens"])),
         ("seed", str(summary["seed"])),
     ]

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvsketch.errors import InputError
 from kvsketch.evaluation.report.terminal import tables_within
-from kvsketch.evaluation.runner.files import check_folder, read_text, try_folder
+from kvsketch.evaluation.runner.files import check_folder, check_replaced, read_text, try_folder
 from kvsketch.writing import save_bytes
 
 if TYPE_CHECKING:
@@ -126,6 +126,8 @@ def run(
     texts = [_read(file) for file in files]
     if out is not None:
         try_folder(out, "--out")
+        begins, kind = rb'\{"command": "inspect",', "a result of `kvsketch inspect`"
+        check_replaced(out / "inspect.json", "--out", begins, kind)
     folder = loading.resolve_model(model_name)
 
     # The following imports torch and transformers; all checks that do not need them are done.

@@ -42,6 +42,7 @@ def merge_command(
     cache = join(document.cache, other.cache, document.model)
     sources = [one.about.get("source") for one in (document, other)]
     about = {**document.about, "source": " + ".join(map(str, sources))}
+    about.pop("tokens", None)  # of the first part
     both = replace(document, cache=cache, about=about, answered=other.answered)
     save(both, out)
     said = (

@@ -16,10 +16,10 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from kvsketch.cli.method_lines import DEFAULT, GROUPS, LINES
+
 #: register it with ``app.command("methods", epilog=EPILOG)(methods_command)``
 EPILOG = "Examples: kvsketch methods; kvsketch methods heavy_merge; kvsketch methods --json"
-#: columns a terminal needs for the table; a narrower one gets a list
-WIDE = 140
 
 
 def methods_command(
@@ -29,33 +29,32 @@ def methods_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, on one line.")] = False,
 ) -> None:
-    """List the compression methods: requirements, what is proved about them, and sources."""
-    from kvsketch.errors import unknown_name
-    from kvsketch.method_names import METHOD_NAMES
+    """List the compression methods; of those that are named, what they need, what is proved about
+    them, their sources and options."""
+    from kvsketch.method_names import METHOD_NAMES, unknown_method
 
     for name in names or []:
         if name not in METHOD_NAMES:
-            raise unknown_name("method", name, METHOD_NAMES)
+            raise unknown_method(name)
+
+    console = Console()
+    if not names and not as_json:
+        _list(console)
+        console.print("`kvsketch methods NAME` explains a method and its options.", highlight=False)
+        return
 
     from kvsketch.evaluation.report.report import dumps
     from kvsketch.methods.registry import ALL_METHODS
 
     rows = [_row(name, ALL_METHODS[name]) for name in names or METHOD_NAMES]
     if as_json:
-        print(dumps({"command": "methods", "methods": rows}))
+        print(dumps({"command": "methods", "default": DEFAULT, "methods": rows}))
         return
-    console = Console()
-    if names or console.width < WIDE:
-        for row in rows:
-            _show(row, console, meanings=bool(names))
-    else:
-        console.print(_table(rows))
-    if not names:
-        console.print(
-            "Options of a method: SketchCache(model.config, NAME, options={...}). `kvsketch "
-            "methods NAME` explains them.",
-            highlight=False,
-        )
+    for row in rows:
+        _show(row, console)
+    console.print(
+        "Options of a method: SketchCache(model.config, NAME, options={...}).", highlight=False
+    )
 
 
 def _row(name: str, cls: type[Any]) -> dict[str, Any]:
@@ -66,7 +65,8 @@ def _row(name: str, cls: type[Any]) -> dict[str, Any]:
     taken = inspect.signature(cls).parameters.values()
     return {
         "name": name,
-        "summary": _first_sentence(doc),
+        "summary": LINES[name],
+        "details": _first_sentence(doc),
         "queries": _queries(cls),
         "streams": _streams(cls),
         "guarantee": cls.guarantee or "none proved",
@@ -122,37 +122,29 @@ def _meanings(doc: str) -> dict[str, str]:
     }
 
 
-def _options(row: Mapping[str, Any]) -> str:
-    return ", ".join(
-        option["name"] if option["required"] else f"{option['name']}={option['default']!r}"
-        for option in row["options"]
-    )
-
-
-def _show(row: Mapping[str, Any], console: Console, meanings: bool) -> None:
-    """One method of the list."""
+def _show(row: Mapping[str, Any], console: Console) -> None:
+    """One method, with its options."""
     console.print(f"[bold]{escape(row['name'])}[/bold]", highlight=False)
-    lines = [row["summary"]]
+    lines = [row["details"]]
     lines += [f"{what}: {row[what]}" for what in ("queries", "streams", "guarantee")]
     lines.append(f"source: {row['paper']}")
-    if not meanings:
-        lines.append(f"options: {_options(row) or 'none'}")
     for line in lines:
         console.print(Padding(escape(line), (0, 0, 0, 2), expand=False), highlight=False)
-    for option in row["options"] if meanings else []:
+    for option in row["options"]:
         value = "required" if option["required"] else f"default {option['default']!r}"
         text = f"option {option['name']} ({value}): {option['meaning']}"
         console.print(Padding(escape(text), (0, 0, 0, 2), expand=False), highlight=False)
     console.print()
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(show_lines=True)
-    for column in ("name", "what it does", "queries", "streams", "guarantee", "source"):
-        table.add_column(column, no_wrap=column == "name", overflow="fold")
-    for row in rows:
-        options = _options(row)
-        text = row["summary"] + (f"\nOptions: {options}" if options else "")
-        cells = (row["name"], text, row["queries"], row["streams"], row["guarantee"], row["paper"])
-        table.add_row(*(escape(cell) for cell in cells))
-    return table
+def _list(console: Console) -> None:
+    """All methods, a line each."""
+    for title, lines in GROUPS.items():
+        console.print(f"[bold]{title}[/bold]", highlight=False)
+        table = Table.grid(padding=(0, 0, 0, 2))
+        table.add_column(no_wrap=True, min_width=22)
+        table.add_column(overflow="fold")
+        for name, line in lines.items():
+            table.add_row(f"{name} (default)" if name == DEFAULT else name, line)
+        console.print(table)
+        console.print()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,7 +21,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def plan_command(
     model: Annotated[str, typer.Option(help="Model folder, Hugging Face id, or a packaged model.")],
-    gpu_memory: Annotated[str, typer.Option(help="Memory of the GPU, e.g. 80GiB or 24GB.")],
+    gpu_memory: Annotated[
+        str, typer.Option(help="Memory of the GPU with its unit, e.g. 80GiB or 24GB.")
+    ],
     context: Annotated[str, typer.Option(help="Longest context in tokens, e.g. 128k or 8192.")],
     concurrency: Annotated[
         int | None, typer.Option(help="Number of requests at once; calculates the budget.")
@@ -38,9 +42,17 @@ def plan_command(
 ) -> None:
     """Calculate how many requests vLLM serves at once, with and without kvsketch, and the
     budget."""
-    if (concurrency is None) == (budget is None):
+    if method == "exact":
+        raise InputError("--method exact keeps every token: there is no budget to calculate")
+    if concurrency is None and budget is None:
         raise InputError(
-            "give either --concurrency (which calculates the budget) or --budget, not both"
+            "give --concurrency N (which calculates the budget) or --budget N (which calculates "
+            "the number of requests)"
+        )
+    if concurrency is not None and budget is not None:
+        raise InputError(
+            f"--concurrency {concurrency} and --budget {budget} exclude each other: one is "
+            "calculated from the other"
         )
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype!r}: one of {', '.join(DTYPES)}")
@@ -51,36 +63,47 @@ def plan_command(
     from kvsketch.serving.plan import plan, size_of, tokens_of
     from kvsketch.serving.settings import Settings
 
-    tokens, memory = tokens_of(context, "context"), size_of(gpu_memory, "gpu-memory")
+    tokens, memory = tokens_of(context, "--context"), size_of(gpu_memory, "--gpu-memory")
     kept = 1024 if budget is None else budget
     settings = Settings(method, kept, sink, recent, bits=bits)
-    found = plan(
-        load_config(resolve_model(model)),
-        memory,
-        tokens,
-        concurrency,
-        settings,
-        getattr(torch, dtype),
+    folder = resolve_model(model)
+    config, numbers = load_config(folder), getattr(torch, dtype)
+    found = plan(config, memory, tokens, concurrency, settings, numbers)
+    # What vLLM can be given: it does not know the names of packaged models.
+    served = str(Path(folder).resolve()) if Path(folder).is_dir() else folder
+    backend = "--attention-backend CUSTOM"
+    if found.sliding:
+        backend = """--attention-config '{"backend_per_kind": {"full_attention": "CUSTOM"}}'"""
+    few = f" KVSKETCH_BITS={bits}" if bits != 16 else ""
+    command = (
+        f"KVSKETCH_METHOD={method} KVSKETCH_BUDGET={found.budget} KVSKETCH_SINK={sink} "
+        f"KVSKETCH_RECENT={recent}{few} vllm serve {shlex.quote(served)} "
+        f"--max-model-len {tokens} --dtype {dtype} {backend}"
     )
     if as_json:
         given = {"model": model, "gpu_memory": memory, "context": tokens, "method": method}
-        given["bits"] = bits
-        print(dumps({"command": "plan", **given, **asdict(found)}))
+        more = {"bits": bits, "dtype": dtype, "command_line": command, "warning": found.warning}
+        print(dumps({"command": "plan", **given, **more, **asdict(found)}))
         return
-    table = Table("", "vLLM", f"kvsketch, {method}")
     gib = 2**30
-    exact = tokens * found.token_bytes
-    table.add_row("slots per KV head", f"{tokens:,}", f"{found.budget:,}")
-    table.add_row("a request, GiB", f"{exact / gib:.3f}", f"{found.page_bytes / gib:.3f}")
-    table.add_row("requests at once", f"{found.before:.1f}", f"{found.after:,}")
+    exact, small = found.request_bytes / gib, found.request_bytes / numbers.itemsize / gib
+    table = Table()
+    for column in ("", "vLLM", "vLLM, FP8", f"kvsketch, {method}"):
+        table.add_column(column, overflow="fold")
+    table.add_row("slots per KV head", f"{tokens:,}", f"{tokens:,}", f"{found.budget:,}")
+    pages = f"{found.page_bytes / gib:.3f}"
+    table.add_row("a request, GiB", f"{exact:.3f}", f"{small:.3f}", pages)
+    fits = f"{found.before:,.1f}", f"{found.before_fp8:,.1f}", f"{found.after:,}"
+    table.add_row("requests at once", *fits)
     console = Console()
     console.print(
         f"{found.weight_bytes / gib:.1f} GiB of weights, {found.kv_bytes / gib:.1f} GiB for caches"
     )
     console.print(table)
-    few = f" KVSKETCH_BITS={bits}" if bits != 16 else ""
-    console.print(
-        f"KVSKETCH_METHOD={method} KVSKETCH_BUDGET={found.budget} KVSKETCH_SINK={sink} "
-        f"KVSKETCH_RECENT={recent}{few} vllm serve {model} --max-model-len {tokens}",
-        soft_wrap=True,
-    )
+    if found.sliding:
+        console.print(
+            f"{found.sliding} layers have a sliding window and keep vLLM's own cache of it."
+        )
+    if found.warning is not None:
+        console.print(found.warning, highlight=False)
+    console.print(command, soft_wrap=True, markup=False, highlight=False)

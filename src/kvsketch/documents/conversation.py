@@ -20,12 +20,14 @@ _LOOK = 16
 @dataclass(frozen=True)
 class Status:
     """The size of a cache: tokens seen, slots per KV head, bytes, and the measured relative error,
-    the mean over layers and heads (None: nothing was compressed yet, or it is not known)."""
+    the mean over layers and heads (None: nothing was compressed yet, or it is not known); ``now``:
+    whether that is of all tokens, or of the first part only, which was compressed before."""
 
     tokens: int
     slots: float
     nbytes: int
     error: float | None
+    now: bool = True
 
 
 class Conversation:
@@ -47,6 +49,7 @@ class Conversation:
         self.turns = 0
         self._unread: list[int] = []  # tokens of the last answer that the cache has not seen
         self._error: float | None = None
+        self._now = True
 
     def say(self, text: str) -> Iterator[str]:
         """Pieces of the answer, as they come.
@@ -104,14 +107,12 @@ class Conversation:
     def status(self) -> Status:
         """The present size of the cache."""
         cache = self.document.cache
-        held = [accounting.held(layer) for layer in cache._sketches()]
-        slots = sum(held) / len(held)
-        return Status(cache.get_seq_length(), slots, cache.nbytes(), self._error)
+        slots = accounting.mean_held(cache)
+        return Status(cache.get_seq_length(), slots, cache.nbytes(), self._error, self._now)
 
     def _look(self) -> None:
-        rows = [row["now"] or row["prompt"] for row in self.document.cache.error()]
-        flat = [error for row in rows if row is not None for error in row]
-        self._error = sum(flat) / len(flat) if flat else None
+        error, self._now = accounting.known_error(self.document.cache.layers)
+        self._error = sum(error) / len(error) if error else None
 
 
 class _Pieces:

@@ -17,6 +17,9 @@ from .wording import Wording
 #: tokens that are read at a time
 CHUNK = 1024
 
+#: positions that a document should leave to questions and answers
+ROOM = 256
+
 #: called with how many tokens were read and how many there are
 Advance = Callable[[int, int], None]
 
@@ -110,13 +113,15 @@ def encoded(model: Any, tokenizer: Any, text: str, special: bool) -> Tensor:
     return torch.tensor([ids], dtype=torch.int64, device=model.device)
 
 
-def check_positions(tokens: int, cache: SketchCache, what: str) -> None:
-    """Raise InputError where a document has more tokens than the model positions."""
+def check_positions(tokens: int, cache: SketchCache, what: str, least: int) -> None:
+    """Raise InputError where a document leaves fewer than ``least`` of the model's positions to a
+    question and its answer."""
     most = cache.max_positions
-    if most is not None and tokens > most:
+    if most is not None and tokens + least > most:
+        room = f", which leaves {most - tokens} for questions" if tokens <= most else ""
         raise InputError(
-            f"{what} has {tokens} tokens, and the model {most} positions; --max-tokens "
-            f"{max(1, most - 256)} reads the first ones and leaves room for questions"
+            f"{what} has {tokens} tokens, and the model {most} positions{room}; --max-tokens "
+            f"{max(1, most - ROOM)} reads the first ones and leaves room for questions"
         )
 
 

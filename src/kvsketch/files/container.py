@@ -24,6 +24,8 @@ VERSION = 2
 #: the table of a file is at most so long: tables of a hundred layers take a tenth of it
 MOST_TABLE = 1 << 22
 HEADER, CHECKSUM = "kvsketch", "sha256"
+#: regular expression of the first bytes of every file: the length of the table, and its first names
+BEGINS = rb'.{8}\{"__metadata__":\{"kvsketch":'
 #: bytes of an element, by safetensors' names of dtypes
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
 
@@ -114,8 +116,7 @@ def opened(path: Path, kind: str) -> Iterator[tuple[BinaryIO, Table]]:
         kind: what it should hold: "cache" or a sketch's name.
 
     Raises:
-        InputError: no such file, not safetensors, truncated, not written by kvsketch, another
-            version or kind.
+        InputError: no such file, not a kvsketch file, truncated, damaged, another version or kind.
     """
     try:
         regular = stat.S_ISREG(os.stat(path).st_mode)  # opening a pipe would wait for a writer
@@ -133,31 +134,25 @@ def opened(path: Path, kind: str) -> Iterator[tuple[BinaryIO, Table]]:
 def _read_table(file: BinaryIO, path: Path, kind: str) -> Table:
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
-    length = int.from_bytes(start, "little")
-    if size < 8 or not 2 <= length <= size - 8:
-        raise InputError(
-            f"{str(path)!r} is not a readable safetensors file (truncated?): its table would be "
-            f"{length} bytes of {size}"
-        )
-    if length > MOST_TABLE:
-        raise InputError(
-            f"{str(path)!r} was not written by kvsketch: its table of {length} bytes is longer "
-            f"than {MOST_TABLE}"
-        )
+    length = int.from_bytes(start, "little")  # of text, a number of 19 digits
+    if not 2 <= length <= min(size - 8, MOST_TABLE):
+        raise InputError(f"{str(path)!r} is not a kvsketch file, or a truncated one")
     raw = start + file.read(length)
     try:
         table = _strict_json(raw[8:])
         metadata = table.pop("__metadata__", {})
-        entries = _entries(table, size - 8 - length)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise InputError(
-            f"{str(path)!r} is not a readable safetensors file (truncated?): {error!s:.200}"
-        ) from error
-    try:
+        if not isinstance(metadata, dict) or HEADER not in metadata:
+            raise InputError(f"{str(path)!r} is a safetensors file that kvsketch did not write")
         header = _strict_json(metadata[HEADER].encode())
-        version, found = header["version"], header.get("kind")
+        version, found = header.get("version"), header.get("kind")
+        entries = _entries(table, size - 8 - length)
+    except InputError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise InputError(f"{str(path)!r} was not written by kvsketch: {error!r:.200}") from error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else f"{error}"
+        raise InputError(
+            f"{str(path)!r} is not a kvsketch file, or a damaged one: {reason:.200}"
+        ) from error
     if version != VERSION or type(version) is not int:
         raise InputError(
             f"{str(path)!r} has version {version!r:.40}; this kvsketch reads {VERSION}"
@@ -242,5 +237,5 @@ def _entries(table: dict[str, Any], size: int) -> list[Entry]:
             raise ValueError(f"the bytes before {entry.name!r:.60} are no tensor's")
         at = entry.end
     if at != size:
-        raise ValueError(f"{size} bytes of data, of which {at} are tensors'")
+        raise ValueError(f"it has {size} bytes of data, and {at} belong to its tensors")
     return entries

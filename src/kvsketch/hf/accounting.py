@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
@@ -72,6 +73,26 @@ def exact_nbytes(layer: Any) -> int:
     return exact
 
 
+def mean_held(cache: SketchCache) -> float:
+    """Slots per KV head, the mean over compressible layers."""
+    found = [held(layer) for layer in cache._sketches()]
+    return sum(found) / len(found)
+
+
+def described(cache: SketchCache) -> str:
+    """See ``SketchCache.__repr__``."""
+    goal = f"tolerance={cache.tolerance}"
+    if cache.budget is not None:
+        goal = f"budget={cache.budget.value}"
+    said, seen = f"SketchCache({cache.method}, {goal}", cache.get_seq_length()
+    if not seen:
+        return f"{said}, empty)"
+    return (
+        f"{said}, {seen:,} tokens seen, {mean_held(cache):,.0f} slots per KV head, "
+        f"{cache.nbytes():,} of {cache.exact_nbytes():,} bytes)"
+    )
+
+
 def summary(cache: SketchCache) -> dict[str, Any]:
     """See ``SketchCache.summary``."""
     layers = [
@@ -93,19 +114,29 @@ def summary(cache: SketchCache) -> dict[str, Any]:
             above = cache.plan.above.get(number)
             heads = [] if above is None else above.nonzero().flatten().tolist()
             layers[index]["above_tolerance"] = heads
-    found = [held(layer) for layer in cache._sketches()]
+    size, exact = cache.nbytes(), cache.exact_nbytes()
     return {
         "method": cache.method,
         "budget": None if cache.budget is None else cache.budget.value,
         "tolerance": cache.tolerance,
+        "allocation": cache.plan.kind,
         "bits": cache.bits,
         "tokens": cache.get_seq_length(),
-        "slots": sum(found) / len(found),
-        "kv_bytes": cache.nbytes(),
-        "exact_kv_bytes": cache.exact_nbytes(),
-        "peak_kv_bytes": max(cache.peak_nbytes, cache.nbytes()),
+        "slots": mean_held(cache),
+        "kv_bytes": size,
+        "exact_kv_bytes": exact,
+        "kv_fraction": size / exact if exact else None,
+        "peak_kv_bytes": max(cache.peak_nbytes, size),
         "layers": layers,
     }
+
+
+def mean_error(layers: Sequence[Any]) -> float | None:
+    """The error of a prompt's compression, the mean over layers, rows and KV heads; None if nothing
+    was measured."""
+    found = [layer.stream.errors.prompt for layer in layers if isinstance(layer, SketchLayer)]
+    flat = [error.flatten().cpu() for error in found if error is not None]
+    return float(torch.cat(flat).mean()) if flat else None
 
 
 def measured(layers: Sequence[Any]) -> list[dict[str, Any]]:
@@ -122,3 +153,12 @@ def measured(layers: Sequence[Any]) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def known_error(layers: Sequence[Any]) -> tuple[list[float], bool]:
+    """The present error of every compressible layer and KV head that is known, and True; where it
+    is not tracked, that of the prompt, and False."""
+    rows = measured(layers)
+    now = all(row["now"] is not None for row in rows)
+    found = [row["now"] if now else row["prompt"] for row in rows]
+    return [error for row in found if row is not None for error in row], now

@@ -18,7 +18,7 @@ from ..attention import attend_to
 from ..errors import UnsupportedError
 from ..observed import Observed
 from . import second_reading
-from .checks import check_queries
+from .checks import check_positions, check_queries
 from .masks import PLAIN, View, mask_over
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ def attention(
         InputError: a cache of another model.
     """
     layer.check_returned(module, key, value)
+    if query.shape[2] > 1 and layer is layer.forward.first:  # not for every decoded token
+        check_positions(layer, kwargs.get("position_ids"), query.shape[2])
     for given, number in (("softcap", softcap), ("s_aux", s_aux)):
         if number is not None:
             kwargs[given] = number

@@ -17,12 +17,12 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
 )
 
-from ..arguments import PREFILL_MODES
+from ..arguments import PREFILL_MODES, check_types
 from ..budget import Schedule, plain
 from ..cache import Curves, HeadBudgets, RetrievalHeads, Stream, make_plan, windowed
 from ..cache.curves import model_shape
 from ..cache.plan import BY_NEED
-from ..cache.storage import CHOICES, FULL, MEASURED
+from ..cache.storage import CHOICES, FULL, MEASURED, bits_of
 from ..errors import InputError, UnsupportedError, at_least
 from ..methods.registry import Method, class_of, default_allocation, default_bits, default_schedule
 from ..methods.sketches import Sketch
@@ -49,9 +49,14 @@ class SketchCache(Cache):  # type: ignore[misc]
         method: a name in ``kvsketch.ALL_METHODS``, a subclass of ``Compressor``, or a
             ``Compressor`` object. A streaming sketch gets the part of the budget that sinks and
             recent tokens leave; its whole state takes at most the bytes of that many tokens.
-        budget: slots kept per KV head (int) or kept fraction of the tokens seen (float in (0, 1]),
-            including sinks and recent tokens; default 0.5, unless there is a tolerance. If a
-            fraction is too small for them (a short prompt), the recent window shrinks first.
+        budget: the bytes that may be kept, as those of so many tokens per KV head (int) or of this
+            fraction of the tokens seen (float in (0, 1]) in the model's own dtype; default 0.5,
+            unless there is a tolerance. In that dtype (``bits=16``) it is the number of slots that
+            are kept, including sinks and recent tokens; in fewer bits the same bytes hold more
+            slots. Masses and scores (4 bytes each per slot, where a method has them) count in
+            fewer bits and come on top in 16. If a fraction is too small for sinks and recent
+            tokens (a short prompt), the recent window shrinks first. An ``AccuracyWarning`` is
+            given where the measured error is above 50%.
         sink: number of first tokens that are kept unchanged.
         recent: number of last tokens that are kept unchanged.
         buffer: slots by which tokens after the first compression may exceed the budget before the
@@ -67,13 +72,14 @@ class SketchCache(Cache):  # type: ignore[misc]
             Without it, chunks after the first attend to compressed ones, as in "streaming". A
             UserWarning is given if such chunks can be distinguished from questions after a context.
         one_shot: compress prompts only and keep all decoded tokens.
-        bits: 16: slots are stored in the model's dtype. 8 or 4: slots between sinks and recent
-            window are stored in this many bits (keys per channel, values per token); ``budget=1.0``
-            then only quantises. "measured" (heavy_merge's default with an exact prefill): chooses,
-            for each layer, the bits of keys and of values and the number of slots with the smallest
-            error on the first prompt, within the bytes of ``budget`` slots in 16 bits. ``summary``
-            reports the choice; tokens stay in 16 bits while all of them fit the budget. Fewer bits
-            make decoding slower. Not with a streaming sketch.
+        bits: 16: slots are stored in the model's dtype, whichever it is. 8 or 4: slots between
+            sinks and recent window are stored in this many bits (keys per channel, values per
+            token), as many of them as the bytes of ``budget`` hold; ``budget=1.0`` then only
+            quantises. "measured" (heavy_merge's default with an exact prefill): chooses, for each
+            layer, the bits of keys and of values and the number of slots with the smallest error on
+            the first prompt, within the same bytes. ``summary`` reports the choice. A budget that
+            is a number of tokens leaves prompts that fit it unchanged. Fewer bits make decoding
+            slower. Not with a streaming sketch.
         schedule: shares of the budget, one per compressed layer or one per layer and KV head,
             with mean 1. Default: the method's own (pyramidkv), else the same everywhere.
         tolerance: instead of a budget: every KV head keeps the fewest slots (a fraction of the
@@ -86,7 +92,8 @@ class SketchCache(Cache):  # type: ignore[misc]
         allocation: how the budget is divided among layers and heads. "even": the same budget for
             every head (or ``schedule``). "measured": the same total, allocated where it reduces the
             error most, measured on the first prompt (heavy_merge's default with an exact prefill,
-            unless a schedule or a tolerance is given). Curves, or the path of a file of them
+            unless a schedule or a tolerance is given; after a second reading by ``prefill`` its
+            default is "global"). Curves, or the path of a file of them
             (``Curves.save``): by errors measured beforehand on typical prompts; better than
             "measured" if the questions differ from the text that was read. "layer" and "global":
             keep the slots of highest score among all heads of a layer (AdaKV) or of the model
@@ -106,6 +113,11 @@ class SketchCache(Cache):  # type: ignore[misc]
             ``error`` can also measure the error at any later time.
         options: options of the method, such as ``{"delta": 2.0, "t": 4}`` for subgen.
         seed: seed of all random choices.
+
+    A cache continues its own text. ``generate`` is given the ids of all that the cache has seen,
+    followed by new ones, and transformers passes on only the new ones. Another text is refused if
+    it is not longer than what was read (without padding), and cannot be noticed if it is: call
+    ``reset``, or make a new cache for it.
 
     Raises:
         InputError: an argument is out of range, or two exclude each other.
@@ -150,6 +162,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         self._tokenizer: str | None = None
         if not isinstance(config, PretrainedConfig):
             raise InputError(f"config must be the model's config, got {type(config).__name__}")
+        check_types(seed, options)
         if prefill not in PREFILL_MODES:
             raise InputError(f"prefill={prefill!r} must be one of {', '.join(PREFILL_MODES)}")
         sink, recent = check_window(sink, recent)
@@ -157,9 +170,11 @@ class SketchCache(Cache):  # type: ignore[misc]
             at_least("prompt_length", prompt_length, 1)
         cls = class_of(method)
         self.method = cls.name
+        reread = None
         if allocation is None:
             own = schedule is None and tolerance is None and prefill == "exact"
             allocation = default_allocation(method) if own else "even"
+            reread = getattr(cls, "allocation_reread", None) if own else None
         heads_told = isinstance(allocation, RetrievalHeads)
         if heads_told and issubclass(cls, Sketch):
             raise InputError(
@@ -170,9 +185,10 @@ class SketchCache(Cache):  # type: ignore[misc]
             bits = default_bits(method) if prefill == "exact" and not heads_told else 16
         # a fraction of 1: nothing to choose
         exact = isinstance(budget, Real) and not isinstance(budget, Integral) and budget == 1
-        choices = CHOICES if bits == MEASURED and not exact else (FULL,)
+        stored = bits_of(bits) or FULL
+        choices = CHOICES if bits == MEASURED and not exact else (stored,)
         self.plan = plan = make_plan(
-            budget, tolerance, max_budget, allocation, schedule, prefill, choices
+            budget, tolerance, max_budget, allocation, schedule, prefill, choices, reread
         )
         self.budget, self.tolerance = plan.budget, plan.tolerance
         self.bits = bits
@@ -343,7 +359,9 @@ class SketchCache(Cache):  # type: ignore[misc]
 
     def summary(self) -> dict[str, Any]:
         """The size of the cache, overall and per layer. ``slots`` is per KV head, the mean over
-        compressible layers; bytes are measured from live tensors. ``bits`` of a layer are those of
+        compressible layers; bytes are measured from live tensors. ``kv_fraction`` is ``kv_bytes``
+        over ``exact_kv_bytes``, the bytes of an uncompressed cache of the same tokens; None if
+        there are no tokens. ``bits`` of a layer are those of
         its keys and of its values between sinks and recent window. ``exact_heads`` keep all their
         tokens; ``above_tolerance`` are those that exceed the tolerance because of
         ``max_budget``."""
@@ -420,6 +438,13 @@ class SketchCache(Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Remove all tokens; settings are kept."""
         self._forward.reset()
+
+    def __repr__(self) -> str:
+        """Method, budget and size in one line; raises nothing, in whatever state the cache is."""
+        try:
+            return accounting.described(self)
+        except Exception:  # half made, or torn in the middle of a forward
+            return object.__repr__(self)
 
     def __bool__(self) -> bool:
         """Whether it holds tokens. Phi-3's ``generate`` checks this before it drops a cache that is

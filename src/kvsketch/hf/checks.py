@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import InputError
 from ..methods.base import all_finite
@@ -43,6 +43,54 @@ def check_tokens(layer: SketchLayer, keys: Tensor, values: Tensor) -> None:
         for name, tensor in (("keys", keys), ("values", values)):
             if not all_finite(tensor):
                 raise InputError(f"{name} are not finite (NaN or infinity); cache unchanged")
+
+
+#: fields of a configuration that every model of it has in common
+_SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
+
+
+def check_config(config: Any, module: nn.Module) -> None:
+    """Raise InputError if an attention module is of a model of another shape than the configuration
+    that a cache was made from, as far as the module shows its own."""
+    ours, theirs = config.get_text_config(decoder=True), getattr(module, "config", None)
+    if theirs is None or theirs is ours:
+        return
+    for name in _SHAPE:
+        told, found = getattr(ours, name, None), getattr(theirs, name, None)
+        if None not in (told, found) and told != found:
+            raise InputError(
+                f"this SketchCache was made from the configuration of another model, with "
+                f"{name}={told}; this model has {found}: make the cache with "
+                "SketchCache(model.config)"
+            )
+
+
+def check_continues(seen: int, new: int) -> None:
+    """Raise InputError if a forward has no new tokens: ``generate`` passes on only the end of a
+    text, beyond as many tokens as the cache has seen."""
+    if not new:
+        raise InputError(_BEHIND.format(seen=seen))
+
+
+def check_positions(layer: SketchLayer, positions: Any, q: int) -> None:
+    """Raise InputError if ``generate`` was given a text of n tokens that is no longer than the s
+    tokens that the cache has seen. transformers then passes on the tokens from s - n on, as if they
+    were new: all of the text if n = s. Their positions show it; those of new tokens start at s, and
+    those of models that number every chunk from 0 (Bamba) end elsewhere."""
+    seen, forward = layer.stream.seen - q, layer.forward
+    if q < 2 or not seen or not isinstance(positions, Tensor) or positions.dim() != 2:
+        return
+    if forward.reading is not None or forward.masks.live is not None:
+        return  # read by ``prefill``; or padded, where positions say less
+    if bool((positions[:, 0] + positions[:, -1] + 1 == seen).all()):
+        raise InputError(_BEHIND.format(seen=seen))
+
+
+_BEHIND = (
+    "the text is not longer than the {seen} tokens that this cache has seen: to continue, pass the "
+    "ids of all that was read and generated, followed by new ones; for another text make a new "
+    "SketchCache, or call reset()"
+)
 
 
 def check_queries(layer: SketchLayer, queries: Tensor) -> None:

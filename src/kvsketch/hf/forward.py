@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,11 +18,14 @@ from transformers.cache_utils import (
 
 from ..cache.plan import Plan
 from ..cache.stream import Stream
-from ..errors import UnsupportedError
+from ..errors import AccuracyWarning, UnsupportedError
 from ..observed import Observed
 from . import accounting, interface
 from .layer import SketchLayer
 from .masks import Masks
+
+#: a measured error, on average over layers and heads, of which a cache warns
+LARGE_ERROR = 0.5
 
 
 @dataclass(frozen=True)
@@ -101,11 +105,17 @@ class Forward:
         self._before = 0  # tokens before this forward
         self._torn = False  # some layers have tokens that others lack
         self.reading: Reading | None = None
+        self.measured = False  # whether a prompt was compressed, so that there are new errors
 
     def watch(self, layers: list[Any]) -> None:
         """Set the cache's layers."""
         self.layers = layers
         self._counted = [i for i, x in enumerate(layers) if isinstance(x, CacheLayerMixin)]
+
+    @property
+    def first(self) -> SketchLayer:
+        """The first layer that can be compressed."""
+        return self.sketches[0]
 
     @property
     def sketches(self) -> list[SketchLayer]:
@@ -158,8 +168,9 @@ class Forward:
         lengths = {self.layers[index].get_seq_length() for index in self._counted}
         if self._torn or self._open or len(lengths) > 1:
             raise UnsupportedError(
-                "a forward stopped in the middle (an exception?), so the layers of this "
-                "SketchCache hold different tokens: call reset() and read the context again"
+                "a forward stopped in the middle (an exception?), or the model has fewer layers "
+                "than the configuration that this SketchCache was made from, so that its layers "
+                "hold different tokens: call reset() and read the context again"
             )
         self._before = lengths.pop() if lengths else 0
         self._updated.clear()
@@ -193,6 +204,21 @@ class Forward:
         if not self._open and len(self._updated) == len(self._counted):
             self._thread = None
             self.masks.forget()
+            if self.measured:
+                self.warn_of_error()
+
+    def warn_of_error(self) -> None:
+        """Warn if the error that was measured when a prompt was compressed is large."""
+        self.measured = False
+        mean = accounting.mean_error(self.layers)
+        if mean is not None and mean > LARGE_ERROR:
+            warnings.warn(
+                f"the measured error of this compression is {mean:.0%} of the attention output on "
+                f"average over layers and KV heads: answers will be unreliable; keep more (budget, "
+                "tolerance), or use another method",
+                AccuracyWarning,
+                stacklevel=2,
+            )
 
     def undo(self) -> None:
         """Undo a failed forward in every layer. If this is not possible (compressed tokens, states
@@ -223,6 +249,7 @@ class Forward:
 
     def reset(self) -> None:
         """Forget everything."""
+        self.plan.read_again(False)
         for index in range(len(self.layers)):
             self.reset_layer(index)
         self.masks.reset()

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..budget import Budget
 from ..cache.budgets import HeadBudgets
-from ..cache.storage import Bits
+from ..cache.storage import PLAIN, Bits
 from ..cache.stream import Stream
 from ..cache.window import Windowed
 from ..errors import InputError, UnsupportedError
@@ -110,17 +110,31 @@ def _budgets(a: Stream, b: Stream) -> HeadBudgets:
     if told is None:  # all tokens are kept: there was nothing to measure
         return HeadBudgets([[Budget(1.0)] * a.held.shape[1]])
     value, batch = told.value, len(a.held)
+    prices = [s.budget.price for s in (a, b) if s.budget is not None and s.budget.price.fixed]
+    price = max(prices, key=lambda one: one.slot, default=PLAIN)
     rows = [_rows(stream, batch, value, told.heads) for stream in (a, b)]
     weights = (a.seen, b.seen) if isinstance(value, float) else (1, 1)  # slots, or parts of tokens
+    given = [[[x.share for x in row] for row in part] for part in rows]
+    parts = torch.tensor(given, dtype=torch.float64) * torch.tensor(weights).view(2, 1, 1)
+    shares = parts.sum(0) / sum(weights)
+    if price.fixed and isinstance(value, float):  # the cost of the slots of both, with one window
+        held = [_slots(stream, batch, told.heads) for stream in (a, b)]
+        shares = price.cost(held[0] + held[1]) / (value * (a.seen + b.seen))
     found = []
-    for pairs in zip(*rows, strict=True):
-        row = []
-        for x, y in zip(*pairs, strict=True):
-            share = (x.share * weights[0] + y.share * weights[1]) / sum(weights)
-            limit = None if x.limit is None or y.limit is None else x.limit + y.limit
-            row.append(Budget(value, share, limit))
-        found.append(row)
-    return HeadBudgets(found, True, told.bound)
+    for pairs, own in zip(zip(*rows, strict=True), shares.tolist(), strict=True):
+        limits = [
+            None if x.limit is None or y.limit is None else x.limit + y.limit
+            for x, y in zip(*pairs, strict=True)
+        ]
+        found.append([Budget(value, *both) for both in zip(own, limits, strict=True)])
+    return HeadBudgets(found, True, told.bound, price=price)
+
+
+def _slots(stream: Stream, batch: int, heads: int) -> torch.Tensor:
+    """The slots of a stream's budgets, float64 ``[batch, heads]``."""
+    budget = stream.budget
+    slots = stream.seen if budget is None else budget.slots(stream.seen, batch)
+    return torch.as_tensor(slots).double().expand(batch, heads)
 
 
 def _rows(stream: Stream, batch: int, value: int | float, heads: int) -> list[Sequence[Budget]]:

@@ -19,7 +19,7 @@ from ..observed import Observed
 from ..slots import Slots
 from . import interface
 from .attention import attention
-from .checks import check_tokens
+from .checks import check_config, check_continues, check_tokens
 from .masks import View
 from .output import output_weight
 
@@ -183,11 +183,12 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         """Record the module that owns this cache.
 
         Raises:
-            InputError: it belongs to another module.
+            InputError: it belongs to another module, or to a model of another configuration.
         """
         if self._reads:
             return  # another layer of the same model, which shares these keys
         if self.module is None:
+            check_config(self.forward._config, module)
             self._project(module)
             self.module = weakref.ref(module)
         elif self.module() is not module:
@@ -286,6 +287,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         done = stream.settle(observed, prefill, hold)
         if stream.budget is None:
             done = self.forward.plan_for(self, prefill, hold)
+        self.forward.measured |= done and prefill
         if done or prefill:
             self.forward.note_bytes()
         if stream.compressed:
@@ -304,6 +306,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Masks are made over all tokens seen, as for an uncompressed cache; see ``masks``."""
+        check_continues(self.stream.seen, query_length)
         reading = self.forward.reading
         if reading is not None and reading.again is not None and reading.again.unmasked:
             return query_length, self.stream.seen  # those before are visible: ``widened``

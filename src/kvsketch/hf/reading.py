@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..arguments import QUERY_SOURCES
-from ..errors import InputError, UnsupportedError
+from ..errors import AccuracyWarning, InputError, UnsupportedError
 from ..methods.base import Compressor
 from ..methods.registry import class_of
 from .cache import SketchCache
@@ -34,6 +35,8 @@ _BEFORE = 8
 ROW, OF_ROW = 384, 64
 # Queries of all parts together that are kept for measuring and fitting.
 _SAMPLE = 256
+#: The longest answer to an expected question that is read with it, in tokens.
+ANSWER = 32
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,10 @@ def prefill(
             heavy_merge) predict the scores of the other tokens from these (``methods.learned``);
             other methods use the queries of the sample. It costs about a sixth. Rows of a batch are
             cut at the same columns, including padding. MPT, BLOOM and Falcon always attend to all
-            of the first reading. A list of texts: expected questions, which are read instead of the
-            second reading.
+            of the first reading. A list of texts: expected questions, each as it would follow the
+            context (with the chat template's words, if there is one). The model answers each from
+            the uncompressed context, in at most 32 tokens, and the queries of question and answer
+            are used: many models look at the evidence only while they answer.
         tokenizer: the model's tokenizer; needed except for "prompt".
         attention_mask: int or bool ``[batch, tokens]``, 0 for padding on the left.
         chunk_size: number of tokens of the context to read at a time; default: all at once.
@@ -89,15 +94,22 @@ def prefill(
         UnsupportedError: a method that cannot use the queries of a second reading, or layers that
             cannot remove its tokens.
 
+    Warns:
+        AccuracyWarning: ``allocation="measured"`` was asked for and there is a second reading:
+            errors on its queries predict those on later ones badly (docs/errors.md); or the
+            measured error is large.
+
     Example:
-        >>> cache = SketchCache(model.config, budget=0.1, allocation="global")  # doctest: +SKIP
+        >>> cache = SketchCache(model.config, budget=0.1)                       # doctest: +SKIP
         >>> kvsketch.prefill(                                                   # doctest: +SKIP
         ...     model, context_ids, cache, queries="reread", tokenizer=tokenizer
         ... )
         >>> model.generate(ids, past_key_values=cache)                          # doctest: +SKIP
     """
-    _check(input_ids, cache, chunk_size)
+    _check(model, input_ids, cache, chunk_size)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if not isinstance(mask, Tensor):
+        raise InputError(f"attention_mask must be a tensor, got {type(mask).__name__}")
     if mask.shape != input_ids.shape:
         raise InputError(
             f"attention_mask {tuple(mask.shape)} must be of the shape of input_ids, "
@@ -111,16 +123,22 @@ def prefill(
             "kvsketch.prefill(..., queries='reread')"
         )
     tokens = input_ids.shape[1]
+    asked = not isinstance(queries, str)
     if parts:
-        _check_reread(cache, tokens + max(part.ids.shape[1] for part in parts))
+        longest = max(part.ids.shape[1] for part in parts)
+        _check_reread(cache, tokens + longest + (ANSWER if asked else 0))
+        better = getattr(class_of(cache.method), "allocation_reread", None)
+        if better and cache.arguments["allocation"] == "measured" and not asked:
+            _warn_of_measured(cache.method, better, str(queries))
     forward, inner = cache._forward, model.base_model
     if all(layer.settings.lossless for layer in forward.sketches):
         parts = []  # nothing will be compressed, so no queries are needed
-    every = sum(part.ids.shape[1] for part in parts)
+    every = sum(part.ids.shape[1] + (ANSWER if asked else 0) for part in parts)
     weighs = getattr(class_of(cache.method), "weighs", None)
     normal = torch.inference_mode(False) if weighs == "gradient" else nullcontext()
     with normal, _Bar(progress, tokens + every) as bar, torch.no_grad():
         try:
+            cache.plan.read_again(bool(parts))
             forward.reading = Reading(first_counts=queries == "prompt")
             size = chunk_size or tokens
             for start in range(0, tokens, size):
@@ -128,6 +146,9 @@ def prefill(
                 inner(input_ids=ids, attention_mask=seen, past_key_values=cache, use_cache=True)
                 bar.advance(ids.shape[1])
             real = bool(mask.all())
+            if asked:
+                parts = [_answered(model, part, cache, mask) for part in parts]
+                bar.advance(tokens + every - bar.done - sum(part.ids.shape[1] for part in parts))
             for part in parts:
                 count = part.ids.shape[1]
                 again = Again(
@@ -152,10 +173,41 @@ def prefill(
             sample = _sampled(parts)
             for layer in forward.sketches:
                 layer.finish_reading(sample)
+            forward.warn_of_error()
         except BaseException:
             forward.reading = None
             cache.reset()
             raise
+
+
+def _warn_of_measured(method: str, better: str, queries: str) -> None:
+    warnings.warn(
+        f"allocation='measured' with queries={queries!r}: errors on the queries of a second "
+        f"reading predict those on later queries badly, and with method={method!r} far fewer "
+        f"answers are right than with allocation={better!r} (docs/errors.md), the one that you get "
+        "without this argument",
+        AccuracyWarning,
+        stacklevel=3,
+    )
+
+
+def _answered(model: PreTrainedModel, part: _Part, cache: SketchCache, mask: Tensor) -> _Part:
+    """A question with the model's own greedy answer from the uncompressed context, as many tokens
+    in every row. The cache is unchanged."""
+    told = model.generation_config.eos_token_id
+    ends = torch.tensor(told if isinstance(told, list) else [-1 if told is None else told])
+    ids = new = part.ids
+    over = torch.zeros(len(ids), dtype=torch.bool)
+    for _ in range(ANSWER):
+        seen = torch.cat([mask, torch.ones_like(ids)], dim=1)
+        found = model(new, attention_mask=seen, past_key_values=cache, use_cache=True)
+        new = found.logits[:, -1:].argmax(-1)
+        over |= torch.isin(new[:, 0].cpu(), ends)
+        if bool(over.all()):
+            break
+        ids = torch.cat([ids, new], dim=1)
+    cache.crop(mask.shape[1] - cache.get_seq_length())
+    return replace(part, ids=ids, mask=torch.ones_like(ids))
 
 
 class _Bar:
@@ -170,14 +222,16 @@ class _Bar:
         self._tell = None if isinstance(progress, bool) else progress
         self._bar = Progress(disable=progress is not True, transient=True)
         self._task = self._bar.add_task("Reading", total=total)
-        self._done, self._total = 0, total
+        #: tokens read
+        self.done = 0
+        self._total = total
 
     def advance(self, tokens: int) -> None:
         """Report that this many more tokens were read."""
-        self._done += tokens
+        self.done += tokens
         self._bar.advance(self._task, tokens)
         if self._tell is not None:
-            self._tell(self._done, self._total)
+            self._tell(self.done, self._total)
 
     def __enter__(self) -> _Bar:
         self._bar.__enter__()
@@ -187,7 +241,9 @@ class _Bar:
         self._bar.__exit__(*error)
 
 
-def _check(input_ids: Tensor, cache: SketchCache, chunk_size: int | None) -> None:
+def _check(model: Any, input_ids: Any, cache: SketchCache, chunk_size: int | None) -> None:
+    if not hasattr(model, "base_model"):
+        raise InputError(f"model must be a transformers model, got {type(model).__name__}")
     if not isinstance(cache, SketchCache):
         raise InputError(f"cache must be a SketchCache, got {type(cache).__name__}")
     if cache.get_seq_length():
@@ -199,6 +255,11 @@ def _check(input_ids: Tensor, cache: SketchCache, chunk_size: int | None) -> Non
         raise InputError(
             "cache was made with prefill='streaming', which compresses while it reads; "
             "kvsketch.prefill reads all of a context first: make it with prefill='exact'"
+        )
+    if not isinstance(input_ids, Tensor):
+        raise InputError(
+            f"input_ids must be an int64 tensor [batch, tokens], got {type(input_ids).__name__}; "
+            "of a text: tokenizer(text, return_tensors='pt')['input_ids']"
         )
     if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
         raise InputError(

@@ -19,7 +19,7 @@ from ..errors import InputError, KVSketchError, UnsupportedError
 from ..files.format import read, write
 from ..methods.registry import ALL_METHODS
 from ..state import FLOATS, Reader, State, name_of, numbered
-from . import identity, models
+from . import accounting, identity, models
 from .hybrid_layer import HybridSketchLayer
 from .layer import SketchLayer
 from .other_layers import check_saved, layer_state, linear_state, restore_layer, restore_linear
@@ -269,8 +269,7 @@ def summary_of(cache: SketchCache) -> dict[str, Any]:
     """What `kvsketch info` shows without loading anything."""
     said = cache.summary()
     layers = said.pop("layers")
-    found = [row["prompt"] for row in cache.error() if row["prompt"] is not None]
-    flat = [error for row in found for error in row]
+    error, now = accounting.known_error(cache.layers)
     first = cache._sketches()[0]
     assert first.dtype is not None
     return {
@@ -281,5 +280,7 @@ def summary_of(cache: SketchCache) -> dict[str, Any]:
         "layers": len(layers),
         "layer_slots": [row["slots"] for row in layers],
         "layer_bits": [row["bits"] for row in layers],
-        "error": {"mean": sum(flat) / len(flat), "largest": max(flat)} if flat else None,
+        "error": {"mean": sum(error) / len(error), "largest": max(error), "now": now}
+        if error
+        else None,
     }

@@ -78,6 +78,9 @@ class Compressor(ABC):
     #: how ``SketchCache`` spends a budget unless told: "even", or "measured" where it lowers errors
     allocation: ClassVar[str] = "even"
 
+    #: the same after a second reading (``kvsketch.prefill``); None: as after one reading
+    allocation_reread: ClassVar[str | None] = None
+
     #: in how many bits ``SketchCache`` stores slots unless told: 16, or "measured" where it lowers
     #: errors
     bits: ClassVar[int | str] = 16

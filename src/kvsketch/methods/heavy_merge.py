@@ -71,6 +71,7 @@ class HeavyMerge(Compressor):
     observes_values = False
     rereads = True
     allocation = "measured"
+    allocation_reread = "global"
     bits = "measured"
     window: int
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..budget import Budget
-from ..errors import InputError, unknown_name
+from ..errors import InputError
+from ..method_names import unknown_method
 from . import METHODS, Compressor
 from .criticalkv import CriticalKV
 from .kvgrad import KVgrad
@@ -57,7 +58,7 @@ def class_of(method: Method) -> type[Compressor] | type[Sketch]:
     """
     if isinstance(method, str):
         if method not in ALL_METHODS:
-            raise unknown_name("method", method, ALL_METHODS)
+            raise unknown_method(method)
         return ALL_METHODS[method]
     cls = method if isinstance(method, type) else type(method)
     if isinstance(method, Sketch) or not issubclass(cls, (Compressor, Sketch)):

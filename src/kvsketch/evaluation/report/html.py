@@ -22,7 +22,7 @@ from kvsketch.evaluation.report.figures import Figure, Sketchbook, require_matpl
 from kvsketch.evaluation.report.panels import sections
 from kvsketch.evaluation.report.parts import Grid, Section
 from kvsketch.evaluation.report.summary import headline, summary
-from kvsketch.evaluation.runner.files import check_folder, read_text, try_folder
+from kvsketch.evaluation.runner.files import check_folder, check_replaced, read_text, try_folder
 from kvsketch.evaluation.runner.runs import Run, clean, read_runs, without_folders
 from kvsketch.evaluation.runner.scales import scale_of
 from kvsketch.writing import save_bytes
@@ -149,6 +149,8 @@ def check_outputs(page: Path, figures: Path | None) -> None:
         raise InputError(f"--out {page} is a folder; give a file, such as report.html")
     if page.exists() and not os.access(page, os.W_OK):
         raise InputError(f"--out {page} cannot be written: permission denied")
+    begins = rb'<!DOCTYPE html>.{,2000}<meta name="generator" content="kvsketch '
+    check_replaced(page, "--out", begins, "a page of `kvsketch report`")
     if not page.exists() or page.is_file():  # tested in its folder, since a new file replaces it
         try_folder(page.parent, f"--out {page}: the folder")
     if figures is not None:

@@ -24,6 +24,10 @@ def summary(run: Run) -> Grid:
         beside = score_text(exact, scale) if exact else "not run"
         for goal in goals(rows) or ["exact only"]:
             ranked = _ranked([row for row in rows if row["goal"] == goal])
+            if _hopeless(exact):
+                nothing = ["none: exact scores 0", *["-"] * 6]
+                lines.append([task, goal, *nothing, beside, _cases(ranked or rows)])
+                continue
             lines.append([task, goal, *_best(ranked, scale), beside, _cases(ranked or rows)])
     return Grid(
         "Best method by task and budget",
@@ -40,6 +44,8 @@ def headline(run: Run) -> str:
     its interval does not overlap those of the others."""
     rows = pooled(run.records, by_family=True)
     tasks = grouped(rows, lambda row: row["task"])
+    hopeless = [task for task, x in tasks.items() if any(is_exact(r) and _hopeless(r) for r in x)]
+    tasks = {task: x for task, x in tasks.items() if task not in hopeless}
     methods = list(dict.fromkeys(row["method"] for row in rows if not is_exact(row)))
     if len(methods) < 2:
         return f"Only {methods[0] if methods else 'the exact cache'} was run."
@@ -63,7 +69,16 @@ def headline(run: Run) -> str:
         names = " and ".join(name for name, count in wins.items() if count == most)
         verb = "are" if " and " in names else "is"
         parts.append(f"At {goal}, {names} {verb} best beyond the 95% interval ({most} of {of}).")
+    if hopeless:
+        parts.append(
+            f"The exact cache scores 0 in {', '.join(hopeless)}, where methods cannot be compared."
+        )
     return " ".join(parts) or "No two methods were run at one budget."
+
+
+def _hopeless(exact: Row | None) -> bool:
+    """Whether the model answers nothing with all tokens, so that no method can be the best."""
+    return exact is not None and not scale_of(exact["task"]).is_error and not exact["score"]
 
 
 def _leaders(ranked: Sequence[Row]) -> list[Row]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import track
 
-from kvsketch.errors import InputError, unknown_name
+from kvsketch.errors import InputError
 from kvsketch.evaluation.runner.files import read_text
 from kvsketch.evaluation.runner.loading import (
     check_device,
@@ -19,7 +19,7 @@ from kvsketch.evaluation.runner.loading import (
     resolve_model,
 )
 from kvsketch.evaluation.runner.settings import Settings
-from kvsketch.method_names import METHOD_NAMES
+from kvsketch.method_names import METHOD_NAMES, unknown_method
 
 if TYPE_CHECKING:
     from kvsketch.cache import Curves
@@ -41,7 +41,7 @@ def calibrate_files(
         InputError: an unknown method, a file that cannot be read, or a prompt too short.
     """
     if method not in METHOD_NAMES:
-        raise unknown_name("method", method, METHOD_NAMES)
+        raise unknown_method(method)
     if follow < 1:
         raise InputError(f"--follow {follow} must be at least 1")
     texts = [read_text(file) for file in files]

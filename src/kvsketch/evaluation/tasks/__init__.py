@@ -3,8 +3,8 @@ line here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ class Options:
         cases: longeval: case files instead of generated cases.
         lines: longeval, and texts of form "line": record lengths.
         num_cases: generated cases for each length, depth or subtask.
-        limit: first so many of each file or data set.
+        limit: first so many of each file, data set, subtask or length.
         seed: of generated cases.
         data: longbench: folder; needle, ruler: folder of haystack texts; texts: ``load_texts``.
         datasets: longbench; none: all.
@@ -80,6 +80,7 @@ def _needle(options: Options) -> Task:
         form=options.form or "sandwich",
         haystack=options.data,
         seed=options.seed,
+        limit=options.limit,
     )
 
 
@@ -89,7 +90,7 @@ def _ruler(options: Options) -> Task:
     return Ruler(
         options.subtasks or list(SUBTASKS),
         options.lengths,
-        num_cases=options.num_cases or 10,
+        num_cases=min(n for n in (options.num_cases or 10, options.limit) if n is not None),
         haystack=options.data,
         seed=options.seed,
     )
@@ -120,12 +121,40 @@ TASKS: dict[str, Callable[[Options], Task]] = {
     "attention_error": partial(_texts, name="attention_error"),
 }
 
+_LONGBENCH = {"data", "datasets", "limit"}
+_TEXTS = {"lengths", "num_cases", "limit", "form", "data", "lines", "seed"}
+#: the options that each task uses
+USED: dict[str, set[str]] = {
+    "longeval": {"cases", "lines", "num_cases", "limit", "seed"},
+    "longbench": _LONGBENCH,
+    "longbench_e": _LONGBENCH,
+    "needle": {"lengths", "depths", "num_cases", "limit", "form", "data", "seed"},
+    "ruler": {"subtasks", "lengths", "num_cases", "limit", "data", "seed"},
+    "kl": _TEXTS,
+    "perplexity": _TEXTS,
+    "attention_error": _TEXTS,
+}
 
-def make_tasks(names: Sequence[str], options: Options) -> list[Task]:
+
+def _check_used(chosen: Sequence[str], given: Collection[str]) -> None:
+    """Raise InputError if none of the chosen tasks uses an option that was given."""
+    for option in (field.name for field in fields(Options) if field.name in given):
+        if not any(option in USED[task] for task in chosen):
+            users = ", ".join(task for task in TASKS if option in USED[task])
+            raise InputError(
+                f"--{option.replace('_', '-')} has no effect on {', '.join(chosen)}; the tasks "
+                f"that use it: {users}"
+            )
+
+
+def make_tasks(names: Sequence[str], options: Options, given: Collection[str] = ()) -> list[Task]:
     """Tasks by name. What is a file, and no task, is a further case file.
 
+    Args:
+        given: the names of the options that the user gave.
+
     Raises:
-        InputError: an unknown task, or anything a task refuses.
+        InputError: an unknown task, an option that no chosen task uses, or anything a task refuses.
     """
     chosen = [name for name in names if name in TASKS or not Path(name).is_file()]
     files = [Path(name) for name in names if name not in chosen]
@@ -134,6 +163,7 @@ def make_tasks(names: Sequence[str], options: Options) -> list[Task]:
             raise unknown_name("task", name, TASKS)
     if not chosen:
         raise InputError(f"no task given; allowed: {', '.join(TASKS)}")
+    _check_used(list(dict.fromkeys(chosen)), given)
     if files:
         if not options.cases:
             raise InputError(f"{files[0]} is not a task; case files follow --cases")

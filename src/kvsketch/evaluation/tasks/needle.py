@@ -13,6 +13,7 @@ import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ class Needle(Synthetic):
             model, which knows nothing else.
         haystack: a folder of .txt files (``load_haystack``); not for "line".
         seed: of keys, numbers and where the haystack starts.
+        limit: the first so many cases of each length; None: all.
 
     Raises:
         InputError: a length below 1, a depth outside [0, 1], an unknown form.
@@ -97,8 +99,10 @@ class Needle(Synthetic):
         form: str = "sandwich",
         haystack: Path | None = None,
         seed: int = 0,
+        limit: int | None = None,
     ) -> None:
         super().__init__(lengths, num_cases, haystack, seed)
+        self.limit = limit
         self.depths = list(dict.fromkeys(_checked(depth) for depth in depths))
         if form not in FORMS:
             raise unknown_name("form", form, FORMS)
@@ -106,12 +110,8 @@ class Needle(Synthetic):
 
     def cases(self) -> list[Case]:
         """By length, depth and number. Until ``fitted``, a token is taken for four characters."""
-        return [
-            self._draw(length, depth, index)
-            for length in self.lengths
-            for depth in self.depths
-            for index in range(self.num_cases)
-        ]
+        numbers = list(product(self.depths, range(self.num_cases)))[: self.limit]
+        return [self._draw(length, *number) for length in self.lengths for number in numbers]
 
     def fitted(self, case: Case, tokenizer: Any, limit: int) -> Case:
         """As long as its length says, by this tokenizer, and the needle at its depth.

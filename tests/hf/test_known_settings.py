@@ -1,0 +1,169 @@
+"""What a cache does with settings that are known to be good or bad: after a second reading, with
+expected questions, with a recent window above the budget, and with a large measured error."""
+
+from __future__ import annotations
+
+import random
+import re
+import warnings
+
+import pytest
+import torch
+from test_reading import Letters, ids_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvsketch
+from kvsketch import AccuracyWarning, SketchCache, packaged_model
+from kvsketch.evaluation.runner.longeval import make_cases
+from kvsketch.hf import forward, reading
+from tiny_model import small_llama
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return small_llama().eval()
+
+
+def held(cache):
+    return [layer.stream.held.tolist() for layer in cache.layers]
+
+
+@pytest.mark.parametrize("queries", ["reread", "local", "sample"])
+def test_the_default_after_a_second_reading_is_global(llama, queries):
+    """Without an allocation, heavy_merge compares scores over all heads after a second reading, and
+    measures errors again once the cache was reset."""
+    ids = ids_of(1, 200)
+    default, told = (
+        SketchCache(llama.config, budget=0.3, allocation=how) for how in (None, "global")
+    )
+    for cache in (default, told):
+        kvsketch.prefill(llama, ids, cache, queries=queries, tokenizer=Letters())
+    assert default.summary()["allocation"] == told.summary()["allocation"] == "global"
+    assert held(default) == held(told)
+    default.reset()
+    with torch.no_grad():
+        llama(ids, past_key_values=default)
+    assert default.summary()["allocation"] == "measured"
+    assert held(default) != held(told)
+
+
+def test_other_defaults_are_as_after_one_reading(llama):
+    """A schedule, a tolerance and other methods keep their allocation after a second reading."""
+    for settings in (
+        {"tolerance": 0.2},
+        {"budget": 0.3, "schedule": [1.0] * len(llama.model.layers)},
+    ):
+        cache = SketchCache(llama.config, **settings)
+        before = cache.summary()["allocation"]
+        kvsketch.prefill(llama, ids_of(1, 200), cache, queries="reread", tokenizer=Letters())
+        assert cache.summary()["allocation"] == before
+    cache = SketchCache(llama.config, "snapkv", budget=0.3)
+    kvsketch.prefill(llama, ids_of(1, 200), cache, queries="reread", tokenizer=Letters())
+    assert cache.summary()["allocation"] == "even"
+
+
+def test_measured_budgets_after_a_second_reading_warn(llama):
+    """The combination that loses most answers warns, and no other one does."""
+    ids = ids_of(1, 200)
+    for allocation, queries in (("measured", "prompt"), (None, "reread"), ("global", "reread")):
+        cache = SketchCache(llama.config, budget=0.3, allocation=allocation)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "allocation=")
+            kvsketch.prefill(llama, ids, cache, queries=queries, tokenizer=Letters())
+    cache = SketchCache(llama.config, budget=0.3, allocation="measured")
+    with pytest.warns(AccuracyWarning, match="allocation='measured' with queries='sample'"):
+        kvsketch.prefill(llama, ids, cache, queries="sample", tokenizer=Letters())
+
+
+@pytest.mark.parametrize(
+    "settings", [{"budget": 0.25}, {"tolerance": 0.3}, {"budget": 80}], ids=str
+)
+@pytest.mark.parametrize("chunk_size", [None, 70])
+def test_expected_questions_compress_at_once(llama, settings, chunk_size, monkeypatch):
+    """A context is compressed as soon as its expected questions were read, however short they and
+    their answers are, and neither is kept."""
+    monkeypatch.setattr(reading, "ANSWER", 3)
+    cache = SketchCache(llama.config, **settings)
+    seen = []
+    kvsketch.prefill(
+        llama,
+        ids_of(2, 240),
+        cache,
+        queries=["a", "bc"],
+        tokenizer=Letters(),
+        chunk_size=chunk_size,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert cache.get_seq_length() == 240
+    assert cache.summary()["kv_bytes"] < 0.6 * cache.exact_nbytes()
+    assert all(layer.stream.compressed for layer in cache.layers)
+    assert all(row["prompt"] is not None for row in cache.error())
+    assert seen[-1][0] == seen[-1][1]
+    assert sorted(seen) == seen
+
+
+def test_the_answers_to_expected_questions_are_found():
+    """From questions alone, the packaged model, which looks at a line only while it writes the
+    answer, keeps the lines of these questions, in a tenth of the bytes."""
+    name = packaged_model()
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(name),
+        AutoTokenizer.from_pretrained(name),
+    )
+    case = make_cases([200], 1, seed=0)[0]
+    document, mark, question = case.prompt.partition("Now the record is over.")
+    lines = re.findall(r"line (\S+): REGISTER_CONTENT is <(\d+)>", document)
+    (named,) = re.findall(r"in line (\S+)\?", question)
+    picked = random.Random(0).sample(lines, 3)
+    questions = [(mark + question).replace(named, line) for line, _ in picked]
+    ids = tokenizer(document, return_tensors="pt").input_ids
+    cache = SketchCache(model.config, budget=0.1, bits=16)
+    kvsketch.prefill(model, ids, cache, queries=questions, tokenizer=tokenizer)
+    for asked, (_, number) in zip(questions, picked, strict=True):
+        more = tokenizer(asked, add_special_tokens=False, return_tensors="pt").input_ids
+        whole = torch.cat([ids, more], dim=1)
+        out = model.generate(whole, past_key_values=cache.fork(), max_new_tokens=24)
+        assert number in tokenizer.decode(out[0, whole.shape[1] :])
+
+
+@pytest.mark.parametrize("method", ["heavy_merge", "snapkv"])
+@pytest.mark.parametrize("allocation", [None, "global"])
+def test_a_recent_window_above_the_budget_shrinks(llama, method, allocation):
+    """A fraction that sinks and recent window would exceed is kept all the same."""
+    cache = SketchCache(llama.config, method, budget=0.25, recent=390, allocation=allocation)
+    with torch.no_grad():
+        llama(ids_of(1, 400), past_key_values=cache)
+    assert cache.summary()["slots"] == 100
+    short = SketchCache(llama.config, method, budget=0.25, allocation="measured")
+    with torch.no_grad():
+        llama(ids_of(1, 60), past_key_values=short)
+    assert short.summary()["slots"] == 60, "too short to measure: kept until there are more tokens"
+
+
+def test_a_large_measured_error_warns(llama, monkeypatch):
+    """An average error above a half warns once the prompt is compressed, with ``generate`` and with
+    ``prefill``; a smaller one does not."""
+    assert forward.LARGE_ERROR == 0.5
+    ids = ids_of(1, 200)
+
+    def read(again):
+        cache = SketchCache(llama.config, "cluster_merge", budget=0.5)
+        if again:
+            kvsketch.prefill(llama, ids, cache)
+        else:
+            with torch.no_grad():
+                llama(ids, past_key_values=cache)
+        errors = [error for row in cache.error() for error in row["prompt"]]
+        return sum(errors) / len(errors)
+
+    for again in (False, True):
+        monkeypatch.setattr(forward, "LARGE_ERROR", 1e9)
+        mean = read(again)
+        assert mean > 0
+        monkeypatch.setattr(forward, "LARGE_ERROR", 0.99 * mean)
+        with pytest.warns(AccuracyWarning, match=f"is {mean:.0%} of"):
+            read(again)
+        monkeypatch.setattr(forward, "LARGE_ERROR", 1.01 * mean)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            read(again)
