@@ -5,7 +5,7 @@
 As in ``benchmarks.longeval``, the context is read and compressed, then the question is fed one
 token at a time, and the answer is generated with the compressed cache; with ``--question seen``,
 the question is read before compression. ``accuracy`` is the mean score over the cases of a subtask.
-The model is the packaged one that answers RULER's questions (``--model packaged-ruler``), and the
+The model is the packaged one that answers RULER's questions (``--model ruler-one-layer``), and the
 subtasks are those in which it answers at least nine of ten questions with the exact cache. The
 essays are those of ../shared/data/essays if they exist, else the filler text of the task. Methods
 are named as in ``benchmarks.longeval``.
@@ -30,7 +30,7 @@ from benchmarks.results import Results, ResumeOption, Row
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.evaluation.tasks.ruler import SUBTASKS, Ruler
 
-MODEL = "packaged-ruler"
+MODEL = "ruler-one-layer"
 ESSAYS = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "essays"
 METHODS = (
     "exact,streaming_llm,snapkv,kvzip/reread,kvzip+int4/reread,heavy_merge,"

@@ -28,17 +28,24 @@ class Outcome:
         return sum(self.right.values()) / max(sum(self.count.values()), 1)
 
 
-def build_model(
-    tokenizer: PreTrainedTokenizerBase, layers: int, wired: bool = False
-) -> LlamaForCausalLM:
-    """``wired``: it copies from the start (``wiring``)."""
+@dataclass(frozen=True)
+class Shape:
+    """What a network is made of. ``wired``: it copies from the start (``wiring``)."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    wired: bool = False
+
+
+def build_model(tokenizer: PreTrainedTokenizerBase, shape: Shape) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
         head_dim=32,
         max_position_embeddings=16384,
         # Slow frequencies: keys must match whatever their distance.
@@ -50,9 +57,63 @@ def build_model(
     )
     config._attn_implementation = "sdpa"
     model = LlamaForCausalLM(config)
-    if wired:
-        wire(model)
+    if shape.wired:
+        wire(model, tokenizer.bos_token_id)
     return model
+
+
+def drop_heads(model: LlamaForCausalLM, head: float, layer: float) -> None:
+    """While ``model`` trains, the output of every KV head (of all its query heads) is left out with
+    probability ``head``, and that of a whole layer's attention with probability ``layer``, anew in
+    every sequence, so that nothing may rest on one head."""
+    kv_heads = model.config.num_key_value_heads
+
+    def drop(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
+        if not module.training:
+            return None
+        (hidden,) = args  # [rows, tokens, heads x head_dim]
+        keep = torch.rand(len(hidden), 1, kv_heads) >= head
+        keep &= torch.rand(len(hidden), 1, 1) >= layer
+        return (hidden * keep.repeat_interleave(hidden.shape[-1] // kv_heads, -1),)
+
+    for part in model.model.layers:
+        part.self_attn.o_proj.register_forward_pre_hook(drop)
+
+
+class Muon(torch.optim.Muon):
+    """``torch.optim.Muon`` in float32, all matrices of one shape at once: torch's own iterates in
+    bfloat16, one matrix after another, which takes longer than the model on a CPU without bfloat16
+    units."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            shapes: dict[torch.Size, list[torch.nn.Parameter]] = {}
+            for matrix in group["params"]:
+                shapes.setdefault(matrix.shape, []).append(matrix)
+            for shape, matrices in shapes.items():
+                updates = []
+                for matrix in matrices:
+                    state = self.state[matrix]
+                    buffer = state.setdefault("momentum_buffer", torch.zeros_like(matrix))
+                    buffer.lerp_(matrix.grad, 1 - group["momentum"])
+                    updates.append(matrix.grad.lerp(buffer, group["momentum"]))
+                rate = group["lr"] * 0.2 * max(shape) ** 0.5  # "match_rms_adamw"
+                turned = _orthogonal(torch.stack(updates), group["ns_coefficients"])
+                for matrix, update in zip(matrices, turned, strict=True):
+                    matrix.add_(update, alpha=-rate)
+
+
+def _orthogonal(matrices: torch.Tensor, factors: tuple[float, float, float]) -> torch.Tensor:
+    """Muon's Newton-Schulz iteration on ``matrices`` [n, rows, columns]."""
+    a, b, c = factors
+    tall = matrices.shape[1] > matrices.shape[2]
+    found = matrices.mT if tall else matrices
+    found = found / found.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = found @ found.mT
+        found = a * found + (b * gram + c * gram @ gram) @ found
+    return found.mT if tall else found
 
 
 def build_optimizers(model: LlamaForCausalLM, muon: bool) -> list[torch.optim.Optimizer]:
@@ -64,9 +125,7 @@ def build_optimizers(model: LlamaForCausalLM, muon: bool) -> list[torch.optim.Op
     ]
     if muon:
         optimizers.append(
-            torch.optim.Muon(
-                matrices, lr=PEAK_RATE, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
-            )
+            Muon(matrices, lr=PEAK_RATE, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
         )
     return optimizers
 

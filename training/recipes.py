@@ -8,6 +8,7 @@ from typing import Any
 
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
 from training import data, evaluate, ruler_data, ruler_evaluate, ruler_schedule, schedule
+from training.network import Shape
 from training.ruler_tokenizer import build_tokenizer as build_ruler_tokenizer
 from training.tokenizer import build_tokenizer
 
@@ -22,7 +23,8 @@ class Recipe:
         build_tokenizer: without arguments.
         sequences: from a tokenizer to something with ``batch(mixture, rng)``.
         stages: the curriculum.
-        layers, wired: of the network (``network.build_model``).
+        shape: of the network.
+        drop: how often a KV head and a layer are left out (``network.drop_heads``).
         held_out: how many cases are kept for evaluation on the way, by name.
         cases: from the tokenizer, a name and a number to held-out cases.
         score: from the model, the tokenizer and cases to a mean score.
@@ -32,12 +34,12 @@ class Recipe:
     build_tokenizer: Callable[[], Any]
     sequences: Callable[[Any], Any]
     stages: Sequence[schedule.Stage]
-    layers: int
+    shape: Shape
     held_out: Mapping[str, int]
     cases: Callable[[Any, str, int], list[Any]]
     score: Callable[[Any, Any, list[Any]], float]
     new_tokens: int
-    wired: bool = False
+    drop: tuple[float, float] = (0.0, 0.0)
 
 
 RECIPES: Mapping[str, Recipe] = {
@@ -45,23 +47,23 @@ RECIPES: Mapping[str, Recipe] = {
         build_tokenizer,
         data.Sequences,
         schedule.STAGES,
-        layers=4,
+        shape=Shape(layers=4, heads=4, kv_heads=2),
         held_out={"200": 16, "300": 16, "400": 16, "680": 12},
         cases=lambda _, lines, count: generate_cases(int(lines), count, HELD_OUT_SEED),
         score=evaluate.forced,
         new_tokens=48,
     ),
-    "ruler": Recipe(
+    "spread": Recipe(
         build_ruler_tokenizer,
         ruler_data.Sequences,
         ruler_schedule.STAGES,
-        layers=5,
+        shape=Shape(layers=6, heads=8, kv_heads=4, wired=True),
         held_out=ruler_evaluate.HELD_OUT,
         cases=lambda tokenizer, name, count: ruler_evaluate.cases(
             tokenizer, name, count, HELD_OUT_SEED
         ),
         score=ruler_evaluate.greedy,
         new_tokens=128,
-        wired=True,
+        drop=(0.2, 0.05),
     ),
 }

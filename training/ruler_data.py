@@ -1,4 +1,4 @@
-"""Training sequences of the RULER model as token ids: documents, and questions about them.
+"""Training sequences of the spread model as token ids: documents, and questions about them.
 
 Every batch is a function of (seed, step), as in `data`.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from training.data import Batch
-from training.ruler_documents import KINDS, Document, Documents, Part
+from training.ruler_documents import AGAIN, KINDS, Document, Documents, Part
 
 EVEN = (1.0,) * len(KINDS)
 
@@ -39,10 +39,10 @@ class Mixture:
 class _Row:
     """Tokens read so far, and what is predicted of them."""
 
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.loss: list[bool] = []
-        self.answer: list[int] = []
+    def __init__(self, bos: int) -> None:
+        self.ids: list[int] = [bos]
+        self.loss: list[bool] = [False]
+        self.answer: list[int] = [-1]
         self.either: dict[int, list[int]] = {}
         self.jumps: dict[int, int] = {}  # of the position, before a token
         self.kinds: list[str] = []  # of every counted answer
@@ -57,7 +57,7 @@ class Sequences:
         self.first = lru_cache(maxsize=20_000)(lambda text: self.encode(text)[0])
         self.documents = Documents()
         self.words = range(len(tokenizer.all_special_ids), len(tokenizer))
-        self.eos = tokenizer.eos_token_id
+        self.bos, self.eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         ends = [self.encode(text)[0] for text in (". ", ".\nVAR", ">\n", "\n", "\n\n", ", ")]
         self.ends = np.array([*ends, self.eos])
 
@@ -87,7 +87,7 @@ class Sequences:
         end = len(row.ids) + size
         if verbatim:
             copies = [Part(unit + document.joint, True, "copies") for unit in document.units]
-            self._add(row, [Part(document.text), Part("\n"), *copies])
+            self._add(row, [Part(document.text), Part(AGAIN), *copies])
             self._end(row)
             return
         self._add(row, [*document.before, Part(document.text)])
@@ -101,9 +101,9 @@ class Sequences:
         """Random tokens again and again: nothing but copying predicts them."""
         period = int(2 * (length / 4) ** rng.random())
         some = [rng.choice(self.words) for _ in range(period)]
-        row.ids = (some * (length // period + 1))[:length]
-        row.loss = [at >= period for at in range(length)]
-        row.answer = [at // 4 if at >= period else -1 for at in range(length)]
+        row.ids += (some * (length // period + 1))[: length - 1]
+        row.loss = [at > period for at in range(length)]
+        row.answer = [at // 4 if at > period else -1 for at in range(length)]
         row.kinds = ["echoes"] * length
 
     def _bags(self, row: _Row, length: int, rng: random.Random) -> None:
@@ -130,7 +130,7 @@ class Sequences:
             row.answer.append(-1)
 
     def _row(self, mix: Mixture, rng: random.Random) -> _Row:
-        row = _Row()
+        row = _Row(self.bos)
         draw = rng.random()
         if draw < mix.echoes:
             self._echo(row, mix.length, rng)

@@ -1,7 +1,8 @@
-"""What the RULER model reads: a text with much in it to ask about, and questions with answers.
+"""What the model reads: a text with much in it to ask about, and questions with answers.
 
 Wording and layout are the evaluation's (`kvsketch.evaluation.tasks.ruler`, `longeval_cases`); there
-is more to ask about each text, and anything said is drawn at random.
+is more to ask about each text, and anything said is drawn at random. Most answers follow the
+question at once, so that the question's own tokens must look back; some repeat the key first.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from kvsketch.evaluation.runner.longeval_cases import (
-    ANSWER,
     HEADER,
     MAX_NUMBER,
     QUESTION,
@@ -24,6 +24,14 @@ from kvsketch.evaluation.tasks.ruler_chains import HOPS
 from training.ruler_tokenizer import common, words
 
 VALUES = 4  # of a key with several, and keys of a question about several
+REPEATED = 0.25  # share of questions whose answer repeats the key, and of texts worded otherwise
+NEEDLE = "One of the special magic numbers for {key} is: {value}."
+# Other wordings of a needle, and of the question about it.
+OTHERS = (
+    ("The code for {key} is {value}.", "\nWhat is the code for {key}? It is "),
+    ("{key} was entered under number {value}.", "\nUnder which number was {key} entered? "),
+)
+AGAIN = "\nRepeat all of the above.\n"
 KINDS = ("lines", "single", "several", "chains", "counts")
 
 
@@ -124,16 +132,19 @@ class Documents:
         record = {key: rng.randint(1, MAX_NUMBER) for key in keys}
         head = HEADER if room > 256 or rng.random() < 0.5 else ""
         found = Document(head, [format_line(*item) for item in record.items()])
-        before = ANSWER.split("{number}")[0]
         rng.shuffle(keys)
         for key in keys:
-            # Some callers strip the prompt, and the space then opens the answer.
-            question, said = QUESTION.format(key=key), before.format(key=key)
-            if rng.random() < 0.1:
-                question, said = question[:-1], " " + said
-            found.questions.append(
-                [Part(question), Part(said, True), Part(f"{record[key]}>.", True, "lines")]
-            )
+            if rng.random() < REPEATED:
+                question = f"\nRepeat line {key} of the record.\n"
+                told = [Part(f"line {key}: REGISTER_CONTENT is <", True)]
+                told.append(Part(f"{record[key]}>", True, "lines"))
+            else:
+                # Some callers strip the prompt, and the space then opens the answer.
+                question, told = QUESTION.format(key=key), []
+                if rng.random() < 0.1:
+                    question, told = question[:-1], [Part(" ", True)]
+                told.append(Part(f"{record[key]}.", True, "lines"))
+            found.questions.append([Part(question), *told])
         return found
 
     def _haystack(
@@ -150,10 +161,10 @@ class Documents:
         return "noise", noise_lines(left // 7), "\n"
 
     def _needles(
-        self, record: dict[str, list[str]], room: int, rng: random.Random
+        self, record: dict[str, list[str]], room: int, rng: random.Random, wording: str = NEEDLE
     ) -> tuple[list[str], str]:
         hidden = [
-            f"One of the special magic numbers for {key} is: {value}."
+            wording.format(key=key, value=value)
             for key, values in record.items()
             for value in values
         ]
@@ -174,12 +185,20 @@ class Documents:
             "A special magic number is hidden within the following text. Make sure to "
             "memorize it. I will quiz you about the number afterwards.\n"
         )
-        found = Document(head, *self._needles(record, room, rng))
+        wording, other = rng.choice(OTHERS) if rng.random() < REPEATED else (NEEDLE, "")
+        found = Document(head, *self._needles(record, room, rng, wording))
         rng.shuffle(keys)
         for key in keys:
             about = f"the special magic number for {key} mentioned in the provided text"
-            question = f"\nWhat is {about}? The{about[3:]} is"
-            found.questions.append([Part(question), *_told([(key, record[key])], "single")])
+            question = other.format(key=key) or f"\nWhat is {about}? The{about[3:]} is"
+            told = [Part(f"{record[key][0]}.", True, "single")]
+            if rng.random() < REPEATED:
+                question = f"\nRepeat what is said about {key}.\n"
+                told = [
+                    Part(wording.split("{value}")[0].format(key=key), True),
+                    Part(f"{record[key][0]}.", True, "single"),
+                ]
+            found.questions.append([Part(question), *told])
         return found
 
     def _several(self, room: int, rng: random.Random, spelled: float) -> Document:

@@ -1,4 +1,4 @@
-"""The tokenizer of the RULER model: one token per word, three digits or two capitals.
+"""The tokenizer of the spread model: one token per word, three digits or two capitals.
 
 BPE without merges, as the LongEval model's (`tokenizer`), but a word has one form wherever it
 stands: the space before it is a token of its own, or part of the phrase before.
@@ -10,7 +10,7 @@ import re
 import string
 from functools import lru_cache
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from kvsketch.evaluation.runner.longeval_cases import HEADER, QUESTION, word_lists
@@ -59,6 +59,17 @@ PHRASES = (
     "Memorize the ones that appear most often.\n",
     "\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 words "
     "that appear most often in the list are:",
+    # other wordings
+    "\nRepeat line ",
+    " of the record.\n",
+    "\nRepeat what is said about ",
+    "\nRepeat all of the above.\n",
+    "The code for ",
+    "\nWhat is the code for ",
+    "? It is ",
+    " was entered under number ",
+    "\nUnder which number was ",
+    " entered? ",
     # any text
     ". ",
     ", ",
@@ -106,7 +117,7 @@ def common() -> tuple[str, ...]:
 def _pattern() -> str:
     phrases = [re.escape(p).replace(r"\ ", " ") for p in sorted(PHRASES, key=len, reverse=True)]
     line = r"line (?=[^\n:]{1,80}: REGISTER_CONTENT)"
-    end = r"\.\n(?!What |Question:|\n)"
+    end = r"\.\n(?!What |Question:|Repeat |Under |\n)"
     spaced = " (?:" + "|".join(common()) + r")(?!\p{L})"
     return "|".join([*phrases, line, end, spaced, *_PIECES])
 
@@ -140,6 +151,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = _splitter()
     tokenizer.decoder = decoders.ByteLevel()
+    # As most models' tokenizers do; attention that finds nothing rests there.
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, vocabulary[BOS])]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,

@@ -21,12 +21,13 @@ from training.network import (
     Outcome,
     build_model,
     build_optimizers,
+    drop_heads,
     loss_and_outcome,
 )
 from training.recipes import RECIPES, Recipe
 from training.schedule import Stage
 
-WARM_UP = 100
+WARM_UP = 50
 CHECKPOINT_SECONDS = 60
 
 
@@ -68,7 +69,8 @@ class Run:
         self.out.mkdir(parents=True, exist_ok=True)
         self.tokenizer = recipe.build_tokenizer()
         self.sequences = recipe.sequences(self.tokenizer)
-        self.model = build_model(self.tokenizer, recipe.layers, recipe.wired)
+        self.model = build_model(self.tokenizer, recipe.shape)
+        drop_heads(self.model, *recipe.drop)
         self.optimizers = build_optimizers(self.model, arguments.optimizer == "muon")
         self.dtype = torch.float32 if arguments.float32 else torch.bfloat16
         self.held_out = {
@@ -84,6 +86,7 @@ class Run:
         path = self.out / "checkpoint.pt"
         torch.save(
             {
+                "recipe": self.arguments.model,
                 "model": self.model.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                 "torch_rng": torch.get_rng_state(),
@@ -94,7 +97,13 @@ class Run:
         os.replace(path.with_suffix(".draft"), path)
 
     def load(self) -> None:
-        saved = torch.load(self.out / "checkpoint.pt", weights_only=True)
+        path = self.out / "checkpoint.pt"
+        saved = torch.load(path, weights_only=True)
+        if saved.get("recipe") != self.arguments.model:
+            raise SystemExit(
+                f"--out: {path} was trained by --model {saved.get('recipe')}, "
+                f"got --model {self.arguments.model}"
+            )
         self.model.load_state_dict(saved["model"])
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)

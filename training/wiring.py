@@ -1,16 +1,19 @@
-"""A start in which a network copies: its first two layers are wired as an induction circuit.
+"""A start in which a network copies: its first layers are wired as several induction circuits.
 
 Copying is all that the tasks here have in common. From random weights, with ten thousand words, it
 had not begun after a million tokens; wired, the right word is among the first at step 0, and
 training goes on from there: nothing is held fixed.
 
-The first layer notes the codes of the last four words. The second finds where the present word was
-last, or the last word was before last (and the third last fourth last, so that both halves of a key
-count), and says what stands there. Two further heads of it take back what was said so a short while
-ago: lists must not repeat themselves.
+Four KV heads of the first layer and two of the second note the codes of the last four words, each
+word twice in the first and once in the second. The other heads of the second layer, and all of the
+third and the fourth, find where the present word was last, or the last word was before last (and
+the third last fourth last, so that both halves of a key count), and say what stands there. No
+circuit rests on one KV head or on one layer. Where nothing matches, attention rests on the token
+that every text begins with. Some heads take back what was said a short while ago: lists must not
+repeat themselves.
 
 The residual is laid out as: the word's own embedding, which its code is the first part of, the
-codes of the last four words, and a constant.
+codes of the last four words, what marks the first token, and a constant.
 """
 
 from __future__ import annotations
@@ -18,69 +21,97 @@ from __future__ import annotations
 import torch
 from transformers import LlamaForCausalLM
 
-CODES = (22, 22, 16, 16)  # coordinates that words are told apart by, from the last on back
-WORD = 51  # of a word's own embedding
+CODES = (20, 20, 16, 16)  # coordinates that words are told apart by, from the last on back
+WORD = 54  # of a word's own embedding
 PLACES = tuple(WORD + sum(CODES[:i]) for i in range(4))
-CONSTANT = 127
-_SPREAD, _CONSTANT = 0.1, 0.5
+FIRST, CONSTANT = 126, 127
+KV_HEADS = 4
+LOOKS = (((1, 2), (3, 4), (2, 1), (4, 3)), ((1, 2), (3, 4)))  # words back, by layer and KV head
+MATCHES = 4  # layers that match begin with the second and end before this one
+_SPREAD, _CONSTANT = 0.4, 2.0  # as large as the steps of the optimiser need them to be
+_SHARPNESS = 0.3  # of the first odds
 _FAST = 6  # frequencies that tell neighbours apart
 _WINDOW = (3, 4)  # frequencies that tell some forty tokens from what is further away
-_NEAR, _RECENT, _NOTE, _MATCH, _COPY, _TAKE_BACK = 1.25, 1.2, 0.1, 2.0, 0.5, 0.4
+_NEAR, _RECENT, _NOTE, _MATCH = 1.25, 1.2, 0.2, 2.0
+_COPY, _TAKE_BACK, _REST, _NOISE = 0.2, 0.16, 0.5, 0.02
 
 
 @torch.no_grad()
-def wire(model: LlamaForCausalLM) -> None:
-    """Overwrites the embeddings, the attention of the first two layers, and everything that is
-    added to the residual. For heads of 32, two to a group, two groups, width 128."""
-    config = model.config
-    width, half = config.head_dim, config.head_dim // 2
-    rates = model.model.rotary_emb.inv_freq
+def wire(model: LlamaForCausalLM, bos: int) -> None:
+    """Overwrites the embeddings, the attention of the first four layers, and everything that is
+    added to the residual. For heads of 32, two to a KV head, four KV heads, width 128; ``bos`` is
+    the id of the token that begins a text."""
+    width = model.config.head_dim
     embeddings = model.model.embed_tokens.weight
     embeddings.zero_()
     embeddings[:, :WORD].normal_(std=_SPREAD)
     embeddings[:, CONSTANT] = _CONSTANT  # the same for all words: no word's odds depend on it
-    for layer in model.model.layers:  # what is not wired says nothing yet
-        layer.self_attn.o_proj.weight.zero_()
+    embeddings[bos] = 0
+    embeddings[bos, FIRST] = _CONSTANT
+    model.model.norm.weight.fill_(_SHARPNESS)
+    for i, layer in enumerate(model.model.layers):
+        layer.self_attn.o_proj.weight.zero_()  # what is not wired says nothing yet
         layer.mlp.down_proj.weight.zero_()
-    look, match = (model.model.layers[i].self_attn for i in range(2))
-    for layer in (look, match):
-        for projection in (layer.q_proj, layer.k_proj, layer.v_proj):
-            projection.weight.zero_()
-    # Rotations of these change little over hundreds of tokens.
-    slow = [i + part for part in (0, half) for i in range(half - CODES[0] // 2, half)]
-    for group in range(2):
-        key = group * width  # first row of the group's keys and values
-        for part in range(2):
-            query, back = (2 * group + part) * width, 2 * part + group
-            for i in range(_FAST):
-                turn = rates[i] * (back + 1)
-                look.q_proj.weight[query + i, CONSTANT] = _NEAR * turn.cos()
-                look.q_proj.weight[query + half + i, CONSTANT] = -_NEAR * turn.sin()
-            for i in range(CODES[back]):
-                look.o_proj.weight[PLACES[back] + i, query + i] = _NOTE
-            # The present word stood last, or the last one before last.
-            sought, gain = (0, PLACES[0])[group], (_COPY, -_TAKE_BACK)[part]
-            for i, place in enumerate(slow):
-                match.q_proj.weight[query + place, sought + i] = _MATCH
-            if group:
-                for i, place in enumerate(reversed(slow[-CODES[2] :])):
-                    match.q_proj.weight[query + place, PLACES[2] + i] += _MATCH
-            if part:
-                for i in _WINDOW:
-                    match.q_proj.weight[query + i, CONSTANT] = _RECENT
-            first = group * width
-            for i in range(min(width, WORD - first)):
-                match.o_proj.weight[first + i, query + i] = gain
+        if i < MATCHES:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                # Heads that are wired alike must be able to part.
+                getattr(layer.self_attn, name).weight.normal_(std=_NOISE)
+    for i in range(MATCHES):
+        attention = model.model.layers[i].self_attn
+        looks = LOOKS[i] if i < len(LOOKS) else ()
+        for head, backs in enumerate(looks):
+            _look(attention, head * width, backs, model.model.rotary_emb.inv_freq)
+        for head in range(len(looks), KV_HEADS):
+            _match(attention, head, width)
+
+
+def _look(
+    attention: torch.nn.Module, key: int, backs: tuple[int, int], rates: torch.Tensor
+) -> None:
+    """The head with keys from row ``key`` on notes the codes of the words so far back."""
+    half = len(rates)
+    for part, back in enumerate(backs):
+        query = 2 * (key + part * half)
         for i in range(_FAST):
-            look.k_proj.weight[key + i, CONSTANT] = _NEAR
-        for i in range(CODES[0]):
-            look.v_proj.weight[key + i, i] = 1
+            turn = rates[i] * back
+            attention.q_proj.weight[query + i, CONSTANT] = _NEAR * turn.cos()
+            attention.q_proj.weight[query + half + i, CONSTANT] = -_NEAR * turn.sin()
+        for i in range(CODES[back - 1]):
+            attention.o_proj.weight[PLACES[back - 1] + i, query + i] = _NOTE
+    for i in range(_FAST):
+        attention.k_proj.weight[key + i, CONSTANT] = _NEAR
+    for i in range(CODES[0]):
+        attention.v_proj.weight[key + i, i] = 1
+
+
+def _match(attention: torch.nn.Module, head: int, width: int) -> None:
+    """KV head ``head`` finds the same words. Even ones compare the present word with the last, odd
+    ones the last with the last but one."""
+    half, key, odd = width // 2, head * width, head % 2
+    # Rotations of these change little over hundreds of tokens; those of the slowest nowhere.
+    slow = [i + at for at in (0, half) for i in range(half - 1 - CODES[0] // 2, half - 1)]
+    first = 0 if head < 2 else WORD - width  # of the coordinates it copies
+    for part in range(2):
+        query = 2 * key + part * width
+        back = part == 1 and head < 2
         for i, place in enumerate(slow):
-            match.k_proj.weight[key + place, PLACES[group] + i] = _MATCH
-        if group:
-            for i, place in enumerate(reversed(slow[-CODES[3] :])):
-                match.k_proj.weight[key + place, PLACES[3] + i] += _MATCH
-        for i in _WINDOW:
-            match.k_proj.weight[key + i, CONSTANT] = _RECENT
-        for i in range(min(width, WORD - group * width)):
-            match.v_proj.weight[key + i, group * width + i] = 1
+            attention.q_proj.weight[query + place, (PLACES[0] if odd else 0) + i] += _MATCH
+        if odd:
+            for i, place in enumerate(reversed(slow[-CODES[2] :])):
+                attention.q_proj.weight[query + place, PLACES[2] + i] += _MATCH
+        if back:
+            for i in _WINDOW:
+                attention.q_proj.weight[query + i, CONSTANT] += _RECENT
+        attention.q_proj.weight[query + half - 1, CONSTANT] += _REST
+        for i in range(width):
+            attention.o_proj.weight[first + i, query + i] = -_TAKE_BACK if back else _COPY
+    for i, place in enumerate(slow):
+        attention.k_proj.weight[key + place, PLACES[odd] + i] += _MATCH
+    if odd:
+        for i, place in enumerate(reversed(slow[-CODES[3] :])):
+            attention.k_proj.weight[key + place, PLACES[3] + i] += _MATCH
+    for i in _WINDOW:
+        attention.k_proj.weight[key + i, CONSTANT] += _RECENT
+    attention.k_proj.weight[key + half - 1, FIRST] += 4 * _REST
+    for i in range(width):
+        attention.v_proj.weight[key + i, first + i] += 1

@@ -105,7 +105,7 @@ def test_every_packaged_model_is_found_by_its_name_and_is_small(name):
 
 @pytest.fixture(scope="module")
 def ruler():
-    folder = packaged_model("packaged-ruler")
+    folder = packaged_model("ruler-one-layer")
     return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(
         folder
     )

@@ -163,8 +163,8 @@ def calibrate(
     model: Annotated[
         str,
         typer.Option(
-            help="Model folder or Hugging Face id. packaged and packaged-ruler are the models in "
-            "this package, for longeval and for longeval and ruler."
+            help="Model folder or Hugging Face id. In this package: longeval-one-head (packaged) "
+            "for longeval, ruler-one-layer for longeval and ruler."
         ),
     ] = "packaged",
     method: Annotated[str, typer.Option(help="See `kvsketch methods`.")] = "heavy_merge",

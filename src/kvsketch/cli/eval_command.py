@@ -75,8 +75,8 @@ def eval_command(
     model: Annotated[
         str,
         typer.Option(
-            help="Model folder or Hugging Face id. packaged and packaged-ruler are the models in "
-            "this package, for longeval and for longeval and ruler."
+            help="Model folder or Hugging Face id. In this package: longeval-one-head (packaged) "
+            "for longeval, ruler-one-layer for longeval and ruler."
         ),
     ] = "packaged",
     methods: Annotated[
@@ -243,7 +243,7 @@ def eval_command(
     if preset is not None:
         from kvsketch.cli.preset_options import find_preset
 
-        named = find_preset(preset, _given(ctx))
+        named = find_preset(preset, given_options(ctx))
     settings = Settings(
         sink=sink,
         recent=recent,
@@ -302,14 +302,14 @@ def eval_command(
         depths=_numbers("--depths", depths),
         form=form,
     )
-    chosen = make_tasks(tasks or [], options, _given(ctx))
+    chosen = make_tasks(tasks or [], options, given_options(ctx))
     runner = _runner(None if ray is None else (ray, workers, gpus), model, settings)
     sweep = Sweep.open(model, chosen, setups, settings, out)
     shown = {**sweep.base, "tasks": tasks, "cases": [str(f) for f in options.cases] or "generated"}
     run_sweep(sweep, f"eval {' '.join(t.name for t in chosen)}", as_json, shown, seed, runner)
 
 
-def _given(ctx: typer.Context) -> dict[str, Any]:
+def given_options(ctx: typer.Context) -> dict[str, Any]:
     """Options from the command line or ``--config``, by name."""
     return {
         name: value

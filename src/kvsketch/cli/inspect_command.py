@@ -5,7 +5,7 @@ Heavy imports (torch, transformers) happen inside, as in ``kvsketch.cli``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,14 @@ import typer
 from rich.console import Console, Group
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvsketch.cli.eval_command import given_options
+from kvsketch.cli.inspect_retrieval import (
+    DEFAULTS,
+    check_given,
+    retrieval_tables,
+    run_retrieval,
+    said,
+)
 from kvsketch.errors import InputError
 from kvsketch.evaluation.report.terminal import tables_within
 from kvsketch.evaluation.runner.files import check_folder, check_replaced, read_text, try_folder
@@ -28,6 +36,7 @@ _PROMPTS, _LINES, _SAMPLED = 2, 100, 1024
 
 
 def inspect_command(
+    ctx: typer.Context,
     model: Annotated[
         str,
         typer.Argument(help="Model folder or Hugging Face id. Default: the packaged model."),
@@ -54,6 +63,29 @@ def inspect_command(
     limit: Annotated[
         int, typer.Option(help="Largest number of tokens read of each prompt.")
     ] = 2048,
+    retrieval: Annotated[
+        bool,
+        typer.Option(
+            "--retrieval",
+            help="Measure instead which KV heads read the answers of a task, accuracy without each "
+            "of them, and how many must see all tokens.",
+        ),
+    ] = False,
+    task: Annotated[
+        str,
+        typer.Option(
+            help="With --retrieval: longeval, needle or a subtask of RULER.", show_default=True
+        ),
+    ] = str(DEFAULTS["task"]),
+    lines: Annotated[int, typer.Option(help="With --task longeval: lines of a record.")] = int(
+        DEFAULTS["lines"]
+    ),
+    length: Annotated[int, typer.Option(help="With any other --task: tokens.")] = int(
+        DEFAULTS["length"]
+    ),
+    cases: Annotated[int, typer.Option(help="With --retrieval: cases that are answered.")] = int(
+        DEFAULTS["cases"]
+    ),
     seed: Annotated[
         int, typer.Option(help="Seed of generated prompts, random methods and t-SNE.")
     ] = 0,
@@ -64,8 +96,22 @@ def inspect_command(
     ] = False,
 ) -> None:
     """Measure a model's queries, keys and values: norms, clusters, attention, errors by method."""
-    from kvsketch.evaluation.report.report import dumps
-
+    given = given_options(ctx)
+    check_given(retrieval, given if files else {k: v for k, v in given.items() if k != "files"})
+    if retrieval:
+        found = run_retrieval(
+            model,
+            task=task,
+            lines=lines,
+            length=length,
+            cases=cases,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+            out=out,
+        )
+        _show(found, retrieval_tables, said(found), out, as_json)
+        return
     result = run(
         model,
         files or [],
@@ -76,16 +122,30 @@ def inspect_command(
         dtype=dtype,
         out=out,
     )
+    readings = [
+        f"[bold]{topic}[/bold] {text}" for topic, text in result["readings"].items() if text
+    ]
+    _show(result, tables, readings, out, as_json)
+
+
+def _show(
+    result: Mapping[str, Any],
+    tables_of: Callable[[Mapping[str, Any], int], Iterator[Group]],
+    readings: Sequence[str],
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    from kvsketch.evaluation.report.report import dumps
+
     console = Console(stderr=as_json)
-    for table in tables(result, console.width):
+    for table in tables_of(result, console.width):
         console.print()
         console.print(table)
     console.print()
-    for topic, text in result["readings"].items():
-        if text:
-            console.print(f"[bold]{topic}[/bold] {text}", highlight=False)
+    for text in readings:
+        console.print(text, highlight=False)
     if out is not None:
-        console.print(f"\ninspect.json and the figures are in {out}", soft_wrap=True)
+        console.print(f"\nThe numbers (.json) and the figures are in {out}", soft_wrap=True)
     if as_json:
         print(dumps(result))
 

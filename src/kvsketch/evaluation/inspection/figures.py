@@ -260,6 +260,49 @@ def _layers(ax: Any, labels: list[int]) -> None:
     ax.set(xlabel="layer", xlim=(-0.6, len(labels) - 0.4))
 
 
+def draw_retrieval(result: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Write retrieval.svg and retrieval.png of ``retrieval.measure_retrieval``'s result.
+
+    Returns:
+        "svg" and "png" (file names in the folder), and "caption" (the text alternative).
+
+    Raises:
+        InputError: a file cannot be written.
+    """
+    text = (
+        "For each KV head: the largest share of attention that a token of the question, and of the "
+        "answer, puts on the evidence; accuracy without its output; last, accuracy against the "
+        "share of KV heads that see all tokens."
+    )
+    fig, axes = _axes(4, 12, 3.2)
+    layers = sorted({row["layer"] for row in result["heads"]})
+    width = 1 + max(row["head"] for row in result["heads"])
+    for ax, name, title in zip(
+        axes,
+        ("question", "answer", "removed"),
+        ("question on evidence", "answer on evidence", "accuracy without it"),
+        strict=False,
+    ):
+        shades = [[float("nan")] * width for _ in layers]
+        for row in result["heads"]:
+            shades[layers.index(row["layer"])][row["head"]] = row[name]
+        ax.imshow(shades, cmap="Greys", vmin=0, vmax=1, aspect="auto")
+        for row in result["heads"]:
+            place, shade = layers.index(row["layer"]), row[name]
+            color = "white" if shade > 0.5 else "black"
+            ax.text(row["head"], place, f"{shade:.2f}", ha="center", va="center", color=color)
+        ax.set(title=title, xlabel="KV head", xticks=range(width), yticks=range(len(layers)))
+        ax.set(yticklabels=layers)
+    axes[0].set(ylabel="layer")
+    count = len(result["heads"])
+    curve = result["whole"]["curve"]
+    axes[3].plot([n / count for n, _ in curve], [found for _, found in curve], marker="o")
+    axes[3].axhline(0.9 * result["accuracy"], color="grey", ls=":")
+    axes[3].axvline(result["whole"]["share"], color="grey", ls=":")
+    axes[3].set(title="accuracy", xlabel="KV heads that see all", xlim=(0, 1), ylim=(0, 1.05))
+    return {**_write(fig, folder, "retrieval", text), "caption": text}
+
+
 def _write(fig: Any, folder: Path, name: str, text: str) -> dict[str, str]:
     from matplotlib import rc_context
 

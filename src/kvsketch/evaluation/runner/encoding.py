@@ -60,12 +60,7 @@ class Encoder:
 
     def _split(self, context: str, question: str, where: str, chat: bool) -> tuple[list[int], int]:
         """Token ids of the prompt, and how many are compressed before the question is seen."""
-        prompt, special = context + question, True
-        if chat and getattr(self.tokenizer, "chat_template", None):
-            prompt = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-            )
-            special = False  # the template writes them
+        prompt, special = self.prompt(context, question, chat)
         if self.settings.question != "unseen":
             ids = self.ids(prompt, special)
             return ids, len(ids)
@@ -77,6 +72,17 @@ class Encoder:
             )
         record = self.ids(prompt[:cut], special)
         return record + self.ids(prompt[cut:], False), len(record)
+
+    def prompt(self, context: str, question: str, chat: bool = True) -> tuple[str, bool]:
+        """The text of a prompt, in the tokenizer's chat template if it has one and ``chat`` is not
+        False, and whether the tokenizer must add its special tokens."""
+        prompt = context + question
+        if not chat or not getattr(self.tokenizer, "chat_template", None):
+            return prompt, True
+        text: str = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+        return text, False  # the template writes them
 
     def ids(self, text: str, special: bool) -> list[int]:
         """Token ids of a text, with the tokenizer's own first and last ones where `special`."""

@@ -16,7 +16,11 @@ from kvsketch.evaluation.runner.devices import DEVICE_MAPS, check_device_name, n
 
 PACKAGED = "packaged"
 #: names of the models that ship with the package, and their folders in ``kvsketch/models``
-PACKAGED_MODELS: Mapping[str, str] = {PACKAGED: "longeval", "packaged-ruler": "ruler"}
+PACKAGED_MODELS: Mapping[str, str] = {
+    PACKAGED: "longeval",
+    "longeval-one-head": "longeval",
+    "ruler-one-layer": "ruler",
+}
 _CONFIGURATION = {
     "config.json",
     "generation_config.json",
@@ -30,8 +34,9 @@ def packaged_model(name: str = PACKAGED) -> Path:
     """Folder of a model that ships with the package, for ``AutoModelForCausalLM.from_pretrained``.
 
     Args:
-        name: "packaged" retrieves lines (LongEval); "packaged-ruler" also answers questions of
-            RULER.
+        name: "longeval-one-head" retrieves lines (LongEval), and one of its KV heads reads them;
+            "ruler-one-layer" also answers questions of RULER, and reads in one of its layers;
+            "packaged" is the one that commands use unless another is named, longeval-one-head.
 
     Raises:
         InputError: unknown name.
