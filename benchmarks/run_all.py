@@ -85,7 +85,11 @@ COMMANDS = {
     "vllm": "vllm_engine",
 }
 #: Benchmarks that write their result and their page in docs themselves, by the name of the result.
-WITH_PAGE = {"longeval": "longeval_table", "inspect": "inspect_page"}
+WITH_PAGE = {
+    "longeval": "longeval_table",
+    "inspect": "inspect_page",
+    "retrieval": "retrieval_page",
+}
 #: The writers of the other pages.
 PAGES = ("page_figures", "page", "page_documents", "page_papers")
 

@@ -16,14 +16,14 @@ from training.schedule import Stage
 pytestmark = pytest.mark.slow
 
 
-def arguments(out):
+def arguments(out, model):
     return argparse.Namespace(
-        out=out, export=[], seed=0, resume=True, optimizer="muon", float32=True
+        model=model, out=out, export=[], seed=0, resume=True, optimizer="muon", float32=True
     )
 
 
-def weights_after(out, recipe, monkeypatch, steps_before_kill):
-    run = train.Run(arguments(out), recipe)
+def weights_after(out, model, recipe, monkeypatch, steps_before_kill):
+    run = train.Run(arguments(out, model), recipe)
     if steps_before_kill:
         real, count = run.step, 0
 
@@ -37,7 +37,7 @@ def weights_after(out, recipe, monkeypatch, steps_before_kill):
         monkeypatch.setattr(run, "step", step)
         with pytest.raises(KeyboardInterrupt):
             run.train()
-        run = train.Run(arguments(out), recipe)
+        run = train.Run(arguments(out, model), recipe)
         run.load()
     run.train()
     return run.model.state_dict()
@@ -45,7 +45,7 @@ def weights_after(out, recipe, monkeypatch, steps_before_kill):
 
 MIXTURES = {
     "longeval": (data.Mixture(64, 2, verbatim=1.0), {"3": 1}),
-    "ruler": (ruler_data.Mixture(256, 4, gaps=0.5, span=2048), {"niah_multivalue": 1}),
+    "spread": (ruler_data.Mixture(256, 4, gaps=0.5, span=2048), {"niah_multivalue": 1}),
 }
 
 
@@ -55,10 +55,17 @@ def test_resuming_changes_nothing(model, tmp_path, monkeypatch):
     stages = tuple(Stage(name, ((1.0, mixture),), 3, 3, goal=2.0) for name in "ab")
     recipe = dataclasses.replace(RECIPES[model], stages=stages, held_out=held_out)
     monkeypatch.setattr(train, "CHECKPOINT_SECONDS", 0)
-    whole = weights_after(tmp_path / "whole", recipe, monkeypatch, 0)
-    killed = weights_after(tmp_path / "killed", recipe, monkeypatch, 4)
+    whole = weights_after(tmp_path / "whole", model, recipe, monkeypatch, 0)
+    killed = weights_after(tmp_path / "killed", model, recipe, monkeypatch, 4)
     for name, tensor in whole.items():
         assert torch.equal(tensor, killed[name]), name
     exported = tmp_path / "whole" / "model"
     assert (exported / "model.safetensors").is_file()
     assert json.loads((exported / "training_log.json").read_text())["step"] == 6
+
+
+def test_a_folder_of_another_recipe_is_refused(tmp_path):
+    torch.save({"recipe": "longeval"}, tmp_path / "checkpoint.pt")
+    run = train.Run(arguments(tmp_path, "spread"), RECIPES["spread"])
+    with pytest.raises(SystemExit, match=r"--out: .*checkpoint.pt was trained by --model longeval"):
+        run.load()
