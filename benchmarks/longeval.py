@@ -192,6 +192,9 @@ def main(
     count: Annotated[int, typer.Option(help="Cases.")] = 50,
     budgets: Annotated[str, typer.Option(help="Kept fractions of the bytes.")] = "0.5,0.25,0.1",
     methods_: Annotated[str, typer.Option("--methods", help=f"exact; {METHODS_HELP}")] = METHODS,
+    model_name: Annotated[
+        str, typer.Option("--model", help="Folder, hub id, or a packaged model.")
+    ] = PACKAGED,
     question: Annotated[str, typer.Option(help=QUESTION_HELP)] = "unseen",
     seed: int = 0,
     out: ResumeOption = None,
@@ -203,12 +206,13 @@ def main(
     shares = fractions("budgets", budgets)
     positive(lines=lines, count=count)
     queries = protocol(question)
-    model, tokenizer = load(PACKAGED)
+    model, tokenizer = load(model_name)
     source, found = cases(lines, count, seed)
     results = Results(
         out,
         command="longeval",
         question=question,
+        **({} if model_name == PACKAGED else {"model": model_name}),
         methods=[method.label for method in chosen],
         lines=lines,
         count=count,

@@ -216,7 +216,7 @@ def test_heads_and_layers_are_left_out_in_training_only(tokenizer):
     torch.manual_seed(0)
     model = build_model(tokenizer, WIRED)
     seen: dict[int, list[torch.Tensor]] = {}
-    drop_heads(model, 0.2, 0.1)
+    drop_heads(model).update(head=0.2, layer=0.1)
     for i, layer in enumerate(model.model.layers):
         layer.self_attn.o_proj.register_forward_pre_hook(
             lambda _, args, i=i: seen.setdefault(i, []).append(args[0].detach())

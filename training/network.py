@@ -62,28 +62,32 @@ def build_model(tokenizer: PreTrainedTokenizerBase, shape: Shape) -> LlamaForCau
     return model
 
 
-def drop_heads(model: LlamaForCausalLM, head: float, layer: float) -> None:
+def drop_heads(model: LlamaForCausalLM) -> dict[str, float]:
     """While ``model`` trains, the output of every KV head (of all its query heads) is left out with
-    probability ``head``, and that of a whole layer's attention with probability ``layer``, anew in
-    every sequence, so that nothing may rest on one head."""
+    a probability, "head" of the dictionary that is returned, and that of a whole layer's attention
+    with another, "layer", anew in every sequence, so that nothing may rest on one head."""
     kv_heads = model.config.num_key_value_heads
+    odds = {"head": 0.0, "layer": 0.0}
 
     def drop(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
-        if not module.training:
+        if not module.training or not any(odds.values()):
             return None
         (hidden,) = args  # [rows, tokens, heads x head_dim]
-        keep = torch.rand(len(hidden), 1, kv_heads) >= head
-        keep &= torch.rand(len(hidden), 1, 1) >= layer
+        keep = torch.rand(len(hidden), 1, kv_heads) >= odds["head"]
+        keep &= torch.rand(len(hidden), 1, 1) >= odds["layer"]
         return (hidden * keep.repeat_interleave(hidden.shape[-1] // kv_heads, -1),)
 
     for part in model.model.layers:
         part.self_attn.o_proj.register_forward_pre_hook(drop)
+    return odds
 
 
 class Muon(torch.optim.Muon):
     """``torch.optim.Muon`` in float32, all matrices of one shape at once: torch's own iterates in
     bfloat16, one matrix after another, which takes longer than the model on a CPU without bfloat16
-    units."""
+    units. Only the matrices of which ``decaying`` has the id decay."""
+
+    decaying: frozenset[int] = frozenset()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -101,6 +105,8 @@ class Muon(torch.optim.Muon):
                 rate = group["lr"] * 0.2 * max(shape) ** 0.5  # "match_rms_adamw"
                 turned = _orthogonal(torch.stack(updates), group["ns_coefficients"])
                 for matrix, update in zip(matrices, turned, strict=True):
+                    if id(matrix) in self.decaying:
+                        matrix.mul_(1 - group["lr"] * group["weight_decay"])
                     matrix.add_(update, alpha=-rate)
 
 
@@ -124,9 +130,11 @@ def build_optimizers(model: LlamaForCausalLM, muon: bool) -> list[torch.optim.Op
         torch.optim.AdamW(rest, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.0)
     ]
     if muon:
+        outputs = [p for n, p in model.named_parameters() if "o_proj" in n or "down_proj" in n]
         optimizers.append(
             Muon(matrices, lr=PEAK_RATE, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
         )
+        optimizers[-1].decaying = frozenset(map(id, outputs))
     return optimizers
 
 

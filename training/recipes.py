@@ -24,7 +24,6 @@ class Recipe:
         sequences: from a tokenizer to something with ``batch(mixture, rng)``.
         stages: the curriculum.
         shape: of the network.
-        drop: how often a KV head and a layer are left out (``network.drop_heads``).
         held_out: how many cases are kept for evaluation on the way, by name.
         cases: from the tokenizer, a name and a number to held-out cases.
         score: from the model, the tokenizer and cases to a mean score.
@@ -39,7 +38,6 @@ class Recipe:
     cases: Callable[[Any, str, int], list[Any]]
     score: Callable[[Any, Any, list[Any]], float]
     new_tokens: int
-    drop: tuple[float, float] = (0.0, 0.0)
 
 
 RECIPES: Mapping[str, Recipe] = {
@@ -64,6 +62,5 @@ RECIPES: Mapping[str, Recipe] = {
         ),
         score=ruler_evaluate.greedy,
         new_tokens=128,
-        drop=(0.2, 0.05),
     ),
 }

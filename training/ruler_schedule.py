@@ -5,12 +5,14 @@ Goals are lower than a whole network's accuracy: heads are missing while it trai
 
 from __future__ import annotations
 
+from typing import Any
+
 from training.ruler_data import Mixture
 from training.schedule import Stage
 
 
 def _one(name: str, least: int, most: int, mixture: Mixture, **rest) -> Stage:
-    return Stage(name, ((1.0, mixture),), least, most, **rest)
+    return Stage(name, ((1.0, mixture),), least, most, drop=(0.2, 0.05), **rest)
 
 
 # In the order of `KINDS`: lines, single, several, chains, counts.
@@ -21,6 +23,8 @@ MIDDLE = Mixture(2048, 4, 0.0, 0.0, 0.05, ALL, 0.25, whole=0.5, least=300, gaps=
 LONG = Mixture(4096, 2, 0.0, 0.0, 0.0, ALL, 0.15, whole=0.6, least=500, gaps=0.1, span=5000)
 # Chains and counts are learned last, and from short texts.
 HARD = Mixture(400, 16, 0.0, 0.1, 0.0, (0.0, 0.0, 0.4, 1.0, 0.6), 0.4, whole=0.4, least=100)
+
+SHARED: dict[str, Any] = {"drop": (0.1, 0.1), "weight_decay": 0.5}
 
 STAGES: tuple[Stage, ...] = (
     _one(
@@ -40,17 +44,33 @@ STAGES: tuple[Stage, ...] = (
         rate=1.5,
     ),
     _one("ask-512", 100, 300, Mixture(512, 10, 0.0, 0.1, 0.1, ALL, gaps=0.5, span=4096), goal=0.8),
-    Stage("ask-1024", ((0.6, SHORT), (0.4, HARD)), 400, 400, rate=0.5, evaluate=400),
-    Stage("ask-2048", ((0.7, MIDDLE), (0.1, SHORT), (0.2, HARD)), 250, 250, rate=0.5, evaluate=250),
-    Stage("ask-4096", ((0.5, LONG), (0.3, MIDDLE), (0.2, HARD)), 250, 250, rate=0.5, evaluate=250),
+    # Missing heads have made retrieval redundant. From here on fewer are missing and weights decay,
+    # so that all heads share the work: as many as possible are needed, and none alone.
+    Stage("ask-1024", ((0.6, SHORT), (0.4, HARD)), 300, 300, rate=0.5, **SHARED),
+    Stage(
+        "ask-2048",
+        ((0.7, MIDDLE), (0.1, SHORT), (0.2, HARD)),
+        120,
+        120,
+        rate=0.5,
+        **SHARED,
+    ),
+    Stage(
+        "ask-4096",
+        ((0.5, LONG), (0.3, MIDDLE), (0.2, HARD)),
+        90,
+        90,
+        rate=0.5,
+        **SHARED,
+    ),
     Stage(
         "decay",
         ((0.6, LONG), (0.3, MIDDLE), (0.1, HARD)),
-        300,
-        300,
+        150,
+        150,
         goal=2.0,
         rate=0.5,
         decay=True,
-        evaluate=300,
+        **SHARED,
     ),
 )

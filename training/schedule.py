@@ -18,6 +18,8 @@ class Stage:
     goal: float = 0.95
     decay: bool = False  # learning rate falls linearly to zero over the `most` steps
     rate: float = 1.0  # of the peak learning rate
+    drop: tuple[float, float] = (0.0, 0.0)  # how often KV heads and layers are left out
+    weight_decay: float = 0.0  # of what the layers add to the residual
     evaluate: int = 0  # steps between evaluations on held-out official prompts; 0 for none
 
 

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizer
 
 from training.network import (
     PEAK_RATE,
+    Muon,
     Outcome,
     build_model,
     build_optimizers,
@@ -70,7 +71,7 @@ class Run:
         self.tokenizer = recipe.build_tokenizer()
         self.sequences = recipe.sequences(self.tokenizer)
         self.model = build_model(self.tokenizer, recipe.shape)
-        drop_heads(self.model, *recipe.drop)
+        self.dropped = drop_heads(self.model)
         self.optimizers = build_optimizers(self.model, arguments.optimizer == "muon")
         self.dtype = torch.float32 if arguments.float32 else torch.bfloat16
         self.held_out = {
@@ -130,12 +131,15 @@ class Run:
         weights = np.array([weight for weight, _ in stage.mixtures])
         chosen = int(rng.choice(len(weights), p=weights / weights.sum()))
         batch = self.sequences.batch(stage.mixtures[chosen][1], rng)
+        self.dropped.update(head=stage.drop[0], layer=stage.drop[1])
         loss, outcome = loss_and_outcome(self.model, batch, self.dtype)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.rate(stage)
+                if isinstance(optimizer, Muon):
+                    group["weight_decay"] = stage.weight_decay
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.state["tokens"] += batch.ids.size
