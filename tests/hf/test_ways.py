@@ -559,13 +559,15 @@ def test_flash_attention_as_the_models_kernel(llama: Any, monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_flex_attention_as_the_models_kernel(llama: Any) -> None:
     """FlexAttention gives the logits of the default kernel without padding; torch's CPU build does
-    not compile its mask with padding for any cache."""
+    not compile its mask with padding for any cache. The prompt has 64 tokens: for 40 and some
+    other lengths, torch 2.13's own CPU kernel reads memory that it never wrote and may give NaN,
+    with any cache and without a model."""
     model = build("llama")
     model.config._attn_implementation = "flex_attention"
     found = []
     for m in (model, llama):
         cache = SketchCache(m.config, "snapkv", **SMALL)
-        found.append([forward(m, ids_of(2, q, q), cache)[:, -1] for q in (40, 1, 1, 6)])
+        found.append([forward(m, ids_of(2, q, q), cache)[:, -1] for q in (64, 1, 1, 6)])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
