@@ -127,14 +127,14 @@ def _follows(results: list[dict[str, Any]]) -> str:
         blind = found["question_reads"] < 0.1
         if few:
             said.append(
-                f"In {_named(found)} ({_asked(found)}) a single KV head of "
+                f"In `{found['model']}` ({_asked(found)}) a single KV head of "
                 f"{len(found['heads'])} has to see all tokens. An allocation that finds it, such "
                 "as `@measured` or `@calibrated`, has won; on a model that needs a third of its "
                 "heads it saves less."
             )
         if blind:
             said.append(
-                f"In {_named(found)} ({_asked(found)}) the question's tokens do not look at the "
+                f"In `{found['model']}` ({_asked(found)}) the question's tokens do not look at the "
                 "answer. Methods that keep what the question attends to (SnapKV, AdaKV, H2O, TOVA) "
                 "cannot work there by construction, and their rows say nothing about them."
             )

@@ -39,10 +39,6 @@ _LONG = (
     f"heavy_merge@global+int4/sample,{_AGAIN}"
 )
 
-_BESIDE = (
-    "exact,heavy_merge,heavy_merge@calibrated+16bit,heavy_merge@global+int4,snapkv,snapkv@layer,h2o"
-)
-
 #: The module and options of every result, by the name of its file.
 COMMANDS = {
     "decode_speed": "decode_speed",
@@ -78,12 +74,6 @@ COMMANDS = {
     "heavy_merge@measured+int4/sample,heavy_merge@global+int4/sample",
     "longeval_unseen_300": f"longeval --lines 300 {_LONG}",
     "longeval_unseen_400": f"longeval --lines 400 {_LONG}",
-    **{
-        f"{model.replace('-', '_')}_{question}": f"longeval --model {model} --question {question} "
-        f"--count 20 --budgets 0.25,0.1,0.05 --methods {_BESIDE}{more}"
-        for model in ("longeval-one-head", "spread")
-        for question, more in (("unseen", ",kvzip/reread,kvgrad/reread"), ("seen", ""))
-    },
     "reading": "reading --beside {results}/longeval_reread.json",
     "ruler_unseen": "ruler --count 12 --methods exact,heavy_merge@global+int4/sample,heavy_merge,"
     "kvzip/reread,kvgrad/reread,kvzip+int4/reread,snapkv",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from training import data, ruler_data, train
+from training.keep import keep
 from training.recipes import RECIPES
 from training.schedule import Stage
 
@@ -69,3 +70,19 @@ def test_a_folder_of_another_recipe_is_refused(tmp_path):
     run = train.Run(arguments(tmp_path, "spread"), RECIPES["spread"])
     with pytest.raises(SystemExit, match=r"--out: .*checkpoint.pt was trained by --model longeval"):
         run.load()
+
+
+def test_a_kept_run_goes_on_elsewhere(tmp_path):
+    run = train.Run(arguments(tmp_path, "spread"), RECIPES["spread"])
+    run.state.update(step=7, stage=2)
+    run.save()
+    keep(tmp_path, tmp_path / "kept.safetensors")
+    other = train.Run(arguments(tmp_path / "other", "spread"), RECIPES["spread"])
+    torch.nn.init.zeros_(other.model.model.norm.weight)
+    other.start(tmp_path / "kept.safetensors")
+    assert (other.state["step"], other.state["stage"]) == (7, 2)
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(other.model.state_dict()[name], value.bfloat16().float()), name
+    wrong = train.Run(arguments(tmp_path / "wrong", "longeval"), RECIPES["longeval"])
+    with pytest.raises(SystemExit, match=r"--start: .* was trained by --model spread"):
+        wrong.start(tmp_path / "kept.safetensors")

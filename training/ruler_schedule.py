@@ -58,8 +58,8 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "ask-4096",
         ((0.5, LONG), (0.3, MIDDLE), (0.2, HARD)),
-        90,
-        90,
+        250,
+        250,
         rate=0.5,
         **SHARED,
     ),

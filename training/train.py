@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from training.keep import kept
 from training.network import (
     PEAK_RATE,
     Muon,
@@ -99,17 +100,24 @@ class Run:
 
     def load(self) -> None:
         path = self.out / "checkpoint.pt"
-        saved = torch.load(path, weights_only=True)
-        if saved.get("recipe") != self.arguments.model:
-            raise SystemExit(
-                f"--out: {path} was trained by --model {saved.get('recipe')}, "
-                f"got --model {self.arguments.model}"
-            )
-        self.model.load_state_dict(saved["model"])
+        saved = self._take(torch.load(path, weights_only=True), f"--out: {path}")
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         torch.set_rng_state(saved["torch_rng"])
+
+    def start(self, path: Path) -> None:
+        """Go on from weights that ``keep`` wrote: with new optimizers, not to the same bytes."""
+        self._take(kept(path), f"--start: {path}")
+
+    def _take(self, saved: dict, named: str) -> dict:
+        if saved.get("recipe") != self.arguments.model:
+            raise SystemExit(
+                f"{named} was trained by --model {saved.get('recipe')}, "
+                f"got --model {self.arguments.model}"
+            )
+        self.model.load_state_dict(saved["model"])
         self.state.update(saved["state"])
+        return saved
 
     def log(self, **fields: object) -> None:
         line = json.dumps(
@@ -235,6 +243,7 @@ def main() -> None:
     parser.add_argument("--export", type=Path, action="append", default=[], help="also copy there")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--start", type=Path, help="weights of training.keep to go on from")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="muon")
     parser.add_argument("--float32", action="store_true", help="instead of bfloat16 autocast")
@@ -243,6 +252,8 @@ def main() -> None:
     run = Run(arguments, RECIPES[arguments.model])
     if arguments.resume and (arguments.out / "checkpoint.pt").exists():
         run.load()
+    elif arguments.start:
+        run.start(arguments.start)
     run.train()
 
 

@@ -232,3 +232,9 @@ def test_the_command_writes_numbers_and_a_picture(tmp_path: Path):
     result = CliRunner().invoke(app, [*words, "--out", str(tmp_path)])
     assert result.exit_code != 0
     assert (tmp_path / "retrieval.json").read_text() == "mine"
+
+
+def test_the_page_is_what_the_results_say():
+    from benchmarks.retrieval_page import PAGE, RESULTS, page
+
+    assert PAGE.read_text(encoding="utf-8") == page(json.loads(RESULTS.read_text(encoding="utf-8")))
