@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from kvsketch.hf.interface import watched
 from training.data import Batch
 from training.wiring import wire
 
@@ -80,6 +82,32 @@ def drop_heads(model: LlamaForCausalLM) -> dict[str, float]:
     for part in model.model.layers:
         part.self_attn.o_proj.register_forward_pre_hook(drop)
     return odds
+
+
+class Resting:
+    """Around the attention of a model that trains (``kvsketch.hf.interface.watched``): how much of
+    it does not rest on the first token. In large models most attention does; where it is spread
+    over all tokens instead, what a token got so far (H2O) says little.
+
+    Attributes:
+        missing: by layer but the first, which looks at neighbours: -log(0.01 + the first token's
+            share), the mean over some queries, all heads and sequences.
+    """
+
+    def __init__(self, queries: int = 32) -> None:
+        self.queries = queries
+        self.missing: list[torch.Tensor] = []
+
+    def __call__(self, kernel, module, query, key, value, *args, **kwargs):
+        if module.layer_idx > 0:
+            at = torch.randint(1, query.shape[2], (self.queries,))
+            group = query.shape[1] // key.shape[1]
+            asked = query[:, :, at].unflatten(1, (-1, group)) * kwargs["scaling"]
+            scores = torch.einsum("bhgqd,bhnd->bhgqn", asked, key).float()
+            later = torch.arange(key.shape[2]) > at[:, None]
+            shares = scores.masked_fill(later, -torch.inf).softmax(-1)
+            self.missing.append(-(shares[..., 0] + 0.01).log().mean())  # 4.6 .. 0
+        return kernel(module, query, key, value, *args, **kwargs)
 
 
 class Muon(torch.optim.Muon):
@@ -156,12 +184,16 @@ def hidden_states(
 
 
 def loss_and_outcome(
-    model: LlamaForCausalLM, batch: Batch, dtype: torch.dtype
+    model: LlamaForCausalLM, batch: Batch, dtype: torch.dtype, rest: float = 0.0
 ) -> tuple[torch.Tensor, Outcome]:
-    """Mean loss of the predicted tokens, and the answers predicted without a fault."""
+    """Mean loss of the predicted tokens, and the answers predicted without a fault.
+
+    ``rest``: weight of the attention that does not rest on the first token (``Resting``)."""
+    resting = Resting()
+    watch = watched(model, resting) if rest else contextlib.nullcontext()
     ids = torch.from_numpy(batch.ids)
     wanted = torch.from_numpy(batch.loss)[:, 1:]
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+    with watch, torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         hidden = hidden_states(model, ids, torch.from_numpy(batch.positions))
         # Logits are the largest tensor: only compute those with a loss.
         logits = model.lm_head(hidden[:, :-1][wanted])
@@ -171,6 +203,8 @@ def loss_and_outcome(
         loss, wrong = _either(logits.float(), targets, wrong, _places(batch))
     else:
         loss = F.cross_entropy(logits.float(), targets)
+    if rest:
+        loss = loss + rest * torch.stack(resting.missing).mean()
     answers = batch.answer[:, 1:][wanted.numpy()]
     numbers = np.unique(answers[answers >= 0])
     missed = np.unique(answers[wrong.numpy() & (answers >= 0)])

@@ -140,7 +140,7 @@ class Run:
         chosen = int(rng.choice(len(weights), p=weights / weights.sum()))
         batch = self.sequences.batch(stage.mixtures[chosen][1], rng)
         self.dropped.update(head=stage.drop[0], layer=stage.drop[1])
-        loss, outcome = loss_and_outcome(self.model, batch, self.dtype)
+        loss, outcome = loss_and_outcome(self.model, batch, self.dtype, stage.rest)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
