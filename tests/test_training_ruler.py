@@ -13,7 +13,7 @@ from kvsketch.evaluation.runner.longeval_cases import generate_cases
 from kvsketch.evaluation.tasks.haystack import filler
 from kvsketch.evaluation.tasks.ruler import SUBTASKS, Ruler
 from kvsketch.evaluation.tasks.ruler_words import all_words
-from training.network import Muon, Shape, _either, build_model, drop_heads
+from training.network import LeftOut, Muon, Shape, _either, build_model
 from training.ruler_data import Mixture, Sequences
 from training.ruler_documents import KINDS, Document, Documents
 from training.ruler_tokenizer import build_tokenizer
@@ -204,7 +204,7 @@ def test_wired_a_network_copies_what_stood_after_the_same_words_without_any_one_
     assert copied(plain, tokenizer, words) < 0.05
     model = build_model(tokenizer, WIRED)
     assert copied(model, tokenizer, words) > 0.8
-    for layer in range(1, 4):
+    for layer in range(1, 6):
         weight = model.model.layers[layer].self_attn.o_proj.weight
         saved = weight.data.clone()
         weight.data.zero_()
@@ -212,30 +212,70 @@ def test_wired_a_network_copies_what_stood_after_the_same_words_without_any_one_
         weight.data = saved
 
 
+def heads_there(model, ids) -> torch.Tensor:
+    """bool [layers, rows, KV heads, query heads of each]: is the head's output anywhere not 0?"""
+    seen = []
+    hooks = [
+        layer.self_attn.o_proj.register_forward_pre_hook(
+            lambda _, args: seen.append(args[0].detach())
+        )
+        for layer in model.model.layers
+    ]
+    model(ids)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([one.unflatten(-1, (4, 2, 32)).abs().amax((1, 4)) > 0 for one in seen])
+
+
 def test_heads_and_layers_are_left_out_in_training_only(tokenizer):
     torch.manual_seed(0)
     model = build_model(tokenizer, WIRED)
-    seen: dict[int, list[torch.Tensor]] = {}
-    drop_heads(model).update(head=0.2, layer=0.1)
-    for i, layer in enumerate(model.model.layers):
-        layer.self_attn.o_proj.register_forward_pre_hook(
-            lambda _, args, i=i: seen.setdefault(i, []).append(args[0].detach())
-        )
+    left_out = LeftOut(model)
     ids = torch.randint(300, len(tokenizer), (200, 4))
-    model.eval()(ids)
-    for found in seen.values():
-        assert (found[0].unflatten(-1, (4, -1)).abs().amax((1, 3)) > 0).all()
-    seen.clear()
-    model.train()(ids)
+    assert not left_out.draw(200, 0.2, 0.1).any()
+    assert heads_there(model.eval(), ids).all()
     # A KV head (both its query heads) is there with probability .8 x .9, a layer with .9: 1,200
     # draws each; the bounds are five standard deviations.
-    there = torch.stack(
-        [found[0].unflatten(-1, (4, 2, 32)).abs().amax((1, 4)) > 0 for found in seen.values()]
-    )
+    there = heads_there(model.train(), ids)
     assert (there[..., 0] == there[..., 1]).all()
     heads, layers = there[..., 0].float(), there[..., 0].any(-1).float()
     assert abs(heads.mean().item() - 0.72) < 5 * (0.72 * 0.28 / 1200) ** 0.5
     assert abs(layers.mean().item() - 0.9 * (1 - 0.2**4)) < 5 * (0.09 / 1200) ** 0.5
+
+
+def test_some_sequences_have_too_few_heads_to_answer(tokenizer):
+    torch.manual_seed(0)
+    model = build_model(tokenizer, WIRED)
+    left_out = LeftOut(model)
+    weak = torch.from_numpy(left_out.draw(400, 0.0, 0.0, few=0.25))
+    assert abs(weak.float().mean().item() - 0.25) < 5 * (0.25 * 0.75 / 400) ** 0.5
+    there = heads_there(model.train(), torch.randint(300, len(tokenizer), (400, 4)))[..., 0]
+    assert there[:, ~weak].all()
+    assert there[:2].all()
+    left = there[2:, weak].sum((0, 2))
+    assert set(left.tolist()) == set(range(8))
+    assert there[2:, weak].any(1).all()  # every head, at times
+    for _ in range(20):
+        assert not left_out.draw(1, 0.0, 0.0, few=1.0).any()
+
+
+def test_where_heads_are_too_few_the_answer_is_the_end(sequences, tokenizer):
+    end = tokenizer.eos_token_id
+    batch = sequences.batch(Mixture(512, 4, bags=0.3), np.random.default_rng(5))
+    rows = np.array([True, False, True, False])
+    found = batch.unanswered(rows, end)
+    for row in (1, 3):
+        for name in ("loss", "answer", "ids"):
+            assert (getattr(found, name)[row] == getattr(batch, name)[row]).all()
+        assert (found.wanted[row] == batch.ids[row]).all()
+    for row in (0, 2):
+        numbers = batch.answer[row]
+        first = {int(n): int((numbers == n).argmax()) for n in set(numbers.tolist()) - {-1}}
+        assert set(np.flatnonzero(found.loss[row])) == set(first.values())
+        assert (found.wanted[row][found.loss[row]] == end).all()
+        assert (found.answer[row] == -1).all()
+    assert (found.ids == batch.ids).all()
+    assert set(found.either) == {at for at in batch.either if at[0] in (1, 3)}
 
 
 def test_muon_here_steps_as_torchs():

@@ -5,7 +5,7 @@ Every batch is a function of (seed, step), so resuming needs no generator state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -43,6 +43,25 @@ class Batch:
     # Tokens that are as right as the one that stands there, itself among them, by (row, column).
     either: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     kinds: dict[int, str] = field(default_factory=dict)  # of the answers, by number
+    wanted: np.ndarray | None = None  # [rows, length] what is predicted; by default what follows
+
+    def __post_init__(self) -> None:
+        if self.wanted is None:
+            self.wanted = self.ids
+
+    def unanswered(self, rows: np.ndarray, end: int) -> Batch:
+        """The batch where in ``rows`` (bool) token ``end`` is predicted instead of each answer, and
+        nothing else; these answers are not counted."""
+        before = np.pad(self.answer, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+        begins = (self.answer >= 0) & (self.answer != before)
+        chosen = rows[:, None]
+        return replace(
+            self,
+            loss=np.where(chosen, begins, self.loss),
+            answer=np.where(chosen, -1, self.answer),
+            either={at: some for at, some in self.either.items() if not rows[at[0]]},
+            wanted=np.where(chosen, end, self.ids),
+        )
 
 
 class Sequences:

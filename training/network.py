@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -64,24 +65,53 @@ def build_model(tokenizer: PreTrainedTokenizerBase, shape: Shape) -> LlamaForCau
     return model
 
 
-def drop_heads(model: LlamaForCausalLM) -> dict[str, float]:
+class LeftOut:
     """While ``model`` trains, the output of every KV head (of all its query heads) is left out with
-    a probability, "head" of the dictionary that is returned, and that of a whole layer's attention
-    with another, "layer", anew in every sequence, so that nothing may rest on one head."""
-    kv_heads = model.config.num_key_value_heads
-    odds = {"head": 0.0, "layer": 0.0}
+    a probability, and that of a whole layer's attention with another, anew in every sequence, so
+    that nothing may rest on one head. In some sequences most heads are left out instead
+    (``few``): there the model is to give no answer (``Batch.unanswered``), so that a few heads that
+    read it are not enough. The first two layers, which look at neighbours, stay there.
 
-    def drop(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
-        if not module.training or not any(odds.values()):
+    Attributes:
+        keep: bool ``[layers, rows, num_key_value_heads]``, drawn for one step; ``None``: all stay.
+    """
+
+    NEAR = 2  # layers
+    FEWEST = 0.5  # of the heads of the other layers, fewer than which are not to answer
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        self.layers = model.config.num_hidden_layers
+        self.kv_heads = model.config.num_key_value_heads
+        self.keep: torch.Tensor | None = None
+        for index, layer in enumerate(model.model.layers):
+            layer.self_attn.o_proj.register_forward_pre_hook(functools.partial(self._drop, index))
+
+    def draw(self, rows: int, head: float, layer: float, few: float = 0.0) -> np.ndarray:
+        """Draw what is left out next.
+
+        Returns:
+            bool [rows]: has the row too few heads to answer? Never all of them.
+        """
+        self.keep = torch.rand(self.layers, rows, self.kv_heads) >= head
+        self.keep &= torch.rand(self.layers, rows, 1) >= layer
+        weak = torch.rand(rows) < few
+        weak[-1] &= not weak.all()
+        heads = (self.layers - self.NEAR) * self.kv_heads
+        left = torch.randint(int(heads * self.FEWEST), (rows,))
+        rank = torch.rand(rows, heads).argsort(1).argsort(1)
+        kept = (rank < left[:, None]).view(rows, -1, self.kv_heads).transpose(0, 1)
+        self.keep[self.NEAR :, weak] = kept[:, weak]
+        self.keep[: self.NEAR, weak] = True
+        return weak.numpy()
+
+    def _drop(
+        self, index: int, module: torch.nn.Module, args: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor] | None:
+        if not module.training or self.keep is None:
             return None
         (hidden,) = args  # [rows, tokens, heads x head_dim]
-        keep = torch.rand(len(hidden), 1, kv_heads) >= odds["head"]
-        keep &= torch.rand(len(hidden), 1, 1) >= odds["layer"]
-        return (hidden * keep.repeat_interleave(hidden.shape[-1] // kv_heads, -1),)
-
-    for part in model.model.layers:
-        part.self_attn.o_proj.register_forward_pre_hook(drop)
-    return odds
+        keep = self.keep[index][:, None]
+        return (hidden * keep.repeat_interleave(hidden.shape[-1] // self.kv_heads, -1),)
 
 
 class Resting:
@@ -90,8 +120,8 @@ class Resting:
     over all tokens instead, what a token got so far (H2O) says little.
 
     Attributes:
-        missing: by layer but the first, which looks at neighbours: -log(0.01 + the first token's
-            share), the mean over some queries, all heads and sequences.
+        missing: by layer but the first two, where heads look at neighbours: -log(0.01 + the first
+            token's share), the mean over some queries, all heads and sequences.
     """
 
     def __init__(self, queries: int = 32) -> None:
@@ -99,7 +129,7 @@ class Resting:
         self.missing: list[torch.Tensor] = []
 
     def __call__(self, kernel, module, query, key, value, *args, **kwargs):
-        if module.layer_idx > 0:
+        if module.layer_idx > 1:
             at = torch.randint(1, query.shape[2], (self.queries,))
             group = query.shape[1] // key.shape[1]
             asked = query[:, :, at].unflatten(1, (-1, group)) * kwargs["scaling"]
@@ -197,7 +227,7 @@ def loss_and_outcome(
         hidden = hidden_states(model, ids, torch.from_numpy(batch.positions))
         # Logits are the largest tensor: only compute those with a loss.
         logits = model.lm_head(hidden[:, :-1][wanted])
-    targets = ids[:, 1:][wanted]
+    targets = torch.from_numpy(batch.wanted)[:, 1:][wanted]
     wrong = logits.argmax(-1) != targets
     if batch.either:
         loss, wrong = _either(logits.float(), targets, wrong, _places(batch))

@@ -11,8 +11,11 @@ from training.ruler_data import Mixture
 from training.schedule import Stage
 
 
+REST = 0.05  # as in large models, most attention rests on the first token
+
+
 def _one(name: str, least: int, most: int, mixture: Mixture, **rest) -> Stage:
-    return Stage(name, ((1.0, mixture),), least, most, drop=(0.2, 0.05), **rest)
+    return Stage(name, ((1.0, mixture),), least, most, rest=REST, **rest)
 
 
 # In the order of `KINDS`: lines, single, several, chains, counts.
@@ -24,7 +27,10 @@ LONG = Mixture(4096, 2, 0.0, 0.0, 0.0, ALL, 0.15, whole=0.6, least=500, gaps=0.1
 # Chains and counts are learned last, and from short texts.
 HARD = Mixture(400, 16, 0.0, 0.1, 0.0, (0.0, 0.0, 0.4, 1.0, 0.6), 0.4, whole=0.4, least=100)
 
-SHARED: dict[str, Any] = {"drop": (0.1, 0.1), "weight_decay": 0.5}
+# Missing heads make retrieval redundant. Where too many are missing no answer is to be given, so
+# that many heads are needed, and none alone.
+EARLY: dict[str, Any] = {"drop": (0.2, 0.05)}
+SHARED: dict[str, Any] = {"drop": (0.1, 0.05), "few": 0.25}
 
 STAGES: tuple[Stage, ...] = (
     _one(
@@ -34,6 +40,7 @@ STAGES: tuple[Stage, ...] = (
         Mixture(160, 24, 0.15, 0.1, 0.3, NO_COUNTS, gaps=0.2, span=512),
         goal=0.6,
         rate=1.5,
+        **EARLY,
     ),
     _one(
         "ask-256",
@@ -42,17 +49,24 @@ STAGES: tuple[Stage, ...] = (
         Mixture(256, 16, 0.0, 0.1, 0.1, NO_COUNTS, gaps=0.5, span=2048),
         goal=0.75,
         rate=1.5,
+        **EARLY,
     ),
-    _one("ask-512", 100, 300, Mixture(512, 10, 0.0, 0.1, 0.1, ALL, gaps=0.5, span=4096), goal=0.8),
-    # Missing heads have made retrieval redundant. From here on fewer are missing and weights decay,
-    # so that all heads share the work: as many as possible are needed, and none alone.
-    Stage("ask-1024", ((0.6, SHORT), (0.4, HARD)), 300, 300, rate=0.5, **SHARED),
+    _one(
+        "ask-512",
+        100,
+        300,
+        Mixture(512, 10, 0.0, 0.1, 0.1, ALL, gaps=0.5, span=4096),
+        goal=0.8,
+        **SHARED,
+    ),
+    Stage("ask-1024", ((0.6, SHORT), (0.4, HARD)), 300, 300, rate=0.5, rest=REST, **SHARED),
     Stage(
         "ask-2048",
         ((0.7, MIDDLE), (0.1, SHORT), (0.2, HARD)),
         120,
         120,
         rate=0.5,
+        rest=REST,
         **SHARED,
     ),
     Stage(
@@ -61,6 +75,7 @@ STAGES: tuple[Stage, ...] = (
         250,
         250,
         rate=0.5,
+        rest=REST,
         **SHARED,
     ),
     Stage(
@@ -71,6 +86,7 @@ STAGES: tuple[Stage, ...] = (
         goal=2.0,
         rate=0.5,
         decay=True,
+        rest=REST,
         **SHARED,
     ),
 )

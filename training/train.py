@@ -19,11 +19,11 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizer
 from training.keep import kept
 from training.network import (
     PEAK_RATE,
+    LeftOut,
     Muon,
     Outcome,
     build_model,
     build_optimizers,
-    drop_heads,
     loss_and_outcome,
 )
 from training.recipes import RECIPES, Recipe
@@ -72,7 +72,7 @@ class Run:
         self.tokenizer = recipe.build_tokenizer()
         self.sequences = recipe.sequences(self.tokenizer)
         self.model = build_model(self.tokenizer, recipe.shape)
-        self.dropped = drop_heads(self.model)
+        self.left_out = LeftOut(self.model)
         self.optimizers = build_optimizers(self.model, arguments.optimizer == "muon")
         self.dtype = torch.float32 if arguments.float32 else torch.bfloat16
         self.held_out = {
@@ -139,7 +139,9 @@ class Run:
         weights = np.array([weight for weight, _ in stage.mixtures])
         chosen = int(rng.choice(len(weights), p=weights / weights.sum()))
         batch = self.sequences.batch(stage.mixtures[chosen][1], rng)
-        self.dropped.update(head=stage.drop[0], layer=stage.drop[1])
+        if any(stage.drop) or stage.few:
+            weak = self.left_out.draw(len(batch.ids), *stage.drop, stage.few)
+            batch = batch.unanswered(weak, self.tokenizer.eos_token_id)
         loss, outcome = loss_and_outcome(self.model, batch, self.dtype, stage.rest)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
