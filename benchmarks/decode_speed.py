@@ -1,9 +1,10 @@
-"""The decoding speed of SketchCache relative to DynamicCache at the same number of slots.
+"""The decoding speed of SketchCache relative to DynamicCache with the same bytes.
 
     python -m benchmarks.decode_speed --json
 
-Both caches start to decode with the same number of slots: SketchCache after a longer prompt that
-was compressed to its budget, DynamicCache after a prompt of exactly that many tokens. Runs
+The model runs in bfloat16. Both caches start to decode with the same bytes: SketchCache after a
+prompt four times as long as its budget, DynamicCache after one of as many tokens as the budget. A
+method that stores 16 bits then has as many slots, the default more of them in 8 or 4 bits. Runs
 alternate, so that other load on the machine affects both. ``ratio`` is the median of the paired
 ratios of tokens per second, SketchCache over DynamicCache, and ``ratios`` lists all of them.
 """
@@ -44,10 +45,10 @@ def decode_rate(model: Any, cache: Any, first: torch.Tensor, tokens: int) -> flo
 
 
 def measure(model: Any, method: str, slots: int, tokens: int, seed: int) -> tuple[float, float]:
-    """Tokens per second of (SketchCache, DynamicCache), each with ``slots`` slots at the start.
+    """Tokens per second of (SketchCache, DynamicCache), each with the bytes of ``slots`` tokens.
     ``method`` is named as in ``kvsketch eval --methods``."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, model.config.vocab_size, (1, 2 * slots), generator=generator)
+    ids = torch.randint(3, model.config.vocab_size, (1, 4 * slots), generator=generator)
     setup = parse_method(method)
     sketch = SketchCache(
         model.config,
@@ -77,7 +78,7 @@ def main(
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
     """Example: python -m benchmarks.decode_speed --slots 1024 --repeats 7 --json"""
-    loaded = AutoModelForCausalLM.from_pretrained(resolve_model(model)).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=torch.bfloat16).eval()
     names = methods.split(",")
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     console = Console(stderr=True)
@@ -100,7 +101,7 @@ def main(
             }
         )
         console.print(f"{name:14s} {results[-1]['ratio']:.3f} of DynamicCache's tokens per second")
-    settings = {"model": model, "repeats": repeats, "seed": seed}
+    settings = {"model": model, "dtype": "bfloat16", "repeats": repeats, "seed": seed}
     result = {"command": "decode_speed", "results": results, **settings, **environment()}
     save(result, out)
     if json:

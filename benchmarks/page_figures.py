@@ -163,7 +163,7 @@ def decoding(result: Result) -> str:
         )
         for row in found
     ]
-    title = "Tokens per second over DynamicCache's at as many slots, tiny model"
+    title = "Tokens per second over DynamicCache's from the same bytes, tiny model"
     return picture(title, [bars(title, drawn)])
 
 

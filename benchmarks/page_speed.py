@@ -35,8 +35,8 @@ _TEXTS = {
     ),
     "end_to_end": (
         "Tokens per second of `generate` over those with `DynamicCache`, medians of pairs: the "
-        "default at 1/8 of the tokens against the exact cache, and decoding with as many slots as "
-        "`DynamicCache` has tokens at the start, over at least two compressions."
+        "default at 1/8 of the bytes against the exact cache, and decoding from the same bytes at "
+        "the start, over at least two compressions."
     ),
 }
 
@@ -145,10 +145,10 @@ def decode_speed(result: dict[str, Any]) -> str:
     ]
     first = result["results"][0]
     return (
-        "## Decoding against DynamicCache at the same number of slots\n\n"
-        f"{first['tokens']} greedy tokens from {first['slots']} slots; the ratio of tokens per "
-        "second (above 1: faster than DynamicCache), median of paired runs. SketchCache "
-        "compresses repeatedly and stays within its budget, while DynamicCache grows. The model "
+        "## Decoding against DynamicCache with the same bytes\n\n"
+        f"{first['tokens']} greedy tokens in bfloat16 from the bytes of {first['slots']} tokens; "
+        "the ratio of tokens per second (above 1: faster than DynamicCache), median of paired "
+        "runs. SketchCache compresses repeatedly and stays within its budget, while DynamicCache grows. The model "
         "is tiny (a layer takes a quarter of a millisecond), so the overhead of every operation "
         "is visible. The default, `heavy_merge`, stores more slots in the same bytes, in 8 or 4 "
         "bits, and dequantizes them for every token. Layers of a usual size are measured under "

@@ -213,11 +213,11 @@ def test_wired_a_network_copies_what_stood_after_the_same_words_without_any_one_
 
 
 def heads_there(model, ids) -> torch.Tensor:
-    """bool [layers, rows, KV heads, query heads of each]: is the head's output anywhere not 0?"""
+    """bool [layers, rows, KV heads, query heads of each]: does the head's output vary?"""
     seen = []
     hooks = [
         layer.self_attn.o_proj.register_forward_pre_hook(
-            lambda _, args: seen.append(args[0].detach())
+            lambda _, args: seen.append(args[0].detach()[:, 1:] - args[0].detach()[:, :1])
         )
         for layer in model.model.layers
     ]
@@ -229,7 +229,7 @@ def heads_there(model, ids) -> torch.Tensor:
 
 def test_heads_and_layers_are_left_out_in_training_only(tokenizer):
     torch.manual_seed(0)
-    model = build_model(tokenizer, WIRED)
+    model = build_model(tokenizer, Shape(layers=6, heads=8, kv_heads=4))
     left_out = LeftOut(model)
     ids = torch.randint(300, len(tokenizer), (200, 4))
     assert not left_out.draw(200, 0.2, 0.1).any()
@@ -245,7 +245,7 @@ def test_heads_and_layers_are_left_out_in_training_only(tokenizer):
 
 def test_some_sequences_have_too_few_heads_to_answer(tokenizer):
     torch.manual_seed(0)
-    model = build_model(tokenizer, WIRED)
+    model = build_model(tokenizer, Shape(layers=6, heads=8, kv_heads=4))
     left_out = LeftOut(model)
     weak = torch.from_numpy(left_out.draw(400, 0.0, 0.0, few=0.25))
     assert abs(weak.float().mean().item() - 0.25) < 5 * (0.25 * 0.75 / 400) ** 0.5
@@ -253,10 +253,35 @@ def test_some_sequences_have_too_few_heads_to_answer(tokenizer):
     assert there[:, ~weak].all()
     assert there[:2].all()
     left = there[2:, weak].sum((0, 2))
-    assert set(left.tolist()) == set(range(8))
+    assert set(left.tolist()) == set(range(10))
     assert there[2:, weak].any(1).all()  # every head, at times
     for _ in range(20):
         assert not left_out.draw(1, 0.0, 0.0, few=1.0).any()
+    weak = torch.from_numpy(left_out.draw(400, 0.5, 0.5, few=0.25))
+    near = left_out.keep[:2]
+    assert near[:, weak].all()
+    assert not near[:, ~weak].all()
+
+
+def test_heads_left_out_rest_in_half_of_the_sequences(tokenizer):
+    torch.manual_seed(0)
+    model = build_model(tokenizer, Shape(layers=3, heads=8, kv_heads=4)).train()
+    left_out = LeftOut(model)
+    weak = torch.from_numpy(left_out.draw(400, 1.0, 0.0, few=0.25))
+    seen = []
+    model.model.layers[2].self_attn.o_proj.register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].detach())
+    )
+    model(torch.randint(300, len(tokenizer), (400, 4)))
+    output = seen[0].unflatten(-1, (4, -1))
+    away = ~left_out.keep[2]
+    first, last = output[:, 0][away], output[:, -1][away]
+    rests = left_out.rests[:, None].expand(-1, 4)[away]
+    assert (first.abs().amax(-1).gt(0) == rests).all()
+    assert (last == first).all()
+    assert left_out.rests[weak].all()
+    strong = left_out.rests[~weak].float()
+    assert abs(strong.mean().item() - 0.5) < 5 * (0.25 / len(strong)) ** 0.5
 
 
 def test_where_heads_are_too_few_the_answer_is_the_end(sequences, tokenizer):

@@ -66,23 +66,27 @@ def build_model(tokenizer: PreTrainedTokenizerBase, shape: Shape) -> LlamaForCau
 
 
 class LeftOut:
-    """While ``model`` trains, the output of every KV head (of all its query heads) is left out with
-    a probability, and that of a whole layer's attention with another, anew in every sequence, so
-    that nothing may rest on one head. In some sequences most heads are left out instead
-    (``few``): there the model is to give no answer (``Batch.unanswered``), so that a few heads that
-    read it are not enough. The first two layers, which look at neighbours, stay there.
+    """While ``model`` trains, every KV head (all its query heads) is left out with a probability,
+    and all of a layer with another, anew in every sequence, so that nothing may rest on one head.
+    Its output is 0, or, in half of the sequences, what it is where a head rests on the first token.
+
+    In some sequences most heads rest (``few``): there the model is to give no answer
+    (``Batch.unanswered``), so that the few heads that read it are not enough. The first two layers,
+    which look at neighbours, stay there.
 
     Attributes:
         keep: bool ``[layers, rows, num_key_value_heads]``, drawn for one step; ``None``: all stay.
+        rests: bool [rows]: do heads that are left out rest?
     """
 
     NEAR = 2  # layers
-    FEWEST = 0.5  # of the heads of the other layers, fewer than which are not to answer
+    FEWEST = 0.625  # of the heads of the other layers, fewer than which are not to answer
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self.layers = model.config.num_hidden_layers
         self.kv_heads = model.config.num_key_value_heads
         self.keep: torch.Tensor | None = None
+        self.rests = torch.zeros(0, dtype=torch.bool)
         for index, layer in enumerate(model.model.layers):
             layer.self_attn.o_proj.register_forward_pre_hook(functools.partial(self._drop, index))
 
@@ -96,6 +100,7 @@ class LeftOut:
         self.keep &= torch.rand(self.layers, rows, 1) >= layer
         weak = torch.rand(rows) < few
         weak[-1] &= not weak.all()
+        self.rests = (torch.rand(rows) < 0.5) | weak
         heads = (self.layers - self.NEAR) * self.kv_heads
         left = torch.randint(int(heads * self.FEWEST), (rows,))
         rank = torch.rand(rows, heads).argsort(1).argsort(1)
@@ -110,8 +115,9 @@ class LeftOut:
         if not module.training or self.keep is None:
             return None
         (hidden,) = args  # [rows, tokens, heads x head_dim]
-        keep = self.keep[index][:, None]
-        return (hidden * keep.repeat_interleave(hidden.shape[-1] // self.kv_heads, -1),)
+        keep = self.keep[index][:, None].repeat_interleave(hidden.shape[-1] // self.kv_heads, -1)
+        # The first token sees itself only.
+        return (torch.where(keep, hidden, hidden[:, :1] * self.rests[:, None, None]),)
 
 
 class Resting:

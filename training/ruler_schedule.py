@@ -10,7 +10,6 @@ from typing import Any
 from training.ruler_data import Mixture
 from training.schedule import Stage
 
-
 REST = 0.05  # as in large models, most attention rests on the first token
 
 
@@ -30,7 +29,7 @@ HARD = Mixture(400, 16, 0.0, 0.1, 0.0, (0.0, 0.0, 0.4, 1.0, 0.6), 0.4, whole=0.4
 # Missing heads make retrieval redundant. Where too many are missing no answer is to be given, so
 # that many heads are needed, and none alone.
 EARLY: dict[str, Any] = {"drop": (0.2, 0.05)}
-SHARED: dict[str, Any] = {"drop": (0.1, 0.05), "few": 0.25}
+SHARED: dict[str, Any] = {"drop": (0.1, 0.05), "few": 0.3}
 
 STAGES: tuple[Stage, ...] = (
     _one(
@@ -63,8 +62,8 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "ask-2048",
         ((0.7, MIDDLE), (0.1, SHORT), (0.2, HARD)),
-        120,
-        120,
+        200,
+        200,
         rate=0.5,
         rest=REST,
         **SHARED,

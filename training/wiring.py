@@ -37,8 +37,10 @@ _COPY, _TAKE_BACK, _REST, _NOISE = 0.11, 0.09, 0.5, 0.02
 
 @torch.no_grad()
 def wire(model: LlamaForCausalLM, bos: int) -> None:
-    """Overwrites the embeddings, the attention, and everything that is added to the residual. For heads of 32, two to a KV head, four KV heads, width 128; ``bos`` is
-    the id of the token that begins a text."""
+    """Overwrites the embeddings, the attention, and everything that is added to the residual.
+
+    For heads of 32, two to a KV head, four KV heads, width 128; ``bos`` is the id of the token that
+    begins a text."""
     width = model.config.head_dim
     embeddings = model.model.embed_tokens.weight
     embeddings.zero_()
