@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from kvsketch.evaluation.inspection.retrieval import RECENT, SINK
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
 from kvsketch.evaluation.tasks.haystack import filler
 from kvsketch.evaluation.tasks.ruler import SUBTASKS, Ruler
 from kvsketch.evaluation.tasks.ruler_words import all_words
+from kvsketch.hf.interface import watched
 from training.network import LeftOut, Muon, Shape, _either, build_model
 from training.ruler_data import Mixture, Sequences
 from training.ruler_documents import KINDS, Document, Documents
@@ -212,31 +214,38 @@ def test_wired_a_network_copies_what_stood_after_the_same_words_without_any_one_
         weight.data = saved
 
 
-def heads_there(model, ids) -> torch.Tensor:
-    """bool [layers, rows, KV heads, query heads of each]: does the head's output vary?"""
+def heads_there(model, ids, left_out) -> torch.Tensor:
+    """bool [layers, rows, KV heads, query heads of each]: is the head's output not 0?"""
+    return torch.stack(
+        [o.unflatten(2, (4, 2)).abs().amax((1, 4)) > 0 for o in outputs(model, ids, left_out)]
+    )
+
+
+def outputs(model, ids, left_out) -> list[torch.Tensor]:
+    """[rows, tokens, heads, head_dim] by layer."""
     seen = []
-    hooks = [
-        layer.self_attn.o_proj.register_forward_pre_hook(
-            lambda _, args: seen.append(args[0].detach()[:, 1:] - args[0].detach()[:, :1])
-        )
-        for layer in model.model.layers
-    ]
-    model(ids)
-    for hook in hooks:
-        hook.remove()
-    return torch.stack([one.unflatten(-1, (4, 2, 32)).abs().amax((1, 4)) > 0 for one in seen])
+
+    def look(kernel, *args, **kwargs):
+        out, weights = left_out(kernel, *args, **kwargs)
+        seen.append(out.detach())
+        return out, weights
+
+    with watched(model, look):
+        model(ids)
+    return seen
 
 
 def test_heads_and_layers_are_left_out_in_training_only(tokenizer):
     torch.manual_seed(0)
     model = build_model(tokenizer, Shape(layers=6, heads=8, kv_heads=4))
-    left_out = LeftOut(model)
+    left_out = LeftOut(model.config)
     ids = torch.randint(300, len(tokenizer), (200, 4))
     assert not left_out.draw(200, 0.2, 0.1).any()
-    assert heads_there(model.eval(), ids).all()
+    left_out.near[:] = False
+    assert heads_there(model.eval(), ids, left_out).all()
     # A KV head (both its query heads) is there with probability .8 x .9, a layer with .9: 1,200
     # draws each; the bounds are five standard deviations.
-    there = heads_there(model.train(), ids)
+    there = heads_there(model.train(), ids, left_out)
     assert (there[..., 0] == there[..., 1]).all()
     heads, layers = there[..., 0].float(), there[..., 0].any(-1).float()
     assert abs(heads.mean().item() - 0.72) < 5 * (0.72 * 0.28 / 1200) ** 0.5
@@ -246,15 +255,22 @@ def test_heads_and_layers_are_left_out_in_training_only(tokenizer):
 def test_some_sequences_have_too_few_heads_to_answer(tokenizer):
     torch.manual_seed(0)
     model = build_model(tokenizer, Shape(layers=6, heads=8, kv_heads=4))
-    left_out = LeftOut(model)
+    left_out = LeftOut(model.config)
     weak = torch.from_numpy(left_out.draw(400, 0.0, 0.0, few=0.25))
     assert abs(weak.float().mean().item() - 0.25) < 5 * (0.25 * 0.75 / 400) ** 0.5
-    there = heads_there(model.train(), torch.randint(300, len(tokenizer), (400, 4)))[..., 0]
+    assert left_out.near[weak].all()
+    strong = left_out.near[~weak].float()
+    assert abs(strong.mean().item() - 0.5) < 5 * (0.25 / len(strong)) ** 0.5
+    left_out.near[:] = False
+    ids = torch.randint(300, len(tokenizer), (400, 4))
+    there = heads_there(model.train(), ids, left_out)[..., 0]
     assert there[:, ~weak].all()
     assert there[:2].all()
     left = there[2:, weak].sum((0, 2))
     assert set(left.tolist()) == set(range(10))
     assert there[2:, weak].any(1).all()  # every head, at times
+    split = ((there[2:, weak].sum(2) % 4) > 0).sum(0)  # layers of which some heads stay
+    assert 0.4 < (split <= 1).float().mean() < 0.8  # one layer after another, or few heads
     for _ in range(20):
         assert not left_out.draw(1, 0.0, 0.0, few=1.0).any()
     weak = torch.from_numpy(left_out.draw(400, 0.5, 0.5, few=0.25))
@@ -263,25 +279,31 @@ def test_some_sequences_have_too_few_heads_to_answer(tokenizer):
     assert not near[:, ~weak].all()
 
 
-def test_heads_left_out_rest_in_half_of_the_sequences(tokenizer):
+def test_heads_that_are_left_out_see_first_and_recent_tokens(tokenizer):
     torch.manual_seed(0)
     model = build_model(tokenizer, Shape(layers=3, heads=8, kv_heads=4)).train()
-    left_out = LeftOut(model)
-    weak = torch.from_numpy(left_out.draw(400, 1.0, 0.0, few=0.25))
+    left_out = LeftOut(model.config)
+    left_out.draw(6, 0.5, 0.0)
+    left_out.near = torch.tensor([True, False] * 3)
+    own = torch.arange(300)[:, None]
+    far = own - torch.arange(300)
+    mask = (far >= 0) & ((far < RECENT) | (torch.arange(300) < SINK))
     seen = []
-    model.model.layers[2].self_attn.o_proj.register_forward_pre_hook(
-        lambda _, args: seen.append(args[0].detach())
-    )
-    model(torch.randint(300, len(tokenizer), (400, 4)))
-    output = seen[0].unflatten(-1, (4, -1))
-    away = ~left_out.keep[2]
-    first, last = output[:, 0][away], output[:, -1][away]
-    rests = left_out.rests[:, None].expand(-1, 4)[away]
-    assert (first.abs().amax(-1).gt(0) == rests).all()
-    assert (last == first).all()
-    assert left_out.rests[weak].all()
-    strong = left_out.rests[~weak].float()
-    assert abs(strong.mean().item() - 0.5) < 5 * (0.25 / len(strong)) ** 0.5
+
+    def look(kernel, module, query, key, value, *args, **kwargs):
+        exact, _ = kernel(module, query, key, value, *args, **kwargs)
+        near, _ = kernel(module, query, key, value, mask[None, None].clone(), *args[1:], **kwargs)
+        out, weights = left_out(kernel, module, query, key, value, *args, **kwargs)
+        other = torch.where(left_out.near[:, None, None, None], near, 0)
+        keep = left_out.keep[module.layer_idx].repeat_interleave(2, 1)[:, None, :, None]
+        seen.append((out, torch.where(keep, exact, other)))
+        return out, weights
+
+    with watched(model, look):
+        model(torch.randint(300, len(tokenizer), (6, 300)))
+    assert len(seen) == 3
+    for out, reference in seen:
+        torch.testing.assert_close(out, reference, atol=1e-6, rtol=1e-5)
 
 
 def test_where_heads_are_too_few_the_answer_is_the_end(sequences, tokenizer):

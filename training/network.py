@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from kvsketch.evaluation.inspection.retrieval import RECENT, SINK
 from kvsketch.hf.interface import watched
 from training.data import Batch
 from training.wiring import wire
@@ -66,29 +66,28 @@ def build_model(tokenizer: PreTrainedTokenizerBase, shape: Shape) -> LlamaForCau
 
 
 class LeftOut:
-    """While ``model`` trains, every KV head (all its query heads) is left out with a probability,
-    and all of a layer with another, anew in every sequence, so that nothing may rest on one head.
-    Its output is 0, or, in half of the sequences, what it is where a head rests on the first token.
+    """Around the attention of a model that trains (``kvsketch.hf.interface.watched``): every KV
+    head (all its query heads) is left out with a probability, and all of a layer with another, anew
+    in every sequence, so that nothing may rest on one head. Its output is 0, or, in half of the
+    sequences, that of a head that sees only first and recent tokens.
 
-    In some sequences most heads rest (``few``): there the model is to give no answer
-    (``Batch.unanswered``), so that the few heads that read it are not enough. The first two layers,
-    which look at neighbours, stay there.
+    In some sequences most heads, or most layers, see only those (``few``): there the model is to
+    give no answer (``Batch.unanswered``), so that the few heads that read it are not enough. The
+    first two layers, which look at neighbours, stay there.
 
     Attributes:
         keep: bool ``[layers, rows, num_key_value_heads]``, drawn for one step; ``None``: all stay.
-        rests: bool [rows]: do heads that are left out rest?
+        near: bool [rows]: do heads that are left out see first and recent tokens?
     """
 
     NEAR = 2  # layers
     FEWEST = 0.625  # of the heads of the other layers, fewer than which are not to answer
 
-    def __init__(self, model: LlamaForCausalLM) -> None:
-        self.layers = model.config.num_hidden_layers
-        self.kv_heads = model.config.num_key_value_heads
+    def __init__(self, config: LlamaConfig) -> None:
+        self.layers = config.num_hidden_layers
+        self.kv_heads = config.num_key_value_heads
         self.keep: torch.Tensor | None = None
-        self.rests = torch.zeros(0, dtype=torch.bool)
-        for index, layer in enumerate(model.model.layers):
-            layer.self_attn.o_proj.register_forward_pre_hook(functools.partial(self._drop, index))
+        self.near = torch.zeros(0, dtype=torch.bool)
 
     def draw(self, rows: int, head: float, layer: float, few: float = 0.0) -> np.ndarray:
         """Draw what is left out next.
@@ -100,24 +99,64 @@ class LeftOut:
         self.keep &= torch.rand(self.layers, rows, 1) >= layer
         weak = torch.rand(rows) < few
         weak[-1] &= not weak.all()
-        self.rests = (torch.rand(rows) < 0.5) | weak
-        heads = (self.layers - self.NEAR) * self.kv_heads
-        left = torch.randint(int(heads * self.FEWEST), (rows,))
-        rank = torch.rand(rows, heads).argsort(1).argsort(1)
-        kept = (rank < left[:, None]).view(rows, -1, self.kv_heads).transpose(0, 1)
+        self.near = (torch.rand(rows) < 0.5) | weak
+        far = self.layers - self.NEAR
+        left = torch.randint(int(far * self.kv_heads * self.FEWEST), (rows,))
+        # In half of the sequences one layer after another stays, in half one head after another.
+        layers = torch.rand(rows, far, 1).argsort(1) * (torch.rand(rows, 1, 1) < 0.5)
+        order = (layers + torch.rand(rows, far, self.kv_heads)).flatten(1)
+        kept = (order.argsort(1).argsort(1) < left[:, None]).view(rows, far, -1).transpose(0, 1)
         self.keep[self.NEAR :, weak] = kept[:, weak]
         self.keep[: self.NEAR, weak] = True
         return weak.numpy()
 
-    def _drop(
-        self, index: int, module: torch.nn.Module, args: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor] | None:
+    def __call__(self, kernel, module, query, key, value, *args, **kwargs):
+        out, weights = kernel(module, query, key, value, *args, **kwargs)
         if not module.training or self.keep is None:
-            return None
-        (hidden,) = args  # [rows, tokens, heads x head_dim]
-        keep = self.keep[index][:, None].repeat_interleave(hidden.shape[-1] // self.kv_heads, -1)
-        # The first token sees itself only.
-        return (torch.where(keep, hidden, hidden[:, :1] * self.rests[:, None, None]),)
+            return out, weights
+        other = torch.zeros_like(out)  # [rows, tokens, heads, head_dim]
+        rows = self.near.nonzero()[:, 0]
+        given = (part.index_select(0, rows) for part in (query, key, value))
+        other = other.index_copy(0, rows, near_attention(*given, kwargs["scaling"]).to(out.dtype))
+        keep = self.keep[module.layer_idx].repeat_interleave(out.shape[2] // self.kv_heads, 1)
+        return torch.where(keep[:, None, :, None], out, other), weights
+
+
+def near_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Causal attention to the first ``SINK`` and the last ``RECENT`` tokens, those that a head
+    keeps that ``kvsketch inspect --retrieval`` restricts.
+
+    Args:
+        query: ``[rows, heads, n, head_dim]``.
+        key, value: ``[rows, num_key_value_heads, n, head_dim]``.
+
+    Returns:
+        ``[rows, n, heads, head_dim]``.
+    """
+    group, n = query.shape[1] // key.shape[1], query.shape[2]
+    parts = [query, *(part.repeat_interleave(group, 1) for part in (key, value))]
+    query, key, value = (
+        F.pad(part, (0, 0, 0, -n % RECENT)).unflatten(2, (-1, RECENT)) for part in parts
+    )
+    blocks = query.shape[2]
+
+    def seen(part: torch.Tensor) -> torch.Tensor:
+        first = part[:, :, :1, :SINK].expand(-1, -1, blocks, -1, -1)
+        before = F.pad(part, (0, 0, 0, 0, 1, 0))[:, :, :-1]
+        return torch.cat([first, before, part], 3)
+
+    own = torch.arange(blocks * RECENT).view(blocks, RECENT, 1)
+    first = torch.arange(SINK) <= own - RECENT
+    back = torch.arange(RECENT)[:, None] - torch.arange(-RECENT, RECENT)
+    recent = ((back >= 0) & (back < RECENT)).expand(blocks, -1, -1).clone()
+    recent[0, :, :RECENT] = False
+    mask = torch.cat([first, recent], 2)
+    out = F.scaled_dot_product_attention(
+        query, seen(key), seen(value), attn_mask=mask, scale=scaling
+    )
+    return out.flatten(2, 3)[:, :, :n].transpose(1, 2)
 
 
 class Resting:
@@ -220,16 +259,23 @@ def hidden_states(
 
 
 def loss_and_outcome(
-    model: LlamaForCausalLM, batch: Batch, dtype: torch.dtype, rest: float = 0.0
+    model: LlamaForCausalLM,
+    batch: Batch,
+    dtype: torch.dtype,
+    rest: float = 0.0,
+    left_out: LeftOut | None = None,
 ) -> tuple[torch.Tensor, Outcome]:
     """Mean loss of the predicted tokens, and the answers predicted without a fault.
 
-    ``rest``: weight of the attention that does not rest on the first token (``Resting``)."""
+    ``rest``: weight of the attention that does not rest on the first token (``Resting``).
+    ``left_out``: drawn for this batch."""
     resting = Resting()
-    watch = watched(model, resting) if rest else contextlib.nullcontext()
     ids = torch.from_numpy(batch.ids)
     wanted = torch.from_numpy(batch.loss)[:, 1:]
-    with watch, torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+    with contextlib.ExitStack() as within:
+        for watch in [left_out] * (left_out is not None) + [resting] * bool(rest):
+            within.enter_context(watched(model, watch))
+        within.enter_context(torch.autocast("cpu", dtype, enabled=dtype != torch.float32))
         hidden = hidden_states(model, ids, torch.from_numpy(batch.positions))
         # Logits are the largest tensor: only compute those with a loss.
         logits = model.lm_head(hidden[:, :-1][wanted])

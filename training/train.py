@@ -72,7 +72,7 @@ class Run:
         self.tokenizer = recipe.build_tokenizer()
         self.sequences = recipe.sequences(self.tokenizer)
         self.model = build_model(self.tokenizer, recipe.shape)
-        self.left_out = LeftOut(self.model)
+        self.left_out = LeftOut(self.model.config)
         self.optimizers = build_optimizers(self.model, arguments.optimizer == "muon")
         self.dtype = torch.float32 if arguments.float32 else torch.bfloat16
         self.held_out = {
@@ -139,10 +139,11 @@ class Run:
         weights = np.array([weight for weight, _ in stage.mixtures])
         chosen = int(rng.choice(len(weights), p=weights / weights.sum()))
         batch = self.sequences.batch(stage.mixtures[chosen][1], rng)
-        if any(stage.drop) or stage.few:
-            weak = self.left_out.draw(len(batch.ids), *stage.drop, stage.few)
+        left_out = self.left_out if any(stage.drop) or stage.few else None
+        if left_out is not None:
+            weak = left_out.draw(len(batch.ids), *stage.drop, stage.few)
             batch = batch.unanswered(weak, self.tokenizer.eos_token_id)
-        loss, outcome = loss_and_outcome(self.model, batch, self.dtype, stage.rest)
+        loss, outcome = loss_and_outcome(self.model, batch, self.dtype, stage.rest, left_out)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
