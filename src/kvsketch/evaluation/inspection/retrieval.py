@@ -387,7 +387,7 @@ def _least_whole(
                 high = count
             else:
                 low = count + 1
-        best = min(best, high)
+        best = high
     return {
         "heads": best,
         "share": rounded(best / len(heads)),
