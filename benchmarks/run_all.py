@@ -23,6 +23,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks import page_beds
 from benchmarks.page import DOCS
 
 ROOT = DOCS.parent
@@ -81,6 +82,12 @@ COMMANDS = {
     "heavy_merge@global+int4/sample,kvzip/reread,kvzip+int4/reread,snapkv,kvgrad/reread",
     "ruler_seen": "ruler --question seen --count 6 --methods exact,heavy_merge,"
     "heavy_merge@global+int4,snapkv,snapkv@layer,chunkkv,kvzip+int4/reread",
+    **{
+        page_beds.file_of(model, question): f"longeval --model {model} --question {question} "
+        f"--count 20 --budgets 0.25,0.1,0.05 --methods exact,{','.join(page_beds.NAMED)}"
+        for model in page_beds.BEDS
+        for question in page_beds.QUESTIONS
+    },
     "model_families": "model_families",
     "vllm": "vllm_engine",
 }
