@@ -69,11 +69,12 @@ class LeftOut:
     """Around the attention of a model that trains (``kvsketch.hf.interface.watched``): every KV
     head (all its query heads) is left out with a probability, and all of a layer with another, anew
     in every sequence, so that nothing may rest on one head. Its output is 0, or, in half of the
-    sequences, that of a head that sees only first and recent tokens.
+    sequences, that of a head that sees only first and recent tokens. Heads of the first two layers,
+    which look at neighbours, are left out twice as often, and their output is always 0.
 
     In some sequences most heads, or most layers, see only those (``few``): there the model is to
     give no answer (``Batch.unanswered``), so that the few heads that read it are not enough. The
-    first two layers, which look at neighbours, stay there.
+    first two layers stay there.
 
     Attributes:
         keep: bool ``[layers, rows, num_key_value_heads]``, drawn for one step; ``None``: all stay.
@@ -96,6 +97,7 @@ class LeftOut:
             bool [rows]: has the row too few heads to answer? Never all of them.
         """
         self.keep = torch.rand(self.layers, rows, self.kv_heads) >= head
+        self.keep[: self.NEAR] &= torch.rand(self.NEAR, rows, self.kv_heads) >= head
         self.keep &= torch.rand(self.layers, rows, 1) >= layer
         weak = torch.rand(rows) < few
         weak[-1] &= not weak.all()
@@ -115,7 +117,7 @@ class LeftOut:
         if not module.training or self.keep is None:
             return out, weights
         other = torch.zeros_like(out)  # [rows, tokens, heads, head_dim]
-        rows = self.near.nonzero()[:, 0]
+        rows = (self.near & (module.layer_idx >= self.NEAR)).nonzero()[:, 0]
         given = (part.index_select(0, rows) for part in (query, key, value))
         other = other.index_copy(0, rows, near_attention(*given, kwargs["scaling"]).to(out.dtype))
         keep = self.keep[module.layer_idx].repeat_interleave(out.shape[2] // self.kv_heads, 1)
