@@ -66,7 +66,7 @@ from benchmarks.options import (
     positive,
 )
 from benchmarks.peers import balancekv, goodpoints, quantized_cache, thinformer
-from benchmarks.prompts import default_models, load, prompts_for, protocol_of
+from benchmarks.prompts import ONE_HEAD, default_models, load, prompts_for, protocol_of
 from benchmarks.results import Results, ResumeOption, Row
 from kvsketch import InputError, Observed, Slots
 from kvsketch.cache import windowed
@@ -75,7 +75,6 @@ from kvsketch.cache.storage import FULL, MEASURED, Bits, bits_of
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.evaluation.runner.activations import Activations, capture
 from kvsketch.evaluation.runner.allocation import Curves, answer_later, measure_curves
-from kvsketch.evaluation.runner.loading import PACKAGED
 from kvsketch.methods.registry import SKETCHES
 from kvsketch.methods.sketches.base import lengthened
 
@@ -396,7 +395,7 @@ def main(
         least = sink + recent + follow + 16
         if shortest < least:
             message = f"{model_name}: a prompt has {shortest} tokens, but --preset {preset} needs"
-            if not models and model_name != PACKAGED:
+            if not models and model_name != ONE_HEAD:
                 console.print(f"skipped: {message} {least}")
                 continue
             raise typer.BadParameter(f"{message} {least} (sink {sink}, queries {follow})")

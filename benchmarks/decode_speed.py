@@ -23,9 +23,10 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.page import save
+from benchmarks.prompts import ONE_HEAD
 from kvsketch import SketchCache
 from kvsketch.evaluation.report.report import dumps, environment
-from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+from kvsketch.evaluation.runner.loading import resolve_model
 from kvsketch.evaluation.runner.setups import parse_method
 
 #: Without @even, heavy_merge allocates its budget by measured errors, so that heads differ in size.
@@ -68,7 +69,7 @@ def measure(model: Any, method: str, slots: int, tokens: int, seed: int) -> tupl
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Model folder or hub id.")] = PACKAGED,
+    model: Annotated[str, typer.Option(help="Model folder or hub id.")] = ONE_HEAD,
     methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = DEFAULT,
     slots: Annotated[int, typer.Option(help="Slots when decoding starts.")] = 1024,
     tokens: Annotated[int, typer.Option(help="Tokens decoded per run.")] = 200,

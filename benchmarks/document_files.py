@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.page import save
-from benchmarks.prompts import load
+from benchmarks.prompts import ONE_HEAD, load
 from benchmarks.records import (
     AskedOption,
     CasesOption,
@@ -42,7 +42,6 @@ from kvsketch.documents.answering import answers
 from kvsketch.documents.document import Document, encoded, read
 from kvsketch.documents.wording import Wording
 from kvsketch.evaluation.report.report import dumps, environment
-from kvsketch.evaluation.runner import loading
 from kvsketch.hf.size import predicted_size
 
 _ASK = """
@@ -67,7 +66,7 @@ def main(
 ) -> None:
     """Example: python -m benchmarks.document_files --lines 400 --json"""
     console = Console(stderr=True)
-    model, tokenizer = load(loading.PACKAGED)
+    model, tokenizer = load(ONE_HEAD)
     rows = []
     for record in records(cases, lines, count, asked, seed):
         ids = encoded(model, tokenizer, record.text, special=True)
@@ -84,9 +83,7 @@ def main(
 
         with tempfile.TemporaryDirectory() as name:
             path = Path(name) / "record.kvs"
-            document = Document(
-                model, tokenizer, prefilled(), Wording(), {"model": loading.PACKAGED}
-            )
+            document = Document(model, tokenizer, prefilled(), Wording(), {"model": ONE_HEAD})
             document.save(path)
             found = answers(document, record.questions)
             run = subprocess.run(

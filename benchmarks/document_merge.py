@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from benchmarks.page import save
-from benchmarks.prompts import load
+from benchmarks.prompts import ONE_HEAD, load
 from benchmarks.records import (
     AskedOption,
     CasesOption,
@@ -37,7 +37,6 @@ from kvsketch.documents.answering import answers
 from kvsketch.documents.document import Document, encoded, read
 from kvsketch.documents.wording import Wording
 from kvsketch.evaluation.report.report import dumps, environment
-from kvsketch.evaluation.runner.loading import PACKAGED
 from kvsketch.hf.joining import join
 
 WAYS = ("together", "appended", "merged")
@@ -85,7 +84,7 @@ def main(
 ) -> None:
     """Example: python -m benchmarks.document_merge --lines 200 --json"""
     console = Console(stderr=True)
-    model, tokenizer = load(PACKAGED)
+    model, tokenizer = load(ONE_HEAD)
     chosen = records(cases, lines, count, asked, seed)
     results = []
     truths = []

@@ -53,9 +53,9 @@ from benchmarks.results import Results, ResumeOption, Row
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.evaluation.runner.allocation import Curves
 from kvsketch.evaluation.runner.intervals import wilson_interval
-from kvsketch.evaluation.runner.loading import PACKAGED
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
 
+MODEL = "spread"
 OFFICIAL = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "longeval"
 METHODS = (
     "exact,uniform,streaming_llm,h2o,kcenter,snapkv,pyramidkv,tova,expected_attention,knorm,keydiff,"
@@ -194,7 +194,7 @@ def main(
     methods_: Annotated[str, typer.Option("--methods", help=f"exact; {METHODS_HELP}")] = METHODS,
     model_name: Annotated[
         str, typer.Option("--model", help="Folder, hub id, or a packaged model.")
-    ] = PACKAGED,
+    ] = MODEL,
     question: Annotated[str, typer.Option(help=QUESTION_HELP)] = "unseen",
     seed: int = 0,
     out: ResumeOption = None,
@@ -212,7 +212,7 @@ def main(
         out,
         command="longeval",
         question=question,
-        **({} if model_name == PACKAGED else {"model": model_name}),
+        model=model_name,
         methods=[method.label for method in chosen],
         lines=lines,
         count=count,

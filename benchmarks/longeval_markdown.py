@@ -82,7 +82,9 @@ def _opening(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         "![Accuracy against the share of the bytes, by length of the record](figures/longeval.svg)",
         _markdown(header, table),
-        "The packaged model is trained for this very task. Columns: lines of the record and share "
+        "`longeval-one-head` is trained for this very task, and a single one of its KV heads reads "
+        "the answer ([What these numbers can tell](what-the-numbers-can-tell.md)). "
+        "Columns: lines of the record and share "
         f"that is kept; {cases} official cases per length, question seen; in brackets the numbers "
         f"of {PAPER['source']}, for {PAPER['model']}.",
         f"What follows: the order of the papers' methods here is not always the paper's. "
@@ -114,7 +116,8 @@ def _intro(results: Mapping[str, Any]) -> str:
         for lines in sorted({row["lines"] for row in rows})
     )
     return (
-        f"Model: the packaged Llama (weights {settings['model_fingerprint']}), greedy, "
+        "Model: the packaged `longeval-one-head` "
+        f"(weights {settings['model_fingerprint']}), greedy, "
         f"{settings['dtype']} on {settings['device']}. Cases: "
         f"{max(row['cases'] for row in rows)} official ones of each length. Mean prompt in "
         f"tokens: {tokens} (one token per word; the paper's 7B model needs 5k, 7k and 9k). Every "

@@ -174,7 +174,7 @@ def sketch_budget(result: Row) -> str:
             "mean and worst. *As written* is the paper's own schedule, with the t and T that use "
             "most of the allowed bytes at that length.",
             _budgets(budget),
-            "Inside `generate` on the packaged model: bytes of the whole cache, including the "
+            "Inside `generate` on `longeval-one-head`: bytes of the whole cache, including the "
             "sketch's state, over the bytes of the budget's tokens: after the prompt, after "
             f"{result['new']} decoded tokens, and the maximum in between.",
             _inside(inside),

@@ -3,6 +3,7 @@ whose retrieval is spread over heads and layers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.markdown import made_with, table
@@ -24,21 +25,24 @@ NAMED = {
 }
 
 
-def file_of(model: str, question: str) -> str:
-    """The name of a result in docs/results."""
-    return f"bed_{model.replace('longeval-', '').replace('-', '_')}_{question}"
+#: the results with the rows of a model
+FILES = {
+    ("longeval-one-head", "unseen"): ("longeval_one_head_unseen",),
+    ("longeval-one-head", "seen"): ("longeval_one_head_seen",),
+    ("spread", "unseen"): ("longeval_unseen", "longeval_reread"),
+    ("spread", "seen"): ("longeval_seen",),
+}
 
 
-def section(results: dict[str, dict[str, Any]]) -> str:
-    """A table for each question of ``QUESTIONS``, from complete results by their names; empty
-    without any."""
+def section(loaded: Callable[[str], dict[str, Any] | None]) -> str:
+    """A table for each question of ``QUESTIONS``. ``loaded``: gives the complete result of a name,
+    or None."""
     parts = []
     for question in QUESTIONS:
-        found = {model: results.get(file_of(model, question)) for model in BEDS}
-        if all(found.values()):
-            parts.append(_table(question, {m: r for m, r in found.items() if r is not None}))
-    if not parts:
-        return ""
+        found = {model: [loaded(name) for name in FILES[model, question]] for model in BEDS}
+        there = {model: [r for r in results if r] for model, results in found.items()}
+        if there == found:
+            parts.append(_table(question, there))
     return (
         "## The same methods on both models\n\n"
         "Accuracy on LongEval, at equal bytes. AdaKV allocates by SnapKV's scores over the heads "
@@ -48,10 +52,10 @@ def section(results: dict[str, dict[str, Any]]) -> str:
     )
 
 
-def _table(question: str, found: dict[str, dict[str, Any]]) -> str:
+def _table(question: str, found: dict[str, list[dict[str, Any]]]) -> str:
     scores = {
-        model: {(row["method"], row["budget"]): row["accuracy"] for row in result["results"]}
-        for model, result in found.items()
+        model: {(r["method"], r["budget"]): r["accuracy"] for one in some for r in one["results"]}
+        for model, some in found.items()
     }
     budgets = sorted({b for rows in scores.values() for _, b in rows if b < 1}, reverse=True)
     header = [f"question {question}"]
@@ -65,7 +69,7 @@ def _table(question: str, found: dict[str, dict[str, Any]]) -> str:
     exact = ", ".join(
         f"{rows[('exact', 1.0)]:.2f} ({BEDS[model]})" for model, rows in scores.items()
     )
-    result = next(iter(found.values()))
+    result = next(iter(found.values()))[0]
     return (
         f"{table(header, rows)}\n\n"
         f"{result['count']} {result['source']} cases of {result['lines']} lines, the question "

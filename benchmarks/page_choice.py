@@ -12,13 +12,14 @@ from typing import Any
 
 from benchmarks.markdown import table, written_by
 from benchmarks.page_figures import accuracies, best_reading
+from benchmarks.prompts import ONE_HEAD
 from kvsketch.methods.registry import ALL_METHODS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 RESULTS = DOCS / "results"
 #: The share of the cache for which methods are recommended.
 KEPT = 0.25
-SOURCE = "packaged:longeval-200"
+SOURCE = f"{ONE_HEAD}:longeval-200"
 
 
 def loaded(name: str) -> dict[str, Any]:

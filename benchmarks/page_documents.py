@@ -29,7 +29,7 @@ def merged(result: dict[str, Any]) -> str:
     return (
         f"{table(header, rows)}\n\n"
         f"`python -m benchmarks.document_merge`: {result['records']} LongEval records, each cut in "
-        f"two between lines, {result['asked']} questions about each, on the packaged model with "
+        f"two between lines, {result['asked']} questions about each, on `longeval-one-head` with "
         f"`{result['method']}` (kept 1.0: all tokens in 16 bits). together: read as one document; "
         "appended: the second half read after the compressed first; merged: both halves read and "
         "compressed separately, then merged. KL: of the number's first token, in nats. "
@@ -58,7 +58,7 @@ def files(result: dict[str, Any]) -> str:
         f"{table(header, rows)}\n\n"
         "`python -m benchmarks.document_files`: LongEval records "
         f"({result['cases'].removesuffix('.jsonl').replace('_', ' ')}) at a budget of "
-        f"{result['budget']}, on the packaged model. The last column is the ratio of the median "
+        f"{result['budget']}, on `longeval-one-head`. The last column is the ratio of the median "
         "times in one run. A larger model takes longer to read a document, and its file longer to "
         "load. "
         f"{made_with(result)}"

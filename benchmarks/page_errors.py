@@ -195,7 +195,7 @@ def longeval(result: dict[str, Any]) -> str:
     return (
         f"## LongEval, {result['lines']} lines, question {result['question']} at compression\n\n"
         f"{_answered(result, budgets)}"
-        f"Accuracy on {count} {result['source']} cases of the packaged model, with 95% intervals, "
+        f"Accuracy on {count} {result['source']} cases of `{result['model']}`, with 95% intervals, "
         f"by the share of the record's bytes that is kept. {how}"
         + "\n\n"
         + table(["method", *map(str, budgets)], rows)

@@ -59,7 +59,7 @@ def summary(unseen: dict[str, Any], reread: dict[str, Any], costs: dict[str, Any
 def caption(unseen: dict[str, Any]) -> str:
     count = unseen["results"][0]["cases"]
     return (
-        "The packaged model is trained for this very task, LongEval's line retrieval, so "
+        f"The packaged model `{unseen['model']}` is trained for LongEval's line retrieval, so "
         "compare the rows with each other and measure your own task. Accuracy on "
         f"{count} {unseen['source']} cases of {unseen['lines']} lines; the question comes after "
         "compression; equal bytes for every method, keys and values counted at 2 bytes a number "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.markdown import made_with, table
+from benchmarks.prompts import ONE_HEAD
 
 
 def accuracies(result: dict[str, Any], names: list[str], costs: dict[str, Any]) -> str:
@@ -28,7 +29,7 @@ def accuracies(result: dict[str, Any], names: list[str], costs: dict[str, Any]) 
 
 def cost_by_source(costs: dict[str, Any]) -> dict[str, str]:
     """The CPU time of a second reading over that of the first, by what is read again: measured on
-    the packaged model, and extrapolated to 32 layers of the other model's shape."""
+    a packaged model, and extrapolated to 32 layers of the other model's shape."""
     found = {}
     for source in dict.fromkeys(row["queries"] for row in costs["results"]):
         packaged, large = (row for row in costs["results"] if row["queries"] == source)
@@ -51,7 +52,7 @@ def what(result: dict[str, Any], costs: dict[str, Any]) -> str:
     )
     return (
         f"LongEval, {result['lines']} lines, question unseen when the record was compressed: "
-        f"accuracy of the packaged model on {count} {result['source']} cases, at equal bytes. "
+        f"accuracy of `{result['model']}` on {count} {result['source']} cases, at equal bytes. "
         "`/reread`: by the queries of a second reading (`kvsketch.prefill`); `/local`: of a "
         "second reading in parts of 512 tokens that attend only to themselves; `/sample`: of a "
         "second reading of a sixth of the tokens. `kvzip` uses KVzip's scores and budgets and "
@@ -167,7 +168,7 @@ def reading(result: dict[str, Any]) -> str:
         "`reread` is KVzip's: 2,048 tokens at a time against the whole uncompressed cache. At "
         f"{result['tokens']:,} tokens it computes 2.5 times as many pairs of query and key as the "
         "first reading, in which the causal mask hides half of them. This cost is inherent, and "
-        "it dominates in the packaged model, whose heads of 32 dimensions spend most of the time "
+        "it dominates in the packaged models, whose heads of 32 dimensions spend most of the time "
         "in attention. `local`: 512 tokens at a time, which attend only to themselves and to the "
         "first four tokens. `sample`: 64 of every 384 tokens, in the same way; the scores of the "
         "other tokens are predicted from these.\n\n"
@@ -184,7 +185,7 @@ def _peers(result: dict[str, Any]) -> str:
     each = ", ".join(f"`{row['method']}` {row['whole_over_first']:.1f}" for row in rows)
     return (
         "Time of the whole prefill with `reread`, including compression, over that of the first "
-        f"reading, on the packaged model: {each}. `kvgrad` computes gradients.\n\n"
+        f"reading, on `{ONE_HEAD}`: {each}. `kvgrad` computes gradients.\n\n"
     )
 
 

@@ -119,7 +119,7 @@ def lead(result: dict[str, Any]) -> str:
     as_good = [row for row in sizes["rows"] if row["right"] >= whole["right"]]
     best = min(as_good, key=lambda row: row["page_bytes"])
     return (
-        f"LongEval, {sizes['cases']} cases of 200 lines, the packaged model: vLLM's own cache "
+        f"LongEval, {sizes['cases']} cases of 200 lines, `longeval-one-head`: vLLM's own cache "
         f"answers {whole['right']} correctly; ours answers as many with "
         f"{best['page_bytes'] / whole['bytes']:.0%} of its bytes (budget {best['budget']:,} in "
         f"{best['bits']} bits, {_ALLOCATIONS[best['allocation']]}), and vLLM's FP8 cache "

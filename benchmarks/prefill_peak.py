@@ -21,15 +21,16 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM
 
 from benchmarks.page import save
+from benchmarks.prompts import ONE_HEAD
 from kvsketch import SketchCache
 from kvsketch.evaluation.report.report import dumps, environment
-from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+from kvsketch.evaluation.runner.loading import resolve_model
 
 WAYS = ("even", "measured")
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Model folder or hub id.")] = PACKAGED,
+    model: Annotated[str, typer.Option(help="Model folder or hub id.")] = ONE_HEAD,
     methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = "heavy_merge,snapkv",
     budgets: Annotated[str, typer.Option(help="Comma-separated kept fractions.")] = "0.5,0.25,0.1",
     tokens: Annotated[int, typer.Option(help="Prompt tokens.")] = 4000,

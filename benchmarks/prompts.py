@@ -20,9 +20,16 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from kvsketch.evaluation.runner.loading import PACKAGED, load_model, load_tokenizer, resolve_model
+from kvsketch.evaluation.runner.loading import (
+    PACKAGED_MODELS,
+    load_model,
+    load_tokenizer,
+    resolve_model,
+)
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
 
+#: The model of the benchmarks that measure time, memory or errors rather than answers.
+ONE_HEAD = "longeval-one-head"
 PROTOCOLS = ("agnostic", "aware")
 #: The tokens between compression and the scored ones with "agnostic", in texts without a question.
 GAP = 64
@@ -34,12 +41,12 @@ STORIES = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "s
 
 
 def default_models() -> list[str]:
-    """The packaged model, and stories260K if ../shared/data has it."""
-    return [PACKAGED, *([str(STORIES)] if STORIES.is_dir() else [])]
+    """``ONE_HEAD``, and stories260K if ../shared/data has it."""
+    return [ONE_HEAD, *([str(STORIES)] if STORIES.is_dir() else [])]
 
 
 def load(name: str) -> tuple[Any, Any]:
-    """The model (float32, CPU) and the tokenizer of a folder, a hub id, or "packaged"."""
+    """The model (float32, CPU) and the tokenizer of a folder, a hub id, or a packaged model."""
     folder = resolve_model(name)
     return load_model(folder, "cpu", "float32"), load_tokenizer(folder)
 
@@ -80,11 +87,11 @@ def prompts_for(
     name: str, model: Any, tokenizer: Any, count: int, seed: int, files: list[Path]
 ) -> tuple[str, list[Tensor]]:
     """The name of the source of a model's prompts, and the prompts: the user's files, or LongEval
-    prompts for the packaged model, or else texts sampled from the model."""
+    prompts for a packaged model, or else texts sampled from the model."""
     limit = int(model.config.max_position_embeddings)
     if files:
         return "files", from_files(tokenizer, files, limit)
-    if name == PACKAGED:
+    if name in PACKAGED_MODELS:
         return f"longeval-{_LINES}", line_prompts(tokenizer, count, _LINES, seed)
     tokens = min(limit, 2048)
     return "sampled", list(sampled(model, count, tokens, seed).split(1))
@@ -156,7 +163,7 @@ def texts_for(
 ) -> tuple[str, list[Text]]:
     """The prompts of ``prompts_for`` as texts of which a part is scored: the answers to LongEval
     prompts, and the last ``follow`` tokens of other texts."""
-    if name == PACKAGED and not files:
+    if name in PACKAGED_MODELS and not files:
         texts = answered(model, tokenizer, count, _LINES, seed, queries)
         return f"longeval-{_LINES}", texts
     source, found = prompts_for(name, model, tokenizer, count, seed, files)

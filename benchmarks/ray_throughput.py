@@ -20,6 +20,7 @@ from rich.progress import track
 
 from benchmarks import options
 from benchmarks.page import save
+from benchmarks.prompts import ONE_HEAD
 from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.evaluation.runner.ray_runner import RayRunner
 from kvsketch.evaluation.runner.settings import Settings
@@ -33,7 +34,7 @@ def rate(workers: int, cases: int, lines: int, seed: int) -> tuple[float, float]
     tasks = make_tasks(["longeval"], Options(lines=[lines], num_cases=cases, seed=seed))
     setups = make_setups(["exact", "snapkv"], [0.5])
     times: list[float] = []
-    with Sweep.open("packaged", tasks, setups, Settings(), None) as sweep:
+    with Sweep.open(ONE_HEAD, tasks, setups, Settings(), None) as sweep:
         runner = RayRunner("local", sweep.model, sweep.settings, workers, threads=1)
         start = time.perf_counter()
         sweep.run(sweep.jobs(), runner, lambda _: times.append(time.perf_counter()))

@@ -34,11 +34,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 
 import kvsketch
 from benchmarks.page import save
+from benchmarks.prompts import ONE_HEAD
 from benchmarks.speed import prompt
 from kvsketch import SketchCache
 from kvsketch.arguments import QUERY_SOURCES
 from kvsketch.evaluation.report.report import dumps, environment
-from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+from kvsketch.evaluation.runner.loading import resolve_model
 
 #: The methods of other authors that read the context a second time.
 PEERS = ("kvzip", "kvzip_plus", "kvgrad")
@@ -63,9 +64,9 @@ def models() -> dict[str, Callable[[], Any]]:
         return AutoModelForCausalLM.from_config(config).eval()
 
     def packaged() -> Any:
-        return AutoModelForCausalLM.from_pretrained(resolve_model(PACKAGED)).eval()
+        return AutoModelForCausalLM.from_pretrained(resolve_model(ONE_HEAD)).eval()
 
-    return {"packaged": packaged, "two layers of Llama 3 8B's shape": wide}
+    return {ONE_HEAD: packaged, "two layers of Llama 3 8B's shape": wide}
 
 
 class Clock:
@@ -205,16 +206,16 @@ def main(
         raise typer.BadParameter(f"--beside {str(beside)!r} is not a file")
     torch.set_num_threads(threads)
     console = Console(stderr=True)
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(PACKAGED))
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(ONE_HEAD))
     sources, rows = list(QUERY_SOURCES), []
     peers: list[dict[str, Any]] = []
     with torch.no_grad(), console.status("measuring, which takes many minutes"):
         for name, make in models().items():
             model = make()
             ids = prompt(model, tokens, seed)
-            rounds = repeats if name == "packaged" else max(1, repeats // 3)
+            rounds = repeats if name == ONE_HEAD else max(1, repeats // 3)
             rows += costs(name, model, ids, tokenizer, sources, rounds)
-            if name == "packaged":
+            if name == ONE_HEAD:
                 peers = wholes(model, ids, tokenizer, rounds)
             for row in rows[-len(sources) :]:
                 console.print(

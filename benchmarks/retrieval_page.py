@@ -68,7 +68,7 @@ def page(result: dict[str, Any]) -> str:
         "attention on the line or sentence with the answer; the share of the cases in which a "
         "token of the question does so; and the smallest share of KV heads found that keeps 90% of "
         "the accuracy when the others see only the first 16 and the last 64 tokens.\n\n"
-        f"{_follows(result['results'])}\n{_beds()}\n"
+        f"{_follows(result['results'])}\n{page_beds.section(loaded)}\n"
         "## What was not checked\n\n"
         "No model of more than a few million parameters was measured here: none can be downloaded "
         "where these tables are made. The packaged models know nothing but their tasks, their "
@@ -85,12 +85,6 @@ def page(result: dict[str, Any]) -> str:
         "--help` are the scripts behind the tables of these pages.\n\n"
         f"{folded(sections)}"
     )
-
-
-def _beds() -> str:
-    names = (page_beds.file_of(m, q) for m in page_beds.BEDS for q in page_beds.QUESTIONS)
-    found = {name: loaded(name) for name in names}
-    return page_beds.section({name: result for name, result in found.items() if result})
 
 
 def _named(found: dict[str, Any]) -> str:

@@ -40,6 +40,9 @@ _LONG = (
     f"heavy_merge@global+int4/sample,{_AGAIN}"
 )
 
+_FEWER = "--count 20 --budgets 0.25,0.1,0.05"
+_ONE_HEAD = "--model longeval-one-head"
+
 #: The module and options of every result, by the name of its file.
 COMMANDS = {
     "decode_speed": "decode_speed",
@@ -64,17 +67,18 @@ COMMANDS = {
     "tolerance": "tolerance",
     "kl": "kl --texts 4",
     "kl_few": "kl --models ../shared/data/stories260K --shares 0.0625 --texts 24 --seed 1",
-    "longeval_unseen": "longeval",
-    "longeval_seen": "longeval --question seen --budgets 0.25,0.1,0.05 --methods "
+    "longeval_unseen": f"longeval {_FEWER}",
+    "longeval_seen": f"longeval --question seen {_FEWER} --methods "
     "exact,heavy_merge,heavy_merge@global+int4,snapkv,snapkv@layer,snapkv@layer+int4,h2o,tova,"
-    "chunkkv,keydiff,kvzip+int4/reread",
-    "longeval_reread": "longeval --budgets 0.25,0.1,0.05 --methods kvzip/reread,kvzip+int4/reread,"
+    "chunkkv,keydiff,kvzip+int4/reread,kvzip/reread,kvgrad/reread,heavy_merge@global+int4/sample,"
+    "heavy_merge@calibrated+16bit,heavy_merge@calibrated+int4",
+    "longeval_reread": f"longeval {_FEWER} --methods kvzip/reread,kvzip+int4/reread,"
     f"{_ALL_SOURCES},heavy_merge@global+16bit,heavy_merge@global+int4,heavy_merge,"
     "kvgrad/reread,kvzip_plus/reread",
-    "longeval_reread_measured": "longeval --count 20 --budgets 0.25,0.1,0.05 --methods "
+    "longeval_reread_measured": f"longeval {_ONE_HEAD} {_FEWER} --methods "
     "heavy_merge@measured+int4/sample,heavy_merge@global+int4/sample",
-    "longeval_unseen_300": f"longeval --lines 300 {_LONG}",
-    "longeval_unseen_400": f"longeval --lines 400 {_LONG}",
+    "longeval_unseen_300": f"longeval {_ONE_HEAD} --lines 300 {_LONG}",
+    "longeval_unseen_400": f"longeval {_ONE_HEAD} --lines 400 {_LONG}",
     "reading": "reading --beside {results}/longeval_reread.json",
     "ruler_unseen": "ruler --count 12 --methods exact,heavy_merge@global+int4/sample,heavy_merge,"
     "kvzip/reread,kvgrad/reread,kvzip+int4/reread,snapkv",
@@ -83,9 +87,8 @@ COMMANDS = {
     "ruler_seen": "ruler --question seen --count 6 --methods exact,heavy_merge,"
     "heavy_merge@global+int4,snapkv,snapkv@layer,chunkkv,kvzip+int4/reread",
     **{
-        page_beds.file_of(model, question): f"longeval --model {model} --question {question} "
-        f"--count 20 --budgets 0.25,0.1,0.05 --methods exact,{','.join(page_beds.NAMED)}"
-        for model in page_beds.BEDS
+        f"longeval_one_head_{question}": f"longeval {_ONE_HEAD} --question {question} {_FEWER} "
+        f"--methods exact,{','.join(page_beds.NAMED)}"
         for question in page_beds.QUESTIONS
     },
     "model_families": "model_families",

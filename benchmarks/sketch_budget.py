@@ -31,10 +31,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, StoppingCriteria
 
 from benchmarks.figures import subplots, write
+from benchmarks.prompts import ONE_HEAD
 from benchmarks.results import Results, ResumeOption
 from kvsketch import SketchCache, Slots, attend
 from kvsketch.evaluation.report.report import dumps
-from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+from kvsketch.evaluation.runner.loading import resolve_model
 from kvsketch.methods import BalanceKV
 from kvsketch.methods.registry import SKETCHES
 from kvsketch.methods.sketches import BalanceKVStreaming, MergeReduce, Sketch
@@ -230,7 +231,7 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
 def main(
     tokens: Annotated[str, typer.Option(help="Tokens of the streams.")] = "512,2048,16384,131072",
     seeds: Annotated[int, typer.Option(help="Streams per length.")] = 3,
-    model: Annotated[str, typer.Option(help="Model folder or hub id.")] = PACKAGED,
+    model: Annotated[str, typer.Option(help="Model folder or hub id.")] = ONE_HEAD,
     prompts: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "512,1024,2048,4096",
     new: Annotated[int, typer.Option(help="Decoded tokens.")] = 500,
     seed: int = 0,

@@ -49,13 +49,14 @@ from benchmarks.measuring import waiting
 from benchmarks.page import save
 from benchmarks.peers import balancekv as authors
 from benchmarks.peers import kvpress
+from benchmarks.prompts import ONE_HEAD
 from kvsketch import METHODS, Observed, SketchCache, Slots
 from kvsketch.attention import attend_to
 from kvsketch.cache import Page, windowed
 from kvsketch.cache.measure import measure
 from kvsketch.cache.storage import CHOICES
 from kvsketch.evaluation.report.report import dumps, environment
-from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+from kvsketch.evaluation.runner.loading import resolve_model
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -237,7 +238,7 @@ def _peak(layers: int, tokens: int, seed: int) -> dict[str, Any]:
     """Peak bytes of a prefill with the default method over the bytes of an uncompressed cache. The
     model is the packaged one for 4 layers, and a random one for more."""
     if layers == 4:
-        model = AutoModelForCausalLM.from_pretrained(resolve_model(PACKAGED)).eval()
+        model = AutoModelForCausalLM.from_pretrained(resolve_model(ONE_HEAD)).eval()
     else:
         torch.manual_seed(seed)
         config = LlamaConfig(
@@ -281,7 +282,7 @@ def end_to_end(repeats: int, tokens: int, seed: int) -> Rows:
 
     Then decoding with the bytes of the exact cache's tokens, with the packaged model and with
     layers of a realistic shape."""
-    packaged = _in_bfloat16(AutoModelForCausalLM.from_pretrained(resolve_model(PACKAGED)))
+    packaged = _in_bfloat16(AutoModelForCausalLM.from_pretrained(resolve_model(ONE_HEAD)))
     ids = prompt(packaged, tokens, seed)
     found: dict[str, list[float]] = {}
     for _ in range(repeats):
@@ -293,7 +294,7 @@ def end_to_end(repeats: int, tokens: int, seed: int) -> Rows:
             found.setdefault(f"{name} decode", []).append(decoded)
     rows = [
         {
-            "model": "packaged",
+            "model": ONE_HEAD,
             "tokens": tokens,
             "kept": 0.125,
             "pairs": repeats,
@@ -301,7 +302,7 @@ def end_to_end(repeats: int, tokens: int, seed: int) -> Rows:
             "decode_speed_of_exact": ratio(found, "exact decode", "ours decode"),
         }
     ]
-    rows += [_same_bytes("packaged", packaged, slots, repeats, seed) for slots in (1024, 4096)]
+    rows += [_same_bytes(ONE_HEAD, packaged, slots, repeats, seed) for slots in (1024, 4096)]
     layers = LlamaConfig(
         vocab_size=1000,
         hidden_size=HEADS * DIM,

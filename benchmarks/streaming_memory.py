@@ -21,9 +21,10 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.page import save
+from benchmarks.prompts import ONE_HEAD
 from kvsketch import METHODS, SketchCache
 from kvsketch.evaluation.report.report import dumps, environment
-from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+from kvsketch.evaluation.runner.loading import resolve_model
 
 
 def prefill(model: Any, cache: Any, ids: torch.Tensor, chunk: int) -> float:
@@ -35,7 +36,7 @@ def prefill(model: Any, cache: Any, ids: torch.Tensor, chunk: int) -> float:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Model folder or hub id.")] = PACKAGED,
+    model: Annotated[str, typer.Option(help="Model folder or hub id.")] = ONE_HEAD,
     methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = ",".join(METHODS),
     tokens: Annotated[int, typer.Option(help="Prompt tokens.")] = 16_000,
     budget: Annotated[int, typer.Option(help="Slots per KV head.")] = 1024,

@@ -51,8 +51,9 @@ from rich.console import Console
 
 from benchmarks.longeval import cases
 from benchmarks.page import save
+from benchmarks.prompts import ONE_HEAD
 from kvsketch.evaluation.report.report import dumps, environment
-from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+from kvsketch.evaluation.runner.loading import resolve_model
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,7 +102,7 @@ def run(
     Raises:
         RuntimeError: the engine failed. The message is its output.
     """
-    given = {"model": resolve_model(PACKAGED), "dtype": "float32", "max_model_len": 8192}
+    given = {"model": resolve_model(ONE_HEAD), "dtype": "float32", "max_model_len": 8192}
     job = {"engine": {**given, **engine}, "requests": requests}
     job |= {"together": together, "preempt": preempt}
     clean = {k: v for k, v in os.environ.items() if not k.startswith("KVSKETCH_")}
@@ -140,7 +141,7 @@ def same(one: Job, other: Job) -> int:
 
 @contextlib.contextmanager
 def served(variables: dict[str, str], log: Path, *arguments: str) -> Iterator[str]:
-    """Run ``vllm serve`` with the packaged model, under the name "packaged", on loopback. Yields
+    """Run ``vllm serve`` with the packaged model, under its name, on loopback. Yields
     the address of the server.
 
     Raises:
@@ -149,8 +150,8 @@ def served(variables: dict[str, str], log: Path, *arguments: str) -> Iterator[st
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [str(PYTHON.parent / "vllm"), "serve", str(resolve_model(PACKAGED))]
-    command += ["--served-model-name", "packaged", "--dtype", "float32", "--max-model-len", "8192"]
+    command = [str(PYTHON.parent / "vllm"), "serve", str(resolve_model(ONE_HEAD))]
+    command += ["--served-model-name", ONE_HEAD, "--dtype", "float32", "--max-model-len", "8192"]
     command += ["--enforce-eager", "--host", "127.0.0.1", "--port", str(port), *arguments]
     clean = {k: v for k, v in os.environ.items() if not k.startswith("KVSKETCH_")}
     environment = {**clean, "VLLM_CPU_KVCACHE_SPACE": "1", **variables}
@@ -180,7 +181,7 @@ client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
 
 def ask(prompt):
     given = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
-    return client.completions.create(model="packaged", **given).choices[0].text
+    return client.completions.create(model=ONE_HEAD, **given).choices[0].text
 
 print(json.dumps(list(ThreadPoolExecutor(16).map(ask, prompts))))
 """
@@ -262,7 +263,7 @@ def curves(folder: Path) -> str:
         files.append(folder / f"{number}.txt")
         files[-1].write_text(row["prompt"], encoding="utf-8")
     silent = Console(stderr=True, quiet=True)
-    found = calibrate_files(PACKAGED, files, "heavy_merge", 32, Settings(), 0, silent)
+    found = calibrate_files(ONE_HEAD, files, "heavy_merge", 32, Settings(), 0, silent)
     found.save(folder / "curves.json")
     return str(folder / "curves.json")
 
@@ -313,7 +314,7 @@ def documents(count: int, questions: int = 4) -> Job:
     tokens of a prompt. For each further question, the document ends one token earlier."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(PACKAGED))
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(ONE_HEAD))
     asked, lengths = [], []
     for row in cases(600, count, 0)[1]:
         prompt = tokenizer(row["prompt"]).input_ids
@@ -342,7 +343,7 @@ def transformers_answers(prompts: list[str], budget: int) -> list[tuple[str, int
 
     from kvsketch import SketchCache
 
-    path = resolve_model(PACKAGED)
+    path = resolve_model(ONE_HEAD)
     model = AutoModelForCausalLM.from_pretrained(path).eval()
     tokenizer = AutoTokenizer.from_pretrained(path)
     found = []
