@@ -2,7 +2,7 @@
 
     python -m benchmarks.kl --json
 
-For the packaged model, the texts are LongEval prompts with the answers of the exact cache, and the
+For a packaged model, the texts are LongEval prompts with the answers of the exact cache, and the
 answers are scored. For other models, they are samples of the model itself (or given files), and the
 last ``follow`` tokens are scored. A one-shot ``SketchCache`` reads the beginning of a text and
 compresses it. The other tokens are fed one at a time, through the same cache, as in decoding.

@@ -58,9 +58,10 @@ from kvsketch.evaluation.runner.longeval_cases import generate_cases
 MODEL = "spread"
 OFFICIAL = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "longeval"
 METHODS = (
-    "exact,uniform,streaming_llm,h2o,kcenter,snapkv,pyramidkv,tova,expected_attention,knorm,keydiff,"
-    "cluster_merge,heavy_merge@even+16bit,heavy_merge+16bit,snapkv@calibrated,keydiff@calibrated,"
-    "heavy_merge@calibrated+16bit,heavy_merge@calibrated+int4,heavy_merge"
+    "exact,uniform,streaming_llm,h2o,kcenter,snapkv,snapkv@layer,pyramidkv,tova,"
+    "expected_attention,knorm,keydiff,cluster_merge,heavy_merge@even+16bit,heavy_merge+16bit,"
+    "snapkv@calibrated,keydiff@calibrated,heavy_merge@calibrated+16bit,"
+    "heavy_merge@calibrated+int4,heavy_merge"
 )
 
 

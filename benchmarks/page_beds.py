@@ -41,8 +41,10 @@ def section(loaded: Callable[[str], dict[str, Any] | None]) -> str:
     for question in QUESTIONS:
         found = {model: [loaded(name) for name in FILES[model, question]] for model in BEDS}
         there = {model: [r for r in results if r] for model, results in found.items()}
-        if there == found:
+        if there == found and all(r["model"] == m for m, rs in there.items() for r in rs):
             parts.append(_table(question, there))
+    if not parts:
+        return ""
     return (
         "## The same methods on both models\n\n"
         "Accuracy on LongEval, at equal bytes. AdaKV allocates by SnapKV's scores over the heads "

@@ -2,10 +2,10 @@
 
     python -m benchmarks.ray_throughput --json
 
-The sweep is that of ``kvsketch eval --ray local`` with the packaged model on LongEval cases. Every
-worker has one thread, whatever their number. The first answer of every worker is left out, because
-it includes the start of Ray and the loading of the model (``seconds_to_start``). Runs with one and
-with two workers alternate. ``ratio`` is the median of the paired ratios.
+The sweep is that of ``kvsketch eval --ray local`` with ``longeval-one-head`` on LongEval cases.
+Every worker has one thread, whatever their number. The first answer of every worker is left out,
+because it includes the start of Ray and the loading of the model (``seconds_to_start``). Runs with
+one and with two workers alternate. ``ratio`` is the median of the paired ratios.
 """
 
 from __future__ import annotations

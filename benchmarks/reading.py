@@ -4,14 +4,14 @@
 
 Cost: ``second_over_first`` and ``compress_over_first`` are the CPU seconds of the second reading
 and of the compression after it, over those of reading the context with an uncompressed cache. The
-models are the packaged one, and one with two layers of Llama 3 8B's shape and random weights. The
+models are ``longeval-one-head``, and two layers of Llama 3 8B's shape with random weights. The
 second reading stops after the queries of the last layer, and the share saved by this is larger in a
 model of two layers than in one of 32. ``layer_over_first`` is therefore the ratio for the first
 layer alone, and ``of_32_over_first`` that of a model with 31 such layers and the last one. CPU
 seconds include all threads, so that other load on the machine has little influence. Runs are
 paired, and the medians of their ratios are reported. ``peers`` has the ratio of the ``whole``
 prefill to the same first reading, for heavy_merge and for the methods of other authors that read
-the context a second time, with the packaged model.
+the context a second time, with ``longeval-one-head``.
 
 Accuracy: ``--beside`` names a result of ``benchmarks.longeval``. The rows of the methods in
 it that were run with every source of queries are copied.

@@ -29,7 +29,7 @@ TASKS: dict[str, tuple[dict[str, Any], ...]] = {
     "ruler-one-layer": (LINES, NEEDLES),
     "spread": (LINES, NEEDLES),
 }
-CASES = 10
+CASES = 20
 
 
 def measure(found: list[dict[str, Any]], only: str, again: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Draws the slots of a cache after a prompt (docs/how-it-works.md), with the packaged model.
+"""Draws the slots of a cache after a prompt (docs/how-it-works.md), with ``longeval-one-head``.
 
 python -m benchmarks.slots_figure --plot docs/figures/slots.svg
 """
@@ -43,8 +43,8 @@ def measure() -> tuple[int, dict[str, Held]]:
     from kvsketch import SketchCache, packaged_model
     from kvsketch.evaluation.runner.longeval import make_cases
 
-    model = AutoModelForCausalLM.from_pretrained(packaged_model())
-    tokenizer = AutoTokenizer.from_pretrained(packaged_model())
+    model = AutoModelForCausalLM.from_pretrained(packaged_model("longeval-one-head"))
+    tokenizer = AutoTokenizer.from_pretrained(packaged_model("longeval-one-head"))
     ids = tokenizer(make_cases([LINES], 1, seed=0)[0].prompt, return_tensors="pt").input_ids
     tokens = ids.shape[1]
     found = {"exact": Held(range(tokens), [1.0] * tokens)}

@@ -16,7 +16,7 @@ prefill     The measurement of errors and the compression in one layer of Llama 
             the layer's own prefill (``benchmarks.compression_time``), and the peak bytes of a
             prefill with the default method.
 end_to_end  The whole of ``generate``: prefill and decoding with the default method are compared
-            with ``DynamicCache`` on the packaged model. Decoding is also compared with a
+            with ``DynamicCache`` on ``longeval-one-head``. Decoding is also compared with a
             ``DynamicCache`` that has as many tokens as our cache has slots, on this model and on
             two random layers of Llama 3 8B's shape.
 
@@ -236,7 +236,7 @@ def prefill(repeats: int, tokens: int, seed: int) -> Rows:
 
 def _peak(layers: int, tokens: int, seed: int) -> dict[str, Any]:
     """Peak bytes of a prefill with the default method over the bytes of an uncompressed cache. The
-    model is the packaged one for 4 layers, and a random one for more."""
+    model is ``longeval-one-head`` for 4 layers, and a random one for more."""
     if layers == 4:
         model = AutoModelForCausalLM.from_pretrained(resolve_model(ONE_HEAD)).eval()
     else:
@@ -278,9 +278,9 @@ def generated(model: Any, cache: Any, ids: Tensor, tokens: int) -> tuple[float, 
 
 
 def end_to_end(repeats: int, tokens: int, seed: int) -> Rows:
-    """The packaged model in bfloat16 with 1/8 of the bytes kept, compared with the exact cache.
+    """``longeval-one-head`` in bfloat16 with 1/8 of the bytes kept, compared with the exact cache.
 
-    Then decoding with the bytes of the exact cache's tokens, with the packaged model and with
+    Then decoding with the bytes of the exact cache's tokens, with the same model and with
     layers of a realistic shape."""
     packaged = _in_bfloat16(AutoModelForCausalLM.from_pretrained(resolve_model(ONE_HEAD)))
     ids = prompt(packaged, tokens, seed)

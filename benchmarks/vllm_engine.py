@@ -2,8 +2,8 @@
 
     make .venv-vllm/.ready && python -m benchmarks.vllm_engine --json
 
-Every engine is a process of ``.venv-vllm`` on a CPU (``benchmarks.engine_job``), with the packaged
-model, in float32 unless stated otherwise. ``stock`` is vLLM's own backend. The parts are:
+Every engine is a process of ``.venv-vllm`` on a CPU (``benchmarks.engine_job``), with ``longeval-
+one-head``, in float32 unless stated otherwise. ``stock`` is vLLM's own backend. The parts are:
 
 answers      LongEval questions with vLLM's own backend, the exact page and heavy_merge, sent to
              ``vllm serve`` by the openai client. heavy_merge also answers them offline, and with
@@ -141,7 +141,7 @@ def same(one: Job, other: Job) -> int:
 
 @contextlib.contextmanager
 def served(variables: dict[str, str], log: Path, *arguments: str) -> Iterator[str]:
-    """Run ``vllm serve`` with the packaged model, under its name, on loopback. Yields
+    """Run ``vllm serve`` with ``longeval-one-head``, under its name, on loopback. Yields
     the address of the server.
 
     Raises:
@@ -254,7 +254,7 @@ def answers(count: int, budget: int = 1536) -> Job:
 
 
 def curves(folder: Path) -> str:
-    """Measure curves of the packaged model on two other prompts, generated cases of 210 lines."""
+    """Measure its curves on two other prompts, generated cases of 210 lines."""
     from kvsketch.evaluation.runner.calibration import calibrate_files
     from kvsketch.evaluation.runner.settings import Settings
 

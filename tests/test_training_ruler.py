@@ -268,7 +268,7 @@ def test_some_sequences_have_too_few_heads_to_answer(tokenizer):
     assert there[:, ~weak].all()
     assert there[:2].all()
     left = there[2:, weak].sum((0, 2))
-    assert set(left.tolist()) == set(range(10))
+    assert set(left.tolist()) == set(range(9))
     assert there[2:, weak].any(1).all()  # every head, at times
     split = ((there[2:, weak].sum(2) % 4) > 0).sum(0)  # layers of which some heads stay
     assert 0.4 < (split <= 1).float().mean() < 0.8  # one layer after another, or few heads

@@ -82,7 +82,7 @@ class LeftOut:
     """
 
     NEAR = 2  # layers
-    FEWEST = 0.625  # of the heads of the other layers, fewer than which are not to answer
+    FEWEST = 0.5625  # of the heads of the other layers, fewer than which are not to answer
 
     def __init__(self, config: LlamaConfig) -> None:
         self.layers = config.num_hidden_layers

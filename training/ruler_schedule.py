@@ -29,7 +29,7 @@ HARD = Mixture(400, 16, 0.0, 0.1, 0.0, (0.0, 0.0, 0.4, 1.0, 0.6), 0.4, whole=0.4
 # Missing heads make retrieval redundant. Where too many are missing no answer is to be given, so
 # that many heads are needed, and none alone.
 EARLY: dict[str, Any] = {"drop": (0.2, 0.05)}
-SHARED: dict[str, Any] = {"drop": (0.1, 0.05), "few": 0.3}
+SHARED: dict[str, Any] = {"drop": (0.1, 0.0), "few": 0.2}
 
 STAGES: tuple[Stage, ...] = (
     _one(
@@ -71,8 +71,8 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "ask-4096",
         ((0.5, LONG), (0.3, MIDDLE), (0.2, HARD)),
-        250,
-        250,
+        200,
+        200,
         rate=0.5,
         rest=REST,
         **SHARED,
@@ -80,8 +80,8 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "decay",
         ((0.6, LONG), (0.3, MIDDLE), (0.1, HARD)),
-        150,
-        150,
+        200,
+        200,
         goal=2.0,
         rate=0.5,
         decay=True,

@@ -116,7 +116,7 @@ def test_a_streaming_prefill_stays_within_its_bound():
 def test_a_tolerance_is_checked_on_the_tokens_that_follow():
     """For at least 90% of heads the error on the tokens that follow the prompt is within the
     tolerance times ``SLACK``."""
-    small = ("--models", "packaged", "--tolerances", "0.1", "--prompts", "1")
+    small = ("--models", "longeval-one-head", "--tolerances", "0.1", "--prompts", "1")
     result = run("benchmarks.tolerance", *small, "--json")
     (row,) = [row for row in result["results"] if "within" in row]
     assert row["within"] >= 0.9
@@ -260,7 +260,7 @@ def test_a_method_is_read_with_its_endings():
 @pytest.fixture(scope="module")
 def packaged():
     """The packaged model, and the ids of a record of 20 lines."""
-    model, tokenizer = prompts.load("packaged")
+    model, tokenizer = prompts.load("longeval-one-head")
     (text,) = prompts.answered(model, tokenizer, 1, 20, 0)
     return model, text.ids[:, : text.cut]
 
@@ -332,7 +332,7 @@ def test_bare_names_differ_from_even_ones_only_where_the_default_is_measured(pac
 def test_single_layers_spend_their_budget_as_a_cache_does(label):
     """Single layers have heads of the same sizes as a cache, on a prompt of more queries than a
     cache keeps for measuring."""
-    model, tokenizer = prompts.load("packaged")
+    model, tokenizer = prompts.load("longeval-one-head")
     (ids,) = prompts.line_prompts(tokenizer, 1, 60, 0)
     window = {"sink": 16, "recent": 64}
     layers = [attention_error.layer_of(x, 64) for x in capture(model, ids)]
@@ -404,7 +404,7 @@ MAINS = {"attention_error": attention_error.main, "kl": kl.main}
 def short(monkeypatch):
     """Arguments for the packaged model, with records of 20 lines."""
     monkeypatch.setattr(prompts, "_LINES", 20)
-    return ["--models", "packaged"]
+    return ["--models", "longeval-one-head"]
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -448,7 +448,7 @@ def test_kl_compresses_before_or_after_the_question(short):
     for queries in ("agnostic", "aware"):
         assert found["int4", queries]["kl"] < 0.1
         assert found["int4", queries]["top1"] > 0.9
-    model, tokenizer = prompts.load("packaged")
+    model, tokenizer = prompts.load("longeval-one-head")
     for seed in (0, 1):
         apart, together = (
             prompts.answered(model, tokenizer, 1, 20, seed, queries)[0]
@@ -466,10 +466,12 @@ def test_kl_compresses_before_or_after_the_question(short):
 def test_texts_without_a_question_leave_a_gap(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("line one-two: REGISTER_CONTENT is <123>\n" * 40)
-    model, tokenizer = prompts.load("packaged")
+    model, tokenizer = prompts.load("longeval-one-head")
     cuts = {}
     for queries in prompts.PROTOCOLS:
-        source, (text,) = prompts.texts_for("packaged", model, tokenizer, 1, 0, [file], 30, queries)
+        source, (text,) = prompts.texts_for(
+            "longeval-one-head", model, tokenizer, 1, 0, [file], 30, queries
+        )
         assert source == "files"
         assert text.ids.shape[1] - text.asked == 30
         cuts[queries] = text.asked - text.cut
@@ -522,9 +524,10 @@ def test_longeval_with_the_question_seen(monkeypatch, tmp_path):
         read.append(tokenizer.decode(ids[0]))
         return kl.compressed(model, ids, *arguments, **options)
 
-    tokenizer = prompts.load("packaged")[1]
+    tokenizer = prompts.load(prompts.ONE_HEAD)[1]
     monkeypatch.setattr(longeval, "compressed", compressed)
     arguments = ["--lines", "20", "--count", "1", "--budgets", "0.5", "--methods", "exact,snapkv"]
+    arguments += ["--model", prompts.ONE_HEAD]
     for question in ("unseen", "seen"):
         result = invoke(longeval.main, *arguments, "--question", question)
         exact, snapkv = result["results"]
@@ -570,7 +573,7 @@ def test_longeval_at_equal_bytes(monkeypatch, tmp_path):
     [
         (["--preset", "defalt"], "must be one of default, balancekv"),
         (["--methods", "unifrm"], "did you mean 'uniform'"),
-        (["--layers", "7", "--models", "packaged"], "layers: 7 must be in 0 .. 3"),
+        (["--layers", "7", "--models", "longeval-one-head"], "layers: 7 must be in 0 .. 3"),
         (["--prompts", "0"], "--prompts 0"),
     ],
 )
@@ -614,7 +617,7 @@ def test_the_page_is_written_from_what_the_benchmarks_leave(monkeypatch, tmp_pat
     page.main()
     text = (tmp_path / "errors.md").read_text()
     assert "Equal bytes" in text
-    assert "**packaged:longeval-20, queries unseen**" in text
+    assert "**longeval-one-head:longeval-20, queries unseen**" in text
     assert "| int4 | all tokens: " in text
     assert "| no fit | 0.100 | 3 |" in text
     assert "| knorm | 0.1235 |  |" in text
@@ -637,7 +640,7 @@ def test_the_readme_compares_ours_with_the_best_of_others(tmp_path):
     rows += [
         {"method": name, "budget": 1.0, "accuracy": 1.0, "cases": 7} for name in ("exact", "int4")
     ]
-    unseen = {"results": rows, "lines": 20, "source": "generated"}
+    unseen = {"results": rows, "model": "spread", "lines": 20, "source": "generated"}
     again = {"method": "kvzip/reread", "budget": 0.5, "accuracy": 0.7, "cases": 7}
     assert page_readme.compared(unseen) == ["snapkv", "merge_reduce"]
     readme = tmp_path / "README.md"
@@ -651,7 +654,7 @@ def test_the_readme_compares_ours_with_the_best_of_others(tmp_path):
     assert "| exact cache (all bytes) | 1.00 | 0 |\n| kvsketch, its default | 0.90 | 0 |" in text
     assert "| KVzip | 0.70 |" in text
     assert "| best of 2 others that read once | 0.30 (merge_reduce) | 0 |" in text
-    assert "\n\nThe packaged model is trained for this very task" in text
+    assert "\n\nThe packaged model `spread` is trained for LongEval's line retrieval, so" in text
 
 
 def test_pages_show_a_heading_and_a_paragraph_and_fold_the_tables():

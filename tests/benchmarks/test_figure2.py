@@ -13,7 +13,6 @@ from benchmarks.markdown import folded
 from benchmarks.page import DOCS
 from kvsketch import Slots
 from kvsketch.evaluation.runner.activations import Activations
-from kvsketch.evaluation.runner.loading import PACKAGED
 from kvsketch.methods import BalanceKV, Uniform
 
 
@@ -105,7 +104,7 @@ def test_one_command_per_model_resumes_and_refuses(tmp_path, monkeypatch):
 
     command = typer.Typer()
     command.command()(figure2.main)
-    options = ["--model", PACKAGED, "--layers", "1", "--prompts", "1", "--seeds", "2"]
+    options = ["--model", "longeval-one-head", "--layers", "1", "--prompts", "1", "--seeds", "2"]
     done = app.invoke(command, [*options, "--out", str(out), "--json"])
     assert done.exit_code == 0, done.output
     rows = json.loads(out.read_text())["results"]

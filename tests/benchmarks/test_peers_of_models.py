@@ -13,7 +13,7 @@ import kvsketch
 from benchmarks.peers import kvpress
 from benchmarks.peers.kvpress_model import ModelJob, kept_and_scores, kept_of_model
 from kvsketch import SketchCache
-from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+from kvsketch.evaluation.runner.loading import resolve_model
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
 from kvsketch.methods.registry import REREADING
 
@@ -23,7 +23,7 @@ SHAPES = [(300, 150), (1000, 100), (2049, 300), (2600, 650)]
 
 @lru_cache(maxsize=1)
 def packaged():
-    folder = resolve_model(PACKAGED)
+    folder = resolve_model("longeval-one-head")
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompt = generate_cases(300, 1, seed=5)[0]["prompt"]

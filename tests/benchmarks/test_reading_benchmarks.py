@@ -22,7 +22,9 @@ def invoke(command, *arguments, code=0):
 
 
 def test_what_a_second_reading_costs(monkeypatch, tmp_path):
-    monkeypatch.setattr(reading, "models", lambda: {"packaged": lambda: small_llama().eval()})
+    monkeypatch.setattr(
+        reading, "models", lambda: {"longeval-one-head": lambda: small_llama().eval()}
+    )
     monkeypatch.setattr(
         reading, "AutoTokenizer", type("", (), {"from_pretrained": lambda _: Letters()})
     )

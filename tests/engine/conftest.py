@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import vllm_engine as engine
-from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+from kvsketch.evaluation.runner.loading import resolve_model
 
 
 @pytest.fixture(scope="session")
@@ -36,5 +36,5 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("hybrid")
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(resolve_model(PACKAGED)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(resolve_model("longeval-one-head")).save_pretrained(folder)
     return str(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks import vllm_engine as engine
 from benchmarks.longeval import cases
-from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+from kvsketch.evaluation.runner.loading import resolve_model
 
 
 def asked(count: int, tokens: int = 12) -> list[dict]:
@@ -23,7 +23,7 @@ def about_documents(count: int) -> list[dict]:
     shortened document."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(PACKAGED))
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("longeval-one-head"))
     found = []
     for row in cases(200, count, 0)[1]:
         prompt = tokenizer(row["prompt"]).input_ids

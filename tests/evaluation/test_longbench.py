@@ -43,7 +43,7 @@ needs_checkout = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return load_tokenizer(resolve_model("packaged"))
+    return load_tokenizer(resolve_model("longeval-one-head"))
 
 
 def row(**changes: Any) -> dict[str, Any]:

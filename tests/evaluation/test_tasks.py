@@ -39,13 +39,13 @@ from tiny_model import tiny_case, tiny_tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("KVSKETCH_DATA", ROOT.parent / "shared" / "data"))
 FAR = 10**9  # as without a limit
-TOKENIZERS = ("packaged", "tiny", "tiny chat")
+TOKENIZERS = ("longeval-one-head", "tiny", "tiny chat")
 
 
 @lru_cache
 def tokenizer(name: str) -> Any:
-    if name == "packaged":
-        return load_tokenizer(resolve_model("packaged"))
+    if name == "longeval-one-head":
+        return load_tokenizer(resolve_model("longeval-one-head"))
     found = tiny_tokenizer()
     if name == "tiny chat":
         found.chat_template = (
@@ -67,7 +67,7 @@ def encoded(name: str, case: Case) -> int:
     return len(tokenizer(name)(case.prompt)["input_ids"])
 
 
-def fitted(task: Needle | Ruler, name: str = "packaged") -> list[Case]:
+def fitted(task: Needle | Ruler, name: str = "longeval-one-head") -> list[Case]:
     return [task.fitted(case, tokenizer(name), FAR) for case in task.cases()]
 
 
@@ -229,7 +229,7 @@ def test_needle_prompts_are_as_long_as_asked_and_never_longer(name: str, form: s
 def test_lengths_too_short_are_refused_with_what_they_need(task: Needle | Ruler) -> None:
     for case in task.cases():  # cases are made without the tokenizer
         with pytest.raises(InputError, match=r"length=64 is too short: this takes at least \d+"):
-            task.fitted(case, tokenizer("packaged"), FAR)
+            task.fitted(case, tokenizer("longeval-one-head"), FAR)
 
 
 def test_lengths_beyond_the_model_or_the_word_list_are_refused() -> None:
@@ -367,7 +367,7 @@ def test_real_essays_hold_no_needle_of_their_own() -> None:
         for case in fitted(Needle([6000], [0, 0.5, 1], form=form, haystack=essays)):
             assert case.details["haystack"] == "essays"
             assert case.context.count(case.answers[0]) == 1
-            assert 0.98 * 6000 <= encoded("packaged", case) + case.max_new_tokens <= 6000
+            assert 0.98 * 6000 <= encoded("longeval-one-head", case) + case.max_new_tokens <= 6000
 
 
 # --- the same cases everywhere -------------------------------------------------------------------
@@ -395,8 +395,8 @@ def test_cases_depend_on_the_seed_and_nothing_else(kind: str) -> None:
 def test_fitting_changes_the_context_only_and_the_same_way(kind: str) -> None:
     task = task_of(kind, 1)
     case = task.cases()[-1]
-    found = task.fitted(case, tokenizer("packaged"), FAR)
-    assert found == task_of(kind, 1).fitted(case, tokenizer("packaged"), FAR)
+    found = task.fitted(case, tokenizer("longeval-one-head"), FAR)
+    assert found == task_of(kind, 1).fitted(case, tokenizer("longeval-one-head"), FAR)
     assert found.context != case.context
     for same in ("task", "question", "answers", "max_new_tokens", "group", "details", "where"):
         assert getattr(found, same) == getattr(case, same)

@@ -165,7 +165,7 @@ def test_bad_input_is_refused_in_one_line(model: str, text: Path, tmp_path: Path
     none = tmp_path / "none.kvs"
     for words in (("ask", none, "x"), ("info", none), ("merge", path, none, "-o", out)):
         assert f"DOC.kvs {none} is not a file" in refused(*words)
-    said = refused("ask", path, "x", "--model", "packaged")
+    said = refused("ask", path, "x", "--model", "longeval-one-head")
     assert "of another model" in said
     assert f"it was made with {model}" in said
     assert "exclude each other" in refused("chat", "--context", path, "--budget", "9")
@@ -303,11 +303,11 @@ def test_a_new_process_answers_as_the_first(lines: int, least: int, tmp_path: Pa
     from kvsketch.documents.document import Document, encoded, read
     from kvsketch.hf.size import predicted_size
 
-    folder = loading.resolve_model("packaged")
+    folder = loading.resolve_model("longeval-one-head")
     model, tokenizer = loading.load_model(folder, "cpu", "float32"), loading.load_tokenizer(folder)
     record, asked, right = _record(lines)
     cache = SketchCache(model.config, budget=0.25)
-    document = Document(model, tokenizer, cache, Wording(), {"model": "packaged"})
+    document = Document(model, tokenizer, cache, Wording(), {"model": "longeval-one-head"})
     read(model, tokenizer, encoded(model, tokenizer, record, special=True), cache)
     path = tmp_path / "record.kvs"
     document.save(path)
@@ -339,7 +339,7 @@ def test_the_size_of_a_file_is_predicted(settings: dict[str, Any], tmp_path: Pat
 
     from kvsketch.hf.size import predicted_size
 
-    model = loading.load_model(loading.resolve_model("packaged"), "cpu", "float32")
+    model = loading.load_model(loading.resolve_model("longeval-one-head"), "cpu", "float32")
     cache = SketchCache(model.config, **settings)
     ids = torch.randint(5, 7000, (1, 1500), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -105,7 +105,7 @@ def test_expected_questions_compress_at_once(llama, settings, chunk_size, monkey
 def test_the_answers_to_expected_questions_are_found():
     """From questions alone, the packaged model, which looks at a line only while it writes the
     answer, keeps the lines of these questions, in a tenth of the bytes."""
-    name = packaged_model()
+    name = packaged_model("longeval-one-head")
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(name),
         AutoTokenizer.from_pretrained(name),

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, DynamicCache
 import kvsketch
 from families import CONFIGS, build
 from kvsketch import InputError, SketchCache, Slots, UnsupportedError
-from kvsketch.evaluation.runner.loading import PACKAGED, resolve_model
+from kvsketch.evaluation.runner.loading import resolve_model
 from kvsketch.hf import reading
 from kvsketch.hf.interface import watched
 from kvsketch.methods import registry
@@ -197,7 +197,7 @@ def test_a_retrieval_head_is_found_by_the_second_reading():
     from kvsketch.evaluation.runner.longeval import QUESTION_MARK, read_answer
     from kvsketch.evaluation.runner.longeval_cases import generate_cases
 
-    folder = resolve_model(PACKAGED)
+    folder = resolve_model("longeval-one-head")
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     right = dict.fromkeys(("prompt", "reread"), 0)

@@ -669,7 +669,17 @@ def run_benchmark(*arguments):
 def test_ablation_rows_are_the_attention_errors_of_one_part_changed(tmp_path):
     out = tmp_path / "ablation.json"
     parts = "heavy_merge@even;no least squares;streamed, chunks of 64: heavy_merge@even"
-    arguments = ("--models", "packaged", "--prompts", "1", "--parts", parts, "--json", "--out", out)
+    arguments = (
+        "--models",
+        "longeval-one-head",
+        "--parts",
+        parts,
+        "--json",
+        "--out",
+        out,
+        "--prompts",
+        "1",
+    )
     code, line = run_benchmark("benchmarks.ablation", *map(str, arguments))
     assert code == 0, line
     result = json.loads(line)

@@ -174,8 +174,8 @@ def test_the_command(tmp_path):
 def test_the_command_is_one_that_vllm_can_run(tmp_path):
     """A packaged model by its folder; layers with a sliding window keep their own backend."""
     words = ["--gpu-memory", "1GiB", "--context", "4k", "--budget", "256"]
-    shown = CliRunner().invoke(app, ["plan", "--model", "packaged", *words])
-    assert f"vllm serve {packaged_model()} --max-model-len 4096" in shown.stdout
+    shown = CliRunner().invoke(app, ["plan", "--model", "longeval-one-head", *words])
+    assert f"vllm serve {packaged_model('longeval-one-head')} --max-model-len 4096" in shown.stdout
     folder = tmp_path / "a model"
     AutoConfig.for_model("gemma3_text", num_hidden_layers=6).save_pretrained(folder)
     words[1] = "16GiB"

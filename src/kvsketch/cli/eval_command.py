@@ -75,8 +75,8 @@ def eval_command(
     model: Annotated[
         str,
         typer.Option(
-            help="Model folder or Hugging Face id. In this package: longeval-one-head (packaged) "
-            "for longeval, ruler-one-layer for longeval and ruler."
+            help="Model folder or Hugging Face id. In this package: spread (packaged) and "
+            "ruler-one-layer for longeval and ruler, longeval-one-head for longeval."
         ),
     ] = "packaged",
     methods: Annotated[

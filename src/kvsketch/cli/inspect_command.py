@@ -208,7 +208,7 @@ def run(
     source, prompts = "sampled", list["Tensor"]()
     if texts:
         source = "files"
-    elif model_name == loading.PACKAGED:
+    elif model_name in loading.PACKAGED_MODELS:
         from kvsketch.evaluation.runner.longeval_cases import generate_cases
 
         source = f"longeval-{_LINES}"

@@ -17,7 +17,8 @@ from kvsketch.evaluation.runner.devices import DEVICE_MAPS, check_device_name, n
 PACKAGED = "packaged"
 #: names of the models that ship with the package, and their folders in ``kvsketch/models``
 PACKAGED_MODELS: Mapping[str, str] = {
-    PACKAGED: "longeval",
+    PACKAGED: "spread",
+    "spread": "spread",
     "longeval-one-head": "longeval",
     "ruler-one-layer": "ruler",
 }
@@ -34,9 +35,10 @@ def packaged_model(name: str = PACKAGED) -> Path:
     """Folder of a model that ships with the package, for ``AutoModelForCausalLM.from_pretrained``.
 
     Args:
-        name: "longeval-one-head" retrieves lines (LongEval), and one of its KV heads reads them;
-            "ruler-one-layer" also answers questions of RULER, and reads in one of its layers;
-            "packaged" is the one that commands use unless another is named, longeval-one-head.
+        name: "spread" answers questions of LongEval and RULER, and reads with many heads in several
+            layers; "packaged" is another name of it, since commands use it unless another is named.
+            "longeval-one-head" retrieves lines (LongEval), and one of its KV heads reads them;
+            "ruler-one-layer" also answers questions of RULER, and reads in one of its layers.
 
     Raises:
         InputError: unknown name.
