@@ -139,6 +139,12 @@ def _follows(results: list[dict[str, Any]]) -> str:
                 "answer. Methods that keep what the question attends to (SnapKV, AdaKV, H2O, TOVA) "
                 "cannot work there by construction, and their rows say nothing about them."
             )
+    if any(found["model"] == "spread" for found in results):
+        said.append(
+            "`spread` needs many heads because it was trained to: in a fifth of its sequences most "
+            "heads saw only first and recent tokens, and no answer was to be given then. It shows "
+            "how methods act on a model that is so, and not that models are."
+        )
     return "".join(f"- {line}\n" for line in said)
 
 
