@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.markdown import table
 from benchmarks.page_figures import Scores, accuracies, best_reading
 from benchmarks.page_reread import cost_by_source
+from benchmarks.prompts import ONE_HEAD
 
 #: The rows beside ours: a method's name in the results, and what it is in words.
 PEERS = (
@@ -63,8 +64,8 @@ def caption(unseen: dict[str, Any]) -> str:
         "compare the rows with each other and measure your own task. Accuracy on "
         f"{count} {unseen['source']} cases of {unseen['lines']} lines; the question comes after "
         "compression; equal bytes for every method, keys and values counted at 2 bytes a number "
-        "as in a 16-bit model. Cost: the time of the second reading over the first, measured here "
-        "/ extrapolated to 32 layers of Llama 3 8B's shape."
+        "as in a 16-bit model. Cost: the time of the second reading over the first, on "
+        f"`{ONE_HEAD}` / extrapolated to 32 layers of Llama 3 8B's shape."
     )
 
 

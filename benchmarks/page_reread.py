@@ -62,7 +62,7 @@ def what(result: dict[str, Any], costs: dict[str, Any]) -> str:
         "answers at 0.1 (`kvsketch eval longeval --methods kvzip --recent 0 --queries reread "
         "--question unseen`). `@global`: heads share the budget by scores. `+int4`, `+int8`: more "
         "slots, in 4 or 8 bits. `cost`: the CPU time of the second reading over that of the first, "
-        f"on this model / extrapolated to 32 layers of Llama 3 8B's shape. {gradients}"
+        f"on `{ONE_HEAD}` / extrapolated to 32 layers of Llama 3 8B's shape. {gradients}"
     )
 
 

@@ -30,11 +30,6 @@ ROOT = DOCS.parent
 RESULTS = DOCS / "results"
 _PLOT = "--plot {figures}/"
 _AGAIN = "kvzip+int4/reread,kvzip/reread,kvgrad/reread"
-_ALL_SOURCES = ",".join(
-    f"heavy_merge@global+{bits}/{source}"
-    for source in ("reread", "local", "sample")
-    for bits in ("16bit", "int4")
-)
 _LONG = (
     "--budgets 0.25,0.1,0.05 --methods exact,heavy_merge,heavy_merge@global+int4/local,"
     f"heavy_merge@global+int4/sample,{_AGAIN}"
@@ -67,13 +62,12 @@ COMMANDS = {
     "tolerance": "tolerance",
     "kl": "kl --texts 4",
     "kl_few": "kl --models ../shared/data/stories260K --shares 0.0625 --texts 24 --seed 1",
-    "longeval_unseen": f"longeval {_ONE_HEAD}",
-    "longeval_seen": f"longeval {_ONE_HEAD} --question seen --budgets 0.25,0.1,0.05 --methods "
-    "exact,heavy_merge,heavy_merge@global+int4,snapkv,snapkv@layer,snapkv@layer+int4,h2o,tova,"
-    "chunkkv,keydiff,kvzip+int4/reread",
-    "longeval_reread": f"longeval {_ONE_HEAD} --budgets 0.25,0.1,0.05 --methods "
-    f"kvzip/reread,kvzip+int4/reread,{_ALL_SOURCES},heavy_merge@global+16bit,"
-    "heavy_merge@global+int4,heavy_merge,kvgrad/reread,kvzip_plus/reread",
+    "longeval_unseen": f"longeval {_FEWER}",
+    "longeval_seen": f"longeval --question seen {_FEWER} "
+    f"--methods exact,{','.join(page_beds.NAMED)},tova",
+    "longeval_reread": f"longeval {_FEWER} --methods {_AGAIN},heavy_merge@global+int4/reread,"
+    "heavy_merge@global+int4/local,heavy_merge@global+int4/sample,heavy_merge@global+int4,"
+    "heavy_merge",
     "longeval_reread_measured": f"longeval {_ONE_HEAD} {_FEWER} --methods "
     "heavy_merge@measured+int4/sample,heavy_merge@global+int4/sample",
     "longeval_unseen_300": f"longeval {_ONE_HEAD} --lines 300 {_LONG}",
