@@ -1,4 +1,4 @@
-"""The Triton kernels equal ``estimator.attend`` in float64 and the plain forms of the methods.
+"""The Triton kernels equal ``estimator.attend`` in float64.
 
 They run on CUDA tensors where there is a GPU, else in Triton's interpreter on the CPU. The
 interpreter accepts more than the compiler, so that the kernels are also compiled, which needs no
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,6 @@ from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.estimator import attend, attention_scores
 from kvsketch.kernels import triton_support
 from kvsketch.kernels.flat_page import FlatQuantized
-from kvsketch.methods import balancekv, kmeans
-from kvsketch.methods.balance import Lifted
-from kvsketch.methods.balance import walk as plain_walk
-from kvsketch.methods.balancekv import BalanceKV, SoftmaxBalance
 from kvsketch.slots import Slots
 
 if importlib.util.find_spec("triton") is None:
@@ -48,8 +43,6 @@ with pytest.MonkeyPatch.context() as patch:
         patch.setenv(name, value)
     decode_module = importlib.import_module("kvsketch.kernels.triton_decode")
     prefill_module = importlib.import_module("kvsketch.kernels.triton_prefill")
-    walk = importlib.import_module("kvsketch.kernels.triton_halving").walk
-    nearest = importlib.import_module("kvsketch.kernels.triton_nearest").nearest
 decode, prefill = decode_module.decode, prefill_module.prefill
 assert triton_support.available(DEVICE), "Triton was imported before, without its interpreter"
 
@@ -623,168 +616,6 @@ def test_no_query() -> None:
         assert log.shape == (1, 4, 0)
 
 
-# The walk -----------------------------------------------------------------------------------------
-
-
-@settings(max_examples=15)
-@given(
-    seed=st.integers(0, 999),
-    rows=st.integers(1, 3),
-    n=st.integers(1, 70),
-    head_dim=st.integers(1, 40),
-    value_dim=st.integers(1, 40),
-    threshold=st.sampled_from([0.5, 3.0, 40.0]),
-    per_vector=st.booleans(),
-    grouped=st.booleans(),
-    panel=st.sampled_from([16, 32]),
-)
-def test_walk_has_the_signs_of_the_plain_walk(
-    seed: int,
-    rows: int,
-    n: int,
-    head_dim: int,
-    value_dim: int,
-    threshold: float,
-    per_vector: bool,
-    grouped: bool,
-    panel: int,
-) -> None:
-    random = torch.Generator().manual_seed(seed)
-    keys = torch.randn(rows, n, head_dim, generator=random)
-    values = torch.randn(rows, n, value_dim, generator=random)
-    shift = keys.square().sum(-1).amax(-1) / 4 - 1
-    groups = torch.randint(0, 3, (rows, n), generator=random) if grouped else None
-    bound = values.square().sum(-1)
-    bound = bound if per_vector else bound.amax(-1)
-    uniform = torch.rand(rows, n, generator=random, dtype=torch.float64)
-    vectors = Lifted(keys, values, 0.25, shift, groups)
-    wanted = plain_walk(vectors, threshold, bound, uniform)
-    there = Lifted(on(keys), on(values), 0.25, on(shift), None if groups is None else on(groups))
-    signs, failed = walk(there, threshold, on(bound), on(uniform), panel=panel)
-    assert torch.equal(signs.cpu(), wanted[0])
-    assert torch.equal(failed.cpu(), wanted[1])
-
-
-def test_walk_follows_the_sum_and_not_coins() -> None:
-    # With so low a threshold the sum decides, and signs of equal vectors alternate, over 4 panels.
-    ones = on(torch.ones(2, 50, 3))
-    vectors = Lifted(ones, ones, 1.0, on(torch.zeros(2)))
-    coins = on(torch.full((2, 50), 0.5, dtype=torch.float64))
-    signs, failed = walk(vectors, 1e-3, on(torch.ones(2)), coins, panel=16)
-    turns = torch.tensor([-1.0, 1.0]).repeat(25).expand(2, -1)
-    assert torch.equal(signs.cpu(), turns)
-    assert failed.all()
-
-
-def test_walk_balances_groups_apart() -> None:
-    random = torch.Generator().manual_seed(6)
-    keys, values = torch.randn(2, 40, 5, generator=random), torch.randn(2, 40, 5, generator=random)
-    groups = torch.randint(0, 3, (2, 40), generator=random)
-    uniform = torch.rand(2, 40, generator=random, dtype=torch.float64)
-    shift, bound = torch.ones(2), torch.full((2,), 9.0)
-    there = Lifted(on(keys), on(values), 0.3, on(shift), on(groups))
-    signs, _ = walk(there, 0.5, on(bound), on(uniform), panel=16)
-    vectors = Lifted(keys, values, 0.3, shift, groups)
-    assert torch.equal(signs.cpu(), plain_walk(vectors, 0.5, bound, uniform)[0])
-    together = replace(vectors, groups=None)
-    assert not torch.equal(signs.cpu(), plain_walk(together, 0.5, bound, uniform)[0])
-
-
-def test_walk_strided_and_in_16_bits() -> None:
-    random = torch.Generator().manual_seed(4)
-    keys = torch.randn(20, 2, 40, generator=random).bfloat16().permute(1, 2, 0)
-    values = torch.randn(2, 40, 34, generator=random).half()[..., ::2]
-    shift, bound = torch.ones(4)[::2], torch.full((1,), 20.0).expand(2)
-    uniform = torch.rand(40, 2, generator=random).T
-    signs, _ = walk(
-        Lifted(on(keys), on(values), 0.2, on(shift)), 2.0, on(bound), on(uniform), panel=16
-    )
-    plain = Lifted(keys.float(), values.float(), 0.2, shift)
-    assert torch.equal(signs.cpu(), plain_walk(plain, 2.0, bound, uniform)[0])
-
-
-def test_balancekv_keeps_the_same_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    random = torch.Generator().manual_seed(5)
-    slots = Slots(
-        *(on(torch.randn(2, 2, 90, dim, generator=random)) for dim in (12, 10)),
-        on((torch.rand(2, 2, 90, generator=random) < 0.8).float()),
-    )
-    slots = replace(slots, values=slots.values * slots.masses().unsqueeze(-1))
-    wanted = balancekv.BalanceKV(seed=3, block=32, constant=0.5).half(slots)
-    monkeypatch.setattr(balancekv, "walk", walk)
-    got = balancekv.BalanceKV(seed=3, block=32, constant=0.5).half(slots)
-    assert torch.equal(got.index, wanted.index)
-    assert torch.equal(got.failed, wanted.failed)
-
-
-# The nearest centre -------------------------------------------------------------------------------
-
-
-@settings(max_examples=20)
-@given(
-    seed=st.integers(0, 99),
-    rows=st.integers(1, 2),
-    n=st.integers(0, 60),
-    count=st.integers(1, 60),
-    dim=st.integers(1, 40),
-    dtype=st.sampled_from(list(TOLERANCE)),
-    weighted=st.booleans(),
-    strided=st.booleans(),
-    tile=st.sampled_from([16, 32]),
-)
-def test_nearest_centres_and_their_sums(
-    seed: int,
-    rows: int,
-    n: int,
-    count: int,
-    dim: int,
-    dtype: torch.dtype,
-    weighted: bool,
-    strided: bool,
-    tile: int,
-) -> None:
-    random = torch.Generator().manual_seed(seed)
-    keys = torch.randn(rows, dim, n, generator=random).to(dtype).transpose(1, 2)
-    centres = torch.randn(rows, count, dim, generator=random).to(dtype)
-    keys = keys if strided else keys.contiguous()
-    weight = torch.rand(n, rows, generator=random).T if weighted else None
-    index, sums, counts = nearest(
-        on(keys),
-        on(centres),
-        None if weight is None else on(weight),
-        rows=tile,
-        block=tile,
-    )
-    index, keys, centres = index.cpu(), keys.double(), centres.double()
-    distance = (keys.unsqueeze(2) - centres.unsqueeze(1)).square().sum(-1)
-    chosen = distance.gather(2, index.unsqueeze(2)).squeeze(2)
-    least = distance.amin(2) if n else chosen
-    torch.testing.assert_close(chosen, least, rtol=1e-5, atol=1e-4)
-    weights = torch.ones(rows, n) if weight is None else weight
-    member = torch.nn.functional.one_hot(index, count).double() * weights.double().unsqueeze(2)
-    torch.testing.assert_close(sums.cpu().double(), member.mT @ keys, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(counts.cpu().double(), member.sum(1), rtol=1e-5, atol=1e-5)
-
-
-def test_nearest_is_that_of_k_means_and_the_first_of_equal_ones() -> None:
-    random = torch.Generator().manual_seed(0)
-    # Integers, so that nothing is rounded and many centres are equally near.
-    keys = torch.randint(-3, 4, (3, 90, 5), generator=random).float()
-    centres = torch.randint(-3, 4, (3, 40, 5), generator=random).float()
-    wanted = (keys.unsqueeze(2) - centres.unsqueeze(1)).square().sum(-1)
-    first = (wanted == wanted.amin(2, keepdim=True)).int().argmax(2)
-    for sizes in ({"rows": 32, "block": 16}, {}):
-        index, sums, _ = nearest(on(keys), on(centres), **sizes)
-        assert torch.equal(index.cpu(), first)
-    keys, centres = (torch.randn(3, n, 12, generator=random) for n in (90, 40))
-    index, sums, _ = nearest(on(keys), on(centres))
-    none = torch.zeros(3, 40, dtype=torch.bool)
-    plain = kmeans.assigned(keys.double(), centres.double(), none, torch.ones(3, 90).double())
-    assert torch.equal(index.cpu(), plain[0])
-    wanted = torch.nn.functional.one_hot(index.cpu(), 40).float().mT @ keys
-    torch.testing.assert_close(sums.cpu(), wanted)
-
-
 # What is refused ----------------------------------------------------------------------------------
 
 
@@ -913,42 +744,6 @@ def test_refused_codes() -> None:
             call(decode, {**plain, "values": torch.zeros(1, 10, 70), **changes})
 
 
-def test_refused_by_walk_and_nearest() -> None:
-    rows = on(torch.zeros(2, 5, 3))
-    shift, bound, uniform = on(torch.zeros(2)), on(torch.ones(2)), on(torch.zeros(2, 5))
-    good = Lifted(rows, rows, 1.0, shift)
-    walk(good, 1.0, bound, uniform)
-    long = on(torch.zeros(1, 4097, 1))
-    for arguments, error, message in [
-        ((replace(good, keys=rows.double()), 1.0, bound, uniform), UnsupportedError, "float64"),
-        ((replace(good, values=rows[:, :4]), 1.0, bound, uniform), InputError, "keys and values"),
-        ((replace(good, values=rows[..., :0]), 1.0, bound, uniform), InputError, "no width"),
-        ((replace(good, shift=shift[:1]), 1.0, bound, uniform), InputError, "shift must have"),
-        ((replace(good, groups=uniform), 1.0, bound, uniform), InputError, "groups must be"),
-        ((good, 1.0, bound[:1], uniform), InputError, "bound must have"),
-        ((good, 1.0, bound, uniform[:1]), InputError, "uniform must have"),
-        (
-            (Lifted(long, long, 1.0, shift[:1]), 1.0, bound[:1], long[..., 0]),
-            UnsupportedError,
-            "n=4097",
-        ),
-    ]:
-        with pytest.raises(error, match=message):
-            walk(*arguments)
-    nearest(rows, rows)
-    for arguments, error, message in [
-        ((rows[0], rows), InputError, "keys must have three axes"),
-        ((rows.double(), rows), UnsupportedError, "float64"),
-        ((rows, rows[..., :2]), InputError, "centres"),
-        ((rows, rows.half()), InputError, "dtype"),
-        ((rows, rows[:, :0]), InputError, "at least one"),
-        ((rows, rows, uniform.T), InputError, "weight must have shape"),
-        ((on(torch.zeros(1, 1, 1025)),) * 2, UnsupportedError, "d <= 1024"),
-    ]:
-        with pytest.raises(error, match=message):
-            nearest(*arguments)
-
-
 @pytest.mark.skipif(DEVICE == "cuda", reason="only the CPU is refused")
 def test_refused_without_an_interpreter_or_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
@@ -1018,10 +813,7 @@ from kvsketch.kernels import triton_support
 from kvsketch.kernels.flat_page import FlatQuantized
 triton_support._missing = lambda device: None
 from kvsketch.kernels.triton_decode import decode
-from kvsketch.kernels.triton_halving import walk
-from kvsketch.kernels.triton_nearest import nearest
 from kvsketch.kernels.triton_prefill import prefill
-from kvsketch.methods.balance import Lifted
 
 def normal(*shape): return torch.randn(shape, dtype=torch.bfloat16)
 start = torch.zeros(2, 2, dtype=torch.int64)
@@ -1043,11 +835,6 @@ paged = dict(pages=torch.zeros(2, dtype=torch.int64), logged=True, scaling=0.1, 
 decode(normal(2, 8, 1, 128), *plain, **paged)
 prefill(normal(2, 8, 70, 128), *plain, normal(2, 2, 70, 128), normal(2, 2, 70, 72), **paged,
         rows=64)
-rows = torch.randn(2, 64, 40)
-groups = torch.zeros(2, 64, dtype=torch.int64)
-walk(Lifted(rows, rows, 0.1, torch.ones(2), groups), 9.0, torch.ones(2), rows[..., 0].double(),
-     panel=16)
-nearest(rows.bfloat16(), rows.bfloat16(), torch.ones(2, 64), rows=64, block=32)
 """
 
 
@@ -1063,64 +850,4 @@ def test_kernels_compile(target: int, tmp_path: Path) -> None:
         f"_attend_rows {large}",
         "_attend_piece mma",
         f"_attend_rows {large}",
-        "_walk",
-        f"_assign {large}",
-        "_sum",
     ]
-
-
-# What the package itself chooses ------------------------------------------------------------------
-
-
-def launches(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> list[str]:
-    """The names of all later calls of a kernel's function, which the package may now choose."""
-    found: list[str] = []
-    kernel = importlib.import_module(f"kvsketch.kernels.{module}")
-    launch = getattr(kernel, name)
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        found.append(name)
-        return launch(*args, **kwargs)
-
-    monkeypatch.setattr(kernel, name, noted)
-    monkeypatch.setattr(triton_support, "DEVICES", {DEVICE})
-    return found
-
-
-@pytest.mark.parametrize("name", ["balancekv", "softmax_balance"])
-def test_balancing_is_the_kernel_s_where_there_is_one(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    random = torch.Generator().manual_seed(0)
-    slots = Slots(*torch.randn(2, 2, 2, 60, 8, generator=random)).map(on)
-    make = partial(BalanceKV, block=16) if name == "balancekv" else SoftmaxBalance
-    with monkeypatch.context() as patch:
-        patch.setattr(triton_support, "DEVICES", set())
-        plain = make(seed=3)(slots, 30)
-    found = launches(monkeypatch, "triton_halving", "walk")
-    kept = make(seed=3)(slots, 30)
-    assert found == ["walk"]
-    for field, tensor in plain.tensors().items():
-        assert torch.equal(getattr(kept, field), tensor)
-
-
-def test_k_means_is_the_kernel_s_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    random = torch.Generator().manual_seed(0)
-    keys, weight = torch.randn(3, 90, 12, generator=random), torch.rand(3, 90, generator=random)
-    count = torch.tensor([20, 7, 11])  # rows differ in their number of centres
-    with monkeypatch.context() as patch:
-        patch.setattr(triton_support, "DEVICES", set())
-        plain = kmeans.group_keys(on(keys), on(weight), on(count), 3)
-    found = launches(monkeypatch, "triton_nearest", "nearest")
-    groups = kmeans.group_keys(on(keys), on(weight), on(count), 3)
-    assert found == ["nearest"] * 4
-    assert torch.equal(groups.index, plain.index)
-    assert (groups.index.amax(1).cpu() < count).all()
-
-
-def test_float64_stays_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = launches(monkeypatch, "triton_nearest", "nearest")
-    generator = torch.Generator().manual_seed(0)
-    keys = on(torch.randn(1, 40, 4, generator=generator, dtype=torch.float64))
-    kmeans.group_keys(keys, torch.ones_like(keys[..., 0]), 5, 2)
-    assert not found

@@ -1,5 +1,4 @@
-"""Fast forms of ``attend`` and of the expensive steps of compression, each tested against its plain
-form.
+"""Fast forms of ``attend``, each tested against its plain form.
 
 The ``triton_*`` modules import Triton, which need not be installed. Call
 ``triton_support.available(device)`` before importing one.

@@ -16,9 +16,6 @@ from ..errors import UnsupportedError
 #: run in Triton's interpreter.
 DEVICES = {"cuda"}
 
-#: The most vectors of a sequence for ``triton_halving``, which keeps the signs in registers.
-LONGEST_WALK = 4096
-
 
 def chosen(tensor: Tensor) -> bool:
     """Whether ``tensor`` is given to a Triton kernel: if it is on a CUDA device, in 32 bits or

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..kernels import triton_support
 
 # Inner products with earlier vectors are computed in panels, at most so many at once (64 MB).
 _PANEL = 64
@@ -155,11 +154,6 @@ def walk(
         Signs ``[R, n]`` and failed, bool ``[R]``: whether |<w, v>| exceeded c R^2 somewhere (line
         6). The probability is then clamped to 0 or 1, and the walk continues.
     """
-    if isinstance(vectors, Lifted) and _fits_triton(vectors):
-        from ..kernels.triton_halving import walk as launch
-
-        signs, failures = launch(vectors, threshold, bound, uniform)
-        return signs.to(vectors.keys.dtype), failures
     limit = (threshold * bound).clamp(min=torch.finfo(bound.dtype).tiny)
     failed = torch.zeros(vectors.rows, dtype=torch.bool, device=bound.device)
     limits = limit.unsqueeze(1).expand(-1, vectors.count) if limit.dim() == 1 else limit
@@ -171,11 +165,6 @@ def walk(
         return torch.where(up, 1.0, -1.0).to(pending.dtype)
 
     return balance(vectors, decide), failed
-
-
-def _fits_triton(vectors: Lifted) -> bool:
-    """Whether ``triton_halving`` computes the walk, for all sequences in one launch."""
-    return triton_support.chosen(vectors.keys) and vectors.count <= triton_support.LONGEST_WALK
 
 
 def self_balancing_walk(

@@ -5,13 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import triton_support
 from .groups import Groups
 
 #: Keys are grouped within blocks of this many slots, so that the cost is linear in n.
 _BLOCK = 2048
-# Farther than any key, but finite when squared.
-_FAR = 1e15
 
 
 def group_keys(
@@ -117,12 +114,6 @@ def assigned(
         The index of each key's center, int64 ``[R, n]``, the sums of weight times key, ``[R, c,
         d]``, and the sums of weights, ``[R, c, 1]``.
     """
-    if triton_support.chosen(keys) and weight.dtype == torch.float32:
-        from ..kernels.triton_nearest import nearest
-
-        far = centers.masked_fill(absent.unsqueeze(-1), _FAR)
-        index, total, mass = nearest(keys.contiguous(), far, weight.contiguous())
-        return index, total, mass.unsqueeze(-1)
     norms = centers.square().sum(-1).masked_fill_(absent, torch.inf).unsqueeze(1)
     index = torch.baddbmm(norms, keys, centers.transpose(1, 2), alpha=-2).argmin(-1)
     groups = Groups(index, centers.shape[1])

@@ -1,0 +1,253 @@
+"""Counts of the code's structure: lines, import circles, imports that run up, and what a stranger
+must read to follow a prompt and a token.
+
+    python -m benchmarks.structure --out docs/results/structure.json
+
+The graph has every import statement, also those inside functions and of types only. The way of a
+prompt and of a decoded token is recorded while the default cache of a small random model runs:
+the functions of this package that were called, their files, and the classes of the objects whose
+methods they are.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks.page import save
+
+SOURCE = Path(__file__).resolve().parent.parent / "src" / "kvsketch"
+PACKAGE = "kvsketch"
+#: The rooms of the package, from the ground up: a room imports only from those before it. A file
+#: beside the rooms is one of its own, and stands in the first line.
+FLOORS = (
+    ("errors", "version"),
+    ("method_names", "observed", "slots", "state", "budget", "writing"),
+    ("arguments", "estimator", "partial", "random_numbers"),
+    ("files", "reread"),
+    ("methods",),
+    ("theory", "cache"),
+    ("kernels",),
+    ("attention",),
+    ("hf",),
+    ("models", "documents", "serving"),
+    ("vllm", "evaluation"),
+    ("cli",),
+    ("__main__",),
+)
+#: Rooms that are no part of the engine.
+LEAVES = ("evaluation", "cli", "theory")
+
+
+def modules(source: Path = SOURCE) -> dict[str, Path]:
+    """The file of every module; of a package's face, that of its folder."""
+    found = {}
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source).with_suffix("").parts
+        name = ".".join((PACKAGE, *parts)).removesuffix(".__init__")
+        found[name] = path
+    return found
+
+
+def imports(source: Path = SOURCE) -> dict[str, set[str]]:
+    """The modules that each module imports anywhere in its text. What the package's own face
+    offers lazily is no import of it."""
+    files = modules(source)
+    return {
+        name: set() if name == PACKAGE else set(_imported(name, path, files)) - {name}
+        for name, path in files.items()
+    }
+
+
+def _imported(name: str, path: Path, files: Mapping[str, Path]) -> Iterator[str]:
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in files)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
+                base = ".".join(part for part in (above, node.module) if part)
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                if inner in files or base in files:
+                    yield inner if inner in files else base
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other in a loop (Tarjan's components of two or more)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for other in sorted(graph[name]):
+            if other not in order:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], order[other])
+        if low[name] == order[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in graph:
+        if name not in order:
+            visit(name)
+    return found
+
+
+def room(module: str) -> str:
+    """The room that a module is in: a folder of the package, or a file beside them."""
+    return module.split(".")[1] if "." in module else module
+
+
+def upwards(graph: Mapping[str, set[str]]) -> list[tuple[str, str]]:
+    """Imports from a room to one that does not stand below it."""
+    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+    return sorted(
+        (name, other)
+        for name, others in graph.items()
+        for other in others
+        if room(name) != room(other)
+        and other != PACKAGE
+        and floor[room(other)] >= floor[room(name)]
+    )
+
+
+def mutual(graph: Mapping[str, set[str]]) -> list[tuple[str, str]]:
+    """Pairs of rooms that import each other."""
+    arrows = {(room(a), room(b)) for a, others in graph.items() for b in others}
+    return sorted((a, b) for a, b in arrows if a < b and (b, a) in arrows)
+
+
+def lines() -> dict[str, int]:
+    """Lines of every room, docstrings included."""
+    found: dict[str, int] = {}
+    for name, path in modules().items():
+        count = len(path.read_text(encoding="utf-8").splitlines())
+        found[room(name)] = found.get(room(name), 0) + count
+    return found
+
+
+def travelled(call: Callable[[], object]) -> dict[str, list[str]]:
+    """The files, functions and classes of this package that a call enters, by name."""
+    files: set[str] = set()
+    functions: set[str] = set()
+    classes: set[str] = set()
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event != "call" or not path.is_relative_to(SOURCE):
+            return
+        name = frame.f_code.co_name
+        if name.startswith("<"):  # a comprehension, or a module that is imported
+            return
+        file = path.relative_to(SOURCE).as_posix()
+        owner = frame.f_locals.get("self", frame.f_locals.get("cls"))
+        kind = owner if isinstance(owner, type) else type(owner)
+        own = [one for one in kind.__mro__ if name in vars(one) or name == "__init__"]
+        if owner is not None and own and own[0].__module__.startswith(PACKAGE):
+            classes.add(kind.__name__)
+            name = f"{own[0].__name__}.{name}"
+        files.add(file)
+        functions.add(f"{file}:{name}")
+
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return {
+        "classes": sorted(classes),
+        "files": sorted(files),
+        "functions": sorted(functions),
+    }
+
+
+def ways() -> dict[str, dict[str, list[str]]]:
+    """The way of the default's prompt, and of a token that is decoded without a compression."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from kvsketch import SketchCache
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=1024,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    cache = SketchCache(config, budget=0.25)
+    prompt, token = torch.randint(64, (1, 512)), torch.randint(64, (1, 1))
+
+    def read(ids: torch.Tensor) -> None:
+        with torch.no_grad():
+            model(ids, past_key_values=cache, use_cache=True)
+
+    found = {"prompt": travelled(lambda: read(prompt))}
+    read(token)
+    found["token"] = travelled(lambda: read(token))
+    return found
+
+
+def counted() -> dict[str, Any]:
+    """All counts."""
+    graph, each = imports(), lines()
+    long = {
+        path.relative_to(SOURCE).as_posix(): size
+        for path in modules().values()
+        if (size := len(path.read_text(encoding="utf-8").splitlines())) > 350
+    }
+    way = ways()
+    return {
+        "lines": sum(each.values()),
+        "lines_of_the_engine": sum(n for name, n in each.items() if name not in LEAVES),
+        "circles": [len(group) for group in circles(graph)],
+        "modules_in_circles": circles(graph),
+        "rooms_that_import_each_other": mutual(graph),
+        "imports_that_run_up": upwards(graph),
+        "files_over_350_lines": dict(sorted(long.items(), key=lambda item: -item[1])),
+        "ways": {
+            name: {kind: len(found) for kind, found in one.items()} for name, one in way.items()
+        },
+        "classes_of_a_token": way["token"]["classes"],
+        "files_of_a_token": way["token"]["files"],
+    }
+
+
+def main(
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    show: Annotated[str, typer.Option(help="Print the whole way: prompt or token.")] = "",
+) -> None:
+    """Example: python -m benchmarks.structure --out structure.json"""
+    if show:
+        for kind, names in ways()[show].items():
+            print(f"{len(names)} {kind}", *names, sep="\n  ")
+        return
+    result = counted()
+    for name, value in result.items():
+        print(f"{name}: {_short(value)}")
+    save({"command": "structure", **result}, out)
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(str(value)) > 300:
+        return f"{len(value)}"
+    return value
+
+
+if __name__ == "__main__":
+    typer.run(main)
