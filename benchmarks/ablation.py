@@ -35,8 +35,8 @@ from kvsketch import InputError, Slots
 from kvsketch.budget import Budget
 from kvsketch.cache import Stream, Windowed
 from kvsketch.evaluation.report.report import dumps, environment
-from kvsketch.evaluation.runner.activations import Activations, capture
-from kvsketch.evaluation.runner.allocation import answer_later
+from kvsketch.hf.activations import Activations, capture
+from kvsketch.hf.measuring import answer_later
 from kvsketch.methods import ClusterMerge, Compressor, HeavyMerge, SnapKV
 from kvsketch.observed import Observed
 

@@ -70,11 +70,12 @@ from benchmarks.prompts import ONE_HEAD, default_models, load, prompts_for, prot
 from benchmarks.results import Results, ResumeOption, Row
 from kvsketch import InputError, Observed, Slots
 from kvsketch.cache import windowed
+from kvsketch.cache.curves import Curves
 from kvsketch.cache.quantized_page import QuantizedPage
 from kvsketch.cache.storage import FULL, MEASURED, Bits, bits_of
 from kvsketch.evaluation.report.report import dumps
-from kvsketch.evaluation.runner.activations import Activations, capture
-from kvsketch.evaluation.runner.allocation import Curves, answer_later, measure_curves
+from kvsketch.hf.activations import Activations, capture
+from kvsketch.hf.measuring import answer_later, measure_curves
 from kvsketch.methods.registry import SKETCHES
 from kvsketch.methods.sketches.base import lengthened
 

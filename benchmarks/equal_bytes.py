@@ -21,9 +21,9 @@ from typing import Any
 from benchmarks.measuring import parts_of
 from kvsketch import SketchCache, Slots
 from kvsketch.cache import Stream
+from kvsketch.cache.curves import Curves
 from kvsketch.cache.quantized import predicted_bytes, slot_bytes
 from kvsketch.cache.storage import FULL, Bits
-from kvsketch.evaluation.runner.allocation import Curves
 from kvsketch.methods.sketches import Sketch
 
 #: Bytes of a number of a key or value: those of a model in 16 bits, whatever computes it.

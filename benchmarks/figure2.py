@@ -40,9 +40,9 @@ from benchmarks.prompts import default_models, load, prompts_for
 from benchmarks.results import Results, ResumeOption
 from kvsketch import Slots
 from kvsketch.evaluation.report.report import dumps
-from kvsketch.evaluation.runner.activations import Activations, capture
-from kvsketch.evaluation.runner.allocation import answer_later
 from kvsketch.evaluation.runner.loading import load_model, load_tokenizer, resolve_model
+from kvsketch.hf.activations import Activations, capture
+from kvsketch.hf.measuring import answer_later
 from kvsketch.methods import BalanceKV, Compressor, Uniform
 
 KEPT, SMALL = 256, 128  # tokens kept at each end

@@ -48,8 +48,8 @@ from benchmarks.theorems import (
 )
 from kvsketch import METHODS, SKETCHES, InputError, Slots, attend, theory
 from kvsketch.evaluation.report.report import dumps, environment
-from kvsketch.evaluation.runner.activations import capture
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
+from kvsketch.hf.activations import capture
 from kvsketch.methods import make
 from kvsketch.methods.sketches import BalanceKVStreaming, Sketch, SubGen
 

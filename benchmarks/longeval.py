@@ -50,8 +50,8 @@ from benchmarks.prompts import (
     question_apart,
 )
 from benchmarks.results import Results, ResumeOption, Row
+from kvsketch.cache.curves import Curves
 from kvsketch.evaluation.report.report import dumps
-from kvsketch.evaluation.runner.allocation import Curves
 from kvsketch.evaluation.runner.intervals import wilson_interval
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
 

@@ -20,13 +20,9 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from kvsketch.evaluation.runner.loading import (
-    PACKAGED_MODELS,
-    load_model,
-    load_tokenizer,
-    resolve_model,
-)
+from kvsketch.evaluation.runner.loading import load_model, load_tokenizer, resolve_model
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
+from kvsketch.models import PACKAGED_MODELS
 
 #: The model of the benchmarks that measure time, memory or errors rather than answers.
 ONE_HEAD = "longeval-one-head"

@@ -18,7 +18,7 @@ from benchmarks import page_beds
 from benchmarks.markdown import folded, made_with, table, written_by
 from benchmarks.page import DOCS, loaded, save
 from kvsketch.cli.inspect_retrieval import run_retrieval
-from kvsketch.evaluation.runner.loading import PACKAGED, PACKAGED_MODELS
+from kvsketch.models import PACKAGED, PACKAGED_MODELS
 
 RESULTS = DOCS / "results" / "retrieval.json"
 PAGE = DOCS / "what-the-numbers-can-tell.md"

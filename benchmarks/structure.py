@@ -28,16 +28,17 @@ PACKAGE = "kvsketch"
 #: The rooms of the package, from the ground up: a room imports only from those before it. A file
 #: beside the rooms is one of its own, and stands in the first line.
 FLOORS = (
-    ("errors", "version"),
-    ("method_names", "observed", "slots", "state", "budget", "writing"),
-    ("arguments", "estimator", "partial", "random_numbers"),
+    ("errors",),
+    ("method_names", "observed", "slots", "state", "budget", "writing", "models"),
+    ("arguments", "estimator", "partial", "random_numbers", "farthest_first"),
     ("files", "reread"),
+    ("theory",),
     ("methods",),
-    ("theory", "cache"),
+    ("cache",),
     ("kernels",),
     ("attention",),
     ("hf",),
-    ("models", "documents", "serving"),
+    ("documents", "serving"),
     ("vllm", "evaluation"),
     ("cli",),
     ("__main__",),

@@ -20,7 +20,7 @@ from scipy.stats import binomtest
 from torch import Tensor
 
 from kvsketch import Slots, theory
-from kvsketch.methods.kcenter import farthest_first
+from kvsketch.farthest_first import farthest_first
 from kvsketch.methods.sketches import BalanceKVStreaming, SubGen
 
 Row = dict[str, Any]

@@ -40,7 +40,7 @@ from kvsketch.cache import Stream, windowed
 from kvsketch.cache.curves import answers
 from kvsketch.cache.error import QUERIES, relative_error
 from kvsketch.evaluation.report.report import dumps
-from kvsketch.evaluation.runner.activations import Activations, capture
+from kvsketch.hf.activations import Activations, capture
 
 SLACK = 1.5
 WINDOW = {"sink": 4, "recent": 32}

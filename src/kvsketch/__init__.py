@@ -5,19 +5,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .errors import AccuracyWarning, InputError, KVSketchError, UnsupportedError
+from kvsketch.errors import AccuracyWarning, InputError, KVSketchError, UnsupportedError
 
 if TYPE_CHECKING:
-    from .budget import Budget
-    from .cache import Curves, RetrievalHeads
-    from .estimator import attend
-    from .evaluation.runner.allocation import measure_curves, measure_schedule
-    from .evaluation.runner.loading import packaged_model
-    from .hf import SketchCache, compressing, measure_heads, prefill
-    from .methods import METHODS
-    from .methods.registry import ALL_METHODS, SKETCHES
-    from .observed import Observed
-    from .slots import Slots
+    from kvsketch.budget import Budget
+    from kvsketch.cache import Curves, RetrievalHeads
+    from kvsketch.estimator import attend
+    from kvsketch.hf import SketchCache, compressing, measure_heads, prefill
+    from kvsketch.hf.measuring import measure_curves, measure_schedule
+    from kvsketch.methods import METHODS
+    from kvsketch.methods.registry import ALL_METHODS, SKETCHES
+    from kvsketch.models import packaged_model
+    from kvsketch.observed import Observed
+    from kvsketch.slots import Slots
 
 __version__ = "0.1.0"
 
@@ -49,8 +49,8 @@ __all__ = [
 _LAZY = {
     "ALL_METHODS": "methods.registry",
     "METHODS": "methods",
-    "measure_curves": "evaluation.runner.allocation",
-    "measure_schedule": "evaluation.runner.allocation",
+    "measure_curves": "hf.measuring",
+    "measure_schedule": "hf.measuring",
     "Curves": "cache",
     "RetrievalHeads": "cache",
     "SKETCHES": "methods.registry",
@@ -59,7 +59,7 @@ _LAZY = {
     "SketchCache": "hf",
     "compressing": "hf",
     "measure_heads": "hf",
-    "packaged_model": "evaluation.runner.loading",
+    "packaged_model": "models",
     "prefill": "hf",
     "Slots": "slots",
     "attend": "estimator",

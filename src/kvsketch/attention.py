@@ -20,12 +20,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .cache.middle import Middle
-from .cache.page import Page
-from .estimator import attend
-from .kernels import paged
-from .observed import Observed, causal
-from .slots import Slots
+from kvsketch.cache.middle import Middle
+from kvsketch.cache.page import Page
+from kvsketch.estimator import attend
+from kvsketch.kernels import paged
+from kvsketch.observed import Observed, causal
+from kvsketch.slots import Slots
 
 
 def attend_to(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
-from .errors import InputError
+from kvsketch.errors import InputError
 
 #: Shares of the budget per layer, or per layer and KV head.
 Schedule = Sequence[float] | Sequence[Sequence[float]]

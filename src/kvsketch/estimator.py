@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .errors import InputError
-from .observed import Observed, causal
-from .slots import Slots, compute_dtype
+from kvsketch.errors import InputError
+from kvsketch.observed import Observed, causal
+from kvsketch.slots import Slots, compute_dtype
 
 # Scores of the m = 0 slots are not part of the softmax shift (an empty slot must not decide it),
 # so their exponent is bounded instead: exp(80) is still finite in float32.

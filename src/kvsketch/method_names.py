@@ -5,7 +5,7 @@ The methods themselves are ``kvsketch.ALL_METHODS``; a test compares the two.
 
 from __future__ import annotations
 
-from .errors import InputError, unknown_name
+from kvsketch.errors import InputError, unknown_name
 
 #: the names that ``SketchCache`` accepts, in the order of ``ALL_METHODS``
 METHOD_NAMES = (

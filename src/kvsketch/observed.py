@@ -31,7 +31,7 @@ class Observed:
         after: they come after all slots, like those of a second reading.
         total: for a second reading, float ``[batch, num_attention_heads, q]``: the log of the sum
             of exp(score) by which its scores are normalised, if the kernel has computed it (see
-            ``kernels.again``).
+            ``reread``).
     """
 
     queries: Tensor

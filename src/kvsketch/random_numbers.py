@@ -20,8 +20,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .errors import InputError
-from .state import Reader, State
+from kvsketch.errors import InputError
+from kvsketch.state import Reader, State
 
 # Numbers made at a time: 256 kB.
 _BLOCK = 1 << 15

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .errors import InputError
+from kvsketch.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import InputError
+from kvsketch.errors import InputError
 
 #: The dtypes that tokens may have, by their name in a state.
 FLOATS = {

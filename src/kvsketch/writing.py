@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from .errors import InputError
+from kvsketch.errors import InputError
 
 
 @contextmanager

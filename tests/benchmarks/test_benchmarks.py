@@ -37,8 +37,8 @@ from kvsketch import SketchCache, Slots
 from kvsketch.cache import windowed
 from kvsketch.cache.quantized_page import QuantizedPage
 from kvsketch.cache.storage import Bits
-from kvsketch.evaluation.runner.activations import capture
 from kvsketch.evaluation.runner.setups import parse_method
+from kvsketch.hf.activations import capture
 from kvsketch.methods.registry import SKETCHES
 
 ROOT = Path(__file__).resolve().parents[2]

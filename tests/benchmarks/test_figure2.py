@@ -12,7 +12,7 @@ from benchmarks import figure2, page_balance, sketch_budget
 from benchmarks.markdown import folded
 from benchmarks.page import DOCS
 from kvsketch import Slots
-from kvsketch.evaluation.runner.activations import Activations
+from kvsketch.hf.activations import Activations
 from kvsketch.methods import BalanceKV, Uniform
 
 

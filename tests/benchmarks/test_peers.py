@@ -26,7 +26,7 @@ from benchmarks.peers import (
 from benchmarks.peers.exchange import PeerError
 from benchmarks.peers.kvpress import Job
 from kvsketch import InputError, Observed, Slots, attend
-from kvsketch.evaluation.runner.activations import Activations
+from kvsketch.hf.activations import Activations
 from kvsketch.methods import METHODS, pyramid_shares
 from kvsketch.methods.registry import ALL_METHODS
 

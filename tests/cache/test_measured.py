@@ -20,7 +20,7 @@ from kvsketch.budget import Budget
 from kvsketch.cache import Curves, Stream, windowed
 from kvsketch.cache.curves import MARGIN, held_out_for, least_tokens, measure_layer, pooled
 from kvsketch.cache.error import Probe, relative_error, window_error
-from kvsketch.evaluation.runner.activations import capture
+from kvsketch.hf.activations import capture
 from kvsketch.methods import METHODS
 from kvsketch.observed import causal
 

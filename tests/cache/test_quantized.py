@@ -17,9 +17,10 @@ from kvsketch import InputError, SketchCache, Slots, UnsupportedError, attend
 from kvsketch.budget import Budget
 from kvsketch.cache import Page, Stream, windowed
 from kvsketch.cache.quantized import predicted_bytes, quantize, slot_bytes
-from kvsketch.evaluation.runner.activations import capture
-from kvsketch.evaluation.runner.loading import load_model, load_tokenizer, packaged_model
+from kvsketch.evaluation.runner.loading import load_model, load_tokenizer
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
+from kvsketch.hf.activations import capture
+from kvsketch.models import packaged_model
 from kvsketch.observed import Observed
 
 BITS = [8, 4]

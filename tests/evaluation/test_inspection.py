@@ -29,9 +29,9 @@ from kvsketch.evaluation.inspection.inspection import (
 from kvsketch.evaluation.inspection.measures import SHARES, attention, cover
 from kvsketch.evaluation.inspection.readings import TOLERANCES
 from kvsketch.evaluation.inspection.rows import BINS, EIGHTH
-from kvsketch.evaluation.runner.activations import Activations, capture
-from kvsketch.evaluation.runner.allocation import measure_curves
-from kvsketch.evaluation.runner.loading import packaged_model
+from kvsketch.hf.activations import Activations, capture
+from kvsketch.hf.measuring import measure_curves
+from kvsketch.models import packaged_model
 from kvsketch.observed import Observed, causal
 from kvsketch.slots import Slots
 from tiny_model import POSITIONS, save_tiny_model, tiny_case, tiny_model, tiny_tokenizer

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
 
 import kvsketch
-from kvsketch.evaluation.runner.loading import PACKAGED_MODELS, packaged_model, resolve_model
+from kvsketch.evaluation.runner.loading import resolve_model
 from kvsketch.evaluation.runner.longeval import load_case_files, read_answer
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
 from kvsketch.evaluation.tasks.ruler import Ruler
+from kvsketch.models import PACKAGED_MODELS, packaged_model
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFICIAL = Path(os.environ.get("KVSKETCH_DATA", ROOT.parent / "shared" / "data")) / "longeval"

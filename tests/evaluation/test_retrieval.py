@@ -24,10 +24,11 @@ from kvsketch.evaluation.inspection.retrieval import (
     measure_retrieval,
     steps,
 )
-from kvsketch.evaluation.runner.loading import load_model, load_tokenizer, packaged_model
+from kvsketch.evaluation.runner.loading import load_model, load_tokenizer
 from kvsketch.evaluation.tasks import Options, make_tasks
 from kvsketch.evaluation.tasks.base import Case, Task
 from kvsketch.hf.interface import watched
+from kvsketch.models import packaged_model
 
 TOKENS, SINK, RECENT = 40, 3, 8
 

@@ -25,11 +25,11 @@ from kvsketch.evaluation.runner import longeval
 from kvsketch.evaluation.runner.answering import Answerer
 from kvsketch.evaluation.runner.encoding import EncodedCase, Encoder
 from kvsketch.evaluation.runner.intervals import mean_interval, wilson_interval
-from kvsketch.evaluation.runner.replies import Reply
 from kvsketch.evaluation.runner.settings import Settings
 from kvsketch.evaluation.runner.setups import Setup, make_setups, parse_budget, parse_method
 from kvsketch.evaluation.runner.store import Record, Store, key_of
 from kvsketch.evaluation.runner.sweep import Sweep, aggregate
+from kvsketch.evaluation.tasks.base import Reply
 from kvsketch.evaluation.tasks.longeval import LongEval
 from tiny_model import POSITIONS, save_tiny_model, tiny_case, tiny_model, tiny_tokenizer
 
@@ -325,7 +325,7 @@ def model(tokenizer: Any) -> Any:
 def encoded(model: Any, tokenizer: Any, case: longeval.Case, settings: Settings) -> EncodedCase:
     (whole,) = LongEval([case]).cases()
     encoder = Encoder(tokenizer, model.config, settings)
-    new = settings.new_tokens(whole)
+    new = settings.new_tokens(whole.max_new_tokens)
     return encoder.encode(whole.context, whole.question, whole.where, new)
 
 

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from families import CONFIGS, VOCABULARY, build
 from kvsketch import InputError, SketchCache, UnsupportedError
 from kvsketch.cli.app import app
-from kvsketch.evaluation.runner.activations import capture
 from kvsketch.evaluation.runner.encoding import EncodedCase, Encoder
 from kvsketch.evaluation.runner.following import ATTENTION, Follower
 from kvsketch.evaluation.runner.scales import scale_of
@@ -23,6 +22,7 @@ from kvsketch.evaluation.runner.setups import EXACT, Setup
 from kvsketch.evaluation.tasks import TASKS, Options, make_tasks
 from kvsketch.evaluation.tasks.text_data import load_texts
 from kvsketch.evaluation.tasks.texts import GAP, MEASURES, Texts, pieces
+from kvsketch.hf.activations import capture
 from tiny_model import save_tiny_model, tiny_case, tiny_model, tiny_tokenizer
 
 NEW = 20

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsketch import METHODS, InputError, Observed, Slots
+from kvsketch.farthest_first import farthest_first
 from kvsketch.methods import make
-from kvsketch.methods.kcenter import farthest_first
 from kvsketch.methods.uniform import inclusion_probabilities
 from kvsketch.methods.window import split
 

@@ -20,7 +20,8 @@ from families import build
 from kvsketch import InputError, Observed, SketchCache, Slots, attend
 from kvsketch.budget import Budget
 from kvsketch.cache import Stream, windowed
-from kvsketch.evaluation.runner.allocation import Curves, measure_curves, measure_schedule
+from kvsketch.cache.curves import Curves
+from kvsketch.hf.measuring import measure_curves, measure_schedule
 from kvsketch.methods import ClusterMerge, HeavyMerge, make
 from kvsketch.methods.closest import group_closest, group_pairs
 from kvsketch.methods.groups import Groups, merge

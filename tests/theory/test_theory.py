@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from kvsketch import InputError, Slots, attend
+from kvsketch.farthest_first import farthest_first
 from kvsketch.methods import make
 from kvsketch.methods.balance import self_balancing_walk
-from kvsketch.methods.kcenter import farthest_first
 from kvsketch.methods.sketches import BalanceKVStreaming, SubGen
 from kvsketch.methods.sketches.sliding_window import SlidingWindow, SlidingWindowSampled
 from kvsketch.theory import (

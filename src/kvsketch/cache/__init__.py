@@ -1,14 +1,14 @@
 """The stream of a layer: its page, its budget, its measured errors."""
 
-from .budgets import HeadBudgets
-from .curves import Curves
-from .make_plan import make_plan
-from .page import Page
-from .plan import Plan
-from .retrieval_heads import RetrievalHeads
-from .stream import Stream
-from .window import Windowed, windowed
-from .windowed_sketch import WindowedSketch
+from kvsketch.cache.budgets import HeadBudgets
+from kvsketch.cache.curves import Curves
+from kvsketch.cache.make_plan import make_plan
+from kvsketch.cache.page import Page
+from kvsketch.cache.plan import Plan
+from kvsketch.cache.retrieval_heads import RetrievalHeads
+from kvsketch.cache.stream import Stream
+from kvsketch.cache.window import Windowed, windowed
+from kvsketch.cache.windowed_sketch import WindowedSketch
 
 __all__ = [
     "Curves",

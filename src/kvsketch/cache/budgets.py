@@ -8,10 +8,10 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from ..budget import Budget
-from ..errors import InputError
-from ..state import Reader, State
-from .storage import PLAIN, Price
+from kvsketch.budget import Budget
+from kvsketch.cache.storage import PLAIN, Price
+from kvsketch.errors import InputError
+from kvsketch.state import Reader, State
 
 
 class HeadBudgets:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..observed import Observed, causal
-from ..slots import Slots
-from ..writing import save_bytes
-from .error import asked_of, relative_error, window_error
+from kvsketch.cache.error import asked_of, relative_error, window_error
+from kvsketch.errors import InputError
+from kvsketch.observed import Observed, causal
+from kvsketch.slots import Slots
+from kvsketch.writing import save_bytes
 
 #: fractions of the tokens between sinks and recent window at which errors are measured
 # Nothing between one half and all: if retrieval depends on every token, three quarters have a small

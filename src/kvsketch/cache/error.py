@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
-from ..estimator import attend, attention_scores
-from ..observed import Observed, causal
-from ..slots import Slots, compute_dtype
-from ..state import Reader, State
-from .kind import Kind
-from .queries import observed_state, read_observed
+from kvsketch.cache.kind import Kind
+from kvsketch.cache.queries import observed_state, read_observed
+from kvsketch.errors import UnsupportedError
+from kvsketch.estimator import attend, attention_scores
+from kvsketch.observed import Observed, causal
+from kvsketch.slots import Slots, compute_dtype
+from kvsketch.state import Reader, State
 
 #: queries the error is measured on
 QUERIES = 32

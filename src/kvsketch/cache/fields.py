@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..slots import Slots
-from ..state import Reader
-from .kind import Kind
+from kvsketch.cache.kind import Kind
+from kvsketch.slots import Slots
+from kvsketch.state import Reader
 
 #: what a slot may have besides its key and value
 COLUMNS = ("mass", "positions", "score")

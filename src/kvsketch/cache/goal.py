@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..budget import Budget
-from .curves import Curves, spend
-from .storage import Price
+from kvsketch.budget import Budget
+from kvsketch.cache.curves import Curves, spend
+from kvsketch.cache.storage import Price
 
 # Target for the peak of a prefill, as a fraction of the exact cache, or this much above the
 # smallest possible peak: one layer exact, the others compressed.

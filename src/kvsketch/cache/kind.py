@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..slots import Slots
-from ..state import Reader, name_of
+from kvsketch.slots import Slots
+from kvsketch.state import Reader, name_of
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..arguments import check_tolerance
-from ..budget import ALLOCATIONS, Budget, Schedule
-from ..errors import InputError
-from .curves import Curves
-from .plan import Plan
-from .retrieval_heads import RetrievalHeads, share_of_heads
-from .storage import FULL, Bits
+from kvsketch.arguments import check_tolerance
+from kvsketch.budget import ALLOCATIONS, Budget, Schedule
+from kvsketch.cache.curves import Curves
+from kvsketch.cache.plan import Plan
+from kvsketch.cache.retrieval_heads import RetrievalHeads, share_of_heads
+from kvsketch.cache.storage import FULL, Bits
+from kvsketch.errors import InputError
 
 
 def make_plan(

@@ -6,14 +6,14 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..observed import Observed
-from ..slots import Slots
-from .curves import Curves, held_out_for, least_tokens, measure_rows, pooled
-from .quantized_page import QuantizedPage
-from .shard import Shard
-from .storage import FULL, PLAIN, Bits, Price, priced
-from .stream import Stream
-from .windowed_sketch import WindowedSketch
+from kvsketch.cache.curves import Curves, held_out_for, least_tokens, measure_rows, pooled
+from kvsketch.cache.quantized_page import QuantizedPage
+from kvsketch.cache.shard import Shard
+from kvsketch.cache.storage import FULL, PLAIN, Bits, Price, priced
+from kvsketch.cache.stream import Stream
+from kvsketch.cache.windowed_sketch import WindowedSketch
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots
 
 # The largest number of tokens on which errors are measured.
 _MEASURED_TOKENS = 4096

@@ -9,13 +9,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..slots import Slots, compute_dtype
-from ..state import Reader, State
-from .fields import read_columns
-from .kind import Kind
-from .quantized import Quantized, quantize
-from .ragged import Blocks, Ragged, flatten, unflatten
-from .storage import FULL, Bits
+from kvsketch.cache.fields import read_columns
+from kvsketch.cache.kind import Kind
+from kvsketch.cache.quantized import Quantized, quantize
+from kvsketch.cache.ragged import Blocks, Ragged, flatten, unflatten
+from kvsketch.cache.storage import FULL, Bits
+from kvsketch.slots import Slots, compute_dtype
+from kvsketch.state import Reader, State
 
 
 class Middle:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .curves import spend
+from kvsketch.cache.curves import spend
 
 
 def by_need(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..slots import Slots
-from .budgets import HeadBudgets
-from .page import Page
-from .quantized_page import QuantizedPage
-from .sketch_page import SketchPage, SketchPages
-from .storage import FULL, Bits
-from .tokens import Tokens
-from .window import Windowed
-from .windowed_sketch import WindowedSketch, by_budget
+from kvsketch.cache.budgets import HeadBudgets
+from kvsketch.cache.page import Page
+from kvsketch.cache.quantized_page import QuantizedPage
+from kvsketch.cache.sketch_page import SketchPage, SketchPages, by_budget, next_page
+from kvsketch.cache.storage import FULL, Bits
+from kvsketch.cache.tokens import Tokens
+from kvsketch.cache.window import Windowed
+from kvsketch.cache.windowed_sketch import WindowedSketch
+from kvsketch.slots import Slots
 
 #: The page of a layer after a compression.
 Held = Page | QuantizedPage | SketchPage | SketchPages
@@ -83,6 +83,6 @@ def of_sketches(
     if isinstance(budget, int):
         assert isinstance(limit, int)
         exact = before.exact if isinstance(before, SketchPage) else visible
-        return method.page(exact, budget, limit, room)
+        return next_page(method, exact, budget, limit, room)
     pages = before if isinstance(before, SketchPages) else visible
     return by_budget(method, budgets, pages, budget, torch.as_tensor(limit), room)

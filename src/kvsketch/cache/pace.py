@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .budgets import HeadBudgets
-from .next_page import Held
-from .storage import FULL, Bits
-from .window import Windowed
-from .windowed_sketch import WindowedSketch
+from kvsketch.cache.budgets import HeadBudgets
+from kvsketch.cache.next_page import Held
+from kvsketch.cache.storage import FULL, Bits
+from kvsketch.cache.window import Windowed
+from kvsketch.cache.windowed_sketch import WindowedSketch
 
 # Decoding compresses to this many buffers below the budget: rare compressions take less time.
 _BELOW = 3

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..slots import Slots, compute_dtype
-from ..state import Reader, State
-from .fields import owned, read_fields, stored, with_room
-from .kind import Kind
-from .ragged import Blocks, Ragged, flatten, unflatten
+from kvsketch.cache.fields import owned, read_fields, stored, with_room
+from kvsketch.cache.kind import Kind
+from kvsketch.cache.ragged import Blocks, Ragged, flatten, unflatten
+from kvsketch.slots import Slots, compute_dtype
+from kvsketch.state import Reader, State
 
 # Default values of a new slot's fields, which are written before the slot is appended.
 _NEW = {"mass": 1.0, "score": 0.0}

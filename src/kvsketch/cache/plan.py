@@ -8,19 +8,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..budget import SAFEGUARD, Budget, Schedule, scheduled
-from ..errors import UnsupportedError
-from .budgets import HeadBudgets
-from .curves import Curves, least_tokens, of_layers
-from .error import QUERIES
-from .goal import Goal
-from .measure import Measurements, measurable
-from .needs import by_need, by_variance
-from .retrieval_heads import RetrievalHeads
-from .shard import Shard
-from .storage import FULL, Bits, Price, best_at, choose, priced
-from .stream import Stream
-from .windowed_sketch import WindowedSketch
+from kvsketch.budget import SAFEGUARD, Budget, Schedule, scheduled
+from kvsketch.cache.budgets import HeadBudgets
+from kvsketch.cache.curves import Curves, least_tokens, of_layers
+from kvsketch.cache.error import QUERIES
+from kvsketch.cache.goal import Goal
+from kvsketch.cache.measure import Measurements, measurable
+from kvsketch.cache.needs import by_need, by_variance
+from kvsketch.cache.retrieval_heads import RetrievalHeads
+from kvsketch.cache.shard import Shard
+from kvsketch.cache.storage import FULL, Bits, Price, best_at, choose, priced
+from kvsketch.cache.stream import Stream
+from kvsketch.cache.windowed_sketch import WindowedSketch
+from kvsketch.errors import UnsupportedError
 
 # A bound on a head is worth a compression if it removes this fraction of the head's slots.
 _WORTH = 0.9

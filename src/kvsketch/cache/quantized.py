@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..state import Reader, State
+from kvsketch.errors import InputError
+from kvsketch.state import Reader, State
 
 ALLOWED_BITS = (16, 8, 4)
 #: The largest number of channels of a slot that share a scale and a zero point.

@@ -9,14 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..slots import Slots, compute_dtype
-from ..state import Reader, State, name_of
-from .fields import owned
-from .kind import Kind
-from .middle import Middle
-from .page import Page
-from .ragged import picked
-from .storage import Bits
+from kvsketch.cache.fields import owned
+from kvsketch.cache.kind import Kind
+from kvsketch.cache.middle import Middle
+from kvsketch.cache.page import Page
+from kvsketch.cache.ragged import picked
+from kvsketch.cache.storage import Bits
+from kvsketch.slots import Slots, compute_dtype
+from kvsketch.state import Reader, State, name_of
 
 
 class QuantizedPage:

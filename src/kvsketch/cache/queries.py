@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..observed import Observed
-from ..state import FLOATS, Reader, State
-from .kind import Kind
+from kvsketch.cache.kind import Kind
+from kvsketch.observed import Observed
+from kvsketch.state import FLOATS, Reader, State
 
 #: Decoded queries wait until there are this many: larger groups take less time, smaller ones less
 #: memory.

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
-from ..kernels.partial import NOTHING
-from ..slots import Slots
-from ..state import Reader, State
+from kvsketch.errors import UnsupportedError
+from kvsketch.partial import NOTHING
+from kvsketch.slots import Slots
+from kvsketch.state import Reader, State
 
 # Heads of different size start at multiples of about this share of their mean size ...
 _PART = 32

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..budget import Budget
-from ..errors import InputError
-from .budgets import HeadBudgets
+from kvsketch.budget import Budget
+from kvsketch.cache.budgets import HeadBudgets
+from kvsketch.errors import InputError
 
 
 @dataclass(frozen=True)

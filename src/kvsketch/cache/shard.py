@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from ..errors import UnsupportedError
-from .curves import Curves
+from kvsketch.cache.curves import Curves
+from kvsketch.errors import UnsupportedError
 
 _T = TypeVar("_T")
 

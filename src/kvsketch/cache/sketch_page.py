@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..slots import Slots
-from ..state import Reader, State, numbered
-from .fields import owned, read_fields
-from .kind import Kind
-
-if TYPE_CHECKING:
-    from .windowed_sketch import WindowedSketch
+from kvsketch.cache.budgets import HeadBudgets
+from kvsketch.cache.fields import owned, read_fields
+from kvsketch.cache.kind import Kind
+from kvsketch.cache.windowed_sketch import WindowedSketch
+from kvsketch.slots import Slots
+from kvsketch.state import Reader, State, numbered
 
 
 class SketchPage:
@@ -320,6 +318,69 @@ class SketchPages:
         for page in self.pages:
             held += [] if page.window is None else page.window.tensors()
         return held
+
+
+def next_page(
+    method: WindowedSketch, exact: Slots, budget: int, limit: int, room: int
+) -> SketchPage:
+    """Add the tokens between sinks and recent window to the sketch (``WindowedSketch.take``), and
+    make a page around it.
+
+    Args:
+        exact, budget: as for ``take``.
+        limit: the number of tokens whose bytes may be in use before the next compression.
+        room: tokens in addition to ``limit``.
+    """
+    parts = method.take(exact, budget)
+    if parts is None:
+        empty = exact.narrow(0, 0)
+        return SketchPage(exact, None, empty, max(limit, exact.count) + room - exact.count)
+    first, last = parts
+    count = first.count + method.worth + last.count
+    return SketchPage(first, method, last, max(limit, count) + room - count)
+
+
+def by_budget(
+    method: WindowedSketch,
+    budgets: HeadBudgets,
+    before: SketchPages | Slots,
+    budget: Tensor,
+    limit: Tensor,
+    room: int,
+) -> SketchPages:
+    """The next pages of heads with different budgets. Heads with the same budget share a sketch.
+
+    Args:
+        method: a window from which those of the groups are made (``fresh``).
+        budgets: the budget of every head.
+        before: the pages so far, or all tokens if nothing was compressed yet.
+        budget: slots after this compression, int64 ``[batch, heads]``.
+        limit: the current budgets, in the same dtype and shape, or one number.
+        room: as for ``next_page``.
+    """
+    batch, heads = budget.shape
+    if isinstance(before, SketchPages):
+        places = before.places
+        windows = [page.window or method.fresh() for page in before.pages]
+        parts = [page.exact for page in before.pages]
+    else:
+        rows = budgets.rows if budgets.by_row else budgets.rows * batch
+        every = [one for row in rows for one in row]
+        places = [
+            torch.tensor([i for i, one in enumerate(every) if one == alike])
+            for alike in dict.fromkeys(every)
+        ]
+        windows = [method.fresh() for _ in places]
+        for window, mine in zip(windows, places, strict=True):
+            window.number_rows(mine)
+        flat = before.map(lambda t: t.flatten(0, 1).unsqueeze(1))
+        parts = [flat.map(lambda t, i=i: t.index_select(0, i)) for i in places]  # type: ignore[misc]
+    limits = limit.flatten()
+    made = [
+        next_page(window, part, int(budget.flatten()[mine[0]]), int(limits[mine[0]]), room)
+        for window, part, mine in zip(windows, parts, places, strict=True)
+    ]
+    return SketchPages(made, places, (batch, heads))
 
 
 def _with_room(slots: Slots, room: int) -> Slots:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..slots import Slots
-from .curves import Curves
-from .quantized import check_bits, slot_bytes
+from kvsketch.cache.curves import Curves
+from kvsketch.cache.quantized import check_bits, slot_bytes
+from kvsketch.errors import InputError
+from kvsketch.slots import Slots
 
 #: The name of bits that are chosen by measured errors.
 MEASURED = "measured"

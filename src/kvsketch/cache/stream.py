@@ -8,24 +8,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..budget import Budget
-from ..errors import InputError, UnsupportedError
-from ..observed import Observed
-from ..slots import Slots
-from . import next_page
-from .budgets import HeadBudgets
-from .error import QUERIES, Errors
-from .middle import Middle
-from .next_page import Held
-from .pace import Pace
-from .page import Page
-from .quantized_page import QuantizedPage
-from .queries import Queries
-from .sketch_page import SketchPages
-from .storage import FULL, Bits, bits_of
-from .tokens import Tokens
-from .window import Windowed
-from .windowed_sketch import WindowedSketch
+from kvsketch.budget import Budget
+from kvsketch.cache import next_page
+from kvsketch.cache.budgets import HeadBudgets
+from kvsketch.cache.error import QUERIES, Errors
+from kvsketch.cache.middle import Middle
+from kvsketch.cache.next_page import Held
+from kvsketch.cache.pace import Pace
+from kvsketch.cache.page import Page
+from kvsketch.cache.quantized_page import QuantizedPage
+from kvsketch.cache.queries import Queries
+from kvsketch.cache.sketch_page import SketchPages
+from kvsketch.cache.storage import FULL, Bits, bits_of
+from kvsketch.cache.tokens import Tokens
+from kvsketch.cache.window import Windowed
+from kvsketch.cache.windowed_sketch import WindowedSketch
+from kvsketch.errors import InputError, UnsupportedError
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots
 
 
 class Stream:

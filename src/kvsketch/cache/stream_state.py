@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from ..state import Reader, State
-from .budgets import HeadBudgets
-from .kind import Kind
-from .page import Page
-from .quantized_page import QuantizedPage
-from .sketch_page import SketchPage, SketchPages
-from .storage import FULL, Bits
-from .stream import Stream
-from .tokens import Tokens
-from .window import Windowed
+from kvsketch.cache.budgets import HeadBudgets
+from kvsketch.cache.kind import Kind
+from kvsketch.cache.page import Page
+from kvsketch.cache.quantized_page import QuantizedPage
+from kvsketch.cache.sketch_page import SketchPage, SketchPages
+from kvsketch.cache.storage import FULL, Bits
+from kvsketch.cache.stream import Stream
+from kvsketch.cache.tokens import Tokens
+from kvsketch.cache.window import Windowed
+from kvsketch.state import Reader, State
 
 #: the kinds of pages, by their name in a state
 _PAGES: dict[str, Any] = {

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..slots import Slots
-from ..state import Reader, State
-from .fields import read_fields
-from .kind import Kind
+from kvsketch.cache.fields import read_fields
+from kvsketch.cache.kind import Kind
+from kvsketch.errors import InputError
+from kvsketch.slots import Slots
+from kvsketch.state import Reader, State
 
 
 class Tokens:

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..methods.base import Compressor
-from ..methods.registry import Method, class_of
-from ..methods.sketches import Sketch
-from ..methods.window import check_window
-from ..observed import Observed
-from ..slots import Slots
-from .windowed_sketch import WindowedSketch
+from kvsketch.cache.windowed_sketch import WindowedSketch
+from kvsketch.errors import InputError
+from kvsketch.methods.base import Compressor
+from kvsketch.methods.registry import Method, class_of
+from kvsketch.methods.sketches import Sketch
+from kvsketch.methods.window import check_window
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..methods.base import check_input
-from ..methods.sketches.base import Sketch, token_bytes
-from ..methods.window import check_window, split
-from ..observed import Observed
-from ..slots import Slots
-from ..state import FLOATS, Reader, State, name_of
-from .budgets import HeadBudgets
-from .sketch_page import SketchPage, SketchPages
+from kvsketch.errors import InputError
+from kvsketch.methods.base import check_input
+from kvsketch.methods.sketches.base import Sketch, token_bytes
+from kvsketch.methods.window import check_window, split
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots
+from kvsketch.state import FLOATS, Reader, State, name_of
 
 
 class WindowedSketch:
@@ -64,24 +62,6 @@ class WindowedSketch:
     def fresh(self) -> WindowedSketch:
         """Another, empty window with the same options, for heads with a different budget."""
         return WindowedSketch(self.build, self.sink, self.recent, self.least)
-
-    def page(self, exact: Slots, budget: int, limit: int, room: int) -> SketchPage:
-        """Add the tokens between sinks and recent window to the sketch (``take``) and make a page
-        around it.
-
-        Args:
-            exact: as for ``take``.
-            budget: as for ``take``.
-            limit: the number of tokens whose bytes may be in use before the next compression.
-            room: tokens in addition to ``limit``.
-        """
-        parts = self.take(exact, budget)
-        if parts is None:
-            empty = exact.narrow(0, 0)
-            return SketchPage(exact, None, empty, max(limit, exact.count) + room - exact.count)
-        first, last = parts
-        count = first.count + self.worth + last.count
-        return SketchPage(first, self, last, max(limit, count) + room - count)
 
     def take(self, exact: Slots, budget: int) -> tuple[Slots, Slots] | None:
         """Add the exact tokens between sinks and recent window to the sketch.
@@ -232,46 +212,3 @@ def _worth(sketch: Sketch, token: Slots) -> int:
             "a bound"
         )
     return -(-most // token_bytes(token))
-
-
-def by_budget(
-    method: WindowedSketch,
-    budgets: HeadBudgets,
-    before: SketchPages | Slots,
-    budget: Tensor,
-    limit: Tensor,
-    room: int,
-) -> SketchPages:
-    """The next pages of heads with different budgets. Heads with the same budget share a sketch.
-
-    Args:
-        method: a window from which those of the groups are made (``fresh``).
-        budgets: the budget of every head.
-        before: the pages so far, or all tokens if nothing was compressed yet.
-        budget: slots after this compression, int64 ``[batch, heads]``.
-        limit: the current budgets, in the same dtype and shape, or one number.
-        room: as for ``WindowedSketch.page``.
-    """
-    batch, heads = budget.shape
-    if isinstance(before, SketchPages):
-        places = before.places
-        windows = [page.window or method.fresh() for page in before.pages]
-        parts = [page.exact for page in before.pages]
-    else:
-        rows = budgets.rows if budgets.by_row else budgets.rows * batch
-        every = [one for row in rows for one in row]
-        places = [
-            torch.tensor([i for i, one in enumerate(every) if one == alike])
-            for alike in dict.fromkeys(every)
-        ]
-        windows = [method.fresh() for _ in places]
-        for window, mine in zip(windows, places, strict=True):
-            window.number_rows(mine)
-        flat = before.map(lambda t: t.flatten(0, 1).unsqueeze(1))
-        parts = [flat.map(lambda t, i=i: t.index_select(0, i)) for i in places]  # type: ignore[misc]
-    limits = limit.flatten()
-    made = [
-        window.page(part, int(budget.flatten()[mine[0]]), int(limits[mine[0]]), room)
-        for window, part, mine in zip(windows, parts, places, strict=True)
-    ]
-    return SketchPages(made, places, (batch, heads))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 
-#: exit code after Ctrl-C
-INTERRUPTED = 128 + signal.SIGINT
+from kvsketch.cli.exit_codes import INTERRUPTED
 
 
 def main() -> None:

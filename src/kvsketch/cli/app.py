@@ -17,7 +17,6 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from kvsketch.cli import INTERRUPTED
 from kvsketch.cli.append_command import EPILOG as APPEND_EXAMPLE
 from kvsketch.cli.append_command import append_command
 from kvsketch.cli.ask_command import EPILOG as ASK_EXAMPLE
@@ -34,6 +33,7 @@ from kvsketch.cli.eval_command import (
     run_sweep,
 )
 from kvsketch.cli.eval_command import EPILOG as EVAL_EXAMPLE
+from kvsketch.cli.exit_codes import INTERRUPTED, USAGE_ERROR
 from kvsketch.cli.info_command import EPILOG as INFO_EXAMPLE
 from kvsketch.cli.info_command import info_command
 from kvsketch.cli.inspect_command import EPILOG as INSPECT_EXAMPLE
@@ -54,8 +54,6 @@ Next:
   kvsketch eval longeval --model YOUR_MODEL --question unseen
   kvsketch eval longbench needle ruler --model YOUR_MODEL --budgets 0.25 --out run.jsonl
   kvsketch methods"""
-USAGE_ERROR = 2
-
 
 #: from typer's own click, which may differ from the installed one
 _ClickError: type[Exception] = typer.BadParameter.__bases__[0]

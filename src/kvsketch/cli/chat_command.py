@@ -28,6 +28,7 @@ from kvsketch.cli.document_options import (
 )
 from kvsketch.cli.document_options import save as save_document
 from kvsketch.errors import InputError, KVSketchError, at_least
+from kvsketch.models import PACKAGED_MODELS
 
 if TYPE_CHECKING:
     from kvsketch.documents.conversation import Conversation, Status
@@ -159,7 +160,7 @@ def _fresh(
     tokenizer = loading.load_tokenizer(folder)
     loaded = loading.load_model(folder, device, dtype)
     cache = SketchCache(loaded.config, method, budget=amount, seed=seed, track_error=True)
-    named = model if model in loading.PACKAGED_MODELS else folder
+    named = model if model in PACKAGED_MODELS else folder
     named = str(Path(named).resolve()) if Path(named).is_dir() else named
     return Document(loaded, tokenizer, cache, Wording.of(tokenizer), {"model": named})
 

@@ -24,6 +24,7 @@ from kvsketch.cli.document_options import (
 from kvsketch.cli.eval_command import console_for
 from kvsketch.errors import InputError
 from kvsketch.method_names import NEED_REREAD
+from kvsketch.models import PACKAGED_MODELS
 
 EPILOG = "Example: kvsketch compress --model YOUR_MODEL report.txt -o report.kvs --budget 0.25"
 
@@ -175,7 +176,7 @@ def _compressed(
     with reading(cache) as advance:
         documents.read(loaded, tokenizer, ids, cache, queries, advance)
     seconds = time.perf_counter() - start
-    named = model if model in loading.PACKAGED_MODELS else folder
+    named = model if model in PACKAGED_MODELS else folder
     named = str(Path(named).resolve()) if Path(named).is_dir() else named
     about = {"model": named, "source": source.name, "queries": queries, "tokens": ids.shape[1]}
     document = documents.Document(loaded, tokenizer, cache, wording, about)

@@ -129,7 +129,8 @@ def model_of(path: Path, header: dict[str, Any], given: str | None) -> str:
     Raises:
         InputError: the file names no model, or the name is neither a folder nor a Hugging Face id.
     """
-    from kvsketch.evaluation.runner.loading import PACKAGED_MODELS, resolve_model
+    from kvsketch.evaluation.runner.loading import resolve_model
+    from kvsketch.models import PACKAGED_MODELS
 
     if given is not None:
         return resolve_model(given)

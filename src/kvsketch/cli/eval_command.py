@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from kvsketch.cli import INTERRUPTED
+from kvsketch.cli.exit_codes import INTERRUPTED
 
 if TYPE_CHECKING:
     from kvsketch.evaluation.runner.preset_run import Plan

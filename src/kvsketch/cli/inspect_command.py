@@ -24,6 +24,7 @@ from kvsketch.cli.inspect_retrieval import (
 from kvsketch.errors import InputError
 from kvsketch.evaluation.report.terminal import tables_within
 from kvsketch.evaluation.runner.files import check_folder, check_replaced, read_text, try_folder
+from kvsketch.models import PACKAGED_MODELS
 from kvsketch.writing import save_bytes
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ def run(
     source, prompts = "sampled", list["Tensor"]()
     if texts:
         source = "files"
-    elif model_name in loading.PACKAGED_MODELS:
+    elif model_name in PACKAGED_MODELS:
         from kvsketch.evaluation.runner.longeval_cases import generate_cases
 
         source = f"longeval-{_LINES}"

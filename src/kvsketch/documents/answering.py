@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..hf import SketchCache
-from .document import Document
+from kvsketch.documents.document import Document
+from kvsketch.errors import InputError
+from kvsketch.hf import SketchCache
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..errors import InputError
-from ..hf import accounting
-from .answering import Sampling, check_question, ends_of, next_tokens
-from .document import Document, encoded
+from kvsketch.documents.answering import Sampling, check_question, ends_of, next_tokens
+from kvsketch.documents.document import Document, encoded
+from kvsketch.errors import InputError
+from kvsketch.hf import accounting
 
 # Tokens between two looks at the error: each costs attention over all slots.
 _LOOK = 16

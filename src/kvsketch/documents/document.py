@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..hf import SketchCache, prefill
-from .wording import Wording
+from kvsketch.documents.wording import Wording
+from kvsketch.errors import InputError
+from kvsketch.hf import SketchCache, prefill
 
 #: tokens that are read at a time
 CHUNK = 1024

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..errors import InputError
+from kvsketch.errors import InputError
 
 _ONE, _TWO, _THREE = "\ue000first\ue001", "\ue000second\ue001", "\ue000third\ue001"
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import InputError
+from kvsketch.errors import InputError
 
 #: of the layout of what is in a file
 VERSION = 2

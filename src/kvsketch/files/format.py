@@ -9,10 +9,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ..errors import InputError, UnsupportedError
-from ..state import State
-from ..writing import whole
-from . import container
+from kvsketch.errors import InputError, UnsupportedError
+from kvsketch.files import container
+from kvsketch.state import State
+from kvsketch.writing import whole
 
 _DTYPES = {
     "F64": torch.float64,

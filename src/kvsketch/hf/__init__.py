@@ -1,8 +1,8 @@
 """The transformers integration."""
 
-from .cache import SketchCache
-from .context import compressing
-from .head_scores import measure_heads
-from .reading import prefill
+from kvsketch.hf.cache import SketchCache
+from kvsketch.hf.context import compressing
+from kvsketch.hf.head_scores import measure_heads
+from kvsketch.hf.reading import prefill
 
 __all__ = ["SketchCache", "compressing", "measure_heads", "prefill"]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ..cache.stream import Stream
-from .hybrid_layer import linear_states
-from .layer import SketchLayer
+from kvsketch.cache.stream import Stream
+from kvsketch.hf.hybrid_layer import linear_states
+from kvsketch.hf.layer import SketchLayer
 
 if TYPE_CHECKING:
-    from .cache import SketchCache
+    from kvsketch.hf.cache import SketchCache
 
 
 def held(layer: Any) -> float:

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..attention import attend_to
-from ..errors import UnsupportedError
-from ..observed import Observed
-from . import second_reading
-from .checks import check_positions, check_queries
-from .masks import PLAIN, View, mask_over
+from kvsketch.attention import attend_to
+from kvsketch.errors import UnsupportedError
+from kvsketch.hf import second_reading
+from kvsketch.hf.checks import check_positions, check_queries
+from kvsketch.hf.masks import PLAIN, View, mask_over
+from kvsketch.observed import Observed
 
 if TYPE_CHECKING:
-    from .interface import Kernel
-    from .layer import SketchLayer
+    from kvsketch.hf.interface import Kernel
+    from kvsketch.hf.layer import SketchLayer
 
 # Arguments that do not affect how a query attends to a key; transformers passes them through.
 OF_THE_FORWARD = frozenset(

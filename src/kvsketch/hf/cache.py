@@ -17,22 +17,28 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
 )
 
-from ..arguments import PREFILL_MODES, check_types
-from ..budget import Schedule, plain
-from ..cache import Curves, HeadBudgets, RetrievalHeads, Stream, make_plan, windowed
-from ..cache.curves import model_shape
-from ..cache.plan import BY_NEED
-from ..cache.storage import CHOICES, FULL, MEASURED, bits_of
-from ..errors import InputError, UnsupportedError, at_least
-from ..methods.registry import Method, class_of, default_allocation, default_bits, default_schedule
-from ..methods.sketches import Sketch
-from ..methods.window import check_window
-from . import accounting, adapters, compiled, interface, models, saving
-from .chunks import Chunks
-from .forward import Forward
-from .hybrid_layer import HybridSketchLayer
-from .latent import LatentSketchLayer
-from .layer import LayerSettings, SketchLayer
+from kvsketch.arguments import PREFILL_MODES, check_types
+from kvsketch.budget import Schedule, plain
+from kvsketch.cache import Curves, HeadBudgets, RetrievalHeads, Stream, make_plan, windowed
+from kvsketch.cache.curves import model_shape
+from kvsketch.cache.plan import BY_NEED
+from kvsketch.cache.storage import CHOICES, FULL, MEASURED, bits_of
+from kvsketch.errors import InputError, UnsupportedError, at_least
+from kvsketch.hf import accounting, adapters, compiled, interface, models, saving
+from kvsketch.hf.chunks import Chunks
+from kvsketch.hf.forward import Forward
+from kvsketch.hf.hybrid_layer import HybridSketchLayer
+from kvsketch.hf.latent import LatentSketchLayer
+from kvsketch.hf.layer import LayerSettings, SketchLayer
+from kvsketch.methods.registry import (
+    Method,
+    class_of,
+    default_allocation,
+    default_bits,
+    default_schedule,
+)
+from kvsketch.methods.sketches import Sketch
+from kvsketch.methods.window import check_window
 
 
 class SketchCache(Cache):  # type: ignore[misc]

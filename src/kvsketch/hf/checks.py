@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..errors import InputError
-from ..methods.base import all_finite
+from kvsketch.errors import InputError
+from kvsketch.methods.base import all_finite
 
 if TYPE_CHECKING:
-    from .layer import SketchLayer
+    from kvsketch.hf.layer import SketchLayer
 
 
 def check_tokens(layer: SketchLayer, keys: Tensor, values: Tensor) -> None:

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from ..errors import UnsupportedError
-from ..estimator import attend
-from ..slots import Slots
-from .attention import OF_THE_FORWARD
+from kvsketch.errors import UnsupportedError
+from kvsketch.estimator import attend
+from kvsketch.hf.attention import OF_THE_FORWARD
+from kvsketch.slots import Slots
 
 if TYPE_CHECKING:
-    from .cache import SketchCache
+    from kvsketch.hf.cache import SketchCache
 
 # Live caches by number: a graph holds the number, not the cache.
 _CACHES: weakref.WeakValueDictionary[int, SketchCache] = weakref.WeakValueDictionary()
@@ -106,7 +106,7 @@ def _attend(
         raise UnsupportedError(
             "a compiled graph was called with a SketchCache that no longer exists"
         )
-    from . import interface  # which imports this file
+    from kvsketch.hf import interface  # which imports this file
 
     keys, values = held.take(key, value, layer)
     found = held.layers[layer]

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..errors import InputError
-from .cache import SketchCache
+from kvsketch.errors import InputError
+from kvsketch.hf.cache import SketchCache
 
 
 @contextmanager

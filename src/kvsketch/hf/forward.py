@@ -16,13 +16,13 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from ..cache.plan import Plan
-from ..cache.stream import Stream
-from ..errors import AccuracyWarning, UnsupportedError
-from ..observed import Observed
-from . import accounting, interface
-from .layer import SketchLayer
-from .masks import Masks
+from kvsketch.cache.plan import Plan
+from kvsketch.cache.stream import Stream
+from kvsketch.errors import AccuracyWarning, UnsupportedError
+from kvsketch.hf import accounting, interface
+from kvsketch.hf.layer import SketchLayer
+from kvsketch.hf.masks import Masks
+from kvsketch.observed import Observed
 
 #: a measured error, on average over layers and heads, of which a cache warns
 LARGE_ERROR = 0.5

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cache.retrieval_heads import RetrievalHeads
-from ..errors import InputError, UnsupportedError, at_least
-from . import models
+from kvsketch.cache.retrieval_heads import RetrievalHeads
+from kvsketch.errors import InputError, UnsupportedError, at_least
+from kvsketch.hf import models
 
 #: the function of a model's file that rotates queries and keys to their positions
 _ROTARY = "apply_rotary_pos_emb"

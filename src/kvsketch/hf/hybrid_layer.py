@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from ..cache.stream import Stream
-from .layer import LayerSettings, SketchLayer
+from kvsketch.cache.stream import Stream
+from kvsketch.hf.layer import LayerSettings, SketchLayer
 
 if TYPE_CHECKING:
-    from .forward import Forward
+    from kvsketch.hf.forward import Forward
 
 
 class HybridSketchLayer(SketchLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]

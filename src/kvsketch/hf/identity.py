@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..errors import InputError
-from ..state import name_of
+from kvsketch.errors import InputError
+from kvsketch.state import name_of
 
 # Number of elements of a parameter that its mark uses, evenly spaced.
 _SAMPLED = 256

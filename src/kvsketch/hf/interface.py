@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from .compiled import graph_attention
+from kvsketch.hf.compiled import graph_attention
 
 if TYPE_CHECKING:
-    from .layer import SketchLayer
+    from kvsketch.hf.layer import SketchLayer
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 _F = TypeVar("_F", bound=Callable[..., Any])

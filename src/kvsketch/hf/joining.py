@@ -8,17 +8,17 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from ..budget import Budget
-from ..cache.budgets import HeadBudgets
-from ..cache.storage import PLAIN, Bits
-from ..cache.stream import Stream
-from ..cache.window import Windowed
-from ..errors import InputError, UnsupportedError
-from ..slots import Slots
-from .cache import SketchCache
-from .layer import SketchLayer
-from .saving import cache_arguments
-from .turning import turn_of
+from kvsketch.budget import Budget
+from kvsketch.cache.budgets import HeadBudgets
+from kvsketch.cache.storage import PLAIN, Bits
+from kvsketch.cache.stream import Stream
+from kvsketch.cache.window import Windowed
+from kvsketch.errors import InputError, UnsupportedError
+from kvsketch.hf.cache import SketchCache
+from kvsketch.hf.layer import SketchLayer
+from kvsketch.hf.saving import cache_arguments
+from kvsketch.hf.turning import turn_of
+from kvsketch.slots import Slots
 
 # Arguments of the compression, which may differ between the two.
 _FREE = ("seed", "prompt_length", "track_error")

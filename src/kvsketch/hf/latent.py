@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedError
-from ..slots import Slots
-from .layer import SketchLayer
+from kvsketch.errors import UnsupportedError
+from kvsketch.hf.layer import SketchLayer
+from kvsketch.slots import Slots
 
 
 class LatentSketchLayer(SketchLayer):

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from ..cache.queries import joined, side_by_side
-from ..cache.stream import Stream
-from ..cache.window import Windowed
-from ..errors import InputError, KVSketchError, UnsupportedError
-from ..observed import Observed
-from ..slots import Slots
-from . import interface
-from .attention import attention
-from .checks import check_config, check_continues, check_tokens
-from .masks import View
-from .output import output_weight
+from kvsketch.cache.queries import joined, side_by_side
+from kvsketch.cache.stream import Stream
+from kvsketch.cache.window import Windowed
+from kvsketch.errors import InputError, KVSketchError, UnsupportedError
+from kvsketch.hf import interface
+from kvsketch.hf.attention import attention
+from kvsketch.hf.checks import check_config, check_continues, check_tokens
+from kvsketch.hf.masks import View
+from kvsketch.hf.output import output_weight
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots
 
 if TYPE_CHECKING:
-    from .forward import Forward
+    from kvsketch.hf.forward import Forward
 
 
 @dataclass(frozen=True)

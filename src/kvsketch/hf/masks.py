@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from ..errors import UnsupportedError
-from ..observed import causal
-from ..slots import Slots
+from kvsketch.errors import UnsupportedError
+from kvsketch.observed import causal
+from kvsketch.slots import Slots
 
 # Additive masks mask with the lowest number of their dtype, or half of it (several are summed).
 _HIDES = 0.4

@@ -13,8 +13,8 @@ from transformers.cache_utils import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from ..errors import UnsupportedError
-from . import adapters
+from kvsketch.errors import UnsupportedError
+from kvsketch.hf import adapters
 
 _LATENT = "caches latents of two sizes in one model (multi-head latent attention)"
 _BIAS = "adds a position bias to its scores, by the distance of tokens"

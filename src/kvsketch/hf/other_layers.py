@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from ..errors import UnsupportedError
-from ..state import FLOATS, Reader, State
+from kvsketch.errors import UnsupportedError
+from kvsketch.state import FLOATS, Reader, State
 
 _ANY = tuple(FLOATS.values())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..errors import UnsupportedError
+from kvsketch.errors import UnsupportedError
 
 #: its names in models
 _NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")

@@ -13,15 +13,15 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..arguments import QUERY_SOURCES
-from ..errors import AccuracyWarning, InputError, UnsupportedError
-from ..methods.base import Compressor
-from ..methods.registry import class_of
-from .cache import SketchCache
-from .forward import Again, Reading
-from .layer import SketchLayer
-from .second_reading import ReadEnough
-from .weighing import weighed
+from kvsketch.arguments import QUERY_SOURCES
+from kvsketch.errors import AccuracyWarning, InputError, UnsupportedError
+from kvsketch.hf.cache import SketchCache
+from kvsketch.hf.forward import Again, Reading
+from kvsketch.hf.layer import SketchLayer
+from kvsketch.hf.second_reading import ReadEnough
+from kvsketch.hf.weighing import weighed
+from kvsketch.methods.base import Compressor
+from kvsketch.methods.registry import class_of
 
 #: Tokens of the context in one part of a second reading, and the instruction before it, as in
 #: KVzip's code (also kvpress's). A part that attends only to itself has fewer.

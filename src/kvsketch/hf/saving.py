@@ -11,22 +11,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from ..budget import ALLOCATIONS, plain
-from ..cache import Curves, RetrievalHeads
-from ..cache.kind import Kind
-from ..cache.stream_state import restore, stream_state
-from ..errors import InputError, KVSketchError, UnsupportedError
-from ..files.format import read, write
-from ..methods.registry import ALL_METHODS
-from ..state import FLOATS, Reader, State, name_of, numbered
-from . import accounting, identity, models
-from .hybrid_layer import HybridSketchLayer
-from .layer import SketchLayer
-from .other_layers import check_saved, layer_state, linear_state, restore_layer, restore_linear
-from .size import predicted_size
+from kvsketch.budget import ALLOCATIONS, plain
+from kvsketch.cache import Curves, RetrievalHeads
+from kvsketch.cache.kind import Kind
+from kvsketch.cache.stream_state import restore, stream_state
+from kvsketch.errors import InputError, KVSketchError, UnsupportedError
+from kvsketch.files.format import read, write
+from kvsketch.hf import accounting, identity, models
+from kvsketch.hf.hybrid_layer import HybridSketchLayer
+from kvsketch.hf.layer import SketchLayer
+from kvsketch.hf.other_layers import (
+    check_saved,
+    layer_state,
+    linear_state,
+    restore_layer,
+    restore_linear,
+)
+from kvsketch.hf.size import predicted_size
+from kvsketch.methods.registry import ALL_METHODS
+from kvsketch.state import FLOATS, Reader, State, name_of, numbered
 
 if TYPE_CHECKING:
-    from .cache import SketchCache
+    from kvsketch.hf.cache import SketchCache
 
 # Memory is allocated for this many tokens at once.
 _MOST_BUFFER = 1 << 20

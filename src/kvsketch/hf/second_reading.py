@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..estimator import attend
-from ..kernels.again import attend_again, fits, looked_at
-from ..observed import Observed, causal
-from ..slots import Slots
+from kvsketch.estimator import attend
+from kvsketch.observed import Observed, causal
+from kvsketch.reread import attend_again, fits, looked_at
+from kvsketch.slots import Slots
 
 if TYPE_CHECKING:
-    from .forward import Again
-    from .layer import SketchLayer
+    from kvsketch.hf.forward import Again
+    from kvsketch.hf.layer import SketchLayer
 
 Usual = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor | None]]
 

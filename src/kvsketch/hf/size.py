@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..cache.quantized import slot_bytes
-from ..cache.quantized_page import QuantizedPage
-from ..cache.sketch_page import SketchPage, SketchPages
-from ..cache.window import Windowed
-from ..methods.base import Compressor
-from ..methods.sketches import Sketch
-from ..random_numbers import generator_state
-from . import accounting
-from .layer import SketchLayer
+from kvsketch.cache.quantized import slot_bytes
+from kvsketch.cache.quantized_page import QuantizedPage
+from kvsketch.cache.sketch_page import SketchPage, SketchPages
+from kvsketch.cache.window import Windowed
+from kvsketch.hf import accounting
+from kvsketch.hf.layer import SketchLayer
+from kvsketch.methods.base import Compressor
+from kvsketch.methods.sketches import Sketch
+from kvsketch.random_numbers import generator_state
 
 if TYPE_CHECKING:
-    from .cache import SketchCache
+    from kvsketch.hf.cache import SketchCache
 
 # Of a table: what is always there, a line for every tensor, and the numbers of a layer.
 _HEADER, _TENSOR, _LAYER = 2600, 110, 330

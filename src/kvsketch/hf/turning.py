@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ..errors import UnsupportedError
+from kvsketch.errors import UnsupportedError
 
 #: rope types whose frequencies do not depend on the position
 _FIXED = ("default", "linear", "llama3", "yarn")

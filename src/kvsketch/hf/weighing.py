@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..errors import UnsupportedError
-from ..slots import compute_dtype
+from kvsketch.errors import UnsupportedError
+from kvsketch.slots import compute_dtype
 
 if TYPE_CHECKING:
-    from .forward import Reading
-    from .layer import SketchLayer
+    from kvsketch.hf.forward import Reading
+    from kvsketch.hf.layer import SketchLayer
 
 
 def weighed(

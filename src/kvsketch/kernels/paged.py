@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..cache.middle import Middle
-from ..cache.page import Page
-from ..cache.quantized import Quantized
-from ..estimator import per_group
-from ..observed import Observed
-from ..slots import compute_dtype
-from . import triton_support
-from .flat_page import FlatQuantized
-from .partial import NOTHING, log_mass, partial, together
+from kvsketch.cache.middle import Middle
+from kvsketch.cache.page import Page
+from kvsketch.cache.quantized import Quantized
+from kvsketch.estimator import per_group
+from kvsketch.kernels import triton_support
+from kvsketch.kernels.flat_page import FlatQuantized
+from kvsketch.observed import Observed
+from kvsketch.partial import NOTHING, log_mass, partial, together
+from kvsketch.slots import compute_dtype
 
 # The number of keys (and values) in few bits that are turned into floats at a time, and of scores
 # at a time. 4 MB stay in the processor's cache. A new tensor for all of them would cost more than
@@ -122,7 +122,7 @@ def _by_triton(
 ) -> tuple[Tensor, Tensor]:
     """The attention ``[batch, num_attention_heads, 1, value_dim]`` and the logs of its totals, in
     one launch for all heads, whatever their sizes."""
-    from .triton_decode import decode as launch
+    from kvsketch.kernels.triton_decode import decode as launch
 
     (start, count), flat = part.spans(), _flat(part)
     sinks, slopes = (None if x is None else x.float() for x in (asked.sinks, asked.slopes))
@@ -147,7 +147,7 @@ def _by_triton(
 def _prefill_by_triton(asked: Observed, page: Page) -> tuple[Tensor, Tensor]:
     """The attention over the slots before the new tokens and, causally, over the new tokens, and
     the logs of its totals, in one launch."""
-    from .triton_prefill import prefill as launch
+    from kvsketch.kernels.triton_prefill import prefill as launch
 
     q = asked.queries.shape[2]
     (start, count), flat, new = page.spans(), _flat(page), page.last(q)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_slots import LN2, LOG2E
+from kvsketch.kernels.triton_slots import LN2, LOG2E
 
 
 @triton.jit

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..errors import InputError
-from .flat_page import Page, Sizes, check, check_block, check_together, given
-from .triton_combine import combine
-from .triton_slots import (
+from kvsketch.errors import InputError
+from kvsketch.kernels.flat_page import Page, Sizes, check, check_block, check_together, given
+from kvsketch.kernels.triton_combine import combine
+from kvsketch.kernels.triton_slots import (
     LOG2E,
     Scoring,
     at,
@@ -32,8 +32,8 @@ from .triton_slots import (
     owned,
     place,
 )
-from .triton_support import interpreted, launching, require
-from .triton_tuning import padded, tuned
+from kvsketch.kernels.triton_support import interpreted, launching, require
+from kvsketch.kernels.triton_tuning import padded, tuned
 
 # Programs to aim for: a few per multiprocessor of the largest GPUs (132 in an H200), since heads
 # of different sizes leave some of them without work.

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..errors import InputError, UnsupportedError
-from .flat_page import (
+from kvsketch.errors import InputError, UnsupportedError
+from kvsketch.kernels.flat_page import (
     Page,
     check,
     check_block,
@@ -29,7 +29,7 @@ from .flat_page import (
     check_together,
     given,
 )
-from .triton_slots import (
+from kvsketch.kernels.triton_slots import (
     LOG2E,
     New,
     Scoring,
@@ -43,8 +43,8 @@ from .triton_slots import (
     place,
     score,
 )
-from .triton_support import interpreted, launching, require
-from .triton_tuning import padded, tuned
+from kvsketch.kernels.triton_support import interpreted, launching, require
+from kvsketch.kernels.triton_tuning import padded, tuned
 
 
 def prefill(

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .flat_page import FlatQuantized, Page
-from .triton_tuning import product
+from kvsketch.kernels.flat_page import FlatQuantized, Page
+from kvsketch.kernels.triton_tuning import product
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
+from kvsketch.errors import UnsupportedError
 
 #: Types of devices on which the package chooses the Triton kernels. A test adds the CPU, where they
 #: run in Triton's interpreter.

@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .triton_support import interpreted
+from kvsketch.kernels.triton_support import interpreted
 
 # Limits of an A100, the smallest GPU considered: shared memory of a program, and bytes of
 # accumulators and queries that 8 warps keep in registers.

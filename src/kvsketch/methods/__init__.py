@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from ..errors import unknown_name
-from .balancekv import BalanceKV, SoftmaxBalance
-from .base import Compressor, keep_top
-from .cam import CaM
-from .chunkkv import ChunkKV
-from .cluster_merge import ClusterMerge
-from .compactor import Compactor
-from .d2o import D2O
-from .expected_attention import ExpectedAttention
-from .h2o import H2O
-from .halving import Halving
-from .heavy_merge import HeavyMerge
-from .kcenter import KCenter
-from .kernel_halving import GreedyHalving, KernelHalving
-from .keydiff import KeyDiff
-from .knorm import KNorm
-from .lagkv import LagKV
-from .observed_attention import ObservedAttention
-from .pyramidkv import PyramidKV, pyramid_shares
-from .snapkv import SnapKV
-from .streaming_llm import StreamingLLM
-from .tova import TOVA
-from .uniform import Uniform
+from kvsketch.errors import unknown_name
+from kvsketch.methods.balancekv import BalanceKV, SoftmaxBalance
+from kvsketch.methods.base import Compressor, keep_top
+from kvsketch.methods.cam import CaM
+from kvsketch.methods.chunkkv import ChunkKV
+from kvsketch.methods.cluster_merge import ClusterMerge
+from kvsketch.methods.compactor import Compactor
+from kvsketch.methods.d2o import D2O
+from kvsketch.methods.expected_attention import ExpectedAttention
+from kvsketch.methods.h2o import H2O
+from kvsketch.methods.halving import Halving
+from kvsketch.methods.heavy_merge import HeavyMerge
+from kvsketch.methods.kcenter import KCenter
+from kvsketch.methods.kernel_halving import GreedyHalving, KernelHalving
+from kvsketch.methods.keydiff import KeyDiff
+from kvsketch.methods.knorm import KNorm
+from kvsketch.methods.lagkv import LagKV
+from kvsketch.methods.observed_attention import ObservedAttention
+from kvsketch.methods.pyramidkv import PyramidKV, pyramid_shares
+from kvsketch.methods.snapkv import SnapKV
+from kvsketch.methods.streaming_llm import StreamingLLM
+from kvsketch.methods.tova import TOVA
+from kvsketch.methods.uniform import Uniform
 
 _CLASSES: tuple[type[Compressor], ...] = (
     Uniform,

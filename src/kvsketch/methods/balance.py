@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from kvsketch.errors import InputError
 
 # Inner products with earlier vectors are computed in panels, at most so many at once (64 MB).
 _PANEL = 64

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..random_numbers import derived, uniform
-from ..slots import Slots
-from .balance import Lifted, walk, walk_threshold
-from .halving import Half, Halving, flat
+from kvsketch.errors import InputError
+from kvsketch.methods.balance import Lifted, walk, walk_threshold
+from kvsketch.methods.halving import Half, Halving, flat
+from kvsketch.random_numbers import derived, uniform
+from kvsketch.slots import Slots
 
 ON_FAIL = ("record", "raise")
 

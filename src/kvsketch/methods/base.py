@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .. import random_numbers
-from ..errors import InputError
-from ..observed import Observed
-from ..slots import Slots
-from ..state import Reader, State
-from .ragged import compress_ragged
-from .seen import Seen
-from .window import check_window, split
+from kvsketch import random_numbers
+from kvsketch.errors import InputError
+from kvsketch.methods.ragged import compress_ragged
+from kvsketch.methods.seen import Seen
+from kvsketch.methods.window import check_window, split
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots
+from kvsketch.state import Reader, State
 
 
 class Compressor(ABC):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..slots import Slots, compute_dtype
+from kvsketch.slots import Slots, compute_dtype
 
 
 def with_columns(slots: Slots, *columns: Tensor) -> Slots:

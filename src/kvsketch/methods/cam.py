@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..errors import at_least
-from ..slots import Slots
-from .evicted import Evicted, Merging
-from .scoring import score_of
+from kvsketch.errors import at_least
+from kvsketch.methods.evicted import Evicted, Merging
+from kvsketch.methods.scoring import score_of
+from kvsketch.slots import Slots
 
 
 class CaM(Merging):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import at_least
-from ..observed import Observed
-from ..slots import Slots
-from .base import keep_top
-from .scoring import score_of
-from .seen import Seen
-from .snapkv import SnapKV
+from kvsketch.errors import at_least
+from kvsketch.methods.base import keep_top
+from kvsketch.methods.scoring import score_of
+from kvsketch.methods.seen import Seen
+from kvsketch.methods.snapkv import SnapKV
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots
 
 
 class ChunkKV(SnapKV):

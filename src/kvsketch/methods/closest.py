@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..slots import Slots
-from .groups import Groups
-from .nearest import Blocks, cheapest
-from .points import Given, KeysAndValues, Points
+from kvsketch.methods.groups import Groups
+from kvsketch.methods.nearest import Blocks, cheapest
+from kvsketch.methods.points import Given, KeysAndValues, Points
+from kvsketch.slots import Slots
 
 
 def group_closest(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import at_least
-from ..slots import Slots, compute_dtype
-from .base import Compressor
-from .clustering import check_pairs, group
-from .groups import merge
-from .seen import Seen
+from kvsketch.errors import at_least
+from kvsketch.methods.base import Compressor
+from kvsketch.methods.clustering import check_pairs, group
+from kvsketch.methods.groups import merge
+from kvsketch.methods.seen import Seen
+from kvsketch.slots import Slots, compute_dtype
 
 # When pairs are chosen, the newest slot weighs e^4 times as much as the oldest.
 _RECENCY = 4.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..slots import Slots
-from .closest import group_closest
-from .groups import Groups
-from .kmeans import group_keys
+from kvsketch.errors import InputError
+from kvsketch.methods.closest import group_closest
+from kvsketch.methods.groups import Groups
+from kvsketch.methods.kmeans import group_keys
+from kvsketch.slots import Slots
 
 
 def check_pairs(pairs: float) -> float:

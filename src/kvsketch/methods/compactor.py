@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import random_numbers
-from ..errors import InputError, at_least
-from ..estimator import attention_received
-from ..observed import Observed
-from ..slots import Slots, compute_dtype
-from .scoring import Scoring
+from kvsketch import random_numbers
+from kvsketch.errors import InputError, at_least
+from kvsketch.estimator import attention_received
+from kvsketch.methods.scoring import Scoring
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots, compute_dtype
 
 _RIDGE = 1e-2  # added to the sketched Gram matrix, as kvpress has it
 

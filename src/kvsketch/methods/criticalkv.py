@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..budget import SAFEGUARD
-from ..errors import InputError
-from ..slots import Slots
-from .base import keep_top
-from .beside import column_of, with_columns, without_columns
-from .output import output_norms
-from .scoring import score_of
-from .seen import Seen
-from .snapkv import SnapKV
+from kvsketch.budget import SAFEGUARD
+from kvsketch.errors import InputError
+from kvsketch.methods.base import keep_top
+from kvsketch.methods.beside import column_of, with_columns, without_columns
+from kvsketch.methods.output import output_norms
+from kvsketch.methods.scoring import score_of
+from kvsketch.methods.seen import Seen
+from kvsketch.methods.snapkv import SnapKV
+from kvsketch.slots import Slots
 
 
 class CriticalKV(SnapKV):

@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..slots import Slots, compute_dtype
-from ..state import Reader, State
-from .evicted import Evicted, Merging
+from kvsketch.errors import InputError
+from kvsketch.methods.evicted import Evicted, Merging
+from kvsketch.slots import Slots, compute_dtype
+from kvsketch.state import Reader, State
 
 # Similarities that are formed at a time.
 _BLOCK = 1 << 22

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..slots import Slots
-from .h2o import H2O
+from kvsketch.methods.h2o import H2O
+from kvsketch.slots import Slots
 
 
 @dataclass(frozen=True)

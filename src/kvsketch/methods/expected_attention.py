@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import at_least
-from ..estimator import attention_scores, check_queries, per_group, query_blocks
-from ..observed import Observed
-from ..slots import Slots, compute_dtype
-from .scoring import Scoring, query_weights
+from kvsketch.errors import at_least
+from kvsketch.estimator import attention_scores, check_queries, per_group, query_blocks
+from kvsketch.methods.scoring import Scoring, query_weights
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots, compute_dtype
 
 # A slot without mass may outweigh all that have one; exp(80) is still finite in float32.
 _MAX_EXPONENT = 80.0

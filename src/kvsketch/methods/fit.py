@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..estimator import attention_scores
-from ..slots import Slots
-from .seen import Seen
+from kvsketch.estimator import attention_scores
+from kvsketch.methods.seen import Seen
+from kvsketch.slots import Slots
 
 #: The smallest number of queries for a fit.
 LEAST_QUERIES = 16

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..slots import Slots, flat_rows
+from kvsketch.slots import Slots, flat_rows
 
 
 @dataclass(frozen=True)

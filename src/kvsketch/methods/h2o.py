@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..estimator import attention_received
-from ..observed import Observed
-from ..slots import Slots
-from .scoring import Scoring
+from kvsketch.estimator import attention_received
+from kvsketch.methods.scoring import Scoring
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots
 
 
 class H2O(Scoring):

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..random_numbers import derived
-from ..slots import Slots, compute_dtype
-from .base import Compressor
-from .seen import Seen
+from kvsketch.methods.base import Compressor
+from kvsketch.methods.seen import Seen
+from kvsketch.random_numbers import derived
+from kvsketch.slots import Slots, compute_dtype
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..errors import InputError, at_least
-from ..estimator import check_queries
-from ..observed import Observed
-from ..slots import Slots, compute_dtype
-from .base import Compressor
-from .clustering import check_pairs, group
-from .fit import Asked, fitted
-from .groups import merge, packed
-from .keydiff import similarity
-from .learned import learned_scores
-from .rereading import reread_attention
-from .scoring import recent_attention, score_of, scored_before
-from .seen import Seen
+from kvsketch.errors import InputError, at_least
+from kvsketch.estimator import check_queries
+from kvsketch.methods.base import Compressor
+from kvsketch.methods.clustering import check_pairs, group
+from kvsketch.methods.fit import Asked, fitted
+from kvsketch.methods.groups import merge, packed
+from kvsketch.methods.keydiff import similarity
+from kvsketch.methods.learned import learned_scores
+from kvsketch.methods.rereading import reread_attention
+from kvsketch.methods.scoring import recent_attention, score_of, scored_before
+from kvsketch.methods.seen import Seen
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots, compute_dtype
 
 # The weight of a token without attention, relative to one of average attention: it counts a little.
 _FLOOR = 1e-3

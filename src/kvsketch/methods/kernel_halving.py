@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..random_numbers import uniform
-from ..slots import Slots
-from .balance import Decide, Lifted, Vectors, balance
-from .halving import Half, Halving, flat, with_mass
+from kvsketch.errors import InputError
+from kvsketch.methods.balance import Decide, Lifted, Vectors, balance
+from kvsketch.methods.halving import Half, Halving, flat, with_mass
+from kvsketch.random_numbers import uniform
+from kvsketch.slots import Slots
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..slots import Slots, compute_dtype
-from .base import Compressor, keep_top
-from .seen import Seen
+from kvsketch.methods.base import Compressor, keep_top
+from kvsketch.methods.seen import Seen
+from kvsketch.slots import Slots, compute_dtype
 
 
 class KeyDiff(Compressor):

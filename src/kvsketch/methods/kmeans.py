@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .groups import Groups
+from kvsketch.methods.groups import Groups
 
 #: Keys are grouped within blocks of this many slots, so that the cost is linear in n.
 _BLOCK = 2048

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..slots import Slots, compute_dtype
-from .base import Compressor, keep_top
-from .seen import Seen
+from kvsketch.methods.base import Compressor, keep_top
+from kvsketch.methods.seen import Seen
+from kvsketch.slots import Slots, compute_dtype
 
 
 class KNorm(Compressor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .kvzip_plus import KVzipPlus
+from kvsketch.methods.kvzip_plus import KVzipPlus
 
 
 class KVgrad(KVzipPlus):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..errors import UnsupportedError
-from ..observed import Observed
-from ..slots import Slots
-from .learned import learned_scores
-from .rereading import reread_attention
-from .scoring import Scoring, score_of
+from kvsketch.errors import UnsupportedError
+from kvsketch.methods.learned import learned_scores
+from kvsketch.methods.rereading import reread_attention
+from kvsketch.methods.scoring import Scoring, score_of
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots
 
 
 class KVzip(Scoring):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..kernels.again import looked_at
-from ..observed import Observed
-from ..slots import Slots
-from .kvzip import KVzip
-from .output import output_norms
-from .rereading import reread_attention
+from kvsketch.errors import InputError
+from kvsketch.methods.kvzip import KVzip
+from kvsketch.methods.output import output_norms
+from kvsketch.methods.rereading import reread_attention
+from kvsketch.observed import Observed
+from kvsketch.reread import looked_at
+from kvsketch.slots import Slots
 
 
 class KVzipPlus(KVzip):

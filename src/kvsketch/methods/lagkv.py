@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..errors import at_least
-from ..slots import Slots, compute_dtype
-from .base import Compressor, keep_top
-from .beside import column_of, with_columns, without_columns
-from .scoring import score_of
-from .seen import Seen
+from kvsketch.errors import at_least
+from kvsketch.methods.base import Compressor, keep_top
+from kvsketch.methods.beside import column_of, with_columns, without_columns
+from kvsketch.methods.scoring import score_of
+from kvsketch.methods.seen import Seen
+from kvsketch.slots import Slots, compute_dtype
 
 
 class LagKV(Compressor):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..slots import Slots, compute_dtype
+from kvsketch.slots import Slots, compute_dtype
 
 # Of the regression, relative to the variance of a feature.
 _RIDGE = 1e-2

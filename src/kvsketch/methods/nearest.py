@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .least import WIDTH, least
-from .points import Points
+from kvsketch.methods.least import WIDTH, least
+from kvsketch.methods.points import Points
 
 #: Slots per block. Pairs are searched only within blocks, which is no worse and costs less.
 _PAIR_BLOCK = 256

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..estimator import attention_received
-from ..observed import Observed
-from ..slots import Slots
-from .scoring import Scoring
+from kvsketch.estimator import attention_received
+from kvsketch.methods.scoring import Scoring
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots
 
 
 class ObservedAttention(Scoring):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..slots import Slots, compute_dtype
+from kvsketch.errors import InputError
+from kvsketch.slots import Slots, compute_dtype
 
 # Numbers of v W_O that are formed at a time: 32 MB in float32.
 _BLOCK = 1 << 23

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..slots import Slots, flat_rows
+from kvsketch.slots import Slots, flat_rows
 
 # The weight of values relative to keys when pairs are chosen.
 _VALUES = 0.25

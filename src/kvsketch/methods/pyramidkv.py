@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..budget import Budget
-from ..errors import InputError, at_least
-from .snapkv import SnapKV
+from kvsketch.budget import Budget
+from kvsketch.errors import InputError, at_least
+from kvsketch.methods.snapkv import SnapKV
 
 _LONG = 1 << 40  # tokens; windows and roundings vanish beside it
 

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..random_numbers import places
-from ..slots import Slots
-from .seen import Seen
+from kvsketch.methods.seen import Seen
+from kvsketch.random_numbers import places
+from kvsketch.slots import Slots
 
-if TYPE_CHECKING:
-    from .base import Compressor
+
+class Reducer(Protocol):
+    """What is used of a ``Compressor``; its attributes and methods are described there."""
+
+    rows: Tensor | None
+    generator: torch.Generator
+
+    @property
+    def ragged(self) -> bool: ...
+
+    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots: ...
+
+    def at(self, places: Tensor, generator: torch.Generator) -> Reducer: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,7 @@ class _Layout:
 
 
 def compress_ragged(
-    compressor: Compressor, slots: Slots, budget: Tensor, sink: int, recent: int, seen: Seen | None
+    compressor: Reducer, slots: Slots, budget: Tensor, sink: int, recent: int, seen: Seen | None
 ) -> Slots:
     """``Compressor.compress`` with a budget for each head. The result for a head is the same as if
     it were compressed alone and without padding. Only heads with more live slots than their budget
@@ -95,7 +106,7 @@ def compress_ragged(
 
 
 def _reduced(
-    compressor: Compressor,
+    compressor: Reducer,
     slots: Slots,
     layout: _Layout,
     reduced: Tensor,

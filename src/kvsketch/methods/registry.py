@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from ..budget import Budget
-from ..errors import InputError
-from ..method_names import unknown_method
-from . import METHODS, Compressor
-from .criticalkv import CriticalKV
-from .kvgrad import KVgrad
-from .kvzip import KVzip
-from .kvzip_plus import KVzipPlus
-from .sketches.balancekv import BalanceKVStreaming
-from .sketches.base import Sketch
-from .sketches.merge_reduce import MergeReduce
-from .sketches.one_dimensional import OneDimensional
-from .sketches.sliding_window import SlidingWindow, SlidingWindowSampled
-from .sketches.subgen import SubGen, SubGenCoupled
+from kvsketch.budget import Budget
+from kvsketch.errors import InputError
+from kvsketch.method_names import unknown_method
+from kvsketch.methods import METHODS, Compressor
+from kvsketch.methods.criticalkv import CriticalKV
+from kvsketch.methods.kvgrad import KVgrad
+from kvsketch.methods.kvzip import KVzip
+from kvsketch.methods.kvzip_plus import KVzipPlus
+from kvsketch.methods.sketches.balancekv import BalanceKVStreaming
+from kvsketch.methods.sketches.base import Sketch
+from kvsketch.methods.sketches.merge_reduce import MergeReduce
+from kvsketch.methods.sketches.one_dimensional import OneDimensional
+from kvsketch.methods.sketches.sliding_window import SlidingWindow, SlidingWindowSampled
+from kvsketch.methods.sketches.subgen import SubGen, SubGenCoupled
 
 #: The streaming sketches, by name. To add one: write its file, add its class here.
 SKETCHES: dict[str, type[Sketch]] = {

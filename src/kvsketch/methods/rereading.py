@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..estimator import attention_received
-from ..kernels.again import fits, largest_share, looked_at
-from ..observed import Observed
-from ..slots import Slots
+from kvsketch.estimator import attention_received
+from kvsketch.observed import Observed
+from kvsketch.reread import fits, largest_share, looked_at
+from kvsketch.slots import Slots
 
 
 def reread_attention(

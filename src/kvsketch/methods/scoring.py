@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..estimator import attention_received, check_queries
-from ..observed import Observed
-from ..slots import Slots
-from .base import Compressor, keep_top
-from .seen import Seen
+from kvsketch.errors import InputError
+from kvsketch.estimator import attention_received, check_queries
+from kvsketch.methods.base import Compressor, keep_top
+from kvsketch.methods.seen import Seen
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots
 
 
 class Scoring(Compressor):

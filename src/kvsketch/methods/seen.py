@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ..estimator import check_queries
-from ..observed import Observed
-from ..slots import Slots
+from kvsketch.estimator import check_queries
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import InputError, at_least
-from ..observed import Observed
-from ..slots import Slots
-from .scoring import Scoring, recent_attention
+from kvsketch.errors import InputError, at_least
+from kvsketch.methods.scoring import Scoring, recent_attention
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots
 
 
 class SnapKV(Scoring):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..observed import Observed
-from ..slots import Slots
-from .scoring import Scoring, recent_attention
+from kvsketch.methods.scoring import Scoring, recent_attention
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots
 
 
 class TOVA(Scoring):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..slots import Slots
-from .base import Compressor
-from .seen import Seen
+from kvsketch.methods.base import Compressor
+from kvsketch.methods.seen import Seen
+from kvsketch.slots import Slots
 
 
 class Uniform(Compressor):

@@ -6,8 +6,8 @@ from numbers import Integral
 
 import torch
 
-from ..errors import InputError
-from ..slots import Slots
+from kvsketch.errors import InputError
+from kvsketch.slots import Slots
 
 
 def check_window(sink: object, recent: object) -> tuple[int, int]:

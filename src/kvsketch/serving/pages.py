@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.window import Windowed
-from ..kernels import triton_support
-from ..kernels.partial import NOTHING, log_mass, partial, together
-from ..observed import Observed
-from ..slots import Slots, compute_dtype
-from .layout import Fields
-from .rhythm import Rhythm, Round, Writes
+from kvsketch.cache.window import Windowed
+from kvsketch.kernels import triton_support
+from kvsketch.observed import Observed
+from kvsketch.partial import NOTHING, log_mass, partial, together
+from kvsketch.serving.layout import Fields
+from kvsketch.serving.rhythm import Rhythm, Round, Writes
+from kvsketch.slots import Slots, compute_dtype
 
 
 @dataclass
@@ -143,7 +143,7 @@ class Pages:
         kernel takes the pages' numbers. Without it, pages at equal distances are read in one call:
         even one call per page costs less than a copy of them."""
         if triton_support.chosen(packed):
-            from ..kernels.triton_decode import decode
+            from kvsketch.kernels.triton_decode import decode
 
             queries = packed.flatten(1, 2).unsqueeze(2)
             out, total = decode(queries, **self._flat(now, fields), most=now.most)
@@ -176,7 +176,7 @@ class Pages:
         packed = q.reshape(rows, kv_heads, group * count, dim)
         before = self._others(packed, now, fields)
         if triton_support.chosen(q):
-            from ..kernels.triton_prefill import prefill
+            from kvsketch.kernels.triton_prefill import prefill
 
             parts = [prefill(q, new_keys=k, new_values=v, **self._flat(now, fields))]
         else:

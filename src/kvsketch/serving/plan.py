@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..errors import InputError, UnsupportedError
-from ..hf.models import has_latents, kv_heads_of, layers_of, max_positions
-from .settings import Settings
+from kvsketch.errors import InputError, UnsupportedError
+from kvsketch.hf.models import has_latents, kv_heads_of, layers_of, max_positions
+from kvsketch.serving.settings import Settings
 
 #: The share of a GPU's memory that vLLM 0.32 uses by default (``--gpu-memory-utilization``).
 UTILIZATION = 0.92

@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
-from ..budget import Budget
-from ..cache.curves import Curves
-from ..cache.quantized import check_bits
-from ..cache.storage import Bits
-from ..cache.window import Windowed, windowed
-from ..errors import InputError, at_least, unknown_name
-from ..methods.window import check_window
-from .layout import Layout
-from .pages import Pages
-from .rhythm import Rhythm
-from .split_layout import SplitLayout
-from .split_pages import SplitPages
+from kvsketch.budget import Budget
+from kvsketch.cache.curves import Curves
+from kvsketch.cache.quantized import check_bits
+from kvsketch.cache.storage import Bits
+from kvsketch.cache.window import Windowed, windowed
+from kvsketch.errors import InputError, at_least, unknown_name
+from kvsketch.methods.window import check_window
+from kvsketch.serving.layout import Layout
+from kvsketch.serving.pages import Pages
+from kvsketch.serving.rhythm import Rhythm
+from kvsketch.serving.split_layout import SplitLayout
+from kvsketch.serving.split_pages import SplitPages
 
 #: the name of the uncompressed page
 EXACT = "exact"

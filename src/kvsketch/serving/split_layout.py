@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..cache.middle import Middle
-from ..cache.storage import Bits
-from ..slots import Slots
-from .layout import Fields, Layout, Shape, bytes_of, views
+from kvsketch.cache.middle import Middle
+from kvsketch.cache.storage import Bits
+from kvsketch.serving.layout import Fields, Layout, Shape, bytes_of, views
+from kvsketch.slots import Slots
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.middle import Middle
-from ..cache.ragged import picked
-from ..cache.storage import FULL
-from ..cache.window import Windowed
-from ..kernels.paged import over
-from ..kernels.partial import NOTHING, partial, together
-from ..observed import Observed
-from ..slots import Slots
-from .layout import Fields
-from .pages import Pages
-from .rhythm import Round
-from .split_layout import SplitFields, SplitLayout
+from kvsketch.cache.middle import Middle
+from kvsketch.cache.ragged import picked
+from kvsketch.cache.storage import FULL
+from kvsketch.cache.window import Windowed
+from kvsketch.kernels.paged import over
+from kvsketch.observed import Observed
+from kvsketch.partial import NOTHING, partial, together
+from kvsketch.serving.layout import Fields
+from kvsketch.serving.pages import Pages
+from kvsketch.serving.rhythm import Round
+from kvsketch.serving.split_layout import SplitFields, SplitLayout
+from kvsketch.slots import Slots
 
 
 class SplitPages(Pages):

@@ -1,9 +1,15 @@
 """For theorists: compute the size of a sketch from a theorem, check a bound on real activations,
 and test a method with the hard instances of the lower bounds."""
 
-from .balance import BalanceKVSize, MergeAndReduceSize, balancekv, break_even, merge_and_reduce
-from .clusterability import ClusterCurve, clusterability
-from .hard_instances import (
+from kvsketch.theory.balance import (
+    BalanceKVSize,
+    MergeAndReduceSize,
+    balancekv,
+    break_even,
+    merge_and_reduce,
+)
+from kvsketch.theory.clusterability import ClusterCurve, clusterability
+from kvsketch.theory.hard_instances import (
     IndexGame,
     NonAdaptivePair,
     Recovery,
@@ -11,7 +17,7 @@ from .hard_instances import (
     index_game,
     non_adaptive_pair,
 )
-from .low_dimension import (
+from kvsketch.theory.low_dimension import (
     UNIT_BALL_DELTA,
     Barrier,
     barrier,
@@ -19,8 +25,8 @@ from .low_dimension import (
     index_bits,
     low_dimensional,
 )
-from .norms import ErrorBounds, error_bounds, measured_error, smallest_eps
-from .parameters import (
+from kvsketch.theory.norms import ErrorBounds, error_bounds, measured_error, smallest_eps
+from kvsketch.theory.parameters import (
     SlidingWindowSize,
     SubGenSize,
     clusters_for_diameter,

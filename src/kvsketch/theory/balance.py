@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import at_least
-from .parameters import Size, eps_in_range, exponential, failure_in_range, number
+from kvsketch.errors import at_least
+from kvsketch.theory.parameters import Size, eps_in_range, exponential, failure_in_range, number
 
 
 @dataclass(frozen=True)

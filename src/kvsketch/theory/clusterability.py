@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import InputError, at_least
-from ..methods.kcenter import farthest_first
-from .parameters import number
+from kvsketch.errors import InputError, at_least
+from kvsketch.farthest_first import farthest_first
+from kvsketch.theory.parameters import number
 
 
 @dataclass(frozen=True)

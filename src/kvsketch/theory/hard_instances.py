@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..errors import InputError, at_least
-from ..estimator import attend
-from ..slots import Slots
-from .parameters import number
+from kvsketch.errors import InputError, at_least
+from kvsketch.estimator import attend
+from kvsketch.slots import Slots
+from kvsketch.theory.parameters import number
 
 # Fresh Gaussian keys drawn before coherence above eps is an error.
 _DRAWS = 20

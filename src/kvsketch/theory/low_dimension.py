@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import at_least
-from .parameters import SubGenSize, covering_number, number, subgen
+from kvsketch.errors import at_least
+from kvsketch.theory.parameters import SubGenSize, covering_number, number, subgen
 
 #: The cluster radius of Theorem 15 for keys of norm at most 1.
 UNIT_BALL_DELTA = math.e / 3

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..estimator import attend, attention_scores, check_queries
-from ..slots import Slots
+from kvsketch.errors import InputError
+from kvsketch.estimator import attend, attention_scores, check_queries
+from kvsketch.slots import Slots
 
 # Queries are taken in blocks of at most this many scores (16 MB in float64).
 _BLOCK_SCORES = 1 << 21

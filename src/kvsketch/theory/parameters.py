@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ..errors import InputError, at_least
+from kvsketch.errors import InputError, at_least
 
 # The largest exponent of a number of slots: a larger number is meaningless and raises an error.
 _LARGEST_EXPONENT = 600.0

@@ -9,8 +9,8 @@ vLLM is replaced: a backend, a cache spec and its manager are registered where v
 
 from __future__ import annotations
 
-from ..errors import UnsupportedError
-from ..serving.settings import read
+from kvsketch.errors import UnsupportedError
+from kvsketch.serving.settings import read
 
 #: the release whose seams this was written and tested for
 VERSION = "0.32"
@@ -37,11 +37,11 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from . import spec
+    from kvsketch.vllm import spec
 
     spec.register()
     register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
-    from . import metrics
+    from kvsketch.vllm import metrics
 
     first = metrics.show()
     if current_platform.is_cpu():  # which does not ask for --attention-backend
@@ -55,6 +55,6 @@ def register() -> None:
 
 
 def _ours() -> str:
-    from .. import __version__
+    from kvsketch import __version__
 
     return __version__

@@ -12,15 +12,15 @@ from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from ..cache.curves import model_shape
-from ..errors import UnsupportedError
-from ..serving.layout import Fields, Layout
-from ..serving.pages import Counts, Pages
-from ..serving.split_layout import SplitLayout
-from . import metrics
-from .backend import PageBackend
-from .checks import check_engine, check_layer
-from .metadata import PageMetadata
+from kvsketch.cache.curves import model_shape
+from kvsketch.errors import UnsupportedError
+from kvsketch.serving.layout import Fields, Layout
+from kvsketch.serving.pages import Counts, Pages
+from kvsketch.serving.split_layout import SplitLayout
+from kvsketch.vllm import metrics
+from kvsketch.vllm.backend import PageBackend
+from kvsketch.vllm.checks import check_engine, check_layer
+from kvsketch.vllm.metadata import PageMetadata
 
 
 class Workspace:
@@ -64,7 +64,7 @@ class PageImpl(AttentionImpl[PageMetadata]):
                 "replace --attention-backend CUSTOM by --attention-config "
                 '\'{"backend_per_kind": {"full_attention": "CUSTOM"}}\''
             )
-        from .sliding import SlidingImpl
+        from kvsketch.vllm.sliding import SlidingImpl
 
         given = (num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window)
         return SlidingImpl(*given, *args, **kwargs)

@@ -9,12 +9,12 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
 
-from ..errors import UnsupportedError
-from ..serving.layout import Layout
-from ..serving.settings import Settings, read
-from ..serving.split_layout import SplitLayout
-from .checks import check_settings
-from .spec import PageSpec
+from kvsketch.errors import UnsupportedError
+from kvsketch.serving.layout import Layout
+from kvsketch.serving.settings import Settings, read
+from kvsketch.serving.split_layout import SplitLayout
+from kvsketch.vllm.checks import check_settings
+from kvsketch.vllm.spec import PageSpec
 
 # vLLM's own blocks of tokens, where a layer has a sliding window: what the CPU's kernels take.
 _BLOCKS = 32
@@ -66,13 +66,13 @@ class PageBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> Any:
-        from .attention import PageImpl
+        from kvsketch.vllm.attention import PageImpl
 
         return PageImpl
 
     @staticmethod
     def get_builder_cls() -> Any:
-        from .metadata import PageMetadataBuilder
+        from kvsketch.vllm.metadata import PageMetadataBuilder
 
         return PageMetadataBuilder
 

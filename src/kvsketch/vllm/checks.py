@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import UnsupportedError
-from ..serving.settings import DRAWING, Settings
+from kvsketch.errors import UnsupportedError
+from kvsketch.serving.settings import DRAWING, Settings
 
 
 def check_engine(config: Any) -> None:

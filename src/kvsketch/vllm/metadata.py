@@ -15,11 +15,11 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from ..serving.rhythm import Copies, Numbers, Rhythm, Round, rounds
-from . import metrics
-from .backend import PageBackend
-from .manager import PARTS
-from .spec import PageSpec
+from kvsketch.serving.rhythm import Copies, Numbers, Rhythm, Round, rounds
+from kvsketch.vllm import metrics
+from kvsketch.vllm.backend import PageBackend
+from kvsketch.vllm.manager import PARTS
+from kvsketch.vllm.spec import PageSpec
 
 
 @dataclass

@@ -9,9 +9,9 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import CircularBufferSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from ..serving.layout import Layout
-from ..serving.split_layout import SplitLayout
-from .manager import PARTS, PageManager
+from kvsketch.serving.layout import Layout
+from kvsketch.serving.split_layout import SplitLayout
+from kvsketch.vllm.manager import PARTS, PageManager
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from ..errors import InputError, KVSketchError
+from kvsketch.errors import InputError, KVSketchError
 
 
 def write() -> Path:

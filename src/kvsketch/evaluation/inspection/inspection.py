@@ -32,7 +32,7 @@ from kvsketch.evaluation.inspection.readings import (
     readings,
 )
 from kvsketch.evaluation.inspection.rows import Layer, rows_of
-from kvsketch.evaluation.runner.activations import Activations, can_be_caught, capture
+from kvsketch.hf.activations import Activations, can_be_caught, capture
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
 

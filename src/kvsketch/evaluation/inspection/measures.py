@@ -13,7 +13,7 @@ from kvsketch import theory
 from kvsketch.errors import InputError
 from kvsketch.estimator import attention_scores
 from kvsketch.evaluation.inspection.readings import CENTERS, LAST, RECENT, SINK
-from kvsketch.methods.kcenter import farthest_first
+from kvsketch.farthest_first import farthest_first
 from kvsketch.observed import causal
 from kvsketch.slots import Slots
 

@@ -13,9 +13,10 @@ from transformers import DynamicCache, GenerationConfig, StoppingCriteria, Stopp
 from kvsketch.errors import AccuracyWarning
 from kvsketch.evaluation.runner.encoding import EncodedCase
 from kvsketch.evaluation.runner.following import Follower
-from kvsketch.evaluation.runner.replies import Footprint, Reply, clock, costs, footprint, new_cache
+from kvsketch.evaluation.runner.replies import Footprint, clock, costs, footprint, new_cache
 from kvsketch.evaluation.runner.settings import Settings
 from kvsketch.evaluation.runner.setups import Setup
+from kvsketch.evaluation.tasks.base import Reply
 from kvsketch.hf import SketchCache, prefill
 
 

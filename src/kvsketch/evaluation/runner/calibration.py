@@ -49,7 +49,7 @@ def calibrate_files(
 
     # The following imports torch and transformers; all checks that do not need them are done.
     from kvsketch.cache.curves import model_shape, pooled
-    from kvsketch.evaluation.runner.allocation import check_length, measure_curves
+    from kvsketch.hf.measuring import check_length, measure_curves
 
     check_device(settings.device)
     tokenizer = load_tokenizer(folder)

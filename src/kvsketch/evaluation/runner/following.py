@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from kvsketch.evaluation.runner.activations import intercepted
 from kvsketch.evaluation.runner.encoding import EncodedCase
-from kvsketch.evaluation.runner.replies import Reply, clock, costs, footprint, new_cache
+from kvsketch.evaluation.runner.replies import clock, costs, footprint, new_cache
 from kvsketch.evaluation.runner.settings import Settings
 from kvsketch.evaluation.runner.setups import Setup
+from kvsketch.evaluation.tasks.base import Reply
 from kvsketch.hf import SketchCache
+from kvsketch.hf.activations import intercepted
 from kvsketch.hf.layer import SketchLayer
 
 #: the attention of single layers; everything else follows from the predictions

@@ -6,22 +6,14 @@ torch and transformers are imported when something is loaded, after the name was
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvsketch.errors import InputError, KVSketchError, unknown_name
+from kvsketch.errors import InputError, KVSketchError
 from kvsketch.evaluation.runner import hub
 from kvsketch.evaluation.runner.devices import DEVICE_MAPS, check_device_name, needs_accelerate
+from kvsketch.models import PACKAGED_MODELS, packaged_model
 
-PACKAGED = "packaged"
-#: names of the models that ship with the package, and their folders in ``kvsketch/models``
-PACKAGED_MODELS: Mapping[str, str] = {
-    PACKAGED: "spread",
-    "spread": "spread",
-    "longeval-one-head": "longeval",
-    "ruler-one-layer": "ruler",
-}
 _CONFIGURATION = {
     "config.json",
     "generation_config.json",
@@ -29,23 +21,6 @@ _CONFIGURATION = {
     "tokenizer_config.json",
 }
 _WHOLE_FILE = 64 * 2**20  # bytes; larger weights are identified by size and first megabyte
-
-
-def packaged_model(name: str = PACKAGED) -> Path:
-    """Folder of a model that ships with the package, for ``AutoModelForCausalLM.from_pretrained``.
-
-    Args:
-        name: "spread" answers questions of LongEval and RULER, and reads with many heads in several
-            layers; "packaged" is another name of it, since commands use it unless another is named.
-            "longeval-one-head" retrieves lines (LongEval), and one of its KV heads reads them;
-            "ruler-one-layer" also answers questions of RULER, and reads in one of its layers.
-
-    Raises:
-        InputError: unknown name.
-    """
-    if name not in PACKAGED_MODELS:
-        raise unknown_name("name", name, PACKAGED_MODELS)
-    return Path(__file__).resolve().parents[2] / "models" / PACKAGED_MODELS[name]
 
 
 def resolve_model(name: str) -> str:

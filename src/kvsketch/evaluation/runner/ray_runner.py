@@ -15,7 +15,7 @@ from kvsketch.evaluation.runner.settings import Settings
 from kvsketch.evaluation.runner.sweep import Job
 
 if TYPE_CHECKING:
-    from kvsketch.evaluation.runner.replies import Reply
+    from kvsketch.evaluation.tasks.base import Reply
 
 #: a job whose worker died this often is considered the cause
 _TRIES = 3

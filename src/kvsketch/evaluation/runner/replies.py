@@ -1,10 +1,9 @@
-"""The result of a case, the size of its cache, and how the cache is made."""
+"""The size of a cache, and how it is made."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,29 +12,6 @@ from transformers import DynamicCache
 from kvsketch.evaluation.runner.settings import Settings
 from kvsketch.evaluation.runner.setups import EXACT, Setup
 from kvsketch.hf import SketchCache
-
-
-@dataclass(frozen=True)
-class Reply:
-    """An answer and what it cost, per case: seconds of a batch are divided by its rows.
-
-    `slots` and the bytes are measured when the first answer token is out, `final_` ones after the
-    last; the first token is the prefill's, `decode_tokens` come after it. `measured`: numbers by
-    name, for tasks without text answers (`following`)."""
-
-    text: str
-    prompt_tokens: int
-    new_tokens: int
-    slots: float
-    kv_bytes: float
-    exact_kv_bytes: float
-    final_kv_bytes: float
-    final_exact_kv_bytes: float
-    peak_kv_bytes: float
-    prefill_seconds: float
-    decode_tokens: int
-    decode_seconds: float
-    measured: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 from kvsketch.arguments import PREFILL_MODES, QUERY_SOURCES
 from kvsketch.errors import InputError
 from kvsketch.evaluation.runner.devices import check_device_name
-from kvsketch.evaluation.tasks.base import Case
 
 DTYPES = ("float32", "bfloat16", "float16")
 STREAMING_CHUNK = 512  # tokens; streaming prefill without a chunk size would be one chunk
@@ -82,9 +81,9 @@ class Settings:
         if self.prefill == "streaming" and self.prefill_chunk_size is None:
             object.__setattr__(self, "prefill_chunk_size", STREAMING_CHUNK)
 
-    def new_tokens(self, case: Case) -> int:
-        """Longest answer to a case."""
-        return self.max_new_tokens or case.max_new_tokens
+    def new_tokens(self, most: int) -> int:
+        """Longest answer to a case that asks for ``most`` tokens."""
+        return self.max_new_tokens or most
 
     def identity(self) -> dict[str, Any]:
         """What an answer depends on."""

@@ -25,9 +25,10 @@ from kvsketch.evaluation.runner.settings import Settings
 from kvsketch.evaluation.runner.setups import EXACT, Setup
 from kvsketch.evaluation.runner.store import Record, Store, key_of
 from kvsketch.evaluation.tasks.base import Case, Task
+from kvsketch.models import PACKAGED_MODELS
 
 if TYPE_CHECKING:
-    from kvsketch.evaluation.runner.replies import Reply
+    from kvsketch.evaluation.tasks.base import Reply
 
 #: setups of a case: the same for all, or depending on the case
 Setups = Sequence[Setup] | Callable[[Case], Sequence[Setup]]
@@ -123,7 +124,7 @@ class Sweep:
                 # A cache that cannot be made is an error now, not after the weights are loaded.
                 new_cache(config, settings, setup, prompt_length=1)
             base = {
-                "model": model if model in loading.PACKAGED_MODELS else resolved,
+                "model": model if model in PACKAGED_MODELS else resolved,
                 "model_fingerprint": loading.fingerprint(resolved),
                 "kvsketch": __version__,
                 **settings.identity(),
@@ -149,7 +150,7 @@ class Sweep:
             **self.base,
             "task": case.task,
             "case": case.id,
-            "max_new_tokens": self.settings.new_tokens(case),
+            "max_new_tokens": self.settings.new_tokens(case.max_new_tokens),
             **setup.identity(),
         }
 
@@ -219,7 +220,7 @@ class Sweep:
         for task, case, _ in left:
             if case.id in found:
                 continue
-            new = self.settings.new_tokens(case)
+            new = self.settings.new_tokens(case.max_new_tokens)
             limit = self.settings.max_prompt_tokens or (positions or 10**9) - new
             if limit < 2:
                 raise InputError(
@@ -237,7 +238,11 @@ class Sweep:
 
         def together(part: tuple[Task, Case, Setup]) -> tuple[str, int, str]:
             _, case, _ = part
-            return (case.task, self.settings.new_tokens(case), repr(dict(case.group)))
+            return (
+                case.task,
+                self.settings.new_tokens(case.max_new_tokens),
+                repr(dict(case.group)),
+            )
 
         for _, group in groupby(left, key=together):
             members = list(group)

@@ -6,11 +6,9 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-if TYPE_CHECKING:
-    from kvsketch.evaluation.runner.encoding import EncodedCase, Encoder
-    from kvsketch.evaluation.runner.replies import Reply
+from kvsketch.evaluation.runner.encoding import EncodedCase, Encoder
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,29 @@ class Case:
         """The same for the same prompt and answers, from any file."""
         text = "\x1f".join([self.prompt, *self.answers])
         return f"{self.task}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer and what it cost, per case: seconds of a batch are divided by its rows.
+
+    `slots` and the bytes are measured when the first answer token is out, `final_` ones after the
+    last; the first token is the prefill's, `decode_tokens` come after it. `measured`: numbers by
+    name, for tasks without text answers (`following`)."""
+
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    slots: float
+    kv_bytes: float
+    exact_kv_bytes: float
+    final_kv_bytes: float
+    final_exact_kv_bytes: float
+    peak_kv_bytes: float
+    prefill_seconds: float
+    decode_tokens: int
+    decode_seconds: float
+    measured: Mapping[str, float] = field(default_factory=dict)
 
 
 class Task(ABC):

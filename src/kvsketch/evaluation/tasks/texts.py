@@ -20,7 +20,7 @@ from kvsketch.evaluation.tasks.base import Case, Task
 from kvsketch.evaluation.tasks.text_data import load_texts
 
 if TYPE_CHECKING:
-    from kvsketch.evaluation.runner.replies import Reply
+    from kvsketch.evaluation.tasks.base import Reply
 
 #: the entry of ``Reply.measured`` that is a task's score
 MEASURES = {"kl": "kl", "perplexity": "nats", "attention_error": "error"}

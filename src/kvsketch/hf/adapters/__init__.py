@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import bloom, falcon, longrope, mpt
-from .base import Adapter
+from kvsketch.hf.adapters import bloom, falcon, longrope, mpt
+from kvsketch.hf.adapters.base import Adapter
 
 __all__ = ["Adapter", "of"]
 

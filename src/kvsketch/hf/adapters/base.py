@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...errors import KVSketchError
-from ...observed import Observed
-from .. import interface
-from ..attention import attend_slots
-from ..layer import SketchLayer
+from kvsketch.errors import KVSketchError
+from kvsketch.hf import interface
+from kvsketch.hf.attention import attend_slots
+from kvsketch.hf.layer import SketchLayer
+from kvsketch.observed import Observed
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from transformers.models.bloom.modeling_bloom import (
     dropout_add,
 )
 
-from ...observed import Observed
-from .base import Adapter, wrap
+from kvsketch.hf.adapters.base import Adapter, wrap
+from kvsketch.observed import Observed
 
 
 def install() -> None:

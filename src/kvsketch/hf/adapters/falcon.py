@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
-from ...observed import Observed
-from .base import Adapter, wrap
+from kvsketch.hf.adapters.base import Adapter, wrap
+from kvsketch.observed import Observed
 
 
 def install() -> None:

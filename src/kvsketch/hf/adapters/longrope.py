@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import UnsupportedError
-from .base import Adapter
+from kvsketch.errors import UnsupportedError
+from kvsketch.hf.adapters.base import Adapter
 
 _CLASSES = (
     ("phi3", "Phi3ForCausalLM"),
@@ -40,7 +40,7 @@ def _wrap(model_class: Any) -> None:
 
     @functools.wraps(original)
     def prepare(self: Any, input_ids: Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
-        from ..cache import SketchCache
+        from kvsketch.hf.cache import SketchCache
 
         limit = getattr(self.config, "original_max_position_embeddings", None)
         if isinstance(past_key_values, SketchCache) and limit is not None:

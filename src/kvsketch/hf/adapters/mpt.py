@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.mpt.modeling_mpt import MptAttention, build_mpt_alibi_tensor
 
-from ...observed import Observed
-from .base import Adapter, wrap
+from kvsketch.hf.adapters.base import Adapter, wrap
+from kvsketch.observed import Observed
 
 
 def install() -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import at_least
-from ...random_numbers import derived
-from ...slots import Slots
-from .balancekv_bounded import BalanceKVBounded, balance_of
-from .base import Sketch
-from .bounded import even
-from .levels import Levels
-from .small_values import Erased, norm_bucket
+from kvsketch.errors import at_least
+from kvsketch.methods.sketches.balancekv_bounded import BalanceKVBounded, balance_of
+from kvsketch.methods.sketches.base import Sketch
+from kvsketch.methods.sketches.bounded import even
+from kvsketch.methods.sketches.levels import Levels
+from kvsketch.methods.sketches.small_values import Erased, norm_bucket
+from kvsketch.random_numbers import derived
+from kvsketch.slots import Slots
 
 
 class BalanceKVStreaming(Sketch):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...random_numbers import derived, uniform
-from ...slots import Slots
-from .. import SoftmaxBalance
-from .base import Sketch
-from .bounded import Bounded, packed
-from .small_values import Erased, norm_bucket
+from kvsketch.methods import SoftmaxBalance
+from kvsketch.methods.sketches.base import Sketch
+from kvsketch.methods.sketches.bounded import Bounded, packed
+from kvsketch.methods.sketches.small_values import Erased, norm_bucket
+from kvsketch.random_numbers import derived, uniform
+from kvsketch.slots import Slots
 
 # Batches smaller than this choose the same slots for numerator and denominator.
 _APART = 16

@@ -11,13 +11,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ... import random_numbers
-from ...errors import InputError
-from ...files.format import read, write
-from ...slots import FIELDS, Slots
-from ...state import Reader, State
-from ..base import all_finite
-from .checks import check_state, token_layout, try_state
+from kvsketch import random_numbers
+from kvsketch.errors import InputError
+from kvsketch.files.format import read, write
+from kvsketch.methods.base import all_finite
+from kvsketch.methods.sketches.checks import check_state, token_layout, try_state
+from kvsketch.slots import FIELDS, Slots
+from kvsketch.state import Reader, State
 
 S = TypeVar("S", bound="Sketch")
 

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ...errors import InputError, at_least
-from ...random_numbers import derived, uniform
-from ...slots import Slots
-from .base import Sketch, lengthened, token_bytes
+from kvsketch.errors import InputError, at_least
+from kvsketch.methods.sketches.base import Sketch, lengthened, token_bytes
+from kvsketch.random_numbers import derived, uniform
+from kvsketch.slots import Slots
 
 B = TypeVar("B", bound="Bounded")
 

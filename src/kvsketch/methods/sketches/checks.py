@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import InputError
-from ...slots import Slots
-from ...state import FLOATS, name_of
-from ..base import all_finite
-
-if TYPE_CHECKING:
-    from .base import Sketch
+from kvsketch.errors import InputError
+from kvsketch.methods.base import all_finite
+from kvsketch.slots import Slots
+from kvsketch.state import FLOATS, name_of
 
 #: The entries of ``token_layout``.
 _TOKEN = {
@@ -70,8 +67,8 @@ def check_state(name: str, meta: Any, state: Mapping[str, Tensor], token: Slots 
             raise InputError(f"{key} is not a number")
 
 
-def try_state(sketch: Sketch, token: dict[str, Any]) -> None:
-    """Raise InputError unless a copy of the sketch can return its slots and take in a token. This
+def try_state(sketch: Any, token: dict[str, Any]) -> None:
+    """Raise InputError unless a copy of a ``Sketch`` can return its slots and take in a token. This
     checks that the tensors of the state, which differ between sketches, are consistent."""
     dtypes = FLOATS[token["keys"]], FLOATS[token["values"]]
     shape = (token["batch"], token["heads"], 1)

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...errors import InputError, at_least
-from ...slots import Slots, compute_dtype
-from .base import Sketch, lengthened, token_bytes
-from .online_clusters import assign, within_cluster
+from kvsketch.errors import InputError, at_least
+from kvsketch.methods.sketches.base import Sketch, lengthened, token_bytes
+from kvsketch.methods.sketches.online_clusters import assign, within_cluster
+from kvsketch.slots import Slots, compute_dtype
 
 OVERFLOW = ("widen", "nearest", "error")
 # The number of tokens that are clustered at a time.

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...random_numbers import derived
-from ...slots import Slots
-from .. import Halving
-from .base import Sketch, lengthened
+from kvsketch.methods import Halving
+from kvsketch.methods.sketches.base import Sketch, lengthened
+from kvsketch.random_numbers import derived
+from kvsketch.slots import Slots
 
 #: The slots of some streams by field, ``[rows, q, ...]``.
 Flat = dict[str, Tensor]

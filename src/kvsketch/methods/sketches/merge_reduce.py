@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import InputError, at_least, unknown_name
-from ...slots import Slots
-from .. import HALVINGS, Halving
-from .base import Sketch
-from .bounded import Bounded, even
-from .levels import Levels
+from kvsketch.errors import InputError, at_least, unknown_name
+from kvsketch.methods import HALVINGS, Halving
+from kvsketch.methods.sketches.base import Sketch
+from kvsketch.methods.sketches.bounded import Bounded, even
+from kvsketch.methods.sketches.levels import Levels
+from kvsketch.slots import Slots
 
 
 class MergeReduceBounded(Bounded):

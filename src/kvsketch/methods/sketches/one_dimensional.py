@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import InputError, at_least
-from ...estimator import attention_scores, check_queries
-from ...slots import Slots, compute_dtype
-from .base import Sketch, merged_options, token_bytes
+from kvsketch.errors import InputError, at_least
+from kvsketch.estimator import attention_scores, check_queries
+from kvsketch.methods.sketches.base import Sketch, merged_options, token_bytes
+from kvsketch.slots import Slots, compute_dtype
 
 
 class OneDimensional(Sketch):

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...errors import InputError, at_least
-from ...estimator import attend, attention_scores
-from ...slots import Slots, compute_dtype
-from .base import Sketch, merged_options, token_bytes
+from kvsketch.errors import InputError, at_least
+from kvsketch.estimator import attend, attention_scores
+from kvsketch.methods.sketches.base import Sketch, merged_options, token_bytes
+from kvsketch.slots import Slots, compute_dtype
 
 
 class SlidingWindow(Sketch):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...errors import InputError, at_least
-from ...slots import Slots
+from kvsketch.errors import InputError, at_least
+from kvsketch.slots import Slots
 
 
 def norm_bucket(values: Tensor) -> Tensor:

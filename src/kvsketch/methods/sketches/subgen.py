@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import at_least
-from ...slots import Slots, compute_dtype
-from ...theory.low_dimension import UNIT_BALL_DELTA, low_dimensional
-from .base import Sketch, merged_options, token_bytes
-from .cluster_samples import ClusterSamples
+from kvsketch.errors import at_least
+from kvsketch.methods.sketches.base import Sketch, merged_options, token_bytes
+from kvsketch.methods.sketches.cluster_samples import ClusterSamples
+from kvsketch.slots import Slots, compute_dtype
+from kvsketch.theory.low_dimension import UNIT_BALL_DELTA, low_dimensional
 
 
 class SubGen(ClusterSamples):

@@ -1,4 +1,4 @@
-"""Budgets of layers and heads from measured errors."""
+"""Errors of a model's heads on typical prompts, and the budgets that follow from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvsketch.budget import Budget
 from kvsketch.cache import windowed
 from kvsketch.cache.curves import LEVELS, Curves, answers, measure_layer, of_layers, pooled
 from kvsketch.errors import InputError
-from kvsketch.evaluation.runner.activations import capture
+from kvsketch.hf.activations import capture
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
 

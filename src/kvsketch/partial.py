@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..slots import compute_dtype
+from kvsketch.slots import compute_dtype
 
 #: Used as the log of a mass of 0: exp of it is 0, and the difference of two of them is not NaN.
 NOTHING = -1e30

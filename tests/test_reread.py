@@ -7,8 +7,8 @@ import torch
 
 from kvsketch import Observed, Slots
 from kvsketch.estimator import attend, attention_scores
-from kvsketch.kernels.again import SINK, attend_again, fits, largest_share, looked_at
 from kvsketch.observed import causal
+from kvsketch.reread import SINK, attend_again, fits, largest_share, looked_at
 
 ABOUTS = [slice(0, 30), slice(2, 9), slice(10, 20), slice(20, 30), torch.tensor([0, 1, 9, 10, 28]),
           torch.tensor([7, 8, 20])]  # fmt: skip
@@ -76,7 +76,7 @@ def test_large_scores_neither_overflow_nor_vanish():
 
 
 def test_blocks_do_not_show(monkeypatch):
-    from kvsketch.kernels import again
+    from kvsketch import reread as again
 
     asked, slots = made(torch.float64, q=50)
     _, total = attend_again(asked, slots, slice(0, 30), everything=False)

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..observed import Observed
-from ..slots import Slots
-from .partial import partial, together
+from kvsketch.observed import Observed
+from kvsketch.partial import partial, together
+from kvsketch.slots import Slots
 
 #: Tokens at the start that every part of the second reading may attend to: kvpress's n_sink.
 SINK = 4

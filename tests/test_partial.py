@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsketch.kernels import partial as module
-from kvsketch.kernels.partial import NOTHING, partial
+from kvsketch import partial as module
+from kvsketch.partial import NOTHING, partial
 
 
 @settings(max_examples=60, deadline=None)
