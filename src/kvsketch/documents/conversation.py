@@ -107,7 +107,7 @@ class Conversation:
     def status(self) -> Status:
         """The present size of the cache."""
         cache = self.document.cache
-        slots = accounting.mean_held(cache)
+        slots = accounting.mean_held(cache.layers)
         return Status(cache.get_seq_length(), slots, cache.nbytes(), self._error, self._now)
 
     def _look(self) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from kvsketch.cache.stream import Stream
 from kvsketch.hf.hybrid_layer import linear_states
 from kvsketch.hf.layer import SketchLayer
-
-if TYPE_CHECKING:
-    from kvsketch.hf.cache import SketchCache
 
 
 def held(layer: Any) -> float:
@@ -73,29 +70,20 @@ def exact_nbytes(layer: Any) -> int:
     return exact
 
 
-def mean_held(cache: SketchCache) -> float:
+def mean_held(layers: Sequence[Any]) -> float:
     """Slots per KV head, the mean over compressible layers."""
-    found = [held(layer) for layer in cache._sketches()]
+    found = [held(layer) for layer in layers if isinstance(layer, SketchLayer)]
     return sum(found) / len(found)
 
 
-def described(cache: SketchCache) -> str:
-    """See ``SketchCache.__repr__``."""
-    goal = f"tolerance={cache.tolerance}"
-    if cache.budget is not None:
-        goal = f"budget={cache.budget.value}"
-    said, seen = f"SketchCache({cache.method}, {goal}", cache.get_seq_length()
-    if not seen:
-        return f"{said}, empty)"
-    return (
-        f"{said}, {seen:,} tokens seen, {mean_held(cache):,.0f} slots per KV head, "
-        f"{cache.nbytes():,} of {cache.exact_nbytes():,} bytes)"
-    )
+def by_layer(layers: Sequence[Any], above: Mapping[int, Tensor] | None) -> list[dict[str, Any]]:
+    """What ``SketchCache.summary`` says of every layer.
 
-
-def summary(cache: SketchCache) -> dict[str, Any]:
-    """See ``SketchCache.summary``."""
-    layers = [
+    Args:
+        above: heads that exceed the tolerance, by number of the compressible layer; None: there is
+            no tolerance.
+    """
+    rows = [
         {
             "layer": index,
             "compressed": isinstance(layer, SketchLayer) and layer.stream.compressed,
@@ -106,29 +94,15 @@ def summary(cache: SketchCache) -> dict[str, Any]:
             "kv_bytes": layer_nbytes(layer),
             "exact_kv_bytes": exact_nbytes(layer),
         }
-        for index, layer in enumerate(cache.layers)
+        for index, layer in enumerate(layers)
     ]
-    if cache.tolerance is not None:
-        numbers = [i for i, layer in enumerate(cache.layers) if isinstance(layer, SketchLayer)]
+    if above is not None:
+        numbers = [i for i, layer in enumerate(layers) if isinstance(layer, SketchLayer)]
         for number, index in enumerate(numbers):
-            above = cache.plan.above.get(number)
-            heads = [] if above is None else above.nonzero().flatten().tolist()
-            layers[index]["above_tolerance"] = heads
-    size, exact = cache.nbytes(), cache.exact_nbytes()
-    return {
-        "method": cache.method,
-        "budget": None if cache.budget is None else cache.budget.value,
-        "tolerance": cache.tolerance,
-        "allocation": cache.plan.kind,
-        "bits": cache.bits,
-        "tokens": cache.get_seq_length(),
-        "slots": mean_held(cache),
-        "kv_bytes": size,
-        "exact_kv_bytes": exact,
-        "kv_fraction": size / exact if exact else None,
-        "peak_kv_bytes": max(cache.peak_nbytes, size),
-        "layers": layers,
-    }
+            heads = above.get(number)
+            found = [] if heads is None else heads.nonzero().flatten().tolist()
+            rows[index]["above_tolerance"] = found
+    return rows
 
 
 def mean_error(layers: Sequence[Any]) -> float | None:

@@ -1,15 +1,15 @@
 """The attention of a layer whose cache is a SketchCache.
 
-It runs the model's own kernel while the layer is uncompressed, attends to slots afterwards, and
-then lets the layer compress. Every argument that a model passes is used, known to be irrelevant for
+It runs the model's own kernel while the layer is uncompressed, and attends to slots afterwards.
+Every argument that a model passes is used, known to be irrelevant for
 slots, or refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from kvsketch.attention import attend_to
 from kvsketch.errors import UnsupportedError
 from kvsketch.hf import second_reading
-from kvsketch.hf.checks import check_positions, check_queries
-from kvsketch.hf.masks import PLAIN, View, mask_over
+from kvsketch.hf.checks import check_positions
+from kvsketch.hf.interface import Kernel
+from kvsketch.hf.layer import SketchLayer
+from kvsketch.hf.masks import PLAIN, Masks, View, mask_over
+from kvsketch.hf.second_reading import Again
 from kvsketch.observed import Observed
-
-if TYPE_CHECKING:
-    from kvsketch.hf.interface import Kernel
-    from kvsketch.hf.layer import SketchLayer
 
 # Arguments that do not affect how a query attends to a key; transformers passes them through.
 OF_THE_FORWARD = frozenset(
@@ -44,8 +43,29 @@ OF_THE_FORWARD = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What the attention of a layer depends on besides the layer.
+
+    Attributes:
+        masks: of the stream.
+        first, last: whether the forward begins, or ends, with this layer.
+        reading: whether ``prefill`` reads a context.
+        again: the part of it that is read a second time now; None: none is.
+        compresses: whether the layer is compressed, or will be after this.
+    """
+
+    masks: Masks
+    first: bool
+    last: Callable[[], bool]
+    reading: bool
+    again: Again | None
+    compresses: Callable[[], bool]
+
+
 def attention(
     layer: SketchLayer,
+    turn: Turn,
     kernel: Kernel,
     name: str,
     module: nn.Module | None,
@@ -58,8 +78,8 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """The function that a model's attention module calls instead of ``kernel``.
+) -> tuple[Tensor, Tensor | None, Observed | None]:
+    """What a model's attention module gets instead of the result of ``kernel``.
 
     Args:
         layer: the layer of the keys and values ``key`` and ``value``.
@@ -70,15 +90,18 @@ def attention(
         s_aux: ``[num_attention_heads]``, logits of attention sinks.
 
     Returns:
-        ``[batch, q, num_attention_heads, value_dim]``, and the kernel's weights if it ran.
+        ``[batch, q, num_attention_heads, value_dim]``, the kernel's weights if it ran, and the
+        queries, unless tokens are never compressed.
 
     Raises:
         UnsupportedError: an argument or a mask that compressed attention cannot apply.
         InputError: a cache of another model.
     """
     layer.check_returned(module, key, value)
-    if query.shape[2] > 1 and layer is layer.forward.first:  # not for every decoded token
-        check_positions(layer, kwargs.get("position_ids"), query.shape[2])
+    stream, (batch, _, q, dim) = layer.stream, query.shape
+    # Not for every decoded token, nor where padding moves positions.
+    if q > 1 and turn.first and not turn.reading and turn.masks.live is None:
+        check_positions(stream.seen - q, kwargs.get("position_ids"))
     for given, number in (("softcap", softcap), ("s_aux", s_aux)):
         if number is not None:
             kwargs[given] = number
@@ -86,43 +109,31 @@ def attention(
     def usual(keys: Tensor, values: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
         return kernel(module, query, keys, values, mask, *args, scaling=scaling, **kwargs)
 
-    reading = layer.forward.reading
-    again = None if reading is None else reading.again
+    again = turn.again
     if layer.settings.lossless:  # nothing to check: the kernel gets all arguments
-        out, weights = usual(key, value, attention_mask)
-        layer.after_attention(None)
-        return out, weights
+        return *usual(key, value, attention_mask), None
     if module is not None:  # a graph has checked the arguments that it passes on
-        check_arguments(layer, module, args, kwargs)
-    stream, (batch, _, q, dim) = layer.stream, query.shape
+        check_arguments(layer, turn, module, args, kwargs)
     queries = layer.to_slots(module, query)
-    if queries.shape != layer.query_shape:
-        check_queries(layer, queries)
+    layer.check_queries(queries)
     if again is not None and again.unmasked:
         attention_mask = second_reading.widened(attention_mask, stream.seen)
-    view = layer.forward.masks.read(attention_mask, batch, q, stream.seen)
+    view = turn.masks.read(attention_mask, batch, q, stream.seen)
     if view is not PLAIN or stream.padded:
         layer.mark(view)
     scale = dim**-0.5 if scaling is None else scaling
     seen = queries.detach() if queries.requires_grad else queries
     observed = Observed(seen, scale, softcap, live=view.causal, sinks=s_aux)
-    if not stream.compressed:
-        weights = None
-        if again is None:
-            out, weights = usual(key, value, attention_mask)
-        else:
-            plain = view.plain and view.causal is None
-            out, weights, observed = second_reading.attention(
-                layer, again, name, observed, plain, attention_mask, usual
-            )
-        layer.after_attention(observed)
-        if again is not None and again.stops and layer.forward.over:
-            raise second_reading.ReadEnough
-        return out, weights
-    asked = observed if seen is queries else replace(observed, queries=queries)
-    out = attend_slots(layer, asked, view)
-    layer.after_attention(observed)
-    return layer.from_slots(module, out).transpose(1, 2).contiguous(), None
+    if stream.compressed:
+        asked = observed if seen is queries else replace(observed, queries=queries)
+        out = layer.from_slots(module, attend_slots(layer, asked, view))
+        return out.transpose(1, 2).contiguous(), None, observed
+    if again is None:
+        return *usual(key, value, attention_mask), observed
+    plain = view.plain and view.causal is None
+    return second_reading.attention(
+        layer, again, name, observed, plain, attention_mask, usual, turn.last()
+    )
 
 
 def attend_slots(layer: SketchLayer, asked: Observed, view: View) -> Tensor:
@@ -146,7 +157,11 @@ def attend_slots(layer: SketchLayer, asked: Observed, view: View) -> Tensor:
 
 
 def check_arguments(
-    layer: SketchLayer, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
+    layer: SketchLayer,
+    turn: Turn,
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
 ) -> None:
     """Raise unless compressed attention can apply every argument.
 
@@ -156,7 +171,7 @@ def check_arguments(
     what = type(module).__name__
     if args:
         raise UnsupportedError(f"{what} passes {len(args)} arguments to attention without a name")
-    if kwargs.get("output_attentions") and layer.compresses_next():
+    if kwargs.get("output_attentions") and turn.compresses():
         raise UnsupportedError(
             "output_attentions=True needs a weight per token, and this cache is compressed: a "
             "slot may not be a token. Use DynamicCache, or a budget >= the number of tokens"

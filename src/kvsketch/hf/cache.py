@@ -241,13 +241,14 @@ class SketchCache(Cache):  # type: ignore[misc]
                 track_positions=track_positions,
                 readers=readers[index],
                 lossless=whole and bits in (16, MEASURED),
+                config=config,
             )
             if isinstance(layers[index], LinearAttentionAndFullAttentionLayer):
                 states = layers[index].number_of_states
-                layers[index] = HybridSketchLayer(stream, self._forward, settings, states)
+                layers[index] = HybridSketchLayer(stream, settings, states)
             else:
                 kind = LatentSketchLayer if models.has_latents(config) else SketchLayer
-                layers[index] = kind(stream, self._forward, settings)
+                layers[index] = kind(stream, settings)
         super().__init__(layers=layers)
         self._forward.watch(self.layers)
         self._first = self._sketches()[0]
@@ -331,11 +332,22 @@ class SketchCache(Cache):  # type: ignore[misc]
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.16 passes a tensor
         if tokens_to_remove > 0:
             raise InputError(f"crop({tokens_to_remove}): pass minus the number of tokens to remove")
-        self._forward.check_crop(-tokens_to_remove)
-        for layer in self.layers:
-            if tokens_to_remove or getattr(layer, "record_past", False):
-                layer.crop(tokens_to_remove)
-        self._forward.masks.cut(self.get_seq_length())
+        self._forward.crop(tokens_to_remove)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As ``Cache.get_mask_sizes``: masks are made over all tokens seen. In a second reading of
+        a context without padding, those before are visible, and the model need not make a mask over
+        them (``second_reading.widened``)."""
+        length, offset = super().get_mask_sizes(query_length, layer_idx)
+        reading = self._forward.reading
+        unmasked = reading is not None and reading.again is not None and reading.again.unmasked
+        if unmasked and isinstance(self.layers[layer_idx], SketchLayer):
+            return query_length, length - query_length
+        return length, offset
+
+    def attend(self, layer: SketchLayer, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """The attention of one of its layers, see ``Forward.attend``."""
+        return self._forward.attend(layer, *args, **kwargs)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
@@ -371,7 +383,22 @@ class SketchCache(Cache):  # type: ignore[misc]
         its keys and of its values between sinks and recent window. ``exact_heads`` keep all their
         tokens; ``above_tolerance`` are those that exceed the tolerance because of
         ``max_budget``."""
-        return accounting.summary(self)
+        above = None if self.tolerance is None else self.plan.above
+        size, exact = self.nbytes(), self.exact_nbytes()
+        return {
+            "method": self.method,
+            "budget": None if self.budget is None else self.budget.value,
+            "tolerance": self.tolerance,
+            "allocation": self.plan.kind,
+            "bits": self.bits,
+            "tokens": self.get_seq_length(),
+            "slots": accounting.mean_held(self.layers),
+            "kv_bytes": size,
+            "exact_kv_bytes": exact,
+            "kv_fraction": size / exact if exact else None,
+            "peak_kv_bytes": max(self.peak_nbytes, size),
+            "layers": accounting.by_layer(self.layers, above),
+        }
 
     def error(self) -> list[dict[str, Any]]:
         """Measured relative error |z - exact| / |exact| of every compressible layer and KV head,
@@ -448,9 +475,21 @@ class SketchCache(Cache):  # type: ignore[misc]
     def __repr__(self) -> str:
         """Method, budget and size in one line; raises nothing, in whatever state the cache is."""
         try:
-            return accounting.described(self)
+            return self._described()
         except Exception:  # half made, or torn in the middle of a forward
             return object.__repr__(self)
+
+    def _described(self) -> str:
+        goal = f"tolerance={self.tolerance}"
+        if self.budget is not None:
+            goal = f"budget={self.budget.value}"
+        said, seen = f"SketchCache({self.method}, {goal}", self.get_seq_length()
+        if not seen:
+            return f"{said}, empty)"
+        return (
+            f"{said}, {seen:,} tokens seen, {accounting.mean_held(self.layers):,.0f} slots per KV "
+            f"head, {self.nbytes():,} of {self.exact_nbytes():,} bytes)"
+        )
 
     def __bool__(self) -> bool:
         """Whether it holds tokens. Phi-3's ``generate`` checks this before it drops a cache that is

@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from kvsketch.cache import HeadBudgets
 from kvsketch.errors import InputError
 from kvsketch.methods.base import all_finite
 
-if TYPE_CHECKING:
-    from kvsketch.hf.layer import SketchLayer
+#: of the tokens that a layer holds: ``[batch, num_key_value_heads, 1, head_dim]``, dtype and device
+Held = tuple[tuple[int, ...], torch.dtype | None, torch.device | None]
 
 
-def check_tokens(layer: SketchLayer, keys: Tensor, values: Tensor) -> None:
+def check_tokens(
+    keys: Tensor, values: Tensor, budget: HeadBudgets | None, held: Held | None
+) -> None:
     """Raise InputError unless new keys and values ``[batch, num_key_value_heads, q, head_dim]`` fit
-    the layer's tokens; a chunk of a prompt must be finite."""
+    the tokens that a layer holds (None: it holds none), and its budgets; a chunk of a prompt must
+    be finite."""
     if keys.dim() != 4 or keys.shape[:3] != values.shape[:3]:
         raise InputError(
             "keys and values must be [batch, num_key_value_heads, q, head_dim], got "
             f"{tuple(keys.shape)} and {tuple(values.shape)}"
         )
-    budget = layer.stream.budget
     if budget is not None and budget.even is None and budget.heads != keys.shape[1]:
         raise InputError(
             f"schedule or allocation has {budget.heads} KV heads, this process holds "
             f"{keys.shape[1]}: under tensor parallelism give one share per layer"
         )
-    if layer.stream.seen:
-        held = layer.token_shape
-        if keys.shape[:2] != held[:2] or keys.shape[3] != held[3]:
+    if held is not None:
+        shape, dtype, device = held
+        if keys.shape[:2] != shape[:2] or keys.shape[3] != shape[3]:
             raise InputError(
-                f"keys {tuple(keys.shape)} do not fit the cache, which holds {held} per "
+                f"keys {tuple(keys.shape)} do not fit the cache, which holds {shape} per "
                 "token: batch, heads and head_dim must be equal"
             )
-        if keys.dtype != layer.dtype or keys.device != layer.device:
+        if keys.dtype != dtype or keys.device != device:
             raise InputError(
-                f"keys are {keys.dtype} on {keys.device}, the cache holds {layer.dtype} on "
-                f"{layer.device}"
+                f"keys are {keys.dtype} on {keys.device}, the cache holds {dtype} on {device}"
             )
     if keys.shape[2] > 1:  # decoded tokens are checked when they are compressed
         for name, tensor in (("keys", keys), ("values", values)):
@@ -72,16 +75,18 @@ def check_continues(seen: int, new: int) -> None:
         raise InputError(_BEHIND.format(seen=seen))
 
 
-def check_positions(layer: SketchLayer, positions: Any, q: int) -> None:
+def check_positions(seen: int, positions: Any) -> None:
     """Raise InputError if ``generate`` was given a text of n tokens that is no longer than the s
     tokens that the cache has seen. transformers then passes on the tokens from s - n on, as if they
     were new: all of the text if n = s. Their positions show it; those of new tokens start at s, and
-    those of models that number every chunk from 0 (Bamba) end elsewhere."""
-    seen, forward = layer.stream.seen - q, layer.forward
-    if q < 2 or not seen or not isinstance(positions, Tensor) or positions.dim() != 2:
+    those of models that number every chunk from 0 (Bamba) end elsewhere.
+
+    Args:
+        seen: s, without the tokens of these positions.
+        positions: of several tokens, ``[batch, q]``, or anything else, which shows nothing.
+    """
+    if not seen or not isinstance(positions, Tensor) or positions.dim() != 2:
         return
-    if forward.reading is not None or forward.masks.live is not None:
-        return  # read by ``prefill``; or padded, where positions say less
     if bool((positions[:, 0] + positions[:, -1] + 1 == seen).all()):
         raise InputError(_BEHIND.format(seen=seen))
 
@@ -93,14 +98,12 @@ _BEHIND = (
 )
 
 
-def check_queries(layer: SketchLayer, queries: Tensor) -> None:
-    """Raise InputError unless ``[batch, num_attention_heads, q, head_dim]`` fits the keys."""
-    batch, heads = layer.token_shape[:2]
-    dim = layer.key_dim
+def check_queries(queries: Tensor, batch: int, heads: int, dim: int) -> None:
+    """Raise InputError unless ``[batch, num_attention_heads, q, head_dim]`` fits keys of so many
+    rows, KV heads and channels."""
     if queries.shape[0] != batch or queries.shape[3] != dim or queries.shape[1] % heads:
         raise InputError(
             f"queries {tuple(queries.shape)} do not fit keys of {batch} rows, {heads} KV heads "
             f"and head_dim={dim}: batch and head_dim must be equal, and the number of "
             "attention heads a multiple of the KV heads"
         )
-    layer.query_shape = queries.shape

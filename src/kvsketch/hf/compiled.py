@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +23,20 @@ from transformers import AttentionInterface
 
 from kvsketch.errors import UnsupportedError
 from kvsketch.estimator import attend
+from kvsketch.hf import interface
 from kvsketch.hf.attention import OF_THE_FORWARD
 from kvsketch.slots import Slots
 
-if TYPE_CHECKING:
-    from kvsketch.hf.cache import SketchCache
-
 # Live caches by number: a graph holds the number, not the cache.
-_CACHES: weakref.WeakValueDictionary[int, SketchCache] = weakref.WeakValueDictionary()
+_CACHES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count(1)
 # While tracing: cache, layer and new keys of the update whose attention has not been traced yet.
 _TRACED: list[tuple[int, int, Tensor]] = []
 
 
-def number(cache: SketchCache) -> int:
-    """The number by which graphs find a cache."""
+def number(cache: Any) -> int:
+    """The number by which graphs find a ``SketchCache``."""
+    interface.graphed = graph_attention
     found = next(_NUMBERS)
     _CACHES[found] = cache
     return found
@@ -106,13 +105,12 @@ def _attend(
         raise UnsupportedError(
             "a compiled graph was called with a SketchCache that no longer exists"
         )
-    from kvsketch.hf import interface  # which imports this file
-
     keys, values = held.take(key, value, layer)
     found = held.layers[layer]
     interface.close(found)  # its kernel will not be requested
     module = None if found.module is None else found.module()
-    out, _ = found.attend(
+    out, _ = held.attend(
+        found,
         _kernel(module, name),
         name,
         module,

@@ -1,14 +1,13 @@
-"""The forward that runs through a cache: its open layers, its masks, and its failure."""
+"""The forward that runs through a cache: its open layers, its masks, the plan, and its failure."""
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
@@ -17,71 +16,24 @@ from transformers.cache_utils import (
 )
 
 from kvsketch.cache.plan import Plan
-from kvsketch.cache.stream import Stream
-from kvsketch.errors import AccuracyWarning, UnsupportedError
+from kvsketch.errors import AccuracyWarning, KVSketchError, UnsupportedError
 from kvsketch.hf import accounting, interface
+from kvsketch.hf.attention import Turn, attention
+from kvsketch.hf.interface import Kernel
 from kvsketch.hf.layer import SketchLayer
 from kvsketch.hf.masks import Masks
+from kvsketch.hf.second_reading import ReadEnough, Reading
 from kvsketch.observed import Observed
 
 #: a measured error, on average over layers and heads, of which a cache warns
 LARGE_ERROR = 0.5
 
 
-@dataclass(frozen=True)
-class Again:
-    """A part of a second reading.
-
-    Attributes:
-        about: the tokens that are read again, in order: a slice, or int64 indices.
-        kept: number of queries to keep.
-        local: attend only to these tokens, the first four and the part itself.
-        unmasked: there is no padding and the kernel is torch's, so the model need not create a mask
-            over the tokens of the first reading.
-        stops: a forward may stop after the last layer's queries (``second_reading.ReadEnough``).
-    """
-
-    about: slice | Tensor
-    kept: int = 0
-    local: bool = False
-    unmasked: bool = False
-    stops: bool = False
-
-
-@dataclass
-class Reading:
-    """A context that ``prefill`` reads before it is compressed.
-
-    Attributes:
-        first_counts: whether the queries of the first reading count.
-        again: the part that is read a second time now; None: this is the first reading.
-        weights: weights of the queries of an attention module, ``[batch, q]``; None: all equal.
-        later: queries whose weights are not known yet, with their layers; None: they are known.
-    """
-
-    first_counts: bool
-    again: Again | None = None
-    weights: Mapping[nn.Module, Tensor] | None = None
-    later: list[tuple[SketchLayer, Observed]] | None = None
-
-    def ask(self, layer: SketchLayer, observed: Observed) -> None:
-        """The queries of a layer in a second reading."""
-        if self.later is not None:
-            self.later.append((layer, observed))
-            return
-        if self.weights is not None:
-            module = None if layer.module is None else layer.module()
-            assert module is not None
-            weights = self.weights[module].to(observed.queries.device)
-            observed = replace(observed, weights=weights)
-        assert self.again is not None
-        layer.stream.ask(observed, self.again.about, self.again.kept)
-
-
 class Forward:
-    """State shared by the layers of one cache. A forward begins with the first update of a layer
-    and ends when every attention layer was updated and the attention of every compressed one was
-    computed.
+    """What runs the layers of one cache. A forward begins with the first update of a layer and ends
+    when every attention layer was updated and the attention of every compressed one was computed.
+    It gives each layer its attention, takes what the layer has seen, and lets the plan give
+    budgets, so that a layer need not know the others.
 
     Attributes:
         layers: the cache's own list of layers.
@@ -118,18 +70,94 @@ class Forward:
         return self.sketches[0]
 
     @property
+    def tokens(self) -> int:
+        """Tokens that the cache has seen."""
+        return self.first.stream.seen
+
+    @property
     def sketches(self) -> list[SketchLayer]:
         return [layer for layer in self.layers if isinstance(layer, SketchLayer)]
 
-    def ready(self, stream: Stream, prefill: bool) -> bool:
-        """Whether the plan gives a budget to a waiting stream once its tokens settle."""
-        return stream.waits and self.plan.ready(stream, prefill)
+    def _compresses(self, layer: SketchLayer) -> bool:
+        """Whether the slots of a layer are compressed, or will be once its new tokens settle."""
+        stream, prefill = layer.stream, layer.pending > 1
+        waits = stream.waits and self.plan.ready(stream, prefill)
+        return stream.compressed or stream.due(prefill) or waits
 
-    def plan_for(self, layer: SketchLayer, prefill: bool, hold: bool) -> bool:
-        """Let the plan give budgets that follow from the prompt of a layer whose stream waits.
-        Returns whether any layer was compressed."""
-        streams = [sketch.stream for sketch in self.sketches]
-        return self.plan.hand_down(layer.stream, streams, prefill, hold)
+    def attend(
+        self, layer: SketchLayer, kernel: Kernel, name: str, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """What a model's attention module calls instead of ``kernel``: see ``attention``. The layer
+        is compressed afterwards, if due."""
+        reading = self.reading
+        again = None if reading is None else reading.again
+        turn = Turn(
+            self.masks,
+            layer is self.first,
+            functools.partial(self._is_last, layer),
+            reading is not None,
+            again,
+            functools.partial(self._compresses, layer),
+        )
+        try:
+            out, weights, observed = attention(layer, turn, kernel, name, *args, **kwargs)
+            self.observe(layer, observed)
+        except KVSketchError:
+            self.undo()
+            raise
+        if again is not None and again.stops and self.over:
+            raise ReadEnough
+        return out, weights
+
+    def observe(self, layer: SketchLayer, observed: Observed | None) -> None:
+        """Take the queries of one reader of a layer's new tokens; after all readers, the layer is
+        compressed if due.
+
+        Args:
+            observed: None if tokens are never compressed.
+        """
+        reading = self.reading
+        if not layer.attended(observed, asking=reading is not None):
+            return
+        interface.close(layer)
+        asked, q = layer.taken()
+        if reading is not None and reading.again is not None:
+            if asked is not None:
+                reading.ask(layer, asked)
+            else:  # nothing will ever be compressed
+                layer.stream.drop(q)
+        elif layer.record_past:
+            layer.keep_unverified(asked, q)
+        else:
+            counts = reading is None or reading.first_counts
+            self._settle(layer, asked if counts else None, prefill=q > 1)
+        if layer in self._open:
+            self._open.remove(layer)
+        self._end()
+
+    def _settle(self, layer: SketchLayer, observed: Observed | None, prefill: bool) -> None:
+        """Let a layer compress, or the plan give budgets that follow from its prompt."""
+        stream = layer.stream
+        hold = layer.holds or self.reading is not None
+        done = stream.settle(observed, prefill, hold)
+        if stream.waits:
+            streams = [sketch.stream for sketch in self.sketches]
+            done = self.plan.hand_down(stream, streams, prefill, hold)
+        self.measured |= done and prefill
+        if done or prefill:
+            self.note_bytes()
+        if stream.compressed:
+            self.masks.settled = True
+
+    def finish_reading(self, sample: Tensor | None) -> None:
+        """``prefill`` has read the context (of a second reading only a ``sample``): compress if
+        due."""
+        self.reading = None
+        for layer in self.sketches:
+            if sample is not None:
+                layer.stream.complete(sample)
+            self._settle(layer, None, prefill=True)
+        self.warn_of_error()
 
     def begin(self, index: int) -> None:
         """Layer ``index`` is about to be updated.
@@ -180,18 +208,28 @@ class Forward:
         """Layer ``index`` has new tokens."""
         self._updated.add(index)
         layer = self.layers[index]
-        if isinstance(layer, SketchLayer):
-            self._open.append(layer)
-        else:
+        if not isinstance(layer, SketchLayer):
             self._end()
+            return
+        self._open.append(layer)
+        if layer.pending > 1:
+            self.note_bytes()
+        interface.updated(layer, self, shared=layer.settings.readers > 1)
 
-    def attended(self, layer: SketchLayer) -> None:
-        """All readers of the new keys of ``layer`` have attended to them."""
-        if layer in self._open:
-            self._open.remove(layer)
-        self._end()
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens of all layers (a negative number); those before them that were
+        kept unverified are compressed now, if due."""
+        self.check_crop(-tokens_to_remove)
+        for layer in self.layers:
+            if tokens_to_remove or getattr(layer, "record_past", False):
+                layer.crop(tokens_to_remove)
+            if isinstance(layer, SketchLayer):
+                for observed in layer.verified():
+                    self._settle(layer, observed, prefill=layer.stream.above_budget)
+        self.note_bytes()
+        self.masks.cut(self.tokens)
 
-    def is_last(self, layer: SketchLayer) -> bool:
+    def _is_last(self, layer: SketchLayer) -> bool:
         """Whether the forward ends with the attention of ``layer``."""
         return self._open == [layer] and len(self._updated) == len(self._counted)
 
@@ -226,6 +264,7 @@ class Forward:
         for index in self._updated:
             layer = self.layers[index]
             if isinstance(layer, SketchLayer):
+                interface.close(layer)
                 layer.undo()
             extra = layer.get_seq_length() - self._before
             if extra <= 0:

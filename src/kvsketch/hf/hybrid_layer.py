@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from kvsketch.cache.stream import Stream
 from kvsketch.hf.layer import LayerSettings, SketchLayer
-
-if TYPE_CHECKING:
-    from kvsketch.hf.forward import Forward
 
 
 class HybridSketchLayer(SketchLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
@@ -22,11 +19,10 @@ class HybridSketchLayer(SketchLayer, LinearAttentionAndFullAttentionLayer):  # t
     def __init__(
         self,
         stream: Stream,
-        forward: Forward,
         settings: LayerSettings,
         number_of_states: int,
     ) -> None:
-        SketchLayer.__init__(self, stream, forward, settings)
+        SketchLayer.__init__(self, stream, settings)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:

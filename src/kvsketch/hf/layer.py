@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +14,12 @@ from transformers.cache_utils import DynamicLayer
 from kvsketch.cache.queries import joined, side_by_side
 from kvsketch.cache.stream import Stream
 from kvsketch.cache.window import Windowed
-from kvsketch.errors import InputError, KVSketchError, UnsupportedError
-from kvsketch.hf import interface
-from kvsketch.hf.attention import attention
-from kvsketch.hf.checks import check_config, check_continues, check_tokens
+from kvsketch.errors import InputError, UnsupportedError
+from kvsketch.hf.checks import check_config, check_continues, check_queries, check_tokens
 from kvsketch.hf.masks import View
 from kvsketch.hf.output import output_weight
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
-
-if TYPE_CHECKING:
-    from kvsketch.hf.forward import Forward
 
 
 @dataclass(frozen=True)
@@ -37,6 +32,7 @@ class LayerSettings:
         track_positions: store each slot's position.
         readers: layers of the model that attend to this one's keys, itself included.
         lossless: tokens are never compressed.
+        config: of the model.
     """
 
     exact_prefill: bool = True
@@ -44,24 +40,24 @@ class LayerSettings:
     track_positions: bool = False
     readers: int = 1
     lossless: bool = False
+    config: Any = None
 
 
 class SketchLayer(DynamicLayer):  # type: ignore[misc]
     """Connects transformers' layer protocol with a ``Stream``, which does the work.
 
-    ``update`` appends and returns the keys and values to attend to; the kernel that the model then
-    requests is ``attend`` (see ``interface``), which compresses after all readers have attended.
+    ``update`` appends and returns the keys and values to attend to. The attention over them, and
+    the compression that may follow, are the business of ``forward.Forward``: a layer knows neither
+    the cache nor the other layers.
 
     Args:
         stream: the stream of the layer's slots.
-        forward: the state of the current forward.
     """
 
     is_sliding = False
 
-    def __init__(self, stream: Stream, forward: Forward, settings: LayerSettings) -> None:
+    def __init__(self, stream: Stream, settings: LayerSettings) -> None:
         self.stream = stream
-        self.forward = forward
         self.settings = settings
         self.token_shape: tuple[int, ...] = ()
         self.key_dim = 0  # of a slot
@@ -80,6 +76,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         self._waiting: list[Observed] = []  # of this forward's readers
         self._unverified: list[Observed | None] = []  # of forwards that ``crop`` will settle
         self._unverified_tokens = 0
+        self._verified: list[Observed | None] = []  # what ``crop`` has left of them
 
     # keys and values are what the stream holds; transformers' base class only ever clears them
     @property
@@ -122,7 +119,8 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         # A token with the same layout as the previous one needs no check: this runs once per layer
         # and token.
         if key_states.shape != self.token_shape or key_states.dtype != self.dtype:
-            check_tokens(self, key_states, value_states)
+            held = (self.token_shape, self.dtype, self.device) if self.stream.seen else None
+            check_tokens(key_states, value_states, self.stream.budget, held)
             self.lazy_initialization(key_states, value_states)
         q = key_states.shape[2]
         if self.stream.compressed and key_states.requires_grad:
@@ -133,11 +131,6 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         self.stream.extend(new)
         self.pending = q
         self._returned = self._to_return(key_states, value_states)
-        if q > 1:
-            self.forward.note_bytes()
-        if self.settings.readers > 1:
-            interface.share(self)
-        interface.updated(self)
         return self._returned
 
     def _slots_of(self, key_states: Tensor, value_states: Tensor) -> Slots:
@@ -188,7 +181,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         if self._reads:
             return  # another layer of the same model, which shares these keys
         if self.module is None:
-            check_config(self.forward._config, module)
+            check_config(self.settings.config, module)
             self._project(module)
             self.module = weakref.ref(module)
         elif self.module() is not module:
@@ -217,13 +210,13 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             heads, dim = self.token_shape[1], self.stream.slots.values.shape[3]
             method.project(output_weight(module, heads, dim, name))
 
-    def attend(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """The function that the model calls instead of its kernel: see ``attention``."""
-        try:
-            return attention(self, *args, **kwargs)
-        except KVSketchError:
-            self.forward.undo()
-            raise
+    def check_queries(self, queries: Tensor) -> None:
+        """Raise InputError unless queries ``[batch, num_attention_heads, q, head_dim]`` fit the
+        slots."""
+        if queries.shape != self.query_shape:
+            batch, heads = self.token_shape[:2]
+            check_queries(queries, batch, heads, self.key_dim)
+            self.query_shape = queries.shape
 
     def mark(self, view: View) -> None:
         """Record which tokens are padding; once for each chunk of tokens."""
@@ -239,66 +232,41 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             live = torch.ones(rows, self.stream.seen, dtype=torch.bool, device=self.device)
             self.stream.mark_padding(live)
 
-    def compresses_next(self) -> bool:
-        """Whether slots are compressed, or will be once the pending tokens settle."""
-        stream, prefill = self.stream, self.pending > 1
-        return stream.compressed or stream.due(prefill) or self.forward.ready(stream, prefill)
-
-    def after_attention(self, observed: Observed | None) -> None:
-        """Called after one reader's attention to the tokens just appended: compress if due, after
-        all readers.
+    def attended(self, observed: Observed | None, asking: bool) -> bool:
+        """Take note of one reader's attention to the tokens just appended.
 
         Args:
             observed: its queries; None if tokens are never compressed.
+            asking: whether a second reading needs them.
+
+        Returns:
+            Whether all readers have attended; ``taken`` then gives what they asked.
         """
-        asking = self.forward.reading is not None
-        if observed is not None and not (asking or self.stream.wants_queries(self.pending)):
-            observed = None
-        if self.settings.readers > 1:
-            self._reads += 1
-            if observed is not None:
-                self._waiting.append(observed)
-            if self._reads < self.settings.readers:
-                return
-            observed = side_by_side(self._waiting, self.token_shape[1])
-            self._waiting, self._reads = [], 0
-            interface.close(self)
+        if observed is not None and (asking or self.stream.wants_queries(self.pending)):
+            self._waiting.append(observed)
+        self._reads += 1
+        return self._reads >= self.settings.readers
+
+    def taken(self) -> tuple[Observed | None, int]:
+        """The queries of all readers, and the number of tokens that they attended to last: these
+        are no longer pending."""
+        observed = side_by_side(self._waiting, self.token_shape[1])
         q, self.pending, self._returned = self.pending, 0, None
-        reading = self.forward.reading
-        if reading is not None and reading.again is not None:
-            if observed is not None:
-                reading.ask(self, observed)
-            else:  # nothing will ever be compressed
-                self.stream.drop(q)
-        elif self.record_past:
-            self._unverified.append(observed)
-            self._unverified_tokens += q
-        else:
-            counts = reading is None or reading.first_counts
-            self._settle(observed if counts else None, prefill=q > 1)
-        self.forward.attended(self)
+        self._waiting, self._reads = [], 0
+        return observed, q
 
-    def _settle(self, observed: Observed | None, prefill: bool) -> None:
-        settings, stream = self.settings, self.stream
-        hold = settings.prompt_length is not None and (
-            settings.exact_prefill and stream.seen < settings.prompt_length
+    def keep_unverified(self, observed: Observed | None, tokens: int) -> None:
+        """Keep the queries of tokens until ``crop`` determines how many of them are kept."""
+        self._unverified.append(observed)
+        self._unverified_tokens += tokens
+
+    @property
+    def holds(self) -> bool:
+        """Whether more of the first prompt will follow, so that nothing is compressed yet."""
+        settings = self.settings
+        return settings.prompt_length is not None and (
+            settings.exact_prefill and self.stream.seen < settings.prompt_length
         )
-        hold = hold or self.forward.reading is not None
-        done = stream.settle(observed, prefill, hold)
-        if stream.budget is None:
-            done = self.forward.plan_for(self, prefill, hold)
-        self.forward.measured |= done and prefill
-        if done or prefill:
-            self.forward.note_bytes()
-        if stream.compressed:
-            self.forward.masks.settled = True
-
-    def finish_reading(self, sample: Tensor | None = None) -> None:
-        """``prefill`` has read the context (of the second reading only a ``sample``): compress if
-        due."""
-        if sample is not None:
-            self.stream.complete(sample)
-        self._settle(None, prefill=True)
 
     def get_seq_length(self) -> int:
         """The number of tokens seen, not of slots, so that positions stay correct."""
@@ -307,9 +275,6 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Masks are made over all tokens seen, as for an uncompressed cache; see ``masks``."""
         check_continues(self.stream.seen, query_length)
-        reading = self.forward.reading
-        if reading is not None and reading.again is not None and reading.again.unmasked:
-            return query_length, self.stream.seen  # those before are visible: ``widened``
         return self.stream.seen + query_length, 0
 
     @property
@@ -337,7 +302,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens (a negative number, as in transformers); after
-        ``activate_past_recording`` the tokens before them are compressed now, if due."""
+        ``activate_past_recording`` the tokens before them are ``verified``."""
         if tokens_to_remove > 0:
             raise InputError(f"crop({tokens_to_remove}): pass minus the number of tokens to remove")
         tokens = -tokens_to_remove
@@ -347,31 +312,27 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         else:
             self.stream.crop(tokens)
         if self._unverified_tokens:
-            self._verified(max(0, self._unverified_tokens - tokens))
-        self.forward.note_bytes()
+            count = max(0, self._unverified_tokens - tokens)
+            held = [observed for observed in self._unverified if observed is not None]
+            self._unverified, self._unverified_tokens = [], 0
+            if count:
+                self._verified = [joined(held).narrow(0, count) if held else None]
 
-    def _verified(self, count: int) -> None:
-        """Keep the first ``count`` of the waiting tokens and settle them."""
-        held = [observed for observed in self._unverified if observed is not None]
-        self._unverified, self._unverified_tokens = [], 0
-        if count == 0:
-            return
-        observed = joined(held).narrow(0, count) if held else None
-        self._settle(observed, prefill=self.stream.above_budget)
+    def verified(self) -> list[Observed | None]:
+        """The queries of tokens that ``crop`` has kept, once: none or one."""
+        found, self._verified = self._verified, []
+        return found
 
     def reset(self) -> None:
-        interface.close(self)
         self.stream.reset()
         self._clear()
         self._reads, self._returned, self.module = 0, None, None
         self.token_shape = ()
         self.token_bytes = 0
         self.is_initialized = False
-        self.forward.note_bytes()
 
     def undo(self) -> None:
         """Remove the tokens that were appended and not attended to."""
-        interface.close(self)
         if self.pending:
             self.stream.drop(self.pending)
         self.pending = self._reads = 0

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 from kvsketch.arguments import QUERY_SOURCES
 from kvsketch.errors import AccuracyWarning, InputError, UnsupportedError
 from kvsketch.hf.cache import SketchCache
-from kvsketch.hf.forward import Again, Reading
 from kvsketch.hf.layer import SketchLayer
-from kvsketch.hf.second_reading import ReadEnough
+from kvsketch.hf.second_reading import Again, ReadEnough, Reading
 from kvsketch.hf.weighing import weighed
 from kvsketch.methods.base import Compressor
 from kvsketch.methods.registry import class_of
@@ -169,11 +168,7 @@ def prefill(
                     )
                 forward.masks.cut(tokens)
                 bar.advance(count)
-            forward.reading = None
-            sample = _sampled(parts)
-            for layer in forward.sketches:
-                layer.finish_reading(sample)
-            forward.warn_of_error()
+            forward.finish_reading(_sampled(parts))
         except BaseException:
             forward.reading = None
             cache.reset()

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from kvsketch.budget import ALLOCATIONS, plain
-from kvsketch.cache import Curves, RetrievalHeads
+from kvsketch.cache import Curves, Plan, RetrievalHeads
 from kvsketch.cache.kind import Kind
 from kvsketch.cache.stream_state import restore, stream_state
 from kvsketch.errors import InputError, KVSketchError, UnsupportedError
 from kvsketch.files.format import read, write
 from kvsketch.hf import accounting, identity, models
+from kvsketch.hf.forward import Forward
 from kvsketch.hf.hybrid_layer import HybridSketchLayer
 from kvsketch.hf.layer import SketchLayer
 from kvsketch.hf.other_layers import (
@@ -31,18 +32,32 @@ from kvsketch.hf.size import predicted_size
 from kvsketch.methods.registry import ALL_METHODS
 from kvsketch.state import FLOATS, Reader, State, name_of, numbered
 
-if TYPE_CHECKING:
-    from kvsketch.hf.cache import SketchCache
-
 # Memory is allocated for this many tokens at once.
 _MOST_BUFFER = 1 << 20
 #: the kind of file, in its header
 KIND = "cache"
 
 
-def save(
-    cache: SketchCache, path: str | Path, tokenizer: Any, about: Mapping[str, Any] | None
-) -> None:
+class Kept(Protocol):
+    """What is used of a ``SketchCache``."""
+
+    arguments: dict[str, Any]
+    about: dict[str, Any]
+    method: str
+    plan: Plan
+    layers: list[Any]
+    max_positions: int | None
+    _forward: Forward
+    _marks: dict[str, Any]
+    _tokenizer: str | None
+
+    def summary(self) -> dict[str, Any]: ...
+
+
+_Cache = TypeVar("_Cache", bound=Kept)
+
+
+def save(cache: Kept, path: str | Path, tokenizer: Any, about: Mapping[str, Any] | None) -> None:
     """See ``SketchCache.save``."""
     state = cache_state(cache)
     header: dict[str, Any] = {
@@ -60,8 +75,8 @@ def save(
 
 
 def load(
-    cls: type[SketchCache], path: str | Path, model: PreTrainedModel, tokenizer: Any
-) -> SketchCache:
+    make: Callable[..., _Cache], path: str | Path, model: PreTrainedModel, tokenizer: Any
+) -> _Cache:
     """See ``SketchCache.load``."""
     if not isinstance(model, PreTrainedModel):
         raise InputError(f"model must be a transformers model, got {type(model).__name__}")
@@ -70,7 +85,7 @@ def load(
         told, about = header.get("model"), header.get("about")
         identity.check_model(told, model)
         identity.check_tokenizer(header.get("tokenizer"), tokenizer)
-        cache = _restored(cls, Reader(state), model)
+        cache = _restored(make, Reader(state), model)
     except KVSketchError as error:
         raise type(error)(f"{str(path)!r}: {error}") from error
     cache.about = about if isinstance(about, dict) else {}
@@ -81,7 +96,7 @@ def load(
 
 
 @torch.no_grad()
-def cache_state(cache: SketchCache) -> State:
+def cache_state(cache: Kept) -> State:
     """The arguments and the state of a cache.
 
     Raises:
@@ -91,7 +106,7 @@ def cache_state(cache: SketchCache) -> State:
     forward, plan = cache._forward, cache.plan
     values = {
         "settled": forward.masks.settled,
-        "peak": cache.peak_nbytes,
+        "peak": cache._forward.peak_nbytes,
         "above": {str(n): heads.tolist() for n, heads in plan.above.items()},
     }
     state = State(values=values)
@@ -108,9 +123,9 @@ def cache_state(cache: SketchCache) -> State:
     return state
 
 
-def _check(cache: SketchCache) -> None:
+def _check(cache: Kept) -> None:
     forward = cache._forward
-    if not cache.get_seq_length():
+    if not cache._forward.tokens:
         raise UnsupportedError("the cache is empty: there is nothing to save yet")
     busy = not forward.over or forward._torn or forward.reading is not None
     if busy or any(layer.pending for layer in forward.sketches):
@@ -131,7 +146,7 @@ def _check(cache: SketchCache) -> None:
             )
 
 
-def cache_arguments(cache: SketchCache) -> State:
+def cache_arguments(cache: Kept) -> State:
     """What a cache was made with, errors measured beforehand included."""
     given = dict(cache.arguments)
     method = given["method"]
@@ -172,8 +187,8 @@ def _sketch_state(layer: SketchLayer) -> State:
     return state
 
 
-def _restored(cls: type[SketchCache], reader: Reader, model: PreTrainedModel) -> SketchCache:
-    cache = _made(cls, reader.part("arguments"), model)
+def _restored(make: Callable[..., _Cache], reader: Reader, model: PreTrainedModel) -> _Cache:
+    cache = _made(make, reader.part("arguments"), model)
     forward = cache._forward
     parts = reader.parts("layers", len(cache.layers))
     sketches, batch, seen = 0, None, 0
@@ -204,9 +219,9 @@ def _restored(cls: type[SketchCache], reader: Reader, model: PreTrainedModel) ->
     return cache
 
 
-def _made(cls: type[SketchCache], reader: Reader, model: PreTrainedModel) -> SketchCache:
+def _made(make: Callable[..., _Cache], reader: Reader, model: PreTrainedModel) -> _Cache:
     """A cache of the same arguments, which holds nothing yet."""
-    names = list(inspect.signature(cls.__init__).parameters)[2:]
+    names = list(inspect.signature(make).parameters)[1:]
     given = {name: reader.anything(name) for name in names}
     allocation: Any = given["allocation"]
     if allocation is not None and allocation not in ALLOCATIONS:  # never the path of a file
@@ -225,7 +240,7 @@ def _made(cls: type[SketchCache], reader: Reader, model: PreTrainedModel) -> Ske
         given["allocation"] = RetrievalHeads(reader.tensor("scores", (None, None), *any_float))
     reader.close()
     try:
-        return cls(model.config, **given)
+        return make(model.config, **given)
     except KVSketchError:
         raise
     except Exception as error:  # of types that no argument has
@@ -247,7 +262,7 @@ def _restore_sketch(layer: SketchLayer, reader: Reader, most: int | None) -> Kin
     return kind
 
 
-def _restore_above(cache: SketchCache, reader: Reader, layers: int) -> None:
+def _restore_above(cache: Kept, reader: Reader, layers: int) -> None:
     part = reader.part("above")
     for number in range(layers):
         if part.has(str(number)):
@@ -258,12 +273,12 @@ def _restore_above(cache: SketchCache, reader: Reader, layers: int) -> None:
     part.close()
 
 
-def _told_model(cache: SketchCache) -> dict[str, Any]:
+def _told_model(cache: Kept) -> dict[str, Any]:
     """Which model a cache is of, as far as its modules are still there."""
     config = cache._forward._config
     text = config.get_text_config(decoder=True)
     told = {"type": text.model_type, "config": identity.config_mark(config), **cache._marks}
-    modules = [layer.module() if layer.module else None for layer in cache._sketches()]
+    modules = [layer.module() if layer.module else None for layer in cache._forward.sketches]
     if all(module is not None for module in modules):
         own = [module for module in modules if module is not None]
         told["layers"] = [identity.module_mark(module) for module in own]
@@ -271,12 +286,12 @@ def _told_model(cache: SketchCache) -> dict[str, Any]:
     return told
 
 
-def summary_of(cache: SketchCache) -> dict[str, Any]:
+def summary_of(cache: Kept) -> dict[str, Any]:
     """What `kvsketch info` shows without loading anything."""
     said = cache.summary()
     layers = said.pop("layers")
     error, now = accounting.known_error(cache.layers)
-    first = cache._sketches()[0]
+    first = cache._forward.sketches[0]
     assert first.dtype is not None
     return {
         **said,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from transformers.cache_utils import Cache
 
 from kvsketch.cache.quantized import slot_bytes
 from kvsketch.cache.quantized_page import QuantizedPage
@@ -14,14 +14,11 @@ from kvsketch.methods.base import Compressor
 from kvsketch.methods.sketches import Sketch
 from kvsketch.random_numbers import generator_state
 
-if TYPE_CHECKING:
-    from kvsketch.hf.cache import SketchCache
-
 # Of a table: what is always there, a line for every tensor, and the numbers of a layer.
 _HEADER, _TENSOR, _LAYER = 2600, 110, 330
 
 
-def predicted_size(cache: SketchCache) -> int:
+def predicted_size(cache: Cache) -> int:
     """Bytes of the file that ``cache.save`` writes, from numbers of slots, bits and sizes of heads:
     no tensor is looked at. Within 3% of the file for caches of 100 kB and more, without queries
     that wait.

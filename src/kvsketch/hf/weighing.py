@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvsketch.errors import UnsupportedError
+from kvsketch.hf.layer import SketchLayer
+from kvsketch.hf.second_reading import Reading
 from kvsketch.slots import compute_dtype
-
-if TYPE_CHECKING:
-    from kvsketch.hf.forward import Reading
-    from kvsketch.hf.layer import SketchLayer
 
 
 def weighed(

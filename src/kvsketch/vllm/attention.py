@@ -18,8 +18,8 @@ from kvsketch.serving.layout import Fields, Layout
 from kvsketch.serving.pages import Counts, Pages
 from kvsketch.serving.split_layout import SplitLayout
 from kvsketch.vllm import metrics
-from kvsketch.vllm.backend import PageBackend
 from kvsketch.vllm.checks import check_engine, check_layer
+from kvsketch.vllm.engine import begin
 from kvsketch.vllm.metadata import PageMetadata
 
 
@@ -89,16 +89,14 @@ class PageImpl(AttentionImpl[PageMetadata]):
         config = get_current_vllm_config()
         check_engine(config)
         check_layer(alibi_slopes, attn_type, kv_sharing_target_layer_name, others)
-        PageBackend.begin(config)
+        self.engine = engine = begin(config)
         self.group = num_heads // self.num_kv_heads
         key = self.num_kv_heads, head_size
-        PageBackend.groups[key] = max(self.group, PageBackend.groups.get(key, 0))
+        engine.groups[key] = max(self.group, engine.groups.get(key, 0))
         self.softcap = logits_soft_cap or None
-        assert PageBackend.settings is not None
-        self.counts = Counts(tolerance=PageBackend.settings.tolerance or math.inf)
-        self.number = PageBackend.layers
-        PageBackend.layers += 1
-        self.config = config
+        self.counts = Counts(tolerance=engine.settings.tolerance or math.inf)
+        self.number = engine.layers
+        engine.layers += 1
         self._seen: Tensor | None = None
         self._fields: Fields | None = None
         self._layout: Layout | SplitLayout | None = None
@@ -108,9 +106,9 @@ class PageImpl(AttentionImpl[PageMetadata]):
         """With curves, give each layer its own backend class that knows its budgets. vLLM asks
         backends for cache specs without naming the layer; here all layers exist, and none was asked
         yet."""
-        settings, config = PageBackend.settings, self.config
+        engine = self.engine
+        settings, config = engine.settings, engine.config
         parallel = config.parallel_config
-        assert settings is not None
         if settings.allocation is None:
             return
         modules = config.compilation_config.static_forward_context.values()
@@ -121,14 +119,14 @@ class PageImpl(AttentionImpl[PageMetadata]):
         model = model_shape(config.model_config.hf_config)
         ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         layers = len(ours) if stages == 1 else config.model_config.get_total_num_hidden_layers()
-        sizes = settings.sizes(PageBackend.context, layers, heads, model)
+        sizes = settings.sizes(engine.context, layers, heads, model)
         for module in ours:
             layer = sizes[module.impl.number]
             mine = tuple(_of_rank(layer, rank, ranks) for rank in range(ranks))
-            module.attn_backend = type("PageBackend", (PageBackend,), {"sizes": mine})
+            module.attn_backend = type("PageBackend", (module.attn_backend,), {"sizes": mine})
             impl = module.impl
             shape = impl.num_kv_heads, impl.group, impl.head_size, act_dtype
-            PageBackend.largest = max(PageBackend.largest, module.attn_backend.bytes(*shape))
+            engine.largest = max(engine.largest, module.attn_backend.bytes(*shape))
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -187,12 +185,11 @@ class PageImpl(AttentionImpl[PageMetadata]):
             raw: uint8 ``[pages, bytes]``.
         """
         if self._layout is None or self._pages is None:
-            settings = PageBackend.settings
-            assert settings is not None
+            settings = self.engine.settings
             shape = self.num_kv_heads, self.group, self.head_size, dtype
             self._layout = layout = layer.attn_backend.layout(*shape)
             given = self.scale, self.softcap, self.counts
-            self._pages = settings.pages(layout, PageBackend.context, self.number, *given)
+            self._pages = settings.pages(layout, self.engine.context, self.number, *given)
         return self._pages, self._layout.fields(raw)
 
 

@@ -11,9 +11,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, Sliding
 
 from kvsketch.errors import UnsupportedError
 from kvsketch.serving.layout import Layout
-from kvsketch.serving.settings import Settings, read
 from kvsketch.serving.split_layout import SplitLayout
-from kvsketch.vllm.checks import check_settings
+from kvsketch.vllm.engine import running
 from kvsketch.vllm.spec import PageSpec
 
 # vLLM's own blocks of tokens, where a layer has a sliding window: what the CPU's kernels take.
@@ -27,38 +26,8 @@ class PageBackend(AttentionBackend):
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
     # On a CPU, layers with a sliding window share this class, and vLLM writes their tokens.
     forward_includes_kv_cache_update: bool = False
-    #: The engine that starts in this process. vLLM asks for specs without a configuration and
-    #: without naming the layer, so ``groups`` has the largest number of query heads per KV head.
-    config: ClassVar[Any] = None
-    settings: ClassVar[Settings | None] = None
-    context: ClassVar[int] = 0
-    groups: ClassVar[dict[tuple[int, int], int]] = {}
-    #: the number of the next layer of full attention; a later stage of pipeline parallelism starts
-    #: where the one before it ends
-    layers: ClassVar[int] = 0
     #: of one layer: slots of its KV heads in the middle on every rank; None: the same for all
     sizes: ClassVar[tuple[tuple[int, ...], ...] | None] = None
-    #: bytes of the largest page if layers differ
-    largest: ClassVar[int] = 0
-
-    @classmethod
-    def begin(cls, config: Any) -> None:
-        """Read the settings of the engine that is starting, once.
-
-        Args:
-            config: ``VllmConfig``.
-        """
-        if PageBackend.config is config:
-            return
-        extra = config.additional_config
-        settings = read(extra.get("kvsketch") if isinstance(extra, dict) else None)
-        assert settings is not None
-        PageBackend.config, PageBackend.settings = config, settings
-        PageBackend.context = int(config.model_config.max_model_len)
-        PageBackend.groups, PageBackend.largest = {}, 0
-        first, _ = config.model_config.get_layers_start_end_indices(config.parallel_config)
-        PageBackend.layers = first
-        check_settings(config, settings)
 
     @staticmethod
     def get_name() -> str:
@@ -103,17 +72,18 @@ class PageBackend(AttentionBackend):
                 f"kvsketch does not serve heads with {spec.head_size_v} channels of values and "
                 f"{spec.head_size} of keys: unset KVSKETCH_METHOD and KVSKETCH_BUDGET"
             )
-        group = cls.groups[spec.num_kv_heads, spec.head_size]
+        engine = running()
+        group = engine.groups[spec.num_kv_heads, spec.head_size]
         shape = spec.num_kv_heads, group, spec.head_size, spec.dtype
         size, blocks = cls.bytes(*shape), 1
-        hybrid = _has_sliding_windows(PageBackend.config)
-        if hybrid and PageBackend.config.parallel_config.pipeline_parallel_size > 1:
+        hybrid = _has_sliding_windows(engine.config)
+        if hybrid and engine.config.parallel_config.pipeline_parallel_size > 1:
             raise UnsupportedError(
                 "kvsketch does not serve models with sliding windows with pipeline parallelism: "
                 "unset --pipeline-parallel-size"
             )
         if hybrid:  # all groups of layers have blocks of one size: those of tokens
-            blocks = -(-max(size, PageBackend.largest) // spec.page_size_bytes)
+            blocks = -(-max(size, engine.largest) // spec.page_size_bytes)
             size = spec.page_size_bytes
         return PageSpec(
             block_size=spec.block_size,
@@ -128,9 +98,9 @@ class PageBackend(AttentionBackend):
             dcp_sharded=False,
             layout=cls.layout(*shape),
             blocks=blocks,
-            prefixes=PageBackend.config.cache_config.enable_prefix_caching
-            and (blocks == 1 or not _has_events(PageBackend.config)),
-            second_runner=PageBackend.config.use_v2_model_runner,
+            prefixes=engine.config.cache_config.enable_prefix_caching
+            and (blocks == 1 or not _has_events(engine.config)),
+            second_runner=engine.config.use_v2_model_runner,
         )
 
     @classmethod
@@ -143,11 +113,10 @@ class PageBackend(AttentionBackend):
         rank: int | None = None,
     ) -> Layout | SplitLayout:
         """The layout of a page of this layer on a rank of tensor parallelism; None: this rank."""
-        assert cls.settings is not None
-        sizes = None
+        engine, sizes = running(), None
         if cls.sizes is not None:
             sizes = cls.sizes[get_tensor_model_parallel_rank() if rank is None else rank]
-        return cls.settings.layout(cls.context, kv_heads, group, head_size, dtype, sizes)
+        return engine.settings.layout(engine.context, kv_heads, group, head_size, dtype, sizes)
 
     @classmethod
     def bytes(cls, kv_heads: int, group: int, head_size: int, dtype: torch.dtype) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import (
 
 from kvsketch.serving.rhythm import Copies, Numbers, Rhythm, Round, rounds
 from kvsketch.vllm import metrics
-from kvsketch.vllm.backend import PageBackend
+from kvsketch.vllm.engine import running
 from kvsketch.vllm.manager import PARTS
 from kvsketch.vllm.spec import PageSpec
 
@@ -43,11 +43,6 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
 
     _cudagraph_support = AttentionCGSupport.NEVER
     reorder_batch_threshold = None
-    # The last metadata and its inputs: layers whose pages differ have their own builders.
-    _last: ClassVar[tuple[list[Any], PageMetadata] | None] = None
-
-    # How many tokens the copy of a page in each block holds; 0: the block holds no copy.
-    _made: ClassVar[Numbers] = np.zeros(0, dtype=np.int64)
 
     def __new__(cls, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(kv_cache_spec, PageSpec):
@@ -66,8 +61,7 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> PageMetadata:
-        batch, settings, spec = common_attn_metadata, PageBackend.settings, self.kv_cache_spec
-        assert settings is not None
+        batch, engine, spec = common_attn_metadata, running(), self.kv_cache_spec
         requests = batch.num_reqs
         starts = batch.query_start_loc_cpu[: requests + 1].numpy().astype(np.int64)
         new = np.diff(starts)
@@ -76,11 +70,12 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         blocks = table.cpu().numpy().astype(np.int64)
         assert batch.is_prefilling is not None
         reading = batch.is_prefilling[:requests].cpu().numpy()
-        now, last = [starts, seen, blocks, reading], PageMetadataBuilder._last
+        now, last = [starts, seen, blocks, reading], engine.batch
         if last is not None and all(map(np.array_equal, last[0], now)):
-            return last[1]
+            known: PageMetadata = last[1]
+            return known
         if self._rhythm is None:
-            self._rhythm = settings.rhythm(PageBackend.context)
+            self._rhythm = engine.settings.rhythm(engine.context)
         rhythm = self._rhythm
         if get_tensor_model_parallel_rank() == 0 and get_pp_group().is_first_rank:
             # All ranks see the same.
@@ -93,7 +88,7 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
             pages, copies, together = _gathered(table, spec.blocks, copies)
         todo = rounds(starts, seen, pages, rhythm, spec.layout.queries, self.device, copies)
         found = PageMetadata(todo, batch.num_actual_tokens, together)
-        PageMetadataBuilder._last = now, found
+        engine.batch = now, found
         return found
 
     def _copies(self, blocks: Numbers, seen: Numbers, after: Numbers, reading: Numbers) -> Copies:
@@ -104,7 +99,7 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
             blocks: the first blocks of the parts of a row, ``[requests, PARTS]``.
         """
         source, target, size = blocks[:, 1], blocks[:, 2], self.kv_cache_spec.block_size
-        known = PageMetadataBuilder._made
+        known = running().copies
         made = np.zeros(max(len(known), int(blocks[:, 1:].max()) + 1), dtype=np.int64)
         made[: len(known)] = known
         assert (made[source] <= seen).all(), "a copy holds tokens that its request has not seen"
@@ -112,7 +107,7 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         at = after // size * size
         at = np.where(reading & (at > seen) & (target != 0), at, 0)
         made[target[at > 0]] = at[at > 0]
-        PageMetadataBuilder._made = made
+        running().copies = made
         return Copies(start, target, at)
 
 

@@ -59,27 +59,35 @@ def wrap(
             return original(self, *args, **kwargs)
         if layer.stream.compressed:
             cache.update(*project(self, *args, **kwargs), self.layer_idx)
-            return ours(self, layer, None, *args, **kwargs)
-        return ours(self, layer, original(self, *args, **kwargs), *args, **kwargs)
+            return ours(self, cache._forward, layer, None, *args, **kwargs)
+        result = original(self, *args, **kwargs)
+        return ours(self, cache._forward, layer, result, *args, **kwargs)
 
     @interface.uncompiled
-    def ours(self: Any, layer: SketchLayer, result: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the forward returns; ``result``: its own of a layer that is not compressed."""
+    def ours(
+        self: Any, running: Any, layer: SketchLayer, result: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """What the forward returns.
+
+        Args:
+            running: the ``Forward`` of the cache.
+            result: the module's own of a layer that is not compressed.
+        """
         compressed = layer.stream.compressed
         interface.close(layer)
         try:
             layer.claim(self)
             asked, mask = asked_of(self, *args, **kwargs)
             batch, _, q, _ = asked.queries.shape
-            view = layer.forward.masks.read(mask, batch, q, layer.stream.seen)
+            view = running.masks.read(mask, batch, q, layer.stream.seen)
             layer.mark(view)
             observed = replace(asked, queries=asked.queries.detach(), live=view.causal)
             if compressed:
                 out = attend_slots(layer, asked, view)
                 result = finish(out.transpose(1, 2).flatten(2), self, *args, **kwargs)
-            layer.after_attention(observed)
+            running.observe(layer, observed)
         except KVSketchError:
-            layer.forward.undo()
+            running.undo()
             raise
         return result
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvsketch.errors import UnsupportedError
 from kvsketch.hf.adapters.base import Adapter
+from kvsketch.hf.layer import SketchLayer
 
 _CLASSES = (
     ("phi3", "Phi3ForCausalLM"),
@@ -33,6 +34,11 @@ def install() -> None:
 ADAPTER = Adapter(install)
 
 
+def _is_ours(cache: Any) -> bool:
+    """Whether it is a ``SketchCache``, by its layers."""
+    return any(isinstance(layer, SketchLayer) for layer in getattr(cache, "layers", ()))
+
+
 def _wrap(model_class: Any) -> None:
     original = model_class.prepare_inputs_for_generation
     if getattr(original, "_kvsketch", False):
@@ -40,10 +46,8 @@ def _wrap(model_class: Any) -> None:
 
     @functools.wraps(original)
     def prepare(self: Any, input_ids: Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
-        from kvsketch.hf.cache import SketchCache
-
         limit = getattr(self.config, "original_max_position_embeddings", None)
-        if isinstance(past_key_values, SketchCache) and limit is not None:
+        if limit is not None and _is_ours(past_key_values):
             seen = past_key_values.get_seq_length()
             if 0 < seen <= limit < input_ids.shape[1]:
                 raise UnsupportedError(

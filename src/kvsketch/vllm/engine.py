@@ -1,0 +1,65 @@
+"""The engine that runs in this process. vLLM calls backends and specs without a configuration and
+without naming the layer, so that what they depend on is kept here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvsketch.serving.rhythm import Numbers
+from kvsketch.serving.settings import Settings, read
+from kvsketch.vllm.checks import check_settings
+
+
+@dataclass
+class Engine:
+    """
+    Attributes:
+        config: ``VllmConfig``.
+        settings: of the plugin.
+        context: the longest context, in tokens.
+        layers: the number of the next layer of full attention; a later stage of pipeline
+            parallelism starts where the one before it ends.
+        groups: by KV heads and head_dim, the largest number of query heads per KV head.
+        largest: bytes of the largest page if layers differ.
+        batch: the inputs of the last metadata and the metadata: layers whose pages differ have
+            their own builders.
+        copies: how many tokens the copy of a page in each block holds; 0: the block holds no copy.
+    """
+
+    config: Any
+    settings: Settings
+    context: int
+    layers: int
+    groups: dict[tuple[int, int], int] = field(default_factory=dict)
+    largest: int = 0
+    batch: tuple[list[Any], Any] | None = None
+    copies: Numbers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+
+# The engine that started last.
+_RUNNING: list[Engine] = []
+
+
+def begin(config: Any) -> Engine:
+    """The engine of a configuration, whose settings are read at the first call.
+
+    Args:
+        config: ``VllmConfig``.
+    """
+    if _RUNNING and _RUNNING[0].config is config:
+        return _RUNNING[0]
+    extra = config.additional_config
+    settings = read(extra.get("kvsketch") if isinstance(extra, dict) else None)
+    assert settings is not None
+    first, _ = config.model_config.get_layers_start_end_indices(config.parallel_config)
+    check_settings(config, settings)
+    _RUNNING[:] = [Engine(config, settings, int(config.model_config.max_model_len), first)]
+    return _RUNNING[0]
+
+
+def running() -> Engine:
+    """The engine that started last."""
+    return _RUNNING[0]

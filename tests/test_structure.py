@@ -1,0 +1,46 @@
+"""Imports go down, and the way of a token is the one that CONTRIBUTING describes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from benchmarks import structure
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_no_module_imports_in_a_circle_and_none_from_above():
+    """Every import counts, also inside functions and of types only."""
+    graph = structure.imports()
+    assert len(graph) > 200
+    assert structure.circles(graph) == []
+    assert structure.upwards(graph) == []
+    assert structure.mutual(graph) == []
+
+
+def test_circles_and_imports_from_above_are_found(tmp_path):
+    """A package in which each rule is broken once."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "methods").mkdir()
+    (tmp_path / "hf" / "__init__.py").write_text("")
+    (tmp_path / "hf" / "a.py").write_text("from kvsketch.hf import b\n")
+    (tmp_path / "hf" / "b.py").write_text("def f():\n    from kvsketch.hf.a import x\n")
+    (tmp_path / "methods" / "c.py").write_text("import kvsketch.hf.a\n")
+    graph = structure.imports(tmp_path)
+    assert structure.circles(graph) == [["kvsketch.hf.a", "kvsketch.hf.b"]]
+    assert structure.upwards(graph) == [("kvsketch.methods.c", "kvsketch.hf.a")]
+
+
+def test_every_room_has_a_floor():
+    named = {name for names in structure.FLOORS for name in names}
+    assert {structure.room(name) for name in structure.modules()} - {"kvsketch"} == named
+
+
+def test_contributing_names_every_file_that_a_token_passes():
+    """Of a real token with the default cache and of one with an even budget in 16 bits."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    part = text.partition("## The path of a prompt and of a token")[2].partition("\n## ")[0]
+    told = set(re.findall(r"[\w/]+\.py", part))
+    passed = {file for name in ("token", "plain_token") for file in structure.ways()[name]["files"]}
+    assert passed <= told, passed - told
