@@ -180,7 +180,8 @@ def travelled(call: Callable[[], object]) -> dict[str, list[str]]:
 
 
 def ways() -> dict[str, dict[str, list[str]]]:
-    """The way of the default's prompt, and of a token that is decoded without a compression."""
+    """The way of the default's prompt, and of tokens that are decoded without a compression: with
+    the default, and ("plain") with an even budget in 16 bits."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from kvsketch import SketchCache
@@ -191,16 +192,18 @@ def ways() -> dict[str, dict[str, list[str]]]:
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=1024,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
-    cache = SketchCache(config, budget=0.25)
     prompt, token = torch.randint(64, (1, 512)), torch.randint(64, (1, 1))
+    found = {}
+    for name, given in (("", {}), ("plain_", {"allocation": "even", "bits": 16})):
+        cache = SketchCache(config, budget=0.25, **given)
 
-    def read(ids: torch.Tensor) -> None:
-        with torch.no_grad():
-            model(ids, past_key_values=cache, use_cache=True)
+        def read(ids: torch.Tensor, cache: SketchCache = cache) -> None:
+            with torch.no_grad():
+                model(ids, past_key_values=cache, use_cache=True)
 
-    found = {"prompt": travelled(lambda: read(prompt))}
-    read(token)
-    found["token"] = travelled(lambda: read(token))
+        found[f"{name}prompt"] = travelled(lambda read=read: read(prompt))
+        read(token)
+        found[f"{name}token"] = travelled(lambda read=read: read(token))
     return found
 
 
@@ -231,7 +234,9 @@ def counted() -> dict[str, Any]:
 
 def main(
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-    show: Annotated[str, typer.Option(help="Print the whole way: prompt or token.")] = "",
+    show: Annotated[
+        str, typer.Option(help="Print a way: prompt, token, plain_prompt or plain_token.")
+    ] = "",
 ) -> None:
     """Example: python -m benchmarks.structure --out structure.json"""
     if show:
