@@ -80,6 +80,27 @@ REFUSED = [
     ("SketchCache(model.config, seed=None)", "seed"),
     ("SketchCache(model.config, seed=1.5)", "seed"),
     ("SketchCache(model.config, options=[1])", "options"),
+    ("SketchCache(model.config, schedule=3)", "schedule"),
+    ("kvsketch.prefill(model, ids, cache, queries=3, tokenizer=tokenizer)", "queries"),
+    ("kvsketch.prefill(model, ids, cache, chunk_size='x')", "chunk_size"),
+    # another model's configuration; a used cache with a shorter text, and with one as long
+    ("model(ids, past_key_values=SketchCache(other))", "configuration of another model"),
+    ("model.generate(ids[:, :50], past_key_values=used, max_new_tokens=2)", "not longer"),
+    ("model.generate(ids[:, :199].flip(1), past_key_values=used, max_new_tokens=2)", "not longer"),
+    ("cache.save('notes.md')", "notes.md"),
+]
+#: Python that must say True as its last words
+RIGHT = [
+    # 2. expected questions compress at once, and find their answers
+    (
+        "asked = SketchCache(model.config, budget=0.1)\n"
+        "kvsketch.prefill(model, ids, asked, queries=[question], tokenizer=tokenizer)\n"
+        "print(asked.summary()['kv_fraction'] < 0.12)"
+    ),
+    # 7. what an object says of itself
+    "print('199 tokens seen' in repr(used) and 'budget=0.25' in repr(used))",
+    "print(0 < used.summary()['kv_fraction'] < 0.5)",
+    "print(set(kvsketch.__all__) <= set(dir(kvsketch)))",
 ]
 SETUP = """
 import kvsketch
@@ -88,6 +109,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(packaged_model())
 tokenizer = AutoTokenizer.from_pretrained(packaged_model())
 cache = SketchCache(model.config, budget=0.25)
+used = SketchCache(model.config, budget=0.25)
+text = open("doc.txt").read()
+ids = tokenizer(text, return_tensors="pt")["input_ids"]
+question = "\\n" + open("questions.txt").readline().strip()
+model.generate(ids[:, :199], past_key_values=used, max_new_tokens=1)
+other = AutoModelForCausalLM.from_pretrained(packaged_model("longeval-one-head")).config
 """
 
 
@@ -170,11 +197,16 @@ def main() -> int:
     for number, (code, contained) in enumerate(REFUSED):
         line = told[number] if number < len(told) else done.stderr
         check(code, contained in line and line != "accepted", line)
-    exports = "import kvsketch; assert set(kvsketch.__all__) <= set(dir(kvsketch))"
     done = subprocess.run(
-        [sys.executable, "-c", exports], capture_output=True, text=True, check=False
+        [sys.executable, "-c", SETUP + "\n".join(RIGHT)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    check("dir(kvsketch) has all exports", done.returncode == 0, done.stderr)
+    told = done.stdout.splitlines()
+    for number, code in enumerate(RIGHT):
+        right = number < len(told) and told[number] == "True"
+        check(code, right, done.stdout + done.stderr)
     print(f"{wrong} attempts went wrong" if wrong else "a newcomer's first hour: fine")
     return wrong
 

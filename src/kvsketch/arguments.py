@@ -5,7 +5,7 @@ The cache itself repeats them; a test checks that both raise the same messages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 
@@ -66,10 +66,17 @@ def check_arguments(
         )
 
 
-def check_types(seed: object, options: object) -> None:
-    """Raise InputError unless a seed is an int and the options of a method are named."""
+def check_types(seed: object, options: object, schedule: object) -> None:
+    """Raise InputError unless a seed is an int, the options of a method are named, and a schedule
+    is a list."""
     if isinstance(seed, bool) or not isinstance(seed, Integral):
         raise InputError(f"seed={seed!r} must be an int")
+    if not -(2**63) <= int(seed) < 2**63:
+        raise InputError(f"seed={seed} must fit into 64 bits")
+    if isinstance(schedule, str) or not isinstance(schedule, Sequence | None):
+        raise InputError(
+            f"schedule={schedule!r} must be a list of shares, one per layer or one list per layer"
+        )
     if options is not None and not isinstance(options, Mapping):
         raise InputError(
             f"options={options!r} must be a dict of the method's own arguments by name, such as "

@@ -54,7 +54,10 @@ class Budget:
 
     def __post_init__(self) -> None:
         value = self.value
-        allowed = "an int >= 1 (slots per KV head) or a float in (0, 1] (kept fraction)"
+        allowed = (
+            "an int >= 1 (the bytes of so many tokens per KV head) or a float in (0, 1] (the kept "
+            "fraction of the bytes)"
+        )
         if isinstance(value, bool) or not isinstance(value, Real):
             raise InputError(f"budget={value!r} is not a number; allowed: {allowed}")
         # Convert NumPy numbers to Python numbers.
@@ -65,7 +68,7 @@ class Budget:
         if isinstance(value, float) and value > 1:
             raise InputError(
                 f"budget={value!r}: a float is the kept fraction and must be <= 1; "
-                f"for a number of slots pass an int; allowed: {allowed}"
+                f"for a number of tokens pass an int; allowed: {allowed}"
             )
 
     @property

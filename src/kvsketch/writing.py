@@ -1,8 +1,9 @@
-"""Atomic writing of files."""
+"""Atomic writing of files, and no file of another kind is replaced."""
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -59,6 +60,28 @@ def save_bytes(path: Path, data: bytes, name: str) -> None:
     """
     with whole(path, name) as stream:
         stream.write(data)
+
+
+def check_replaced(path: Path, option: str, begins: bytes, kind: str) -> None:
+    """Raise InputError if writing to ``path`` would destroy a file of another kind, such as the
+    text that a command reads. Links are followed; an empty file holds nothing to lose, and a
+    device is not replaced.
+
+    Args:
+        begins: regular expression of the first bytes of every file of the kind.
+        kind: its name, such as "a page of `kvsketch report`".
+    """
+    if not path.is_file():
+        return
+    try:
+        with path.open("rb") as file:
+            first = file.read(4096)
+    except OSError as error:
+        raise InputError(f"{option} {path} cannot be read: {error.strerror or error}") from error
+    if first and re.match(begins, first, re.DOTALL) is None:
+        raise InputError(
+            f"{option} {path} exists and is not {kind}: it would be lost; name another file"
+        )
 
 
 def _sync_folder(folder: Path) -> None:

@@ -181,8 +181,9 @@ def calibrate(
     """Measure the error of each KV head at several sizes, for `--allocation` and SketchCache."""
     from kvsketch.evaluation.report.report import dumps
     from kvsketch.evaluation.runner.calibration import calibrate_files
-    from kvsketch.evaluation.runner.files import check_folder, check_replaced, try_folder
+    from kvsketch.evaluation.runner.files import check_folder, try_folder
     from kvsketch.evaluation.runner.settings import Settings
+    from kvsketch.writing import check_replaced
 
     settings = Settings(sink=sink, recent=recent, device=device, dtype=dtype)
     try_folder(out.parent, f"--out {out}: the folder")  # checked before minutes of measuring

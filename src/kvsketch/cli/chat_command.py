@@ -94,7 +94,8 @@ def chat_command(
 
     conversation = Conversation(document, max_new_tokens, Sampling(temperature, seed))
     before = {number: signal.signal(number, _hang_up) for number in _ENDS}
-    named = Path(str(document.about.get("model", "the model"))).name
+    model = str(document.about.get("model", "the model"))
+    named = Path(PACKAGED_MODELS.get(model, model)).name
     about = "" if context is None else f" about {context}"
     print(f"chat with {named}{about}; {_HELP}", file=sys.stderr)
     try:

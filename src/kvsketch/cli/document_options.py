@@ -19,8 +19,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from kvsketch.cli.eval_command import console_for
 from kvsketch.errors import InputError, KVSketchError
-from kvsketch.evaluation.runner.files import check_folder, check_replaced, read_text, try_folder
+from kvsketch.evaluation.runner.files import check_folder, read_text, try_folder
 from kvsketch.files import container
+from kvsketch.writing import check_replaced
 
 if TYPE_CHECKING:
     from kvsketch.documents.document import Advance, Document

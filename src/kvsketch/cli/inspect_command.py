@@ -23,9 +23,9 @@ from kvsketch.cli.inspect_retrieval import (
 )
 from kvsketch.errors import InputError
 from kvsketch.evaluation.report.terminal import tables_within
-from kvsketch.evaluation.runner.files import check_folder, check_replaced, read_text, try_folder
+from kvsketch.evaluation.runner.files import check_folder, read_text, try_folder
 from kvsketch.models import PACKAGED_MODELS
-from kvsketch.writing import save_bytes
+from kvsketch.writing import check_replaced, save_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

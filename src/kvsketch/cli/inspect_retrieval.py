@@ -11,8 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvsketch.errors import InputError, unknown_name
 from kvsketch.evaluation.report.terminal import tables_within
-from kvsketch.evaluation.runner.files import check_folder, check_replaced, try_folder
-from kvsketch.writing import save_bytes
+from kvsketch.evaluation.runner.files import check_folder, try_folder
+from kvsketch.writing import check_replaced, save_bytes
 
 #: options of `kvsketch inspect` that only `--retrieval` uses, with their defaults
 DEFAULTS: dict[str, Any] = {"task": "longeval", "lines": 200, "length": 2000, "cases": 8}

@@ -44,7 +44,7 @@ from kvsketch.methods.window import check_window
 class SketchCache(Cache):  # type: ignore[misc]
     """A KV cache of bounded size for ``model.generate(..., past_key_values=cache)``.
 
-    Full-attention layers keep at most ``budget`` slots per KV head. Sliding-window,
+    Full-attention layers keep at most the bytes of ``budget``. Sliding-window,
     linear-attention and convolution layers keep the cache that transformers gives them. Neither the
     model nor its configuration is changed: kvsketch takes over attention between this cache's
     update and the kernel that the model requests (see ``interface``), so every
@@ -168,7 +168,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         self._tokenizer: str | None = None
         if not isinstance(config, PretrainedConfig):
             raise InputError(f"config must be the model's config, got {type(config).__name__}")
-        check_types(seed, options)
+        check_types(seed, options, schedule)
         if prefill not in PREFILL_MODES:
             raise InputError(f"prefill={prefill!r} must be one of {', '.join(PREFILL_MODES)}")
         sink, recent = check_window(sink, recent)
@@ -208,8 +208,8 @@ class SketchCache(Cache):  # type: ignore[misc]
         if grows and prefill == "streaming" and not getattr(cls, "grows", True):
             raise InputError(
                 f"budget={budget!r} with prefill='streaming' grows with the prompt, and the size "
-                f"of {cls.name!r} is fixed once it is made: pass an int (slots per KV head), "
-                "or prefill='exact'"
+                f"of {cls.name!r} is fixed once it is made: pass an int (the bytes of so many "
+                "tokens per KV head), or prefill='exact'"
             )
         if plan.kind in BY_NEED and not getattr(cls, "needs_queries", False):
             raise InputError(
@@ -424,8 +424,8 @@ class SketchCache(Cache):  # type: ignore[misc]
                 one.
 
         Raises:
-            InputError: it cannot be written (no such folder, a full disk), or JSON cannot represent
-                ``about``. An older file is unchanged.
+            InputError: it cannot be written (no such folder, a full disk), there is a file of
+                another kind, or JSON cannot represent ``about``. An older file is unchanged.
             UnsupportedError: a cache that cannot be saved, with the reason: an empty cache, a
                 user-defined method, the middle of a forward, assisted decoding. Nothing is written.
         """

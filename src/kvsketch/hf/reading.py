@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsketch.arguments import QUERY_SOURCES
-from kvsketch.errors import AccuracyWarning, InputError, UnsupportedError
+from kvsketch.errors import AccuracyWarning, InputError, UnsupportedError, at_least
 from kvsketch.hf.cache import SketchCache
 from kvsketch.hf.layer import SketchLayer
 from kvsketch.hf.second_reading import Again, ReadEnough, Reading
@@ -262,8 +262,8 @@ def _check(model: Any, input_ids: Any, cache: SketchCache, chunk_size: int | Non
         )
     if not input_ids.numel():
         raise InputError(f"input_ids {tuple(input_ids.shape)}: the context is empty")
-    if chunk_size is not None and chunk_size < 1:
-        raise InputError(f"chunk_size={chunk_size!r} must be an int >= 1")
+    if chunk_size is not None:
+        at_least("chunk_size", chunk_size, 1)
 
 
 def _check_reread(cache: SketchCache, tokens: int) -> None:
@@ -304,9 +304,13 @@ def _parts(
             )
         if queries == "prompt":
             return []
+    elif not isinstance(queries, Sequence):
+        raise InputError(
+            f"queries={queries!r} must be one of {', '.join(QUERY_SOURCES)}, or a list of texts"
+        )
     elif not queries or not all(isinstance(text, str) and text for text in queries):
         raise InputError("queries: the texts must be strings, at least one, and none empty")
-    if tokenizer is None:
+    if not callable(tokenizer):
         raise InputError(f"queries={queries!r} needs tokenizer=, the model's tokenizer")
     if not isinstance(queries, str):
         return [

@@ -16,6 +16,7 @@ from kvsketch.cache import Curves, Plan, RetrievalHeads
 from kvsketch.cache.kind import Kind
 from kvsketch.cache.stream_state import restore, stream_state
 from kvsketch.errors import InputError, KVSketchError, UnsupportedError
+from kvsketch.files import container
 from kvsketch.files.format import read, write
 from kvsketch.hf import accounting, identity, models
 from kvsketch.hf.forward import Forward
@@ -31,6 +32,7 @@ from kvsketch.hf.other_layers import (
 from kvsketch.hf.size import predicted_size
 from kvsketch.methods.registry import ALL_METHODS
 from kvsketch.state import FLOATS, Reader, State, name_of, numbered
+from kvsketch.writing import check_replaced
 
 # Memory is allocated for this many tokens at once.
 _MOST_BUFFER = 1 << 20
@@ -59,6 +61,7 @@ _Cache = TypeVar("_Cache", bound=Kept)
 
 def save(cache: Kept, path: str | Path, tokenizer: Any, about: Mapping[str, Any] | None) -> None:
     """See ``SketchCache.save``."""
+    check_replaced(Path(path), "path", container.BEGINS, "a file of `SketchCache.save`")
     state = cache_state(cache)
     header: dict[str, Any] = {
         "model": _told_model(cache),

@@ -23,8 +23,8 @@ class ClusterMerge(Compressor):
     by the mean of its group. No queries are used. For weighted input, means are weighted by mass,
     so that repeated compressions merge consistently.
 
-    Groups grow by rounds of merging the cheapest pairs by Ward's cost over keys and values
-    (``closest.group_closest``), with weights that favour new tokens over old ones, because later
+    Groups grow by rounds of merging the cheapest pairs by Ward's cost over keys and values,
+    with weights that favour new tokens over old ones, because later
     queries attend more to nearby tokens. A page that is full again takes one round. The time is
     nearly linear, because pairs are searched within blocks of 256 slots.
 

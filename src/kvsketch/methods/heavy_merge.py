@@ -29,7 +29,7 @@ _FEW_SCORES = 1 << 19
 
 class HeavyMerge(Compressor):
     """A fraction of the budget keeps the most attended tokens and those with the most distinct keys
-    unchanged; the others are grouped by rounds of merging the closest (``closest.group_closest``;
+    unchanged; the others are grouped by rounds of merging the closest (
     weighted by the root of attention), and each group becomes one slot.
 
     Attention is that of the last ``window`` queries, with older queries fading (``SnapKV``'s,
@@ -50,7 +50,7 @@ class HeavyMerge(Compressor):
     Args:
         share: fraction of the budget that keeps tokens unchanged, in [0, 1).
         distinct: choose these in turn by attention and by the keys' distance from their mean
-            direction (``keydiff.similarity``). False, and after a second reading, whose queries
+            direction. False, and after a second reading, whose queries
             have asked for the whole context: by attention alone.
         window: number of last queries whose attention counts, >= 1.
         steps: Lloyd iterations, >= 1, if k-means groups the keys instead: with ``pairs`` 0, or if

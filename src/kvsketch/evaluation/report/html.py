@@ -22,10 +22,10 @@ from kvsketch.evaluation.report.figures import Figure, Sketchbook, require_matpl
 from kvsketch.evaluation.report.panels import sections
 from kvsketch.evaluation.report.parts import Grid, Section
 from kvsketch.evaluation.report.summary import headline, summary
-from kvsketch.evaluation.runner.files import check_folder, check_replaced, read_text, try_folder
+from kvsketch.evaluation.runner.files import check_folder, read_text, try_folder
 from kvsketch.evaluation.runner.runs import Run, clean, read_runs, without_folders
 from kvsketch.evaluation.runner.scales import scale_of
-from kvsketch.writing import save_bytes
+from kvsketch.writing import check_replaced, save_bytes
 
 #: The facts about a run that the page shows, in this order, if they are known.
 _PROTOCOL = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -26,28 +25,6 @@ def read_text(path: Path, what: str = "") -> str:
         raise InputError(f"{name} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{name} is not UTF-8 text") from error
-
-
-def check_replaced(path: Path, option: str, begins: bytes, kind: str) -> None:
-    """Raise InputError if writing to ``path`` would destroy a file of another kind, such as the
-    text that a command reads. Links are followed; an empty file holds nothing to lose, and a
-    device is not replaced.
-
-    Args:
-        begins: regular expression of the first bytes of every file of the kind.
-        kind: its name, such as "a page of `kvsketch report`".
-    """
-    if not path.is_file():
-        return
-    try:
-        with path.open("rb") as file:
-            first = file.read(4096)
-    except OSError as error:
-        raise InputError(f"{option} {path} cannot be read: {error.strerror or error}") from error
-    if first and re.match(begins, first, re.DOTALL) is None:
-        raise InputError(
-            f"{option} {path} exists and is not {kind}: it would be lost; name another file"
-        )
 
 
 def check_folder(folder: Path, option: str) -> None:

@@ -26,7 +26,7 @@ class Setup:
 
     Attributes:
         method: "exact" (transformers' own cache) or a name in ``METHOD_NAMES``.
-        budget: slots per KV head (int) or a share of the tokens (float); None with a tolerance.
+        budget: as for ``SketchCache``; None with a tolerance.
         tolerance: of the measured error, instead of a budget.
         allocation: how the budget is spent, as for ``SketchCache``; None: the method's own way.
         bits: of the slots: 16, 8, 4 or "measured"; None: the method's own way.
@@ -134,7 +134,7 @@ def _window(text: str, window: str) -> Window:
 
 
 def parse_budget(text: str) -> int | float:
-    """ "0.25" is a share of the tokens, "1024" a number of slots per KV head.
+    """ "0.25" is a share of the bytes, "1024" the bytes of so many tokens per KV head.
 
     Raises:
         InputError: anything else.
@@ -145,7 +145,7 @@ def parse_budget(text: str) -> int | float:
     except ValueError as error:
         raise InputError(
             f"budget={text!r} is not a number; allowed: a share in (0, 1] such as 0.25, "
-            "or a number of slots per KV head such as 1024"
+            "or a number of tokens per KV head such as 1024"
         ) from error
     return Budget(budget).value
 

@@ -67,7 +67,7 @@ class MergeReduceBounded(Bounded):
 
 
 class MergeReduce(Sketch):
-    """MergeAndReduce, Algorithm 3 of BalanceKV, with any halving of ``kvsketch.methods.HALVINGS``.
+    """MergeAndReduce, Algorithm 3 of BalanceKV, with any halving (balancekv, kernel_halving, ...).
 
     Tokens are collected in batches of ``batch_size``. A full batch is halved and its half joins the
     next level, where a token has twice the mass. There is at most one batch per level: O(d t
