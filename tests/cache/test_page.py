@@ -237,6 +237,79 @@ def test_a_page_shows_its_slots_in_order_whatever_was_done_to_it(kind, shape, sc
     check(page.map(lambda t: t.index_select(0, order)), lambda t: t.index_select(0, order))
 
 
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_tokens_after_a_compression_come_and_go(uneven, weighted, bits):
+    """What follows a compression is all there in its order, with padding dead, and tokens that are
+    taken back leave nothing to those that come after them. Attention to what is open is that over
+    these slots."""
+    g = torch.Generator().manual_seed(0)
+    shares = [0.6, 1.4] if uneven else [1.0, 1.0]
+    budgets = HeadBudgets([[Budget(40, share) for share in shares]])
+    stream = Stream(windowed("streaming_llm", 2, 4), budgets, 20, bits=bits)
+    stream.extend(tokens(g, 2, 2, 90, 8, 8, torch.float64, weighted))
+    stream.settle(None, prefill=True)
+    expected = stream.slots.map(torch.clone)
+    changes = [(1, 0, 0), (3, 2, 0), (2, 1, 2), (2, 0, 1), (5, 2, 3), (5, 3, 1), (60, 9, 0)]
+    for q, padding, back in [*changes, (1, 0, 0), (1, 1, 0), (1, 0, 0)]:
+        new = tokens(g, 2, 2, q, 8, 8, torch.float64)
+        live = torch.ones(2, q, dtype=torch.bool)
+        live[1, q - padding :] = False
+        stream.extend(new)
+        if padding:
+            stream.mark_padding(live)
+        stream.drop(back)
+        left = q - back
+        expected = Slots.cat([expected, new.only(live[:, None]).narrow(0, left)])
+        if not left:
+            continue
+        now = stream.slots
+        for one, other in ((now.values, expected.values), (now.masses(), expected.masses())):
+            torch.testing.assert_close(one, other, check_dtype=False)
+        there = expected.masses() > 0
+        torch.testing.assert_close(now.keys[there], expected.keys[there])
+        queries = torch.randn(2, 4, left, 8, generator=g, dtype=torch.float64)
+        mask = causal(left, expected.count, torch.device("cpu"))
+        out = attend_to(Observed(queries, 0.4), stream.open(), padded=True)
+        wanted = attend(queries, expected, scaling=0.4, mask=mask)
+        there = live[:, None, :left].expand(2, 4, left)
+        torch.testing.assert_close(out[there], wanted[there], rtol=1e-3, atol=1e-4)
+    assert stream.seen == 90 + sum(q - back for q, _, back in changes) + 3
+
+
+@pytest.mark.parametrize("shares", [[1.0, 1.0], [0.6, 1.4]])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_chunk_without_room_counts_the_tokens_before_it(shares, bits):
+    """Two decoded tokens and a chunk of three exceed the buffer of 4 slots, so that they are
+    compressed, although the page had to grow for the chunk."""
+    g = torch.Generator().manual_seed(0)
+    budgets = HeadBudgets([[Budget(40, share) for share in shares]])
+    stream = Stream(windowed("streaming_llm", 2, 4), budgets, 4, bits=bits)
+    for q in (90, 1, 1, 3):
+        stream.extend(tokens(g, 1, 2, q, 8, 8, torch.float32))
+        stream.settle(None, prefill=q > 1)
+    assert stream.held.tolist() == [[round(40 * share) for share in shares]]
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_rows_that_change_places_take_the_sizes_of_their_heads_with_them(bits):
+    """Rows whose heads differ in size are attended to as before after they have changed places."""
+    g = torch.Generator().manual_seed(0)
+    rows = [[Budget(300, share) for share in shares] for shares in ([0.5, 1.5], [1.6, 0.4])]
+    stream = Stream(windowed("streaming_llm", 2, 4), HeadBudgets(rows, by_row=True), bits=bits)
+    stream.extend(tokens(g, 2, 2, 600, 8, 8, torch.float32))
+    stream.settle(None, prefill=True)
+    stream.extend(tokens(g, 2, 2, 1, 8, 8, torch.float32))
+    queries = torch.randn(2, 4, 1, 8, generator=g)
+    before = attend_to(Observed(queries, 0.4), stream.open())
+    torch.testing.assert_close(before, attend(queries, stream.slots, scaling=0.4))
+    stream.map_batch(lambda t: t.flip(0))
+    assert stream.held.tolist() == [[481, 121], [151, 451]]
+    after = attend_to(Observed(queries.flip(0), 0.4), stream.open())
+    torch.testing.assert_close(after, before.flip(0))
+
+
 @pytest.mark.parametrize("ragged", [False, True])
 def test_dead_slots_do_not_even_shift_the_softmax(ragged):
     """Dead slots with scores far above the others do not change attention; a row of dead slots
