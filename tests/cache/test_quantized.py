@@ -16,6 +16,7 @@ from families import VOCABULARY, build
 from kvsketch import InputError, SketchCache, Slots, UnsupportedError, attend
 from kvsketch.budget import Budget
 from kvsketch.cache import Page, Stream, windowed
+from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.quantized import predicted_bytes, quantize, slot_bytes
 from kvsketch.evaluation.runner.activations import capture
 from kvsketch.evaluation.runner.loading import load_model, load_tokenizer, packaged_model
@@ -327,6 +328,18 @@ def test_sinks_recent_and_buffer_stay_exact(bits):
     assert index[0, 0, -1] == 699
 
 
+def test_exact_slots_stay_in_the_dtype_of_the_tokens():
+    """Many compressions later, sinks, recent tokens and buffer still take two bytes a number."""
+    keys, values = rows_of(1, 2, 400, 16), rows_of(1, 2, 400, 16, seed=1)
+    settings = {"prompt": 200, "dtype": torch.bfloat16}
+    held = stream(driver("streaming_llm", 100, 8), keys, values, **settings)
+    assert held.slots.keys.dtype == held.slots.values.dtype == torch.bfloat16
+    full = 36 + 2 * held.buffer
+    assert nbytes(held.tensors()) <= predicted_bytes(
+        64, full, 16, 16, 8, heads=2, itemsize=2, columns=1
+    )
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_a_budget_of_everything_only_quantises(bits):
     keys, values = rows_of(1, 2, 400, 32), rows_of(1, 2, 400, 32, seed=1)
@@ -362,6 +375,22 @@ def test_scores_are_set_wherever_a_slot_is_held():
         held.extend(Slots(rows_of(1, 2, 1, 16, seed=step), rows_of(1, 2, 1, 16)))
         held.settle(None, prefill=False)
     assert (held.slots.keys == position.unsqueeze(2)).all(-1).any(-1).all(), "a heavy one stays"
+
+
+@pytest.mark.parametrize("shares", [[1.0, 1.0], [0.7, 1.3]])
+def test_a_copy_has_its_own_scores(shares):
+    """Queries that become scores in a copy do so in all of its slots, and in the copy only."""
+    budgets = HeadBudgets([[Budget(100, share) for share in shares]])
+    held = Stream(windowed("h2o", 4, 32), budgets, bits=4)
+    held.extend(Slots(rows_of(1, 2, 200, 16), rows_of(1, 2, 200, 16, seed=1)))
+    held.settle(Observed(rows_of(1, 2, 200, 16, seed=2), 0.25), prefill=True)
+    before, twin = held.slots.score.clone(), copy.deepcopy(held)
+    twin.queries.add(Observed(rows_of(1, 2, 1, 16, seed=3), 0.25))
+    expected = twin.scored().score
+    twin.fold()
+    torch.testing.assert_close(twin.slots.score, expected)
+    assert bool((twin.slots.score.sum(-1) > before.sum(-1) + 0.9).all())
+    assert torch.equal(held.slots.score, before)
 
 
 def test_rows_are_selected_and_copies_go_their_own_way():

@@ -110,6 +110,19 @@ def test_rows_take_their_budgets_with_them(model: Any) -> None:
             torch.testing.assert_close(logits, expected[order], rtol=1e-4, atol=1e-4)
 
 
+def test_heads_above_the_tolerance_are_those_of_any_row(model: Any) -> None:
+    settings = {"tolerance": 0.02, "max_budget": 0.7, **WINDOW}
+    above = []
+    for rows in ([row] for row in prompts()):
+        cache = SketchCache(model.config, **settings)
+        run(model, rows, cache, new=0)
+        above.append([set(layer["above_tolerance"]) for layer in cache.summary()["layers"]])
+    cache = SketchCache(model.config, **settings)
+    run(model, prompts(), cache, new=0)
+    for layer, *alone in zip(cache.summary()["layers"], *above, strict=True):
+        assert set(layer["above_tolerance"]) == set.union(*alone) != set.intersection(*alone)
+
+
 def test_selected_rows_go_on_as_they_go_alone(model: Any) -> None:
     """Selected rows take the queries that wait to become scores and the measured errors along."""
     free, few, line = prompts()
