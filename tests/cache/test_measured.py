@@ -416,7 +416,7 @@ def test_max_budget_wins_and_says_who_pays(llama):
     free, bounded, fixed = caches
     assert free["slots"] > 100  # heads of random weights need most of their tokens
     assert bounded["slots"] <= 0.3 * 200 + 1
-    assert fixed["slots"] <= 70
+    assert 65 <= fixed["slots"] <= 70
     assert not any(layer["above_tolerance"] for layer in free["layers"])
     assert any(layer["above_tolerance"] for layer in bounded["layers"])
 

@@ -292,6 +292,41 @@ def test_a_chunk_without_room_counts_the_tokens_before_it(shares, bits):
     assert stream.held.tolist() == [[round(40 * share) for share in shares]]
 
 
+@pytest.mark.parametrize(
+    ("bits", "shares", "after", "every"),
+    [
+        (16, [1.0, 1.0], [28, 28], 16),
+        (16, [0.2, 1.8], [6, 60], 16),
+        (8, [1.0, 1.0], [36, 36], 8),
+    ],
+)
+def test_decoding_compresses_every_few_buffers(bits, shares, after, every):
+    """Decoding compresses to three buffers below the budget (in few bits one), but not below sinks
+    and recent window."""
+    g = torch.Generator().manual_seed(0)
+    budgets = HeadBudgets([[Budget(40, share) for share in shares]])
+    stream = Stream(windowed("streaming_llm", 2, 4), budgets, 4, bits=bits)
+    steps = []
+    for step in range(70):
+        q = 90 if step == 0 else 1
+        stream.extend(tokens(g, 1, 2, q, 8, 8, torch.float32))
+        if stream.settle(None, prefill=step == 0) and step:
+            steps.append(step)
+            assert stream.held.tolist() == [after]
+    assert steps == list(range(4, 70, every))
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_padding_takes_no_slots_of_heads_of_different_size(bits):
+    g = torch.Generator().manual_seed(0)
+    budgets = HeadBudgets([[Budget(40, share) for share in (0.6, 1.4)]])
+    stream = Stream(windowed("knorm", 2, 4), budgets, bits=bits)
+    stream.extend(tokens(g, 2, 2, 90, 8, 8, torch.float32))
+    stream.mark_padding(torch.arange(90) >= torch.tensor([[0], [70]]))
+    stream.settle(None, prefill=True)
+    assert stream.held.tolist() == [[24, 56], [20, 20]]
+
+
 @pytest.mark.parametrize("bits", [16, 8])
 def test_rows_that_change_places_take_the_sizes_of_their_heads_with_them(bits):
     """Rows whose heads differ in size are attended to as before after they have changed places."""

@@ -140,6 +140,8 @@ def test_channels_that_outgrow_their_unit_get_a_larger_one(bits):
     error, usual = (read(second) - after)[..., others], (read(first) - before)[..., others]
     assert rms(error) < 1.5 * rms(usual)
     assert torch.equal(second.unit[..., others], first.unit[..., others])
+    growth = (second.unit / first.unit)[..., 3].log2()
+    assert torch.equal(growth, growth.round()), "units are doubled, so that few slots change"
 
 
 @pytest.mark.parametrize("bits", BITS)
