@@ -316,6 +316,16 @@ def test_decoding_compresses_every_few_buffers(bits, shares, after, every):
     assert steps == list(range(4, 70, every))
 
 
+def test_a_prompt_that_fits_is_compressed_a_buffer_above_the_budget():
+    g = torch.Generator().manual_seed(0)
+    stream = Stream(windowed("streaming_llm", 2, 4), Budget(40), 4)
+    while not stream.compressed:
+        q = 1 if stream.seen else 38
+        stream.extend(tokens(g, 1, 2, q, 8, 8, torch.float32))
+        stream.settle(None, prefill=q > 1)
+    assert stream.seen == 44
+
+
 @pytest.mark.parametrize("bits", [16, 8])
 def test_padding_takes_no_slots_of_heads_of_different_size(bits):
     g = torch.Generator().manual_seed(0)
