@@ -237,6 +237,124 @@ def test_a_page_shows_its_slots_in_order_whatever_was_done_to_it(kind, shape, sc
     check(page.map(lambda t: t.index_select(0, order)), lambda t: t.index_select(0, order))
 
 
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_tokens_after_a_compression_come_and_go(uneven, weighted, bits):
+    """What follows a compression is all there in its order, with padding dead, and tokens that are
+    taken back leave nothing to those that come after them. Attention to what is open is that over
+    these slots."""
+    g = torch.Generator().manual_seed(0)
+    shares = [0.6, 1.4] if uneven else [1.0, 1.0]
+    budgets = HeadBudgets([[Budget(40, share) for share in shares]])
+    stream = Stream(windowed("streaming_llm", 2, 4), budgets, 20, bits=bits)
+    stream.extend(tokens(g, 2, 2, 90, 8, 8, torch.float64, weighted))
+    stream.settle(None, prefill=True)
+    expected = stream.slots.map(torch.clone)
+    changes = [(1, 0, 0), (3, 2, 0), (2, 1, 2), (2, 0, 1), (5, 2, 3), (5, 3, 1), (60, 9, 0)]
+    for q, padding, back in [*changes, (1, 0, 0), (1, 1, 0), (1, 0, 0)]:
+        new = tokens(g, 2, 2, q, 8, 8, torch.float64)
+        live = torch.ones(2, q, dtype=torch.bool)
+        live[1, q - padding :] = False
+        stream.extend(new)
+        if padding:
+            stream.mark_padding(live)
+        stream.drop(back)
+        left = q - back
+        expected = Slots.cat([expected, new.only(live[:, None]).narrow(0, left)])
+        if not left:
+            continue
+        now = stream.slots
+        for one, other in ((now.values, expected.values), (now.masses(), expected.masses())):
+            torch.testing.assert_close(one, other, check_dtype=False)
+        there = expected.masses() > 0
+        torch.testing.assert_close(now.keys[there], expected.keys[there])
+        queries = torch.randn(2, 4, left, 8, generator=g, dtype=torch.float64)
+        mask = causal(left, expected.count, torch.device("cpu"))
+        out = attend_to(Observed(queries, 0.4), stream.open(), padded=True)
+        wanted = attend(queries, expected, scaling=0.4, mask=mask)
+        there = live[:, None, :left].expand(2, 4, left)
+        torch.testing.assert_close(out[there], wanted[there], rtol=1e-3, atol=1e-4)
+    assert stream.seen == 90 + sum(q - back for q, _, back in changes) + 3
+
+
+@pytest.mark.parametrize("shares", [[1.0, 1.0], [0.6, 1.4]])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_chunk_without_room_counts_the_tokens_before_it(shares, bits):
+    """Two decoded tokens and a chunk of three exceed the buffer of 4 slots, so that they are
+    compressed, although the page had to grow for the chunk."""
+    g = torch.Generator().manual_seed(0)
+    budgets = HeadBudgets([[Budget(40, share) for share in shares]])
+    stream = Stream(windowed("streaming_llm", 2, 4), budgets, 4, bits=bits)
+    for q in (90, 1, 1, 3):
+        stream.extend(tokens(g, 1, 2, q, 8, 8, torch.float32))
+        stream.settle(None, prefill=q > 1)
+    assert stream.held.tolist() == [[round(40 * share) for share in shares]]
+
+
+@pytest.mark.parametrize(
+    ("bits", "shares", "after", "every"),
+    [
+        (16, [1.0, 1.0], [28, 28], 16),
+        (16, [0.2, 1.8], [6, 60], 16),
+        (8, [1.0, 1.0], [36, 36], 8),
+    ],
+)
+def test_decoding_compresses_every_few_buffers(bits, shares, after, every):
+    """Decoding compresses to three buffers below the budget (in few bits one), but not below sinks
+    and recent window."""
+    g = torch.Generator().manual_seed(0)
+    budgets = HeadBudgets([[Budget(40, share) for share in shares]])
+    stream = Stream(windowed("streaming_llm", 2, 4), budgets, 4, bits=bits)
+    steps = []
+    for step in range(70):
+        q = 90 if step == 0 else 1
+        stream.extend(tokens(g, 1, 2, q, 8, 8, torch.float32))
+        if stream.settle(None, prefill=step == 0) and step:
+            steps.append(step)
+            assert stream.held.tolist() == [after]
+    assert steps == list(range(4, 70, every))
+
+
+def test_a_prompt_that_fits_is_compressed_a_buffer_above_the_budget():
+    g = torch.Generator().manual_seed(0)
+    stream = Stream(windowed("streaming_llm", 2, 4), Budget(40), 4)
+    while not stream.compressed:
+        q = 1 if stream.seen else 38
+        stream.extend(tokens(g, 1, 2, q, 8, 8, torch.float32))
+        stream.settle(None, prefill=q > 1)
+    assert stream.seen == 44
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_padding_takes_no_slots_of_heads_of_different_size(bits):
+    g = torch.Generator().manual_seed(0)
+    budgets = HeadBudgets([[Budget(40, share) for share in (0.6, 1.4)]])
+    stream = Stream(windowed("knorm", 2, 4), budgets, bits=bits)
+    stream.extend(tokens(g, 2, 2, 90, 8, 8, torch.float32))
+    stream.mark_padding(torch.arange(90) >= torch.tensor([[0], [70]]))
+    stream.settle(None, prefill=True)
+    assert stream.held.tolist() == [[24, 56], [20, 20]]
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_rows_that_change_places_take_the_sizes_of_their_heads_with_them(bits):
+    """Rows whose heads differ in size are attended to as before after they have changed places."""
+    g = torch.Generator().manual_seed(0)
+    rows = [[Budget(300, share) for share in shares] for shares in ([0.5, 1.5], [1.6, 0.4])]
+    stream = Stream(windowed("streaming_llm", 2, 4), HeadBudgets(rows, by_row=True), bits=bits)
+    stream.extend(tokens(g, 2, 2, 600, 8, 8, torch.float32))
+    stream.settle(None, prefill=True)
+    stream.extend(tokens(g, 2, 2, 1, 8, 8, torch.float32))
+    queries = torch.randn(2, 4, 1, 8, generator=g)
+    before = attend_to(Observed(queries, 0.4), stream.open())
+    torch.testing.assert_close(before, attend(queries, stream.slots, scaling=0.4))
+    stream.map_batch(lambda t: t.flip(0))
+    assert stream.held.tolist() == [[481, 121], [151, 451]]
+    after = attend_to(Observed(queries.flip(0), 0.4), stream.open())
+    torch.testing.assert_close(after, before.flip(0))
+
+
 @pytest.mark.parametrize("ragged", [False, True])
 def test_dead_slots_do_not_even_shift_the_softmax(ragged):
     """Dead slots with scores far above the others do not change attention; a row of dead slots

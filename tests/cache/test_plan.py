@@ -112,3 +112,28 @@ def test_under_a_bound_the_last_queries_see_all_their_tokens(method):
     stream.spend(of_all_heads(0.2))
     assert stream.queries.count == 0
     assert stream.slots.count == 80
+
+
+@pytest.mark.parametrize("method", ["snapkv", "tova"])
+def test_a_prompt_that_is_held_back_is_compressed_as_at_once(method):
+    """Of a prompt in chunks the last queries wait for its end, and each knows whether it is
+    padding."""
+    g = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(2, 2, 150, 8, generator=g) for _ in range(2))
+    queries = 2 * torch.randn(2, 4, 150, 8, generator=g)
+    live = torch.ones(2, 150, dtype=torch.bool)
+    live[1, :100] = live[1, 125:128] = False
+    found = []
+    for chunks in ([150], [130, 20], [60, 80, 10]):
+        stream = Stream(windowed(method, 2, 6), Budget(20))
+        for chunk in chunks:
+            part = slice(stream.seen, stream.seen + chunk)
+            stream.extend(Slots(keys[:, :, part], values[:, :, part]))
+            stream.mark_padding(live[:, part])
+            padding = None if bool(live[:, part].all()) else live[:, part]
+            observed = Observed(queries[:, :, part], 8**-0.5, live=padding)
+            stream.settle(observed, prefill=True, hold=part.stop < 150)
+        found.append(stream.slots)
+    for other in found[1:]:
+        for name, tensor in found[0].tensors().items():
+            torch.testing.assert_close(other.tensors()[name], tensor)

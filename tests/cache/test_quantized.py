@@ -16,6 +16,7 @@ from families import VOCABULARY, build
 from kvsketch import InputError, SketchCache, Slots, UnsupportedError, attend
 from kvsketch.budget import Budget
 from kvsketch.cache import Page, Stream, windowed
+from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.quantized import predicted_bytes, quantize, slot_bytes
 from kvsketch.evaluation.runner.loading import load_model, load_tokenizer
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
@@ -140,6 +141,8 @@ def test_channels_that_outgrow_their_unit_get_a_larger_one(bits):
     error, usual = (read(second) - after)[..., others], (read(first) - before)[..., others]
     assert rms(error) < 1.5 * rms(usual)
     assert torch.equal(second.unit[..., others], first.unit[..., others])
+    growth = (second.unit / first.unit)[..., 3].log2()
+    assert torch.equal(growth, growth.round()), "units are doubled, so that few slots change"
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -328,6 +331,18 @@ def test_sinks_recent_and_buffer_stay_exact(bits):
     assert index[0, 0, -1] == 699
 
 
+def test_exact_slots_stay_in_the_dtype_of_the_tokens():
+    """Many compressions later, sinks, recent tokens and buffer still take two bytes a number."""
+    keys, values = rows_of(1, 2, 400, 16), rows_of(1, 2, 400, 16, seed=1)
+    settings = {"prompt": 200, "dtype": torch.bfloat16}
+    held = stream(driver("streaming_llm", 100, 8), keys, values, **settings)
+    assert held.slots.keys.dtype == held.slots.values.dtype == torch.bfloat16
+    full = 36 + 2 * held.buffer
+    assert nbytes(held.tensors()) <= predicted_bytes(
+        64, full, 16, 16, 8, heads=2, itemsize=2, columns=1
+    )
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_a_budget_of_everything_only_quantises(bits):
     keys, values = rows_of(1, 2, 400, 32), rows_of(1, 2, 400, 32, seed=1)
@@ -363,6 +378,22 @@ def test_scores_are_set_wherever_a_slot_is_held():
         held.extend(Slots(rows_of(1, 2, 1, 16, seed=step), rows_of(1, 2, 1, 16)))
         held.settle(None, prefill=False)
     assert (held.slots.keys == position.unsqueeze(2)).all(-1).any(-1).all(), "a heavy one stays"
+
+
+@pytest.mark.parametrize("shares", [[1.0, 1.0], [0.7, 1.3]])
+def test_a_copy_has_its_own_scores(shares):
+    """Queries that become scores in a copy do so in all of its slots, and in the copy only."""
+    budgets = HeadBudgets([[Budget(100, share) for share in shares]])
+    held = Stream(windowed("h2o", 4, 32), budgets, bits=4)
+    held.extend(Slots(rows_of(1, 2, 200, 16), rows_of(1, 2, 200, 16, seed=1)))
+    held.settle(Observed(rows_of(1, 2, 200, 16, seed=2), 0.25), prefill=True)
+    before, twin = held.slots.score.clone(), copy.deepcopy(held)
+    twin.queries.add(Observed(rows_of(1, 2, 1, 16, seed=3), 0.25))
+    expected = twin.scored().score
+    twin.fold()
+    torch.testing.assert_close(twin.slots.score, expected)
+    assert bool((twin.slots.score.sum(-1) > before.sum(-1) + 0.9).all())
+    assert torch.equal(held.slots.score, before)
 
 
 def test_rows_are_selected_and_copies_go_their_own_way():

@@ -20,6 +20,7 @@ WAYS: list[dict[str, Any]] = [
     {"tolerance": 0.2},
     {"tolerance": 0.05, "max_budget": 0.3},
     {"method": "snapkv", "budget": 0.3, "allocation": "measured"},
+    {"method": "snapkv", "budget": 0.3, "allocation": "layer"},
 ]
 
 
@@ -107,6 +108,39 @@ def test_rows_take_their_budgets_with_them(model: Any) -> None:
             change(twin)
             logits = model(token.repeat(len(order), 1), past_key_values=twin).logits
             torch.testing.assert_close(logits, expected[order], rtol=1e-4, atol=1e-4)
+
+
+def test_heads_above_the_tolerance_are_those_of_any_row(model: Any) -> None:
+    settings = {"tolerance": 0.02, "max_budget": 0.7, **WINDOW}
+    above = []
+    for rows in ([row] for row in prompts()):
+        cache = SketchCache(model.config, **settings)
+        run(model, rows, cache, new=0)
+        above.append([set(layer["above_tolerance"]) for layer in cache.summary()["layers"]])
+    cache = SketchCache(model.config, **settings)
+    run(model, prompts(), cache, new=0)
+    for layer, *alone in zip(cache.summary()["layers"], *above, strict=True):
+        assert set(layer["above_tolerance"]) == set.union(*alone) != set.intersection(*alone)
+
+
+def test_selected_rows_go_on_as_they_go_alone(model: Any) -> None:
+    """Selected rows take the queries that wait to become scores and the measured errors along."""
+    free, few, line = prompts()
+    settings = {"budget": 120, "allocation": "even", "track_error": True, **WINDOW}
+    found = []
+    for rows in ([line, few], [free, few, line]):
+        cache = SketchCache(model.config, "h2o", **settings)
+        run(model, rows, cache, new=1)
+        if len(rows) == 3:
+            cache.batch_select_indices(torch.tensor([2, 1]))
+        with torch.no_grad():
+            for token in range(3, 23):
+                ids = torch.full((2, 1), token)
+                logits = model(ids, past_key_values=cache).logits
+        found.append((logits, [layer["now"] for layer in cache.error()]))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-3, atol=1e-3)
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        assert one == pytest.approx(other, rel=1e-3)
 
 
 def test_beams_of_several_prompts(model: Any) -> None:

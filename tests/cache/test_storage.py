@@ -172,6 +172,14 @@ def test_decoding_stays_within_the_bytes(llama: Any) -> None:
     assert bits_in(few) == chosen
 
 
+def test_layers_in_few_bits_have_their_shares(llama: Any) -> None:
+    shares = [0.5, 1.0, 1.5]
+    cache = SketchCache(llama.config, "uniform", budget=0.25, bits=8, schedule=shares)
+    layers = read(llama, ids_of(1, 800), cache).summary()["layers"]
+    for layer, share in zip(layers, shares, strict=True):
+        assert layer["kv_bytes"] == pytest.approx(share * layers[1]["kv_bytes"], rel=0.02)
+
+
 def test_what_fits_stays_as_it_is(llama: Any) -> None:
     ids = ids_of(1, 200)
     exact = llama(ids).logits
