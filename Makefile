@@ -75,6 +75,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(TEST) -m pages tests/pages/test_project.py
 
 # The methods we compare with, in an environment of their own; says plainly what is missing.
 peers: setup
@@ -85,7 +86,7 @@ peers: setup
 tables: setup
 	$(BIN)/python -m benchmarks.run_all
 
-# The documentation site, in build/site. An environment of its own: it needs no torch, since the API
+# What the pages say (links, names, commands), then the site, in build/site. An environment of its own: it needs no torch, since the API
 # reference is read from the source.
 SITE := .venv-docs
 $(SITE)/.ready: pyproject.toml
@@ -94,7 +95,8 @@ $(SITE)/.ready: pyproject.toml
 		'mkdocs-material>=9.6,<10' 'mkdocstrings[python]>=0.29,<2' 'ruff>=0.14'
 	touch $@
 
-docs: $(SITE)/.ready
+docs: setup $(SITE)/.ready
+	$(TEST) -m pages tests/pages
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict --quiet --site-dir build/site
 
 newcomer:

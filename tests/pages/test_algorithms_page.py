@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.pages
+ROOT = Path(__file__).resolve().parents[2]
 PAPERS = ROOT.parent / "shared" / "papers"
 KINDS = "Algorithm|Definition|Lemma|Theorem|Corollary|Proposition|Remark|Claim|Fact|Observation"
 ITEM = rf"({KINDS})\s+((?:[A-Z]\.)?\d+(?:\.\d+)*)"

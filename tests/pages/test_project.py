@@ -11,7 +11,8 @@ import yaml
 
 from kvsketch import __version__
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.pages
+ROOT = Path(__file__).resolve().parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 (REPOSITORY,) = re.findall(r'^Repository = "https://github\.com/([^"]+)"', PROJECT, re.MULTILINE)
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))

@@ -15,7 +15,8 @@ from kvsketch.evaluation.runner.configuration import read_config
 from kvsketch.evaluation.tasks import TASKS
 from kvsketch.methods.registry import ALL_METHODS, SKETCHES
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.pages
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def commands(page: str) -> list[list[str]]:
