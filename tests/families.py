@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -21,6 +23,7 @@ from transformers import (
 )
 
 from kvsketch.methods.registry import ALL_METHODS, REREADING
+from kvsketch.methods.sketches import Sketch
 
 VOCABULARY = 101
 #: methods that ``generate`` alone can run with any model; one_dimensional needs head_dim 1
@@ -77,3 +80,26 @@ def build(family: str, attention: str | None = None) -> Any:
     model.generation_config.eos_token_id = None  # a full-length answer, always
     model.generation_config.use_cache = True  # it is off in MPT
     return model.float().eval()
+
+
+def capability(method: str) -> tuple[object, ...]:
+    """What a cache must do for a method: methods that are alike in this take the same way."""
+    cls = ALL_METHODS[method]
+    names = ("needs_queries", "needs_output", "ragged", "at_once", "allocation", "bits")
+    return issubclass(cls, Sketch), *(getattr(cls, name, None) for name in names)
+
+
+def crossed(families: Iterable[str], methods: Iterable[str]) -> list[Any]:
+    """Parameters (family, method). By default every method runs with one family, and every family
+    with one method of each capability; all other pairs are slow tests."""
+    families, methods = list(families), list(methods)
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for method in methods:
+        alike.setdefault(capability(method), []).append(method)
+    chosen = {(families[i % len(families)], method) for i, method in enumerate(methods)}
+    for i, family in enumerate(families):
+        chosen |= {(family, some[i % len(some)]) for some in alike.values()}
+    return [
+        pytest.param(*pair, marks=[] if pair in chosen else pytest.mark.slow)
+        for pair in itertools.product(families, methods)
+    ]

@@ -17,7 +17,7 @@ from transformers import (
     T5Config,
 )
 
-from families import CONFIGS, EVERY_METHOD, VOCABULARY, build
+from families import CONFIGS, EVERY_METHOD, VOCABULARY, build, crossed
 from kvsketch import METHODS, InputError, KVSketchError, SketchCache, UnsupportedError
 from kvsketch.cache import queries as waiting
 
@@ -341,8 +341,7 @@ def test_beam_search(llama, method):
     assert greedy(llama, ids, tight, num_beams=3).shape == expected.shape
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mpt"])
+@pytest.mark.parametrize(("family", "method"), crossed(["llama", "gemma2", "mpt"], METHODS))
 def test_bfloat16(family, method):
     """Slots have the model's dtype, and the logits of a compressed bfloat16 model are close to
     those of a compressed float32 model (the tolerance is 8 bits over few layers)."""

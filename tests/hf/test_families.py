@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, OPTConfig
 
-from families import CONFIGS, EVERY_METHOD, VOCABULARY, build
+from families import CONFIGS, EVERY_METHOD, VOCABULARY, build, crossed
 from kvsketch import METHODS, SKETCHES, InputError, SketchCache
 from kvsketch.methods.registry import PROJECTING
 
@@ -61,8 +61,7 @@ def test_budget_above_tokens_equals_dynamic_cache(family):
                         assert cache.get_seq_length() == TOKENS + NEW - 1
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("method", [*METHODS, *PROJECTING])
+@pytest.mark.parametrize(("family", "method"), crossed(CONFIGS, [*METHODS, *PROJECTING]))
 def test_compressed_generation_stays_in_budget(family, method):
     """Compressed runs finish, count the true length and stay within the budget, with and without
     padding."""
@@ -80,8 +79,9 @@ def test_compressed_generation_stays_in_budget(family, method):
         assert any(layer["compressed"] for layer in cache.summary()["layers"])
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("method", [name for name in EVERY_METHOD if name in SKETCHES])
+@pytest.mark.parametrize(
+    ("family", "method"), crossed(CONFIGS, [name for name in EVERY_METHOD if name in SKETCHES])
+)
 def test_sketches_generate(family, method):
     """With a streaming sketch generate finishes, the cache counts the true length, and the masses
     of its slots add up to the number of tokens."""
@@ -100,8 +100,9 @@ def test_sketches_generate(family, method):
             torch.testing.assert_close(mass, live.unsqueeze(1).expand_as(mass))
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("method", ["streaming_llm", "h2o", "kcenter"])
+@pytest.mark.parametrize(
+    ("family", "method"), crossed(CONFIGS, ["streaming_llm", "h2o", "kcenter"])
+)
 def test_padding_never_enters_a_sketch(family, method):
     """A left-padded row gets the same answer as alone (methods without randomness)."""
     model = build(family)
