@@ -15,6 +15,7 @@ from kvsketch.evaluation.tasks.haystack import filler
 from kvsketch.evaluation.tasks.ruler import SUBTASKS, Ruler
 from kvsketch.evaluation.tasks.ruler_words import all_words
 from kvsketch.hf.interface import watched
+from training.ahead import Ahead
 from training.network import LeftOut, Muon, Shape, _either, build_model
 from training.ruler_data import Mixture, Sequences
 from training.ruler_documents import KINDS, Document, Documents
@@ -250,6 +251,9 @@ def test_heads_and_layers_are_left_out_in_training_only(tokenizer):
     heads, layers = there[..., 0].float(), there[..., 0].any(-1).float()
     assert abs(heads[2:].mean().item() - 0.72) < 5 * (0.72 * 0.28 / 800) ** 0.5
     assert abs(heads[:2].mean().item() - 0.576) < 5 * (0.576 * 0.424 / 400) ** 0.5
+    left_out.draw(400, 0.05, 0.0)  # heads of the first two layers: .9 x .9 at least
+    assert abs(left_out.keep[:2].float().mean().item() - 0.81) < 5 * (0.81 * 0.19 / 3200) ** 0.5
+    assert abs(left_out.keep[2:].float().mean().item() - 0.95) < 5 * (0.95 * 0.05 / 6400) ** 0.5
     assert abs(layers[2:].mean().item() - 0.9 * (1 - 0.2**4)) < 5 * (0.09 / 800) ** 0.5
 
 
@@ -268,10 +272,13 @@ def test_some_sequences_have_too_few_heads_to_answer(tokenizer):
     assert there[:, ~weak].all()
     assert there[:2].all()
     left = there[2:, weak].sum((0, 2))
-    assert set(left.tolist()) == set(range(9))
+    assert set(left.tolist()) == set(range(11))
     assert there[2:, weak].any(1).all()  # every head, at times
     split = ((there[2:, weak].sum(2) % 4) > 0).sum(0)  # layers of which some heads stay
-    assert 0.4 < (split <= 1).float().mean() < 0.8  # one layer after another, or few heads
+    assert 0.6 < (split <= 1).float().mean() < 0.95  # one layer after another, or few heads
+    whole = there[2:, weak].all(2).float().mean(1)  # of the layers above the second
+    assert whole[0] > 2 * whole[3]  # often from the lowest on
+    assert whole[3] > 0.05
     for _ in range(20):
         assert not left_out.draw(1, 0.0, 0.0, few=1.0).any()
     weak = torch.from_numpy(left_out.draw(400, 0.5, 0.5, few=0.25))
@@ -355,3 +362,31 @@ def test_where_several_tokens_are_right_their_probability_counts_together():
     assert torch.allclose(loss, -torch.stack(expected).log().mean())
     assert found[1].item() == (logits[1].argmax().item() not in (2, 4, 6))
     assert found[0] == wrong[0]
+
+
+def test_tokens_after_the_next_one_are_predicted_within_an_answer(sequences, tokenizer):
+    """The loss is that of a plain loop over answers, from the hidden state before their first and
+    later tokens; rows in which several tokens are right do not count."""
+    torch.manual_seed(0)
+    model = build_model(tokenizer, Shape(layers=1, heads=2, kv_heads=1))
+    ahead = Ahead(model.config.hidden_size)
+    for one in ahead.maps:
+        torch.nn.init.normal_(one.weight)
+    mixture = Mixture(400, 4, bags=0.5, kinds=(1.0, 1.0, 0.0, 1.0, 0.0))
+    batch = sequences.batch(mixture, np.random.default_rng(5))
+    several = {row for row, _ in batch.either}
+    assert 0 < len(several) < 4
+    hidden = torch.randn(4, 400, model.config.hidden_size)
+    losses = []
+    for row in set(range(4)) - several:
+        for at in range(399):
+            for further, one in enumerate(ahead.maps, 1):
+                later = at + 1 + further
+                number = batch.answer[row, later] if later < 400 else -1
+                if number >= 0 and number == batch.answer[row, at + 1]:
+                    said = model.lm_head(one(hidden[row, at])).log_softmax(-1)
+                    losses.append(-said[batch.ids[row, later]])
+    assert len(losses) > 20
+    torch.testing.assert_close(ahead.loss(model, hidden, batch), torch.stack(losses).mean())
+    nothing = batch.unanswered(np.ones(4, dtype=bool), tokenizer.eos_token_id)
+    assert ahead.loss(model, hidden, nothing) == 0

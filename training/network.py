@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from kvsketch.evaluation.inspection.retrieval import RECENT, SINK
 from kvsketch.hf.interface import watched
+from training.ahead import Ahead
 from training.data import Batch
 from training.wiring import wire
 
@@ -70,7 +71,7 @@ class LeftOut:
     head (all its query heads) is left out with a probability, and all of a layer with another, anew
     in every sequence, so that nothing may rest on one head. Its output is 0, or, in half of the
     sequences, that of a head that sees only first and recent tokens. Heads of the first two layers,
-    which look at neighbours, are left out twice as often, and their output is always 0.
+    which look at neighbours, are left out more often, and their output is always 0.
 
     In some sequences most heads, or most layers, see only those (``few``): there the model is to
     give no answer (``Batch.unanswered``), so that the few heads that read it are not enough. The
@@ -82,7 +83,8 @@ class LeftOut:
     """
 
     NEAR = 2  # layers
-    FEWEST = 0.5625  # of the heads of the other layers, fewer than which are not to answer
+    LEAST = 0.1  # of the probability of their heads, which applies twice
+    FEWEST = 0.6875  # of the heads of the other layers, fewer than which are not to answer
 
     def __init__(self, config: LlamaConfig) -> None:
         self.layers = config.num_hidden_layers
@@ -97,15 +99,18 @@ class LeftOut:
             bool [rows]: has the row too few heads to answer? Never all of them.
         """
         self.keep = torch.rand(self.layers, rows, self.kv_heads) >= head
-        self.keep[: self.NEAR] &= torch.rand(self.NEAR, rows, self.kv_heads) >= head
+        near = max(head, self.LEAST) if head else 0.0
+        self.keep[: self.NEAR] = (torch.rand(2, self.NEAR, rows, self.kv_heads) >= near).all(0)
         self.keep &= torch.rand(self.layers, rows, 1) >= layer
         weak = torch.rand(rows) < few
         weak[-1] &= not weak.all()
         self.near = (torch.rand(rows) < 0.5) | weak
         far = self.layers - self.NEAR
-        left = torch.randint(int(far * self.kv_heads * self.FEWEST), (rows,))
-        # In half of the sequences one layer after another stays, in half one head after another.
-        layers = torch.rand(rows, far, 1).argsort(1) * (torch.rand(rows, 1, 1) < 0.5)
+        left = torch.randint(int(far * self.kv_heads * self.FEWEST), (2, rows)).amax(0)
+        # One layer after another stays, at random or from the lowest on, or one head after another.
+        layers = torch.rand(rows, far, 1).argsort(1)
+        way = torch.randint(3, (rows, 1, 1))
+        layers = torch.where(way == 0, layers, torch.arange(far)[:, None] * (way == 1))
         order = (layers + torch.rand(rows, far, self.kv_heads)).flatten(1)
         kept = (order.argsort(1).argsort(1) < left[:, None]).view(rows, far, -1).transpose(0, 1)
         self.keep[self.NEAR :, weak] = kept[:, weak]
@@ -227,10 +232,12 @@ def _orthogonal(matrices: torch.Tensor, factors: tuple[float, float, float]) -> 
     return found.mT if tall else found
 
 
-def build_optimizers(model: LlamaForCausalLM, muon: bool) -> list[torch.optim.Optimizer]:
+def build_optimizers(
+    model: LlamaForCausalLM, ahead: Ahead, muon: bool
+) -> list[torch.optim.Optimizer]:
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
     chosen = {id(p) for p in matrices} if muon else set()
-    rest = [p for p in model.parameters() if id(p) not in chosen]
+    rest = [p for p in model.parameters() if id(p) not in chosen] + list(ahead.parameters())
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(rest, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.0)
     ]
@@ -266,11 +273,12 @@ def loss_and_outcome(
     dtype: torch.dtype,
     rest: float = 0.0,
     left_out: LeftOut | None = None,
+    ahead: tuple[float, Ahead] | None = None,
 ) -> tuple[torch.Tensor, Outcome]:
     """Mean loss of the predicted tokens, and the answers predicted without a fault.
 
     ``rest``: weight of the attention that does not rest on the first token (``Resting``).
-    ``left_out``: drawn for this batch."""
+    ``left_out``: drawn for this batch. ``ahead``: weight of the tokens after the next one."""
     resting = Resting()
     ids = torch.from_numpy(batch.ids)
     wanted = torch.from_numpy(batch.loss)[:, 1:]
@@ -281,12 +289,14 @@ def loss_and_outcome(
         hidden = hidden_states(model, ids, torch.from_numpy(batch.positions))
         # Logits are the largest tensor: only compute those with a loss.
         logits = model.lm_head(hidden[:, :-1][wanted])
+        later = ahead[0] * ahead[1].loss(model, hidden, batch) if ahead else 0.0
     targets = torch.from_numpy(batch.wanted)[:, 1:][wanted]
     wrong = logits.argmax(-1) != targets
     if batch.either:
         loss, wrong = _either(logits.float(), targets, wrong, _places(batch))
     else:
         loss = F.cross_entropy(logits.float(), targets)
+    loss = loss + later
     if rest:
         loss = loss + rest * torch.stack(resting.missing).mean()
     answers = batch.answer[:, 1:][wanted.numpy()]

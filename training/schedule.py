@@ -22,6 +22,7 @@ class Stage:
     few: float = 0.0  # share of sequences with too few heads to answer
     weight_decay: float = 0.0  # of what the layers add to the residual
     rest: float = 0.0  # weight of attention that does not rest on the first token
+    ahead: float = 0.0  # weight of the tokens after the next one (`Ahead`)
     evaluate: int = 0  # steps between evaluations on held-out official prompts; 0 for none
 
 

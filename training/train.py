@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from training.ahead import Ahead
 from training.keep import kept
 from training.network import (
     PEAK_RATE,
@@ -73,7 +74,8 @@ class Run:
         self.sequences = recipe.sequences(self.tokenizer)
         self.model = build_model(self.tokenizer, recipe.shape)
         self.left_out = LeftOut(self.model.config)
-        self.optimizers = build_optimizers(self.model, arguments.optimizer == "muon")
+        self.ahead = Ahead(self.model.config.hidden_size)
+        self.optimizers = build_optimizers(self.model, self.ahead, arguments.optimizer == "muon")
         self.dtype = torch.float32 if arguments.float32 else torch.bfloat16
         self.held_out = {
             name: recipe.cases(self.tokenizer, name, count)
@@ -90,6 +92,7 @@ class Run:
             {
                 "recipe": self.arguments.model,
                 "model": self.model.state_dict(),
+                "ahead": self.ahead.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                 "torch_rng": torch.get_rng_state(),
                 "state": self.state,
@@ -103,6 +106,7 @@ class Run:
         saved = self._take(torch.load(path, weights_only=True), f"--out: {path}")
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
+        self.ahead.load_state_dict(saved["ahead"])
         torch.set_rng_state(saved["torch_rng"])
 
     def start(self, path: Path) -> None:
@@ -143,7 +147,8 @@ class Run:
         if left_out is not None:
             weak = left_out.draw(len(batch.ids), *stage.drop, stage.few)
             batch = batch.unanswered(weak, self.tokenizer.eos_token_id)
-        loss, outcome = loss_and_outcome(self.model, batch, self.dtype, stage.rest, left_out)
+        ahead = (stage.ahead, self.ahead) if stage.ahead else None
+        loss, outcome = loss_and_outcome(self.model, batch, self.dtype, stage.rest, left_out, ahead)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
