@@ -272,7 +272,9 @@ def test_some_sequences_have_too_few_heads_to_answer(tokenizer):
     assert there[:, ~weak].all()
     assert there[:2].all()
     left = there[2:, weak].sum((0, 2))
-    assert set(left.tolist()) == set(range(11))
+    assert set(left.tolist()) <= set(range(11))  # the larger of two draws
+    assert left.max() == 10
+    assert abs(left.float().mean().item() - 70 / 11) < 5 * (2.5 / len(left) ** 0.5)
     assert there[2:, weak].any(1).all()  # every head, at times
     split = ((there[2:, weak].sum(2) % 4) > 0).sum(0)  # layers of which some heads stay
     assert 0.6 < (split <= 1).float().mean() < 0.95  # one layer after another, or few heads
