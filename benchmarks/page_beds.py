@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.markdown import made_with, table
+from benchmarks.markdown import details, made_with, table
 
 #: the models, and their columns
 BEDS = {"longeval-one-head": "one head", "spread": "spread"}
@@ -73,7 +73,7 @@ def _table(question: str, found: dict[str, list[dict[str, Any]]]) -> str:
     )
     result = next(iter(found.values()))[0]
     return (
-        f"{table(header, rows)}\n\n"
+        f"{details(f'All numbers, question {question}', table(header, rows))}\n\n"
         f"{result['count']} {result['source']} cases of {result['lines']} lines, the question "
         f"{question} at compression. The exact cache: {exact}. {made_with(result)}"
     )

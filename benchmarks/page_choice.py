@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import table, written_by
+from benchmarks.markdown import details, table, written_by
 from benchmarks.page_figures import accuracies, best_reading
 from benchmarks.prompts import ONE_HEAD
 from kvsketch.methods.registry import ALL_METHODS
@@ -161,6 +161,7 @@ def page() -> str:
         "the methods on that task and need not carry over to yours ([What these numbers can tell]"
         "(what-the-numbers-can-tell.md)): measure it with `kvsketch eval --model YOUR_MODEL` "
         "([evaluation](evaluation.md)).\n\n"
+        "![Accuracy against the bytes that are kept](figures/accuracy.svg)\n\n"
         f"{needs()}\n\n"
         "## Methods compared\n\n"
         f"At {KEPT:g} of the cache: the relative error of single layers' attention in "
@@ -168,7 +169,7 @@ def page() -> str:
         f"cases of {result['lines']} lines with the question unseen at compression. `@` names the "
         "allocation of the budget, `+` the number of bits of a slot's numbers. Intervals are "
         "Wilson's; methods whose intervals overlap much should be considered equal.\n\n"
-        f"{everything()}\n\n"
+        f"{details('All methods that were measured in both ways', everything())}\n\n"
         "`kvsketch methods` lists all methods, what each needs and what is proved about it. "
         "[Methods of other authors](methods.md) compares our versions with the authors' code. "
         "More tables: "

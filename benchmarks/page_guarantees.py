@@ -12,7 +12,8 @@ def opening(grown: dict[str, Any], proved: dict[str, Any]) -> str:
     rows = [
         [
             r["sketch"],
-            f"n={r['n']:,}, d={r['d']}, eps={r['eps']}",
+            f"n={r['n']:,}, d={r['d']}, eps={r['eps']}"
+            + (f", delta={r['delta']}" if "delta" in r else ""),
             f"{r['failures']} of {r['trials']}",
             f"{r['median_eps']:.3f}",
             r["verdict"].split(":")[0].removeprefix("needs "),

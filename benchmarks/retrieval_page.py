@@ -53,8 +53,10 @@ def measure(found: list[dict[str, Any]], only: str, again: bool) -> dict[str, An
 def page(result: dict[str, Any]) -> str:
     """The text of the page."""
     sections = "\n".join(_section(found) for found in result["results"])
+    default = [r for r in result["results"] if PACKAGED_MODELS[r["model"]] == "spread"]
+    opening = "".join(f"{_picture(found)}\n\n" for found in default[:1])
     return (
-        f"# What these numbers can tell\n\n{written_by('retrieval_page')}\n\n"
+        f"# What these numbers can tell\n\n{written_by('retrieval_page')}\n\n{opening}"
         "Every accuracy in these pages comes from small models that were trained here, since they "
         "run on two CPU cores and their answers cannot be guessed. Whether a comparison carries "
         "over to a large model depends on how its heads retrieve. In published models a few per "
@@ -148,8 +150,14 @@ def _follows(results: list[dict[str, Any]]) -> str:
     return "".join(f"- {line}\n" for line in said)
 
 
+def _picture(found: dict[str, Any]) -> str:
+    return (
+        f"![The largest share of attention on the evidence, and the accuracy without it, of each "
+        f"KV head of {found['model']}.](figures/retrieval_{found['model']}_{found['task']}.svg)"
+    )
+
+
 def _section(found: dict[str, Any]) -> str:
-    picture = f"figures/retrieval_{found['model']}_{found['task']}.svg"
     curve = ", ".join(f"{count}: {score:.2f}" for count, score in found["whole"]["curve"])
     rows = [
         [
@@ -160,9 +168,7 @@ def _section(found: dict[str, Any]) -> str:
     ]  # fmt: skip
     header = ["layer", "KV head", "question", "answer", "accuracy without it", "nats more"]
     return (
-        f"## {found['model']}: {_asked(found)}\n\n"
-        f"![The largest share of attention on the evidence, and the accuracy without it, of each "
-        f"KV head of {found['model']}.]({picture})\n\n"
+        f"## {found['model']}: {_asked(found)}\n\n{_picture(found)}\n\n"
         f"{table(header, rows)}\n\n"
         f'"question" and "answer": the largest share of its attention that a token of the '
         f"question, or of the answer, puts on the evidence in this head, the mean over "
