@@ -36,7 +36,7 @@ class Forward:
     budgets, so that a layer need not know the others.
 
     Attributes:
-        layers: the cache's own list of layers.
+        layers: the cache's own list of layers; sketches: those that can be compressed.
         plan: how the budget is divided.
         masks: the masks of this stream.
         peak_nbytes: the peak bytes of the cache.
@@ -48,6 +48,7 @@ class Forward:
         self._config = config
         self.plan = plan
         self.layers: list[Any] = []
+        self.sketches: list[SketchLayer] = []
         self._counted: list[int] = []  # layers that count tokens, by index
         self.masks = Masks()
         self.peak_nbytes = 0
@@ -63,6 +64,7 @@ class Forward:
         """Set the cache's layers."""
         self.layers = layers
         self._counted = [i for i, x in enumerate(layers) if isinstance(x, CacheLayerMixin)]
+        self.sketches = [layer for layer in layers if isinstance(layer, SketchLayer)]
 
     @property
     def first(self) -> SketchLayer:
@@ -73,10 +75,6 @@ class Forward:
     def tokens(self) -> int:
         """Tokens that the cache has seen."""
         return self.first.stream.seen
-
-    @property
-    def sketches(self) -> list[SketchLayer]:
-        return [layer for layer in self.layers if isinstance(layer, SketchLayer)]
 
     def _compresses(self, layer: SketchLayer) -> bool:
         """Whether the slots of a layer are compressed, or will be once its new tokens settle."""
