@@ -113,9 +113,9 @@ def seconds(
         read = done = clock.end()
     else:
         cache = SketchCache(model.config, method, budget=0.1, allocation="global", bits=16)
-        first = cache.layers[0]
-        finish, ends = first.finish_reading, []
-        first.finish_reading = lambda *a: (ends.append(clock.end()), finish(*a))
+        forward = cache._forward
+        finish, ends = forward.finish_reading, []
+        forward.finish_reading = lambda *a: (ends.append(clock.end()), finish(*a))
         kvsketch.prefill(model, ids, cache, queries=queries, tokenizer=tokenizer)
         read, done = ends[0], time.process_time()
     clock.close()

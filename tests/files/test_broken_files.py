@@ -294,7 +294,7 @@ def test_no_file_makes_it_allocate_beyond_four_times_its_size(llama: Any, tmp_pa
     for one in (cache, ragged):
         for layer in one._sketches():
             layer.update(keys, keys)
-            layer.after_attention(_asked(keys))
+            one._forward.observe(layer, _asked(keys))
         one._forward._updated.clear()
         one._forward._open.clear()
         one._forward._thread = None

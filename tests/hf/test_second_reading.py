@@ -13,8 +13,8 @@ import kvsketch
 from families import CONFIGS, build
 from kvsketch import SketchCache
 from kvsketch.hf import reading, second_reading
+from kvsketch.hf.forward import Forward
 from kvsketch.hf.interface import watched
-from kvsketch.hf.layer import SketchLayer
 from kvsketch.methods import rereading
 from tiny_model import small_llama
 
@@ -32,10 +32,11 @@ def scores(monkeypatch):
     readings."""
     found = []
 
-    def finish(self, sample=None):
-        found.append(self.stream.slots.score)
+    def finish(self, sample):
+        found.extend(layer.stream.slots.score for layer in self.sketches)
+        self.reading = None
 
-    monkeypatch.setattr(SketchLayer, "finish_reading", finish)
+    monkeypatch.setattr(Forward, "finish_reading", finish)
     return found
 
 
@@ -225,14 +226,14 @@ def test_a_second_reading_is_the_same_however_the_first_went(llama, small, score
 
 def test_after_a_sample_every_token_has_a_score(llama, small, monkeypatch):
     found = []
-    finish = SketchLayer._settle
+    finish = Forward._settle
 
-    def settle(self, *args, **kwargs):
-        found.append(self.stream.slots.score)
-        finish(self, *args, **kwargs)
+    def settle(self, layer, *args, **kwargs):
+        found.append(layer.stream.slots.score)
+        finish(self, layer, *args, **kwargs)
 
     ids = ids_of(1, 250)
-    monkeypatch.setattr(SketchLayer, "_settle", settle)
+    monkeypatch.setattr(Forward, "_settle", settle)
     for method in ("kvzip", "heavy_merge"):
         read(llama, ids, "sample", method)
         assert all((score > 0).all() for score in found[-2:])
