@@ -226,12 +226,6 @@ def test_rows_of_an_earlier_run_are_kept_and_named() -> None:
     assert still["versions"] == before["versions"]
 
 
-def test_the_page_is_what_its_results_say() -> None:
-    results = json.loads((ROOT / "docs" / "results" / "longeval.json").read_text(encoding="utf-8"))
-    page = (ROOT / "docs" / "longeval.md").read_text(encoding="utf-8")
-    assert page == markdown.page(results)
-
-
 def test_rows_of_some_methods_are_replaced_and_the_page_says_so() -> None:
     before = table_rows()
     later = [row for row in before["results"] if row["method"] == "h2o"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -16,7 +17,7 @@ from urllib.parse import unquote
 import pytest
 import yaml
 
-from benchmarks import page_choice, page_papers
+from benchmarks import longeval_markdown, page_choice, page_papers
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -83,6 +84,8 @@ def test_generated_pages_are_what_the_scripts_write() -> None:
     """`python -m benchmarks.page_choice` and `page_papers` write them anew."""
     assert (DOCS / "which-method.md").read_text(encoding="utf-8") == page_choice.page()
     assert (DOCS / "papers.md").read_text(encoding="utf-8") == page_papers.page()
+    results = json.loads((DOCS / "results" / "longeval.json").read_text(encoding="utf-8"))
+    assert (DOCS / "longeval.md").read_text(encoding="utf-8") == longeval_markdown.page(results)
 
 
 def test_lines_of_papers_are_given_to_the_paper_that_has_them() -> None:
