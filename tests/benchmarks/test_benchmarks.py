@@ -88,6 +88,7 @@ def test_growth_measures_every_sketch(tmp_path):
     assert figure.read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_decoding_is_timed_against_dynamic_cache():
     methods = "uniform,heavy_merge"
     small = ("--slots", "128", "--tokens", "10", "--repeats", "1")
@@ -96,6 +97,7 @@ def test_decoding_is_timed_against_dynamic_cache():
     assert all(0.01 < row["ratio"] < 10 for row in result["results"])
 
 
+@pytest.mark.slow
 def test_prefill_peak_and_model_families_run() -> None:
     result = run("benchmarks.prefill_peak", "--tokens", "400", "--budgets", "0.25", "--json")
     peaks = {(r["method"], r["allocation"]): r["peak_over_exact"] for r in result["results"]}
@@ -113,6 +115,7 @@ def test_a_streaming_prefill_stays_within_its_bound():
         assert row["peak_kv_bytes"] <= row["bound_bytes"] < row["exact_kv_bytes"]
 
 
+@pytest.mark.slow
 def test_a_tolerance_is_checked_on_the_tokens_that_follow():
     """For at least 90% of heads the error on the tokens that follow the prompt is within the
     tolerance times ``SLACK``."""
@@ -407,6 +410,7 @@ def short(monkeypatch):
     return ["--models", "longeval-one-head"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_every_method_holds_the_same_bytes(short, name):
     """No method takes more bytes than plain tokens do at the same kept share, and those of any size
@@ -551,6 +555,7 @@ def test_an_unknown_question_is_refused(main):
     assert "--question 'unseen,seen' must be one of unseen, seen" in done.output
 
 
+@pytest.mark.slow
 def test_longeval_at_equal_bytes(monkeypatch, tmp_path):
     monkeypatch.setattr(longeval, "OFFICIAL", tmp_path)
     methods = "exact,streaming_llm,heavy_merge@calibrated,heavy_merge@calibrated+int4,int4"
@@ -601,6 +606,7 @@ def test_a_missing_peer_is_left_out_with_its_reason(monkeypatch, tmp_path, short
     assert "KVSKETCH_BALANCEKV is not set" in said
 
 
+@pytest.mark.slow
 def test_the_page_is_written_from_what_the_benchmarks_leave(monkeypatch, tmp_path, short, capsys):
     monkeypatch.setattr(page, "DOCS", tmp_path)
     folder = tmp_path / "results"

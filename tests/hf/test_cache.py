@@ -232,7 +232,13 @@ def test_bytes_stay_within_five_percent_of_the_budget(wide_llama, method, budget
     assert cache.exact_nbytes() == 2 * 2 * 2 * 32 * 4 * cache.get_seq_length()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        name if name in ("snapkv", "heavy_merge") else pytest.param(name, marks=pytest.mark.slow)
+        for name in METHODS
+    ],
+)
 def test_streaming_prefill_of_16000_tokens_stays_under_budget_plus_chunk(wide_llama, method):
     """During a chunk, by the cache's own count, there is at most the budget and the chunk; between
     chunks the live tensors take no more than the budget."""
@@ -294,7 +300,10 @@ def test_summary_counts_sliding_layers_as_they_are():
 # --- ways to generate ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "opt", "mpt"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma3", "opt", "mpt"))],
+)
 def test_chat_over_several_generate_calls(family):
     """Over several calls of generate a cache with room for all tokens answers as DynamicCache; a
     compressed one counts the true length."""

@@ -40,10 +40,7 @@ def generate(model, cache, padding, **kwargs):
 
 @pytest.mark.parametrize(
     "family",
-    [
-        name if name in ("llama", "gemma2", "mpt") else pytest.param(name, marks=pytest.mark.slow)
-        for name in CONFIGS
-    ],
+    [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS],
 )
 def test_budget_above_tokens_equals_dynamic_cache(family):
     """With a budget above the tokens the ids are exactly DynamicCache's in float32, for every

@@ -586,7 +586,10 @@ def test_flex_attention_masks_are_read() -> None:
     assert view.chunk is None
 
 
-@pytest.mark.parametrize("method", ["snapkv", "heavy_merge", "subgen", "uniform"])
+@pytest.mark.parametrize(
+    "method",
+    ["heavy_merge", *(pytest.param(x, marks=pytest.mark.slow) for x in ("snapkv", "subgen"))],
+)
 def test_a_pickled_cache_goes_on_in_a_new_process(tmp_path: Path, method: str) -> None:
     """A pickled cache continues with the same logits in a new process, with a model that was never
     used with a SketchCache."""
@@ -639,9 +642,9 @@ COMPILED: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        pytest.param(family, settings, marks=[] if family == "llama" else pytest.mark.slow)
+        pytest.param(family, settings, marks=pytest.mark.slow if family != "llama" or i > 1 else [])
         for family in ("llama", "opt", "eager")
-        for settings in COMPILED
+        for i, settings in enumerate(COMPILED)
     ],
 )
 def test_a_compiled_forward_has_no_graph_break(family: str, settings: dict[str, Any]) -> None:

@@ -838,7 +838,8 @@ prefill(normal(2, 8, 70, 128), *plain, normal(2, 2, 70, 128), normal(2, 2, 70, 7
 """
 
 
-@pytest.mark.parametrize("target", [90, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [90, 80])
 def test_kernels_compile(target: int, tmp_path: Path) -> None:
     program = COMPILE.replace("sys.argv[1]", str(target))
     lines = run(program, TRITON_CACHE_DIR=str(tmp_path)).splitlines()

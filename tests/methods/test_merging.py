@@ -338,9 +338,8 @@ def test_one_round_merges_only_the_closest():
     assert bool((kept.masses()[0, 0][same] == 1).all())
 
 
-@pytest.mark.parametrize(
-    "name", ["cluster_merge", pytest.param("heavy_merge", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cluster_merge", "heavy_merge"])
 def test_a_long_decode_stays_on_its_page(name):
     """Over 100,000 decoded tokens there are never more slots than budget + buffer, and the bytes
     stay constant after the first compression."""
