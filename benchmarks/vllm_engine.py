@@ -176,12 +176,12 @@ _ASK = """
 import json, sys, openai
 from concurrent.futures import ThreadPoolExecutor
 
-address, tokens, prompts = json.load(sys.stdin)
+address, model, tokens, prompts = json.load(sys.stdin)
 client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
 
 def ask(prompt):
     given = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
-    return client.completions.create(model=ONE_HEAD, **given).choices[0].text
+    return client.completions.create(model=model, **given).choices[0].text
 
 print(json.dumps(list(ThreadPoolExecutor(16).map(ask, prompts))))
 """
@@ -192,7 +192,7 @@ def told(address: str, prompts: list[str], tokens: int = 12) -> list[str]:
     vLLM's environment."""
     done = subprocess.run(
         [str(PYTHON), "-c", _ASK],
-        input=jsonlib.dumps([address, tokens, prompts]),
+        input=jsonlib.dumps([address, ONE_HEAD, tokens, prompts]),
         capture_output=True,
         text=True,
         check=False,
