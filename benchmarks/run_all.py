@@ -85,6 +85,7 @@ COMMANDS = {
         for question in page_beds.QUESTIONS
     },
     "model_families": "model_families",
+    "structure": "structure",
     "vllm": "vllm_engine",
 }
 #: Benchmarks that write their result and their page in docs themselves, by the name of the result.
