@@ -22,6 +22,7 @@ import torch
 import typer
 
 from benchmarks.page import save
+from kvsketch.evaluation.report.report import environment
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "kvsketch"
 PACKAGE = "kvsketch"
@@ -246,7 +247,7 @@ def main(
     result = counted()
     for name, value in result.items():
         print(f"{name}: {_short(value)}")
-    save({"command": "structure", **result}, out)
+    save({"command": "structure", **result, "seed": 0, **environment()}, out)
 
 
 def _short(value: Any) -> Any:
