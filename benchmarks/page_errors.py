@@ -182,7 +182,9 @@ def longeval(result: dict[str, Any]) -> str:
         rows.append([name, *cells])
     count = result["results"][0]["cases"]
     how = (
-        "The question is read with the record, before compression. Compare with the table above "
+        "The question is read with the record, before compression, all but its last token, which "
+        "is read after it: methods that keep what the question looks at gain less than they do "
+        "with `generate`, which compresses after the whole prompt. Compare with the table above "
         "for what a method gains from it on this model."
     )
     also = ""
