@@ -71,13 +71,14 @@ from benchmarks.results import Results, ResumeOption, Row
 from kvsketch import InputError, Observed, Slots
 from kvsketch.cache import windowed
 from kvsketch.cache.curves import Curves
-from kvsketch.cache.quantized_page import QuantizedPage
-from kvsketch.cache.storage import FULL, MEASURED, Bits, bits_of
+from kvsketch.cache.storage import MEASURED, bits_of
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.hf.activations import Activations, capture
 from kvsketch.hf.measuring import answer_later, measure_curves
 from kvsketch.methods.registry import SKETCHES
 from kvsketch.methods.sketches.base import lengthened
+from kvsketch.page.page import Page
+from kvsketch.page.quantized import FULL, Bits
 
 __all__ = ["PRESETS", "held_bytes", "relative_error", "split"]
 
@@ -213,7 +214,7 @@ def stored(slots: Slots, bits: Bits, sink: int, recent: int) -> Slots:
     """The slots as attention reads them after those between sinks and recent were quantised."""
     if bits == FULL:
         return slots
-    return QuantizedPage(slots, None, 0, bits, sink, recent).slots
+    return Page(slots, None, 0, bits, sink, recent).slots
 
 
 def together(parts: list[Slots]) -> Slots:

@@ -22,9 +22,8 @@ from benchmarks.measuring import parts_of
 from kvsketch import SketchCache, Slots
 from kvsketch.cache import Stream
 from kvsketch.cache.curves import Curves
-from kvsketch.cache.quantized import predicted_bytes, slot_bytes
-from kvsketch.cache.storage import FULL, Bits
 from kvsketch.methods.sketches import Sketch
+from kvsketch.page.quantized import FULL, Bits, predicted_bytes, slot_bytes
 
 #: Bytes of a number of a key or value: those of a model in 16 bits, whatever computes it.
 ITEMSIZE = 2

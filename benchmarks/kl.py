@@ -55,9 +55,9 @@ from benchmarks.prompts import PROTOCOLS, Text, default_models, feed, load, pref
 from benchmarks.results import Results, ResumeOption, Row
 from kvsketch import SketchCache
 from kvsketch.cache.curves import Curves
-from kvsketch.cache.storage import FULL
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.hf.measuring import measure_curves
+from kvsketch.page.quantized import FULL
 
 SHARES = "0.5,0.25,0.125,0.0625"
 #: Takes seconds per prompt, so it is not among the default methods.

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from kvsketch import Observed, Slots
 from kvsketch.budget import Budget, Schedule
 from kvsketch.cache import Plan, Stream, windowed
-from kvsketch.cache.storage import CHOICES, FULL, MEASURED
+from kvsketch.cache.storage import CHOICES, MEASURED
+from kvsketch.page.quantized import FULL
 
 
 def waiting(slots: Slots, seen: Observed, method: str, sink: int = 4, recent: int = 32) -> Stream:

@@ -125,7 +125,7 @@ def visible(cache: SketchCache) -> Kept:
             continue
         rows, heads = layer.token_shape[:2]
         kept = torch.zeros(rows, heads, layer.stream.seen, dtype=torch.bool)
-        slots = layer.stream.visible
+        slots = layer.stream.slots
         assert slots.positions is not None
         live = slots.masses() > 0
         for row in range(rows):

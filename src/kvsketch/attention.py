@@ -20,17 +20,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvsketch.cache.middle import Middle
-from kvsketch.cache.page import Page
 from kvsketch.estimator import attend
 from kvsketch.kernels import paged
 from kvsketch.observed import Observed, causal
+from kvsketch.page.part import Part
 from kvsketch.slots import Slots
 
 
 def attend_to(
     asked: Observed,
-    held: Sequence[Page | Middle] | Slots,
+    held: Sequence[Part] | Slots,
     mask: Tensor | None = None,
     padded: bool = False,
 ) -> Tensor:

@@ -35,11 +35,11 @@ from benchmarks.equal_bytes import Fit, Held, held, held_by, state_bytes
 from benchmarks.peers import exchange
 from kvsketch import SketchCache, Slots
 from kvsketch.cache import windowed
-from kvsketch.cache.quantized_page import QuantizedPage
-from kvsketch.cache.storage import Bits
 from kvsketch.evaluation.runner.setups import parse_method
 from kvsketch.hf.activations import capture
 from kvsketch.methods.registry import SKETCHES
+from kvsketch.page.page import Page
+from kvsketch.page.quantized import Bits
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -182,11 +182,11 @@ def slots_of(heads=2, n=200, dim=8, mass=False):
 
 
 def test_bytes_are_counted_by_one_rule():
-    """A number counts 2 bytes, a mass 4, and quantised slots as ``QuantizedPage`` stores them."""
+    """A number counts 2 bytes, a mass 4, and quantised slots as ``Page`` stores them."""
     assert held_bytes(slots_of()) == 200 * 32
     assert held_bytes(slots_of(mass=True)) == 200 * 36
     slots = slots_of(mass=True)
-    page = QuantizedPage(slots, None, 0, Bits(8, 4), 10, 20)
+    page = Page(slots, None, 0, Bits(8, 4), 10, 20)
     stored = sum(t.nbytes for part in page.middle.packed.values() for t in part.tensors()) / 2
     assert held_bytes(slots, Bits(8, 4), 10, 20) == stored + 30 * 32 + 200 * 4
     dead = slots.only(torch.arange(200) < 150)

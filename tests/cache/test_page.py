@@ -18,12 +18,12 @@ from kvsketch.attention import attend_to
 from kvsketch.budget import Budget
 from kvsketch.cache import Page, windowed
 from kvsketch.cache.budgets import HeadBudgets
-from kvsketch.cache.quantized_page import QuantizedPage
-from kvsketch.cache.storage import Bits
 from kvsketch.cache.stream import Stream
 from kvsketch.estimator import attend
 from kvsketch.kernels import paged
 from kvsketch.observed import Observed, causal
+from kvsketch.page.part import Part
+from kvsketch.page.quantized import Bits
 from kvsketch.slots import Slots, compute_dtype
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.08, torch.float16: 0.01}
@@ -44,8 +44,8 @@ def tokens(generator, batch, heads, n, dim, value_dim, dtype, weighted=False, po
 
 def page_of(slots, sizes, room):
     if sizes is None:
-        return Page(slots, None, room)
-    return Page(slots.only(torch.arange(slots.count) < sizes.unsqueeze(-1)), sizes, room)
+        return Part(slots, None, room)
+    return Part(slots.only(torch.arange(slots.count) < sizes.unsqueeze(-1)), sizes, room)
 
 
 def sizes_of(generator, batch, heads, n):
@@ -149,7 +149,7 @@ def test_attention_over_few_bits_is_that_over_what_they_say(
     held, sizes, new, asked = drawn(shape, dtype, softcap, alibi, sunk)
     if sizes is not None:
         held = held.only(torch.arange(held.count) < sizes.unsqueeze(-1))
-    page = QuantizedPage(held, sizes, new.count + 3, bits, *window)
+    page = Page(held, sizes, new.count + 3, bits, *window)
     page.append(new)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged, "_PIECE", piece)
@@ -204,7 +204,7 @@ def test_a_page_shows_its_slots_in_order_whatever_was_done_to_it(kind, shape, sc
     exact = {"rtol": 1e-5, "atol": 1e-5}
     if kind == "quantized":
         cut = held if sizes is None else held.only(torch.arange(n) < sizes.unsqueeze(-1))
-        page = QuantizedPage(cut, sizes, q + 1, Bits(8, 8), 2, 3)
+        page = Page(cut, sizes, q + 1, Bits(8, 8), 2, 3)
         exact = {"rtol": 0.02, "atol": 0.1}
     new = tokens(g, batch, heads, q, dim, dim, torch.float32)
     page.append(new)
@@ -377,10 +377,10 @@ def test_dead_slots_do_not_even_shift_the_softmax(ragged):
 def test_survivors_do_not_drift_in_bfloat16():
     """A page stores u / m, so that slots read and written again a hundred times do not change."""
     g = torch.Generator().manual_seed(0)
-    page = Page(tokens(g, 1, 2, 40, 8, 8, torch.bfloat16, weighted=True))
+    page = Part(tokens(g, 1, 2, 40, 8, 8, torch.bfloat16, weighted=True))
     first = {name: tensor.clone() for name, tensor in page.fields.items()}
     for _ in range(100):
-        page = Page(page.slots)
+        page = Part(page.slots, dtype=torch.bfloat16)
     for name, tensor in page.fields.items():
         assert torch.equal(tensor, first[name])
     assert page.fields["values"].dtype == torch.bfloat16
@@ -401,8 +401,8 @@ def test_heads_of_different_size_take_what_they_need():
 IN_TRITON = """
 import torch
 from kvsketch.attention import attend_to
-from kvsketch.cache.quantized_page import QuantizedPage
-from kvsketch.cache.storage import Bits
+from kvsketch.page.page import Page
+from kvsketch.page.quantized import Bits
 from kvsketch.kernels import paged, triton_support
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
@@ -416,7 +416,7 @@ for ragged, bits in ((False, None), (True, None), (False, Bits(8, 4)), (True, Bi
         sizes = sizes_of(generator, 2, 2, 40) if ragged else None
         page = page_of(held, sizes, 5)
         if bits is not None:
-            page = QuantizedPage(page.slots if sizes is None else held, sizes, 5, bits, 2, 3)
+            page = Page(page.slots if sizes is None else held, sizes, 5, bits, 2, 3)
         for step, q in enumerate((1, 1) if slopes is not None else (1, 3, 1)):
             new = tokens(generator, 2, 2, q, 8, 8, torch.float32, False, slopes is not None)
             if slopes is not None:
@@ -471,7 +471,7 @@ def test_a_page_is_refilled_where_it_is(ragged, weighted, seed, fewer, moved):
     else:
         left = None
         slots = now.narrow(6 if moved else 0, n - fewer)
-    expected = Page(slots.map(torch.clone), left, room + fewer)
+    expected = Part(slots.map(torch.clone), left, room + fewer)
     before = {name: tensor.data_ptr() for name, tensor in page.fields.items()}
     found = page.refilled(slots, left, room + fewer)
     for _ in range(2):  # the second time with a token appended
@@ -504,6 +504,6 @@ def test_nothing_moves_while_decoding(method, allocation):
         pages += stream.page is not page
         page = stream.page
         if step:
-            places.append({n: t.data_ptr() for n, t in stream.page.fields.items()})
+            places.append({n: t.data_ptr() for n, t in stream.page.exact.fields.items()})
     assert pages > 5  # there were several compressions
     assert all(place == places[0] for place in places)

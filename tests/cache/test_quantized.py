@@ -15,14 +15,14 @@ from benchmarks.peers import quantized_cache
 from families import VOCABULARY, build
 from kvsketch import InputError, SketchCache, Slots, UnsupportedError, attend
 from kvsketch.budget import Budget
-from kvsketch.cache import Page, Stream, windowed
+from kvsketch.cache import Stream, windowed
 from kvsketch.cache.budgets import HeadBudgets
-from kvsketch.cache.quantized import predicted_bytes, quantize, slot_bytes
 from kvsketch.evaluation.runner.loading import load_model, load_tokenizer
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
 from kvsketch.hf.activations import capture
 from kvsketch.models import packaged_model
 from kvsketch.observed import Observed
+from kvsketch.page.quantized import predicted_bytes, quantize, slot_bytes
 
 BITS = [8, 4]
 
@@ -203,7 +203,7 @@ def test_other_bits_are_refused(bits):
 
 def test_sixteen_bits_are_the_page_as_it_was():
     held = stream(driver("uniform", 100, 16), rows_of(1, 2, 300, 8), rows_of(1, 2, 300, 8))
-    assert type(held.page) is Page
+    assert held.page.middle is None
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -303,7 +303,7 @@ def test_nothing_in_full_precision_stays_alive(bits):
             held.settle(Observed(keys[:, :, :n], 0.2), prefill=True)
         else:
             stream(held, *part, observe=True)
-        for look in (held.slots, held.held, held.visible):
+        for look in (held.slots, held.held, held.open()):
             del look
         del part
         counted = nbytes([t for t in held.tensors() if t.dim() == 4])

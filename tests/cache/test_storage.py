@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvsketch import InputError, SketchCache, Slots
 from kvsketch.cache.curves import Curves
 from kvsketch.cache.measure import measure
-from kvsketch.cache.page import Page
-from kvsketch.cache.quantized_page import QuantizedPage
-from kvsketch.cache.storage import CHOICES, FULL, Bits, Price, best_at, bits_of, choose
+from kvsketch.cache.storage import CHOICES, Price, best_at, bits_of, choose
+from kvsketch.page.page import Page
+from kvsketch.page.quantized import FULL, Bits
 
 WINDOW = 20
 
@@ -64,7 +64,7 @@ def test_a_price_is_what_a_page_takes(bits: Bits, mass: bool) -> None:
     kept = 150
     for dtype in (torch.bfloat16, torch.float32):
         slots = some_slots(kept, mass, dtype)
-        few = sum(t.nbytes for t in QuantizedPage(slots, None, 0, bits, 4, 16).tensors())
+        few = sum(t.nbytes for t in Page(slots, None, 0, bits, 4, 16).tensors())
         token = sum(t.nbytes for t in Page(some_slots(100, False, dtype)).tensors()) / 100
         price = Price.of(slots, bits, WINDOW)
         assert float(price.cost(torch.tensor(kept))) == pytest.approx(few / token, rel=1e-6)

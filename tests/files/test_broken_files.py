@@ -139,7 +139,10 @@ def test_what_is_wrong_is_said(llama: Any, tmp_path: Path) -> None:
     refused(b"", "truncated")
     refused(b"not a file of ours", "is not a kvsketch file, or a truncated one$")
     refused(raw[:-1] + bytes([raw[-1] ^ 1]), "damaged: its checksum")
-    refused(changed(version=99), "version 99; this kvsketch reads 2")
+    refused(
+        changed(version=99),
+        "version 99 of the file format, and this kvsketch reads version 3: read it with",
+    )
     refused(changed(version="2"), "version '2'")
     refused(changed(kind="subgen"), "holds a 'subgen', not a 'cache'")
     refused((1 << 31).to_bytes(8, "little") + raw[8:], "is not a kvsketch file, or a truncated")
@@ -156,9 +159,11 @@ def test_what_is_wrong_is_said(llama: Any, tmp_path: Path) -> None:
 
     refused(first(lambda s: s.update(seen=10**9)), "seen=1000000000")
     refused(first(lambda s: s.update(left=10**9)), "left=1000000000")
-    refused(first(lambda s: s.update(form="page")), "form='page'")
+    refused(first(lambda s: s.update(form="sketch")), "form='sketch'")
+    refused(first(lambda s: s.update(compressed=False)), "compressed=False must be what")
     refused(first(lambda s: s["page"]["exact"].update(room=10**6)), f"{layer}.exact.")
-    refused(first(lambda s: s["page"]["middle"].update(count=10**6)), f"{layer}.middle.")
+    refused(first(lambda s: s["page"]["middle"].update(base=10**6)), f"{layer}.middle.")
+    refused(first(lambda s: s["page"]["exact"].update(grows=True)), f"{layer}.exact.room")
     table, data = parts(raw)
     name = f"{layer}.middle.keys.unit"
     start, end = table[name]["data_offsets"]

@@ -15,9 +15,9 @@ from families import CONFIGS, build
 from kvsketch import Curves, InputError, KVSketchError, SketchCache, UnsupportedError
 from kvsketch.budget import Budget
 from kvsketch.cache.budgets import HeadBudgets
-from kvsketch.cache.storage import Bits
 from kvsketch.hf.joining import _budgets, join
 from kvsketch.hf.turning import turn_of
+from kvsketch.page.quantized import Bits
 
 WINDOW: dict[str, Any] = {"sink": 2, "recent": 6}
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from kvsketch import InputError, Observed, Slots, attend
 from kvsketch.attention import attend_to
-from kvsketch.cache import Page, windowed
+from kvsketch.cache import windowed
 from kvsketch.cache.error import Probe, window_error
 from kvsketch.estimator import attention_received
+from kvsketch.page.part import Part
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 
@@ -45,7 +46,7 @@ def test_attention(seed: int, weighted: bool) -> None:
     expected = attend(queries, reference, scaling=0.5)
     torch.testing.assert_close(attend(queries, slots, scaling=0.5, sinks=sinks), expected)
     one = replace(observed, queries=queries[:, :, :1])
-    found = attend_to(one, [Page(slots)])
+    found = attend_to(one, [Part(slots)])
     torch.testing.assert_close(found, expected[:, :, :1])
     received = attention_received(slots, observed)
     plain = replace(observed, sinks=None)

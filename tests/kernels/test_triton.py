@@ -24,11 +24,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsketch.cache.quantized import Quantized, quantize
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.estimator import attend, attention_scores
 from kvsketch.kernels import triton_support
 from kvsketch.kernels.flat_page import FlatQuantized
+from kvsketch.page.quantized import Quantized, quantize
+from kvsketch.partial import NOTHING, log_mass
 from kvsketch.slots import Slots
 
 if importlib.util.find_spec("triton") is None:
@@ -77,7 +78,8 @@ class Page:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        return (self.queries, self.keys, self.values, self.mass, self.start, self.count)
+        log = None if self.mass is None else self.mass.log()
+        return (self.queries, self.keys, self.values, log, self.start, self.count)
 
     def head(self, row: int, head: int) -> Slots:
         """The slots of a head, in float64."""
@@ -268,8 +270,7 @@ def test_decode_as_it_is_called() -> None:
     assert decode_module.splits_for(2, 2, 600) == 3
 
 
-@pytest.mark.parametrize("logged", [False, True])
-def test_rows_that_share_pages_or_take_them_in_any_order(logged: bool) -> None:
+def test_rows_that_share_pages_or_take_them_in_any_order() -> None:
     given = page([20, 5], [0, 33], slopes=True, sinks=True, position_dtype=torch.int64)
     here = on(torch.tensor([100, 7]))
     pair, more, _ = new_tokens(given, 0, True, True)
@@ -280,10 +281,10 @@ def test_rows_that_share_pages_or_take_them_in_any_order(logged: bool) -> None:
         return found.index_copy(0, order, stored)
 
     assert given.mass is not None
-    keys, values, mass = map(moved, (given.keys, given.values, given.mass))
+    keys, values, mass = map(moved, (given.keys, given.values, log_mass(given.mass)))
     others = dict(given.extras, positions=moved(given.extras["positions"]))
-    others.update(pages=order, logged=logged)
-    arguments = (given.queries, keys, values, mass.log() if logged else mass)
+    others.update(pages=order)
+    arguments = (given.queries, keys, values, mass)
     arguments += (given.start, given.count)
     for splits in (1, 2):
         got = decode(*arguments, **others, query_positions=here, splits=splits, block=16)
@@ -300,7 +301,7 @@ def test_a_sink_that_takes_nothing() -> None:
         got = decode(*given.arguments, **given.extras, splits=splits, block=16)
         close(given, got, reference(given))
     pair, more, _ = new_tokens(given, 0, False, False)
-    more["new_mass"] = on(torch.zeros(2, 2, 1))
+    more["new_log_mass"] = on(torch.full((2, 2, 1), -torch.inf))
     got = prefill(*given.arguments, *pair, **given.extras, **more, rows=16, block=16)
     close(given, got, reference(given))
 
@@ -376,10 +377,10 @@ def test_slots_outside_the_page_are_not_a_number(name: str, value: int, splits: 
     assert torch.equal(out[:, 2:], good[0][:, 2:])
 
 
-def test_negative_mass_is_not_a_number() -> None:
+def test_a_mass_that_is_not_a_number_shows() -> None:
     given = page([40])
     assert given.mass is not None
-    given.mass[0, int(given.start[0, 0]) + 20] = -1.0
+    given.mass[0, int(given.start[0, 0]) + 20] = torch.nan
     for splits in (1, 3):
         out, log = decode(*given.arguments, **given.extras, splits=splits, block=16)
         assert out.isnan().all()
@@ -439,8 +440,9 @@ def test_offsets_beyond_int32() -> None:
         got = decode(*given.arguments, **given.extras, most=33, block=16, splits=2)
         close(small, got, wanted)
         new = on(torch.zeros(1, 1, 1, dim, dtype=torch.float16))
-        mass = on(torch.zeros(1, 1, 1))
-        got = prefill(*given.arguments, new, new, **given.extras, new_mass=mass, rows=16, block=16)
+        dead = on(torch.full((1, 1, 1), NOTHING))
+        more = {**given.extras, "new_log_mass": dead}
+        got = prefill(*given.arguments, new, new, **more, rows=16, block=16)
         close(small, got, wanted)
 
 
@@ -472,7 +474,7 @@ def quantised(
         held.read(read)
         setattr(given, name, read.flatten(1, 2))
         flat.append(flattened(held))
-    return given, (given.queries, *flat, given.mass, given.start, given.count)
+    return given, (given.queries, *flat, log_mass(given.mass), given.start, given.count)
 
 
 @settings(max_examples=15)
@@ -505,9 +507,10 @@ def test_quantised_slots_with_16_bit_queries(bits: int, dtype: torch.dtype) -> N
     wanted = reference(given)[0]
     part = 4 * TOLERANCE[dtype] * float(given.values.abs().max())
     new = [on(torch.zeros(2, 2, 1, dim, dtype=dtype)) for dim in (66, 24)]
+    dead = on(torch.full((2, 2, 1), NOTHING))
     for got, _ in (
         decode(*arguments, **given.extras, splits=2, block=16),
-        prefill(*arguments, *new, **given.extras, new_mass=on(torch.zeros(2, 2, 1)), block=16),
+        prefill(*arguments, *new, **given.extras, new_log_mass=dead, block=16),
     ):
         torch.testing.assert_close(got.cpu().double(), wanted, rtol=0, atol=part)
 
@@ -532,7 +535,7 @@ def new_tokens(
     if mass:  # padding is the same in all heads of a row
         masses = (torch.rand(batch, 1, number, generator=random) < 0.8).float()
         masses = masses.expand(batch, kv_heads, number)
-        more["new_mass"] = on(masses)
+        more["new_log_mass"] = on(log_mass(masses))
     positions = None
     if "positions" in given.extras:
         positions = 100 + torch.arange(number).expand(batch, number)
@@ -639,8 +642,8 @@ BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     (wrong(values=torch.zeros(1, 9, 8).long()), InputError, "values must be float32"),
     (wrong(values=torch.zeros(1, 9, 0)), InputError, "value_dim=0"),
     (wrong(values=torch.zeros(1, 9, 1025)), UnsupportedError, "value_dim=1025"),
-    (wrong(mass=torch.zeros(1, 2, 9)), InputError, "mass must have shape"),
-    (wrong(mass=torch.zeros(1, 9).double()), InputError, "mass must be float32"),
+    (wrong(log_mass=torch.zeros(1, 2, 9)), InputError, "log_mass must have shape"),
+    (wrong(log_mass=torch.zeros(1, 9).double()), InputError, "log_mass must be float32"),
     (wrong(start=torch.zeros(1, 3).long()), InputError, "start and count"),
     (wrong(count=torch.zeros(1, 2)), InputError, "count must be int32"),
     (wrong(softcap=0.0), InputError, "softcap=0.0"),
@@ -665,7 +668,7 @@ def call(kernel: Any, changes: dict[str, Any]) -> None:
         "queries": torch.zeros(1, 4, 1, 8),
         "keys": torch.zeros(1, 9, 8),
         "values": torch.zeros(1, 9, 8),
-        "mass": None,
+        "log_mass": None,
         "start": torch.zeros(1, 2, dtype=torch.int64),
         "count": torch.ones(1, 2, dtype=torch.int64),
         "scaling": 1.0,
@@ -707,7 +710,7 @@ def test_refused_by_one() -> None:
     for changes, message in [
         (wrong(new_keys=torch.zeros(1, 2, 2, 8)), "new_keys must have shape"),
         (wrong(new_values=torch.zeros(1, 2, 1, 8).int()), "new_values must be float32"),
-        (wrong(new_mass=torch.zeros(1, 1)), "new_mass must have shape"),
+        (wrong(new_log_mass=torch.zeros(1, 1)), "new_log_mass must have shape"),
         (wrong(slopes=torch.zeros(4), **positions), "need new_positions"),
         (wrong(precision="tf32"), "precision='tf32'"),
         (wrong(rows=3), "rows=3"),
@@ -808,9 +811,11 @@ def compiled(self, *args, grid, warmup, **kwargs):
     print(self.fn.__name__, products)
 JITFunction.run = compiled
 
-from kvsketch.cache.quantized import quantize
+from kvsketch.page.quantized import quantize
 from kvsketch.kernels import triton_support
 from kvsketch.kernels.flat_page import FlatQuantized
+from kvsketch.page.quantized import Quantized, quantize
+from kvsketch.partial import NOTHING, log_mass
 triton_support._missing = lambda device: None
 from kvsketch.kernels.triton_decode import decode
 from kvsketch.kernels.triton_prefill import prefill
@@ -830,8 +835,9 @@ decode(normal(2, 8, 1, 128), *plain, **extras, splits=2,
        query_positions=torch.zeros(2, dtype=torch.int64))
 decode(normal(2, 8, 1, 128), codes(128, True), codes(128, False), *slots, scaling=0.1, block=32)
 prefill(normal(2, 8, 70, 128), *plain, normal(2, 2, 70, 128), normal(2, 2, 70, 72), **extras,
-        new_positions=torch.zeros(2, 70, dtype=torch.int64), new_mass=torch.ones(2, 2, 70), rows=64)
-paged = dict(pages=torch.zeros(2, dtype=torch.int64), logged=True, scaling=0.1, block=64)
+        new_positions=torch.zeros(2, 70, dtype=torch.int64),
+        new_log_mass=torch.zeros(2, 2, 70), rows=64)
+paged = dict(pages=torch.zeros(2, dtype=torch.int64), scaling=0.1, block=64)
 decode(normal(2, 8, 1, 128), *plain, **paged)
 prefill(normal(2, 8, 70, 128), *plain, normal(2, 2, 70, 128), normal(2, 2, 70, 72), **paged,
         rows=64)

@@ -131,7 +131,7 @@ def streamed(method, rows, padding=None, numbers=None, seed=5):
             observed = Observed(queries[:, :, part], 0.4, live=there)
             cache.settle(observed, prefill=count > 1)
             start += count
-        seen.append(cache.visible.map(torch.clone))  # pages are refilled in place
+        seen.append(cache.slots.map(torch.clone))  # pages are refilled in place
     return seen
 
 

@@ -8,16 +8,14 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from kvsketch.cache.storage import Bits
 from kvsketch.cache.window import windowed
 from kvsketch.estimator import attend
 from kvsketch.observed import Observed
-from kvsketch.serving.layout import Layout
-from kvsketch.serving.pages import Counts, Pages
-from kvsketch.serving.rhythm import Copies, Rhythm, rounds
-from kvsketch.serving.split_layout import SplitLayout
-from kvsketch.serving.split_pages import SplitPages
+from kvsketch.page.layout import Layout
+from kvsketch.page.quantized import Bits
 from kvsketch.slots import Slots
+from kvsketch.vllm.pages import Counts, Pages
+from kvsketch.vllm.rounds import Copies, Rhythm, rounds
 
 DIM, KV, GROUP = 8, 2, 2
 METHODS = ["streaming_llm", "heavy_merge", "cluster_merge", "h2o", "tova", "snapkv", "keydiff"]
@@ -84,21 +82,19 @@ class Served:
         in one part."""
         made = None if method is None else windowed(method, 2, 6)
         scored = made is not None and made.needs_queries
-        layout = Layout(KV, GROUP, rhythm.slots, DIM, DIM, queries, scored, dtype)
-        if middle is not None:
-            layout = SplitLayout(layout, *middle)
+        shape = (KV, GROUP, rhythm.slots, DIM, DIM, queries, scored, dtype)
+        layout = Layout(*shape, *(middle or ()))
         # as left by earlier requests
         generator = torch.Generator().manual_seed(0)
         raw = torch.randint(0, 256, (9, layout.bytes), generator=generator, dtype=torch.uint8)
-        self.layout, self.fields = layout, layout.fields(raw)
+        self.layout, self.held = layout, layout.views(raw)
         self.rhythm, self.counts, self.queries = rhythm, Counts(), queries
-        given = made, rhythm, 0.5, softcap, self.counts
-        self.pages = Pages(*given) if middle is None else SplitPages(layout, *given)
+        self.pages = Pages(layout, made, rhythm, 0.5, softcap, self.counts)
 
     def parts(self) -> list[torch.Tensor]:
         """The tensors of all pages."""
-        found = dict(vars(self.fields))
-        return [*found.pop("middle", ()), *found.values()]
+        page, queries = self.held
+        return [queries, *(t for part in page.open() for t in part.contents())]
 
     def step(
         self, parts: list[tuple[int, int, Any]], copies: Copies | None = None
@@ -110,7 +106,7 @@ class Served:
         todo = rounds(starts, seen, pages, self.rhythm, self.queries, CPU, copies)
         q, k, v = (torch.cat([part[2][i] for part in parts]) for i in range(3))
         out = torch.full_like(q, torch.nan)
-        self.pages.attend(q, k, v, self.fields, todo, out)
+        self.pages.attend(q, k, v, self.held, todo, out)
         return list(out.split(sizes))
 
 

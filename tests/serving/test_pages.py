@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import CPU, KV, METHODS, Served, alone, drawn, queries_of, run
 
-from kvsketch.cache.storage import FULL, Bits
+from kvsketch.errors import InputError
 from kvsketch.estimator import attend
-from kvsketch.serving.layout import Layout
-from kvsketch.serving.rhythm import Copies, Rhythm, rounds
+from kvsketch.page.layout import Layout
+from kvsketch.page.quantized import FULL, Bits
 from kvsketch.slots import Slots
+from kvsketch.vllm.rounds import Copies, Rhythm, rounds
 
 
 @pytest.mark.parametrize("method", [None, *METHODS])
@@ -85,9 +86,9 @@ def test_a_page_that_is_freed_and_claimed_again_starts_anew():
 def test_other_pages_are_not_touched():
     rhythm = Rhythm(24, 4)
     served = Served("heavy_merge", rhythm, 4)
-    before = [t.clone() for t in vars(served.fields).values()]
+    before = [t.clone() for t in served.parts()]
     served.step([(3, 0, drawn(1, 70))])
-    for was, now in zip(before, vars(served.fields).values(), strict=True):
+    for was, now in zip(before, served.parts(), strict=True):
         others = [page for page in range(9) if page != 3]
         assert torch.equal(was[others].view(torch.uint8), now[others].view(torch.uint8))
 
@@ -188,16 +189,34 @@ def test_slots_follow_from_tokens(slots, buffer, seen):
     assert rhythm.left(np.array([seen])) == slots - held
 
 
-def test_a_page_s_parts_do_not_overlap():
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda raw: raw[:, :-64], "at least"),
+        (lambda raw: raw.view(torch.int16), "must be uint8"),
+        (lambda raw: raw[0], "must be uint8"),
+        (lambda raw: raw.flatten()[1:].as_strided((2, raw.shape[1]), (64, 1)), "multiples of 64"),
+    ],
+)
+def test_memory_of_another_layout_is_refused(change, says):
     layout = Layout(3, 2, 10, 5, 5, 4, True, torch.bfloat16)
+    raw = torch.zeros(3, layout.bytes, dtype=torch.uint8)
+    with pytest.raises(InputError, match=says):
+        layout.views(change(raw))
+
+
+@pytest.mark.parametrize("middle", [(), (4, 4, 4), (5, 9, 200)])
+def test_a_page_s_parts_do_not_overlap(middle):
+    layout = Layout(3, 2, 10, 5, 5, 4, True, torch.bfloat16, middle, Bits(8, 4))
     raw = torch.zeros(2, layout.bytes, dtype=torch.uint8)
-    fields = layout.fields(raw)
+    page, queries = layout.views(raw)
+    tensors = [queries, *(t for part in page.open() for t in part.contents())]
     sizes = 0
-    for number, part in enumerate(vars(fields).values(), start=1):
+    for number, part in enumerate(tensors, start=1):
         part[1] = number
         sizes += part[1].nbytes
-    assert sizes <= layout.bytes < sizes + 5 * 64
-    for number, part in enumerate(vars(fields).values(), start=1):
+    assert sizes <= layout.bytes < sizes + len(tensors) * 64
+    for number, part in enumerate(tensors, start=1):
         assert bool((part[1] == number).all())
         assert bool((part[0] == 0).all())
 

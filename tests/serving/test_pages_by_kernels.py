@@ -9,9 +9,9 @@ import pytest
 import torch
 from served import Served, drawn, queries_of
 
-from kvsketch.cache.storage import FULL, Bits
 from kvsketch.kernels import triton_support
-from kvsketch.serving.rhythm import Rhythm
+from kvsketch.page.quantized import FULL, Bits
+from kvsketch.vllm.rounds import Rhythm
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)

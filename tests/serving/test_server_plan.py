@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from kvsketch import InputError, UnsupportedError, packaged_model
 from kvsketch.cli.app import app
-from kvsketch.serving.layout import Layout
-from kvsketch.serving.plan import plan, size_of, tokens_of
-from kvsketch.serving.settings import Settings
+from kvsketch.page.layout import Layout
 from kvsketch.vllm.checks import check_layer
+from kvsketch.vllm.plan import plan, size_of, tokens_of
+from kvsketch.vllm.settings import Settings
 
 
 def llama(**changes: Any) -> LlamaConfig:

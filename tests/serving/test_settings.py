@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvsketch import InputError
 from kvsketch.cache import Curves
-from kvsketch.serving.settings import SERVED, Settings, read
+from kvsketch.vllm.settings import SERVED, Settings, read
 
 RIGHT = {"KVSKETCH_METHOD": "snapkv", "KVSKETCH_BUDGET": "0.25", "KVSKETCH_RECENT": "16"}
 
@@ -106,7 +106,7 @@ def test_budgets_by_curves(tmp_path):
         8000, 2, 3, "llama"
     )
     layout = settings.layout(4000, 3, 4, 64, torch.bfloat16, sizes[0])
-    assert layout.sizes == tuple(sizes[0])
+    assert layout.middle == tuple(sizes[0])
     assert settings.rhythm(4000).slots == 36 + 250
     with pytest.raises(InputError, match="2 layers x 3 KV heads, the model compresses 2 x 4"):
         settings.sizes(4000, 2, 4, "llama")

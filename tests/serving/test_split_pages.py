@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import METHODS, Served, alone, drawn, queries_of, run
 
-from kvsketch.cache.storage import FULL, Bits
 from kvsketch.estimator import attend
 from kvsketch.observed import causal
-from kvsketch.serving.rhythm import Rhythm
+from kvsketch.page.quantized import FULL, Bits
 from kvsketch.slots import Slots
+from kvsketch.vllm.rounds import Rhythm
 
 WINDOW = 8  # sinks and recent tokens
 BITS = [FULL, Bits(8, 8), Bits(8, 4), Bits(4, 4)]

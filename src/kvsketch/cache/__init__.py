@@ -3,12 +3,12 @@
 from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.curves import Curves
 from kvsketch.cache.make_plan import make_plan
-from kvsketch.cache.page import Page
 from kvsketch.cache.plan import Plan
 from kvsketch.cache.retrieval_heads import RetrievalHeads
 from kvsketch.cache.stream import Stream
 from kvsketch.cache.window import Windowed, windowed
 from kvsketch.cache.windowed_sketch import WindowedSketch
+from kvsketch.page.page import Page
 
 __all__ = [
     "Curves",

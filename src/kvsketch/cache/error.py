@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvsketch.cache.kind import Kind
 from kvsketch.cache.queries import observed_state, read_observed
 from kvsketch.errors import UnsupportedError
 from kvsketch.estimator import attend, attention_scores
 from kvsketch.observed import Observed, causal
+from kvsketch.page.kind import Kind
 from kvsketch.slots import Slots, compute_dtype
 from kvsketch.state import Reader, State
 

@@ -11,8 +11,8 @@ from kvsketch.budget import ALLOCATIONS, Budget, Schedule
 from kvsketch.cache.curves import Curves
 from kvsketch.cache.plan import Plan
 from kvsketch.cache.retrieval_heads import RetrievalHeads, share_of_heads
-from kvsketch.cache.storage import FULL, Bits
 from kvsketch.errors import InputError
+from kvsketch.page.quantized import FULL, Bits
 
 
 def make_plan(

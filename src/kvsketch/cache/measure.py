@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvsketch.cache.curves import Curves, held_out_for, least_tokens, measure_rows, pooled
-from kvsketch.cache.quantized_page import QuantizedPage
 from kvsketch.cache.shard import Shard
-from kvsketch.cache.storage import FULL, PLAIN, Bits, Price, priced
+from kvsketch.cache.storage import PLAIN, Price, priced
 from kvsketch.cache.stream import Stream
 from kvsketch.cache.windowed_sketch import WindowedSketch
 from kvsketch.observed import Observed
+from kvsketch.page.page import Page
+from kvsketch.page.quantized import FULL, Bits
 from kvsketch.slots import Slots
 
 # The largest number of tokens on which errors are measured.
@@ -44,7 +45,7 @@ def measure(
     ``Price.of``."""
     method = stream.method
     sink, recent = method.sink, method.recent
-    slots, observed = stream.visible, stream.queries.all()
+    slots, observed = stream.slots, stream.queries.all()
     assert observed is not None
     if slots.count > _MEASURED_TOKENS:
         last = _MEASURED_TOKENS - sink
@@ -68,7 +69,7 @@ def measure(
                 return compress(slots, budget, before)
             if budget not in made:
                 made[budget] = compress(slots, budget, before)
-            return QuantizedPage(made[budget], None, 0, bits, sink, recent).slots
+            return Page(made[budget], None, 0, bits, sink, recent).slots
 
         rows = measure_rows(
             slots, observed, stored, held_out, sink, recent, total=total, observe=method.observe

@@ -6,17 +6,13 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.budgets import HeadBudgets
-from kvsketch.cache.page import Page
-from kvsketch.cache.quantized_page import QuantizedPage
-from kvsketch.cache.sketch_page import SketchPage, SketchPages, by_budget, next_page
-from kvsketch.cache.storage import FULL, Bits
-from kvsketch.cache.tokens import Tokens
-from kvsketch.cache.window import Windowed
+from kvsketch.cache.sketch_page import SketchPage, SketchPages, by_budget, next_page, tokens_of
 from kvsketch.cache.windowed_sketch import WindowedSketch
+from kvsketch.page.page import Page
 from kvsketch.slots import Slots
 
 #: The page of a layer after a compression.
-Held = Page | QuantizedPage | SketchPage | SketchPages
+Held = Page | SketchPage | SketchPages
 
 
 def sizes_of(before: Slots, budget: Tensor, kept: Slots) -> Tensor | None:
@@ -36,34 +32,8 @@ def sizes_of(before: Slots, budget: Tensor, kept: Slots) -> Tensor | None:
     return None if bool((sizes == kept.count).all()) else sizes.to(kept.keys.device)
 
 
-def of_slots(
-    before: Tokens | Held,
-    kept: Slots,
-    sizes: Tensor | None,
-    room: int,
-    method: Windowed,
-    bits: Bits,
-) -> Page | QuantizedPage:
-    """The page of the slots that a compressor kept.
-
-    Args:
-        before: the layer's slots before.
-        kept: ``[batch, heads, n, ...]``.
-        sizes: as for ``Page``.
-        room: slots that can be appended to every head.
-        method: its sinks and recent window stay in full precision.
-        bits: of the slots between these.
-    """
-    if bits != FULL:
-        previous = before if isinstance(before, QuantizedPage) else None
-        return QuantizedPage(kept, sizes, room, bits, method.sink, method.recent, previous)
-    return (
-        before.refilled(kept, sizes, room) if isinstance(before, Page) else Page(kept, sizes, room)
-    )
-
-
 def of_sketches(
-    before: Tokens | Held,
+    before: Held,
     visible: Slots,
     method: WindowedSketch,
     budgets: HeadBudgets,
@@ -74,7 +44,7 @@ def of_sketches(
     """The page around sketches, which take in the tokens between sinks and recent window.
 
     Args:
-        before: what the layer held; ``visible``: as slots, padding dead.
+        before: what the layer held; ``visible``: as slots.
         budgets: of every head.
         budget: slots to compress to now.
         limit: the budgets now.
@@ -82,7 +52,7 @@ def of_sketches(
     """
     if isinstance(budget, int):
         assert isinstance(limit, int)
-        exact = before.exact if isinstance(before, SketchPage) else visible
+        exact = before.tokens if isinstance(before, SketchPage) else tokens_of(visible)
         return next_page(method, exact, budget, limit, room)
-    pages = before if isinstance(before, SketchPages) else visible
+    pages = before if isinstance(before, SketchPages) else tokens_of(visible)
     return by_budget(method, budgets, pages, budget, torch.as_tensor(limit), room)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.next_page import Held
-from kvsketch.cache.storage import FULL, Bits
 from kvsketch.cache.window import Windowed
 from kvsketch.cache.windowed_sketch import WindowedSketch
+from kvsketch.page.quantized import FULL, Bits
 
 # Decoding compresses to this many buffers below the budget: rare compressions take less time.
 _BELOW = 3

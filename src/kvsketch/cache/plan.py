@@ -17,10 +17,11 @@ from kvsketch.cache.measure import Measurements, measurable
 from kvsketch.cache.needs import by_need, by_variance
 from kvsketch.cache.retrieval_heads import RetrievalHeads
 from kvsketch.cache.shard import Shard
-from kvsketch.cache.storage import FULL, Bits, Price, best_at, choose, priced
+from kvsketch.cache.storage import Price, best_at, choose, priced
 from kvsketch.cache.stream import Stream
 from kvsketch.cache.windowed_sketch import WindowedSketch
 from kvsketch.errors import UnsupportedError
+from kvsketch.page.quantized import FULL, Bits
 
 # A bound on a head is worth a compression if it removes this fraction of the head's slots.
 _WORTH = 0.9
@@ -409,7 +410,7 @@ def _by_row(layers: Sequence[Sequence[Curves]]) -> list[Curves]:
 def _price(stream: Stream, bits: Bits, itemsize: int | None) -> Price:
     """The price of a stream's slots in bits that were not measured. Each slot counts with a mass,
     and with a score if the method has one."""
-    method, slots = stream.method, stream.visible
+    method, slots = stream.method, stream.slots
     columns = set(slots.tensors()) - {"keys", "values"} | {"mass"}
     columns |= {"score"} if method.needs_queries else set()
     return Price.of(slots, bits, method.sink + method.recent, len(columns), itemsize)

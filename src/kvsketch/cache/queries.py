@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvsketch.cache.kind import Kind
 from kvsketch.observed import Observed
+from kvsketch.page.kind import Kind
 from kvsketch.state import FLOATS, Reader, State
 
 #: Decoded queries wait until there are this many: larger groups take less time, smaller ones less

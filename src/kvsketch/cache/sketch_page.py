@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvsketch.cache.budgets import HeadBudgets
-from kvsketch.cache.fields import owned, read_fields
-from kvsketch.cache.kind import Kind
 from kvsketch.cache.windowed_sketch import WindowedSketch
+from kvsketch.page.kind import Kind
+from kvsketch.page.part import Part
 from kvsketch.slots import Slots
 from kvsketch.state import Reader, State, numbered
 
@@ -30,12 +31,29 @@ class SketchPage:
     sizes: Tensor | None = None
 
     def __init__(self, first: Slots, window: WindowedSketch | None, last: Slots, room: int) -> None:
-        exact = Slots.cat([first, last])
-        self.batch, self.heads = exact.keys.shape[:2]
         self.window, self._first = window, first.count
-        self._exact, self._used = _with_room(exact, room), exact.count
-        self.appended, self.room = 0, room
+        self.exact = Part(Slots.cat([first, last]), None, room)
         self._opened: Slots | None = None
+
+    @property
+    def batch(self) -> int:
+        """The number of rows."""
+        return self.exact.batch
+
+    @property
+    def heads(self) -> int:
+        """The number of KV heads."""
+        return self.exact.heads
+
+    @property
+    def appended(self) -> int:
+        """The number of tokens appended to every head."""
+        return self.exact.appended
+
+    @property
+    def room(self) -> int:
+        """The number of tokens that can still be appended."""
+        return self.exact.room
 
     @property
     def base(self) -> int:
@@ -46,7 +64,7 @@ class SketchPage:
     def count(self) -> int:
         """The number of slots. The sketch counts as the number of tokens that fit into its
         bytes."""
-        return self._used + (0 if self.window is None else self.window.worth)
+        return self.exact.count + (0 if self.window is None else self.window.worth)
 
     @property
     def held(self) -> Tensor:
@@ -54,14 +72,14 @@ class SketchPage:
         return torch.full((self.batch, self.heads), self.count)
 
     @property
-    def exact(self) -> Slots:
-        """The exact tokens, as views."""
-        return self._exact.narrow(0, self._used)
+    def tokens(self) -> Slots:
+        """The exact tokens, in their dtype."""
+        return tokens_of(self.exact.slots)
 
     @property
     def slots(self) -> Slots:
         """All slots over which attention is computed, in the order of the tokens."""
-        exact = self.exact
+        exact = self.tokens
         if self.window is None or self.window.sketch is None:
             return exact
         last = exact.narrow(self._first, exact.count - self._first)
@@ -79,54 +97,40 @@ class SketchPage:
 
     def append(self, new: Slots) -> None:
         """Write ``new`` after the exact tokens."""
-        if new.mass is not None and self._exact.mass is None:
-            self._exact = Slots(**{**self._exact.tensors(), "mass": self._exact.masses()})
-        for name, buffer in self._exact.tensors().items():
-            tensor = getattr(new, name)
-            empty = 1.0 if name == "mass" else 0.0
-            buffer[:, :, self._used : self._used + new.count] = empty if tensor is None else tensor
-        self._advance(new.count)
+        self.exact.append(new)
+        self._opened = None
 
     def drop(self, tokens: int) -> None:
         """Remove the last ``tokens`` tokens, which must be appended ones."""
-        self._advance(-tokens)
-
-    def _advance(self, tokens: int) -> None:
-        self._used += tokens
-        self.appended += tokens
-        self.room -= tokens
+        self.exact.drop(tokens)
         self._opened = None
 
     def mark_last(self, live: Tensor) -> None:
         """Mark which of the tokens that were just appended are not padding, bool ``[batch, q]``."""
-        q = live.shape[1]
-        new = self.exact.narrow(self._used - q, q).only(live.unsqueeze(1))
-        self._advance(-q)
-        self.append(new)
+        self.exact.mark_last(live)
+        self._opened = None
 
     def set_score(self, score: Tensor) -> None:
         """A sketch has no scores."""
 
     def grown(self, room: int) -> SketchPage:
         """A page with the same tokens and ``room`` for more."""
-        twin = copy.copy(self)
-        twin._exact, twin.room = _with_room(self.exact, room), room
-        twin._opened = None
-        return twin
+        return self._around(self.exact.grown(room))
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> SketchPage:
         """The page with ``fn`` (which acts on axis 0, the batch) applied. The owner of the window
         applies ``fn`` to the sketch."""
+        return self._around(self.exact.map(fn))
+
+    def _around(self, exact: Part) -> SketchPage:
         twin = copy.copy(self)
-        twin._exact = self._exact.map(lambda t: owned(fn(t)))
-        twin.batch, twin._opened = twin._exact.keys.shape[0], None
+        twin.exact, twin._opened = exact, None
         return twin
 
     def to_state(self) -> State:
-        """The exact tokens, the sketch, and the room, but at most twice the exact tokens."""
-        names = {"first": self._first, "used": self._used, "appended": self.appended}
-        state = State(values={**names, "room": min(self.room, 2 * self._used)})
-        state.keep(**self.exact.tensors())
+        """The exact tokens and the sketch."""
+        state = State(values={"first": self._first})
+        state.put("exact", self.exact.to_state())
         state.put("window", None if self.window is None else self.window.to_state())
         return state
 
@@ -141,23 +145,20 @@ class SketchPage:
             InputError: inconsistent tensors or numbers.
         """
         page = cls.__new__(cls)
-        page.batch, page.heads = kind.batch, kind.heads
-        page._used, page.room = reader.whole("used", 1), reader.whole("room")
-        page._first = reader.whole("first", 0, page._used)
-        page.appended = reader.whole("appended", 0, page._used - page._first)
-        exact = Slots(**read_fields(reader, (kind.batch, kind.heads, page._used), kind))
-        if page.room > 2 * page._used:
-            raise reader.wrong("room", page.room, "at most twice the exact tokens")
-        page._exact, page._opened, page.window = _with_room(exact, page.room), None, None
+        page.exact = Part.from_state(reader.part("exact"), kind)
+        if page.exact.packed or page.exact.sizes is not None or not page.exact.base:
+            raise reader.wrong("exact", page.exact.base, "exact tokens, of every head as many")
+        page._first = reader.whole("first", 0, page.exact.base)
+        page._opened, page.window = None, None
         if reader.has("window"):
-            window.restore(reader.part("window"), exact)
+            window.restore(reader.part("window"), page.tokens)
             page.window = window
         reader.close()
         return page
 
     def tensors(self) -> list[Tensor]:
         """All tensors except those of the sketch, for byte counting."""
-        held = list(self._exact.tensors().values())
+        held = self.exact.tensors()
         return held if self._opened is None else [*held, *self._opened.tensors().values()]
 
 
@@ -362,7 +363,7 @@ def by_budget(
     if isinstance(before, SketchPages):
         places = before.places
         windows = [page.window or method.fresh() for page in before.pages]
-        parts = [page.exact for page in before.pages]
+        parts = [page.tokens for page in before.pages]
     else:
         rows = budgets.rows if budgets.by_row else budgets.rows * batch
         every = [one for row in rows for one in row]
@@ -383,11 +384,7 @@ def by_budget(
     return SketchPages(made, places, (batch, heads))
 
 
-def _with_room(slots: Slots, room: int) -> Slots:
-    def roomy(tensor: Tensor) -> Tensor:
-        shape = (*tensor.shape[:2], tensor.shape[2] + room, *tensor.shape[3:])
-        buffer = tensor.new_zeros(shape)
-        buffer[:, :, : tensor.shape[2]] = tensor
-        return buffer
-
-    return slots.map(roomy)
+def tokens_of(slots: Slots) -> Slots:
+    """Slots that are tokens, some of them dead, with values in the dtype of the keys, in which a
+    sketch keeps its state."""
+    return replace(slots, values=slots.values.to(slots.keys.dtype))

@@ -6,14 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvsketch.cache.curves import Curves
-from kvsketch.cache.quantized import check_bits, slot_bytes
 from kvsketch.errors import InputError
+from kvsketch.page.quantized import FULL, Bits, check_bits, slot_bytes
 from kvsketch.slots import Slots
 
 #: The name of bits that are chosen by measured errors.
@@ -22,18 +21,6 @@ MEASURED = "measured"
 _HALVINGS = 60
 
 
-class Bits(NamedTuple):
-    """The bits of the keys and of the values of slots between sinks and recent window. 16: in the
-    model's own dtype."""
-
-    keys: int
-    values: int
-
-    def __str__(self) -> str:
-        return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"
-
-
-FULL = Bits(16, 16)
 #: The choices if not all tokens fit in the model's dtype, from most to fewest bits. The error of
 #: keys in 8 bits is small compared with what more slots save. In heads that attend to a few tokens,
 #: the error of keys in 4 bits is large.

@@ -12,19 +12,18 @@ from kvsketch.budget import Budget
 from kvsketch.cache import next_page
 from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.error import QUERIES, Errors
-from kvsketch.cache.middle import Middle
 from kvsketch.cache.next_page import Held
 from kvsketch.cache.pace import Pace
-from kvsketch.cache.page import Page
-from kvsketch.cache.quantized_page import QuantizedPage
 from kvsketch.cache.queries import Queries
 from kvsketch.cache.sketch_page import SketchPages
-from kvsketch.cache.storage import FULL, Bits, bits_of
-from kvsketch.cache.tokens import Tokens
+from kvsketch.cache.storage import bits_of
 from kvsketch.cache.window import Windowed
 from kvsketch.cache.windowed_sketch import WindowedSketch
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.observed import Observed
+from kvsketch.page.page import Page
+from kvsketch.page.part import Part
+from kvsketch.page.quantized import FULL, Bits
 from kvsketch.slots import Slots
 
 
@@ -59,7 +58,6 @@ class Stream:
     Attributes:
         seen: tokens so far.
         compressed: whether any token was ever compressed.
-        page: all tokens, in order, until the first compression, then the slots.
         errors: the measured errors of the slots.
 
     Raises:
@@ -100,7 +98,7 @@ class Stream:
         self.seen = 0
         self.padded = False  # whether any token was padding, so that slots may be dead
         self.compressed = False
-        self.page: Tokens | Held = Tokens()
+        self._page: Held | None = None
         self.queries.clear()
         self.errors.reset()
         self._limit = 0  # appended tokens at which the page is due
@@ -126,21 +124,35 @@ class Stream:
         smaller ones' are the last ones, behind dead slots."""
         return self.page.slots
 
-    def open(self) -> Sequence[Page | Middle] | Slots:
-        """What the newest tokens attend to after the first compression: parts of a page, or
-        slots."""
-        page = self.page
-        return [page] if isinstance(page, Page) else page.open()
+    @property
+    def page(self) -> Held:
+        """All tokens, in order, until the first compression, then the slots.
+
+        Raises:
+            InputError: there is no token yet.
+        """
+        if self._page is None:
+            raise InputError("the stream is empty: extend() it first")
+        return self._page
+
+    @page.setter
+    def page(self, page: Held) -> None:
+        self._page = page
+
+    @property
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Keys and values before the first compression, padding included."""
+        assert isinstance(self.page, Page)
+        return self.page.tokens
+
+    def open(self) -> Sequence[Part] | Slots:
+        """What the newest tokens attend to: parts of a page, or slots."""
+        return self.page.open()
 
     @property
     def held(self) -> Tensor:
         """Slots of every row and head, int64 ``[batch, num_key_value_heads]`` on the CPU."""
         return self.page.held.cpu()
-
-    @property
-    def visible(self) -> Slots:
-        """The slots with padding dead, before and after a compression."""
-        return self.page.visible if isinstance(self.page, Tokens) else self.page.slots
 
     @property
     def buffer(self) -> int:
@@ -152,8 +164,11 @@ class Stream:
         """Append tokens, ``[batch, num_key_value_heads, q, ...]``."""
         q = new.keys.shape[2]
         self.seen += q
-        page = self.page
-        if not isinstance(page, Tokens):
+        if self._page is None:
+            self._page = Page.of_tokens(new)
+            return
+        page = self._page
+        if self.compressed:
             if page.appended >= self._limit:
                 assert self.budget is not None
                 self._limit = page.appended + self.pace.room(self.budget, self.seen, page)
@@ -161,7 +176,7 @@ class Stream:
                 # decoding takes a whole buffer at once, a chunk what it needs
                 grown = max(q, self._limit - page.appended) if q == 1 else q
                 before = page.appended
-                page = self.page = page.grown(grown)
+                page = self._page = page.grown(grown)
                 self._limit += page.appended - before  # some count from 0 again
                 self._bytes = _bytes(self.tensors())
         page.append(new)
@@ -216,7 +231,7 @@ class Stream:
         if self.budget is None:
             return False
         page = self.page
-        if not isinstance(page, Tokens) and not self.one_shot:
+        if self.compressed and not self.one_shot:
             return page.appended >= self._limit
         return self.pace.due(self.budget, self.seen, self.held, prefill)
 
@@ -257,7 +272,7 @@ class Stream:
     ) -> None:
         """Compress to the budgets now; ``last``: queries to measure the error on."""
         method = self.method
-        exact = self.page.visible if isinstance(self.page, Tokens) else None
+        exact = None if self.compressed else self.slots
         if self.errors.probing:
             self.errors.update(self.slots, self.seen)
         limit = budget = budgets.slots(self.seen, len(self.held))
@@ -272,8 +287,9 @@ class Stream:
             self.errors.ask(exact, last, recent, self.seen)
         page: Held
         if isinstance(method, WindowedSketch):
-            before = self.page, self.visible
-            page = next_page.of_sketches(*before, method, budgets, budget, limit, room)
+            page = next_page.of_sketches(
+                self.page, self.slots, method, budgets, budget, limit, room
+            )
         else:
             if provisional:  # the queries of the final compression must attend to the same tokens
                 method = replace(method, recent=max(method.recent, method.window or 0))
@@ -291,17 +307,18 @@ class Stream:
 
     def _slotted(
         self, method: Windowed, budget: int | Tensor, limit: int | Tensor, room: int, fit: bool
-    ) -> Page | QuantizedPage:
+    ) -> Page:
         """The next page of a compressor's."""
         page, held, sizes = self.page, self.held, None
-        slots = page.read(exactly=True) if isinstance(page, QuantizedPage) else self.visible
+        assert isinstance(page, Page)
+        slots = page.read(exactly=page.middle is not None)
         # Scored before: where nothing is compressed, the queries must not be lost either.
         kept = self._scored(slots)
         fits = held <= torch.as_tensor(limit)
         if self.bits != FULL and (bool(fits.all()) or isinstance(limit, Tensor)):
             less = torch.minimum(torch.as_tensor(budget), held)
             budget = torch.where(fits, held, less)  # what fits is only stored in fewer bits
-        elif isinstance(page, (Page, QuantizedPage)) and page.sizes is not None:
+        elif page.sizes is not None:
             budget = torch.minimum(torch.as_tensor(budget), held)
         # Also where nothing is reduced: of every head its own slots come first.
         kept = method(kept, budget, self.queries.all(), scored=True, fit=fit)
@@ -311,7 +328,7 @@ class Stream:
         if isinstance(limit, int):
             above = max(limit, kept.count) + room - kept.count
             space = above if self.bits == FULL else min(space, above)
-        return next_page.of_slots(page, kept, sizes, space, method, self.bits)
+        return Page(kept, sizes, space, self.bits, method.sink, method.recent, page)
 
     @property
     def running_error(self) -> Tensor | None:
@@ -328,7 +345,7 @@ class Stream:
             UnsupportedError: the method has none.
         """
         method = self.method
-        slots = self._scored(self.visible)
+        slots = self._scored(self.slots)
         found = method.importance(slots) if isinstance(method, Windowed) else None
         if found is None:
             raise UnsupportedError("this method has no scores by which heads could be compared")
@@ -346,7 +363,7 @@ class Stream:
             sample: of the queries, which are kept for what else looks at queries.
         """
         assert isinstance(self.method, Windowed)
-        slots = self.visible
+        slots = self.slots
         if self.needs_queries:
             score = self.method.reread(slots, observed, about).score
         self.drop(observed.queries.shape[2])
@@ -361,13 +378,13 @@ class Stream:
         """The second reading is over and repeated only these tokens, int64, in order."""
         if self.needs_queries:
             assert isinstance(self.method, Windowed)
-            score = self.method.complete(self.visible, sample).score
+            score = self.method.complete(self.slots, sample).score
             assert score is not None
             self.page.set_score(score)
 
     def scored(self) -> Slots:
         """``slots`` with scores updated by the waiting queries."""
-        return replace(self.slots, score=self._scored(self.visible).score)
+        return replace(self.slots, score=self._scored(self.slots).score)
 
     def _scored(self, slots: Slots) -> Slots:
         """Slots with the waiting queries folded in. What these saw is still all here, so this
@@ -383,10 +400,10 @@ class Stream:
         if not self.queries.count:
             return
         page = self.page
-        if isinstance(page, Page) and not self.method.observes_values:
-            score = self._scored(page.keys_alone).score
+        if isinstance(page, Page) and page.middle is None and not self.method.observes_values:
+            score = self._scored(page.exact.keys_alone).score
         else:
-            score = self._scored(self.visible).score
+            score = self._scored(self.slots).score
         self.queries.clear()
         if score is not None:
             page.set_score(score)
@@ -398,7 +415,8 @@ class Stream:
         self.method.map_batch(fn)
         if self.budget is not None:
             self.budget = self.budget.map_batch(fn)
-        self.page = self.page.map(fn)
+        if self._page is not None:
+            self._page = self._page.map(fn)
         self.errors.map_batch(fn)
         self.queries.map_batch(fn)
 
@@ -413,9 +431,8 @@ class Stream:
             budget: budget of every head from now on.
             bits: of the slots between sinks and recent window.
         """
-        page = Tokens()
-        page.append(slots)
-        self.page, self.seen, self.budget, self._limit = page, seen, budget, 0
+        page = Page.of_tokens(slots)
+        self._page, self.seen, self.budget, self._limit = page, seen, budget, 0
         self.compressed, before = False, self.compressed
         self.queries.clear()
         self.errors.reset()
@@ -426,7 +443,7 @@ class Stream:
     def number_rows(self, rows: Tensor) -> None:
         """Say which rows of another batch these are (int64 ``[batch]``): random choices are then
         those that would be made there."""
-        page = self.page
+        page = self._page
         if not isinstance(page, SketchPages):
             self.method.number_rows(rows)
             return
@@ -441,8 +458,7 @@ class Stream:
         Raises:
             UnsupportedError: tokens were compressed already.
         """
-        page = self.page
-        if not isinstance(page, Tokens):
+        if self.compressed:
             raise UnsupportedError(
                 f"crop({-tokens}) needs the last {tokens} tokens one by one, but this cache is "
                 "already compressed; use a budget >= the number of tokens, or DynamicCache"
@@ -453,7 +469,7 @@ class Stream:
             self.queries.clear()
         else:
             self.fold()
-        page.drop(tokens)
+        self.page.drop(tokens)
         self.seen = max(0, self.seen - tokens)
 
     def drop(self, tokens: int) -> None:
@@ -471,8 +487,9 @@ class Stream:
 
     def tensors(self) -> list[Tensor]:
         """All tensors, for byte counting."""
-        parts = (self.page, self.method, self.errors, self.queries)
-        return [tensor for part in parts for tensor in part.tensors()]
+        page = [] if self._page is None else self._page.tensors()
+        parts = (self.method, self.errors, self.queries)
+        return page + [tensor for part in parts for tensor in part.tensors()]
 
 
 def _bytes(tensors: list[Tensor]) -> int:

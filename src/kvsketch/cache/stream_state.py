@@ -7,21 +7,17 @@ from typing import Any
 import torch
 
 from kvsketch.cache.budgets import HeadBudgets
-from kvsketch.cache.kind import Kind
-from kvsketch.cache.page import Page
-from kvsketch.cache.quantized_page import QuantizedPage
 from kvsketch.cache.sketch_page import SketchPage, SketchPages
-from kvsketch.cache.storage import FULL, Bits
 from kvsketch.cache.stream import Stream
-from kvsketch.cache.tokens import Tokens
 from kvsketch.cache.window import Windowed
+from kvsketch.page.kind import Kind
+from kvsketch.page.page import Page
+from kvsketch.page.quantized import FULL, Bits
 from kvsketch.state import Reader, State
 
 #: the kinds of pages, by their name in a state
 _PAGES: dict[str, Any] = {
-    "tokens": Tokens,
     "page": Page,
-    "quantized": QuantizedPage,
     "sketch": SketchPage,
     "sketches": SketchPages,
 }
@@ -42,7 +38,8 @@ def stream_state(stream: Stream) -> State:
             "padded": stream.padded,
             "bits": list(stream.bits),
             "bytes": stream._bytes,
-            "left": stream._limit - (0 if isinstance(page, Tokens) else page.appended),
+            "compressed": stream.compressed,
+            "left": stream._limit - (page.appended if stream.compressed else 0),
             "form": form,
         }
     )
@@ -74,35 +71,33 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
         raise reader.wrong("bits", bits, "two of 16, 8 and 4")
     stream._store(Bits(*bits))
     sketch = not isinstance(method, Windowed)
-    allowed = (
-        ("sketch", "sketches") if sketch else ("page" if stream.bits == FULL else "quantized",)
+    stream.compressed = compressed = reader.flag("compressed")
+    form = reader.word("form", ("sketch", "sketches") if sketch and compressed else ("page",))
+    given = (method,) if sketch and compressed else ()
+    stream.page = page = _PAGES[form].from_state(reader.part("page"), kind, *given)
+    plain = not isinstance(page, Page) or (
+        page.exact.grows != compressed and (page.middle is None or stream.bits != FULL)
     )
-    form = reader.word("form", ("tokens", *allowed))
-    part = reader.part("page")
-    if isinstance(method, Windowed) or form == "tokens":
-        stream.page = _PAGES[form].from_state(part, kind)
-    else:
-        stream.page = _PAGES[form].from_state(part, kind, method)
-    page = stream.page
-    stream.compressed = not isinstance(page, Tokens)
+    if not plain:
+        raise reader.wrong("compressed", compressed, "what the page is")
     if reader.has("budget"):
         stream.budget = HeadBudgets.from_state(reader.part("budget"), kind.batch, kind.heads)
-    if stream.compressed and stream.budget is None:
-        raise reader.wrong("form", form, "tokens, while there is no budget")
+    if compressed and stream.budget is None:
+        raise reader.wrong("compressed", True, "false, while there is no budget")
     held = 1 if sketch else int(page.held.max())
-    if held > seen or (isinstance(page, Tokens) and page.slots.count != seen):
+    if held > seen or (not compressed and page.count != seen):
         raise reader.wrong("seen", seen, "the number of tokens that are held")
     stream.seen = seen
     stream._bytes = reader.whole("bytes")
     stream._limit = left = reader.whole("left", -(1 << 31))
-    if not isinstance(page, Tokens):
+    if compressed:
         # what is allocated at the next token follows from it
         longest = 4 * page.count + 4096 + 4 * (stream.pace.given or 0)
         if left > longest:
             raise reader.wrong("left", left, f"at most {longest}")
         assert stream.budget is not None
         slots = int(torch.as_tensor(stream.budget.slots(seen)).max())
-        if form != "quantized" and slots > 4 * page.count + 4096:
+        if stream.bits == FULL and slots > 4 * page.count + 4096:
             raise reader.wrong("budget", slots, f"about the {page.count} slots that are held")
         stream._limit += page.appended
     if reader.has("queries"):

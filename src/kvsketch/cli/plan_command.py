@@ -60,8 +60,8 @@ def plan_command(
 
     from kvsketch.evaluation.report.report import dumps
     from kvsketch.evaluation.runner.loading import load_config, resolve_model
-    from kvsketch.serving.plan import plan, size_of, tokens_of
-    from kvsketch.serving.settings import Settings
+    from kvsketch.vllm.plan import plan, size_of, tokens_of
+    from kvsketch.vllm.settings import Settings
 
     tokens, memory = tokens_of(context, "--context"), size_of(gpu_memory, "--gpu-memory")
     kept = 1024 if budget is None else budget

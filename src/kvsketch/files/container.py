@@ -19,10 +19,11 @@ from typing import Any, BinaryIO
 
 from kvsketch.errors import InputError
 
-#: of the layout of what is in a file
-VERSION = 2
+#: of the layout of what is in a file; 3 is the first that stores log m
+VERSION = 3
 #: the table of a file is at most so long: tables of a hundred layers take a tenth of it
 MOST_TABLE = 1 << 22
+_OTHER = "read it with the kvsketch that wrote it, or compress its document again"
 HEADER, CHECKSUM = "kvsketch", "sha256"
 #: regular expression of the first bytes of every file: the length of the table, and its first names
 BEGINS = rb'.{8}\{"__metadata__":\{"kvsketch":'
@@ -155,7 +156,8 @@ def _read_table(file: BinaryIO, path: Path, kind: str) -> Table:
         ) from error
     if version != VERSION or type(version) is not int:
         raise InputError(
-            f"{str(path)!r} has version {version!r:.40}; this kvsketch reads {VERSION}"
+            f"{str(path)!r} has version {version!r:.40} of the file format, and this kvsketch reads "
+            f"version {VERSION}: {_OTHER}"
         )
     if found != kind:
         raise InputError(f"{str(path)!r} holds a {found!r:.60}, not a {kind!r}")

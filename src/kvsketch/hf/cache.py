@@ -22,7 +22,7 @@ from kvsketch.budget import Schedule, plain
 from kvsketch.cache import Curves, HeadBudgets, RetrievalHeads, Stream, make_plan, windowed
 from kvsketch.cache.curves import model_shape
 from kvsketch.cache.plan import BY_NEED
-from kvsketch.cache.storage import CHOICES, FULL, MEASURED, bits_of
+from kvsketch.cache.storage import CHOICES, MEASURED, bits_of
 from kvsketch.errors import InputError, UnsupportedError, at_least
 from kvsketch.hf import accounting, adapters, compiled, interface, models, saving
 from kvsketch.hf.chunks import Chunks
@@ -39,6 +39,7 @@ from kvsketch.methods.registry import (
 )
 from kvsketch.methods.sketches import Sketch
 from kvsketch.methods.window import check_window
+from kvsketch.page.quantized import FULL
 
 
 class SketchCache(Cache):  # type: ignore[misc]

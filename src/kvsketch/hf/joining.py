@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvsketch.budget import Budget
 from kvsketch.cache.budgets import HeadBudgets
-from kvsketch.cache.storage import PLAIN, Bits
+from kvsketch.cache.storage import PLAIN
 from kvsketch.cache.stream import Stream
 from kvsketch.cache.window import Windowed
 from kvsketch.errors import InputError, UnsupportedError
@@ -18,6 +18,7 @@ from kvsketch.hf.cache import SketchCache
 from kvsketch.hf.layer import SketchLayer
 from kvsketch.hf.saving import cache_arguments
 from kvsketch.hf.turning import turn_of
+from kvsketch.page.quantized import Bits
 from kvsketch.slots import Slots
 
 # Arguments of the compression, which may differ between the two.

@@ -33,8 +33,8 @@ class LatentSketchLayer(SketchLayer):
         afterwards the new ones, since what it makes of them is not used."""
         if self.stream.compressed:
             return key_states, value_states
-        slots = self.stream.slots
-        return slots.values, slots.keys[..., key_states.shape[-1] :]
+        keys, values = self.stream.tokens
+        return values, keys[..., key_states.shape[-1] :]
 
     def check_returned(self, module: nn.Module | None, key: Tensor, value: Tensor) -> None:
         """Raise UnsupportedError unless a module expanded just what ``update`` returned."""

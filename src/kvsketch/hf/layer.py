@@ -142,8 +142,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         then only the new ones, because attention uses the slots."""
         if self.stream.compressed:
             return key_states, value_states
-        slots = self.stream.slots
-        return slots.keys, slots.values
+        return self.stream.tokens
 
     def to_slots(self, module: nn.Module | None, query: Tensor) -> Tensor:
         """Queries in the space of the slots' keys."""

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from kvsketch.budget import ALLOCATIONS, plain
 from kvsketch.cache import Curves, Plan, RetrievalHeads
-from kvsketch.cache.kind import Kind
 from kvsketch.cache.stream_state import restore, stream_state
 from kvsketch.errors import InputError, KVSketchError, UnsupportedError
 from kvsketch.files import container
@@ -31,6 +30,7 @@ from kvsketch.hf.other_layers import (
 )
 from kvsketch.hf.size import predicted_size
 from kvsketch.methods.registry import ALL_METHODS
+from kvsketch.page.kind import Kind
 from kvsketch.state import FLOATS, Reader, State, name_of, numbered
 from kvsketch.writing import check_replaced
 

@@ -100,7 +100,7 @@ def attention(
         queries with what the kernel has found out about them.
     """
     stream, q = layer.stream, asked.queries.shape[2]
-    slots, about = stream.slots, again.about
+    slots, about = Slots(*stream.tokens), again.about
     # Full attention is computed only because later layers need its output.
     everything = not again.local and not (again.stops and last)
     alone = layer.settings.readers == 1
@@ -109,7 +109,7 @@ def attention(
         out, total = attend_again(asked, slots, about, everything)
         return out.transpose(1, 2).contiguous(), None, replace(asked, total=total)
     if again.local:
-        near = Slots.cat(looked_at(stream.visible, about, q))
+        near = Slots.cat(looked_at(stream.slots, about, q))
         sees = causal(q, near.count, asked.queries.device)
         out = attend(
             asked.queries,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from transformers.cache_utils import Cache
 
-from kvsketch.cache.quantized import slot_bytes
-from kvsketch.cache.quantized_page import QuantizedPage
 from kvsketch.cache.sketch_page import SketchPage, SketchPages
 from kvsketch.cache.window import Windowed
 from kvsketch.hf import accounting
 from kvsketch.hf.layer import SketchLayer
 from kvsketch.methods.base import Compressor
 from kvsketch.methods.sketches import Sketch
+from kvsketch.page.quantized import slot_bytes
 from kvsketch.random_numbers import generator_state
 
 # Of a table: what is always there, a line for every tensor, and the numbers of a layer.
@@ -34,7 +33,7 @@ def _other(layer: object) -> int:
 
 def _sketch(page: SketchPage) -> int:
     """The exact tokens and the whole state of the sketch between them."""
-    tensors = list(page.exact.tensors().values())
+    tensors = list(page.tokens.tensors().values())
     tensors += [] if page.window is None else page.window.tensors()
     total = sum(t.numel() * t.element_size() for t in tensors) + (len(tensors) + 3) * _TENSOR
     return total + (0 if page.window is None else _generator(page.window.sketch))
@@ -53,7 +52,7 @@ def _layer(layer: SketchLayer) -> int:
     columns = sum(name not in ("keys", "values") for name in slots.tensors())
     given = (key_dim + value_dim) * layer.dtype.itemsize + 4 * columns
     total, tensors = int(held.sum()) * given, 5 + columns
-    if isinstance(page, QuantizedPage):
+    if page.middle is not None:
         window = stream.method.sink + stream.method.recent
         middle = int((held - window - page.appended).clamp(min=0).sum())
         few = slot_bytes(key_dim, stream.bits.keys) + slot_bytes(value_dim, stream.bits.values)

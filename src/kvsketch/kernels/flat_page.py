@@ -133,7 +133,7 @@ def check(
     queries: Tensor,
     keys: Page,
     values: Page,
-    mass: Tensor | None,
+    log_mass: Tensor | None,
     start: Tensor,
     count: Tensor,
     *,
@@ -198,7 +198,7 @@ def check(
     _check_page("values", values, kv_heads)
     check_dtype("queries", queries)
     sizes = Sizes(batch, heads, number, head_dim, value_dim, kv_heads, total)
-    check_column("mass", mass, (rows, total), (torch.float32,))
+    check_column("log_mass", log_mass, (rows, total), (torch.float32,))
     check_column("positions", positions, (rows, total), (torch.float32, *_INTEGERS))
     check_column("pages", pages, (batch,), _INTEGERS)
     check_column("sinks", sinks, (heads,), DTYPES)
@@ -210,15 +210,15 @@ def check(
     if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
         raise InputError(f"softcap={softcap!r} must be a finite number > 0, or None")
     data = [t for page in (keys, values) for t in _tensors(page)]
-    check_together(queries, *data, mass, start, count, sinks, slopes, positions, pages)
+    check_together(queries, *data, log_mass, start, count, sinks, slopes, positions, pages)
     return sizes
 
 
 def check_new(
-    sizes: Sizes, queries: Tensor, keys: Tensor, values: Tensor, mass: Tensor | None
+    sizes: Sizes, queries: Tensor, keys: Tensor, values: Tensor, log_mass: Tensor | None
 ) -> None:
     """Raises:
-    InputError: new keys, values or masses that do not fit.
+    InputError: new keys, values or log masses that do not fit.
     """
     shape = (sizes.batch, sizes.kv_heads, sizes.queries)
     for name, new, dim in (
@@ -228,8 +228,8 @@ def check_new(
         if tuple(new.shape) != (*shape, dim):
             raise InputError(f"{name} must have shape {(*shape, dim)}, got {tuple(new.shape)}")
         check_dtype(name, new)
-    check_column("new_mass", mass, shape, (torch.float32,))
-    check_together(queries, keys, values, mass)
+    check_column("new_log_mass", log_mass, shape, (torch.float32,))
+    check_together(queries, keys, values, log_mass)
 
 
 def check_dtype(name: str, tensor: Tensor) -> None:

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvsketch.cache.middle import Middle
-from kvsketch.cache.page import Page
-from kvsketch.cache.quantized import Quantized
 from kvsketch.estimator import per_group
 from kvsketch.kernels import triton_support
 from kvsketch.kernels.flat_page import FlatQuantized
 from kvsketch.observed import Observed
-from kvsketch.partial import NOTHING, log_mass, partial, together
+from kvsketch.page.part import Part
+from kvsketch.page.quantized import Quantized
+from kvsketch.partial import NOTHING, partial, together
 from kvsketch.slots import compute_dtype
 
 # The number of keys (and values) in few bits that are turned into floats at a time, and of scores
@@ -26,7 +25,7 @@ from kvsketch.slots import compute_dtype
 _PIECE = 1 << 20
 
 
-def decode(asked: Observed, parts: Sequence[Page | Middle], padded: bool) -> Tensor:
+def decode(asked: Observed, parts: Sequence[Part], padded: bool) -> Tensor:
     """Attention of one query per head over all slots of its head.
 
     Args:
@@ -39,7 +38,6 @@ def decode(asked: Observed, parts: Sequence[Page | Middle], padded: bool) -> Ten
     """
     by_triton = triton_fits(asked)
     page = parts[-1]
-    assert isinstance(page, Page)
     if by_triton and len(parts) == 1:
         return _by_triton(asked, page, None)[0]
     batch, heads = asked.queries.shape[:2]
@@ -51,7 +49,7 @@ def decode(asked: Observed, parts: Sequence[Page | Middle], padded: bool) -> Ten
     return out.reshape(batch, heads, 1, out.shape[-1]).to(asked.queries.dtype)
 
 
-def prefill(asked: Observed, parts: Sequence[Page | Middle], padded: bool) -> Tensor:
+def prefill(asked: Observed, parts: Sequence[Part], padded: bool) -> Tensor:
     """Attention of a chunk of new tokens over the slots before them and, causally, over themselves.
 
     Args:
@@ -63,7 +61,6 @@ def prefill(asked: Observed, parts: Sequence[Page | Middle], padded: bool) -> Te
         ``[batch, num_attention_heads, q, value_dim]``. The rows of padded queries are undefined.
     """
     page, before = parts[-1], parts[:-1]
-    assert isinstance(page, Page)
     by_triton = triton_fits(asked)
     if by_triton and not before:
         return _prefill_by_triton(asked, page)[0]
@@ -83,25 +80,25 @@ def prefill(asked: Observed, parts: Sequence[Page | Middle], padded: bool) -> Te
 
 
 def _chunk(
-    packed: Tensor, page: Page, asked: Observed, padded: bool
+    packed: Tensor, page: Part, asked: Observed, padded: bool
 ) -> list[tuple[Tensor, Tensor]]:
     """The attention over the slots of a page before the newest tokens and, causally, over the
     newest tokens, with the logs of its totals, ``[batch, heads, group * q]``."""
     q = asked.queries.shape[2]
     group, shape = packed.shape[2] // q, packed.shape[:3]
-    keys, values, mass = _padded(page)
+    keys, values, logs = _padded(page)
     before = page.count - q
     wide = [t[:, :, before:].repeat_interleave(group, dim=1) for t in (keys, values)]
-    weight = None if mass is None else mass[:, :, before:]
+    weight = None if logs is None else logs[:, :, before:]
     found = []
     if before:
-        bias = None if mass is None else log_mass(mass[:, :, :before]).unsqueeze(2)
+        bias = None if logs is None else logs[:, :, :before].unsqueeze(2)
         keys, values = keys[:, :, :before], values[:, :, :before]
         found.append(partial(packed, keys, values, bias, asked.scaling, asked.softcap))
     bias = None
     if weight is not None and padded:
         later = torch.ones(q, q, dtype=torch.bool, device=packed.device).triu_(1)
-        bias = log_mass(weight).repeat_interleave(group, dim=1).unsqueeze(2)
+        bias = weight.repeat_interleave(group, dim=1).unsqueeze(2)
         bias = bias.expand(-1, -1, q, -1).masked_fill(later, NOTHING)
     out, total = partial(
         asked.queries, wide[0], wide[1], bias, asked.scaling, asked.softcap, bias is None
@@ -117,9 +114,7 @@ def triton_fits(asked: Observed) -> bool:
     return not both and triton_support.chosen(asked.queries)
 
 
-def _by_triton(
-    asked: Observed, part: Page | Middle, newest: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _by_triton(asked: Observed, part: Part, newest: Tensor | None) -> tuple[Tensor, Tensor]:
     """The attention ``[batch, num_attention_heads, 1, value_dim]`` and the logs of its totals, in
     one launch for all heads, whatever their sizes."""
     from kvsketch.kernels.triton_decode import decode as launch
@@ -131,7 +126,7 @@ def _by_triton(
         asked.queries,
         flat["keys"],
         flat["values"],
-        flat.get("mass"),
+        flat.get("log_mass"),
         start,
         count,
         scaling=asked.scaling,
@@ -144,7 +139,7 @@ def _by_triton(
     )
 
 
-def _prefill_by_triton(asked: Observed, page: Page) -> tuple[Tensor, Tensor]:
+def _prefill_by_triton(asked: Observed, page: Part) -> tuple[Tensor, Tensor]:
     """The attention over the slots before the new tokens and, causally, over the new tokens, and
     the logs of its totals, in one launch."""
     from kvsketch.kernels.triton_prefill import prefill as launch
@@ -155,41 +150,38 @@ def _prefill_by_triton(asked: Observed, page: Page) -> tuple[Tensor, Tensor]:
         asked.queries,
         flat["keys"],
         flat["values"],
-        flat.get("mass"),
+        flat.get("log_mass"),
         start,
         count - q,
         new["keys"],
         new["values"],
         scaling=asked.scaling,
-        new_mass=new.get("mass"),
+        new_log_mass=new.get("log_mass"),
         softcap=asked.softcap,
         sinks=None if asked.sinks is None else asked.sinks.float(),
     )
 
 
-def _flat(part: Page | Middle) -> dict[str, Any]:
+def _flat(part: Part) -> dict[str, Any]:
     """The fields of a part, ``[batch, total, ...]``. Quantised keys and values stay quantised."""
     even = part.blocks is None
     flat: dict[str, Any] = {n: t.flatten(1, 2) if even else t for n, t in part.fields.items()}
-    if isinstance(part, Middle):
-        for name, few in part.packed.items():
-            few = few.map_slots(lambda t: t.flatten(1, 2)) if even else few
-            flat[name] = FlatQuantized(
-                few.bits, few.dim, few.codes, few.low, few.step, few.unit, few.offset
-            )
+    for name, few in part.packed.items():
+        few = few.map_slots(lambda t: t.flatten(1, 2)) if even else few
+        flat[name] = FlatQuantized(
+            few.bits, few.dim, few.codes, few.low, few.step, few.unit, few.offset
+        )
     return flat
 
 
-def _padded(page: Page) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys, mean values and masses ``[batch, heads, count, ...]``, the newest tokens last."""
-    if page.blocks is None:
-        return page.even("keys"), page.even("values"), page.even_mass
-    slots = page.slots
-    return slots.keys, slots.mean_values().to(slots.keys.dtype), slots.mass
+def _padded(page: Part) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, mean values and log masses ``[batch, heads, count, ...]``, the newest tokens last."""
+    fields = page.of_heads()
+    return fields["keys"], fields["values"], fields.get("log_mass")
 
 
 def over(
-    packed: Tensor, part: Page | Middle, asked: Observed, newest: Tensor | None = None
+    packed: Tensor, part: Part, asked: Observed, newest: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The attention of packed queries over one part of a layer's slots.
 
@@ -207,7 +199,7 @@ def over(
         mine = replace(asked, queries=packed.flatten(1, 2).unsqueeze(2), sinks=None)
         out, total = _by_triton(mine, part, newest)
         return out.view(*packed.shape[:3], -1), total.view(packed.shape[:3])
-    if isinstance(part, Middle) and part.packed:
+    if part.packed:
         return _over_few_bits(packed, part, asked, newest)
     bias = _bias(part, asked, newest, packed)
     if part.blocks is None:
@@ -215,15 +207,14 @@ def over(
         return partial(packed, keys, values, bias, asked.scaling, asked.softcap)
     owner, foreign, _ = part.blocks.found()
     queries = packed.flatten(0, 1).index_select(0, owner).unsqueeze(1)
-    keys, values = (
-        part.fields[name].view(len(owner), 1, part.blocks.size, -1) for name in ("keys", "values")
-    )
+    shape = (len(owner), 1, part.blocks.size, -1)
+    keys, values = (part.fields[name].reshape(shape) for name in ("keys", "values"))
     found = partial(queries, keys, values, bias, asked.scaling, asked.softcap)
     return _of_heads(*found, foreign)
 
 
 def _over_few_bits(
-    packed: Tensor, part: Middle, asked: Observed, newest: Tensor | None
+    packed: Tensor, part: Part, asked: Observed, newest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """As ``over``, in pieces, for quantised keys or values.
 
@@ -301,23 +292,21 @@ def _of_heads(out: Tensor, totals: Tensor, foreign: Tensor) -> tuple[Tensor, Ten
     return (weights @ parts.to(weights.dtype)).transpose(1, 2), whole
 
 
-def _bias(
-    part: Page | Middle, asked: Observed, newest: Tensor | None, packed: Tensor
-) -> Tensor | None:
+def _bias(part: Part, asked: Observed, newest: Tensor | None, packed: Tensor) -> Tensor | None:
     """The bias of the scores from masses, dead slots and ALiBi, ``[batch, heads, 1 or queries,
     slots]``, or ``[blocks, 1, 1 or queries, slots of a block]`` if heads differ in size. None if
     there is no bias."""
     if part.blocks is None:
-        mass = part.even_mass
-        bias = None if mass is None else log_mass(mass).unsqueeze(2)
+        logs = part.log_mass
+        bias = None if logs is None else logs.unsqueeze(2)
         if newest is None:
             return bias
         bent = _bent(asked, part.even("positions").unsqueeze(2), newest, part.heads)
         return bent if bias is None else bent + bias
     owner, size = part.blocks.found()[0], part.blocks.size
-    blocks, mass = len(owner), part.fields.get("mass")
-    if mass is not None:
-        bias = log_mass(mass).view(blocks, 1, 1, size)
+    blocks, logs = len(owner), part.fields.get("log_mass")
+    if logs is not None:
+        bias = logs.view(blocks, 1, 1, size)
     else:
         live = part.blocks.live(part.appended)
         bias = torch.where(live, 0.0, NOTHING).view(blocks, 1, 1, size)
@@ -330,7 +319,7 @@ def _bias(
     return bias + bent[owner, :, mine].unsqueeze(1)
 
 
-def _newest(page: Page) -> Tensor:
+def _newest(page: Part) -> Tensor:
     """The last position of each row, ``[batch, 1, 1, 1]``."""
     found = page.even("positions") if page.blocks is None else page.fields["positions"]
     return found.flatten(1).amax(1).view(-1, 1, 1, 1)

@@ -65,7 +65,7 @@ def decode(
     queries: Tensor,
     keys: Page,
     values: Page,
-    mass: Tensor | None,
+    log_mass: Tensor | None,
     start: Tensor,
     count: Tensor,
     *,
@@ -76,7 +76,6 @@ def decode(
     positions: Tensor | None = None,
     query_positions: Tensor | None = None,
     pages: Tensor | None = None,
-    logged: bool = False,
     most: int | None = None,
     splits: int | None = None,
     block: int | None = None,
@@ -95,7 +94,7 @@ def decode(
             num_key_value_heads)``. Any strides, as for all that follows.
         keys: ``[batch, total, head_dim]``, or quantised.
         values: means u / m, ``[batch, total, value_dim]``, or quantised.
-        mass: m >= 0, float32 ``[batch, total]``, 0: dead; a negative one makes NaN. None: all 1.
+        log_mass: log m, float32 ``[batch, total]``; ``NOTHING`` or -inf: dead. None: all 0.
         start, count: int32 or int64 ``[batch, num_key_value_heads]``.
         scaling: multiplies the scores.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
@@ -105,10 +104,9 @@ def decode(
         query_positions: ``[batch]``, in the dtype of ``positions``. Needed for slopes with sinks.
             None: the position of the head's last slot, which does not change the output but shifts
             ``log_total``.
-        pages: for each row of ``queries``, the row of ``keys``, ``values``, ``mass`` and
+        pages: for each row of ``queries``, the row of ``keys``, ``values``, ``log_mass`` and
             ``positions`` that has its slots, int32 or int64 ``[batch]``, not checked on the host.
             These tensors may then have any number of rows. None: row b of all of them.
-        logged: whether ``mass`` is log m.
         most: an upper bound of ``count``, which determines the number of programs. None: total. If
             it is too small, the call is slower, but no slot is left out.
         splits: pieces per head; None: ``splits_for(batch, num_key_value_heads, most)``.
@@ -130,7 +128,7 @@ def decode(
         queries,
         keys,
         values,
-        mass,
+        log_mass,
         start,
         count,
         scaling=scaling,
@@ -160,7 +158,7 @@ def decode(
         wanted = (sizes.batch, sizes.heads, splits)
         given("scratch[0]", parts, queries, (*wanted, sizes.value_dim), torch.float32)
         given("scratch[1]", logs, queries, wanted, torch.float32)
-    page = flat(keys, values, mass, positions, start, count, pages, logged)
+    page = flat(keys, values, log_mass, positions, start, count, pages)
     scoring = Scoring(float(scaling), softcap, sinks, at(sinks), slopes, at(slopes))
     group_block = min(padded(sizes.group), _MOST_ROWS)
     tiles = -(-sizes.group // group_block)

@@ -39,6 +39,7 @@ from kvsketch.kernels.triton_slots import (
     finished,
     flat,
     kind,
+    log2_of,
     owned,
     place,
     score,
@@ -51,21 +52,20 @@ def prefill(
     queries: Tensor,
     keys: Page,
     values: Page,
-    mass: Tensor | None,
+    log_mass: Tensor | None,
     start: Tensor,
     count: Tensor,
     new_keys: Tensor,
     new_values: Tensor,
     *,
     scaling: float,
-    new_mass: Tensor | None = None,
+    new_log_mass: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     positions: Tensor | None = None,
     new_positions: Tensor | None = None,
     pages: Tensor | None = None,
-    logged: bool = False,
     rows: int | None = None,
     block: int | None = None,
     precision: str = "tf32x3",
@@ -76,12 +76,12 @@ def prefill(
 
     Args:
         queries: float32, float16 or bfloat16 ``[batch, num_attention_heads, q, head_dim]``.
-        keys, values, mass, start, count, scaling, softcap, sinks, slopes, positions, pages, logged:
+        keys, values, log_mass, start, count, scaling, softcap, sinks, slopes, positions, pages:
             as for ``triton_decode.decode``.
         new_keys: ``[batch, num_key_value_heads, q, head_dim]``, of the queries' own tokens.
         new_values: ``[batch, num_key_value_heads, q, value_dim]``.
-        new_mass: float32 ``[batch, num_key_value_heads, q]``, 0 for padding, to which no query
-            attends. None: all 1.
+        new_log_mass: float32 ``[batch, num_key_value_heads, q]``, ``NOTHING`` or -inf for
+            padding, to which no query attends. None: all 0.
         new_positions: of the new tokens and queries, in the dtype of ``positions`` ``[batch, q]``.
             Needed for slopes, as ``positions`` are.
         rows: (query, head of the group) pairs per tile, a power of two >= 16. None: tuned on a GPU.
@@ -105,7 +105,7 @@ def prefill(
         queries,
         keys,
         values,
-        mass,
+        log_mass,
         start,
         count,
         scaling=scaling,
@@ -116,7 +116,7 @@ def prefill(
         pages=pages,
     )
     require(queries)
-    check_new(sizes, queries, new_keys, new_values, new_mass)
+    check_new(sizes, queries, new_keys, new_values, new_log_mass)
     if slopes is not None:
         assert positions is not None
         if new_positions is None:
@@ -144,12 +144,12 @@ def prefill(
     def grid(meta: dict[str, Any]) -> tuple[int]:
         return (both * -(-pairs // int(meta["ROWS"])),)
 
-    columns = (new_mass, at(new_mass), new_positions, at(new_positions))
+    columns = (new_log_mass, at(new_log_mass), new_positions, at(new_positions))
     with launching(queries):
         kernel[grid](
             queries,
             at(queries),
-            flat(keys, values, mass, positions, start, count, pages, logged),
+            flat(keys, values, log_mass, positions, start, count, pages),
             New(new_keys, at(new_keys), new_values, at(new_values), *columns),
             Scoring(float(scaling), softcap, sinks, at(sinks), slopes, at(slopes)),
             out,
@@ -322,8 +322,7 @@ def _attend_new(
         scores = score(q, k, None, slope, distance, scoring, PRECISION)
         if new.mass is not None:
             masses = new.mass + row * new.mass_at[0] + head * new.mass_at[1]
-            mass = tl.load(masses + tokens * new.mass_at[2], mask=there, other=0.0)
-            scores += tl.log2(mass)[None, :]
+            scores += log2_of(masses + tokens * new.mass_at[2], there)[None, :]
         if CAUSAL:
             scores = tl.where(tokens[None, :] <= token[:, None], scores, float("-inf"))
         v = tl.load(

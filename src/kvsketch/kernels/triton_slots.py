@@ -57,7 +57,6 @@ class Flat(NamedTuple):
     total: int
     rows: Tensor | None
     rows_at: tuple[int, ...]
-    logged: tl.constexpr  # whether masses are their logarithms
 
 
 class New(NamedTuple):
@@ -103,19 +102,18 @@ def stored(page: Page) -> Stored:
 def flat(
     keys: Page,
     values: Page,
-    mass: Tensor | None,
+    log_mass: Tensor | None,
     positions: Tensor | None,
     start: Tensor,
     count: Tensor,
     pages: Tensor | None = None,
-    logged: bool = False,
 ) -> Flat:
     """A flat page as arguments of a launch."""
     return Flat(
         stored(keys),
         stored(values),
-        mass,
-        at(mass),
+        log_mass,
+        at(log_mass),
         positions,
         at(positions),
         start,
@@ -125,7 +123,6 @@ def flat(
         keys.shape[1],
         pages,
         at(pages),
-        tl.constexpr(logged),
     )
 
 
@@ -140,6 +137,14 @@ def kind(*pages: Page) -> str:
         f"{page.bits} bits" if isinstance(page, FlatQuantized) else str(page.dtype)
         for page in pages
     )
+
+
+@triton.jit
+def log2_of(log_masses: tl.tensor, there: tl.tensor) -> tl.tensor:
+    """The base-2 log of masses whose natural one is stored; -inf for dead slots and beyond the
+    end."""
+    log = tl.load(log_masses, mask=there, other=float("-inf"))
+    return tl.where(log <= -1e29, float("-inf"), log * LOG2E)
 
 
 @triton.jit
@@ -188,10 +193,7 @@ def attend_slots(
         # One addition applies both the mass and the end of the slots.
         if page.mass is not None:
             masses = page.mass + row * page.mass_at[0] + slots * page.mass_at[1]
-            if page.logged:
-                bias = tl.load(masses, mask=there, other=float("-inf")) * LOG2E
-            else:
-                bias = tl.log2(tl.load(masses, mask=there, other=0.0))
+            bias = log2_of(masses, there)
         else:
             bias = tl.where(there, 0.0, float("-inf"))
         scores += bias[None, :]

@@ -10,7 +10,7 @@ vLLM is replaced: a backend, a cache spec and its manager are registered where v
 from __future__ import annotations
 
 from kvsketch.errors import UnsupportedError
-from kvsketch.serving.settings import read
+from kvsketch.vllm.settings import read
 
 #: the release whose seams this was written and tested for
 VERSION = "0.32"

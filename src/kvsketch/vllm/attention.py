@@ -14,13 +14,13 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from kvsketch.cache.curves import model_shape
 from kvsketch.errors import UnsupportedError
-from kvsketch.serving.layout import Fields, Layout
-from kvsketch.serving.pages import Counts, Pages
-from kvsketch.serving.split_layout import SplitLayout
+from kvsketch.page.layout import Layout
+from kvsketch.page.page import Page
 from kvsketch.vllm import metrics
 from kvsketch.vllm.checks import check_engine, check_layer
 from kvsketch.vllm.engine import begin
 from kvsketch.vllm.metadata import PageMetadata
+from kvsketch.vllm.pages import Counts, Pages
 
 
 class Workspace:
@@ -98,8 +98,8 @@ class PageImpl(AttentionImpl[PageMetadata]):
         self.number = engine.layers
         engine.layers += 1
         self._seen: Tensor | None = None
-        self._fields: Fields | None = None
-        self._layout: Layout | SplitLayout | None = None
+        self._held: tuple[Page, Tensor] | None = None
+        self._layout: Layout | None = None
         self._pages: Pages | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -158,18 +158,18 @@ class PageImpl(AttentionImpl[PageMetadata]):
         table, raw = attn_metadata.table, kv_cache.view(torch.uint8).flatten(1)
         if table is not None:
             together = _WORKSPACE.rows(raw, table.flatten())
-            pages, fields = self._opened(layer, together.view(len(table), -1), key.dtype)
+            pages, held = self._opened(layer, together.view(len(table), -1), key.dtype)
         elif self._seen is not kv_cache:  # it is always the same tensor
-            pages, fields = self._opened(layer, raw, key.dtype)
-            self._seen, self._fields = kv_cache, fields
+            pages, held = self._opened(layer, raw, key.dtype)
+            self._seen, self._held = kv_cache, held
         else:
             assert self._pages is not None
-            assert self._fields is not None
-            pages, fields = self._pages, self._fields
+            assert self._held is not None
+            pages, held = self._pages, self._held
         own = attn_metadata.num_actual_tokens  # padding may follow
         out = output.view(-1, self.num_heads, self.head_size)[:own]
         query, key, value = query[:own], key[:own], value[:own]
-        pages.attend(query, key, value, fields, attn_metadata.rounds, out)
+        pages.attend(query, key, value, held, attn_metadata.rounds, out)
         if table is not None:
             raw.index_copy_(0, table.flatten().long(), together)
         if self.counts.compressions:
@@ -178,8 +178,10 @@ class PageImpl(AttentionImpl[PageMetadata]):
             counts.compressions, counts.errors, counts.above = 0, 0.0, 0
         return output
 
-    def _opened(self, layer: Any, raw: Tensor, dtype: torch.dtype) -> tuple[Pages, Fields]:
-        """The pages of this layer and their parts.
+    def _opened(
+        self, layer: Any, raw: Tensor, dtype: torch.dtype
+    ) -> tuple[Pages, tuple[Page, Tensor]]:
+        """What is done with the pages of this layer, and the pages.
 
         Args:
             raw: uint8 ``[pages, bytes]``.
@@ -190,7 +192,7 @@ class PageImpl(AttentionImpl[PageMetadata]):
             self._layout = layout = layer.attn_backend.layout(*shape)
             given = self.scale, self.softcap, self.counts
             self._pages = settings.pages(layout, self.engine.context, self.number, *given)
-        return self._pages, self._layout.fields(raw)
+        return self._pages, self._layout.views(raw)
 
 
 def _of_rank(heads: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:

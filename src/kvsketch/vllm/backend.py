@@ -10,8 +10,7 @@ from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
 
 from kvsketch.errors import UnsupportedError
-from kvsketch.serving.layout import Layout
-from kvsketch.serving.split_layout import SplitLayout
+from kvsketch.page.layout import Layout
 from kvsketch.vllm.engine import running
 from kvsketch.vllm.spec import PageSpec
 
@@ -111,7 +110,7 @@ class PageBackend(AttentionBackend):
         head_size: int,
         dtype: torch.dtype,
         rank: int | None = None,
-    ) -> Layout | SplitLayout:
+    ) -> Layout:
         """The layout of a page of this layer on a rank of tensor parallelism; None: this rank."""
         engine, sizes = running(), None
         if cls.sizes is not None:

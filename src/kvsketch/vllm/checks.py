@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvsketch.errors import UnsupportedError
-from kvsketch.serving.settings import DRAWING, Settings
+from kvsketch.vllm.settings import DRAWING, Settings
 
 
 def check_engine(config: Any) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from kvsketch.serving.rhythm import Numbers
-from kvsketch.serving.settings import Settings, read
 from kvsketch.vllm.checks import check_settings
+from kvsketch.vllm.rounds import Numbers
+from kvsketch.vllm.settings import Settings, read
 
 
 @dataclass

@@ -15,10 +15,10 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from kvsketch.serving.rhythm import Copies, Numbers, Rhythm, Round, rounds
 from kvsketch.vllm import metrics
 from kvsketch.vllm.engine import running
 from kvsketch.vllm.manager import PARTS
+from kvsketch.vllm.rounds import Copies, Numbers, Rhythm, Round, rounds
 from kvsketch.vllm.spec import PageSpec
 
 

@@ -9,8 +9,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import CircularBufferSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from kvsketch.serving.layout import Layout
-from kvsketch.serving.split_layout import SplitLayout
+from kvsketch.page.layout import Layout
 from kvsketch.vllm.manager import PARTS, PageManager
 
 
@@ -30,7 +29,7 @@ class PageSpec(CircularBufferSpec):
         second_runner: whether vLLM uses its model runner V2.
     """
 
-    layout: Layout | SplitLayout = field(compare=False)  # of this rank
+    layout: Layout = field(compare=False)  # of this rank
     blocks: int = 1
     prefixes: bool = False
     second_runner: bool = False

@@ -17,16 +17,13 @@ import torch
 
 from kvsketch.budget import Budget
 from kvsketch.cache.curves import Curves
-from kvsketch.cache.quantized import check_bits
-from kvsketch.cache.storage import Bits
 from kvsketch.cache.window import Windowed, windowed
 from kvsketch.errors import InputError, at_least, unknown_name
 from kvsketch.methods.window import check_window
-from kvsketch.serving.layout import Layout
-from kvsketch.serving.pages import Pages
-from kvsketch.serving.rhythm import Rhythm
-from kvsketch.serving.split_layout import SplitLayout
-from kvsketch.serving.split_pages import SplitPages
+from kvsketch.page.layout import Layout
+from kvsketch.page.quantized import Bits, check_bits
+from kvsketch.vllm.pages import Pages
+from kvsketch.vllm.rounds import Rhythm
 
 #: the name of the uncompressed page
 EXACT = "exact"
@@ -190,7 +187,7 @@ class Settings:
         head_dim: int,
         dtype: torch.dtype,
         sizes: Sequence[int] | None = None,
-    ) -> Layout | SplitLayout:
+    ) -> Layout:
         """The layout of a request's page in one layer.
 
         Args:
@@ -204,18 +201,15 @@ class Settings:
             window = method.window or rhythm.buffer
             queries = min(rhythm.buffer, window) if method.needs_queries else 1
         scored = method is not None and method.needs_queries
-        page = Layout(kv_heads, group, rhythm.slots, head_dim, head_dim, queries, scored, dtype)
-        if not self.split:
-            return page
-        if sizes is None:
+        if self.split and sizes is None:
             sizes = [self.kept(context) - self.sink - self.recent] * kv_heads
-        return SplitLayout(page, tuple(sizes), Bits(self.bits, self.bits))
+        shape = (kv_heads, group, rhythm.slots, head_dim, head_dim, queries, scored, dtype)
+        return Layout(*shape, tuple(sizes or ()), Bits(self.bits, self.bits))
 
-    def pages(self, layout: Layout | SplitLayout, context: int, layer: int, *args: Any) -> Pages:
+    def pages(self, layout: Layout, context: int, layer: int, *args: Any) -> Pages:
         """The pages of one layer. The arguments after ``layer`` are those of ``Pages`` from
         ``scaling`` on."""
-        given = self.windowed(layer), self.rhythm(context), *args
-        return SplitPages(layout, *given) if isinstance(layout, SplitLayout) else Pages(*given)
+        return Pages(layout, self.windowed(layer), self.rhythm(context), *args)
 
     def windowed(self, layer: int = 0) -> Windowed | None:
         """A new method with its window for a layer; None: nothing is compressed."""

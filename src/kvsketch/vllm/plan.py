@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.hf.models import has_latents, kv_heads_of, layers_of, max_positions
-from kvsketch.serving.settings import Settings
+from kvsketch.vllm.settings import Settings
 
 #: The share of a GPU's memory that vLLM 0.32 uses by default (``--gpu-memory-utilization``).
 UTILIZATION = 0.92
@@ -148,7 +148,7 @@ def plan(
         size = layout.bytes
         if windows:  # all layers have vLLM's blocks
             size = -(-size // (_BLOCK * token)) * _BLOCK * token
-        return layout.slots, full * size + sliding
+        return layout.average, full * size + sliding
 
     budget = settings.budget
     if concurrency is not None:

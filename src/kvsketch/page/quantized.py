@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,20 @@ GROUP = 64
 _ENOUGH = 64
 # The approximate largest number of slots from which centres and units are computed.
 _SAMPLE = 1024
+
+
+class Bits(NamedTuple):
+    """The bits of the keys and of the values of slots between sinks and recent window. 16: in the
+    model's own dtype."""
+
+    keys: int
+    values: int
+
+    def __str__(self) -> str:
+        return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"
+
+
+FULL = Bits(16, 16)
 
 
 def check_bits(bits: object) -> int:

@@ -1,4 +1,4 @@
-"""A page whose slots between sinks and recent window are stored in 8 or 4 bits."""
+"""The page of a layer: its slots in one part, or in two where most are stored in few bits."""
 
 from __future__ import annotations
 
@@ -9,72 +9,94 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvsketch.cache.fields import owned
-from kvsketch.cache.kind import Kind
-from kvsketch.cache.middle import Middle
-from kvsketch.cache.page import Page
-from kvsketch.cache.ragged import picked
-from kvsketch.cache.storage import Bits
+from kvsketch.page.kind import Kind
+from kvsketch.page.part import Part
+from kvsketch.page.quantized import FULL, Bits
+from kvsketch.page.ragged import picked
 from kvsketch.slots import Slots, compute_dtype
-from kvsketch.state import Reader, State, name_of
+from kvsketch.state import Reader, State
 
 
-class QuantizedPage:
-    """The first ``sink`` slots, the last ``recent`` slots and the appended slots of every head are
-    stored unchanged on a ``Page``, and the slots between them in a ``Middle``.
+class Page:
+    """All slots of a layer, in the order of their tokens.
+
+    In few bits, the first ``sink`` slots, the last ``recent`` slots and the appended slots of every
+    head stay exact, and the slots between them are a part of their own.
 
     Args:
-        slots: the slots of every head come first, as for ``Page``. Dead slots do not affect the
-            precision of the others.
+        slots: as for ``Part``. Dead slots do not affect the precision of the others.
         sizes: the number of slots of each head, int64 ``[batch, heads]``. None: all the same.
         room: slots that can be appended to every head.
-        bits: of keys and of values, 8 or 4.
-        sink: slots at the start that are stored unchanged.
-        recent: slots at the end that are stored unchanged.
-        previous: the page from which these slots were read with ``exactly``. Slots that have not
-            changed keep their bits.
+        bits: of keys and of values.
+        sink: in few bits, slots at the start that stay exact.
+        recent: in few bits, slots at the end that stay exact.
+        previous: the page of these slots before, which must not be used afterwards.
 
     Attributes:
         sizes: as given.
-        exact: the sinks, recent window and appended slots of each head, in this order.
-        middle: the slots between sinks and recent window. None: no head has any.
+        exact: exact slots; in few bits, the sinks, recent window and appended slots of each head.
+        middle: the slots between sinks and recent window, in few bits. None: there are none.
     """
+
+    middle: Part | None = None
+    _first: Tensor | None = None  # sinks of every head, before the middle
 
     def __init__(
         self,
         slots: Slots,
-        sizes: Tensor | None,
-        room: int,
-        bits: Bits,
-        sink: int,
-        recent: int,
-        previous: QuantizedPage | None = None,
+        sizes: Tensor | None = None,
+        room: int = 0,
+        bits: Bits = FULL,
+        sink: int = 0,
+        recent: int = 0,
+        previous: Page | None = None,
     ) -> None:
         self.sizes, self._base = sizes, slots.count
+        dtype = slots.keys.dtype if previous is None else previous.dtype
+        if bits == FULL:
+            self._kept = slots.count
+            if previous is None or previous.middle is not None:
+                self.exact = Part(slots, sizes, room, dtype=dtype)
+            else:
+                self.exact = previous.exact.refilled(slots, sizes, room, dtype)
+            return
         every = sizes
         if every is None:
             every = torch.full(slots.keys.shape[:2], slots.count, device=slots.keys.device)
         first = every.clamp(max=sink)
         last = (every - first).clamp(max=recent)
         between = every - first - last
-        self._first = first.unsqueeze(-1)
-        self._dtype: torch.dtype = slots.keys.dtype if previous is None else previous._dtype
-        kept, hidden = int((first + last).max()), int(between.max())
-        column = torch.arange(max(kept, hidden), device=first.device)
-        own, skipped = column[:kept], between.unsqueeze(-1)
-        place = torch.where(own < self._first, own, own + skipped)
+        self._kept, hidden = int((first + last).max()), int(between.max())
+        column = torch.arange(max(self._kept, hidden), device=first.device)
+        own, first = column[: self._kept], first.unsqueeze(-1)
+        place = torch.where(own < first, own, own + between.unsqueeze(-1))
         exact = slots.take(place.clamp(max=slots.count - 1))
-        exact = replace(exact, keys=exact.keys.to(self._dtype))
-        if exact.mass is None:
-            exact = replace(exact, values=exact.values.to(self._dtype))
-        same = bool((first + last == kept).all())
-        self.exact = Page(exact, None if same else first + last, room)
-        self.middle: Middle | None = None
-        self._kept = kept
+        same = bool((every - between == self._kept).all())
+        self.exact = Part(exact, None if same else every - between, room, dtype=dtype)
         if hidden:
-            place = (column[:hidden] + self._first).clamp(max=slots.count - 1)
+            place = (column[:hidden] + first).clamp(max=slots.count - 1)
             before = None if previous is None else previous.middle
-            self.middle = Middle(slots.take(place), between, bits, before)
+            same = bool((between == hidden).all())
+            self.middle = Part(slots.take(place), None if same else between, 0, bits, before)
+            self._first = first
+
+    @classmethod
+    def of_tokens(cls, slots: Slots) -> Page:
+        """The tokens of a context that is not compressed, see ``Part``."""
+        return cls.of_parts(Part.of_tokens(slots))
+
+    @classmethod
+    def of_parts(cls, exact: Part, middle: Part | None = None) -> Page:
+        """A page whose parts are there already, such as those in an engine's memory."""
+        page = cls.__new__(cls)
+        page.sizes, page._base, page._kept = None, 0, 0
+        page.exact, page.middle = exact, middle
+        return page
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tokens."""
+        return self.exact.fields["keys"].dtype
 
     @property
     def batch(self) -> int:
@@ -106,26 +128,26 @@ class QuantizedPage:
         """The number of slots of every row and head, int64 ``[batch, heads]``."""
         if self.middle is None:
             return self.exact.held
-        return self.exact.held.to(self.middle.sizes.device) + self.middle.sizes
+        middle = self.middle.held
+        return self.exact.held.to(middle.device) + middle
 
     @property
     def slots(self) -> Slots:
-        """All slots, as ``Page.slots``, in their original dtype."""
+        """All slots, as ``Part.read`` returns them, in the dtype of the tokens."""
         return self.read()
+
+    @property
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of tokens that are not compressed, padding included."""
+        return self.exact.even("keys"), self.exact.even("values")
 
     def read(self, exactly: bool = False) -> Slots:
         """As ``slots``. With ``exactly``, in at least float32, so that the stored numbers are not
         rounded to the model's dtype."""
-        dtype = compute_dtype(self._dtype) if exactly else self._dtype
-        exact = self.exact.slots
-        exact = replace(
-            exact,
-            keys=exact.keys.to(dtype),
-            values=exact.values.to(torch.promote_types(exact.values.dtype, dtype)),
-        )
+        dtype = compute_dtype(self.dtype) if exactly else self.dtype
         if self.middle is None:
-            return exact
-        middle = self.middle.read(dtype)
+            return self.exact.read(dtype)
+        exact, middle = self.exact.read(dtype), self.middle.read(dtype)
         if exact.mass is not None or middle.mass is not None:  # value-sums
             wide = compute_dtype(dtype)
             exact, middle = (replace(s, values=s.values.to(wide)) for s in (exact, middle))
@@ -136,16 +158,19 @@ class QuantizedPage:
         """For each slot of ``slots``, in order, its number among those of ``exact`` followed by
         those of ``middle``, int64 ``[batch, heads, count]``, and whether it exists, bool."""
         assert self.middle is not None
-        held, first = self.held.unsqueeze(-1), self._first
+        assert self._first is not None
+        first = self._first
+        held, between = (t.held.to(first.device).unsqueeze(-1) for t in (self, self.middle))
         number = torch.arange(self.count, device=first.device) - (self.count - held)
-        before = self.exact.count - (held - self.middle.sizes.unsqueeze(-1))
-        behind = number - self.middle.sizes.unsqueeze(-1)
-        index = torch.where(behind >= first, before + behind, self.exact.count + number - first)
+        before = self.exact.count - (held - between)  # dead slots of the exact part
+        start = self.exact.count + self.middle.count - between  # of the middle's own slots
+        behind = number - between
+        index = torch.where(behind >= first, before + behind, start + number - first)
         index = torch.where(number < first, before + number, index)
         there = number >= 0
         return torch.where(there, index, 0), there
 
-    def open(self) -> list[Page | Middle]:
+    def open(self) -> list[Part]:
         """The parts over which attention is computed. The newest tokens are in the last part."""
         return [self.exact] if self.middle is None else [self.middle, self.exact]
 
@@ -154,11 +179,11 @@ class QuantizedPage:
         self.exact.append(new)
 
     def drop(self, tokens: int) -> None:
-        """Remove the last ``tokens`` slots of every head, which must be appended ones."""
+        """Remove the last ``tokens`` slots of every head, as ``Part.drop``."""
         self.exact.drop(tokens)
 
     def mark_last(self, live: Tensor) -> None:
-        """Mark which of the tokens that were just appended are not padding, bool ``[batch, q]``."""
+        """Mark which of the last tokens are not padding, bool ``[batch, q]``."""
         self.exact.mark_last(live)
 
     def set_score(self, score: Tensor) -> None:
@@ -172,18 +197,18 @@ class QuantizedPage:
         self.exact.set_score(apart[:, :, : self.exact.count])
         self.middle.set_score(apart[:, :, self.exact.count :])
 
-    def grown(self, room: int) -> QuantizedPage:
+    def grown(self, room: int) -> Page:
         """A page with the same slots and ``room`` for more."""
         twin = copy.copy(self)
         twin.exact = self.exact.grown(room)
         return twin
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> QuantizedPage:
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Page:
         """The page with ``fn`` (which acts on axis 0, the batch) applied to all tensors."""
         twin = copy.copy(self)
-        twin.exact, twin._first = self.exact.map(fn), fn(self._first)
-        if self.middle is not None:
-            twin.middle = self.middle.map(lambda t: owned(fn(t)))
+        twin.exact = self.exact.map(fn)
+        if self.middle is not None and self._first is not None:
+            twin.middle, twin._first = self.middle.map(fn), fn(self._first)
         if self.sizes is not None:
             twin.sizes = fn(self.sizes)
         return twin
@@ -191,43 +216,43 @@ class QuantizedPage:
     def to_state(self) -> State:
         """All slots, and the room after them."""
         state = State(values={"base": self._base, "kept": self._kept})
-        state.values["dtype"] = name_of(self._dtype)
         state.keep(first=self._first, sizes=self.sizes)
         state.put("exact", self.exact.to_state())
         state.put("middle", None if self.middle is None else self.middle.to_state())
         return state
 
     @classmethod
-    def from_state(cls, reader: Reader, kind: Kind) -> QuantizedPage:
+    def from_state(cls, reader: Reader, kind: Kind) -> Page:
         """Restore the result of ``to_state``.
 
         Raises:
             InputError: inconsistent tensors or numbers.
         """
         page, heads = cls.__new__(cls), (kind.batch, kind.heads)
-        page._base, page._kept = reader.whole("base", 1), reader.whole("kept")
-        page._dtype = reader.dtype("dtype")
-        page.exact = Page.from_state(reader.part("exact"), kind)
-        page._first = reader.integers("first", (*heads, 1), 0, page._kept)
-        page.sizes = page.middle = None
+        page._base, page._kept = reader.whole("base"), reader.whole("kept")
+        page.exact = Part.from_state(reader.part("exact"), kind)
+        page.sizes = None
         if reader.has("sizes"):
             page.sizes = reader.integers("sizes", heads, 0, page._base)
         if reader.has("middle"):
-            page.middle = Middle.from_state(reader.part("middle"), kind)
+            page.middle = Part.from_state(reader.part("middle"), kind)
+            page._first = reader.integers("first", (*heads, 1), 0, page._kept)
+        if page.exact.packed or (page.middle is not None and not page.middle.packed):
+            raise reader.wrong("middle", page.middle is not None, "the only part in few bits")
         held, grown = page.held, page.exact.count - page._kept
         every = page._base if page.sizes is None else page.sizes
         own = page.exact.held - grown  # sinks and recent window
         fits = grown >= 0 and bool((held - grown == every).all())
-        if not fits or bool((own < page._first.squeeze(-1)).any()):
+        if not fits or (page._first is not None and bool((own < page._first.squeeze(-1)).any())):
             raise reader.wrong("base", page._base, "the slots of the parts together")
         reader.close()
         return page
 
     def release(self) -> None:
         """Release temporary tensors after the attention over the page was computed."""
-        self.exact.release()
+        for part in self.open():
+            part.release()
 
     def tensors(self) -> list[Tensor]:
         """All tensors, for byte counting."""
-        held = self.exact.tensors()
-        return held if self.middle is None else [*held, *self.middle.tensors()]
+        return [tensor for part in self.open() for tensor in part.tensors()]

@@ -84,10 +84,10 @@ class Ragged:
         """``[batch, total, ...]`` as ``[slots of all heads, ...]``."""
         return tensor.reshape(-1, *tensor.shape[2:]).index_select(0, self.flat)
 
-    def unpacked(self, tensor: Tensor) -> Tensor:
-        """The inverse of ``packed``, with zeros where there is no slot."""
+    def unpacked(self, tensor: Tensor, empty: float = 0.0) -> Tensor:
+        """The inverse of ``packed``, with ``empty`` where there is no slot."""
         batch = self.start.shape[0]
-        out = tensor.new_zeros(batch * self.total, *tensor.shape[1:])
+        out = tensor.new_full((batch * self.total, *tensor.shape[1:]), empty)
         return out.index_copy_(0, self.flat, tensor).view(batch, self.total, *tensor.shape[1:])
 
     @property
@@ -111,11 +111,18 @@ class Blocks:
         self.layout = Ragged.of(sizes, room, self.size)
         self.kept = self.size >= _WORTH_KEEPING
         self._found: tuple[Tensor, Tensor, Tensor] | None = None
+        self._others: dict[int, Blocks] = {}
+
+    def of_rows(self, rows: int) -> Blocks:
+        """Blocks of some rows that are all like the first, without room."""
+        if rows not in self._others:
+            self._others[rows] = Blocks(self.layout.sizes[:1].expand(rows, -1))
+        return self._others[rows]
 
     def moved(self, layout: Ragged) -> Blocks:
         """Blocks of the same size, of another layout."""
         twin = copy.copy(self)
-        twin.layout, twin._found = layout, None
+        twin.layout, twin._found, twin._others = layout, None, {}
         return twin
 
     def to_state(self, held: Tensor) -> State:
@@ -156,6 +163,7 @@ class Blocks:
         reader.close()
         blocks = Blocks.__new__(Blocks)
         blocks.size, blocks.kept, blocks._found = size, size >= _WORTH_KEEPING, None
+        blocks._others = {}
         blocks.layout = Ragged(start, sizes, total)
         return blocks
 
@@ -200,19 +208,23 @@ def _block(mean: float) -> int:
     return block
 
 
-def flatten(tensor: Tensor, padded: Tensor, flat: Tensor, total: int) -> Tensor:
-    """``[batch, heads, count, ...]`` as ``[batch, total, ...]``, zero where there is no slot."""
+def flatten(tensor: Tensor, padded: Tensor, flat: Tensor, total: int, empty: float = 0.0) -> Tensor:
+    """``[batch, heads, count, ...]`` as ``[batch, total, ...]``, ``empty`` where there is no
+    slot."""
     batch, heads, count = tensor.shape[:3]
-    out = tensor.new_zeros(batch * total, *tensor.shape[3:])
+    out = tensor.new_full((batch * total, *tensor.shape[3:]), empty)
     rows = tensor.reshape(batch * heads * count, *tensor.shape[3:])
     out.index_copy_(0, flat, rows.index_select(0, padded))
     return out.view(batch, total, *tensor.shape[3:])
 
 
-def unflatten(tensor: Tensor, padded: Tensor, flat: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """``[batch, total, ...]`` as ``[batch, heads, count, ...]``, zero after the slots of a head."""
+def unflatten(
+    tensor: Tensor, padded: Tensor, flat: Tensor, shape: tuple[int, int, int], empty: float = 0.0
+) -> Tensor:
+    """``[batch, total, ...]`` as ``[batch, heads, count, ...]``, ``empty`` where a head has no
+    slot."""
     rest = tensor.shape[2:]
-    out = tensor.new_zeros(shape[0] * shape[1] * shape[2], *rest)
+    out = tensor.new_full((shape[0] * shape[1] * shape[2], *rest), empty)
     out.index_copy_(0, padded, tensor.reshape(-1, *rest).index_select(0, flat))
     return out.view(*shape, *rest)
 

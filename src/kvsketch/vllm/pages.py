@@ -1,0 +1,331 @@
+"""Attention of one layer over the pages of a batch of requests, and compression in place.
+
+A page in one part is compressed as a whole. In a page with a middle, the window holds sinks, recent
+tokens and a buffer: when it is full, the tokens between sinks and recent tokens are compressed
+together with the slots of the middle. While all of them fit, all are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsketch.cache.window import Windowed
+from kvsketch.kernels import triton_support
+from kvsketch.kernels.paged import over
+from kvsketch.observed import Observed
+from kvsketch.page.layout import Layout
+from kvsketch.page.page import Page
+from kvsketch.page.part import Part
+from kvsketch.page.quantized import FULL
+from kvsketch.page.ragged import picked
+from kvsketch.partial import NOTHING, log_mass, partial, together
+from kvsketch.slots import Slots
+from kvsketch.vllm.rounds import Rhythm, Round, Writes
+
+
+@dataclass
+class Counts:
+    """Counters of compressions and their errors.
+
+    Attributes:
+        compressions: number of page compressions.
+        errors: the relative errors that these compressions add to the output of the last query
+            (mean over heads), summed.
+        above: number of compressions whose error is above the tolerance.
+        tolerance: the largest error that a compression should add.
+    """
+
+    compressions: int = 0
+    errors: float = 0.0
+    above: int = 0
+    tolerance: float = math.inf
+
+
+class Pages:
+    """What is done with the pages of one layer, which are in the engine's memory.
+
+    Args:
+        layout: of a page.
+        method: the method with its sinks and recent window; None: nothing is compressed.
+        rhythm: when pages are compressed.
+        scaling, softcap: of the model, see ``observed.Observed``.
+        counts: updated at every compression; None: errors are not measured.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        method: Windowed | None,
+        rhythm: Rhythm,
+        scaling: float,
+        softcap: float | None = None,
+        counts: Counts | None = None,
+    ) -> None:
+        self.layout, self.method, self.rhythm, self.counts = layout, method, rhythm, counts
+        self.scaling, self.softcap = scaling, softcap
+        self._starts: Tensor | None = None
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        held: tuple[Page, Tensor],
+        todo: Sequence[Round],
+        out: Tensor,
+    ) -> None:
+        """Write the tokens of a batch to their pages and compute their attention.
+
+        Args:
+            queries: ``[tokens, num_attention_heads, head_dim]``.
+            keys: ``[tokens, num_key_value_heads, head_dim]``; values likewise.
+            held: all pages and their last queries, as ``Layout.views`` returns them.
+            todo: the rounds of the batch, in order.
+            out: the result is written here, ``[tokens, num_attention_heads, value_dim]``.
+        """
+        page, waiting = held
+        everything = [waiting, *(tensor for part in page.open() for tensor in part.contents())]
+        for now in todo:
+            if now.before is not None:
+                _copy(everything, now.before)
+            if len(now.fresh):
+                for part in page.open():
+                    part.clear(now.pages[now.fresh])
+            if now.tokens.shape[1] == 1:
+                self._write(now.writes, page.exact, waiting, queries, keys, values)
+                found = self._decoded(now, page, queries)
+            else:
+                q, k, v = (t[now.tokens].transpose(1, 2) for t in (queries, keys, values))
+                found = self._chunk(now, page, q, k, v)
+                self._write(now.writes, page.exact, waiting, queries, keys, values)
+            found = found.transpose(1, 2).to(out.dtype)
+            found = found.flatten(0, 1) if now.own is None else found[now.own]
+            if now.writes.tokens is None:
+                out.copy_(found)
+            else:
+                out[now.writes.tokens] = found
+            for full, times in ((now.first, None), (now.again, now.times)):
+                if self.method is not None and len(full):
+                    # Random numbers depend on how often a page was compressed, so that a request
+                    # gets the same ones whatever else is in the batch.
+                    self.method.restart(torch.zeros_like(full) if times is None else times)
+                    rows = now.pages[full]
+                    asked = self._asked(waiting.index_select(0, rows).nan_to_num_(0.0, 0.0, 0.0))
+                    self._compress(self.method, rows, page, asked, times is not None)
+            if now.after is not None:
+                _copy(everything, now.after)
+
+    def _asked(self, queries: Tensor) -> Observed:
+        return Observed(queries, self.scaling, self.softcap)
+
+    def _write(
+        self,
+        to: Writes,
+        window: Part,
+        waiting: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> None:
+        """Write new tokens after the slots of their pages, and the last queries before a
+        compression."""
+        if to.tokens is not None:
+            queries, keys, values = (t[to.tokens] for t in (queries, keys, values))
+        for name, new in (("keys", keys), ("values", values)):
+            field = window.fields[name]
+            field[to.pages, :, to.slots] = new.to(field.dtype)
+        window.fields["log_mass"][to.pages, :, to.slots] = 0.0
+        if to.queried is not None:
+            q = queries[to.queried].to(waiting.dtype)
+            waiting[to.pages[to.queried], :, to.places] = q
+
+    def _decoded(self, now: Round, page: Page, queries: Tensor) -> Tensor:
+        """Attention of one query per head over its page, ``[A, num_attention_heads, 1,
+        value_dim]``."""
+        q = queries if now.writes.tokens is None else queries[now.writes.tokens]
+        rows, heads, dim = q.shape
+        packed = q.view(rows, self.layout.heads, -1, dim)
+        found = [self._window(packed, now, page.exact), *self._middle(packed, now, page)]
+        return together(found)[0].reshape(rows, heads, 1, -1)
+
+    def _middle(self, packed: Tensor, now: Round, page: Page) -> list[tuple[Tensor, Tensor]]:
+        """Attention over the middle, if there is one, and the logs of its totals."""
+        if page.middle is None or not now.compressed:
+            return []
+        # Without a copy if the pages are at equal distances and their heads have the same size.
+        plain = len(now.runs) == 1 and page.middle.blocks is None
+        some = page.middle.rows(now.runs[0] if plain else now.pages)
+        dtype = self.layout.dtype
+        out, total = over(packed.to(dtype), some, self._asked(packed))
+        return [(out.to(dtype), total)]
+
+    def _window(self, packed: Tensor, now: Round, window: Part) -> tuple[Tensor, Tensor]:
+        """Attention over the slots that a round reads, and the logs of its totals. The Triton
+        kernel takes the pages' numbers. Without it, pages at equal distances are read in one call:
+        even one call per page costs less than a copy of them."""
+        if triton_support.chosen(packed):
+            from kvsketch.kernels.triton_decode import decode
+
+            queries = packed.flatten(1, 2).unsqueeze(2)
+            out, total = decode(queries, **self._flat(now, window), most=now.most)
+            return out.view(*packed.shape[:3], -1), total.view(packed.shape[:3])
+        sizes = [len(range(run.start, run.stop, run.step)) for run in now.runs]
+        asked = torch.split(packed.to(self.layout.dtype), sizes)
+        found = [
+            over(some, window.rows(run, now.most), self._asked(some))
+            for some, run in zip(asked, now.runs, strict=True)
+        ]
+        if len(found) == 1:
+            return found[0]
+        outs, totals = zip(*found, strict=True)
+        return torch.cat(outs), torch.cat(totals)
+
+    def _chunk(self, now: Round, page: Page, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of several queries per head over the page and, causally, the new tokens."""
+        rows, heads, count, dim = q.shape
+        group = self.layout.group
+        packed = q.reshape(rows, self.layout.heads, group * count, dim)
+        before = self._middle(packed, now, page)
+        if triton_support.chosen(q):
+            from kvsketch.kernels.triton_prefill import prefill
+
+            parts = [prefill(q, new_keys=k, new_values=v, **self._flat(now, page.exact))]
+        else:
+            wide = [t.repeat_interleave(group, dim=1) for t in (k, v)]
+            parts = [partial(q, wide[0], wide[1], None, self.scaling, self.softcap, True)]
+            if now.most:
+                before.append(self._window(packed, now, page.exact))
+        shape = (rows, heads, count)
+        parts += [(out.reshape(*shape, -1).to(q.dtype), log.reshape(shape)) for out, log in before]
+        return together(parts)[0]
+
+    def _flat(self, now: Round, window: Part) -> dict[str, Any]:
+        """Arguments of the Triton kernels for the slots that a round reads: the heads of a page one
+        after the other, and the page of each row."""
+        heads, slots = self.layout.heads, self.layout.slots
+        if self._starts is None:
+            self._starts = torch.arange(heads, device=now.pages.device) * slots
+        shape = (len(now.pages), heads)
+        return {
+            "keys": window.fields["keys"].flatten(1, 2),
+            "values": window.fields["values"].flatten(1, 2),
+            "log_mass": window.fields["log_mass"].flatten(1, 2),
+            "start": self._starts.expand(shape),
+            "count": now.reads.unsqueeze(1).expand(shape),
+            "pages": now.pages,
+            "scaling": self.scaling,
+            "softcap": self.softcap,
+        }
+
+    def _compress(
+        self, method: Windowed, rows: Tensor, page: Page, asked: Observed, again: bool
+    ) -> None:
+        """Compress full pages in place.
+
+        Args:
+            asked: their last queries.
+            again: whether they were compressed before.
+        """
+        sink, recent, window = method.sink, method.recent, page.exact.rows(rows)
+        # A request whose numbers overflow has lost its own answer, but a method would refuse the
+        # whole batch because of it.
+        for name in ("keys", "values"):
+            window.fields[name].nan_to_num_(0.0, 0.0, 0.0)
+        held, before = window.read(), None
+        if page.middle is None:
+            kept: int | Tensor = self.rhythm.slots - self.rhythm.buffer
+        else:
+            sizes = self.layout.sizes(len(rows), rows.device)
+            kept = sizes + (sink + recent)
+            held = replace(held, keys=held.keys.to(held.values.dtype))
+            if again:
+                before = page.middle.rows(rows)
+                first, rest = held.narrow(0, sink), held.narrow(sink, held.count - sink)
+                held = Slots.cat([first, before.read(held.keys.dtype), rest])
+                # Dead slots before the others, as left padding is.
+                held = held.take((held.masses() != 0).long().argsort(dim=-1, stable=True))
+        # Without the least-squares fit: a preempted request reads its decoded tokens again as part
+        # of the prompt, and must get the same slots as before.
+        seen = method.observe(held, asked) if method.needs_queries else held
+        after = method(seen, kept, asked, scored=True, fit=False)
+        if page.middle is None:
+            assert isinstance(kept, int)
+            self._replace(page.exact, rows, after, kept)
+            now = [Part(after, dtype=self.layout.dtype)]
+        else:
+            now = self._split(page, rows, after, sizes, sink, recent, before)
+        if self.counts is not None:
+            self._count(self.counts, asked, held, now)
+
+    @staticmethod
+    def _replace(window: Part, rows: Tensor, after: Slots, kept: int) -> None:
+        """Write the slots of pages in one part."""
+        new = Part(after, dtype=window.fields["keys"].dtype)
+        for name, field in window.fields.items():
+            if name in new.fields:
+                field[rows, :, :kept] = new.fields[name].to(field.dtype)
+            else:  # all masses are 1
+                field[rows, :, :kept] = 0.0
+        window.fields["log_mass"][rows, :, kept:] = NOTHING
+
+    def _split(
+        self,
+        page: Page,
+        rows: Tensor,
+        after: Slots,
+        sizes: Tensor,
+        sink: int,
+        recent: int,
+        before: Part | None,
+    ) -> list[Part]:
+        """Write the slots of pages with a middle, and move the recent window next to the sinks.
+        Returns the parts that these rows have now."""
+        assert page.middle is not None
+        window, kept = page.exact, sink + recent
+        alive = after.masses() != 0
+        order, count = (~alive).long().argsort(dim=-1, stable=True), alive.sum(-1, keepdim=True)
+        column = torch.arange(int(sizes.max()), device=rows.device)
+        there = column < count - kept
+        place = order.gather(-1, (sink + column).clamp(max=after.count - 1).expand(there.shape))
+        each = None if page.middle.blocks is None else sizes
+        bits, dtype = self.layout.bits, self.layout.dtype
+        middle = Part(
+            picked(after, place, there), each, 0, bits, before if bits != FULL else None, dtype
+        )
+        page.middle.store(middle, rows)
+        for name in ("keys", "values"):
+            part = window.fields[name]
+            part[rows, :, sink:kept] = part[rows, :, self.layout.slots - recent :]
+        window.fields["log_mass"][rows, :, kept:] = NOTHING
+        if after.score is not None and "score" in window.fields:
+            number = torch.arange(kept, device=rows.device)
+            number = torch.where(number < sink, number, number + count - kept)
+            score = after.score.gather(-1, order.gather(-1, number))
+            window.fields["score"][rows, :, :kept] = score.float()
+        return [page.middle.rows(rows), *([window.rows(rows, kept)] if kept else [])]
+
+    def _count(self, counts: Counts, asked: Observed, before: Slots, now: Sequence[Part]) -> None:
+        """Compare the last query's attention over the slots before with that over ``now``."""
+        last = asked.queries[:, :, -1]
+        packed = last.reshape(len(last), self.layout.heads, -1, last.shape[-1])
+        means, keys = (t.to(packed.dtype) for t in (before.mean_values(), before.keys))
+        bias = log_mass(before.masses()).unsqueeze(2)
+        was = partial(packed, keys, means, bias, self.scaling, self.softcap)[0].float()
+        is_ = together([over(packed, part, asked) for part in now])[0].float()
+        error = (is_ - was).norm(dim=-1) / was.norm(dim=-1).clamp(min=1e-30)
+        counts.compressions += len(was)
+        each = error.mean((1, 2))
+        counts.errors += float(each.sum())
+        counts.above += int((each > counts.tolerance).sum())
+
+
+def _copy(tensors: Sequence[Tensor], pages: Tensor) -> None:
+    """Copy pages ``pages[0]`` to ``pages[1]``, int64 ``[2, n]``."""
+    for tensor in tensors:
+        tensor.index_copy_(0, pages[1], tensor.index_select(0, pages[0]))
