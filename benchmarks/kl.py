@@ -98,7 +98,7 @@ def compressed(
             budget=budget if method.name else 1.0,
             sink=sink,
             recent=recent,
-            one_shot=True,
+            keep=["decoded"],
             bits=method.bits,
             allocation=method.spent if curves is None else curves,
             seed=seed,

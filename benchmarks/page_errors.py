@@ -281,7 +281,7 @@ def tolerance(result: dict[str, Any]) -> str:
         "on queries that the method had seen. `exact heads`: the share of heads that keep all "
         "tokens.\n\n"
         + table(head, rows)
-        + "\n\n`track_error` while a stream is compressed repeatedly (`heavy_merge@even`, budget "
+        + "\n\nThe tracked error while a stream is compressed repeatedly (`heavy_merge@even`, budget "
         f"0.25, {result['follow']} tokens one by one): the reported error over the error on the "
         "newest queries, at 5% / median / 95% of the heads of all layers. `probe` is what the "
         "package uses; `reservoir` is a sample of exact tokens of the same bytes, which mostly "

@@ -57,7 +57,7 @@ def measure() -> tuple[int, dict[str, Held]]:
             recent=RECENT,
             allocation="even",
             bits=16,
-            track_positions=True,
+            keep=["positions"],
             options={"correct": False} if "merge" in method else None,
         )
         with torch.no_grad():

@@ -69,7 +69,7 @@ def held_to(
     kept = size = exact_heads = 0.0
     for text, layers in zip(texts, caught, strict=True):
         n = text.shape[1] - follow
-        cache = SketchCache(model.config, tolerance=tolerance, one_shot=True, **WINDOW)
+        cache = SketchCache(model.config, tolerance=tolerance, keep=["decoded"], **WINDOW)
         with torch.no_grad():
             model(text[:, :n], past_key_values=cache, use_cache=True, logits_to_keep=1)
         errors += following(cache, layers, n)

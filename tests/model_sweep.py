@@ -89,15 +89,15 @@ def lossless(model: Any, padding: list[int]) -> float:
 
 def evicting(model: Any, padding: list[int], uneven: bool, method: str = "keydiff") -> float:
     """The difference to the full cache with the evicted tokens hidden."""
-    settings: dict[str, Any] = {"budget": 20, "track_positions": True, **WINDOW}
+    settings: dict[str, Any] = {"budget": 20, "keep": ["positions"], **WINDOW}
+    shares: Any = "even"
     if uneven:
         heads = heads_of(model)
         if min(heads) > 1:
-            settings["schedule"] = [[0.6, *[1.0] * (count - 2), 1.4] for count in heads]
-        else:  # one KV head: budgets differ between layers, if there are two
-            settings["schedule"] = [0.7, 1.3, *[1.0] * (len(heads) - 2)][: len(heads)]
-            settings["schedule"] = settings["schedule"] if len(heads) > 1 else None
-    cache = SketchCache(model.config, method, allocation="even", **settings)
+            shares = [[0.6, *[1.0] * (count - 2), 1.4] for count in heads]
+        elif len(heads) > 1:  # one KV head: budgets differ between layers, if there are two
+            shares = [0.7, 1.3, *[1.0] * (len(heads) - 2)][: len(heads)]
+    cache = SketchCache(model.config, method, allocation=shares, **settings)
     kept: list[Kept] = []
     found = run(model, cache, padding, lambda step: kept.append(visible(cache)))
     assert any(layer.stream.compressed for layer in sketches(cache))

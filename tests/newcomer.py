@@ -80,7 +80,7 @@ REFUSED = [
     ("SketchCache(model.config, seed=None)", "seed"),
     ("SketchCache(model.config, seed=1.5)", "seed"),
     ("SketchCache(model.config, options=[1])", "options"),
-    ("SketchCache(model.config, schedule=3)", "schedule"),
+    ("SketchCache(model.config, allocation=3)", "allocation"),
     ("kvsketch.prefill(model, ids, cache, queries=3, tokenizer=tokenizer)", "queries"),
     ("kvsketch.prefill(model, ids, cache, chunk_size='x')", "chunk_size"),
     # another model's configuration; a used cache with a shorter text, and with one as long

@@ -38,6 +38,14 @@ def config_of(model_type: str) -> PretrainedConfig:
     return getattr(config, "decoder", config)  # musicgen: the language model is the decoder
 
 
+def with_buffer(cache: Any, tokens: int) -> Any:
+    """The cache with another buffer than the default."""
+    for layer in cache.layers:
+        layer.stream._buffer = tokens
+        layer.stream._store(layer.stream.bits)
+    return cache
+
+
 def build(
     model_type: str, attention: str | None = None, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:

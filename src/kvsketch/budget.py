@@ -117,21 +117,21 @@ def scheduled(
     if schedule is None:
         return [[budget] * count for count in heads]
     if len(schedule) != layers:
-        raise InputError(f"schedule has {len(schedule)} layers, must have {layers}")
+        raise InputError(f"allocation has shares of {len(schedule)} layers, must have {layers}")
     shares: list[list[float]] = []
     given: list[float | Sequence[float]] = list(schedule)
     for layer, (share, count) in enumerate(zip(given, heads, strict=True)):
         row = list(share) if isinstance(share, Sequence) else [share] * count
         if len(row) != count:
-            raise InputError(f"schedule[{layer}] has {len(row)} heads, must have {count}")
+            raise InputError(f"allocation[{layer}] has {len(row)} heads, must have {count}")
         if not all(isinstance(x, (int, float)) and math.isfinite(x) and x >= 0 for x in row):
-            raise InputError(f"schedule[{layer}]={share!r} must be finite numbers >= 0")
+            raise InputError(f"allocation[{layer}]={share!r} must be finite numbers >= 0")
         shares.append(row)
     total = sum(map(sum, shares))
     mean = total / sum(heads)
     if not math.isclose(mean, 1.0, rel_tol=1e-3):
         raise InputError(
-            f"schedule sums to {total:.6g} over {sum(heads)} KV heads, a mean of {mean:.6g}; the "
+            f"allocation sums to {total:.6g} over {sum(heads)} KV heads, a mean of {mean:.6g}; the "
             "mean must be 1, so that the total equals the budget"
         )
     return [[Budget(budget.value, x) for x in row] for row in shares]

@@ -277,7 +277,7 @@ def test_a_sketch_in_a_cache_is_counted_with_its_state(packaged, method):
     """The state also counts where the heads of a sketch have different numbers of slots, as those
     of ``merge_reduce``."""
     model, prompt = packaged
-    cache = SketchCache(model.config, method, budget=100, one_shot=True)
+    cache = SketchCache(model.config, method, budget=100, keep=["decoded"])
     prompts.prefill(model, prompt, cache)
     counted = held_by(cache, 4, 32)
     found = []

@@ -66,7 +66,7 @@ def kept_by(cache, n):
 @pytest.mark.parametrize("method", REREADING)
 def test_a_second_reading_keeps_what_kvpress_keeps(theirs, method, n, kept):
     _, model, tokenizer, ids = packaged()
-    cache = SketchCache(model.config, method, budget=kept, recent=0, track_positions=True)
+    cache = SketchCache(model.config, method, budget=kept, recent=0, keep=["positions"])
     kvsketch.prefill(model, ids[:, :n], cache, queries="reread", tokenizer=tokenizer)
     assert torch.equal(kept_by(cache, n), theirs[method, n])
     others = [theirs[name, n] for name in REREADING if name != method]
@@ -83,7 +83,7 @@ def by_layer(method, n, kept):
         sink=0,
         recent=32,
         allocation="layer",
-        track_positions=True,
+        keep=["positions"],
         options={"window": 32, "kernel_size": 5},
     )
     kvsketch.prefill(model, ids[:, :n], cache)
@@ -121,7 +121,7 @@ def test_heads_are_scored_and_split_as_by_duo_attention(share):
     torch.testing.assert_close(heads.scores, scores, rtol=1e-4, atol=1e-5)
     for (n, _), expected in zip(SHAPES, theirs, strict=True):
         cache = SketchCache(
-            model.config, allocation=heads, budget=share, sink=128, recent=256, track_positions=True
+            model.config, allocation=heads, budget=share, sink=128, recent=256, keep=["positions"]
         )
         kvsketch.prefill(model, ids[:, :n], cache)
         assert torch.equal(kept_by(cache, n), expected)

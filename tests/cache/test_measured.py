@@ -23,6 +23,7 @@ from kvsketch.cache.error import Probe, relative_error, window_error
 from kvsketch.hf.activations import capture
 from kvsketch.methods import METHODS
 from kvsketch.observed import causal
+from tiny_models import with_buffer
 
 WINDOW = {"sink": 2, "recent": 6}
 #: 16 bits, so that slots are as many as budgeted; test_storage.py tests fewer bits
@@ -353,7 +354,7 @@ def test_held_out_queries_leave_enough_to_compress():
         {"budget": 0.5, "allocation": "measured"},
         {"budget": 60, "allocation": "measured"},
         {"tolerance": 0.3},
-        {"tolerance": 0.05, "max_budget": 0.5},
+        {"tolerance": 0.05, "budget": 0.5},
     ],
     ids=str,
 )
@@ -371,7 +372,7 @@ def test_every_family_generates(family, padding, goal):
     assert out.shape == (len(padding), tokens + new)
     assert cache.get_seq_length() == tokens + new - 1
     summary, errors = cache.summary(), cache.error()
-    limit = goal.get("max_budget", goal.get("budget", 1.0))
+    limit = goal.get("budget", 1.0)
     most = limit if isinstance(limit, int) else limit * (tokens + new)
     assert summary["slots"] <= most + 2
     assert errors
@@ -409,7 +410,7 @@ def test_a_wide_tolerance_takes_the_lowest_level(llama):
 def test_max_budget_wins_and_says_who_pays(llama):
     caches = []
     for most in (None, 0.3, 70):
-        cache = SketchCache(llama.config, tolerance=0.02, max_budget=most, **PLAIN)
+        cache = SketchCache(llama.config, tolerance=0.02, budget=most, **PLAIN)
         with torch.no_grad():
             llama(ids_of(1, 200), past_key_values=cache, use_cache=True)
         caches.append(cache.summary())
@@ -422,7 +423,7 @@ def test_max_budget_wins_and_says_who_pays(llama):
 
 
 def test_an_int_max_budget_holds_however_long_the_answer(llama):
-    cache = SketchCache(llama.config, tolerance=0.02, max_budget=70, buffer=2, **PLAIN)
+    cache = with_buffer(SketchCache(llama.config, tolerance=0.02, budget=70, **PLAIN), 2)
     greedy(llama, ids_of(1, 200), cache, new=150)
     assert cache.get_seq_length() == 349
     assert cache.summary()["slots"] <= 70 + 2
@@ -461,7 +462,7 @@ def test_the_measured_allocation_lowers_the_error_it_measures(llama):
 
 
 def test_running_errors_come_with_the_cache(llama):
-    cache = SketchCache(llama.config, budget=0.3, track_error=True, **PLAIN)
+    cache = SketchCache(llama.config, budget=0.3, keep=["errors"], **PLAIN)
     plain = SketchCache(llama.config, budget=0.3, **PLAIN)
     for held in (cache, plain):
         greedy(llama, ids_of(1, 150), held, new=60)
@@ -540,14 +541,14 @@ def test_reset_copy_crop_and_beams(llama):
 def test_chunks_of_an_exact_prompt_wait_for_its_end(llama):
     ids = ids_of(1, 150)
     whole = SketchCache(llama.config, budget=0.4, **PLAIN)
-    chunked = SketchCache(llama.config, budget=0.4, prompt_length=150, **PLAIN)
+    chunked = SketchCache(llama.config, budget=0.4, prefill=150, **PLAIN)
     one = greedy(llama, ids, whole)
     assert torch.equal(greedy(llama, ids, chunked, prefill_chunk_size=40), one)
 
 
 def test_a_long_prompt_in_chunks_is_measured_as_at_once(llama):
     """However long a prompt is, enough of its queries are there to measure on at its end."""
-    settings = {"budget": 0.4, "allocation": "measured", "prompt_length": 400, **PLAIN}
+    settings = {"budget": 0.4, "allocation": "measured", "prefill": 400, **PLAIN}
     held = []
     for chunk in (400, 100):
         cache = SketchCache(llama.config, "knorm", **settings)
@@ -601,26 +602,31 @@ def test_planned_slots_in_fewer_bits(llama, bits):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ({"tolerance": 0.05, "budget": 0.5}, "exclude"),
         ({"tolerance": 0}, "tolerance=0"),
         ({"tolerance": 1.0}, r"tolerance=1\.0"),
         ({"tolerance": float("nan")}, "tolerance=nan"),
         ({"tolerance": "tight"}, "tolerance='tight'"),
         ({"tolerance": True}, "tolerance=True"),
         ({"tolerance": 0.1, "prefill": "streaming"}, "prefill"),
-        ({"tolerance": 0.1, "max_budget": 0}, "budget=0"),
-        ({"tolerance": 0.1, "max_budget": 7}, "max_budget=7"),
-        ({"max_budget": 0.5}, "max_budget=0.5"),
+        ({"tolerance": 0.1, "budget": 0}, "budget=0"),
+        ({"tolerance": 0.1, "budget": 7}, "budget=7"),
+        ({"tolerance": 0.1, "max_budget": 0.5}, "max_budget=0.5 is no argument any more: beside"),
+        ({"schedule": [1.0, 1.0]}, "schedule=.* is no argument any more: allocation"),
+        ({"budgets": 0.5}, "argument='budgets' is unknown; did you mean 'budget'"),
+        (
+            {"keep": "decoded"},
+            "keep='decoded' must be a list of some of decoded, positions, errors",
+        ),
+        ({"keep": ["answers"]}, "keep=.*answers.* must be a list"),
         ({"allocation": "uneven"}, "allocation='uneven'"),
         ({"allocation": 3}, "allocation=3"),
-        ({"allocation": "measured", "schedule": [1.0, 1.0]}, "schedule"),
-        ({"tolerance": 0.1, "schedule": [1.0, 1.0]}, "schedule"),
+        ({"tolerance": 0.1, "allocation": [1.0, 1.0]}, "allocation=.*tolerance=0.1"),
         (
             {"allocation": Curves(torch.zeros(3, 2, 2), torch.tensor([0.5, 1.0]))},
             "3 layers x 2 KV heads",
         ),
         ({"allocation": "measured", "bits": 5}, "bits"),
-        ({"allocation": "measured", "buffer": 0}, "buffer"),
+        ({"buffer": 8}, "buffer=8 is no argument any more"),
         ({"tolerance": 0.1, "options": {"share": 2}}, "share"),
     ],
 )
@@ -634,7 +640,7 @@ def test_bad_arguments_are_named_before_anything_changes(llama, arguments, word)
 def test_a_max_budget_with_room_for_nothing_is_spent_evenly(llama):
     """A max_budget below sinks, recent tokens and the lowest level is allocated evenly, and all
     heads are listed as above the tolerance."""
-    cache = SketchCache(llama.config, tolerance=0.001, max_budget=0.05, sink=20, recent=20)
+    cache = SketchCache(llama.config, tolerance=0.001, budget=0.05, sink=20, recent=20)
     with torch.no_grad():
         llama(ids_of(1, 150), past_key_values=cache, use_cache=True)
     summary = cache.summary()

@@ -522,7 +522,7 @@ def test_generating_with_beams_and_chunks():
     for extra, more in (
         ({}, {"num_beams": 3}),
         ({"prefill": "streaming"}, {"prefill_chunk_size": 16}),
-        ({"prompt_length": 60}, {"prefill_chunk_size": 16}),
+        ({"prefill": 60}, {"prefill_chunk_size": 16}),
     ):
         cache = SketchCache(model.config, "h2o", budget=24, sink=2, recent=6, bits=4, **extra)
         model.generate(ids, past_key_values=cache, **settings, **more)

@@ -18,7 +18,7 @@ WAYS: list[dict[str, Any]] = [
     {"budget": 0.4},
     {"budget": 60},
     {"tolerance": 0.2},
-    {"tolerance": 0.05, "max_budget": 0.3},
+    {"tolerance": 0.05, "budget": 0.3},
     {"method": "snapkv", "budget": 0.3, "allocation": "measured"},
     {"method": "snapkv", "budget": 0.3, "allocation": "layer"},
 ]
@@ -111,7 +111,7 @@ def test_rows_take_their_budgets_with_them(model: Any) -> None:
 
 
 def test_heads_above_the_tolerance_are_those_of_any_row(model: Any) -> None:
-    settings = {"tolerance": 0.02, "max_budget": 0.7, **WINDOW}
+    settings = {"tolerance": 0.02, "budget": 0.7, **WINDOW}
     above = []
     for rows in ([row] for row in prompts()):
         cache = SketchCache(model.config, **settings)
@@ -126,7 +126,7 @@ def test_heads_above_the_tolerance_are_those_of_any_row(model: Any) -> None:
 def test_selected_rows_go_on_as_they_go_alone(model: Any) -> None:
     """Selected rows take the queries that wait to become scores and the measured errors along."""
     free, few, line = prompts()
-    settings = {"budget": 120, "allocation": "even", "track_error": True, **WINDOW}
+    settings = {"budget": 120, "allocation": "even", "keep": ["errors"], **WINDOW}
     found = []
     for rows in ([line, few], [free, few, line]):
         cache = SketchCache(model.config, "h2o", **settings)

@@ -16,6 +16,7 @@ from kvsketch.cache.measure import measure
 from kvsketch.cache.storage import CHOICES, Price, best_at, bits_of, choose
 from kvsketch.page.page import Page
 from kvsketch.page.quantized import FULL, Bits
+from tiny_models import with_buffer
 
 WINDOW = 20
 
@@ -174,7 +175,7 @@ def test_decoding_stays_within_the_bytes(llama: Any) -> None:
 
 def test_layers_in_few_bits_have_their_shares(llama: Any) -> None:
     shares = [0.5, 1.0, 1.5]
-    cache = SketchCache(llama.config, "uniform", budget=0.25, bits=8, schedule=shares)
+    cache = SketchCache(llama.config, "uniform", budget=0.25, bits=8, allocation=shares)
     layers = read(llama, ids_of(1, 800), cache).summary()["layers"]
     for layer, share in zip(layers, shares, strict=True):
         assert layer["kv_bytes"] == pytest.approx(share * layers[1]["kv_bytes"], rel=0.02)
@@ -207,7 +208,7 @@ def test_a_short_prompt_is_not_measured(llama: Any) -> None:
 def test_a_tolerance_takes_fewer_bytes_and_is_held(llama: Any) -> None:
     ids = ids_of(1, 600)
     for bound in (None, 0.5):
-        goal = {"tolerance": 0.05, "max_budget": bound}
+        goal = {"tolerance": 0.05, "budget": bound}
         few = read(llama, ids, SketchCache(llama.config, **goal))
         plain = read(llama, ids, SketchCache(llama.config, **goal, bits=16))
         assert few.nbytes() < (0.9 if bound is None else 1.05) * plain.nbytes()
@@ -222,7 +223,7 @@ def test_a_tolerance_below_what_rounding_errs_takes_more_bits(llama: Any, bound:
     slots."""
     ids, chosen = ids_of(1, 600), {}
     for tolerance in (0.0005, 0.01, 0.3):
-        cache = read(llama, ids, SketchCache(llama.config, tolerance=tolerance, max_budget=bound))
+        cache = read(llama, ids, SketchCache(llama.config, tolerance=tolerance, budget=bound))
         chosen[tolerance] = bits_in(cache)
         if bound is None:
             assert max(max(row["prompt"]) for row in cache.error()) <= tolerance
@@ -291,7 +292,7 @@ def test_no_head_loses_what_it_holds_while_the_others_are_measured(llama: Any, b
     for layer in model.model.layers:  # so that heads differ
         layer.self_attn.k_proj.weight.data[:32] *= 6
     spent: list[Any] = []
-    cache = SketchCache(config, budget=0.2, bits=bits, buffer=2)
+    cache = with_buffer(SketchCache(config, budget=0.2, bits=bits), 2)
     for layer in cache.layers:
         stream = layer.stream
 

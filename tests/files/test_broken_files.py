@@ -23,12 +23,12 @@ from kvsketch.cli.info_command import info, rows_of
 WINDOW: dict[str, Any] = {"sink": 2, "recent": 6}
 MADE: dict[str, dict[str, Any]] = {
     "bits": {"method": "heavy_merge", "budget": 0.4},
-    "ragged": {"method": "heavy_merge", "budget": 0.4, "bits": 16, "track_error": True},
+    "ragged": {"method": "heavy_merge", "budget": 0.4, "bits": 16, "keep": ["errors"]},
     "sketch": {"method": "subgen", "budget": 40, "seed": 1},
     "sketches": {
         "method": "merge_reduce",
         "budget": 48,
-        "schedule": [[1.5, 0.5], [0.6, 1.4]],
+        "allocation": [[1.5, 0.5], [0.6, 1.4]],
     },
     "tokens": {"method": "d2o", "budget": 200},
 }
@@ -293,7 +293,7 @@ def test_no_file_makes_it_allocate_beyond_four_times_its_size(llama: Any, tmp_pa
     config.max_position_embeddings = 1 << 15
     cache = SketchCache(config, "snapkv", budget=20_000, bits=8, **WINDOW)
     ragged = SketchCache(
-        config, "snapkv", budget=9_000, schedule=[[1.5, 0.5], [0.6, 1.4]], **WINDOW
+        config, "snapkv", budget=9_000, allocation=[[1.5, 0.5], [0.6, 1.4]], **WINDOW
     )
     keys = torch.randn(1, 2, 18_000, 16, generator=torch.Generator().manual_seed(0))
     for one in (cache, ragged):

@@ -103,7 +103,7 @@ def test_where_keys_do_not_depend_on_other_tokens_nothing_is_lost(bits: int) -> 
         {"budget": 0.4},
         {"budget": 0.4, "bits": 16},
         {"budget": 0.15, "method": "snapkv", "bits": 8},
-        {"budget": 0.4, "method": "kcenter", "schedule": [[1.5, 0.5], [0.6, 1.4]]},
+        {"budget": 0.4, "method": "kcenter", "allocation": [[1.5, 0.5], [0.6, 1.4]]},
         {"budget": 60, "method": "snapkv"},
         {"tolerance": 0.3},
         {"budget": 200, "method": "snapkv"},
@@ -134,7 +134,7 @@ def test_slots_of_both_are_kept_within_the_budget(settings: dict[str, Any], tmp_
 def test_what_both_say_of_their_slots_is_put_together() -> None:
     model = build("llama")
     first, second = (
-        SketchCache(model.config, budget=0.4, track_positions=True, **WINDOW) for _ in range(2)
+        SketchCache(model.config, budget=0.4, keep=["positions"], **WINDOW) for _ in range(2)
     )
     forward(model, ids_of(200, 1), first)
     forward(model, ids_of(120, 2), second)

@@ -20,6 +20,7 @@ from transformers import (
 from families import CONFIGS, EVERY_METHOD, VOCABULARY, build, crossed
 from kvsketch import METHODS, InputError, KVSketchError, SketchCache, UnsupportedError
 from kvsketch.cache import queries as waiting
+from tiny_models import with_buffer
 
 WINDOW = {"sink": 2, "recent": 6}
 HIDDEN = -1e30
@@ -181,12 +182,12 @@ def test_exact_prefill_in_chunks_waits_for_prompt_length(llama, method):
     ids = ids_of(2, 48)
     settings = {"budget": 20, **WINDOW}
     whole = greedy(llama, ids, SketchCache(llama.config, method, **settings))
-    chunked = SketchCache(llama.config, method, prompt_length=48, **settings)
+    chunked = SketchCache(llama.config, method, prefill=48, **settings)
     assert torch.equal(greedy(llama, ids, chunked, prefill_chunk_size=16), whole)
 
 
 def test_one_shot_keeps_decoded_tokens(llama):
-    cache = SketchCache(llama.config, "kcenter", budget=20, one_shot=True, **WINDOW)
+    cache = SketchCache(llama.config, "kcenter", budget=20, keep=["decoded"], **WINDOW)
     greedy(llama, ids_of(1, 40), cache, new=31)
     assert cache.summary()["slots"] == 20 + 30
 
@@ -448,9 +449,8 @@ def test_reset_starts_over(llama):
         ({"method": "kcentre"}, "did you mean 'kcenter'"),
         ({"sink": -1}, "sink=-1"),
         ({"recent": 1.5}, "recent=1.5"),
-        ({"buffer": 0}, "buffer=0"),
         ({"prefill": "lazy"}, "prefill='lazy'"),
-        ({"prompt_length": 0}, "prompt_length=0"),
+        ({"prefill": 0}, "prefill=0"),
     ],
 )
 def test_bad_arguments_are_named_and_the_config_is_untouched(change, word):
@@ -550,7 +550,7 @@ def test_every_head_keeps_its_share(family, method):
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.n_heads
     shares = [[0.5, *[1.0] * (heads - 2), 1.5], [1.0] * heads]
-    settings = {"budget": 20, "schedule": shares, "sink": 2, "recent": 6}
+    settings = {"budget": 20, "allocation": shares, "sink": 2, "recent": 6}
     cache = SketchCache(model.config, method, **settings)
     ids = ids_of(2, 48)
     mask = torch.ones_like(ids)
@@ -584,7 +584,7 @@ def test_groups_of_heads_change_nothing_but_the_budget(family):
             greedy(
                 model,
                 ids,
-                SketchCache(model.config, "h2o", budget=budget, schedule=schedule, **WINDOW),
+                SketchCache(model.config, "h2o", budget=budget, allocation=schedule, **WINDOW),
                 attention_mask=mask,
                 num_beams=beams,
             )
@@ -606,8 +606,8 @@ def test_queries_that_wait_for_their_group_are_not_lost(llama, method, monkeypat
     held = []
     for every in (32, 1):
         monkeypatch.setattr(waiting, "FOLD_EVERY", every)
-        settings = {"budget": 48, "schedule": [[0.5, 1.5]] * 2, "buffer": 7, **WINDOW}
-        cache = SketchCache(llama.config, method, **settings)
+        settings = {"budget": 48, "allocation": [[0.5, 1.5]] * 2, **WINDOW}
+        cache = with_buffer(SketchCache(llama.config, method, **settings), 7)
         with torch.no_grad():
             llama(ids, past_key_values=cache)
             for token in after.split(1, dim=1):
@@ -623,7 +623,7 @@ def test_a_small_group_compresses_no_more_often_than_its_layer_would(llama, monk
     """A head with a tenth of the budget shares the layer's buffer: it compresses as seldom as the
     layer, and grows by at most twice the buffer of 10 slots."""
     calls = []
-    settings = {"budget": 400, "schedule": [[0.1, 1.9], [1.0, 1.0]], **WINDOW}
+    settings = {"budget": 400, "allocation": [[0.1, 1.9], [1.0, 1.0]], **WINDOW}
     cache = SketchCache(llama.config, "streaming_llm", **settings)
     with torch.no_grad():
         llama(ids_of(1, 450), past_key_values=cache)
@@ -649,14 +649,14 @@ def test_a_small_group_compresses_no_more_often_than_its_layer_would(llama, monk
     [
         ([1.0], "1 layers, must have 2"),
         ([1.0, 1.2], "mean of 1.1"),
-        ([[1.0], [1.0, 1.0]], r"schedule\[0\] has 1 heads, must have 2"),
-        ([2.5, -0.5], r"schedule\[1\]=-0.5"),
-        ([[1.0, float("nan")], 1.0], r"schedule\[0\]"),
+        ([[1.0], [1.0, 1.0]], r"allocation\[0\] has 1 heads, must have 2"),
+        ([2.5, -0.5], r"allocation\[1\]=-0.5"),
+        ([[1.0, float("nan")], 1.0], r"allocation\[0\]"),
     ],
 )
 def test_wrong_schedules_are_named(llama, schedule, says):
     with pytest.raises(InputError, match=says):
-        SketchCache(llama.config, "h2o", budget=20, schedule=schedule, **WINDOW)
+        SketchCache(llama.config, "h2o", budget=20, allocation=schedule, **WINDOW)
 
 
 @pytest.mark.parametrize("method", ["sliding_window", "sliding_window_sampled", "subgen"])

@@ -10,6 +10,7 @@ import torch
 
 from kvsketch import SketchCache
 from tiny_model import tiny_model
+from tiny_models import with_buffer
 
 SETTINGS = {"budget": 20, "sink": 2, "recent": 6}
 
@@ -40,13 +41,13 @@ def answer(model, tokens: int, cache: SketchCache, new: int = 2, **options) -> t
 @pytest.mark.parametrize(("tokens", "budget"), [(48, 20), (56, 40), (40, 20)])
 def test_chunks_without_the_length_are_told_of_once(model, tokens, budget):
     cache = SketchCache(model.config, **{**SETTINGS, "budget": budget})
-    with pytest.warns(UserWarning, match="chunks of 16 tokens .* prompt_length=") as said:
+    with pytest.warns(UserWarning, match="chunks of 16 tokens .* prefill=") as said:
         answer(model, tokens, cache, prefill_chunk_size=16)
-    assert len([w for w in said if "prompt_length" in str(w.message)]) == 1
+    assert len([w for w in said if "prefill=" in str(w.message)]) == 1
 
 
 @pytest.mark.parametrize(
-    "settings", [{"prompt_length": 48}, {"prefill": "streaming"}, {"budget": 1000}, {"budget": 1.0}]
+    "settings", [{"prefill": 48}, {"prefill": "streaming"}, {"budget": 1000}, {"budget": 1.0}]
 )
 def test_what_is_meant_is_not_told_of(model, settings):
     cache = SketchCache(model.config, **{**SETTINGS, **settings})
@@ -83,7 +84,8 @@ def test_numbers_of_numpy_are_numbers(model):
 def test_a_later_chunk_is_compressed_if_it_fills_the_buffer(model, prefill, chunk, held):
     """After the first compression, a chunk that does not fill the buffer of 4 slots is kept as it
     is, as decoded tokens are; a longer one is compressed to the budget."""
-    cache = SketchCache(model.config, prefill=prefill, **SETTINGS, buffer=4, method="snapkv")
+    cache = SketchCache(model.config, prefill=prefill, **SETTINGS, method="snapkv")
+    with_buffer(cache, 4)
     with torch.no_grad():
         model(ids(48), past_key_values=cache)
         model(ids(chunk), past_key_values=cache)

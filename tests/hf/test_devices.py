@@ -31,7 +31,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "streaming prefill": {"method": "balancekv", "budget": 90, "prefill": "streaming"},
     "int4": {"method": "streaming_llm", "budget": 0.3, "bits": 4},
     "measured": {"method": "heavy_merge", "budget": 0.3},
-    "bounded": {"method": "heavy_merge", "tolerance": 0.2, "max_budget": 0.5},
+    "bounded": {"method": "heavy_merge", "tolerance": 0.2, "budget": 0.5},
 }
 
 

@@ -51,7 +51,7 @@ def test_other_defaults_are_as_after_one_reading(llama):
     """A schedule, a tolerance and other methods keep their allocation after a second reading."""
     for settings in (
         {"tolerance": 0.2},
-        {"budget": 0.3, "schedule": [1.0] * len(llama.model.layers)},
+        {"budget": 0.3, "allocation": [1.0] * len(llama.model.layers)},
     ):
         cache = SketchCache(llama.config, **settings)
         before = cache.summary()["allocation"]

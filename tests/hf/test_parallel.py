@@ -31,7 +31,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "tolerance": {"method": "heavy_merge", "tolerance": 0.2},
     "measured": {"method": "heavy_merge", "budget": 0.3, "allocation": "measured"},
     "measured slots": {"method": "snapkv", "budget": 90, "allocation": "measured"},
-    "bounded": {"method": "heavy_merge", "tolerance": 0.2, "max_budget": 0.5},
+    "bounded": {"method": "heavy_merge", "tolerance": 0.2, "budget": 0.5},
     "curves": {"method": "snapkv", "budget": 0.3},  # its allocation is a file, see ``run``
 }
 SCHEDULE = [[0.5, 0.5, 1.5, 1.5], [1.5, 1.5, 0.5, 0.5]]
@@ -82,7 +82,7 @@ def run(folder: Path, **parallel: Any) -> dict[str, Any]:
         ]
         found[name] = (out[:, TOKENS:].tolist(), summary, cache.error(), held, stored)
     try:
-        model(ids, past_key_values=SketchCache(model.config, "snapkv", schedule=SCHEDULE))
+        model(ids, past_key_values=SketchCache(model.config, "snapkv", allocation=SCHEDULE))
         found["schedule"] = "worked"
     except InputError as error:
         found["schedule"] = str(error)

@@ -162,7 +162,7 @@ def test_kvzip_scores_are_those_of_a_plain_computation(llama, monkeypatch, metho
     scores[..., :4] = torch.inf
     wanted = torch.zeros(scores.numel(), dtype=torch.bool)
     wanted[scores.flatten().topk(round(0.2 * scores.numel())).indices] = True
-    cache = SketchCache(llama.config, method, budget=0.2, recent=0, track_positions=True)
+    cache = SketchCache(llama.config, method, budget=0.2, recent=0, keep=["positions"])
     kvsketch.prefill(llama, ids, cache, queries="reread", tokenizer=Letters())
     for number, layer in enumerate(cache.layers):
         slots = layer.stream.slots
@@ -447,7 +447,7 @@ def test_what_a_query_gives_is_weighed_before_the_largest_is_taken(monkeypatch):
 def test_what_kvzip_decodes_stays(llama, method):
     """All decoded tokens are kept: the scores are of the context only."""
     ids = ids_of(1, 200)
-    cache = SketchCache(llama.config, method, budget=120, recent=4, track_positions=True)
+    cache = SketchCache(llama.config, method, budget=120, recent=4, keep=["positions"])
     kvsketch.prefill(llama, ids, cache, queries="reread", tokenizer=Letters())
     answer(llama, torch.cat([ids, ids_of(1, 1, 7)], dim=1), cache, new=60)
     for layer in cache.layers:

@@ -264,7 +264,7 @@ def test_output_attentions_is_refused_before_the_first_token() -> None:
 SINKING: list[dict[str, Any]] = [
     {"budget": 0.5},
     {"budget": 0.5, "allocation": "even"},
-    {"budget": 0.5, "schedule": [[0.6, 1.4]] * 2},
+    {"budget": 0.5, "allocation": [[0.6, 1.4]] * 2},
     {"method": "h2o", "budget": 0.5},
     {"method": "keydiff", "budget": 0.5},
     {"method": "uniform", "budget": 0.5},
@@ -299,7 +299,7 @@ def test_sinks_matter_to_the_measured_error() -> None:
     for more in (0.0, 4.0):
         for layer in model.model.layers[1:]:
             layer.self_attn.sinks.data += more
-        cache = SketchCache(model.config, "keydiff", budget=0.25, track_error=True)
+        cache = SketchCache(model.config, "keydiff", budget=0.25, keep=["errors"])
         forward(model, ids_of(1, 120), cache)
         forward(model, ids_of(1, 1), cache)
         errors.append(cache.error()[0])
@@ -386,18 +386,18 @@ def test_a_mask_that_hides_kept_tokens_is_honoured(family: str) -> None:
     model = build(family)
     if family == "opt":  # it derives positions from the mask
         model.model.decoder.embed_positions.weight.data.zero_()
-    ours, theirs = hiding(model, "keydiff", [1, 20, 21, 22, 36, 37], track_positions=True)
+    ours, theirs = hiding(model, "keydiff", [1, 20, 21, 22, 36, 37], keep=["positions"])
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    shown, _ = hiding(model, "keydiff", [], track_positions=True)
+    shown, _ = hiding(model, "keydiff", [], keep=["positions"])
     assert float((shown - ours).abs().max()) > 1e-2
 
 
 @pytest.mark.parametrize(
     ("method", "settings", "says"),
     [
-        ("keydiff", {}, "track_positions=True"),
-        ("cluster_merge", {"track_positions": True}, "represent several tokens"),
-        ("uniform", {"track_positions": True}, "represent several tokens"),
+        ("keydiff", {}, r"keep=\['positions'\]"),
+        ("cluster_merge", {"keep": ["positions"]}, "represent several tokens"),
+        ("uniform", {"keep": ["positions"]}, "represent several tokens"),
     ],
 )
 def test_a_mask_that_cannot_be_honoured_is_refused(
@@ -423,7 +423,7 @@ def test_padding_that_is_shown_before_anything_was_compressed_is_kept(llama: Any
     tokens, as in the full cache."""
     mask = torch.ones(1, 40, dtype=torch.long)
     mask[0, :5] = 0
-    cache = SketchCache(llama.config, "streaming_llm", budget=60, track_positions=True, **WINDOW)
+    cache = SketchCache(llama.config, "streaming_llm", budget=60, keep=["positions"], **WINDOW)
     forward(llama, ids_of(1, 40), cache, attention_mask=mask)
     forward(llama, ids_of(1, 1), cache)
     forward(llama, ids_of(1, 40, 1), cache)
@@ -439,7 +439,7 @@ def test_a_tree_of_tokens_behind_a_compressed_prompt(attention: str, uneven: boo
     """With the 4-D masks of speculative decoding every branch of a tree has the logits of its
     tokens read one after the other."""
     model = build("llama", attention=attention)
-    settings = {**SMALL, "schedule": [[0.6, 1.4]] * 2} if uneven else SMALL
+    settings = {**SMALL, "allocation": [[0.6, 1.4]] * 2} if uneven else SMALL
     cache = SketchCache(model.config, "snapkv", **settings)
     forward(model, ids_of(1, 40), cache)
     tokens = ids_of(1, 5, 1)  # 0 -> 1 -> 2 and 0 -> 3 -> 4
@@ -633,7 +633,7 @@ def compiled_run(model: Any, caches: Any, first: bool, **how: Any) -> None:
 COMPILED: list[dict[str, Any]] = [
     {"method": "snapkv"},
     {"method": "h2o"},
-    {"method": "heavy_merge", "schedule": [[0.6, 1.4]] * 2},
+    {"method": "heavy_merge", "allocation": [[0.6, 1.4]] * 2},
     {"method": "subgen"},
     {"method": "streaming_llm", "bits": 8},
 ]
@@ -649,8 +649,8 @@ COMPILED: list[dict[str, Any]] = [
 )
 def test_a_compiled_forward_has_no_graph_break(family: str, settings: dict[str, Any]) -> None:
     """There is no graph break either, and at most three graphs, however many tokens follow."""
-    if family == "opt" and "schedule" in settings:
-        settings = {**settings, "schedule": [[0.6, 1.0, 1.0, 1.4]] * 2}
+    if family == "opt" and "allocation" in settings:
+        settings = {**settings, "allocation": [[0.6, 1.0, 1.0, 1.4]] * 2}
     model = build("llama" if family == "eager" else family, "eager" if family == "eager" else None)
     caches = [SketchCache(model.config, **{**SMALL, **settings}) for _ in range(2)]
     compiled_run(model, caches, first=False, fullgraph=True)
@@ -809,7 +809,7 @@ def test_assisted_decoding(family: str, assisted: str) -> None:
     exact = greedy(model, ids, DynamicCache(config=model.config), new=24, **how)
     roomy = SketchCache(model.config, "snapkv", budget=1000, **WINDOW)
     assert torch.equal(greedy(model, ids, roomy, new=24, **how), exact)
-    for settings in (SMALL, {**SMALL, "schedule": [[0.6, 1.4]] * 2}):
+    for settings in (SMALL, {**SMALL, "allocation": [[0.6, 1.4]] * 2}):
         cache = SketchCache(model.config, "snapkv", **settings)
         assert greedy(model, ids, cache, new=24, **how).shape == exact.shape
         assert cache.get_seq_length() == 63
@@ -825,7 +825,7 @@ def test_assisted_decoding(family: str, assisted: str) -> None:
         ("heavy_merge", {"allocation": "even"}),
         ("heavy_merge", {"budget": 0.5, "allocation": "measured"}),
         ("streaming_llm", {"bits": 8}),
-        ("streaming_llm", {"schedule": [[0.6, 1.4]] * 2}),
+        ("streaming_llm", {"allocation": [[0.6, 1.4]] * 2}),
         ("subgen", {}),
     ],
 )
@@ -1128,7 +1128,7 @@ def test_prompts_with_images(family: str) -> None:
     for budget in (1.0, 1000):
         cache = SketchCache(model.config, "snapkv", budget=budget)
         assert torch.equal(model.generate(**inputs, past_key_values=cache, **settings), expected)
-    cache = SketchCache(model.config, "keydiff", track_positions=True, **SMALL)
+    cache = SketchCache(model.config, "keydiff", keep=["positions"], **SMALL)
     exact = DynamicCache(config=model.config)
     now: dict[str, Kept] = {"kept": {}}
     with torch.no_grad():
@@ -1258,7 +1258,7 @@ def test_a_cache_of_another_models_configuration(llama: Any) -> None:
 def test_a_configuration_that_lies_about_its_heads(llama: Any) -> None:
     lying = copy.deepcopy(llama.config)
     lying.num_key_value_heads = 4
-    cache = SketchCache(lying, "snapkv", schedule=[[0.5, 0.5, 1.5, 1.5]] * 2, **SMALL)
+    cache = SketchCache(lying, "snapkv", allocation=[[0.5, 0.5, 1.5, 1.5]] * 2, **SMALL)
     with pytest.raises(InputError, match="4 KV heads, this process holds 2"):
         forward(llama, ids_of(1, 40), cache)
     assert cache.get_seq_length() == 0

@@ -630,7 +630,7 @@ def test_measured_schedule_goes_into_a_cache():
     sizes = {}
     for name, chosen in (("same", None), ("measured", schedule)):
         cache = SketchCache(
-            model.config, "heavy_merge", budget=0.4, schedule=chosen, bits=16, **window
+            model.config, "heavy_merge", budget=0.4, allocation=chosen, bits=16, **window
         )
         with torch.no_grad():
             model(prompts[0], past_key_values=cache, use_cache=True)

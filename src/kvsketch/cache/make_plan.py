@@ -14,14 +14,15 @@ from kvsketch.cache.retrieval_heads import RetrievalHeads, share_of_heads
 from kvsketch.errors import InputError
 from kvsketch.page.quantized import FULL, Bits
 
+#: How a budget is divided: by name, by shares, or by what was measured beforehand.
+Allocation = str | Path | Schedule | Curves | RetrievalHeads
+
 
 def make_plan(
     budget: int | float | None,
     tolerance: float | None,
-    max_budget: int | float | None,
-    allocation: str | Path | Curves | RetrievalHeads,
-    schedule: Schedule | None,
-    prefill: str,
+    allocation: Allocation,
+    prefill: str | int,
     choices: Sequence[Bits] = (FULL,),
     reread: str | None = None,
 ) -> Plan:
@@ -32,28 +33,27 @@ def make_plan(
     """
     if isinstance(allocation, RetrievalHeads):
         bits = "measured" if len(choices) > 1 else None
-        others = {"tolerance": tolerance, "max_budget": max_budget, "schedule": schedule}
-        share = share_of_heads(budget, **others, bits=bits)
+        share = share_of_heads(budget, tolerance=tolerance, bits=bits)
         return Plan("heads", share, retrieval=allocation)
-    curves = None
+    curves = schedule = None
     if isinstance(allocation, Curves):
         curves = allocation
-    elif isinstance(allocation, Path) or allocation not in ALLOCATIONS:
+    elif isinstance(allocation, Sequence) and not isinstance(allocation, str):
+        schedule = allocation
+    elif not isinstance(allocation, str) or allocation not in ALLOCATIONS:
         curves = _loaded(allocation)
-    if schedule is not None and (allocation != "even" or tolerance is not None):
-        given = f"tolerance={tolerance!r}" if tolerance is not None else f"{allocation=}"
-        raise InputError(
-            f"schedule and {given} both determine the allocation of the budget: give one"
-        )
     if tolerance is None:
-        if max_budget is not None:
-            raise InputError(f"max_budget={max_budget!r} bounds a tolerance, which was not given")
         kind = "curves" if curves is not None else "schedule" if schedule is not None else None
         spent = Budget(0.5 if budget is None else budget)
         kind = kind or str(allocation)
         return Plan(kind, spent, schedule, curves, choices=choices, reread=reread)
-    check_tolerance(tolerance, budget, prefill)
-    most = None if max_budget is None else Budget(max_budget)
+    check_tolerance(tolerance, prefill)
+    if schedule is not None:
+        raise InputError(
+            f"allocation={schedule!r:.60} and tolerance={tolerance!r} both say what every head "
+            "keeps: give one"
+        )
+    most = None if budget is None else Budget(budget)
     if curves is not None and len(choices) > 1:
         raise InputError(
             f"bits='measured' and a tolerance ({tolerance!r}) by errors measured beforehand "
@@ -68,7 +68,7 @@ def make_plan(
 def _loaded(allocation: Any) -> Curves:
     if not isinstance(allocation, (str, Path)) or not Path(allocation).is_file():
         raise InputError(
-            f"allocation={allocation!r} must be one of {', '.join(ALLOCATIONS)}, RetrievalHeads, "
-            "Curves, or the path of a file of them"
+            f"allocation={allocation!r} must be one of {', '.join(ALLOCATIONS)}, a list of shares, "
+            "RetrievalHeads, Curves, or the path of a file of them"
         )
     return Curves.load(allocation)

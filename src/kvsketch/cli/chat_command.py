@@ -160,7 +160,7 @@ def _fresh(
     loading.check_device(device)
     tokenizer = loading.load_tokenizer(folder)
     loaded = loading.load_model(folder, device, dtype)
-    cache = SketchCache(loaded.config, method, budget=amount, seed=seed, track_error=True)
+    cache = SketchCache(loaded.config, method, budget=amount, seed=seed, keep=["errors"])
     named = model if model in PACKAGED_MODELS else folder
     named = str(Path(named).resolve()) if Path(named).is_dir() else named
     return Document(loaded, tokenizer, cache, Wording.of(tokenizer), {"model": named})

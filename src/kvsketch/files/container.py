@@ -156,8 +156,8 @@ def _read_table(file: BinaryIO, path: Path, kind: str) -> Table:
         ) from error
     if version != VERSION or type(version) is not int:
         raise InputError(
-            f"{str(path)!r} has version {version!r:.40} of the file format, and this kvsketch reads "
-            f"version {VERSION}: {_OTHER}"
+            f"{str(path)!r} has version {version!r:.40} of the file format, and this kvsketch "
+            f"reads version {VERSION}: {_OTHER}"
         )
     if found != kind:
         raise InputError(f"{str(path)!r} holds a {found!r:.60}, not a {kind!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
 )
 
-from kvsketch.arguments import PREFILL_MODES, check_types
-from kvsketch.budget import Schedule, plain
-from kvsketch.cache import Curves, HeadBudgets, RetrievalHeads, Stream, make_plan, windowed
+from kvsketch.arguments import check_budget, check_former, check_prefill, check_types
+from kvsketch.budget import plain
+from kvsketch.cache import HeadBudgets, RetrievalHeads, Stream, make_plan, windowed
 from kvsketch.cache.curves import model_shape
+from kvsketch.cache.make_plan import Allocation
 from kvsketch.cache.plan import BY_NEED
 from kvsketch.cache.storage import CHOICES, MEASURED, bits_of
 from kvsketch.errors import InputError, UnsupportedError, at_least
@@ -66,19 +67,15 @@ class SketchCache(Cache):  # type: ignore[misc]
             given where the measured error is above 50%.
         sink: number of first tokens that are kept unchanged.
         recent: number of last tokens that are kept unchanged.
-        buffer: slots by which tokens after the first compression may exceed the budget before the
-            cache is compressed again: by decoding to below the budget, by a chunk of a prompt to
-            the budget. Default: 2.5% of the budget.
         prefill: "exact": every token of the prompt attends to all earlier ones. Each layer is
             compressed as soon as its attention is computed, so that only one layer's full cache
             exists at a time (for budgets that are measured on this prompt, see ``allocation``).
             "streaming": with ``generate(prefill_chunk_size=...)`` every chunk attends to slots and
-            to itself, and the cache never holds more than budget + buffer + chunk.
-        prompt_length: "exact" with ``prefill_chunk_size``: tokens of the first prompt, so that
-            compression waits for its last chunk (a cache cannot see how many chunks follow).
-            Without it, chunks after the first attend to compressed ones, as in "streaming". A
-            UserWarning is given if such chunks can be distinguished from questions after a context.
-        one_shot: compress prompts only and keep all decoded tokens.
+            to itself, and the cache never holds more than the budget, a buffer of 2.5% of it, and
+            a chunk. A number: "exact", for a first prompt of so many tokens that is read in chunks:
+            compression waits for the last one (a cache cannot see how many chunks follow). With
+            "exact", chunks after the first attend to compressed ones; a UserWarning is given if
+            they can be distinguished from questions after a context.
         bits: 16: slots are stored in the model's dtype, whichever it is. 8 or 4: slots between
             sinks and recent window are stored in this many bits (keys per channel, values per
             token), as many of them as the bytes of ``budget`` hold; ``budget=1.0`` then only
@@ -87,20 +84,17 @@ class SketchCache(Cache):  # type: ignore[misc]
             the first prompt, within the same bytes. ``summary`` reports the choice. A budget that
             is a number of tokens leaves prompts that fit it unchanged. Fewer bits make decoding
             slower. Not with a streaming sketch.
-        schedule: shares of the budget, one per compressed layer or one per layer and KV head,
-            with mean 1. Default: the method's own (pyramidkv), else the same everywhere.
-        tolerance: instead of a budget: every KV head keeps the fewest slots (a fraction of the
-            tokens) whose measured relative error stays within it; heads that cannot be compressed
-            keep all tokens. The error is measured on queries of the first prompt that the method
-            has not seen.
-        max_budget: with a tolerance: a limit on the average budget over layers and heads, given
-            like ``budget``. It takes precedence over the tolerance, and ``summary`` lists the heads
-            that exceed the tolerance.
+        tolerance: every KV head keeps the fewest slots (a fraction of the tokens) whose measured
+            relative error stays within it; heads that cannot be compressed keep all tokens. The
+            error is measured on queries of the first prompt that the method has not seen.
+            ``budget`` then limits the average over layers and heads and takes precedence;
+            ``summary`` lists the heads that exceed the tolerance.
         allocation: how the budget is divided among layers and heads. "even": the same budget for
-            every head (or ``schedule``). "measured": the same total, allocated where it reduces the
-            error most, measured on the first prompt (heavy_merge's default with an exact prefill,
-            unless a schedule or a tolerance is given; after a second reading by ``prefill`` its
-            default is "global"). Curves, or the path of a file of them
+            every head (a method may have shares of its own: pyramidkv). A list of shares with mean
+            1, one per compressed layer or one per layer and KV head. "measured": the same total,
+            allocated where it reduces the error most, measured on the first prompt (heavy_merge's
+            default with an exact prefill, unless a tolerance is given; after a second reading by
+            ``prefill`` its default is "global"). Curves, or the path of a file of them
             (``Curves.save``): by errors measured beforehand on typical prompts; better than
             "measured" if the questions differ from the text that was read. "layer" and "global":
             keep the slots of highest score among all heads of a layer (AdaKV) or of the model
@@ -108,16 +102,17 @@ class SketchCache(Cache):  # type: ignore[misc]
             read. "variance" (d2o's default): more for layers whose tokens are attended to more
             evenly. These three need a method that scores by queries. ``RetrievalHeads``: a fraction
             ``budget`` of the heads keep all tokens, the others sinks and recent window
-            (DuoAttention). "measured", and a tolerance with ``max_budget``, compare all layers:
-            until the last layer is measured, each layer is compressed to the most that its heads
-            may get, so that the peak is about half of an uncompressed cache (with a streaming
-            sketch, all of it). Prompts too short to measure (about 100 tokens) are kept until there
-            are more tokens.
-        track_positions: store the position of every slot (4 bytes each), so that a later
-            ``attention_mask`` may mask kept tokens. Without it, and for slots that represent
-            several tokens, such a mask is refused.
-        track_error: keep the exact attention outputs of 32 prompt queries up to date, so that
-            ``error`` can also measure the error at any later time.
+            (DuoAttention). "measured", and a tolerance with a budget, compare all layers: until the
+            last layer is measured, each layer is compressed to the most that its heads may get, so
+            that the peak is about half of an uncompressed cache (with a streaming sketch, all of
+            it). Prompts too short to measure (about 100 tokens) are kept until there are more
+            tokens.
+        keep: what is kept besides the slots of the budget, a list of names. "decoded": all decoded
+            tokens, unchanged, so that only prompts are compressed (SubGen, section 3.2).
+            "positions": the position of every slot (4 bytes each), so that a later
+            ``attention_mask`` may mask kept tokens; without it, and for slots that represent
+            several tokens, such a mask is refused. "errors": the exact attention outputs of 32
+            prompt queries, so that ``error`` can also measure the error at any later time.
         options: options of the method, such as ``{"delta": 2.0, "t": 4}`` for subgen.
         seed: seed of all random choices.
 
@@ -142,44 +137,39 @@ class SketchCache(Cache):  # type: ignore[misc]
         method: Method = "heavy_merge",
         *,
         budget: int | float | None = None,
+        tolerance: float | None = None,
+        allocation: Allocation | None = None,
+        bits: int | str | None = None,
+        prefill: str | int = "exact",
         sink: int = 4,
         recent: int = 32,
-        buffer: int | None = None,
-        prefill: str = "exact",
-        prompt_length: int | None = None,
-        one_shot: bool = False,
-        bits: int | str | None = None,
-        schedule: Schedule | None = None,
-        tolerance: float | None = None,
-        max_budget: int | float | None = None,
-        allocation: str | Path | Curves | RetrievalHeads | None = None,
-        track_positions: bool = False,
-        track_error: bool = False,
+        keep: Collection[str] = (),
         options: Mapping[str, Any] | None = None,
         seed: int = 0,
+        **former: Any,
     ) -> None:
-        budget, tolerance, max_budget, bits = map(plain, (budget, tolerance, max_budget, bits))
-        sink, recent, buffer, seed = map(plain, (sink, recent, buffer, seed))
-        prompt_length = plain(prompt_length)
+        budget, tolerance, bits = map(plain, (budget, tolerance, bits))
+        sink, recent, prefill, seed = map(plain, (sink, recent, prefill, seed))
+        arguments = _arguments(locals())
+        check_former(former, arguments)
+        check_types(seed, options, keep)
         #: the arguments, by name
-        self.arguments = _arguments(locals())
+        self.arguments = {**arguments, "keep": sorted(keep)}
         #: the user's description, stored by ``save``
         self.about: dict[str, Any] = {}
         self._marks: dict[str, Any] = {}  # identify the model of a cache that was loaded
         self._tokenizer: str | None = None
         if not isinstance(config, PretrainedConfig):
             raise InputError(f"config must be the model's config, got {type(config).__name__}")
-        check_types(seed, options, schedule)
-        if prefill not in PREFILL_MODES:
-            raise InputError(f"prefill={prefill!r} must be one of {', '.join(PREFILL_MODES)}")
+        check_prefill(prefill)
+        prompt_length = prefill if isinstance(prefill, int) else None
+        streaming = prefill == "streaming"
         sink, recent = check_window(sink, recent)
-        if prompt_length is not None:
-            at_least("prompt_length", prompt_length, 1)
         cls = class_of(method)
         self.method = cls.name
         reread = None
         if allocation is None:
-            own = schedule is None and tolerance is None and prefill == "exact"
+            own = tolerance is None and not streaming
             allocation = default_allocation(method) if own else "even"
             reread = getattr(cls, "allocation_reread", None) if own else None
         heads_told = isinstance(allocation, RetrievalHeads)
@@ -189,24 +179,19 @@ class SketchCache(Cache):  # type: ignore[misc]
                 "does not; use a Compressor, such as 'streaming_llm'"
             )
         if bits is None:
-            bits = default_bits(method) if prefill == "exact" and not heads_told else 16
+            bits = default_bits(method) if not (streaming or heads_told) else 16
         # a fraction of 1: nothing to choose
         exact = isinstance(budget, Real) and not isinstance(budget, Integral) and budget == 1
         stored = bits_of(bits) or FULL
         choices = CHOICES if bits == MEASURED and not exact else (stored,)
-        self.plan = plan = make_plan(
-            budget, tolerance, max_budget, allocation, schedule, prefill, choices, reread
-        )
+        self.plan = plan = make_plan(budget, tolerance, allocation, prefill, choices, reread)
         self.budget, self.tolerance = plan.budget, plan.tolerance
         self.bits = bits
-        for name, given in (("budget", plan.budget), ("max_budget", plan.max_budget)):
-            if given is not None and isinstance(given.value, int) and given.value < sink + recent:
-                raise InputError(
-                    f"{name}={given.value} is smaller than sink={sink} + recent={recent}: raise "
-                    "the budget or lower sink and recent"
-                )
+        limit = plan.budget or plan.max_budget
+        if limit is not None:
+            check_budget(limit, sink, recent)
         grows = plan.budget is not None and plan.budget.is_fraction and plan.budget.value < 1
-        if grows and prefill == "streaming" and not getattr(cls, "grows", True):
+        if grows and streaming and not getattr(cls, "grows", True):
             raise InputError(
                 f"budget={budget!r} with prefill='streaming' grows with the prompt, and the size "
                 f"of {cls.name!r} is fixed once it is made: pass an int (the bytes of so many "
@@ -224,7 +209,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         layers, chosen = models.layers_of(config)
         readers = models.readers_of(config, layers)
         adapter = adapters.of(config.get_text_config(decoder=True))
-        track_positions = track_positions or (adapter is not None and adapter.needs_positions)
+        positions = "positions" in keep or (adapter is not None and adapter.needs_positions)
         heads = models.kv_heads_of(config, chosen[0])
         self._forward = Forward(config, plan, getattr(cls, "needs_reread", False))
         whole = plan.budget is not None and plan.budget.is_fraction and plan.budget.value >= 1
@@ -235,11 +220,12 @@ class SketchCache(Cache):  # type: ignore[misc]
         )
         for place, index in enumerate(chosen):
             made = windowed(method, sink, recent, seed + index, options)
-            stream = Stream(made, budgets[place], buffer, one_shot, bits, track_error)
+            kept = {"one_shot": "decoded" in keep, "track_error": "errors" in keep}
+            stream = Stream(made, budgets[place], bits=bits, **kept)
             settings = LayerSettings(
-                exact_prefill=prefill == "exact",
+                exact_prefill=not streaming,
                 prompt_length=prompt_length,
-                track_positions=track_positions,
+                track_positions=positions,
                 readers=readers[index],
                 lossless=whole and bits in (16, MEASURED),
                 config=config,
@@ -253,7 +239,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         super().__init__(layers=layers)
         self._forward.watch(self.layers)
         self._first = self._sketches()[0]
-        self._chunks = Chunks(prefill == "exact" and prompt_length is None)
+        self._chunks = Chunks(prefill == "exact")
         self._adapter = adapter
         #: whether a compiled forward needs no graph break: every layer that counts tokens is a
         #: plain SketchLayer
@@ -516,7 +502,7 @@ class SketchCache(Cache):  # type: ignore[misc]
 
 
 def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in given.items() if k not in ("self", "config", "__class__")}
+    return {k: v for k, v in given.items() if k not in ("self", "config", "former", "__class__")}
 
 
 class _NoFixedLengthError(UnsupportedError, AttributeError):

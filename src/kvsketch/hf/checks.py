@@ -28,7 +28,7 @@ def check_tokens(
         )
     if budget is not None and budget.even is None and budget.heads != keys.shape[1]:
         raise InputError(
-            f"schedule or allocation has {budget.heads} KV heads, this process holds "
+            f"allocation has {budget.heads} KV heads, this process holds "
             f"{keys.shape[1]}: under tensor parallelism give one share per layer"
         )
     if held is not None:

@@ -7,9 +7,9 @@ import warnings
 
 
 class Chunks:
-    """A cache cannot see how many chunks a prompt will have. Without ``prompt_length`` an exact
-    prefill is compressed after the first chunk, and the others attend to slots: a warning is given,
-    once.
+    """A cache cannot see how many chunks a prompt will have. Unless ``prefill`` is its length, an
+    exact prefill is compressed after the first chunk, and the others attend to slots: a warning is
+    given, once.
 
     Successive forwards of equal size from the start are taken for chunks, and a shorter one after
     two or more of them for the last chunk. A prompt of two chunks, the second of which is shorter,
@@ -43,7 +43,7 @@ class Chunks:
             warnings.warn(
                 f"SketchCache(prefill='exact') gets a prompt in chunks of {size} tokens and was "
                 "compressed before the last of them, so that later chunks attend to slots. Give "
-                "prompt_length= (the tokens of the whole prompt) to wait for all of it, or pass "
+                "prefill= the number of tokens of the whole prompt to wait for all of it, or "
                 "prefill='streaming' if this is intended",
                 UserWarning,
                 stacklevel=3,

@@ -22,7 +22,7 @@ from kvsketch.page.quantized import Bits
 from kvsketch.slots import Slots
 
 # Arguments of the compression, which may differ between the two.
-_FREE = ("seed", "prompt_length", "track_error")
+_FREE = ("seed", "prefill", "keep")
 
 
 @torch.no_grad()

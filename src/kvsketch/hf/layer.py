@@ -27,7 +27,7 @@ class LayerSettings:
     """Settings that a cache passes to its layers.
 
     Attributes:
-        exact_prefill: do not compress before ``prompt_length`` tokens.
+        exact_prefill: whether prompts are read without compression in between.
         prompt_length: tokens of the first prompt if it arrives in several chunks.
         track_positions: store each slot's position.
         readers: layers of the model that attend to this one's keys, itself included.

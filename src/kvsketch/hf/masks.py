@@ -222,7 +222,7 @@ def over_slots(
     if positions is None:
         raise UnsupportedError(
             f"{hides}, and this cache does not know which slots they are: make it with "
-            "track_positions=True and a method that keeps tokens as they are"
+            "keep=['positions'] and a method that keeps tokens as they are"
         )
     if mass is not None and not bool(((mass == 0) | (mass == 1)).all()):
         raise UnsupportedError(

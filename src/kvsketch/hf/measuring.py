@@ -87,7 +87,7 @@ def answer_later(slots: Slots, later: Slots, queries: Tensor, scaling: float) ->
 def measure_schedule(
     model: Any, prompts: Sequence[Tensor], method: str, budget: float, **settings: Any
 ) -> list[list[float]]:
-    """A schedule for ``SketchCache(schedule=...)``: the total of an even ``budget``, allocated
+    """A schedule for ``SketchCache(allocation=...)``: the total of an even ``budget``, allocated
     where the measured error falls most. It depends on the model, the method and the kind of prompt,
     not on a single prompt: measure once and keep the list (or, for every budget, the curves:
     ``SketchCache(allocation=curves)``).

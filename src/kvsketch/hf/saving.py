@@ -34,8 +34,6 @@ from kvsketch.page.kind import Kind
 from kvsketch.state import FLOATS, Reader, State, name_of, numbered
 from kvsketch.writing import check_replaced
 
-# Memory is allocated for this many tokens at once.
-_MOST_BUFFER = 1 << 20
 #: the kind of file, in its header
 KIND = "cache"
 
@@ -224,13 +222,12 @@ def _restored(make: Callable[..., _Cache], reader: Reader, model: PreTrainedMode
 
 def _made(make: Callable[..., _Cache], reader: Reader, model: PreTrainedModel) -> _Cache:
     """A cache of the same arguments, which holds nothing yet."""
-    names = list(inspect.signature(make).parameters)[1:]
+    names = list(inspect.signature(make).parameters)[1:-1]  # without the config and former ones
     given = {name: reader.anything(name) for name in names}
     allocation: Any = given["allocation"]
-    if allocation is not None and allocation not in ALLOCATIONS:  # never the path of a file
+    named = allocation is None or isinstance(allocation, list) or allocation in ALLOCATIONS
+    if not named:  # never the path of a file
         raise reader.wrong("allocation", allocation, f"one of {', '.join(ALLOCATIONS)}")
-    if type(given["buffer"]) is int and given["buffer"] > _MOST_BUFFER:
-        raise reader.wrong("buffer", given["buffer"], f"at most {_MOST_BUFFER}")
     if not isinstance(given["method"], str):
         raise reader.wrong("method", given["method"], "the name of a method")
     wide, any_float = (None, None, None), tuple(FLOATS.values())

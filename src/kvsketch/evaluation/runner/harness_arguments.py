@@ -11,7 +11,7 @@ from kvsketch.errors import InputError, at_least
 from kvsketch.evaluation.runner import hub
 from kvsketch.evaluation.runner.setups import EXACT
 
-_GOAL = ("budget", "tolerance", "max_budget", "allocation", "bits")
+_GOAL = ("budget", "tolerance", "allocation", "bits")
 _REST = ("sink", "recent", "prefill")
 #: arguments that change the model's usual configuration
 _ELSEWHERE = ("revision", "subfolder", "gguf_file")

@@ -66,7 +66,6 @@ class SketchLM(HFLM):  # type: ignore[misc]
         method: str = "heavy_merge",
         budget: int | float | None = None,
         tolerance: float | None = None,
-        max_budget: int | float | None = None,
         allocation: str | None = None,
         bits: int | str | None = None,
         sink: int = 4,
@@ -82,10 +81,12 @@ class SketchLM(HFLM):  # type: ignore[misc]
             if name not in (*theirs, *_LOADING):
                 raise unknown_name("model_args", name, {*ours, *theirs, *_LOADING})
         what: dict[str, Any] = {"method": method, "budget": budget, "tolerance": tolerance}
-        what |= {"max_budget": max_budget, "allocation": allocation, "bits": bits}
+        what |= {"allocation": allocation, "bits": bits}
         what |= {"sink": sink, "recent": recent, "prefill": prefill}
-        what |= {"one_shot": one_shot, "seed": seed}
-        check_model_args({**kwargs, **what, "pretrained": pretrained})
+        check_model_args(
+            {**kwargs, **what, "one_shot": one_shot, "seed": seed, "pretrained": pretrained}
+        )
+        what |= {"keep": ["decoded"] if one_shot else [], "seed": seed}
         self._sketch: dict[str, Any] | None = None
         if method != EXACT:
             self._sketch = what

@@ -76,10 +76,9 @@ def new_cache(
         bits=setup.bits,
         sink=sink,
         recent=recent,
-        prefill=settings.prefill,
-        # Without it a cache cannot know that more chunks are to come.
-        prompt_length=prompt_length if chunked else None,
-        one_shot=settings.one_shot,
+        # A cache cannot know by itself that more chunks are to come.
+        prefill=prompt_length if chunked else settings.prefill,
+        keep=["decoded"] if settings.one_shot else [],
         seed=setup.seed,
     )
 
