@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvsketch import Observed, Slots
 from kvsketch.budget import Budget, Schedule
 from kvsketch.cache import Plan, Stream, windowed
+from kvsketch.cache.sketch_page import SketchPage
 from kvsketch.cache.storage import CHOICES, MEASURED
 from kvsketch.page.quantized import FULL
 
@@ -53,9 +54,8 @@ def planned(
 def parts_of(stream: Stream) -> list[tuple[Slots, object]]:
     """The slots of a stream, each with its method, which has the sketch if there is one. Heads of
     different size are separate."""
-    pages = getattr(stream.page, "pages", None)
-    if pages is not None:
-        return [(part.slots, part.window) for part in pages]
+    if isinstance(stream.page, SketchPage) and stream.page.places is not None:
+        return [(group.slots, group.window) for group in stream.page.groups]
     held, slots = stream.held, stream.slots
     # A sketch outside the page is counted with its whole state, of all heads at once; its heads
     # need not hold equally many slots.

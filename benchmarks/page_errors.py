@@ -281,9 +281,9 @@ def tolerance(result: dict[str, Any]) -> str:
         "on queries that the method had seen. `exact heads`: the share of heads that keep all "
         "tokens.\n\n"
         + table(head, rows)
-        + "\n\nThe tracked error while a stream is compressed repeatedly (`heavy_merge@even`, budget "
-        f"0.25, {result['follow']} tokens one by one): the reported error over the error on the "
-        "newest queries, at 5% / median / 95% of the heads of all layers. `probe` is what the "
+        + "\n\nThe tracked error while a stream is compressed repeatedly (`heavy_merge@even`, "
+        f"budget 0.25, {result['follow']} tokens one by one): the reported error over the error on "
+        "the newest queries, at 5% / median / 95% of the heads of all layers. `probe` is what the "
         "package uses; `reservoir` is a sample of exact tokens of the same bytes, which mostly "
         "shows its own sampling error.\n\n"
         + table(["source", "actual, median", "probe / actual", "reservoir / actual"], known)

@@ -12,6 +12,7 @@ methods they are.
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -145,6 +146,29 @@ def lines() -> dict[str, int]:
     return found
 
 
+def storage_types() -> list[str]:
+    """Classes that hold what a layer has: those of the rooms of storage that can list their tensors
+    or lay them out in given memory, parts of others (named with an underscore) excepted."""
+    found = []
+    for name, path in modules().items():
+        if room(name) not in ("page", "cache", "vllm"):
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                verbs = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+                if {"append", "drop"} <= verbs or "views" in verbs or {"extend", "drop"} <= verbs:
+                    found.append(node.name)
+    return sorted(found)
+
+
+def arguments() -> list[str]:
+    """The arguments of ``SketchCache``."""
+    from kvsketch import SketchCache
+
+    every = inspect.signature(SketchCache).parameters.values()
+    return [one.name for one in every if one.kind is not inspect.Parameter.VAR_KEYWORD]
+
+
 def travelled(call: Callable[[], object]) -> dict[str, list[str]]:
     """The files, functions and classes of this package that a call enters, by name."""
     files: set[str] = set()
@@ -224,6 +248,8 @@ def counted() -> dict[str, Any]:
         "modules_in_circles": circles(graph),
         "rooms_that_import_each_other": mutual(graph),
         "imports_that_run_up": upwards(graph),
+        "storage_types": storage_types(),
+        "arguments_of_the_cache": arguments(),
         "files_over_350_lines": dict(sorted(long.items(), key=lambda item: -item[1])),
         "ways": {
             name: {kind: len(found) for kind, found in one.items()} for name, one in way.items()

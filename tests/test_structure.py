@@ -37,6 +37,11 @@ def test_every_room_has_a_floor():
     assert {structure.room(name) for name in structure.modules()} - {"kvsketch"} == named
 
 
+def test_what_a_layer_has_is_held_in_few_ways_and_a_cache_has_few_arguments():
+    assert structure.storage_types() == ["Layout", "Page", "Part", "SketchPage", "Stream"]
+    assert len(structure.arguments()) <= 12
+
+
 def test_contributing_names_every_file_that_a_token_passes():
     """Of a real token with the default cache and of one with an even budget in 16 bits."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

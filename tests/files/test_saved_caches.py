@@ -146,7 +146,8 @@ def form_of(page: Any) -> str:
     if isinstance(page, Page):
         few = "exact" if page.middle is None else "few bits"
         return "tokens" if page.exact.grows else few
-    return "sketch" if isinstance(page, SketchPage) else "sketches"
+    assert isinstance(page, SketchPage)
+    return "sketch" if page.places is None else "sketches"
 
 
 def made(model: Any, form: str) -> tuple[SketchCache, str]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.budgets import HeadBudgets
-from kvsketch.cache.next_page import Held
 from kvsketch.cache.window import Windowed
 from kvsketch.cache.windowed_sketch import WindowedSketch
 from kvsketch.page.quantized import FULL, Bits
@@ -68,17 +67,18 @@ class Pace:
         self,
         budgets: HeadBudgets,
         seen: int,
-        page: Held,
+        count: int,
     ) -> int:
-        """How many more tokens a page that is full may take before it is compressed."""
+        """How many more tokens a page of ``count`` slots that is full may take before it is
+        compressed."""
         if self.one_shot:  # grows without limit, by a few per cent at a time
-            return self.buffer(page.count)
+            return self.buffer(count)
         average = budgets.average(seen)
         buffer = self.buffer(average)
         if self.early:  # room is in full precision: only the buffer
             return buffer
         if budgets.even is not None:
-            return max(1, budgets.even.slots(seen) + buffer - page.count)
+            return max(1, budgets.even.slots(seen) + buffer - count)
         # The same for all heads and rows, independently of their sizes.
         return buffer + average - budgets.average(seen - 1)
 

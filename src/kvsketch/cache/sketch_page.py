@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,64 +17,23 @@ from kvsketch.slots import Slots
 from kvsketch.state import Reader, State, numbered
 
 
-class SketchPage:
-    """Sinks, a sketch, then recent and appended tokens. The slots that attention reads are computed
-    from the state of the sketch. They exist until ``release`` and are counted by ``tensors``.
+class _Group(NamedTuple):
+    """Heads with one sketch.
 
-    Args:
-        first: exact tokens before those in the sketch.
-        window: has the sketch. None: there is no sketch yet, and all tokens are exact.
-        last: exact tokens after those in the sketch.
-        room: tokens that can be appended.
+    Attributes:
+        exact: their exact tokens, first those before the tokens in the sketch.
+        first: how many these are.
+        window: has the sketch. None: there is none yet, and all tokens are exact.
     """
 
-    sizes: Tensor | None = None
-
-    def __init__(self, first: Slots, window: WindowedSketch | None, last: Slots, room: int) -> None:
-        self.window, self._first = window, first.count
-        self.exact = Part(Slots.cat([first, last]), None, room)
-        self._opened: Slots | None = None
-
-    @property
-    def batch(self) -> int:
-        """The number of rows."""
-        return self.exact.batch
-
-    @property
-    def heads(self) -> int:
-        """The number of KV heads."""
-        return self.exact.heads
-
-    @property
-    def appended(self) -> int:
-        """The number of tokens appended to every head."""
-        return self.exact.appended
-
-    @property
-    def room(self) -> int:
-        """The number of tokens that can still be appended."""
-        return self.exact.room
-
-    @property
-    def base(self) -> int:
-        """As ``count``, without the appended tokens."""
-        return self.count - self.appended
-
-    @property
-    def count(self) -> int:
-        """The number of slots. The sketch counts as the number of tokens that fit into its
-        bytes."""
-        return self.exact.count + (0 if self.window is None else self.window.worth)
-
-    @property
-    def held(self) -> Tensor:
-        """The number of slots of every row and head, int64 ``[batch, heads]``."""
-        return torch.full((self.batch, self.heads), self.count)
+    exact: Part
+    first: int
+    window: WindowedSketch | None
 
     @property
     def tokens(self) -> Slots:
         """The exact tokens, in their dtype."""
-        return tokens_of(self.exact.slots)
+        return _in_one_dtype(self.exact.slots)
 
     @property
     def slots(self) -> Slots:
@@ -82,142 +41,118 @@ class SketchPage:
         exact = self.tokens
         if self.window is None or self.window.sketch is None:
             return exact
-        last = exact.narrow(self._first, exact.count - self._first)
-        return Slots.cat([exact.narrow(0, self._first), self.window.sketch.slots, last])
+        last = exact.narrow(self.first, exact.count - self.first)
+        return Slots.cat([exact.narrow(0, self.first), self.window.sketch.slots, last])
 
-    def open(self) -> Slots:
-        """The slots, for attention to read."""
-        if self._opened is None:
-            self._opened = self.slots
-        return self._opened
-
-    def release(self) -> None:
-        """Release the slots after the attention over the page was computed."""
-        self._opened = None
-
-    def append(self, new: Slots) -> None:
-        """Write ``new`` after the exact tokens."""
-        self.exact.append(new)
-        self._opened = None
-
-    def drop(self, tokens: int) -> None:
-        """Remove the last ``tokens`` tokens, which must be appended ones."""
-        self.exact.drop(tokens)
-        self._opened = None
-
-    def mark_last(self, live: Tensor) -> None:
-        """Mark which of the tokens that were just appended are not padding, bool ``[batch, q]``."""
-        self.exact.mark_last(live)
-        self._opened = None
-
-    def set_score(self, score: Tensor) -> None:
-        """A sketch has no scores."""
-
-    def grown(self, room: int) -> SketchPage:
-        """A page with the same tokens and ``room`` for more."""
-        return self._around(self.exact.grown(room))
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> SketchPage:
-        """The page with ``fn`` (which acts on axis 0, the batch) applied. The owner of the window
-        applies ``fn`` to the sketch."""
-        return self._around(self.exact.map(fn))
-
-    def _around(self, exact: Part) -> SketchPage:
-        twin = copy.copy(self)
-        twin.exact, twin._opened = exact, None
-        return twin
-
-    def to_state(self) -> State:
-        """The exact tokens and the sketch."""
-        state = State(values={"first": self._first})
-        state.put("exact", self.exact.to_state())
-        state.put("window", None if self.window is None else self.window.to_state())
-        return state
-
-    @classmethod
-    def from_state(cls, reader: Reader, kind: Kind, window: WindowedSketch) -> SketchPage:
-        """Restore the result of ``to_state``.
-
-        Args:
-            window: an empty window, which receives the sketch.
-
-        Raises:
-            InputError: inconsistent tensors or numbers.
-        """
-        page = cls.__new__(cls)
-        page.exact = Part.from_state(reader.part("exact"), kind)
-        if page.exact.packed or page.exact.sizes is not None or not page.exact.base:
-            raise reader.wrong("exact", page.exact.base, "exact tokens, of every head as many")
-        page._first = reader.whole("first", 0, page.exact.base)
-        page._opened, page.window = None, None
-        if reader.has("window"):
-            window.restore(reader.part("window"), page.tokens)
-            page.window = window
-        reader.close()
-        return page
-
-    def tensors(self) -> list[Tensor]:
-        """All tensors except those of the sketch, for byte counting."""
-        held = self.exact.tensors()
-        return held if self._opened is None else [*held, *self._opened.tensors().values()]
+    @property
+    def size(self) -> int:
+        """Slots of a head. The sketch counts as the number of tokens that fit into its bytes."""
+        return self.exact.count + (0 if self.window is None else self.window.worth)
 
 
-class SketchPages:
-    """Sketches of different size: one ``SketchPage`` for each budget, with its heads as rows.
+class SketchPage:
+    """Sinks, a sketch, then recent and appended tokens, with the verbs of ``Page``.
 
-    It has the methods of ``SketchPage``. They loop over groups of heads, because a sketch has the
-    same size for all of its heads.
+    A sketch has the same size for all of its heads: heads with different budgets are in groups,
+    each with a sketch of its own and its heads as rows. The slots that attention reads are computed
+    from the state of the sketches; they exist until ``release`` and are counted by ``tensors``.
 
     Args:
-        pages: one for each group.
-        places: the heads of each group, int64 ``[R]``, ``row * heads + head``. Every head is in one
-            group.
+        groups: one, or one for each budget.
+        places: the heads of each group, int64 ``[R]``, ``row * heads + head``; every head is in one
+            group. None: one group has all heads as they are, and its window is the stream's, which
+            acts on it.
         shape: batch and heads.
     """
 
-    def __init__(
-        self, pages: Sequence[SketchPage], places: Sequence[Tensor], shape: tuple[int, int]
-    ) -> None:
-        self.pages, self.places = list(pages), list(places)
-        self.batch, self.heads = shape
+    sizes: Tensor | None = None
 
-    @property
-    def room(self) -> int:
-        return min(page.room for page in self.pages)
+    def __init__(
+        self,
+        groups: Sequence[_Group],
+        places: Sequence[Tensor] | None,
+        shape: tuple[int, int],
+    ) -> None:
+        self.groups = list(groups)
+        self.places = None if places is None else list(places)
+        self.batch, self.heads = shape
+        self._opened: Slots | None = None
+
+    @classmethod
+    def after(
+        cls,
+        before: object,
+        tokens: Slots,
+        method: WindowedSketch,
+        budgets: HeadBudgets,
+        budget: int | Tensor,
+        limit: int | Tensor,
+        room: int,
+    ) -> SketchPage:
+        """The page after the tokens between sinks and recent window went into the sketches.
+
+        Args:
+            before: the layer's page; unless it is a ``SketchPage``, ``tokens`` is what it held.
+            method: the stream's window, from which those of groups are made (``fresh``).
+            budgets: of every head.
+            budget: what exact tokens and sketch may take after this, in tokens: one number, or
+                int64 ``[batch, heads]``.
+            limit: the budgets now, likewise.
+            room: tokens that can be appended above these.
+        """
+        shape = tokens.keys.shape[0], tokens.keys.shape[1]
+        if isinstance(before, SketchPage):
+            places = before.places
+            exact = [group.tokens for group in before.groups]
+            windows = [group.window for group in before.groups]
+        else:
+            places = None if isinstance(budget, int) else _by_budget(budgets, shape[0])
+            exact = _split(_in_one_dtype(tokens), places)
+            windows = [None] * len(exact)
+        made = []
+        for number, (part, window) in enumerate(zip(exact, windows, strict=True)):
+            if places is None:
+                assert isinstance(budget, int)
+                assert isinstance(limit, int)
+                made.append(_next(method, part, budget, limit, room))
+                continue
+            mine, each = places[number], torch.as_tensor(limit).flatten()
+            if window is None:
+                window = method.fresh()
+                window.number_rows(mine)
+            own = int(torch.as_tensor(budget).flatten()[mine[0]])
+            made.append(_next(window, part, own, int(each[mine[0]]), room))
+        return cls(made, places, shape)
 
     @property
     def appended(self) -> int:
-        return max(page.appended for page in self.pages)
+        """The number of tokens appended to every head."""
+        return max(group.exact.appended for group in self.groups)
+
+    @property
+    def room(self) -> int:
+        """The number of tokens that can still be appended."""
+        return min(group.exact.room for group in self.groups)
 
     @property
     def count(self) -> int:
-        return max(page.count for page in self.pages)
-
-    @property
-    def base(self) -> int:
-        return max(page.base for page in self.pages)
+        """The number of slots of the largest head."""
+        return max(group.size for group in self.groups)
 
     @property
     def held(self) -> Tensor:
+        """The number of slots of every row and head, int64 ``[batch, heads]``."""
         held = torch.zeros(self.batch * self.heads, dtype=torch.int64)
-        for page, places in zip(self.pages, self.places, strict=True):
-            held[places.cpu()] = page.count
+        for number, group in enumerate(self.groups):
+            held[slice(None) if self.places is None else self.places[number].cpu()] = group.size
         return held.view(self.batch, self.heads)
-
-    @property
-    def sizes(self) -> Tensor:
-        return self.held - self.appended
 
     @property
     def slots(self) -> Slots:
         """The slots of all heads, with dead slots before those of smaller heads."""
-        return self._together([page.slots for page in self.pages])
-
-    def open(self) -> Slots:
-        """The slots, for attention to read."""
-        return self._together([page.open() for page in self.pages])
-
-    def _together(self, parts: Sequence[Slots]) -> Slots:
+        parts = [group.slots for group in self.groups]
+        if self.places is None:
+            return parts[0]
         count = max(part.count for part in parts)
         names = {name for part in parts for name in part.tensors()} | {"mass"}
         fields = {}
@@ -233,41 +168,67 @@ class SketchPages:
             fields[name] = whole.view(self.batch, self.heads, *whole.shape[1:])
         return Slots(**fields)
 
-    def split(self, slots: Slots) -> list[Slots]:
-        """The heads of each group as rows, ``[R, 1, ...]``."""
-        flat = slots.map(lambda t: t.flatten(0, 1).unsqueeze(1))
-        return [flat.map(lambda t, i=i: t.index_select(0, i)) for i in self.places]  # type: ignore[misc]
+    def open(self) -> Slots:
+        """The slots, for attention to read."""
+        if self._opened is None:
+            self._opened = self.slots
+        return self._opened
+
+    def release(self) -> None:
+        """Release the slots after the attention over the page was computed."""
+        self._opened = None
 
     def append(self, new: Slots) -> None:
-        for page, part in zip(self.pages, self.split(new), strict=True):
-            page.append(part)
+        """Write ``new`` ``[batch, heads, q, ...]`` after the exact tokens."""
+        for group, part in zip(self.groups, _split(new, self.places), strict=True):
+            group.exact.append(part)
+        self._opened = None
 
     def drop(self, tokens: int) -> None:
-        for page in self.pages:
-            page.drop(tokens)
+        """Remove the last ``tokens`` tokens, which must be appended ones."""
+        for group in self.groups:
+            group.exact.drop(tokens)
+        self._opened = None
 
     def mark_last(self, live: Tensor) -> None:
-        for page, places in zip(self.pages, self.places, strict=True):
-            page.mark_last(live.index_select(0, places // self.heads))
+        """Mark which of the tokens that were just appended are not padding, bool ``[batch, q]``."""
+        for number, group in enumerate(self.groups):
+            own = live
+            if self.places is not None:
+                own = live.index_select(0, self.places[number] // self.heads)
+            group.exact.mark_last(own)
+        self._opened = None
 
     def set_score(self, score: Tensor) -> None:
         """A sketch has no scores."""
 
-    def release(self) -> None:
-        for page in self.pages:
-            page.release()
+    def grown(self, room: int) -> SketchPage:
+        """A page with the same tokens and ``room`` for more."""
+        groups = [group._replace(exact=group.exact.grown(room)) for group in self.groups]
+        return SketchPage(groups, self.places, (self.batch, self.heads))
 
-    def grown(self, room: int) -> SketchPages:
-        shape = (self.batch, self.heads)
-        return SketchPages([page.grown(room) for page in self.pages], self.places, shape)
+    def number_rows(self, method: WindowedSketch, rows: Tensor) -> None:
+        """Say which rows of another batch these are (int64 ``[batch]``)."""
+        if self.places is None:
+            method.number_rows(rows)
+            return
+        for group, places in zip(self.groups, self.places, strict=True):
+            if group.window is not None:
+                at = places.cpu()
+                group.window.number_rows(rows[at // self.heads] * self.heads + at % self.heads)
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> SketchPages:
-        """The pages, and the sketches in them, with ``fn`` (which acts on axis 0) applied."""
+    def map(self, fn: Callable[[Tensor], Tensor]) -> SketchPage:
+        """The page with ``fn`` (which acts on axis 0, the batch) applied, and the sketches of
+        groups."""
         source = fn(torch.arange(self.batch))
+        shape = (len(source), self.heads)
+        if self.places is None:
+            (group,) = self.groups
+            return SketchPage([group._replace(exact=group.exact.map(fn))], None, shape)
         every = source.unsqueeze(1) * self.heads + torch.arange(self.heads)
         every = every.flatten()
-        pages, places = [], []
-        for page, mine in zip(self.pages, self.places, strict=True):
+        groups, places = [], []
+        for group, mine in zip(self.groups, self.places, strict=True):
             local = torch.full((self.batch * self.heads,), -1)
             local[mine.cpu()] = torch.arange(len(mine))
             rows = (local[every] >= 0).nonzero().flatten()
@@ -278,113 +239,100 @@ class SketchPages:
             def some(tensor: Tensor, index: Tensor = index) -> Tensor:
                 return tensor.index_select(0, index.to(tensor.device))
 
-            if page.window is not None:
-                page.window.map_batch(some)
-                page.window.number_rows(rows)
-            pages.append(page.map(some))
+            if group.window is not None:
+                group.window.map_batch(some)
+                group.window.number_rows(rows)
+            groups.append(group._replace(exact=group.exact.map(some)))
             places.append(rows.to(mine.device))
-        return SketchPages(pages, places, (len(source), self.heads))
+        return SketchPage(groups, places, shape)
 
     def to_state(self) -> State:
-        """The state of every page, and the heads on it."""
-        state = State(values={"count": len(self.pages)})
-        state.put("pages", numbered([page.to_state() for page in self.pages]))
-        state.keep(**{f"places{i}": places for i, places in enumerate(self.places)})
+        """The exact tokens and the sketch of every group, and its heads."""
+        state = State(values={"count": len(self.groups)})
+        parts = []
+        for exact, first, window in self.groups:
+            part = State(values={"first": first})
+            part.put("exact", exact.to_state())
+            part.put("window", None if window is None else window.to_state())
+            parts.append(part)
+        state.put("groups", numbered(parts))
+        state.keep(**{f"places{i}": places for i, places in enumerate(self.places or ())})
         return state
 
     @classmethod
-    def from_state(cls, reader: Reader, kind: Kind, method: WindowedSketch) -> SketchPages:
+    def from_state(cls, reader: Reader, kind: Kind, method: WindowedSketch) -> SketchPage:
         """Restore the result of ``to_state``.
 
         Args:
-            method: a window from which those of the groups are made (``fresh``).
+            method: the stream's empty window.
 
         Raises:
             InputError: inconsistent tensors or numbers.
         """
         total = kind.batch * kind.heads
-        count = reader.whole("count", 1, total)
-        places = [reader.integers(f"places{i}", (None,), 0, total - 1) for i in range(count)]
-        if sorted(torch.cat(places).tolist()) != list(range(total)):
+        count, places = reader.whole("count", 1, total), None
+        if reader.has("places0"):
+            places = [reader.integers(f"places{i}", (None,), 0, total - 1) for i in range(count)]
+        every = [] if places is None else torch.cat(places).tolist()
+        if sorted(every) != list(range(total)) and (places is not None or count > 1):
             raise reader.wrong("places", count, "groups that have every head once")
-        pages = [
-            SketchPage.from_state(part, kind.rows(len(mine)), method.fresh())
-            for part, mine in zip(reader.parts("pages", count), places, strict=True)
-        ]
+        groups = []
+        for number, part in enumerate(reader.parts("groups", count)):
+            own = kind if places is None else kind.rows(len(places[number]))
+            exact = Part.from_state(part.part("exact"), own)
+            if exact.packed or exact.sizes is not None or not exact.base:
+                raise part.wrong("exact", exact.base, "exact tokens, of every head as many")
+            group = _Group(exact, part.whole("first", 0, exact.base), None)
+            if part.has("window"):
+                window = method if places is None else method.fresh()
+                window.restore(part.part("window"), group.tokens)
+                group = group._replace(window=window)
+            part.close()
+            groups.append(group)
         reader.close()
-        return cls(pages, places, (kind.batch, kind.heads))
+        return cls(groups, places, (kind.batch, kind.heads))
 
     def tensors(self) -> list[Tensor]:
-        held = [tensor for page in self.pages for tensor in page.tensors()]
-        for page in self.pages:
-            held += [] if page.window is None else page.window.tensors()
+        """All tensors except those of the stream's own window, for byte counting."""
+        held = [] if self._opened is None else list(self._opened.tensors().values())
+        for group in self.groups:
+            held += group.exact.tensors()
+            if self.places is not None and group.window is not None:
+                held += group.window.tensors()
         return held
 
 
-def next_page(
-    method: WindowedSketch, exact: Slots, budget: int, limit: int, room: int
-) -> SketchPage:
-    """Add the tokens between sinks and recent window to the sketch (``WindowedSketch.take``), and
-    make a page around it.
-
-    Args:
-        exact, budget: as for ``take``.
-        limit: the number of tokens whose bytes may be in use before the next compression.
-        room: tokens in addition to ``limit``.
-    """
+def _next(method: WindowedSketch, exact: Slots, budget: int, limit: int, room: int) -> _Group:
+    """The exact tokens and the sketch after those between sinks and recent window went into it
+    (``WindowedSketch.take``), with room for what fits into ``limit`` and ``room`` tokens more."""
     parts = method.take(exact, budget)
     if parts is None:
-        empty = exact.narrow(0, 0)
-        return SketchPage(exact, None, empty, max(limit, exact.count) + room - exact.count)
+        return _Group(Part(exact, None, max(limit - exact.count, 0) + room), exact.count, None)
     first, last = parts
     count = first.count + method.worth + last.count
-    return SketchPage(first, method, last, max(limit, count) + room - count)
+    held = Part(Slots.cat([first, last]), None, max(limit, count) + room - count)
+    return _Group(held, first.count, method)
 
 
-def by_budget(
-    method: WindowedSketch,
-    budgets: HeadBudgets,
-    before: SketchPages | Slots,
-    budget: Tensor,
-    limit: Tensor,
-    room: int,
-) -> SketchPages:
-    """The next pages of heads with different budgets. Heads with the same budget share a sketch.
-
-    Args:
-        method: a window from which those of the groups are made (``fresh``).
-        budgets: the budget of every head.
-        before: the pages so far, or all tokens if nothing was compressed yet.
-        budget: slots after this compression, int64 ``[batch, heads]``.
-        limit: the current budgets, in the same dtype and shape, or one number.
-        room: as for ``next_page``.
-    """
-    batch, heads = budget.shape
-    if isinstance(before, SketchPages):
-        places = before.places
-        windows = [page.window or method.fresh() for page in before.pages]
-        parts = [page.tokens for page in before.pages]
-    else:
-        rows = budgets.rows if budgets.by_row else budgets.rows * batch
-        every = [one for row in rows for one in row]
-        places = [
-            torch.tensor([i for i, one in enumerate(every) if one == alike])
-            for alike in dict.fromkeys(every)
-        ]
-        windows = [method.fresh() for _ in places]
-        for window, mine in zip(windows, places, strict=True):
-            window.number_rows(mine)
-        flat = before.map(lambda t: t.flatten(0, 1).unsqueeze(1))
-        parts = [flat.map(lambda t, i=i: t.index_select(0, i)) for i in places]  # type: ignore[misc]
-    limits = limit.flatten()
-    made = [
-        next_page(window, part, int(budget.flatten()[mine[0]]), int(limits[mine[0]]), room)
-        for window, part, mine in zip(windows, parts, places, strict=True)
+def _by_budget(budgets: HeadBudgets, batch: int) -> list[Tensor]:
+    """The heads of each budget, as places in the batch."""
+    rows = budgets.rows if budgets.by_row else budgets.rows * batch
+    every = [one for row in rows for one in row]
+    return [
+        torch.tensor([i for i, one in enumerate(every) if one == alike])
+        for alike in dict.fromkeys(every)
     ]
-    return SketchPages(made, places, (batch, heads))
 
 
-def tokens_of(slots: Slots) -> Slots:
+def _split(slots: Slots, places: Sequence[Tensor] | None) -> list[Slots]:
+    """The heads of each group as rows, ``[R, 1, ...]``."""
+    if places is None:
+        return [slots]
+    flat = slots.map(lambda t: t.flatten(0, 1).unsqueeze(1))
+    return [flat.map(lambda t, i=i: t.index_select(0, i)) for i in places]  # type: ignore[misc]
+
+
+def _in_one_dtype(slots: Slots) -> Slots:
     """Slots that are tokens, some of them dead, with values in the dtype of the keys, in which a
     sketch keeps its state."""
     return replace(slots, values=slots.values.to(slots.keys.dtype))

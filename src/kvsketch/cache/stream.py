@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from kvsketch.budget import Budget
-from kvsketch.cache import next_page
 from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.error import QUERIES, Errors
-from kvsketch.cache.next_page import Held
 from kvsketch.cache.pace import Pace
 from kvsketch.cache.queries import Queries
-from kvsketch.cache.sketch_page import SketchPages
+from kvsketch.cache.sketch_page import SketchPage
 from kvsketch.cache.storage import bits_of
 from kvsketch.cache.window import Windowed
 from kvsketch.cache.windowed_sketch import WindowedSketch
@@ -98,7 +96,7 @@ class Stream:
         self.seen = 0
         self.padded = False  # whether any token was padding, so that slots may be dead
         self.compressed = False
-        self._page: Held | None = None
+        self._page: Page | SketchPage | None = None
         self.queries.clear()
         self.errors.reset()
         self._limit = 0  # appended tokens at which the page is due
@@ -125,7 +123,7 @@ class Stream:
         return self.page.slots
 
     @property
-    def page(self) -> Held:
+    def page(self) -> Page | SketchPage:
         """All tokens, in order, until the first compression, then the slots.
 
         Raises:
@@ -136,7 +134,7 @@ class Stream:
         return self._page
 
     @page.setter
-    def page(self, page: Held) -> None:
+    def page(self, page: Page | SketchPage) -> None:
         self._page = page
 
     @property
@@ -171,7 +169,7 @@ class Stream:
         if self.compressed:
             if page.appended >= self._limit:
                 assert self.budget is not None
-                self._limit = page.appended + self.pace.room(self.budget, self.seen, page)
+                self._limit = page.appended + self.pace.room(self.budget, self.seen, page.count)
             if page.room < q:
                 # decoding takes a whole buffer at once, a chunk what it needs
                 grown = max(q, self._limit - page.appended) if q == 1 else q
@@ -285,17 +283,17 @@ class Stream:
         if exact is not None and prefill and last is not None:
             recent = int(torch.as_tensor(self.pace.recent(budget)).min())
             self.errors.ask(exact, last, recent, self.seen)
-        page: Held
+        page: Page | SketchPage
         if isinstance(method, WindowedSketch):
-            page = next_page.of_sketches(
-                self.page, self.slots, method, budgets, budget, limit, room
-            )
+            held = self.page, self.slots
+            page = SketchPage.after(*held, method, budgets, budget, limit, room)
         else:
             if provisional:  # the queries of the final compression must attend to the same tokens
                 method = replace(method, recent=max(method.recent, method.window or 0))
             page = self._slotted(method, budget, limit, room, fit=prefill)
         self._limit = page.appended + page.room
-        if isinstance(page, SketchPages):  # all heads equally, independently of their sizes
+        # All heads of groups equally, independently of their sizes.
+        if isinstance(page, SketchPage) and page.places is not None:
             self._limit = page.appended + self.pace.period * room
         self.page, self.compressed = page, True
         if not provisional:
@@ -323,7 +321,7 @@ class Stream:
         # Also where nothing is reduced: of every head its own slots come first.
         kept = method(kept, budget, self.queries.all(), scored=True, fit=fit)
         if isinstance(budget, Tensor):
-            sizes = next_page.sizes_of(slots, budget, kept)
+            sizes = _sizes_of(slots, budget, kept)
         space = self.pace.period * room
         if isinstance(limit, int):
             above = max(limit, kept.count) + room - kept.count
@@ -443,14 +441,10 @@ class Stream:
     def number_rows(self, rows: Tensor) -> None:
         """Say which rows of another batch these are (int64 ``[batch]``): random choices are then
         those that would be made there."""
-        page = self._page
-        if not isinstance(page, SketchPages):
+        if isinstance(self._page, SketchPage) and isinstance(self.method, WindowedSketch):
+            self._page.number_rows(self.method, rows)
+        else:
             self.method.number_rows(rows)
-            return
-        for part, places in zip(page.pages, page.places, strict=True):
-            if part.window is not None:
-                at = places.cpu()
-                part.window.number_rows(rows[at // page.heads] * page.heads + at % page.heads)
 
     def crop(self, tokens: int) -> None:
         """Remove the last ``tokens`` tokens; only possible before the first compression.
@@ -494,3 +488,20 @@ class Stream:
 
 def _bytes(tensors: list[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def _sizes_of(before: Slots, budget: Tensor, kept: Slots) -> Tensor | None:
+    """The number of slots of every head, in the result of ``Compressor.compress``.
+
+    Args:
+        before: the slots before the compression.
+        budget: of every head, int64 ``[batch, heads]``.
+        kept: the slots after it.
+
+    Returns:
+        int64 ``[batch, heads]``; None: all have the same number.
+    """
+    live = before.live()
+    most = torch.full_like(budget, before.count) if live is None else live.sum(-1).cpu()
+    sizes = torch.where(budget >= before.count, before.count, torch.minimum(budget, most))
+    return None if bool((sizes == kept.count).all()) else sizes.to(kept.keys.device)

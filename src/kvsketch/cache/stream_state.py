@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvsketch.cache.budgets import HeadBudgets
-from kvsketch.cache.sketch_page import SketchPage, SketchPages
+from kvsketch.cache.sketch_page import SketchPage
 from kvsketch.cache.stream import Stream
 from kvsketch.cache.window import Windowed
 from kvsketch.page.kind import Kind
@@ -19,7 +19,6 @@ from kvsketch.state import Reader, State
 _PAGES: dict[str, Any] = {
     "page": Page,
     "sketch": SketchPage,
-    "sketches": SketchPages,
 }
 
 
@@ -72,7 +71,7 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
     stream._store(Bits(*bits))
     sketch = not isinstance(method, Windowed)
     stream.compressed = compressed = reader.flag("compressed")
-    form = reader.word("form", ("sketch", "sketches") if sketch and compressed else ("page",))
+    form = reader.word("form", ("sketch",) if sketch and compressed else ("page",))
     given = (method,) if sketch and compressed else ()
     stream.page = page = _PAGES[form].from_state(reader.part("page"), kind, *given)
     plain = not isinstance(page, Page) or (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers.cache_utils import Cache
 
-from kvsketch.cache.sketch_page import SketchPage, SketchPages
+from kvsketch.cache.sketch_page import SketchPage
 from kvsketch.cache.window import Windowed
 from kvsketch.hf import accounting
 from kvsketch.hf.layer import SketchLayer
@@ -31,12 +31,15 @@ def _other(layer: object) -> int:
     return accounting.layer_nbytes(layer) + 4 * _TENSOR
 
 
-def _sketch(page: SketchPage) -> int:
-    """The exact tokens and the whole state of the sketch between them."""
-    tensors = list(page.tokens.tensors().values())
-    tensors += [] if page.window is None else page.window.tensors()
-    total = sum(t.numel() * t.element_size() for t in tensors) + (len(tensors) + 3) * _TENSOR
-    return total + (0 if page.window is None else _generator(page.window.sketch))
+def _sketches(page: SketchPage) -> int:
+    """The exact tokens and the whole state of the sketches between them."""
+    total = 0
+    for group in page.groups:
+        tensors, window = list(group.tokens.tensors().values()), group.window
+        tensors += [] if window is None else window.tensors()
+        total += sum(t.numel() * t.element_size() for t in tensors) + (len(tensors) + 3) * _TENSOR
+        total += 0 if window is None else _generator(window.sketch)
+    return total
 
 
 def _layer(layer: SketchLayer) -> int:
@@ -44,9 +47,8 @@ def _layer(layer: SketchLayer) -> int:
     mass, score and position if present."""
     stream, page = layer.stream, layer.stream.page
     assert layer.dtype is not None
-    if isinstance(page, (SketchPage, SketchPages)):
-        pages = page.pages if isinstance(page, SketchPages) else [page]
-        return sum(_sketch(one) for one in pages) + _LAYER
+    if isinstance(page, SketchPage):
+        return _sketches(page) + _LAYER
     slots, held = stream.slots, stream.held
     key_dim, value_dim = slots.keys.shape[3], slots.values.shape[3]
     columns = sum(name not in ("keys", "values") for name in slots.tensors())
