@@ -206,7 +206,7 @@ def index_rows(rows: int, seed: int) -> list[dict[str, Any]]:
     budget = rows // 4
     found = [("exact", game.slots)]
     for name in METHODS:
-        if not METHODS[name].needs_queries:  # The only query is Bob's, after compression.
+        if not METHODS[name].requires.queries:  # The only query is Bob's, after compression.
             found.append((name, make(name, seed)(game.slots, budget)))
     for name, cls in SKETCHES.items():
         if name == "one_dimensional":

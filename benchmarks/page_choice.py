@@ -52,7 +52,7 @@ def accuracy(rows: Sequence[Mapping[str, Any]], chosen: str) -> str:
 
 def queryless(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The rows of the methods that use no queries, by error."""
-    names = {name for name, cls in ALL_METHODS.items() if not getattr(cls, "needs_queries", False)}
+    names = {name for name, cls in ALL_METHODS.items() if not cls.requires.queries}
     return sorted(
         (r for r in rows if r["method"] in names), key=lambda r: float(r["relative_error"])
     )
@@ -139,7 +139,7 @@ def everything() -> str:
     rows = []
     for name in sorted(set(errors) & set(right), key=lambda name: (float(errors[name]), name)):
         cls = ALL_METHODS.get(base(name))
-        asks = "queries" if getattr(cls, "needs_queries", False) else "keys and values"
+        asks = "queries" if cls.requires.queries else "keys and values"
         low, high = right[name]["ci95"]
         rows.append(
             [

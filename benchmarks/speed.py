@@ -52,11 +52,12 @@ from benchmarks.peers import kvpress
 from benchmarks.prompts import ONE_HEAD
 from kvsketch import METHODS, Observed, SketchCache, Slots
 from kvsketch.attention import attend_to
-from kvsketch.cache import Page, windowed
+from kvsketch.cache import windowed
 from kvsketch.cache.measure import measure
 from kvsketch.cache.storage import CHOICES
 from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.evaluation.runner.loading import resolve_model
+from kvsketch.page.part import Part
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -118,12 +119,12 @@ def decode(repeats: int, tokens: list[int], dtypes: list[str], seed: int) -> Row
 def _decoded(query: Tensor, keys: Tensor, values: Tensor, slots: int, repeats: int) -> Any:
     part = keys[:, :, :slots].contiguous(), values[:, :, :slots].contiguous()
     mass = torch.rand(1, KV_HEADS, slots) + 0.5
-    even = Page(Slots(part[0], part[1].float() * mass.unsqueeze(-1), mass))
+    even = Part(Slots(part[0], part[1].float() * mass.unsqueeze(-1), mass))
     share = torch.tensor([0.25, 0.5, 0.5, 0.75, 1.0, 1.25, 1.5, 2.25])
     sizes = (share * slots).round().long().clamp(1, keys.shape[2])[None]
     most = int(sizes.max())
     there = torch.arange(most) < sizes.unsqueeze(-1)
-    uneven = Page(Slots(keys[:, :, :most], values[:, :, :most]).only(there), sizes)
+    uneven = Part(Slots(keys[:, :, :most], values[:, :, :most]).only(there), sizes)
     asked = Observed(query, DIM**-0.5)
     sdpa = partial(F.scaled_dot_product_attention, query, enable_gqa=True)
     # Treats the queries of a group as queries of one head, which is faster, but not common.

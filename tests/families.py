@@ -85,8 +85,12 @@ def build(family: str, attention: str | None = None) -> Any:
 def capability(method: str) -> tuple[object, ...]:
     """What a cache must do for a method: methods that are alike in this take the same way."""
     cls = ALL_METHODS[method]
-    names = ("needs_queries", "needs_output", "ragged", "at_once", "allocation", "bits")
-    return issubclass(cls, Sketch), *(getattr(cls, name, None) for name in names)
+    asked = cls.requires
+    names = ("ragged", "allocation", "bits")
+    return (
+        issubclass(cls, Sketch), asked.queries, asked.output, asked.whole_prompt,
+        *(getattr(cls, name, None) for name in names),
+    )  # fmt: skip
 
 
 def crossed(families: Iterable[str], methods: Iterable[str]) -> list[Any]:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvsketch import METHODS, InputError, Observed, Slots
 from kvsketch.farthest_first import farthest_first
-from kvsketch.methods import make
+from kvsketch.methods import Compressor, make
+from kvsketch.methods.requirements import FORMER
 from kvsketch.methods.uniform import inclusion_probabilities
 from kvsketch.methods.window import split
 
@@ -253,3 +254,9 @@ def test_bad_arguments_are_named():
         make("uniform")(random_slots(0, 9), 4, recent=2.5)
     with pytest.raises(InputError, match="budget=0"):
         make("uniform")(random_slots(0, 9), 0)
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_attributes_that_became_requirements_are_refused_by_name(name):
+    with pytest.raises(InputError, match=f"Old.{name} is no attribute any more: requires = "):
+        type("Old", (Compressor,), {name: True})

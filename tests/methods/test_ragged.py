@@ -275,7 +275,7 @@ def test_bad_budgets_are_named(budget, message):
         make("knorm")(case(0, 9)[0], budget)
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].needs_queries])
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].requires.queries])
 def test_scored_slots_are_not_scored_again(method, monkeypatch):
     slots, observed = case(6, 60)
     scored = make(method).observe(slots, observed)

@@ -105,7 +105,7 @@ TOKENS = sum(size * times for size, times in CHUNKS)
 
 def projected(method):
     """The method, with an output projection if it needs one."""
-    if getattr(method, "needs_output", False):
+    if method.requires.output:
         g = torch.Generator().manual_seed(0)
         method.project(torch.randn(QUERY_HEADS, 3, 7, generator=g))
     return method
@@ -194,7 +194,9 @@ def test_padding_of_other_rows_changes_nothing(method, kind, own):
                 assert_same_row(one, b, other, b, is_exact(method))
 
 
-@pytest.mark.parametrize("method", sorted({n for n, c in METHODS.items() if not c.needs_queries}))
+@pytest.mark.parametrize(
+    "method", sorted({n for n, c in METHODS.items() if not c.requires.queries})
+)
 def test_dead_slots_of_other_rows_change_nothing(method):
     """A row keeps the same over two compressions without windows, whichever slots of other rows
     are dead."""

@@ -48,7 +48,9 @@ def alone(
         new = Slots(k[at : at + 1].transpose(0, 1)[None], v[at : at + 1].transpose(0, 1)[None])
         if made is not None:
             ones = torch.ones(1, KV, 1, dtype=torch.float64)
-            new = Slots(new.keys, new.values, ones, score=0 * ones if made.needs_queries else None)
+            new = Slots(
+                new.keys, new.values, ones, score=0 * ones if made.requires.queries else None
+            )
         slots = new if slots is None else Slots.cat([slots, new])
         one = q[at : at + 1].transpose(0, 1)[None]
         found.append(attend(one, slots, scaling=0.5, softcap=softcap)[0, :, 0])
@@ -56,7 +58,7 @@ def alone(
         if made is not None and at + 1 >= rhythm.slots and (at + 1 - rhythm.slots) % buffer == 0:
             last = torch.cat(waiting[len(waiting) - kept :], dim=2)
             observed = Observed(last, 0.5, softcap)
-            if made.needs_queries:
+            if made.requires.queries:
                 slots = made.observe(slots, observed)
             slots = made(slots, budget, observed, scored=True, fit=False)
             mass = slots.masses()
@@ -81,7 +83,7 @@ class Served:
         """``middle``: the slots of each head in the middle of a page, and their bits; None: a page
         in one part."""
         made = None if method is None else windowed(method, 2, 6)
-        scored = made is not None and made.needs_queries
+        scored = made is not None and made.requires.queries
         shape = (KV, GROUP, rhythm.slots, DIM, DIM, queries, scored, dtype)
         layout = Layout(*shape, *(middle or ()))
         # as left by earlier requests
@@ -114,7 +116,7 @@ def queries_of(method: str | None, rhythm: Rhythm) -> int:
     if method is None:
         return 0
     made = windowed(method, 2, 6)
-    return min(rhythm.buffer, made.window or rhythm.buffer) if made.needs_queries else 1
+    return min(rhythm.buffer, made.window or rhythm.buffer) if made.requires.queries else 1
 
 
 def run(

@@ -163,7 +163,7 @@ class Plan:
     def queries_for(self, stream: Stream) -> int | None:
         """The number of a prompt's last queries for the measurement; None: all of them."""
         window = stream.method.window
-        if stream.needs_queries and window is None:
+        if stream.method.requires.queries and window is None:
             return None
         return 128 + max(QUERIES, window or 0)
 
@@ -412,5 +412,5 @@ def _price(stream: Stream, bits: Bits, itemsize: int | None) -> Price:
     and with a score if the method has one."""
     method, slots = stream.method, stream.slots
     columns = set(slots.tensors()) - {"keys", "values"} | {"mass"}
-    columns |= {"score"} if method.needs_queries else set()
+    columns |= {"score"} if method.requires.queries else set()
     return Price.of(slots, bits, method.sink + method.recent, len(columns), itemsize)

@@ -85,8 +85,6 @@ class Stream:
         self.one_shot = one_shot
         self._bits, self._buffer = known or FULL, buffer
         self.queries, self.errors = Queries(), Errors(track_error)
-        #: whether the method uses queries
-        self.needs_queries = method.needs_queries
         self.reset()
 
     def reset(self) -> None:
@@ -109,7 +107,11 @@ class Stream:
 
     def wants_queries(self, count: int) -> bool:
         """Whether ``settle`` needs the queries of the newest ``count`` tokens."""
-        return self.needs_queries or self.budget is None or (count > 1 and not self.compressed)
+        return (
+            self.method.requires.queries
+            or self.budget is None
+            or (count > 1 and not self.compressed)
+        )
 
     @property
     def waits(self) -> bool:
@@ -197,7 +199,7 @@ class Stream:
             Whether it compressed.
         """
         budget = self.budget
-        wanted = self.needs_queries or hold  # at least to measure the error on
+        wanted = self.method.requires.queries or hold  # at least to measure the error on
         if observed is not None and (budget is None or (wanted and not self._whole)):
             self.queries.add(observed)
         if budget is None:
@@ -208,11 +210,11 @@ class Stream:
             return True
         # Turn a prompt's queries into scores now (they are many), a decoded token's only now and
         # then. What looks at a window of queries only waits for the last chunk of a held prompt.
-        if hold and not self.needs_queries:
+        if hold and not self.method.requires.queries:
             self.queries.keep_last(QUERIES)
         elif hold and self.method.window is not None:
             self.queries.keep_last(self.method.window)
-        elif hold and self.method.at_once:
+        elif hold and self.method.requires.whole_prompt:
             pass
         elif prefill or (self.queries.count and self.queries.many(self._bytes)):
             self.fold()
@@ -362,11 +364,11 @@ class Stream:
         """
         assert isinstance(self.method, Windowed)
         slots = self.slots
-        if self.needs_queries:
+        if self.method.requires.queries:
             score = self.method.reread(slots, observed, about).score
         self.drop(observed.queries.shape[2])
         self.page = self.page.map(Tensor.detach)  # of a reading that took gradients
-        if self.needs_queries and score is not None:
+        if self.method.requires.queries and score is not None:
             self.page.set_score(score)
         step = max(1, observed.queries.shape[2] // max(1, sample))
         some = replace(observed, after=True, weights=None).every(0, step)
@@ -374,7 +376,7 @@ class Stream:
 
     def complete(self, sample: Tensor) -> None:
         """The second reading is over and repeated only these tokens, int64, in order."""
-        if self.needs_queries:
+        if self.method.requires.queries:
             assert isinstance(self.method, Windowed)
             score = self.method.complete(self.slots, sample).score
             assert score is not None
@@ -398,7 +400,7 @@ class Stream:
         if not self.queries.count:
             return
         page = self.page
-        if isinstance(page, Page) and page.middle is None and not self.method.observes_values:
+        if isinstance(page, Page) and page.middle is None and not self.method.requires.values:
             score = self._scored(page.exact.keys_alone).score
         else:
             score = self._scored(self.slots).score

@@ -15,6 +15,7 @@ from kvsketch.cache.windowed_sketch import WindowedSketch
 from kvsketch.errors import InputError
 from kvsketch.methods.base import Compressor
 from kvsketch.methods.registry import Method, class_of
+from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.sketches import Sketch
 from kvsketch.methods.window import check_window
 from kvsketch.observed import Observed
@@ -38,26 +39,13 @@ class Windowed:
         check_window(self.sink, self.recent)
 
     @property
-    def needs_queries(self) -> bool:
-        return self.compressor.needs_queries
-
-    @property
-    def needs_output(self) -> bool:
-        """Whether the method needs the layer's output projection, see ``project``."""
-        return self.compressor.needs_output
+    def requires(self) -> Requirements:
+        return self.compressor.requires
 
     def project(self, output: Tensor) -> None:
-        """Pass the weight of that projection, ``[num_attention_heads, value_dim, hidden]``."""
+        """Pass the weight of the layer's output projection, ``[num_attention_heads, value_dim,
+        hidden]``, to a method that requires it."""
         self.compressor.output = output
-
-    @property
-    def observes_values(self) -> bool:
-        return self.compressor.observes_values
-
-    @property
-    def at_once(self) -> bool:
-        """Whether it scores a prompt as a whole."""
-        return self.compressor.at_once
 
     @property
     def window(self) -> int | None:

@@ -37,10 +37,8 @@ class WindowedSketch:
         InputError: sink or recent negative or not an int.
     """
 
-    needs_queries = False
-    observes_values = False
+    requires = Sketch.requires
     window: int | None = None
-    at_once = False
 
     def __init__(
         self, build: Callable[[int], Sketch], sink: int = 4, recent: int = 32, least: int = 1

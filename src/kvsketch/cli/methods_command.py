@@ -85,9 +85,9 @@ def _row(name: str, cls: type[Any]) -> dict[str, Any]:
 
 
 def _queries(cls: type[Any]) -> str:
-    if getattr(cls, "needs_reread", False):
+    if cls.requires.second_reading == "required":
         return "needs the queries of a second reading (kvsketch.prefill)"
-    return "needs the model's queries" if getattr(cls, "needs_queries", False) else "needs none"
+    return "needs the model's queries" if cls.requires.queries else "needs none"
 
 
 def _streams(cls: type[Any]) -> str:
@@ -95,7 +95,7 @@ def _streams(cls: type[Any]) -> str:
 
     if issubclass(cls, Sketch):
         return "as a streaming sketch: a budget bounds its whole state"
-    if cls.needs_reread:
+    if cls.requires.second_reading == "required":
         return "no: it reads the whole context twice; later tokens are compressed again"
     return "by compressing again whenever the budget is full"
 

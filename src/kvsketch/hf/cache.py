@@ -197,13 +197,13 @@ class SketchCache(Cache):  # type: ignore[misc]
                 f"of {cls.name!r} is fixed once it is made: pass an int (the bytes of so many "
                 "tokens per KV head), or prefill='exact'"
             )
-        if plan.kind in BY_NEED and not getattr(cls, "needs_queries", False):
+        if plan.kind in BY_NEED and not cls.requires.queries:
             raise InputError(
                 f"allocation={plan.kind!r} compares scores of queries over heads, and "
                 f"method={cls.name!r} has none; use 'even' or 'measured'"
             )
         models.check_supported(config)
-        if getattr(cls, "needs_output", False):
+        if cls.requires.output:
             models.check_projection(config, cls.name)
         self.max_positions = models.max_positions(config)
         layers, chosen = models.layers_of(config)
@@ -211,7 +211,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         adapter = adapters.of(config.get_text_config(decoder=True))
         positions = "positions" in keep or (adapter is not None and adapter.needs_positions)
         heads = models.kv_heads_of(config, chosen[0])
-        self._forward = Forward(config, plan, getattr(cls, "needs_reread", False))
+        self._forward = Forward(config, plan, cls.requires.second_reading == "required")
         whole = plan.budget is not None and plan.budget.is_fraction and plan.budget.value >= 1
         if plan.kind == "even" and plan.budget is not None:
             plan.schedule = default_schedule(method, len(chosen), plan.budget, recent)

@@ -196,7 +196,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             UnsupportedError: it cannot be found.
         """
         method = self.stream.method
-        if isinstance(method, Windowed) and method.needs_output:
+        if isinstance(method, Windowed) and method.requires.output:
             name = method.compressor.name
             if module is None:
                 if method.compressor.output is None:

@@ -114,9 +114,9 @@ def prefill(
             f"attention_mask {tuple(mask.shape)} must be of the shape of input_ids, "
             f"{tuple(input_ids.shape)}"
         )
-    size = getattr(class_of(cache.method), "part", None) or PART
+    size = class_of(cache.method).requires.part or PART
     parts = _parts(queries, tokenizer, input_ids, mask, size)
-    if not parts and getattr(class_of(cache.method), "needs_reread", False):
+    if not parts and class_of(cache.method).requires.second_reading == "required":
         raise UnsupportedError(
             f"method={cache.method!r} scores a context by a second reading: "
             "kvsketch.prefill(..., queries='reread')"
@@ -133,7 +133,7 @@ def prefill(
     if all(layer.settings.lossless for layer in forward.sketches):
         parts = []  # nothing will be compressed, so no queries are needed
     every = sum(part.ids.shape[1] + (ANSWER if asked else 0) for part in parts)
-    weighs = getattr(class_of(cache.method), "weighs", None)
+    weighs = class_of(cache.method).requires.weights
     normal = torch.inference_mode(False) if weighs == "gradient" else nullcontext()
     with normal, _Bar(progress, tokens + every) as bar, torch.no_grad():
         try:
@@ -269,8 +269,8 @@ def _check(model: Any, input_ids: Any, cache: SketchCache, chunk_size: int | Non
 def _check_reread(cache: SketchCache, tokens: int) -> None:
     """Whether a second reading that ends at ``tokens`` tokens is possible."""
     cls = class_of(cache.method)
-    looks = getattr(cls, "needs_queries", False)
-    if not issubclass(cls, Compressor) or (looks and not cls.rereads):
+    refused = cls.requires.queries and cls.requires.second_reading == "refused"
+    if not issubclass(cls, Compressor) or refused:
         raise UnsupportedError(
             f"method={cache.method!r} cannot use the queries of a second reading; use "
             "queries='prompt', or a method such as heavy_merge, snapkv or kvzip"

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvsketch import random_numbers
 from kvsketch.errors import InputError
 from kvsketch.methods.ragged import compress_ragged
+from kvsketch.methods.requirements import FORMER, Requirements
 from kvsketch.methods.seen import Seen
 from kvsketch.methods.window import check_window, split
 from kvsketch.observed import Observed
@@ -43,30 +44,8 @@ class Compressor(ABC):
     paper: ClassVar[str]
     #: what is proved about the output, in one line; "": nothing
     guarantee: ClassVar[str] = ""
-    needs_queries: ClassVar[bool] = False
-
-    #: whether ``observe`` uses values; if not, it may get slots whose values have no columns
-    observes_values: ClassVar[bool] = True
-
-    #: whether ``observe`` accepts queries that belong to no slot, such as those of a second reading
-    rereads: ClassVar[bool] = False
-
-    #: whether it scores a prompt as a whole, so that the queries of a chunked prompt must wait for
-    #: the last chunk
-    at_once: ClassVar[bool] = False
-
-    #: whether it needs a second reading
-    needs_reread: ClassVar[bool] = False
-
-    #: the weights of the queries of a second reading (see ``hf.weighing``): "hidden", "gradient" or
-    #: none
-    weighs: ClassVar[str | None] = None
-
-    #: tokens of the context in one part of a second reading; None: KVzip's number
-    part: ClassVar[int | None] = None
-
-    #: whether it uses the contribution of values to the layer's output, and therefore ``output``
-    needs_output: ClassVar[bool] = False
+    #: what it requires from what calls it
+    requires: ClassVar[Requirements] = Requirements()
 
     #: whether ``reduce`` accepts a budget for each head; if not, it is called once for every
     #: distinct budget
@@ -93,11 +72,20 @@ class Compressor(ABC):
     rows: Tensor | None = None
 
     #: weight of the layer's output projection W_O, ``[num_attention_heads, value_dim, hidden]``,
-    #: if ``needs_output``: the model's own tensor, not a copy
+    #: if it ``requires`` it: the model's own tensor, not a copy
     output: Tensor | None = None
 
     # places in the batch of the heads of a call, int64 ``[batch, heads]``, if not in order
     _places: Tensor | None = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, now in FORMER.items():
+            if name in vars(cls):
+                raise InputError(
+                    f"{cls.__name__}.{name} is no attribute any more: requires = "
+                    f"Requirements({now})"
+                )
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -126,7 +114,7 @@ class Compressor(ABC):
             slots: ``[batch, num_key_value_heads, n, ...]``; returned unchanged if n <= budget.
             budget: slots per KV head, >= 1, or one budget for each, int64 ``[batch,
                 num_key_value_heads]``.
-            observed: queries of the newest tokens; required if ``needs_queries``, unless
+            observed: queries of the newest tokens; required if it scores by queries, unless
                 ``slots.score`` is known from earlier ones.
             sink: number of first slots to keep, >= 0.
             recent: number of last slots to keep, >= 0.

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from kvsketch import random_numbers
 from kvsketch.errors import InputError, at_least
 from kvsketch.estimator import attention_received
+from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.scoring import Scoring
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots, compute_dtype
@@ -52,7 +53,7 @@ class Compactor(Scoring):
 
     name = "compactor"
     paper = "Chari and Van Durme, Compactor: Calibrated Query-Agnostic KV Compression (2507.08143)"
-    at_once = True
+    requires = Requirements(queries=True, whole_prompt=True)
 
     def __init__(
         self,

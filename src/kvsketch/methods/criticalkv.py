@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,7 @@ class CriticalKV(SnapKV):
 
     name = "criticalkv"
     paper = "Feng et al., Identify Critical KV Cache in LLM Inference (2502.03805)"
-    needs_output = True
+    requires = replace(SnapKV.requires, output=True)
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvsketch.estimator import attention_received
+from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.scoring import Scoring
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
@@ -23,8 +24,7 @@ class H2O(Scoring):
 
     name = "h2o"
     paper = "Zhang et al., H2O: Heavy-Hitter Oracle (2306.14048)"
-    observes_values = False
-    rereads = True
+    requires = Requirements(queries=True, values=False, second_reading="allowed")
 
     def scores(self, slots: Slots, observed: Observed) -> Tensor:
         received = attention_received(slots, observed).float()

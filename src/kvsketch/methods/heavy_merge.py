@@ -15,6 +15,7 @@ from kvsketch.methods.fit import Asked, fitted
 from kvsketch.methods.groups import merge, packed
 from kvsketch.methods.keydiff import similarity
 from kvsketch.methods.learned import learned_scores
+from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.rereading import reread_attention
 from kvsketch.methods.scoring import recent_attention, score_of, scored_before
 from kvsketch.methods.seen import Seen
@@ -67,9 +68,7 @@ class HeavyMerge(Compressor):
     name = "heavy_merge"
     paper = "ours"
     ragged = True
-    needs_queries = True
-    observes_values = False
-    rereads = True
+    requires = Requirements(queries=True, values=False, second_reading="allowed")
     allocation = "measured"
     allocation_reread = "global"
     bits = "measured"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvsketch.methods.kvzip_plus import KVzipPlus
 
 
@@ -22,5 +24,4 @@ class KVgrad(KVzipPlus):
 
     name = "kvgrad"
     paper = "KVgrad (openreview.net/forum?id=cg1wTCJjjk)"
-    weighs = "gradient"
-    part = 512
+    requires = replace(KVzipPlus.requires, weights="gradient", part=512)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kvsketch.errors import UnsupportedError
 from kvsketch.methods.learned import learned_scores
+from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.rereading import reread_attention
 from kvsketch.methods.scoring import Scoring, score_of
 from kvsketch.observed import Observed
@@ -27,10 +28,8 @@ class KVzip(Scoring):
 
     name = "kvzip"
     paper = "Kim et al., KVzip: Query-Agnostic KV Cache Compression (2505.23416)"
-    observes_values = False
+    requires = Requirements(queries=True, values=False, second_reading="required")
     allocation = "global"
-    rereads = True
-    needs_reread = True
     above = 2.0  # every attention; what tokens decoded later score
 
     def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -27,9 +29,7 @@ class KVzipPlus(KVzip):
 
     name = "kvzip_plus"
     paper = "Jegou and Jeblick, KVzap: Fast, Adaptive, and Faithful KV Cache Pruning (2601.07891)"
-    observes_values = True
-    needs_output = True
-    weighs = "hidden"
+    requires = replace(KVzip.requires, values=True, output=True, weights="hidden")
     above = torch.inf
 
     def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.estimator import attention_received
+from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.scoring import Scoring
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
@@ -26,7 +27,7 @@ class ObservedAttention(Scoring):
 
     name = "observed_attention"
     paper = "H2O (2306.14048) as averaged by kvpress's ObservedAttentionPress"
-    observes_values = False
+    requires = Requirements(queries=True, values=False)
 
     def scores(self, slots: Slots, observed: Observed) -> Tensor:
         group = observed.queries.shape[1] // slots.keys.shape[1]

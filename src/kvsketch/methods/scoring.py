@@ -11,6 +11,7 @@ from torch import Tensor
 from kvsketch.errors import InputError
 from kvsketch.estimator import attention_received, check_queries
 from kvsketch.methods.base import Compressor, keep_top
+from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.seen import Seen
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
@@ -20,7 +21,7 @@ class Scoring(Compressor):
     """Base class of the methods that keep the slots of highest score; a subclass defines
     ``scores``. Scores are stored with their slots."""
 
-    needs_queries = True
+    requires = Requirements(queries=True)
     ragged = True
 
     @abstractmethod

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvsketch.errors import InputError, at_least
+from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.scoring import Scoring, recent_attention
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
@@ -39,8 +40,7 @@ class SnapKV(Scoring):
 
     name = "snapkv"
     paper = "Li et al., SnapKV: LLM Knows What You are Looking for Before Generation (2404.14469)"
-    observes_values = False
-    rereads = True
+    requires = Requirements(queries=True, values=False, second_reading="allowed")
     window: int
 
     def __init__(self, window: int = 32, kernel_size: int = 5, seed: int = 0) -> None:

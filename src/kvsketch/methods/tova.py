@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.scoring import Scoring, recent_attention
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
@@ -22,7 +23,7 @@ class TOVA(Scoring):
 
     name = "tova"
     paper = "Oren et al., Transformers are Multi-State RNNs (2401.06104)"
-    observes_values = False
+    requires = Requirements(queries=True, values=False)
     window = 1
 
     def scores(self, slots: Slots, observed: Observed) -> Tensor:

@@ -252,7 +252,7 @@ class Pages:
                 held = held.take((held.masses() != 0).long().argsort(dim=-1, stable=True))
         # Without the least-squares fit: a preempted request reads its decoded tokens again as part
         # of the prompt, and must get the same slots as before.
-        seen = method.observe(held, asked) if method.needs_queries else held
+        seen = method.observe(held, asked) if method.requires.queries else held
         after = method(seen, kept, asked, scored=True, fit=False)
         if page.middle is None:
             assert isinstance(kept, int)

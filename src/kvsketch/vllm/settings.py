@@ -199,8 +199,8 @@ class Settings:
         queries = 0
         if method is not None:
             window = method.window or rhythm.buffer
-            queries = min(rhythm.buffer, window) if method.needs_queries else 1
-        scored = method is not None and method.needs_queries
+            queries = min(rhythm.buffer, window) if method.requires.queries else 1
+        scored = method is not None and method.requires.queries
         if self.split and sizes is None:
             sizes = [self.kept(context) - self.sink - self.recent] * kv_heads
         shape = (kv_heads, group, rhythm.slots, head_dim, head_dim, queries, scored, dtype)

@@ -15,6 +15,7 @@ from kvsketch import random_numbers
 from kvsketch.errors import InputError
 from kvsketch.files.format import read, write
 from kvsketch.methods.base import all_finite
+from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.sketches.checks import check_state, token_layout, try_state
 from kvsketch.slots import FIELDS, Slots
 from kvsketch.state import Reader, State
@@ -46,6 +47,8 @@ class Sketch(ABC):
     paper: ClassVar[str]
     #: what is proved about the output, in one line; "": nothing
     guarantee: ClassVar[str] = ""
+    #: what it requires from what calls it: nothing but tokens
+    requires: ClassVar[Requirements] = Requirements()
     #: constructor arguments, read back from attributes of the same name by ``save``
     parameters: ClassVar[tuple[str, ...]] = ()
     #: whether it uses random numbers
