@@ -3,11 +3,12 @@
     python -m benchmarks.longeval --json
 
 The record is read and compressed. Then the question is fed one token at a time, and the answer is
-generated with the compressed cache. With ``--question seen``, the question is read with the record,
-before compression. Every method uses as many bytes for what it compresses as one that keeps the
-budget's share of these tokens unchanged (``benchmarks.equal_bytes``). ``accuracy`` is the share of
-answers that contain the right number, with Wilson's 95% interval. The cases are the official ones
-if ../shared/data/longeval exists, else generated ones.
+generated with the compressed cache. With ``--question seen``, the whole question is read with the
+record, before compression, as ``generate`` does with a prompt. Every method uses as many bytes for
+what it compresses as one that keeps the budget's share of these tokens unchanged
+(``benchmarks.equal_bytes``). ``accuracy`` is the share of answers that contain the right number,
+with Wilson's 95% interval. The cases are the official ones if ../shared/data/longeval exists, else
+generated ones.
 
 Methods are named as in ``kvsketch eval --methods``. A bare name is the method as ``SketchCache(
 model.config, name, budget=...)`` runs it by default: ``heavy_merge`` as ``@measured+measured``,
@@ -102,15 +103,22 @@ def protocol(question: str) -> str:
     return QUESTIONS[question]
 
 
-def as_read(asked: Asked, question: str) -> Asked:
-    """The question as it is, or as the end of the record, except its last token, whose logits
-    begin the answer."""
-    return replace(asked, record=asked.ids.shape[1] - 1) if question == "seen" else asked
+@torch.no_grad()
+def as_read(model: Any, asked: Asked, question: str) -> Asked:
+    """The question as it is, or, if seen, as the end of the record. Every method then begins its
+    answer with the same token: the prompt is read before anything is compressed."""
+    if question == "unseen":
+        return asked
+    first = model(asked.ids, use_cache=False, logits_to_keep=1).logits.argmax(-1)
+    ids = torch.cat([asked.ids, first], 1)
+    return replace(asked, ids=ids, record=asked.ids.shape[1], begun=1)
 
 
 def answer(model: Any, tokenizer: Any, asked: Asked, cache: Cache) -> str:
     """The greedy answer of a cache that has read the first ``asked.record`` tokens."""
     ids = asked.ids
+    if asked.begun and int(ids[0, -1]) == model.config.eos_token_id:
+        return ""
     between = ids[:, asked.record : -1]
     if between.shape[1]:
         feed(model, between, cache)
@@ -118,10 +126,10 @@ def answer(model: Any, tokenizer: Any, asked: Asked, cache: Cache) -> str:
         ids,
         attention_mask=torch.ones_like(ids),
         past_key_values=cache,
-        max_new_tokens=asked.new_tokens,
+        max_new_tokens=asked.new_tokens - asked.begun,
         do_sample=False,
     )
-    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    return tokenizer.decode(out[0, ids.shape[1] - asked.begun :], skip_special_tokens=True)
 
 
 def measure(
@@ -221,7 +229,7 @@ def main(
         source=source,
         seed=seed,
     )
-    asked = [as_read(one, question) for one in questions(tokenizer, found)]
+    asked = [as_read(model, one, question) for one in questions(tokenizer, found)]
     other = answered(model, tokenizer, 3, lines, seed + 1000, queries)
     with Progress(console=console) as progress:
         for method in progress.track(chosen, description="methods"):

@@ -11,7 +11,6 @@ from benchmarks.markdown import details, made_with, table
 #: the models, and their columns
 BEDS = {"longeval-one-head": "one head", "spread": "spread"}
 QUESTIONS = ("unseen", "seen")
-LAST = " (all but its last token, which is read after it)"
 #: the methods compared, and what they are in words
 NAMED = {
     "heavy_merge": "kvsketch, its default",
@@ -76,6 +75,5 @@ def _table(question: str, found: dict[str, list[dict[str, Any]]]) -> str:
     return (
         f"{details(f'All numbers, question {question}', table(header, rows))}\n\n"
         f"{result['count']} {result['source']} cases of {result['lines']} lines, the question "
-        f"{question} at compression{LAST if question == 'seen' else ''}. "
-        f"The exact cache: {exact}. {made_with(result)}"
+        f"{question} at compression. The exact cache: {exact}. {made_with(result)}"
     )

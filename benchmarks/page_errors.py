@@ -182,10 +182,8 @@ def longeval(result: dict[str, Any]) -> str:
         rows.append([name, *cells])
     count = result["results"][0]["cases"]
     how = (
-        "The question is read with the record, before compression, all but its last token, which "
-        "is read after it: methods that keep what the question looks at gain less than they do "
-        "with `generate`, which compresses after the whole prompt. Compare with the table above "
-        "for what a method gains from it on this model."
+        "The whole question is read with the record, before compression, as `generate` does with a "
+        "prompt. Compare with the table above for what a method gains from it on this model."
     )
     also = ""
     if result["question"] == "unseen":

@@ -108,16 +108,18 @@ class Asked:
     """A question about a record.
 
     Attributes:
-        ids: the token ids of the record and the question, ``[1, tokens]``.
+        ids: the token ids of the record, the question, and what is ``begun``, ``[1, tokens]``.
         record: the number of tokens of the record.
         score: gives the score of an answer, in [0, 1].
         new_tokens: the number of tokens of the longest answer.
+        begun: the number of tokens of the answer that are given.
     """
 
     ids: Tensor
     record: int
     score: Callable[[str], float]
     new_tokens: int
+    begun: int = 0
 
 
 def question_apart(tokenizer: Any, prompt: str) -> tuple[Tensor, int]:

@@ -4,11 +4,11 @@
 
 As in ``benchmarks.longeval``, the context is read and compressed, then the question is fed one
 token at a time, and the answer is generated with the compressed cache; with ``--question seen``,
-the question is read before compression. ``accuracy`` is the mean score over the cases of a subtask.
-The model is the packaged one that answers RULER's questions (``--model ruler-one-layer``), and the
-subtasks are those in which it answers at least nine of ten questions with the exact cache. The
-essays are those of ../shared/data/essays if they exist, else the filler text of the task. Methods
-are named as in ``benchmarks.longeval``.
+the whole question is read before compression. ``accuracy`` is the mean score over the cases of a
+subtask. The model is the packaged one that answers RULER's questions (``--model ruler-one-layer``),
+and the subtasks are those in which it answers at least nine of ten questions with the exact cache.
+The essays are those of ../shared/data/essays if they exist, else the filler text of the task.
+Methods are named as in ``benchmarks.longeval``.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def main(
         for method, name in progress.track(steps, description="methods and subtasks"):
             if results.has(method=method.label, subtask=name):
                 continue
-            read = [as_read(one, question) for one in asked[name]]
+            read = [as_read(loaded, one, question) for one in asked[name]]
             found = measure_shares(
                 loaded, tokenizer, read, method, shares, None, seed, console, queries
             )

@@ -83,6 +83,10 @@ def test_a_kept_run_goes_on_elsewhere(tmp_path):
     assert (other.state["step"], other.state["stage"]) == (7, 2)
     for name, value in run.model.state_dict().items():
         assert torch.equal(other.model.state_dict()[name], value.bfloat16().float()), name
+    other.start(tmp_path / "kept.safetensors", "ask-256")
+    assert (other.state["step"], other.state["stage"], other.state["stage_step"]) == (7, 1, 0)
+    with pytest.raises(SystemExit, match=r"--stage must be one of copy, .*, decay, got ask-64"):
+        other.start(tmp_path / "kept.safetensors", "ask-64")
     wrong = train.Run(arguments(tmp_path / "wrong", "longeval"), RECIPES["longeval"])
     with pytest.raises(SystemExit, match=r"--start: .* was trained by --model spread"):
         wrong.start(tmp_path / "kept.safetensors")

@@ -51,9 +51,12 @@ class Batch:
 
     def unanswered(self, rows: np.ndarray, end: int) -> Batch:
         """The batch where in ``rows`` (bool) token ``end`` is predicted instead of each answer, and
-        nothing else; these answers are not counted."""
+        nothing else; these answers are not counted. Chains are not predicted there at all: each of
+        their names is an answer, and the model came to end them although all its heads were there.
+        """
         before = np.pad(self.answer, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-        begins = (self.answer >= 0) & (self.answer != before)
+        chains = np.isin(self.answer, [n for n, kind in self.kinds.items() if kind == "chains"])
+        begins = (self.answer >= 0) & (self.answer != before) & ~chains
         chosen = rows[:, None]
         return replace(
             self,

@@ -230,14 +230,17 @@ class Documents:
 
     def _chains(self, room: int, rng: random.Random, spelled: float) -> Document:
         if room > 250 and rng.random() < 0.5:  # the official form: an example, then one chain
+            # One chain is little to learn from in a long text: more of them in half the texts.
+            many = rng.choice([1, max(1, room // 300)])
+            found = self._chain_text(room - 100, many, 5, rng)
+            # The example is only read. Its names have other numbers of tokens, and with both
+            # numbers in the answers the model began names at their second token.
             example = self._chain_text(rng.randint(60, min(500, room // 3)), 1, 3, rng)
-            found = self._chain_text(room - 100, 1, 5, rng)
-            found.before = [
-                Part(example.text), *example.questions[0], Part("\n\n", True)
-            ]  # fmt: skip
+            solved = "".join(part.text for part in example.questions[0])
+            found.before = [Part(f"{example.text}{solved}\n\n")]
             return found
-        many = rng.randint(1, max(1, min(8, room // 60)))
-        return self._chain_text(room, many, rng.choice([3, 5, 5]), rng)
+        many = rng.randint(1, max(1, min(24, room // 60)))
+        return self._chain_text(room, many, 5, rng)
 
     def _chain_text(self, room: int, many: int, letters: int, rng: random.Random) -> Document:
         names: dict[str, None] = {}

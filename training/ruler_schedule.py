@@ -19,17 +19,17 @@ def _one(name: str, least: int, most: int, mixture: Mixture, **rest) -> Stage:
 
 # In the order of `KINDS`: lines, single, several, chains, counts.
 NO_COUNTS = (1.0, 1.0, 1.0, 1.0, 0.0)
-ALL = (0.8, 0.8, 1.0, 2.4, 0.0)
+ALL = (0.8, 0.8, 0.8, 3.0, 0.0)
 SHORT = Mixture(1024, 8, 0.0, 0.05, 0.1, ALL, 0.3, whole=0.5, least=150, gaps=0.5, span=4800)
 MIDDLE = Mixture(2048, 4, 0.0, 0.0, 0.05, ALL, 0.25, whole=0.5, least=300, gaps=0.4, span=4800)
 LONG = Mixture(4096, 2, 0.0, 0.0, 0.0, ALL, 0.15, whole=0.6, least=500, gaps=0.1, span=5000)
 # Chains are learned last, and from short texts.
-HARD = Mixture(400, 16, 0.0, 0.1, 0.0, (0.0, 0.0, 0.4, 1.6, 0.0), 0.4, whole=0.4, least=100)
+HARD = Mixture(400, 16, 0.0, 0.0, 0.0, (0.0, 0.0, 0.4, 1.6, 0.0), 0.4, whole=0.4, least=100)
 
 # Missing heads make retrieval redundant. Where too many are missing no answer is to be given, so
 # that many heads are needed, and none alone.
 EARLY: dict[str, Any] = {"drop": (0.2, 0.05)}
-SHARED: dict[str, Any] = {"drop": (0.05, 0.0), "few": 0.3, "ahead": 0.3}
+SHARED: dict[str, Any] = {"drop": (0.05, 0.0), "few": 0.15, "ahead": 0.3}
 
 STAGES: tuple[Stage, ...] = (
     _one(
@@ -71,8 +71,8 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "ask-4096",
         ((0.5, LONG), (0.3, MIDDLE), (0.2, HARD)),
-        250,
-        250,
+        345,
+        345,
         rate=0.5,
         rest=REST,
         **SHARED,
@@ -80,8 +80,8 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "decay",
         ((0.6, LONG), (0.3, MIDDLE), (0.1, HARD)),
-        200,
-        200,
+        240,
+        240,
         goal=2.0,
         rate=0.5,
         decay=True,

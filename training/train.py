@@ -109,9 +109,15 @@ class Run:
         self.ahead.load_state_dict(saved["ahead"])
         torch.set_rng_state(saved["torch_rng"])
 
-    def start(self, path: Path) -> None:
-        """Go on from weights that ``keep`` wrote: with new optimizers, not to the same bytes."""
+    def start(self, path: Path, stage: str | None = None) -> None:
+        """Go on from weights that ``keep`` wrote: with new optimizers, not to the same bytes.
+        ``stage``: at the beginning of it, if not where they were kept."""
+        names = [one.name for one in self.recipe.stages]
+        if stage is not None and stage not in names:
+            raise SystemExit(f"--stage must be one of {', '.join(names)}, got {stage}")
         self._take(kept(path), f"--start: {path}")
+        if stage is not None:
+            self.state.update(stage=names.index(stage), stage_step=0)
 
     def _take(self, saved: dict, named: str) -> dict:
         if saved.get("recipe") != self.arguments.model:
@@ -252,6 +258,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--start", type=Path, help="weights of training.keep to go on from")
+    parser.add_argument("--stage", help="with --start: begin at this stage of the curriculum")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="muon")
     parser.add_argument("--float32", action="store_true", help="instead of bfloat16 autocast")
@@ -261,7 +268,7 @@ def main() -> None:
     if arguments.resume and (arguments.out / "checkpoint.pt").exists():
         run.load()
     elif arguments.start:
-        run.start(arguments.start)
+        run.start(arguments.start, arguments.stage)
     run.train()
 
 

@@ -520,7 +520,7 @@ def test_a_killed_run_loses_one_method_at_most(monkeypatch, tmp_path, short, nam
 
 
 def test_longeval_with_the_question_seen(monkeypatch, tmp_path):
-    """All tokens of the question but the last are compressed with the record."""
+    """The whole question is compressed with the record."""
     monkeypatch.setattr(longeval, "OFFICIAL", tmp_path)
     read = []
 
@@ -542,8 +542,26 @@ def test_longeval_with_the_question_seen(monkeypatch, tmp_path):
     unseen, seen = read
     assert "Now the record is over" not in unseen
     assert seen.startswith(unseen)
-    assert prompt.startswith(seen)
-    assert 0 < len(prompt) - len(seen) <= 2
+    assert prompt == seen
+
+
+def test_with_the_question_seen_the_answer_is_that_of_generate():
+    model, tokenizer = prompts.load(prompts.ONE_HEAD)
+    case = longeval.questions(tokenizer, longeval.cases(20, 1, 0)[1])[0]
+    asked = longeval.as_read(model, case, "seen")
+    for budget in (60, 250):
+        one, other = (SketchCache(model.config, "snapkv", budget=budget) for _ in range(2))
+        prompts.prefill(model, case.ids, one)
+        out = model.generate(case.ids, past_key_values=other, max_new_tokens=case.new_tokens)
+        said = tokenizer.decode(out[0, case.ids.shape[1] :], skip_special_tokens=True)
+        assert longeval.answer(model, tokenizer, asked, one) == said
+
+
+def test_an_answer_that_ends_at_once_is_empty():
+    model, tokenizer = prompts.load(prompts.ONE_HEAD)
+    ids = torch.tensor([[1, 2, model.config.eos_token_id]])
+    asked = prompts.Asked(ids, 2, float, 18, begun=1)
+    assert longeval.answer(model, tokenizer, asked, SketchCache(model.config)) == ""
 
 
 @pytest.mark.parametrize("main", [longeval.main, ruler.main])
