@@ -183,7 +183,9 @@ def longeval(result: dict[str, Any]) -> str:
     count = result["results"][0]["cases"]
     how = (
         "The whole question is read with the record, before compression, as `generate` does with a "
-        "prompt. Compare with the table above for what a method gains from it on this model."
+        "prompt. The first token of an answer is then that of the exact cache, with any method (a "
+        "token of `spread` has up to three digits). Compare with the table above for what a method "
+        "gains from the question on this model."
     )
     also = ""
     if result["question"] == "unseen":

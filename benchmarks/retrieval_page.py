@@ -143,7 +143,7 @@ def _follows(results: list[dict[str, Any]]) -> str:
             )
     if any(found["model"] == "spread" for found in results):
         said.append(
-            "`spread` needs many heads because it was trained to: in a fifth of its sequences most "
+            "`spread` needs many heads because it was trained to: in some of its sequences most "
             "heads saw only first and recent tokens, and no answer was to be given then. It shows "
             "how methods act on a model that is so, and not that models are."
         )
