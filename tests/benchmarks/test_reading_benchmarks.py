@@ -79,7 +79,7 @@ def test_numbers_out_of_range_are_named(option):
 def test_longeval_after_a_second_reading_at_equal_bytes(monkeypatch, tmp_path):
     monkeypatch.setattr(longeval, "OFFICIAL", tmp_path)
     methods = "kvzip/reread,kvzip+int4/reread,heavy_merge@global/reread"
-    arguments = ["--lines", "30", "--count", "2", "--budgets", "0.3", "--methods", methods]
+    arguments = ["--lines", "60", "--count", "2", "--budgets", "0.3", "--methods", methods]
     result = invoke(longeval.main, *arguments)
     rows = {row["method"]: row for row in result["results"]}
     most = max(row["bytes_per_token"] for row in rows.values())
