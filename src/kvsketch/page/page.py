@@ -99,16 +99,6 @@ class Page:
         return self.exact.fields["keys"].dtype
 
     @property
-    def batch(self) -> int:
-        """The number of rows."""
-        return self.exact.batch
-
-    @property
-    def heads(self) -> int:
-        """The number of KV heads."""
-        return self.exact.heads
-
-    @property
     def appended(self) -> int:
         """The number of slots appended to every head."""
         return self.exact.appended

@@ -90,10 +90,9 @@ class Pages:
             out: the result is written here, ``[tokens, num_attention_heads, value_dim]``.
         """
         page, waiting = held
-        everything = [waiting, *(tensor for part in page.open() for tensor in part.contents())]
         for now in todo:
             if now.before is not None:
-                _copy(everything, now.before)
+                _copy(held, now.before)
             if len(now.fresh):
                 for part in page.open():
                     part.clear(now.pages[now.fresh])
@@ -119,7 +118,7 @@ class Pages:
                     asked = self._asked(waiting.index_select(0, rows).nan_to_num_(0.0, 0.0, 0.0))
                     self._compress(self.method, rows, page, asked, times is not None)
             if now.after is not None:
-                _copy(everything, now.after)
+                _copy(held, now.after)
 
     def _asked(self, queries: Tensor) -> Observed:
         return Observed(queries, self.scaling, self.softcap)
@@ -325,7 +324,8 @@ class Pages:
         counts.above += int((each > counts.tolerance).sum())
 
 
-def _copy(tensors: Sequence[Tensor], pages: Tensor) -> None:
+def _copy(held: tuple[Page, Tensor], pages: Tensor) -> None:
     """Copy pages ``pages[0]`` to ``pages[1]``, int64 ``[2, n]``."""
-    for tensor in tensors:
+    page, waiting = held
+    for tensor in (waiting, *(t for part in page.open() for t in part.contents())):
         tensor.index_copy_(0, pages[1], tensor.index_select(0, pages[0]))
