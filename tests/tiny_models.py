@@ -41,8 +41,12 @@ def config_of(model_type: str) -> PretrainedConfig:
 def with_buffer(cache: Any, tokens: int) -> Any:
     """The cache with another buffer than the default."""
     for layer in cache.layers:
+        if not hasattr(layer, "stream"):
+            continue
         layer.stream._buffer = tokens
         layer.stream._store(layer.stream.bits)
+        if not layer.stream.seen:
+            layer.stream.reset()
     return cache
 
 

@@ -242,7 +242,7 @@ def test_bytes_stay_within_five_percent_of_the_budget(wide_llama, method, budget
 )
 def test_streaming_prefill_of_16000_tokens_stays_under_budget_plus_chunk(wide_llama, method):
     """During a chunk, by the cache's own count, there is at most the budget and the chunk; between
-    chunks the live tensors take no more than the budget."""
+    chunks the live tensors take no more than the budget and its buffer of 2.5%."""
     budget, chunk, tokens = 1024, 512, 16_000
     # other methods take long to compress 16,000 tokens: a shorter stream tests the same
     tokens = tokens if method in ("uniform", "streaming_llm", "h2o") else 4_096
@@ -261,7 +261,8 @@ def test_streaming_prefill_of_16000_tokens_stays_under_budget_plus_chunk(wide_ll
                 logits_to_keep=1,
             )
             peak = max(peak, live_kv_bytes() - others)
-    assert peak <= budget * per_slot * 1.001, "between chunks nothing but the budget is alive"
+    most = 1 if method in ("subgen", "balancekv_streaming") else 1.025
+    assert peak <= budget * per_slot * most * 1.001, "between chunks nothing else is alive"
     # pyramidkv's first layer has almost all slots while every layer has a chunk: keys and values
     # take exactly the bound, and scores (4 bytes beside 256) come on top
     more = 1 + 4 / 256 if method == "pyramidkv" else 1

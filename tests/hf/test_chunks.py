@@ -79,13 +79,11 @@ def test_numbers_of_numpy_are_numbers(model):
         assert type(cache.summary()["budget"]) is type(plain)
 
 
-@pytest.mark.parametrize("prefill", ["streaming", "exact"])
 @pytest.mark.parametrize(("chunk", "held"), [(3, 23), (4, 20), (9, 20)])
-def test_a_later_chunk_is_compressed_if_it_fills_the_buffer(model, prefill, chunk, held):
+def test_a_later_chunk_is_compressed_if_it_fills_the_buffer(model, chunk, held):
     """After the first compression, a chunk that does not fill the buffer of 4 slots is kept as it
     is, as decoded tokens are; a longer one is compressed to the budget."""
-    cache = SketchCache(model.config, prefill=prefill, **SETTINGS, method="snapkv")
-    with_buffer(cache, 4)
+    cache = with_buffer(SketchCache(model.config, **SETTINGS, method="snapkv"), 4)
     with torch.no_grad():
         model(ids(48), past_key_values=cache)
         model(ids(chunk), past_key_values=cache)

@@ -74,15 +74,18 @@ def test_every_variable_of_the_package_is_known():
 
 
 def test_a_page_has_room_for_the_budget_and_a_buffer():
-    rhythm = Settings("snapkv", 1000).rhythm(9000)
-    assert (rhythm.slots, rhythm.buffer) == (1250, 250)
-    assert Settings("snapkv", 4000).rhythm(9000).buffer == 256
-    assert Settings("snapkv", 1000, buffer=7).rhythm(9000).slots == 1007
-    assert Settings("snapkv", 0.25).rhythm(9001).slots == 2251 + 256
-    assert Settings("exact").rhythm(500).slots == 501
-    with pytest.raises(InputError, match="at least 37"):
-        Settings("snapkv", 36).rhythm(9000)
-    Settings("snapkv", 37).rhythm(9000)
+    points = Settings("snapkv", 1000).points(9000)
+    assert (points.slots, points.every, points.kept) == (1025, 100, 925)
+    assert Settings("snapkv", 4000).points(9000).every == 4 * 64
+    few = Settings("snapkv", 1000, bits=4).points(9000)
+    assert (few.slots, few.every, few.kept) == (36 + 50, 50, 975)
+    assert Settings("snapkv", 1000, buffer=7).points(9000).slots == 1007
+    assert Settings("snapkv", 0.25).points(9001).slots == 2251 + 56
+    assert Settings("exact").points(500).slots == 501
+    for bits, least in ((16, 40), (4, 38)):
+        with pytest.raises(InputError, match=f"at least {least}"):
+            Settings("snapkv", least - 1, bits=bits).points(9000)
+        assert Settings("snapkv", least, bits=bits).points(9000).kept == 37
 
 
 def curves(tmp_path: Path, model: str | None = "llama") -> str:
@@ -95,24 +98,24 @@ def curves(tmp_path: Path, model: str | None = "llama") -> str:
 
 
 def test_budgets_by_curves(tmp_path):
-    settings = Settings("snapkv", 1000, allocation=curves(tmp_path), bits=8)
+    settings = Settings("snapkv", 1025, allocation=curves(tmp_path), bits=8)
     sizes = settings.sizes(4000, 2, 3, "llama")
     kept = [size + 36 for layer in sizes for size in layer]
     assert sum(kept) == pytest.approx(6 * 1000, rel=0.01)
     assert sizes[0][2] == max(map(max, sizes)) > 2 * sizes[0][0]
     # where a context is too long for the curves, their smallest level applies
     far = settings.sizes(400_000, 2, 3, "llama")
-    assert far == Settings("snapkv", 1000, allocation=settings.allocation).sizes(
+    assert far == Settings("snapkv", 1025, bits=8, allocation=settings.allocation).sizes(
         8000, 2, 3, "llama"
     )
     layout = settings.layout(4000, 3, 4, 64, torch.bfloat16, sizes[0])
     assert layout.middle == tuple(sizes[0])
-    assert settings.rhythm(4000).slots == 36 + 250
+    assert settings.points(4000).slots == 36 + 50
     with pytest.raises(InputError, match="2 layers x 3 KV heads, the model compresses 2 x 4"):
         settings.sizes(4000, 2, 4, "llama")
     with pytest.raises(InputError, match=r"another model \(llama\), this one is qwen"):
         settings.sizes(4000, 2, 3, "qwen")
-    nobody = Settings("snapkv", 1000, allocation=curves(tmp_path, None))
+    nobody = Settings("snapkv", 1025, allocation=curves(tmp_path, None), bits=8)
     assert nobody.sizes(4000, 2, 3, "qwen") == sizes
 
 
@@ -125,17 +128,18 @@ def test_a_page_in_few_bits_is_smaller():
     assert pages[2] < 0.39 * pages[0]
 
 
-@given(kept=st.integers(37, 300), buffer=st.integers(1, 50), seen=st.integers(0, 900))
-def test_all_slots_follow_from_tokens(kept, buffer, seen):
-    rhythm = Settings("snapkv", kept, buffer=buffer, bits=4).rhythm(9000)
+@given(budget=st.integers(50, 300), buffer=st.integers(1, 3), seen=st.integers(0, 900))
+def test_all_slots_follow_from_tokens(budget, buffer, seen):
+    points = Settings("snapkv", budget, buffer=buffer, bits=4).points(9000)
+    assert points.every == 2 * buffer
     window = middle = 0
     for _ in range(seen):
         window += 1
-        if window == rhythm.slots:
-            middle = min(middle + buffer, kept - 36)
-            window -= buffer
-    assert rhythm.all_held(np.array([seen])) == window + middle
-    assert window + middle <= kept + buffer
+        if window == points.slots:
+            middle = min(middle + points.every, points.kept - 36)
+            window -= points.every
+    assert points.all_held(np.array([seen])) == window + middle
+    assert window + middle <= budget + buffer
 
 
 @pytest.mark.parametrize("method", SERVED)
@@ -144,9 +148,9 @@ def test_methods_keep_what_they_look_at(method):
     layout = settings.layout(4000, 2, 4, 16, torch.bfloat16)
     scored = method in ("heavy_merge", "h2o", "tova", "snapkv")
     assert layout.scored == scored
-    kept = {"exact": 0, "h2o": 100, "heavy_merge": 64}
+    kept = {"exact": 0, "h2o": 40, "heavy_merge": 40}
     if scored or method == "exact":
         assert layout.queries == kept.get(method, layout.queries)
-        assert layout.queries <= 100
+        assert layout.queries <= 40
     else:
         assert layout.queries == 1  # to measure the error with

@@ -171,9 +171,19 @@ class Plan:
         """Whether a waiting layer has enough tokens to compute its budget."""
         if self.budget is not None and not self.budget.is_fraction:
             budget = self.budget.slots(stream.seen)
-            above = 0 if prefill else stream.pace.buffer(budget)
+            above = 0 if prefill else stream.schedule.buffer(budget)
             return stream.seen > budget and stream.seen >= budget + above
         return not self.measures_on_prompt or measurable(stream) or self._all_window(stream)
+
+    def known(self, number: int, stream: Stream) -> HeadBudgets | None:
+        """The budgets of a layer that follow from the shape of its first tokens, on which the price
+        of slots in few bits depends; None: they follow from more of the prompt."""
+        if self.kind != "even" or self.chooses or self.budget is None:
+            return None
+        heads = stream.slots.keys.shape[1]
+        row = Shard.of(heads, self._heads).own(self._told()[number])
+        price = _price(stream, self._measured.choices[0], self.itemsize)
+        return HeadBudgets([row], bound=self.goal.bound, price=price)
 
     def _all_window(self, stream: Stream) -> bool:
         """Whether sinks and recent window take the whole budget of a prompt that would otherwise be

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvsketch.budget import Budget
 from kvsketch.cache.budgets import HeadBudgets
+from kvsketch.cache.compress import compress
 from kvsketch.cache.error import QUERIES, Errors
-from kvsketch.cache.pace import Pace
 from kvsketch.cache.queries import Queries
 from kvsketch.cache.sketch_page import SketchPage
 from kvsketch.cache.storage import bits_of
@@ -22,7 +23,8 @@ from kvsketch.observed import Observed
 from kvsketch.page.page import Page
 from kvsketch.page.part import Part
 from kvsketch.page.quantized import FULL, Bits
-from kvsketch.slots import Slots
+from kvsketch.page.schedule import Points, Schedule
+from kvsketch.slots import Slots, compute_dtype
 
 
 class Stream:
@@ -34,6 +36,9 @@ class Stream:
     hands it down later (``spend``). Once something was compressed, the slots live on a
     page: every head has its budget and a buffer, which decoding fills; when it is full, all heads
     are compressed to a buffer below their budgets. No token allocates in between.
+
+    A stream with ``points`` is compressed at fixed tokens, those of a prompt included: ``settle``
+    must then be called where ``cuts`` says.
 
     Args:
         method: a method with its sink and recent window.
@@ -52,8 +57,11 @@ class Stream:
             buffer, masses and scores stay unchanged. Not with a sketch, whose state has the dtype
             of the tokens. "measured": 16 until a plan gives other bits with the budget.
         track_error: keep the exact outputs of a few queries up to date (``running_error``).
+        streaming: compress at fixed tokens, if the budget is a number that all heads share and the
+            method is a compressor.
 
     Attributes:
+        points: the tokens at which it compresses; None: at the end of prompts, and while decoding.
         seen: tokens so far.
         compressed: whether any token was ever compressed.
         errors: the measured errors of the slots.
@@ -70,6 +78,7 @@ class Stream:
         one_shot: bool = False,
         bits: int | str = 16,
         track_error: bool = False,
+        streaming: bool = False,
     ) -> None:
         if buffer is not None and (type(buffer) is not int or buffer < 1):
             raise InputError(f"buffer={buffer!r} must be an int >= 1 (tokens per recompression)")
@@ -83,7 +92,7 @@ class Stream:
         self.method = method
         self._given = HeadBudgets([[budget]]) if isinstance(budget, Budget) else budget
         self.one_shot = one_shot
-        self._bits, self._buffer = known or FULL, buffer
+        self._bits, self._buffer, self._streaming = known or FULL, buffer, streaming
         self.queries, self.errors = Queries(), Errors(track_error)
         self.reset()
 
@@ -98,12 +107,26 @@ class Stream:
         self.queries.clear()
         self.errors.reset()
         self._limit = 0  # appended tokens at which the page is due
+        self.points = self._fixed_points()
+        self._next = 0 if self.points is None else self.points.slots  # token of the next one
         self._bytes = 0  # of the page
         self.method.reset()
 
     def _store(self, bits: Bits) -> None:
         self.bits = bits
-        self.pace = Pace(self.method, self._buffer, self.one_shot, bits)
+        method, sketch = self.method, isinstance(self.method, WindowedSketch)
+        given = self._buffer, bits != FULL, sketch, self.one_shot
+        self.schedule = Schedule(method.sink, method.recent, *given)
+
+    def _fixed_points(self) -> Points | None:
+        budget = self.budget
+        if budget is None or budget.even is None or not self._streaming or self.one_shot:
+            return None
+        if isinstance(budget.value, float) or isinstance(self.method, WindowedSketch):
+            return None
+        slots = budget.slots(budget.value + 1)
+        assert isinstance(slots, int)
+        return self.schedule.points(slots)
 
     def wants_queries(self, count: int) -> bool:
         """Whether ``settle`` needs the queries of the newest ``count`` tokens."""
@@ -158,7 +181,56 @@ class Stream:
     def buffer(self) -> int:
         """The number of slots by which decoding may exceed the budget."""
         assert self.budget is not None
-        return self.pace.buffer(self.budget.average(self.seen))
+        return self.schedule.buffer(self.budget.average(self.seen))
+
+    def _room(self, count: int) -> int:
+        """How many more tokens a page of ``count`` slots that is full may take before it is
+        compressed."""
+        assert self.budget is not None
+        if self.one_shot:  # grows without limit, by a few per cent at a time
+            return self.schedule.buffer(count)
+        average = self.budget.average(self.seen)
+        buffer = self.schedule.buffer(average)
+        if self.schedule.few_bits:  # room is in full precision: only the buffer
+            return buffer
+        if self.budget.even is not None:
+            return max(1, self.budget.even.slots(self.seen) + buffer - count)
+        # The same for all heads and rows, independently of their sizes.
+        return buffer + average - self.budget.average(self.seen - 1)
+
+    @property
+    def streaming(self) -> bool:
+        """Whether it compresses while a prompt is read."""
+        return self._streaming
+
+    def start(self, budget: HeadBudgets) -> None:
+        """Take a budget that a plan gives while nothing is compressed."""
+        self.budget = budget
+        self.points = self._fixed_points()
+        self._next = 0 if self.points is None else self.points.slots
+
+    def resume(self) -> None:
+        """Go on from a page that was restored, at the same tokens if it was made at them."""
+        points = self.points
+        if points is None or not self.compressed:
+            return
+        seen = np.array(self.seen)
+        if bool((self.held > int(points.all_held(seen))).any()):
+            self.points = None  # it was put together from others
+        else:
+            self._next = self.seen + int(points.left(seen))
+
+    def cuts(self, tokens: int) -> list[int]:
+        """The numbers of tokens after which ``settle`` has to be called, if the last ``tokens``
+        were appended one after another: their sum is ``tokens``."""
+        before = self.seen - tokens
+        if self.points is None or self._next >= self.seen or self._next <= before:
+            return [tokens]
+        sizes, left = [self._next - before], self.seen - self._next
+        while left:
+            sizes.append(min(left, self.points.every))
+            left -= sizes[-1]
+        return sizes
 
     def extend(self, new: Slots) -> None:
         """Append tokens, ``[batch, num_key_value_heads, q, ...]``."""
@@ -169,9 +241,8 @@ class Stream:
             return
         page = self._page
         if self.compressed:
-            if page.appended >= self._limit:
-                assert self.budget is not None
-                self._limit = page.appended + self.pace.room(self.budget, self.seen, page.count)
+            if page.appended >= self._limit and self.points is None:
+                self._limit = page.appended + self._room(page.count)
             if page.room < q:
                 # decoding takes a whole buffer at once, a chunk what it needs
                 grown = max(q, self._limit - page.appended) if q == 1 else q
@@ -198,6 +269,8 @@ class Stream:
         Returns:
             Whether it compressed.
         """
+        if self.points is not None:
+            return self._settle_at(self.points, observed, hold)
         budget = self.budget
         wanted = self.method.requires.queries or hold  # at least to measure the error on
         if observed is not None and (budget is None or (wanted and not self._whole)):
@@ -221,6 +294,23 @@ class Stream:
         self.page.release()
         return False
 
+    def _settle_at(self, points: Points, observed: Observed | None, hold: bool) -> bool:
+        """``settle`` of a stream that compresses at fixed tokens. Queries become scores only
+        there, and only the last ones, which is all that a page in an engine's memory keeps."""
+        assert self.budget is not None
+        kept = points.queries(self.method.window)
+        due = self.seen >= self._next and not hold
+        if observed is not None and self.method.requires.queries:
+            count = observed.queries.shape[2]
+            last = observed.narrow(max(0, count - kept), min(count, kept))
+            self.queries.add(replace(last, queries=last.queries.clone()))
+            if due or self.queries.count >= 2 * kept:
+                self.queries.keep_last(kept)
+        if due:
+            self._compress(self.budget, prefill=False, last=observed)
+        self.page.release()
+        return due
+
     @property
     def _whole(self) -> bool:
         """Whether all tokens are always kept unchanged."""
@@ -230,10 +320,18 @@ class Stream:
         """Whether ``settle`` would compress now."""
         if self.budget is None:
             return False
-        page = self.page
+        if self.points is not None:
+            return self.seen >= self._next
         if self.compressed and not self.one_shot:
-            return page.appended >= self._limit
-        return self.pace.due(self.budget, self.seen, self.held, prefill)
+            return self.page.appended >= self._limit
+        if self.one_shot and not prefill:
+            return False
+        # Tokens that were never compressed: at the end of a prompt if they exceed the budget,
+        # otherwise if they exceed it by a buffer; in few bits also if they fit it.
+        fits, schedule = self.budget.slots(self.seen), self.schedule
+        least = schedule.least(fits) if schedule.few_bits else fits
+        above = self.held.to(torch.int64) - torch.as_tensor(least)
+        return bool((above >= (1 if prefill else self.buffer)).any())
 
     def spend(
         self, budget: HeadBudgets, provisional: bool = False, bits: Bits | None = None
@@ -276,14 +374,22 @@ class Stream:
         if self.errors.probing:
             self.errors.update(self.slots, self.seen)
         limit = budget = budgets.slots(self.seen, len(self.held))
-        room = 0
-        if not prefill:
+        room, points = 0, self.points
+        if points is not None:
+            limit = budget = points.kept
+            room = points.every // self.schedule.period
+            # Random choices depend on the number of compressions, and not on other rows.
+            times = int(points.times(np.array(self.seen))) - 1
+            assert isinstance(method, Windowed)
+            method.restart(torch.full((len(self.held),), times))
+        elif not prefill:
             room = self.buffer
-            budget = self.pace.below(budget, room)
+            budget = self.schedule.below(budget, room)
             if isinstance(limit, Tensor):  # heads that keep every token have no use for room
                 budget = torch.where(limit >= self.seen, limit, budget)
-        if exact is not None and prefill and last is not None:
-            recent = int(torch.as_tensor(self.pace.recent(budget)).min())
+        first = prefill or (exact is not None and points is not None)
+        if exact is not None and first and last is not None:
+            recent = int(torch.as_tensor(self.schedule.recent_within(budget)).min())
             self.errors.ask(exact, last, recent, self.seen)
         page: Page | SketchPage
         if isinstance(method, WindowedSketch):
@@ -293,14 +399,16 @@ class Stream:
             if provisional:  # the queries of the final compression must attend to the same tokens
                 method = replace(method, recent=max(method.recent, method.window or 0))
             page = self._slotted(method, budget, limit, room, fit=prefill)
+        if points is not None:
+            self._next = self.seen + int(points.left(np.array(self.seen)))
         self._limit = page.appended + page.room
         # All heads of groups equally, independently of their sizes.
         if isinstance(page, SketchPage) and page.places is not None:
-            self._limit = page.appended + self.pace.period * room
+            self._limit = page.appended + self.schedule.period * room
         self.page, self.compressed = page, True
         if not provisional:
             self.queries.clear()
-        if prefill:
+        if first:
             self.errors.compressed(self.slots, final=not provisional)
         page.release()
         self._bytes = _bytes(self.tensors())
@@ -309,26 +417,25 @@ class Stream:
         self, method: Windowed, budget: int | Tensor, limit: int | Tensor, room: int, fit: bool
     ) -> Page:
         """The next page of a compressor's."""
-        page, held, sizes = self.page, self.held, None
+        page = self.page
         assert isinstance(page, Page)
         slots = page.read(exactly=page.middle is not None)
+        if self.points is not None:  # as in an engine's memory, where every slot has a mass
+            slots = replace(slots, values=slots.values.to(compute_dtype(slots.values.dtype)))
         # Scored before: where nothing is compressed, the queries must not be lost either.
-        kept = self._scored(slots)
-        fits = held <= torch.as_tensor(limit)
-        if self.bits != FULL and (bool(fits.all()) or isinstance(limit, Tensor)):
-            less = torch.minimum(torch.as_tensor(budget), held)
-            budget = torch.where(fits, held, less)  # what fits is only stored in fewer bits
-        elif page.sizes is not None:
-            budget = torch.minimum(torch.as_tensor(budget), held)
-        # Also where nothing is reduced: of every head its own slots come first.
-        kept = method(kept, budget, self.queries.all(), scored=True, fit=fit)
-        if isinstance(budget, Tensor):
-            sizes = _sizes_of(slots, budget, kept)
-        space = self.pace.period * room
-        if isinstance(limit, int):
+        slots = self._scored(slots)
+
+        def space(kept: Slots) -> int:
+            often = self.schedule.period * room
+            if self.points is not None or isinstance(limit, Tensor):
+                return often if self.points is None else self.points.every
             above = max(limit, kept.count) + room - kept.count
-            space = above if self.bits == FULL else min(space, above)
-        return Page(kept, sizes, space, self.bits, method.sink, method.recent, page)
+            return above if self.bits == FULL else min(often, above)
+
+        asked = self.queries.all()
+        return compress(
+            page, slots, method, budget, asked, limit=limit, room=space, bits=self.bits, fit=fit
+        )
 
     @property
     def running_error(self) -> Tensor | None:
@@ -433,7 +540,7 @@ class Stream:
         """
         page = Page.of_tokens(slots)
         self._page, self.seen, self.budget, self._limit = page, seen, budget, 0
-        self.compressed, before = False, self.compressed
+        self.compressed, before, self.points = False, self.compressed, None
         self.queries.clear()
         self.errors.reset()
         self._store(bits)
@@ -490,20 +597,3 @@ class Stream:
 
 def _bytes(tensors: list[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def _sizes_of(before: Slots, budget: Tensor, kept: Slots) -> Tensor | None:
-    """The number of slots of every head, in the result of ``Compressor.compress``.
-
-    Args:
-        before: the slots before the compression.
-        budget: of every head, int64 ``[batch, heads]``.
-        kept: the slots after it.
-
-    Returns:
-        int64 ``[batch, heads]``; None: all have the same number.
-    """
-    live = before.live()
-    most = torch.full_like(budget, before.count) if live is None else live.sum(-1).cpu()
-    sizes = torch.where(budget >= before.count, before.count, torch.minimum(budget, most))
-    return None if bool((sizes == kept.count).all()) else sizes.to(kept.keys.device)

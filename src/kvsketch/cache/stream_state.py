@@ -91,7 +91,7 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
     stream._limit = left = reader.whole("left", -(1 << 31))
     if compressed:
         # what is allocated at the next token follows from it
-        longest = 4 * page.count + 4096 + 4 * (stream.pace.given or 0)
+        longest = 4 * page.count + 4096 + 4 * (stream.schedule.given or 0)
         if left > longest:
             raise reader.wrong("left", left, f"at most {longest}")
         assert stream.budget is not None
@@ -99,6 +99,7 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
         if stream.bits == FULL and slots > 4 * page.count + 4096:
             raise reader.wrong("budget", slots, f"about the {page.count} slots that are held")
         stream._limit += page.appended
+    stream.resume()
     if reader.has("queries"):
         stream.queries.restore(reader.part("queries"), kind)
     stream.errors.restore(reader.part("errors"), kind, seen)

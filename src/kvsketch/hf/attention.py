@@ -23,6 +23,7 @@ from kvsketch.hf.layer import SketchLayer
 from kvsketch.hf.masks import PLAIN, Masks, View, mask_over
 from kvsketch.hf.second_reading import Again
 from kvsketch.observed import Observed
+from kvsketch.page.page import Page
 
 # Arguments that do not affect how a query attends to a key; transformers passes them through.
 OF_THE_FORWARD = frozenset(
@@ -124,6 +125,10 @@ def attention(
     scale = dim**-0.5 if scaling is None else scaling
     seen = queries.detach() if queries.requires_grad else queries
     observed = Observed(seen, scale, softcap, live=view.causal, sinks=s_aux)
+    sizes = [q] if turn.reading or q == 1 else layer.cuts(view)
+    if len(sizes) > 1:
+        out, observed = attend_in_pieces(layer, observed, view, sizes)
+        return layer.from_slots(module, out).transpose(1, 2).contiguous(), None, observed
     if stream.compressed:
         asked = observed if seen is queries else replace(observed, queries=queries)
         out = layer.from_slots(module, attend_slots(layer, asked, view))
@@ -134,6 +139,39 @@ def attention(
     return second_reading.attention(
         layer, again, name, observed, plain, attention_mask, usual, turn.last()
     )
+
+
+def attend_in_pieces(
+    layer: SketchLayer, asked: Observed, view: View, sizes: Sequence[int]
+) -> tuple[Tensor, Observed]:
+    """Attention of the newest tokens, which are compressed at fixed tokens in between.
+
+    Args:
+        asked: their queries ``[batch, num_attention_heads, q, head_dim]``.
+        view: the model's mask, of padding alone.
+        sizes: of the pieces.
+
+    Returns:
+        ``[batch, num_attention_heads, q, value_dim]``, and the queries of the last piece, which is
+        not settled yet.
+    """
+    stream, count, at, outs = layer.stream, layer.pending, 0, []
+    assert isinstance(stream.page, Page)
+    new = stream.page.newest(count)
+    stream.drop(count)
+    for size in sizes:
+        layer.pending = size
+        stream.extend(new.narrow(at, size))
+        if view.newest is not None:
+            stream.mark_padding(view.newest[:, at : at + size])
+        piece = asked.narrow(at, size)
+        outs.append(attend_to(piece, stream.open(), None, stream.padded))
+        at += size
+        if at < count:
+            layer.pending = 0
+            stream.settle(piece, prefill=True)
+    layer.pending = count
+    return torch.cat(outs, dim=2), piece
 
 
 def attend_slots(layer: SketchLayer, asked: Observed, view: View) -> Tensor:

@@ -221,7 +221,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         for place, index in enumerate(chosen):
             made = windowed(method, sink, recent, seed + index, options)
             kept = {"one_shot": "decoded" in keep, "track_error": "errors" in keep}
-            stream = Stream(made, budgets[place], bits=bits, **kept)
+            stream = Stream(made, budgets[place], bits=bits, streaming=streaming, **kept)
             settings = LayerSettings(
                 exact_prefill=not streaming,
                 prompt_length=prompt_length,

@@ -98,7 +98,9 @@ class Forward:
             functools.partial(self._compresses, layer),
         )
         try:
+            before = layer.stream.compressed
             out, weights, observed = attention(layer, turn, kernel, name, *args, **kwargs)
+            self.measured |= layer.stream.compressed and not before
             self.observe(layer, observed)
         except KVSketchError:
             self.undo()
@@ -210,6 +212,11 @@ class Forward:
             self._end()
             return
         self._open.append(layer)
+        stream = layer.stream
+        if stream.streaming and stream.waits and stream.seen == layer.pending:
+            budgets = self.plan.known(self.sketches.index(layer), stream)
+            if budgets is not None:
+                stream.start(budgets)
         if layer.pending > 1:
             self.note_bytes()
         interface.updated(layer, self, shared=layer.settings.readers > 1)

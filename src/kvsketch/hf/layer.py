@@ -231,6 +231,14 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             live = torch.ones(rows, self.stream.seen, dtype=torch.bool, device=self.device)
             self.stream.mark_padding(live)
 
+    def cuts(self, view: View) -> list[int]:
+        """The sizes of the pieces in which the new tokens are attended to, as ``Stream.cuts``. They
+        are one piece for layers whose keys other layers read, too, and for masks that say more than
+        padding."""
+        if self.settings.readers > 1 or not view.plain:
+            return [self.pending]
+        return self.stream.cuts(self.pending)
+
     def attended(self, observed: Observed | None, asking: bool) -> bool:
         """Take note of one reader's attention to the tokens just appended.
 

@@ -54,6 +54,11 @@ class Layout:
         return self.slots + (sum(self.middle) // len(self.middle) if self.middle else 0)
 
     @property
+    def uneven(self) -> bool:
+        """Whether heads have different numbers of slots in the middle."""
+        return len(set(self.middle)) > 1
+
+    @property
     def bytes(self) -> int:
         """Bytes of a page."""
         return sum(map(_padded, self._tensors(_CPU)))

@@ -31,6 +31,7 @@ class Page:
         sink: in few bits, slots at the start that stay exact.
         recent: in few bits, slots at the end that stay exact.
         previous: the page of these slots before, which must not be used afterwards.
+        apart: the slots between sinks and recent ones are a part of their own in any bits.
 
     Attributes:
         sizes: as given.
@@ -50,10 +51,11 @@ class Page:
         sink: int = 0,
         recent: int = 0,
         previous: Page | None = None,
+        apart: bool = False,
     ) -> None:
         self.sizes, self._base = sizes, slots.count
         dtype = slots.keys.dtype if previous is None else previous.dtype
-        if bits == FULL:
+        if bits == FULL and not apart:
             self._kept = slots.count
             if previous is None or previous.middle is not None:
                 self.exact = Part(slots, sizes, room, dtype=dtype)
@@ -77,7 +79,8 @@ class Page:
             place = (column[:hidden] + first).clamp(max=slots.count - 1)
             before = None if previous is None else previous.middle
             same = bool((between == hidden).all())
-            self.middle = Part(slots.take(place), None if same else between, 0, bits, before)
+            of_head = None if same else between
+            self.middle = Part(slots.take(place), of_head, 0, bits, before, dtype)
             self._first = first
 
     @classmethod
@@ -92,6 +95,33 @@ class Page:
         page.sizes, page._base, page._kept = None, 0, 0
         page.exact, page.middle = exact, middle
         return page
+
+    def rows(self, rows: Tensor, window: int, sink: int, recent: int, between: int) -> Page:
+        """Copies of some rows, all alike, of pages in an engine's memory (``Layout.views``).
+
+        Args:
+            rows: int64 ``[rows]``.
+            window: exact slots of each head.
+            sink, recent: of these, the ones around the middle.
+            between: slots of each head in the middle, or as many as it has room for.
+        """
+        exact = self.exact.rows(rows, window)
+        if self.middle is None or not between:
+            return Page.of_parts(exact)
+        page = Page.of_parts(exact, self.middle.rows(rows).narrowed(between))
+        assert page.middle is not None
+        held = page.middle.held.to(rows.device)
+        page._kept, page._base = sink + recent, sink + recent + page.middle.count
+        page._first = torch.full((*held.shape, 1), sink, device=rows.device)
+        if page.middle.sizes is not None:
+            page.sizes = held + (sink + recent)
+        return page
+
+    def store(self, new: Page, rows: Tensor) -> None:
+        """Write a page into some rows of pages in an engine's memory, int64 ``[rows]``."""
+        self.exact.store(new.exact, rows)
+        if self.middle is not None and new.middle is not None:
+            self.middle.store(new.middle, rows)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -167,6 +197,13 @@ class Page:
     def append(self, new: Slots) -> None:
         """Write ``new`` ``[batch, heads, q, ...]``, unchanged, after the slots of every head."""
         self.exact.append(new)
+
+    def newest(self, tokens: int) -> Slots:
+        """Copies of the last tokens of every head, which no compression has touched, without marks
+        of padding."""
+        fields = {name: tensor.clone() for name, tensor in self.exact.last(tokens).items()}
+        fields.pop("log_mass", None)
+        return Slots(**fields)
 
     def drop(self, tokens: int) -> None:
         """Remove the last ``tokens`` slots of every head, as ``Part.drop``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -541,13 +542,48 @@ class Part:
         part.base = self.base if count is None else count
         return part
 
+    def narrowed(self, count: int) -> Part:
+        """The first ``count`` slots of every head, or all that it has."""
+        if self.blocks is None:
+            count = min(count, self.base)
+            part = Part.over({}, {}, (self.batch, self.heads, count))
+            part.fields = {name: tensor[:, :, :count] for name, tensor in self.fields.items()}
+            few = {n: q.map_slots(lambda t: t[:, :, :count]) for n, q in self.packed.items()}
+        else:
+            part, few = copy.copy(self), self.packed
+            layout = self.blocks.layout
+            part.sizes = layout.sizes.clamp(max=count)
+            part.blocks = self.blocks.moved(Ragged(layout.start, part.sizes, layout.total))
+            part.base = int(part.sizes.max())
+        part.packed = {name: replace(one, count=part.base) for name, one in few.items()}
+        return part
+
     def store(self, new: Part, rows: Tensor) -> None:
-        """Write a part of the same layout into some rows, int64 ``[rows]``."""
+        """Write a part into some rows, int64 ``[rows]``, of one that has room for its slots and no
+        others after it."""
+        shape = (new.batch, new.heads, new.count)
+        layout = None
+        if self.blocks is not None:
+            own = self.blocks.of_rows(len(rows)).layout
+            layout = Ragged(own.start, new.held.to(own.start.device), own.total)
+
+        def laid(tensor: Tensor, name: str = "") -> Tensor:
+            empty = EMPTY.get(name, 0.0)
+            if new.layout is not None:
+                tensor = unflatten(tensor, *new.layout.places(new.count), shape, empty)
+            if layout is not None:
+                places = layout.places(new.count)
+                return flatten(tensor[:, :, : new.count], *places, layout.total, empty)
+            wide = tensor.new_full((*shape[:2], self.base, *tensor.shape[3:]), empty)
+            wide[:, :, : new.count] = tensor[:, :, : new.count]
+            return wide
+
         for name, tensor in self.fields.items():
             there = new.fields[name] if name in new.fields else new._filled(name)
-            tensor.index_copy_(0, rows, there.to(tensor.dtype))
+            tensor.index_copy_(0, rows, laid(there, name).to(tensor.dtype))
         for name, few in self.packed.items():
-            for tensor, there in zip(few.tensors(), new.packed[name].tensors(), strict=True):
+            others = new.packed[name].map_slots(laid).tensors()
+            for tensor, there in zip(few.tensors(), others, strict=True):
                 tensor.index_copy_(0, rows, there)
 
     def clear(self, rows: Tensor) -> None:

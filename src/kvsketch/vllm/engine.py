@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from kvsketch.page.schedule import Numbers
 from kvsketch.vllm.checks import check_settings
-from kvsketch.vllm.rounds import Numbers
 from kvsketch.vllm.settings import Settings, read
 
 

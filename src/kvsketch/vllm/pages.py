@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvsketch.cache.compress import compress
 from kvsketch.cache.window import Windowed
 from kvsketch.kernels import triton_support
 from kvsketch.kernels.paged import over
@@ -22,11 +23,10 @@ from kvsketch.observed import Observed
 from kvsketch.page.layout import Layout
 from kvsketch.page.page import Page
 from kvsketch.page.part import Part
-from kvsketch.page.quantized import FULL
-from kvsketch.page.ragged import picked
-from kvsketch.partial import NOTHING, log_mass, partial, together
+from kvsketch.page.schedule import Points
+from kvsketch.partial import log_mass, partial, together
 from kvsketch.slots import Slots
-from kvsketch.vllm.rounds import Rhythm, Round, Writes
+from kvsketch.vllm.rounds import Round, Writes
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Pages:
     Args:
         layout: of a page.
         method: the method with its sinks and recent window; None: nothing is compressed.
-        rhythm: when pages are compressed.
+        points: when pages are compressed, and to what.
         scaling, softcap: of the model, see ``observed.Observed``.
         counts: updated at every compression; None: errors are not measured.
     """
@@ -62,12 +62,12 @@ class Pages:
         self,
         layout: Layout,
         method: Windowed | None,
-        rhythm: Rhythm,
+        points: Points,
         scaling: float,
         softcap: float | None = None,
         counts: Counts | None = None,
     ) -> None:
-        self.layout, self.method, self.rhythm, self.counts = layout, method, rhythm, counts
+        self.layout, self.method, self.points, self.counts = layout, method, points, counts
         self.scaling, self.softcap = scaling, softcap
         self._starts: Tensor | None = None
 
@@ -109,14 +109,14 @@ class Pages:
                 out.copy_(found)
             else:
                 out[now.writes.tokens] = found
-            for full, times in ((now.first, None), (now.again, now.times)):
-                if self.method is not None and len(full):
+            if self.method is not None:
+                for full in now.full:
                     # Random numbers depend on how often a page was compressed, so that a request
                     # gets the same ones whatever else is in the batch.
-                    self.method.restart(torch.zeros_like(full) if times is None else times)
-                    rows = now.pages[full]
+                    self.method.restart(full.times)
+                    rows = now.pages[full.which]
                     asked = self._asked(waiting.index_select(0, rows).nan_to_num_(0.0, 0.0, 0.0))
-                    self._compress(self.method, rows, page, asked, times is not None)
+                    self._compress(self.method, rows, page, asked, full.between)
             if now.after is not None:
                 _copy(held, now.after)
 
@@ -223,91 +223,46 @@ class Pages:
         }
 
     def _compress(
-        self, method: Windowed, rows: Tensor, page: Page, asked: Observed, again: bool
+        self, method: Windowed, rows: Tensor, page: Page, asked: Observed, between: int
     ) -> None:
         """Compress full pages in place.
 
         Args:
+            rows: of pages with the same slots in the middle.
             asked: their last queries.
-            again: whether they were compressed before.
+            between: these slots, see ``Page.rows``.
         """
-        sink, recent, window = method.sink, method.recent, page.exact.rows(rows)
+        points, layout = self.points, self.layout
+        around = method.sink, method.recent
+        before = page.rows(rows, points.slots, *around, between)
         # A request whose numbers overflow has lost its own answer, but a method would refuse the
         # whole batch because of it.
         for name in ("keys", "values"):
-            window.fields[name].nan_to_num_(0.0, 0.0, 0.0)
-        held, before = window.read(), None
-        if page.middle is None:
-            kept: int | Tensor = self.rhythm.slots - self.rhythm.buffer
-        else:
-            sizes = self.layout.sizes(len(rows), rows.device)
-            kept = sizes + (sink + recent)
-            held = replace(held, keys=held.keys.to(held.values.dtype))
-            if again:
-                before = page.middle.rows(rows)
-                first, rest = held.narrow(0, sink), held.narrow(sink, held.count - sink)
-                held = Slots.cat([first, before.read(held.keys.dtype), rest])
-                # Dead slots before the others, as left padding is.
-                held = held.take((held.masses() != 0).long().argsort(dim=-1, stable=True))
+            before.exact.fields[name].nan_to_num_(0.0, 0.0, 0.0)
+        slots = before.read(exactly=before.middle is not None)
+        if method.requires.queries:
+            slots = method.observe(slots, asked)
+        kept: int | Tensor = points.kept
+        if layout.uneven:
+            kept = layout.sizes(len(rows), torch.device("cpu")) + sum(around)
+        elif layout.middle:
+            kept = layout.middle[0] + sum(around)
         # Without the least-squares fit: a preempted request reads its decoded tokens again as part
         # of the prompt, and must get the same slots as before.
-        seen = method.observe(held, asked) if method.requires.queries else held
-        after = method(seen, kept, asked, scored=True, fit=False)
-        if page.middle is None:
-            assert isinstance(kept, int)
-            self._replace(page.exact, rows, after, kept)
-            now = [Part(after, dtype=self.layout.dtype)]
-        else:
-            now = self._split(page, rows, after, sizes, sink, recent, before)
-        if self.counts is not None:
-            self._count(self.counts, asked, held, now)
-
-    @staticmethod
-    def _replace(window: Part, rows: Tensor, after: Slots, kept: int) -> None:
-        """Write the slots of pages in one part."""
-        new = Part(after, dtype=window.fields["keys"].dtype)
-        for name, field in window.fields.items():
-            if name in new.fields:
-                field[rows, :, :kept] = new.fields[name].to(field.dtype)
-            else:  # all masses are 1
-                field[rows, :, :kept] = 0.0
-        window.fields["log_mass"][rows, :, kept:] = NOTHING
-
-    def _split(
-        self,
-        page: Page,
-        rows: Tensor,
-        after: Slots,
-        sizes: Tensor,
-        sink: int,
-        recent: int,
-        before: Part | None,
-    ) -> list[Part]:
-        """Write the slots of pages with a middle, and move the recent window next to the sinks.
-        Returns the parts that these rows have now."""
-        assert page.middle is not None
-        window, kept = page.exact, sink + recent
-        alive = after.masses() != 0
-        order, count = (~alive).long().argsort(dim=-1, stable=True), alive.sum(-1, keepdim=True)
-        column = torch.arange(int(sizes.max()), device=rows.device)
-        there = column < count - kept
-        place = order.gather(-1, (sink + column).clamp(max=after.count - 1).expand(there.shape))
-        each = None if page.middle.blocks is None else sizes
-        bits, dtype = self.layout.bits, self.layout.dtype
-        middle = Part(
-            picked(after, place, there), each, 0, bits, before if bits != FULL else None, dtype
+        after = compress(
+            before,
+            slots,
+            method,
+            kept,
+            asked,
+            limit=kept,
+            room=lambda kept: 0,  # it is in the engine's memory
+            bits=layout.bits,
+            apart=bool(layout.middle),
         )
-        page.middle.store(middle, rows)
-        for name in ("keys", "values"):
-            part = window.fields[name]
-            part[rows, :, sink:kept] = part[rows, :, self.layout.slots - recent :]
-        window.fields["log_mass"][rows, :, kept:] = NOTHING
-        if after.score is not None and "score" in window.fields:
-            number = torch.arange(kept, device=rows.device)
-            number = torch.where(number < sink, number, number + count - kept)
-            score = after.score.gather(-1, order.gather(-1, number))
-            window.fields["score"][rows, :, :kept] = score.float()
-        return [page.middle.rows(rows), *([window.rows(rows, kept)] if kept else [])]
+        page.store(after, rows)
+        if self.counts is not None:
+            self._count(self.counts, asked, slots, after.open())
 
     def _count(self, counts: Counts, asked: Observed, before: Slots, now: Sequence[Part]) -> None:
         """Compare the last query's attention over the slots before with that over ``now``."""

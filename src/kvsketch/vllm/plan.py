@@ -154,7 +154,7 @@ def plan(
     if concurrency is not None:
         if concurrency < 1:
             raise InputError(f"concurrency={concurrency} must be at least 1")
-        low, high = settings.sink + settings.recent + 1, context
+        low, high = settings.least, context
         if (concurrency + 1) * page(low)[1] > left:
             raise InputError(
                 f"concurrency={concurrency}: not even budget={low} fits so often into the "

@@ -1,8 +1,4 @@
-"""When a request's page is compressed: a function of the number of tokens seen, and nothing else.
-
-Prompts come in chunks of any size, requests are preempted and read again, and several run in one
-batch. An answer depends on none of this, because chunks are split exactly where a page is full.
-"""
+"""A batch in rounds: chunks of prompts are split exactly where a page is full (``Points``)."""
 
 from __future__ import annotations
 
@@ -13,34 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
-
-
-@dataclass(frozen=True)
-class Rhythm:
-    """A page of ``slots`` slots per KV head is full, and is compressed to ``slots - buffer``, at
-    token number ``slots`` and every ``buffer`` tokens after it. A page in two parts has ``middle``
-    more slots, on average over KV heads, for what is compressed."""
-
-    slots: int
-    buffer: int
-    middle: int = 0
-
-    def held(self, seen: Numbers) -> Numbers:
-        """Slots in use after ``seen`` tokens."""
-        kept = self.slots - self.buffer
-        return np.where(seen < self.slots, seen, kept + (seen - self.slots) % self.buffer)
-
-    def all_held(self, seen: Numbers) -> Numbers:
-        """As ``held``, plus the slots of the middle."""
-        held = self.held(seen)
-        found: Numbers = held + np.minimum(seen - held, self.middle)
-        return found
-
-    def left(self, seen: Numbers) -> Numbers:
-        """Tokens that are left until the next compression."""
-        later = self.buffer - (seen - self.slots) % self.buffer
-        return np.where(seen < self.slots, self.slots - seen, later)
+from kvsketch.page.schedule import Numbers, Points
 
 
 @dataclass(frozen=True)
@@ -83,6 +52,21 @@ class Copies:
 
 
 @dataclass(frozen=True)
+class Full:
+    """Pages that are full after a round.
+
+    Attributes:
+        between: slots of each head in the middle, or as many as it has room for.
+        which: of the requests of the round, int64.
+        times: how often they were compressed before, int64.
+    """
+
+    between: int
+    which: Tensor
+    times: Tensor
+
+
+@dataclass(frozen=True)
 class Round:
     """Tokens that attend to the slots of their pages and to each other before any compression: at
     most C for each of A requests.
@@ -97,9 +81,7 @@ class Round:
         writes: where the new tokens are written.
         compressed: whether any page was compressed before.
         fresh: which of the A requests start with this round, int64.
-        first: which pages are full after the round for the first time; again: which are full but
-            were compressed before; int64.
-        times: how often each page of ``again`` was compressed before, int64.
+        full: the pages that are full after the round, by what is in their middle.
         before: pages to copy before the round, sources and targets, int64 ``[2, n]``, or None.
             after: likewise, after the round.
     """
@@ -113,9 +95,7 @@ class Round:
     writes: Writes
     compressed: bool
     fresh: Tensor
-    first: Tensor
-    again: Tensor
-    times: Tensor
+    full: list[Full]
     before: Tensor | None
     after: Tensor | None
 
@@ -124,10 +104,11 @@ def rounds(
     starts: Numbers,
     seen: Numbers,
     pages: Numbers,
-    rhythm: Rhythm,
+    points: Points,
     queries: int,
     device: torch.device,
     copies: Copies | None = None,
+    middle: int = 0,
 ) -> list[Round]:
     """The rounds of a batch, in order. Requests with one token and those with more are in rounds of
     their own.
@@ -137,6 +118,7 @@ def rounds(
         seen: tokens of each request before these, ``[R]``; pages: ``[R]``.
         queries: how many of the last queries before a compression are kept.
         copies: of pages; None: none is copied.
+        middle: slots of the largest head in the middle of a page.
     """
     copies = copies or Copies.none(len(seen))
     start = copies.start.copy()
@@ -148,7 +130,7 @@ def rounds(
         return found if device.type == "cpu" else found.to(device)
 
     while (left > 0).any():
-        until = rhythm.left(seen)
+        until = points.left(seen)
         count = np.minimum(left, until)
         count = np.where(copies.at > seen, np.minimum(count, copies.at - seen), count)
         for some in (count == 1, count > 1):
@@ -158,7 +140,7 @@ def rounds(
             rows = rows[pages[rows].argsort()]
             number, mine = np.arange(count[rows].max()), count[rows, None]
             own = number < mine
-            held = rhythm.held(seen[rows])[:, None] + number
+            held = points.held(seen[rows])[:, None] + number
             place = number + queries - until[rows, None]
             page = np.broadcast_to(pages[rows, None], own.shape)
             token = at[rows, None] + np.minimum(number, mine - 1)
@@ -172,8 +154,9 @@ def rounds(
                 tensor(place[own][queried]),
             )
             reads = held[:, 0] + (held.shape[1] == 1)
-            full, before = (count == until)[rows], seen[rows] >= rhythm.slots
-            times = (seen + count - rhythm.slots)[rows] // rhythm.buffer
+            full, before = (count == until)[rows], seen[rows] >= points.slots
+            times = points.times(seen[rows])
+            fills = np.minimum(times * points.every, middle)
             begun = start[rows] >= 0
             kept = (seen + count == copies.at)[rows] & (count[rows] > 0)
             found.append(
@@ -187,9 +170,11 @@ def rounds(
                     writes,
                     bool(before.any()),
                     tensor((seen[rows] == 0).nonzero()[0]),
-                    tensor((full & ~before).nonzero()[0]),
-                    tensor((full & before).nonzero()[0]),
-                    tensor(times[full & before]),
+                    [
+                        Full(int(n), tensor(where), tensor(times[where]))
+                        for n in np.unique(fills[full])
+                        for (where,) in [(full & (fills == n)).nonzero()]
+                    ],
                     tensor(np.stack([start[rows], pages[rows]])[:, begun]) if begun.any() else None,
                     tensor(np.stack([pages, copies.keep])[:, rows[kept]]) if kept.any() else None,
                 )

@@ -8,6 +8,7 @@ If both give a setting, the second has precedence. An unknown setting is an erro
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -22,8 +23,8 @@ from kvsketch.errors import InputError, at_least, unknown_name
 from kvsketch.methods.window import check_window
 from kvsketch.page.layout import Layout
 from kvsketch.page.quantized import Bits, check_bits
+from kvsketch.page.schedule import Points, Schedule
 from kvsketch.vllm.pages import Pages
-from kvsketch.vllm.rounds import Rhythm
 
 #: the name of the uncompressed page
 EXACT = "exact"
@@ -55,8 +56,6 @@ _OTHERS = {
     "KVSKETCH_STATS_DIR",
     "KVSKETCH_THINFORMER",
 }
-# The default buffer is the budget divided by the first number, at most the second.
-_BUFFER_PART, _MOST_BUFFER = 4, 256
 # Curves distinguish heads for budgets of at least this multiple of their smallest measured one.
 _TOLD = 2.0
 
@@ -67,12 +66,12 @@ class Settings:
 
     Attributes:
         method: one of ``SERVED``.
-        budget: slots per KV head after a compression; a float in (0, 1] is a fraction of the
-            longest context that the engine allows. Not with "exact", which keeps all tokens.
+        budget: slots per KV head, as a number of ``SketchCache``; a float in (0, 1] is a fraction
+            of the longest context that the engine allows. Not with "exact", which keeps all tokens.
         sink: number of first tokens that are kept unchanged.
         recent: number of last tokens that are kept unchanged.
-        buffer: further slots of a page, for new tokens. The page is compressed when they are full,
-            every ``buffer`` tokens. None: a quarter of the budget, at most 256.
+        buffer: the number of slots by which a page may exceed the budget, before it is compressed
+            to some such buffers below it (``Schedule``). None: 1/40 of the budget, at most 64.
         bits: of compressed keys and values, 16 (the model's dtype), 8 or 4.
         allocation: path of a file of curves (``kvsketch calibrate``), which allocate the budget to
             layers and KV heads; it is then their average. None: the same for all.
@@ -131,35 +130,36 @@ class Settings:
             raise InputError(f"allocation={self.allocation!r} must be the path of a file of curves")
         return Curves.load(self.allocation)
 
-    def rhythm(self, context: int) -> Rhythm:
-        """Slots of a page and when it is compressed, for requests of at most ``context`` tokens.
+    @property
+    def _schedule(self) -> Schedule:
+        return Schedule(self.sink, self.recent, self.buffer, self.bits != 16)
+
+    @property
+    def least(self) -> int:
+        """The smallest budget that leaves the method a slot when a page is compressed."""
+        window = self.sink + self.recent
+        return next(n for n in itertools.count(1) if self._schedule.points(n).kept > window)
+
+    def points(self, context: int) -> Points:
+        """When pages are compressed, and to what, for requests of at most ``context`` tokens.
 
         Raises:
             InputError: a budget too small for the sinks and the recent window.
         """
         if self.method == EXACT:
-            return Rhythm(context + 1, 1)
-        kept = self.kept(context)
-        room = self.buffer or max(1, min(_MOST_BUFFER, kept // _BUFFER_PART))
-        if self.split:
-            return Rhythm(self.sink + self.recent + room, room, kept - self.sink - self.recent)
-        return Rhythm(kept + room, room)
-
-    def kept(self, context: int) -> int:
-        """Slots per KV head after a compression, on average.
-
-        Raises:
-            InputError: a budget too small for the sinks and the recent window.
-        """
+            return Points(context + 1, 1)
         assert self.budget is not None
-        kept = Budget(self.budget).slots(context)
-        if kept <= self.sink + self.recent:
+        budget, window = Budget(self.budget).slots(context), self.sink + self.recent
+        if budget < self.least:
             raise InputError(
-                f"budget={self.budget!r} is {kept} slots per KV head; sink={self.sink} and "
-                f"recent={self.recent} leave none to the method: at least "
-                f"{self.sink + self.recent + 1} are needed"
+                f"budget={self.budget!r} is {budget} slots per KV head; sink={self.sink} and "
+                f"recent={self.recent} leave none to the method when a page is compressed: at "
+                f"least {self.least} are needed"
             )
-        return kept
+        found = self._schedule.points(budget)
+        if self.split and not found.middle:  # in two parts, because heads differ in size
+            return Points(window + found.every, found.every, found.kept - window)
+        return found
 
     def sizes(self, context: int, layers: int, heads: int, model: str) -> list[list[int]]:
         """Slots of every KV head between sinks and recent window, ``[layers][heads]``, from the
@@ -174,7 +174,7 @@ class Settings:
         """
         curves, fixed = self._curves(), self.sink + self.recent
         curves.check_model(layers, heads, model)
-        kept = self.kept(context)
+        kept = self.points(context).kept
         part = min(1.0, max(kept / context, _TOLD * curves.least))
         shares = curves.allocate(part)
         return [[max(1, round(share * kept) - fixed) for share in layer] for layer in shares]
@@ -195,21 +195,20 @@ class Settings:
             group: query heads per KV head.
             sizes: slots of each KV head between sinks and recent window; None: the same for all.
         """
-        rhythm, method = self.rhythm(context), self.windowed()
+        points, method = self.points(context), self.windowed()
         queries = 0
         if method is not None:
-            window = method.window or rhythm.buffer
-            queries = min(rhythm.buffer, window) if method.requires.queries else 1
+            queries = points.queries(method.window) if method.requires.queries else 1
         scored = method is not None and method.requires.queries
         if self.split and sizes is None:
-            sizes = [self.kept(context) - self.sink - self.recent] * kv_heads
-        shape = (kv_heads, group, rhythm.slots, head_dim, head_dim, queries, scored, dtype)
+            sizes = [points.middle] * kv_heads
+        shape = (kv_heads, group, points.slots, head_dim, head_dim, queries, scored, dtype)
         return Layout(*shape, tuple(sizes or ()), Bits(self.bits, self.bits))
 
     def pages(self, layout: Layout, context: int, layer: int, *args: Any) -> Pages:
         """The pages of one layer. The arguments after ``layer`` are those of ``Pages`` from
         ``scaling`` on."""
-        return Pages(layout, self.windowed(layer), self.rhythm(context), *args)
+        return Pages(layout, self.windowed(layer), self.points(context), *args)
 
     def windowed(self, layer: int = 0) -> Windowed | None:
         """A new method with its window for a layer; None: nothing is compressed."""

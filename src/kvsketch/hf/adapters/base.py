@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kvsketch.errors import KVSketchError
 from kvsketch.hf import interface
-from kvsketch.hf.attention import attend_slots
+from kvsketch.hf.attention import attend_in_pieces, attend_slots
 from kvsketch.hf.layer import SketchLayer
 from kvsketch.observed import Observed
 
@@ -82,8 +82,12 @@ def wrap(
             view = running.masks.read(mask, batch, q, layer.stream.seen)
             layer.mark(view)
             observed = replace(asked, queries=asked.queries.detach(), live=view.causal)
-            if compressed:
+            sizes = layer.cuts(view)
+            if len(sizes) > 1:
+                out, observed = attend_in_pieces(layer, observed, view, sizes)
+            elif compressed:
                 out = attend_slots(layer, asked, view)
+            if compressed or len(sizes) > 1:
                 result = finish(out.transpose(1, 2).flatten(2), self, *args, **kwargs)
             running.observe(layer, observed)
         except KVSketchError:

@@ -1,0 +1,127 @@
+"""When the slots of a layer are compressed, and to how many: one rule for every engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+# A compression goes to this many buffers below the budget: rare compressions take less time.
+_BELOW = 3
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The rule: a layer grows to one buffer above its budget and is compressed to some buffers
+    below it, all heads at the same token.
+
+    Attributes:
+        sink, recent: tokens that stay as they are, the minimum size after a compression.
+        given: the buffer in slots; None: 1/40 of the average head's budget, at least 1, at most 64.
+        few_bits: the slots between sinks and recent tokens are stored in 8 or 4 bits, also if they
+            fit the budget. Tokens since the last compression are in full precision.
+        sketch: the method is a streaming sketch, which cannot return tokens.
+        one_shot: only prompts are compressed.
+    """
+
+    sink: int
+    recent: int
+    given: int | None = None
+    few_bits: bool = False
+    sketch: bool = False
+    one_shot: bool = False
+
+    def buffer(self, budget: int) -> int:
+        """The number of slots by which a layer may exceed the budget, from the average head's
+        budget: a head with a small share would otherwise compress at every other token, and the
+        limit is on the bytes of all heads."""
+        return self.given or max(1, min(64, budget // 40))
+
+    @property
+    def period(self) -> int:
+        """The number of buffers from one compression to the next."""
+        return 2 if self.few_bits or self.sketch else 1 + _BELOW
+
+    def least(self, budget: int | Tensor) -> int | Tensor:
+        """The part of a budget that sinks and recent window take."""
+        window = self.sink + self.recent
+        return min(budget, window) if isinstance(budget, int) else budget.clamp(max=window)
+
+    def recent_within(self, budget: int | Tensor) -> int | Tensor:
+        """Recent tokens that are kept unchanged within a budget."""
+        if isinstance(budget, int):
+            return min(self.recent, budget - min(self.sink, budget))
+        return (budget - budget.clamp(max=self.sink)).clamp(max=self.recent)
+
+    def below(self, budget: int | Tensor, buffer: int) -> int | Tensor:
+        """The size after a compression."""
+        less, least = budget - buffer * (self.period - 1), self.least(budget)
+        if isinstance(less, int) and isinstance(least, int):
+            return max(less, least, 1)
+        return torch.maximum(torch.as_tensor(less), torch.as_tensor(least)).clamp(min=1)
+
+    def points(self, budget: int) -> Points:
+        """The tokens at which a layer is compressed that has read nothing yet, if all heads have
+        the same ``budget``, which does not grow."""
+        buffer = self.buffer(budget)
+        kept = self.below(budget, buffer)
+        assert isinstance(kept, int)
+        every = budget + buffer - kept
+        if not self.few_bits:
+            return Points(kept + every, every)
+        window = min(kept, self.sink + self.recent)
+        return Points(window + every, every, kept - window)
+
+
+@dataclass(frozen=True)
+class Points:
+    """The tokens at which a layer is compressed: a function of the number of tokens seen, and
+    nothing else. Prompts come in chunks of any size, requests are preempted and read again, and
+    several run in one batch. An answer depends on none of this, because chunks are split where a
+    layer is full.
+
+    A layer of ``slots`` slots per KV head is full, and is compressed to ``slots - every``, at token
+    number ``slots`` and every ``every`` tokens after it. A layer in two parts has ``middle`` more
+    slots, on average over KV heads, for what is compressed.
+    """
+
+    slots: int
+    every: int
+    middle: int = 0
+
+    @property
+    def kept(self) -> int:
+        """Slots per KV head after a compression."""
+        return self.slots - self.every + self.middle
+
+    def held(self, seen: Numbers) -> Numbers:
+        """Slots in use after ``seen`` tokens, without the middle."""
+        first = self.slots - self.every
+        return np.where(seen < self.slots, seen, first + (seen - self.slots) % self.every)
+
+    def all_held(self, seen: Numbers) -> Numbers:
+        """As ``held``, plus the slots of the middle."""
+        held = self.held(seen)
+        both: Numbers = held + np.minimum(seen - held, self.middle)
+        return both
+
+    def left(self, seen: Numbers) -> Numbers:
+        """Tokens that are left until the next compression."""
+        later = self.every - (seen - self.slots) % self.every
+        return np.where(seen < self.slots, self.slots - seen, later)
+
+    def times(self, seen: Numbers) -> Numbers:
+        """How often a layer was compressed after ``seen`` tokens."""
+        return np.where(seen < self.slots, 0, (seen - self.slots) // self.every + 1)
+
+    def queries(self, window: int | None) -> int:
+        """How many of the last queries before a compression it uses.
+
+        Args:
+            window: as ``Compressor.window``.
+        """
+        return min(self.every, window or self.every)

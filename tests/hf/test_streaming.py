@@ -1,0 +1,118 @@
+"""A streaming prefill is compressed at fixed tokens, whatever its chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvsketch import SketchCache
+from tiny_models import build, with_buffer
+
+TOKENS, WINDOW = 70, {"sink": 2, "recent": 6}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+def ids_of(rows: int, tokens: int = TOKENS) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randint(3, 60, (rows, tokens), generator=generator)
+
+
+def read(model, cache: SketchCache, ids: torch.Tensor, sizes: list[int], mask=None) -> torch.Tensor:
+    """The logits of all tokens of a text that is read in chunks of these sizes."""
+    found, at = [], 0
+    with torch.no_grad():
+        for size in sizes:
+            given = {} if mask is None else {"attention_mask": mask[:, : at + size]}
+            out = model(ids[:, at : at + size], past_key_values=cache, use_cache=True, **given)
+            found.append(out.logits)
+            at += size
+    return torch.cat(found, dim=1)
+
+
+def cache_of(model, method: str, bits: int = 16, buffer: int | None = 2) -> SketchCache:
+    settings = {"budget": 24, "bits": bits, "prefill": "streaming", "allocation": "even"}
+    cache = SketchCache(model.config, method, **settings, **WINDOW)
+    return cache if buffer is None else with_buffer(cache, buffer)
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *(("llama", m) for m in ("heavy_merge", "snapkv", "h2o", "uniform", "balancekv")),
+        ("bloom", "snapkv"),
+        ("deepseek_v3", "heavy_merge"),
+        ("gpt_oss", "heavy_merge"),
+    ],
+)
+def test_chunks_of_any_size_are_the_same(family, method, bits):
+    model = build(family)
+    ids = ids_of(2)
+    caches = [cache_of(model, method, bits) for _ in range(3)]
+    sizes = ([TOKENS], [1] * TOKENS, [3, 20, 1, 1, 30, 15])
+    one, *others = (read(model, c, ids, s) for c, s in zip(caches, sizes, strict=True))
+    stream = caches[0].layers[-1].stream
+    assert stream.points is not None
+    assert stream.points.slots + 2 * stream.points.every < TOKENS
+    for found, cache in zip(others, caches[1:], strict=True):
+        torch.testing.assert_close(found, one, rtol=2e-3, atol=2e-3)
+        for ours, first in zip(cache.layers, caches[0].layers, strict=True):
+            if not hasattr(ours, "stream"):  # a layer with a sliding window
+                continue
+            a, b = (layer.stream.slots for layer in (ours, first))
+            step = 2e-3 if bits == 16 else 0.04  # of a code
+            torch.testing.assert_close(a.keys, b.keys, rtol=2e-3, atol=step)
+            torch.testing.assert_close(a.values, b.values, rtol=2e-3, atol=step)
+
+
+def test_padding_takes_no_part(model):
+    """A row that is padded on the left answers as it does when its padding is read in the same
+    chunks, token by token."""
+    ids, mask = ids_of(2), torch.ones(2, TOKENS, dtype=torch.long)
+    mask[0, :9] = 0
+    one = read(model, cache_of(model, "heavy_merge"), ids, [TOKENS], mask)
+    other = read(model, cache_of(model, "heavy_merge"), ids, [12, 40, 18], mask)
+    torch.testing.assert_close(one[:, 9:], other[:, 9:], rtol=2e-3, atol=2e-3)
+    alone = read(model, cache_of(model, "heavy_merge"), ids[1:], [TOKENS])
+    torch.testing.assert_close(one[1:], alone, rtol=2e-3, atol=2e-3)
+
+
+def test_a_chunk_that_fits_is_not_compressed(model):
+    cache = cache_of(model, "snapkv")
+    slots = cache.layers[0].stream.points.slots
+    read(model, cache, ids_of(1), [slots - 1])
+    assert not cache.layers[0].stream.compressed
+    assert cache.summary()["slots"] == slots - 1
+    read(model, cache, ids_of(1), [1])
+    assert cache.summary()["slots"] == cache.layers[0].stream.points.kept == 24 - 3 * 2
+
+
+def test_a_failed_chunk_of_a_compressed_stream_asks_for_a_reset(model):
+    cache = cache_of(model, "snapkv")
+    read(model, cache, ids_of(1), [TOKENS])
+    layer = model.model.layers[1].self_attn
+    kept, layer.forward = layer.forward, lambda *a, **k: 1 / 0
+    try:
+        with pytest.raises(ZeroDivisionError):
+            read(model, cache, ids_of(1), [TOKENS])
+    finally:
+        layer.forward = kept
+    with pytest.raises(Exception, match=r"reset\(\)"):
+        read(model, cache, ids_of(1), [1])
+    cache.reset()
+    assert read(model, cache, ids_of(1), [TOKENS]).isfinite().all()
+
+
+def test_a_saved_stream_goes_on_at_the_same_tokens(model, tmp_path):
+    expected = read(model, cache_of(model, "heavy_merge", buffer=None), ids_of(1), [TOKENS])
+    cache = cache_of(model, "heavy_merge", buffer=None)
+    read(model, cache, ids_of(1), [40])
+    cache.save(tmp_path / "a.kvs")
+    again = SketchCache.load(tmp_path / "a.kvs", model)
+    assert again.layers[0].stream.points is not None
+    found = read(model, again, ids_of(1)[:, 40:], [30])
+    torch.testing.assert_close(found, expected[:, 40:], rtol=2e-3, atol=2e-3)

@@ -1,0 +1,89 @@
+"""The same method, budget, bits and seed keep the same slots in transformers' streaming prefill and
+in pages of vLLM, to the bit, after every compression."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvsketch.budget import Budget
+from kvsketch.cache.stream import Stream
+from kvsketch.cache.window import windowed
+from kvsketch.observed import Observed
+from kvsketch.page.quantized import Bits
+from kvsketch.page.schedule import Schedule
+from kvsketch.slots import Slots
+from tests.serving.served import KV, Served, drawn, queries_of
+
+BUDGET, BUFFER = 40, 3
+METHODS = ["streaming_llm", "heavy_merge", "cluster_merge", "h2o", "tova", "snapkv", "keydiff"]
+METHODS += ["knorm", "balancekv", "uniform"]
+
+
+def streamed(stream: Stream, request: list[torch.Tensor], sizes: list[int]) -> list[Slots]:
+    """The slots after every compression of a stream that reads a request in chunks."""
+    found, at, before = [], 0, -1
+    for size in sizes:
+        q, k, v = (t[at : at + size].transpose(0, 1)[None] for t in request)
+        stream.extend(Slots(k, v))
+        pieces = stream.cuts(size)
+        stream.drop(size)
+        start = 0
+        for piece in pieces:
+            stream.extend(Slots(k, v).narrow(start, piece))
+            asked = Observed(q, 0.5).narrow(start, piece)
+            before = stream.seen
+            if stream.settle(asked, prefill=size > 1):
+                found.append((before, stream.page.map(torch.clone).slots))
+            start += piece
+        at += size
+    return found
+
+
+def kept_in(served: Served, row: int, held: int) -> Slots:
+    """The slots of a page of a serving engine, in the order of their tokens."""
+    page, rows = served.held[0], torch.tensor([row])
+    window = page.exact.rows(rows, held).read()
+    if page.middle is None:
+        return window
+    middle = page.middle.rows(rows).read(window.keys.dtype)
+    parts = [window.narrow(0, 2), middle, window.narrow(2, held - 2)]
+    together = Slots.cat(parts)
+    return together.take((together.masses() != 0).long().argsort(dim=-1, stable=True))
+
+
+def cut_up(tokens: int, generator: torch.Generator) -> list[int]:
+    """Random sizes of chunks that add up to ``tokens``."""
+    sizes: list[int] = []
+    while sum(sizes) < tokens:
+        most = min(tokens - sum(sizes), int(torch.randint(1, 60, (), generator=generator)))
+        sizes.append(int(torch.randint(1, most + 1, (), generator=generator)))
+    return sizes
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+def test_slots_are_equal_to_the_bit(method, dtype, bits):
+    generator = torch.Generator().manual_seed(METHODS.index(method))
+    points = Schedule(2, 6, BUFFER, bits != 16).points(BUDGET)
+    tokens = 3 * BUDGET
+    request = [t.to(dtype) for t in drawn(bits, tokens)]
+    middle = None if bits == 16 else ((points.middle,) * KV, Bits(bits, bits))
+    served = Served(method, points, queries_of(method, points), None, dtype, middle)
+    stream = Stream(windowed(method, 2, 6), Budget(BUDGET), BUFFER, bits=bits, streaming=True)
+    found = streamed(stream, request, cut_up(tokens, generator))
+    assert [at for at, _ in found] == list(range(points.slots, tokens + 1, points.every))
+    seen = 0
+    for at, slots in found:
+        for size in cut_up(at - seen, generator):
+            served.step([(4, seen, [t[seen : seen + size] for t in request])])
+            seen += size
+        other = kept_in(served, 4, points.slots - points.every)
+        theirs, ours = other.masses() != 0, slots.masses() != 0
+        assert torch.equal(theirs.sum(-1), ours.sum(-1))
+        assert torch.equal(slots.masses()[ours].float(), other.masses()[theirs].float())
+        for name in ("keys", "values", "score"):
+            if getattr(slots, name) is not None:
+                mine, served_ones = getattr(slots, name)[ours], getattr(other, name)[theirs]
+                assert torch.equal(mine.float(), served_ones.float()), (name, at)
