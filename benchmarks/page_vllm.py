@@ -67,9 +67,9 @@ def block(result: dict[str, Any]) -> str:
         "Decoded tokens per second over those of vLLM's own CPU backend, 8 requests at once, "
         "budget 1,024, compressions included:",
         table(["tokens", "ours over vLLM's", "each pair"], rows),
-        "The model is tiny (4 layers, heads of 32 channels), so that the overhead of every "
+        "The model is tiny (6 layers, heads of 32 channels), so that the overhead of every "
         "operation is visible. A single prompt is read more slowly than by vLLM, because its "
-        "page is compressed every 256 tokens.",
+        "page is compressed every 100 tokens.",
         _processors(result["processors"]),
         made_with(result),
     ]
@@ -96,10 +96,9 @@ def _differing(answers: dict[str, Any]) -> str:
         return ""
     each = " and ".join(f"{number:,}" for number in tokens)
     return (
-        f"The prompts that are answered differently have {each} tokens. In transformers the end of "
-        "a prompt is compressed, too, if it fills the buffer of 2.5% of the budget; in vLLM a page "
-        "is compressed when its buffer of 256 slots is full, which may be while the answer is "
-        "decoded."
+        f"The prompts that are answered differently have {each} tokens. Both compress at the same "
+        "tokens to slots that are equal to the bit if queries, keys and values are; the products "
+        "of their layers are rounded differently."
     )
 
 
@@ -119,7 +118,7 @@ def lead(result: dict[str, Any]) -> str:
     as_good = [row for row in sizes["rows"] if row["right"] >= whole["right"]]
     best = min(as_good, key=lambda row: row["page_bytes"])
     return (
-        f"LongEval, {sizes['cases']} cases of 200 lines, `longeval-one-head`: vLLM's own cache "
+        f"LongEval, {sizes['cases']} cases of 200 lines, `spread`: vLLM's own cache "
         f"answers {whole['right']} correctly; ours answers as many with "
         f"{best['page_bytes'] / whole['bytes']:.0%} of its bytes (budget {best['budget']:,} in "
         f"{best['bits']} bits, {_ALLOCATIONS[best['allocation']]}), and vLLM's FP8 cache "

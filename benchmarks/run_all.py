@@ -47,6 +47,7 @@ COMMANDS = {
     "speed_end_to_end": "speed --preset end_to_end",
     "prefill_peak": "prefill_peak",
     "streaming_memory": "streaming_memory",
+    "buffer_rule": "buffer_rule",
     "compression_time": "compression_time",
     "ray_throughput": "ray_throughput",
     "document_files": "document_files --lines 800 --count 2",

@@ -2,8 +2,8 @@
 
     make .venv-vllm/.ready && python -m benchmarks.vllm_engine --json
 
-Every engine is a process of ``.venv-vllm`` on a CPU (``benchmarks.engine_job``), with ``longeval-
-one-head``, in float32 unless stated otherwise. ``stock`` is vLLM's own backend. The parts are:
+Every engine is a process of ``.venv-vllm`` on a CPU (``benchmarks.engine_job``), with ``spread`` in
+float32 unless stated otherwise. ``stock`` is vLLM's own backend. The parts are:
 
 answers      LongEval questions with vLLM's own backend, the exact page and heavy_merge, sent to
              ``vllm serve`` by the openai client. heavy_merge also answers them offline, and with
@@ -51,7 +51,6 @@ from rich.console import Console
 
 from benchmarks.longeval import cases
 from benchmarks.page import save
-from benchmarks.prompts import ONE_HEAD
 from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.evaluation.runner.loading import resolve_model
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
@@ -63,6 +62,7 @@ PYTHON = (
     if importlib.util.find_spec("vllm")
     else ROOT / ".venv-vllm" / "bin" / "python"
 )
+MODEL = "spread"
 PARTS = (
     "answers",
     "sizes",
@@ -102,7 +102,7 @@ def run(
     Raises:
         RuntimeError: the engine failed. The message is its output.
     """
-    given = {"model": resolve_model(ONE_HEAD), "dtype": "float32", "max_model_len": 8192}
+    given = {"model": resolve_model(MODEL), "dtype": "float32", "max_model_len": 8192}
     job = {"engine": {**given, **engine}, "requests": requests}
     job |= {"together": together, "preempt": preempt}
     clean = {k: v for k, v in os.environ.items() if not k.startswith("KVSKETCH_")}
@@ -150,8 +150,8 @@ def served(variables: dict[str, str], log: Path, *arguments: str) -> Iterator[st
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [str(PYTHON.parent / "vllm"), "serve", str(resolve_model(ONE_HEAD))]
-    command += ["--served-model-name", ONE_HEAD, "--dtype", "float32", "--max-model-len", "8192"]
+    command = [str(PYTHON.parent / "vllm"), "serve", str(resolve_model(MODEL))]
+    command += ["--served-model-name", MODEL, "--dtype", "float32", "--max-model-len", "8192"]
     command += ["--enforce-eager", "--host", "127.0.0.1", "--port", str(port), *arguments]
     clean = {k: v for k, v in os.environ.items() if not k.startswith("KVSKETCH_")}
     environment = {**clean, "VLLM_CPU_KVCACHE_SPACE": "1", **variables}
@@ -192,7 +192,7 @@ def told(address: str, prompts: list[str], tokens: int = 12) -> list[str]:
     vLLM's environment."""
     done = subprocess.run(
         [str(PYTHON), "-c", _ASK],
-        input=jsonlib.dumps([address, ONE_HEAD, tokens, prompts]),
+        input=jsonlib.dumps([address, MODEL, tokens, prompts]),
         capture_output=True,
         text=True,
         check=False,
@@ -263,7 +263,7 @@ def curves(folder: Path) -> str:
         files.append(folder / f"{number}.txt")
         files[-1].write_text(row["prompt"], encoding="utf-8")
     silent = Console(stderr=True, quiet=True)
-    found = calibrate_files(ONE_HEAD, files, "heavy_merge", 32, Settings(), 0, silent)
+    found = calibrate_files(MODEL, files, "heavy_merge", 32, Settings(), 0, silent)
     found.save(folder / "curves.json")
     return str(folder / "curves.json")
 
@@ -314,7 +314,7 @@ def documents(count: int, questions: int = 4) -> Job:
     tokens of a prompt. For each further question, the document ends one token earlier."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(ONE_HEAD))
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(MODEL))
     asked, lengths = [], []
     for row in cases(600, count, 0)[1]:
         prompt = tokenizer(row["prompt"]).input_ids
@@ -337,13 +337,12 @@ def documents(count: int, questions: int = 4) -> Job:
 
 
 def transformers_answers(prompts: list[str], budget: int) -> list[tuple[str, int]]:
-    """The answers of ``SketchCache`` in transformers, with chunks as long as a page's buffer, and
-    the number of tokens of each prompt."""
+    """The answers of ``SketchCache`` in transformers, and the number of tokens of each prompt."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from kvsketch import SketchCache
 
-    path = resolve_model(ONE_HEAD)
+    path = resolve_model(MODEL)
     model = AutoModelForCausalLM.from_pretrained(path).eval()
     tokenizer = AutoTokenizer.from_pretrained(path)
     found = []
@@ -357,13 +356,7 @@ def transformers_answers(prompts: list[str], budget: int) -> list[tuple[str, int
             bits=16,
             prefill="streaming",
         )
-        out = model.generate(
-            ids,
-            past_key_values=cache,
-            max_new_tokens=12,
-            do_sample=False,
-            prefill_chunk_size=min(256, budget // 4),
-        )
+        out = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
         text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         found.append((text, ids.shape[1]))
     return found
@@ -405,9 +398,9 @@ def mixed(count: int, seed: int) -> Job:
 
 
 def concurrency(seed: int) -> Job:
-    """The part concurrency: requests of 12,000 tokens in 100 MiB."""
+    """The part concurrency: requests of 12,000 tokens in 300 MiB."""
     asked = drawn([12_000] * 32, 250, seed)
-    engine = {"max_model_len": 12_288, "max_num_seqs": 64, "kv_cache_memory_bytes": 100 * 2**20}
+    engine = {"max_model_len": 12_288, "max_num_seqs": 64, "kv_cache_memory_bytes": 300 * 2**20}
     stock, ours = run(asked, {}, **engine), run(asked, SMALL, **engine)
     sizes = {}
     for context in (2048, 16_000):
@@ -438,7 +431,7 @@ def throughput(rounds: int, seed: int) -> list[Job]:
                 given = {**variables, "VLLM_CPU_KVCACHE_SPACE": "4"}
                 result = run(asked, given, **engine)
                 steps = [s for s, _, out in result["steps"] if out == 8][5:-1]
-                # The mean, unlike the median, includes a compression every 256 tokens.
+                # The mean, unlike the median, includes compressions.
                 rates[name].append(8 * len(steps) / sum(steps))
         pairs = [o / s for o, s in zip(rates["ours"], rates["stock"], strict=True)]
         found.append(

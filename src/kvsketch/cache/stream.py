@@ -61,6 +61,7 @@ class Stream:
             method is a compressor.
 
     Attributes:
+        streaming: as given.
         points: the tokens at which it compresses; None: at the end of prompts, and while decoding.
         seen: tokens so far.
         compressed: whether any token was ever compressed.
@@ -92,7 +93,7 @@ class Stream:
         self.method = method
         self._given = HeadBudgets([[budget]]) if isinstance(budget, Budget) else budget
         self.one_shot = one_shot
-        self._bits, self._buffer, self._streaming = known or FULL, buffer, streaming
+        self._bits, self._buffer, self.streaming = known or FULL, buffer, streaming
         self.queries, self.errors = Queries(), Errors(track_error)
         self.reset()
 
@@ -120,7 +121,7 @@ class Stream:
 
     def _fixed_points(self) -> Points | None:
         budget = self.budget
-        if budget is None or budget.even is None or not self._streaming or self.one_shot:
+        if budget is None or budget.even is None or not self.streaming or self.one_shot:
             return None
         if isinstance(budget.value, float) or isinstance(self.method, WindowedSketch):
             return None
@@ -197,11 +198,6 @@ class Stream:
             return max(1, self.budget.even.slots(self.seen) + buffer - count)
         # The same for all heads and rows, independently of their sizes.
         return buffer + average - self.budget.average(self.seen - 1)
-
-    @property
-    def streaming(self) -> bool:
-        """Whether it compresses while a prompt is read."""
-        return self._streaming
 
     def start(self, budget: HeadBudgets) -> None:
         """Take a budget that a plan gives while nothing is compressed."""

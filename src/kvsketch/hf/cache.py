@@ -70,12 +70,15 @@ class SketchCache(Cache):  # type: ignore[misc]
         prefill: "exact": every token of the prompt attends to all earlier ones. Each layer is
             compressed as soon as its attention is computed, so that only one layer's full cache
             exists at a time (for budgets that are measured on this prompt, see ``allocation``).
-            "streaming": with ``generate(prefill_chunk_size=...)`` every chunk attends to slots and
-            to itself, and the cache never holds more than the budget, a buffer of 2.5% of it, and
-            a chunk. A number: "exact", for a first prompt of so many tokens that is read in chunks:
-            compression waits for the last one (a cache cannot see how many chunks follow). With
-            "exact", chunks after the first attend to compressed ones; a UserWarning is given if
-            they can be distinguished from questions after a context.
+            "streaming": the prompt is compressed while it is read, so that the cache never holds
+            more than the budget, a buffer of 2.5% of it, and the tokens of one forward (read it
+            with ``generate(prefill_chunk_size=...)``). If the budget is a number of tokens,
+            compressions are at fixed tokens whatever the chunks, as in vLLM; if it is a fraction,
+            or with a streaming sketch, each chunk is compressed. A number: "exact", for a first
+            prompt of so many tokens that is read in chunks: compression waits for the last one (a
+            cache cannot see how many chunks follow). With "exact", chunks after the first attend to
+            compressed ones; a UserWarning is given if they can be distinguished from questions
+            after a context.
         bits: 16: slots are stored in the model's dtype, whichever it is. 8 or 4: slots between
             sinks and recent window are stored in this many bits (keys per channel, values per
             token), as many of them as the bytes of ``budget`` hold; ``budget=1.0`` then only
