@@ -38,7 +38,7 @@ def ruler(result: dict[str, Any]) -> str:
         f"## RULER, {result['length']:,} tokens, question {result['question']} at compression, "
         f"{shares} kept\n\n"
         f"The highest mean at {least:g} of the bytes is {means[best]:.2f}, `{best[0]}`{beside}.\n\n"
-        f"Score on {result['count']} cases of each subtask that the packaged RULER model answers "
+        f"Score on {result['count']} cases of each subtask that the packaged model answers "
         f"(`--model {result['model']}`; texts between the needles: {result['source']}; "
         "all but `vt` are `niah_` tasks), by the "
         "share of the context's bytes that is kept, best first. Bytes are equal and methods are "

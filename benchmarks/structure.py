@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -161,6 +162,50 @@ def storage_types() -> list[str]:
     return sorted(found)
 
 
+#: Kinds of pages and of methods, whose verbs should do without being asked what they are.
+KINDS = {"Page", "SketchPage", "Part", "Windowed", "WindowedSketch", "Compressor", "Sketch"}
+
+
+_ASKING = ("isinstance", "issubclass")
+
+
+def type_tests() -> list[str]:
+    """The places of the engine that ask whether something is one of ``KINDS``, as FILE:LINE."""
+    found = []
+    for name, path in modules().items():
+        if room(name) in ("evaluation", "cli", "theory"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            asks = isinstance(node, ast.Call) and ast.unparse(node.func) in _ASKING
+            if asks and KINDS & set(re.findall(r"\w+", ast.unparse(node))):
+                found.append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+    return sorted(found)
+
+
+def schedules() -> list[str]:
+    """Classes of the engine that say when a layer is compressed: those with a verb ``left``."""
+    return sorted(
+        node.name
+        for path in modules().values()
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+        and "left" in {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+    )
+
+
+def compressions() -> list[str]:
+    """Files of the engine that reduce the slots of a layer by a method: calls with ``scored=``, but
+    those that measure errors on copies."""
+    found = set()
+    for name, path in modules().items():
+        if room(name) in ("evaluation", "cli", "theory", "methods"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and "scored" in {word.arg for word in node.keywords}:
+                found.add(str(path.relative_to(SOURCE)))
+    return sorted(found - {"cache/measure.py", "hf/measuring.py", "cache/window.py"})
+
+
 def arguments() -> list[str]:
     """The arguments of ``SketchCache``."""
     from kvsketch import SketchCache
@@ -249,6 +294,9 @@ def counted() -> dict[str, Any]:
         "rooms_that_import_each_other": mutual(graph),
         "imports_that_run_up": upwards(graph),
         "storage_types": storage_types(),
+        "schedules": schedules(),
+        "compressions": compressions(),
+        "tests_of_a_kind": type_tests(),
         "arguments_of_the_cache": arguments(),
         "files_over_350_lines": dict(sorted(long.items(), key=lambda item: -item[1])),
         "ways": {

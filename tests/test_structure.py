@@ -42,6 +42,12 @@ def test_what_a_layer_has_is_held_in_few_ways_and_a_cache_has_few_arguments():
     assert len(structure.arguments()) <= 12
 
 
+def test_there_is_one_schedule_and_one_compression():
+    assert structure.schedules() == ["Points"]
+    assert structure.compressions() == ["cache/compress.py"]
+    assert len(structure.type_tests()) <= 17, structure.type_tests()
+
+
 def test_contributing_names_every_file_that_a_token_passes():
     """Of a real token with the default cache and of one with an even budget in 16 bits."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ from kvsketch.cache.curves import Curves, held_out_for, least_tokens, measure_ro
 from kvsketch.cache.shard import Shard
 from kvsketch.cache.storage import PLAIN, Price, priced
 from kvsketch.cache.stream import Stream
-from kvsketch.cache.windowed_sketch import WindowedSketch
 from kvsketch.observed import Observed
 from kvsketch.page.page import Page
 from kvsketch.page.quantized import FULL, Bits
@@ -58,7 +56,7 @@ def measure(
     made: dict[int, Slots] = {}  # the same for any number of bits
 
     def compress(slots: Slots, budget: int, before: Observed) -> Slots:
-        fresh = method.fresh() if isinstance(method, WindowedSketch) else copy.deepcopy(method)
+        fresh = method.fresh()
         return fresh(slots, budget, before, scored=True)
 
     curves, prices = {}, {}

@@ -19,7 +19,6 @@ from kvsketch.cache.retrieval_heads import RetrievalHeads
 from kvsketch.cache.shard import Shard
 from kvsketch.cache.storage import Price, best_at, choose, priced
 from kvsketch.cache.stream import Stream
-from kvsketch.cache.windowed_sketch import WindowedSketch
 from kvsketch.errors import UnsupportedError
 from kvsketch.page.quantized import FULL, Bits
 
@@ -376,7 +375,7 @@ class Plan:
         """Upper bounds for the layers measured so far: the budgets that keep the peak of the
         prefill, with one more layer exact, at its target."""
         method, tokens = streams[numbers[0]].method, streams[numbers[0]].seen
-        if isinstance(method, WindowedSketch):
+        if not method.recompresses:
             return []  # tokens in a sketch cannot be compressed again
         kept = self.goal.at_most(len(numbers), self._layers, tokens)
         if kept is None:

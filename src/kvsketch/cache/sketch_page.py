@@ -207,15 +207,22 @@ class SketchPage:
         groups = [group._replace(exact=group.exact.grown(room)) for group in self.groups]
         return SketchPage(groups, self.places, (self.batch, self.heads))
 
-    def number_rows(self, method: WindowedSketch, rows: Tensor) -> None:
-        """Say which rows of another batch these are (int64 ``[batch]``)."""
-        if self.places is None:
-            method.number_rows(rows)
-            return
-        for group, places in zip(self.groups, self.places, strict=True):
+    def number_rows(self, rows: Tensor) -> None:
+        """Say which rows of another batch these are (int64 ``[batch]``); the stream's own window
+        is told by the stream."""
+        for group, places in zip(self.groups, self.places or (), strict=False):
             if group.window is not None:
                 at = places.cpu()
                 group.window.number_rows(rows[at // self.heads] * self.heads + at % self.heads)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether heads of different size have sketches of their own."""
+        return self.places is not None
+
+    def to_score(self, values: bool) -> Slots:
+        """As ``Page.to_score``."""
+        return self.slots
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> SketchPage:
         """The page with ``fn`` (which acts on axis 0, the batch) applied, and the sketches of

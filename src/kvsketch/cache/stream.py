@@ -84,7 +84,7 @@ class Stream:
         if buffer is not None and (type(buffer) is not int or buffer < 1):
             raise InputError(f"buffer={buffer!r} must be an int >= 1 (tokens per recompression)")
         known = bits_of(bits)
-        if known != FULL and isinstance(method, WindowedSketch):
+        if known != FULL and not method.recompresses:
             raise InputError(
                 f"bits={bits!r}: a streaming sketch keeps its state in the dtype of the tokens, so "
                 "storing the slots for attention in fewer bits would save nothing; bits must be "
@@ -115,7 +115,7 @@ class Stream:
 
     def _store(self, bits: Bits) -> None:
         self.bits = bits
-        method, sketch = self.method, isinstance(self.method, WindowedSketch)
+        method, sketch = self.method, not self.method.recompresses
         given = self._buffer, bits != FULL, sketch, self.one_shot
         self.schedule = Schedule(method.sink, method.recent, *given)
 
@@ -123,7 +123,7 @@ class Stream:
         budget = self.budget
         if budget is None or budget.even is None or not self.streaming or self.one_shot:
             return None
-        if isinstance(budget.value, float) or isinstance(self.method, WindowedSketch):
+        if isinstance(budget.value, float) or not self.method.recompresses:
             return None
         slots = budget.slots(budget.value + 1)
         assert isinstance(slots, int)
@@ -374,10 +374,6 @@ class Stream:
         if points is not None:
             limit = budget = points.kept
             room = points.every // self.schedule.period
-            # Random choices depend on the number of compressions, and not on other rows.
-            times = int(points.times(np.array(self.seen))) - 1
-            assert isinstance(method, Windowed)
-            method.restart(torch.full((len(self.held),), times))
         elif not prefill:
             room = self.buffer
             budget = self.schedule.below(budget, room)
@@ -394,12 +390,15 @@ class Stream:
         else:
             if provisional:  # the queries of the final compression must attend to the same tokens
                 method = replace(method, recent=max(method.recent, method.window or 0))
+            if points is not None:  # random choices depend on this number, and not on other rows
+                times = int(points.times(np.array(self.seen))) - 1
+                method.restart(torch.full((len(self.held),), times))
             page = self._slotted(method, budget, limit, room, fit=prefill)
         if points is not None:
             self._next = self.seen + int(points.left(np.array(self.seen)))
         self._limit = page.appended + page.room
         # All heads of groups equally, independently of their sizes.
-        if isinstance(page, SketchPage) and page.places is not None:
+        if page.grouped:
             self._limit = page.appended + self.schedule.period * room
         self.page, self.compressed = page, True
         if not provisional:
@@ -449,7 +448,7 @@ class Stream:
         """
         method = self.method
         slots = self._scored(self.slots)
-        found = method.importance(slots) if isinstance(method, Windowed) else None
+        found = method.importance(slots)
         if found is None:
             raise UnsupportedError("this method has no scores by which heads could be compared")
         live = slots.live()
@@ -465,7 +464,6 @@ class Stream:
             about: the tokens of the first reading that are read again, as in ``Compressor.reread``.
             sample: of the queries, which are kept for what else looks at queries.
         """
-        assert isinstance(self.method, Windowed)
         slots = self.slots
         if self.method.requires.queries:
             score = self.method.reread(slots, observed, about).score
@@ -480,7 +478,6 @@ class Stream:
     def complete(self, sample: Tensor) -> None:
         """The second reading is over and repeated only these tokens, int64, in order."""
         if self.method.requires.queries:
-            assert isinstance(self.method, Windowed)
             score = self.method.complete(self.slots, sample).score
             assert score is not None
             self.page.set_score(score)
@@ -493,7 +490,7 @@ class Stream:
         """Slots with the waiting queries folded in. What these saw is still all here, so this
         equals observing every query at its own time."""
         observed = self.queries.all()
-        if observed is None or observed.after or isinstance(self.method, WindowedSketch):
+        if observed is None or observed.after:
             return slots  # those of a second reading are in the scores already
         return replace(slots, score=self.method.observe(slots, observed).score)
 
@@ -503,10 +500,7 @@ class Stream:
         if not self.queries.count:
             return
         page = self.page
-        if isinstance(page, Page) and page.middle is None and not self.method.requires.values:
-            score = self._scored(page.exact.keys_alone).score
-        else:
-            score = self._scored(self.slots).score
+        score = self._scored(page.to_score(self.method.requires.values)).score
         self.queries.clear()
         if score is not None:
             page.set_score(score)
@@ -546,10 +540,9 @@ class Stream:
     def number_rows(self, rows: Tensor) -> None:
         """Say which rows of another batch these are (int64 ``[batch]``): random choices are then
         those that would be made there."""
-        if isinstance(self._page, SketchPage) and isinstance(self.method, WindowedSketch):
-            self._page.number_rows(self.method, rows)
-        else:
-            self.method.number_rows(rows)
+        self.method.number_rows(rows)
+        if self._page is not None:
+            self._page.number_rows(rows)
 
     def crop(self, tokens: int) -> None:
         """Remove the last ``tokens`` tokens; only possible before the first compression.

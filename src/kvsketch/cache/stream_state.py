@@ -9,7 +9,6 @@ import torch
 from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.sketch_page import SketchPage
 from kvsketch.cache.stream import Stream
-from kvsketch.cache.window import Windowed
 from kvsketch.page.kind import Kind
 from kvsketch.page.page import Page
 from kvsketch.page.quantized import FULL, Bits
@@ -47,8 +46,7 @@ def stream_state(stream: Stream) -> State:
         state.put("budget", stream.budget.to_state())
     state.put("queries", stream.queries.to_state())
     state.put("errors", stream.errors.to_state())
-    if isinstance(stream.method, Windowed):  # a sketch is part of its page
-        state.put("method", stream.method.compressor.to_state())
+    state.put("method", stream.method.own_state())
     return state
 
 
@@ -69,7 +67,7 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
     if not isinstance(bits, list) or bits not in ([16, 16], [8, 8], [8, 4], [4, 8], [4, 4]):
         raise reader.wrong("bits", bits, "two of 16, 8 and 4")
     stream._store(Bits(*bits))
-    sketch = not isinstance(method, Windowed)
+    sketch = not method.recompresses
     stream.compressed = compressed = reader.flag("compressed")
     form = reader.word("form", ("sketch",) if sketch and compressed else ("page",))
     given = (method,) if sketch and compressed else ()
@@ -103,6 +101,5 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
     if reader.has("queries"):
         stream.queries.restore(reader.part("queries"), kind)
     stream.errors.restore(reader.part("errors"), kind, seen)
-    if isinstance(method, Windowed):
-        method.compressor.restore(reader.part("method"), kind.batch, kind.heads)
+    method.restore_own(reader, kind.batch, kind.heads)
     reader.close()

@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from kvsketch.methods.sketches import Sketch
 from kvsketch.methods.window import check_window
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
+from kvsketch.state import Reader, State
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ class Windowed:
     compressor: Compressor
     sink: int = 4
     recent: int = 32
+
+    #: whether slots that it has compressed can be compressed again, to any size
+    recompresses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_window(self.sink, self.recent)
@@ -81,6 +85,18 @@ class Windowed:
         return self.compressor.compress(
             slots, budget, observed, sink=self.sink, recent=self.recent, scored=scored, fit=fit
         )
+
+    def fresh(self) -> Windowed:
+        """A copy that goes on from the same random numbers."""
+        return copy.deepcopy(self)
+
+    def own_state(self) -> State | None:
+        """The state between calls that is not part of a page."""
+        return self.compressor.to_state()
+
+    def restore_own(self, reader: Reader, batch: int, heads: int) -> None:
+        """Restore the result of ``own_state``."""
+        self.compressor.restore(reader.part("method"), batch, heads)
 
     def reset(self) -> None:
         """Reset the compressor's state."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class WindowedSketch:
 
     requires = Sketch.requires
     window: int | None = None
+    recompresses: ClassVar[bool] = False
 
     def __init__(
         self, build: Callable[[int], Sketch], sink: int = 4, recent: int = 32, least: int = 1
@@ -100,6 +102,25 @@ class WindowedSketch:
     def observe(self, slots: Slots, observed: Observed) -> Slots:
         """Return ``slots`` unchanged, because a sketch does not use queries."""
         return slots
+
+    def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
+        """As ``observe``."""
+        return slots
+
+    def complete(self, slots: Slots, sample: Tensor) -> Slots:
+        """As ``observe``."""
+        return slots
+
+    def importance(self, slots: Slots) -> Tensor | None:
+        """None: a sketch has no scores."""
+        return None
+
+    def own_state(self) -> State | None:
+        """None: a sketch is part of its page."""
+        return None
+
+    def restore_own(self, reader: Reader, batch: int, heads: int) -> None:
+        """Nothing, see ``own_state``."""
 
     def __call__(
         self, slots: Slots, budget: int, observed: Observed | None = None, *, scored: bool = False

@@ -161,6 +161,18 @@ class Page:
         """Keys and values of tokens that are not compressed, padding included."""
         return self.exact.even("keys"), self.exact.even("values")
 
+    @property
+    def grouped(self) -> bool:
+        """False: all heads are handled together, see ``SketchPage``."""
+        return False
+
+    def number_rows(self, rows: Tensor) -> None:
+        """Nothing: a page draws no random numbers, see ``SketchPage``."""
+
+    def to_score(self, values: bool) -> Slots:
+        """All slots, for a method that scores them; without ``values``, these may be missing."""
+        return self.exact.keys_alone if self.middle is None and not values else self.slots
+
     def read(self, exactly: bool = False) -> Slots:
         """As ``slots``. With ``exactly``, in at least float32, so that the stored numbers are not
         rounded to the model's dtype."""
