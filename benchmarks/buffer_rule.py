@@ -28,7 +28,7 @@ from benchmarks.page import save
 from kvsketch import SketchCache
 from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.evaluation.runner.loading import resolve_model
-from kvsketch.page.schedule import Points
+from kvsketch.page.schedule import Rhythm
 
 MODEL = "spread"
 #: the share of a full layer by which a compression reduces it
@@ -42,7 +42,7 @@ def measure(model: Any, tokenizer: Any, rows: list[Any], slots: int, rule: str) 
         ids = tokenizer(row["prompt"], return_tensors="pt").input_ids
         cache = SketchCache(model.config, budget=slots, prefill="streaming")
         for layer in cache.layers:
-            layer.stream.points = Points(slots, every)
+            layer.stream.rhythm = Rhythm(slots, every)
             layer.stream._next = slots
         began = time.process_time()
         with torch.no_grad():

@@ -182,6 +182,16 @@ def type_tests() -> list[str]:
     return sorted(found)
 
 
+def names_twice() -> list[str]:
+    """Names of classes, without an underscore, that more than one file defines."""
+    found: dict[str, int] = {}
+    for path in modules().values():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name] = found.get(node.name, 0) + 1
+    return sorted(name for name, count in found.items() if count > 1)
+
+
 def schedules() -> list[str]:
     """Classes of the engine that say when a layer is compressed: those with a verb ``left``."""
     return sorted(
@@ -294,6 +304,7 @@ def counted() -> dict[str, Any]:
         "rooms_that_import_each_other": mutual(graph),
         "imports_that_run_up": upwards(graph),
         "storage_types": storage_types(),
+        "names_of_several_classes": names_twice(),
         "schedules": schedules(),
         "compressions": compressions(),
         "tests_of_a_kind": type_tests(),

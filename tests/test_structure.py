@@ -42,8 +42,12 @@ def test_what_a_layer_has_is_held_in_few_ways_and_a_cache_has_few_arguments():
     assert len(structure.arguments()) <= 12
 
 
+def test_a_name_is_that_of_one_class():
+    assert structure.names_twice() == []
+
+
 def test_there_is_one_schedule_and_one_compression():
-    assert structure.schedules() == ["Points"]
+    assert structure.schedules() == ["Rhythm"]
     assert structure.compressions() == ["cache/compress.py"]
     assert len(structure.type_tests()) <= 17, structure.type_tests()
 

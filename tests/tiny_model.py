@@ -10,19 +10,19 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvsketch.evaluation.runner.longeval import Case
+from kvsketch.evaluation.runner.longeval import LinesCase
 from kvsketch.evaluation.runner.longeval_cases import HEADER, QUESTION, format_line
 
 POSITIONS = 1024
 _WORDS = ["brave", "calm", "dark", "early", "fair", "glad", "huge", "idle"]
 
 
-def tiny_case(lines: int = 30, which: int = 3, expected: int | None = None) -> Case:
+def tiny_case(lines: int = 30, which: int = 3, expected: int | None = None) -> LinesCase:
     """A small official-format case made without `wonderwords`; about 11 tokens a line."""
     pairs = [(f"{_WORDS[i % 8]}-{_WORDS[i // 8 % 8]}", 7 * i + 1) for i in range(lines)]
     key, number = pairs[which]
     prompt = HEADER + "".join(format_line(*pair) for pair in pairs) + QUESTION.format(key=key)
-    return Case(prompt, number if expected is None else expected, lines, f"tiny:{which}")
+    return LinesCase(prompt, number if expected is None else expected, lines, f"tiny:{which}")
 
 
 def tiny_tokenizer() -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from kvsketch.evaluation.runner.longeval import Case as LineCase
+from kvsketch.evaluation.runner.longeval import LinesCase as LineCase
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
-from kvsketch.evaluation.tasks.base import Case, Task
+from kvsketch.evaluation.tasks.base import LinesCase, Task
 from kvsketch.evaluation.tasks.haystack import Haystack
 from kvsketch.evaluation.tasks.longeval import LongEval
 from kvsketch.evaluation.tasks.ruler import Ruler
@@ -28,7 +28,7 @@ HELD_OUT = {"longeval": 4, **dict.fromkeys(_SUBTASKS, 4)}
 
 def cases(
     tokenizer: PreTrainedTokenizerBase, name: str, count: int, seed: int
-) -> list[tuple[Task, Case]]:
+) -> list[tuple[Task, LinesCase]]:
     """Held-out cases of `LENGTH` tokens, or `LINES` lines."""
     if name == "longeval":
         lines = [
@@ -45,7 +45,7 @@ def cases(
 
 @torch.no_grad()
 def greedy(
-    model: Any, tokenizer: PreTrainedTokenizerBase, held_out: list[tuple[Task, Case]]
+    model: Any, tokenizer: PreTrainedTokenizerBase, held_out: list[tuple[Task, LinesCase]]
 ) -> float:
     """Mean score, one case after another."""
     total = 0.0

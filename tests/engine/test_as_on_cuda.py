@@ -89,7 +89,7 @@ def test_two_stages_answer_as_one(kind, curves):
     assert engine.same(one, two) == 3
     for name in ("tokens", "compressions"):
         assert one["metrics"][name] == two["metrics"][name]
-    assert one["metrics"]["error"] == pytest.approx(two["metrics"]["error"], rel=1e-3)
+    assert one["metrics"]["error"] == pytest.approx(two["metrics"]["error"], rel=1e-2)
 
 
 def test_two_stages_of_a_model_with_sliding_windows_are_refused(hybrid):

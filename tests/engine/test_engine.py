@@ -185,7 +185,7 @@ def test_settings_of_the_engines_own_configuration_win():
 
 
 REFUSED = {
-    "budget": ({"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "20"}, {}, "at least 37"),
+    "budget": ({"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "20"}, {}, "at least 40"),
     "method": ({"KVSKETCH_METHOD": "heavymerge"}, {}, "did you mean 'heavy_merge'"),
     "variable": ({"KVSKETCH_METHOD": "exact", "KVSKETCH_BUGDET": "3"}, {}, "KVSKETCH_BUGDET"),
     "bits": ({**HEAVY, "KVSKETCH_BITS": "5"}, {}, "bits=5 must be one of 16"),

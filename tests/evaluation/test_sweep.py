@@ -322,7 +322,9 @@ def model(tokenizer: Any) -> Any:
     return tiny_model(len(tokenizer))
 
 
-def encoded(model: Any, tokenizer: Any, case: longeval.Case, settings: Settings) -> EncodedCase:
+def encoded(
+    model: Any, tokenizer: Any, case: longeval.LinesCase, settings: Settings
+) -> EncodedCase:
     (whole,) = LongEval([case]).cases()
     encoder = Encoder(tokenizer, model.config, settings)
     new = settings.new_tokens(whole.max_new_tokens)
@@ -330,7 +332,12 @@ def encoded(model: Any, tokenizer: Any, case: longeval.Case, settings: Settings)
 
 
 def ask(
-    model: Any, tokenizer: Any, method: str, budget: float, *cases: longeval.Case, **settings: Any
+    model: Any,
+    tokenizer: Any,
+    method: str,
+    budget: float,
+    *cases: longeval.LinesCase,
+    **settings: Any,
 ) -> list[Reply]:
     chosen = Settings(**{"max_new_tokens": 6, "recent": 8, **settings})
     answerer = Answerer(model, tokenizer, chosen)
@@ -456,7 +463,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def sweep_of(
-    folder: str, cases: list[longeval.Case], setups: Any, path: Path | None, **settings: Any
+    folder: str, cases: list[longeval.LinesCase], setups: Any, path: Path | None, **settings: Any
 ) -> Sweep:
     chosen = Settings(**{"max_new_tokens": 4, "recent": 8, **settings})
     return Sweep.open(folder, [LongEval(cases)], setups, chosen, path)

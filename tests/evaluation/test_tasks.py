@@ -301,7 +301,7 @@ def test_sandwich_is_what_balancekv_asks() -> None:
 
 def test_line_is_a_longeval_prompt_with_the_line_at_its_depth() -> None:
     case = fitted(Needle([2000], [0.25], form="line"))[0]
-    found = official.Case(case.prompt + " ", int(case.answers[0]), 1, "")
+    found = official.LinesCase(case.prompt + " ", int(case.answers[0]), 1, "")
     split = LongEval([found]).cases()[0]
     assert split.context == case.context
     assert split.question.strip() == case.question.strip()
@@ -582,7 +582,7 @@ def test_longeval_scores_by_its_own_rule(text: str, expected: int) -> None:
 
 def test_longeval_without_the_question_is_refused() -> None:
     with pytest.raises(InputError, match=r"here:3: the prompt has no 'Now the record is over\.'"):
-        LongEval([official.Case("Some lines", 1, 1, "here:3")]).cases()
+        LongEval([official.LinesCase("Some lines", 1, 1, "here:3")]).cases()
 
 
 def test_official_longeval_files_make_tasks() -> None:

@@ -56,8 +56,8 @@ def test_chunks_of_any_size_are_the_same(family, method, bits):
     sizes = ([TOKENS], [1] * TOKENS, [3, 20, 1, 1, 30, 15])
     one, *others = (read(model, c, ids, s) for c, s in zip(caches, sizes, strict=True))
     stream = caches[0].layers[-1].stream
-    assert stream.points is not None
-    assert stream.points.slots + 2 * stream.points.every < TOKENS
+    assert stream.rhythm is not None
+    assert stream.rhythm.slots + 2 * stream.rhythm.every < TOKENS
     for found, cache in zip(others, caches[1:], strict=True):
         torch.testing.assert_close(found, one, rtol=2e-3, atol=2e-3)
         for ours, first in zip(cache.layers, caches[0].layers, strict=True):
@@ -83,12 +83,12 @@ def test_padding_takes_no_part(model):
 
 def test_a_chunk_that_fits_is_not_compressed(model):
     cache = cache_of(model, "snapkv")
-    slots = cache.layers[0].stream.points.slots
+    slots = cache.layers[0].stream.rhythm.slots
     read(model, cache, ids_of(1), [slots - 1])
     assert not cache.layers[0].stream.compressed
     assert cache.summary()["slots"] == slots - 1
     read(model, cache, ids_of(1), [1])
-    assert cache.summary()["slots"] == cache.layers[0].stream.points.kept == 24 - 3 * 2
+    assert cache.summary()["slots"] == cache.layers[0].stream.rhythm.kept == 24 - 3 * 2
 
 
 def test_a_failed_chunk_of_a_compressed_stream_asks_for_a_reset(model):
@@ -113,6 +113,6 @@ def test_a_saved_stream_goes_on_at_the_same_tokens(model, tmp_path):
     read(model, cache, ids_of(1), [40])
     cache.save(tmp_path / "a.kvs")
     again = SketchCache.load(tmp_path / "a.kvs", model)
-    assert again.layers[0].stream.points is not None
+    assert again.layers[0].stream.rhythm is not None
     found = read(model, again, ids_of(1)[:, 40:], [30])
     torch.testing.assert_close(found, expected[:, 40:], rtol=2e-3, atol=2e-3)

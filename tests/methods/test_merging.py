@@ -27,7 +27,7 @@ from kvsketch.methods.closest import group_closest, group_pairs
 from kvsketch.methods.groups import Groups, merge
 from kvsketch.methods.heavy_merge import _decoded_attention, _in_turn
 from kvsketch.methods.kmeans import group_keys
-from kvsketch.methods.nearest import Blocks
+from kvsketch.methods.nearest import SlotBlocks
 from kvsketch.methods.scoring import recent_attention
 
 
@@ -717,7 +717,7 @@ def test_every_slot_is_in_one_block(sizes, spare):
     """Every slot of a row is in exactly one block, also in rows so long that as many blocks of the
     rounded-up size would end behind them."""
     rows, width = torch.arange(len(sizes)), max(sizes) + spare
-    blocks = Blocks.of(rows, torch.tensor(sizes), width)
+    blocks = SlotBlocks.of(rows, torch.tensor(sizes), width)
     assert int(blocks.column.max()) < len(sizes) * width
     assert bool(blocks.real.any(1).all())  # no empty block
     found = blocks.column[blocks.real].sort().values

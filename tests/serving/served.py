@@ -13,7 +13,7 @@ from kvsketch.estimator import attend
 from kvsketch.observed import Observed
 from kvsketch.page.layout import Layout
 from kvsketch.page.quantized import Bits
-from kvsketch.page.schedule import Points
+from kvsketch.page.schedule import Rhythm
 from kvsketch.slots import Slots
 from kvsketch.vllm.pages import Counts, Pages
 from kvsketch.vllm.rounds import Copies, rounds
@@ -32,7 +32,7 @@ def drawn(seed: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 def alone(
     method: str | None,
-    points: Points,
+    rhythm: Rhythm,
     kept: int,
     request: Any,
     softcap: float | None,
@@ -43,8 +43,8 @@ def alone(
     q, k, v = (t.double() for t in request)
     slots: Slots | None = None
     made = None if method is None else windowed(method, 2, 6)
-    found, waiting, buffer = [], [], points.every
-    budget = points.slots - buffer if budget is None else budget
+    found, waiting, buffer = [], [], rhythm.every
+    budget = rhythm.slots - buffer if budget is None else budget
     for at in range(len(q)):
         new = Slots(k[at : at + 1].transpose(0, 1)[None], v[at : at + 1].transpose(0, 1)[None])
         if made is not None:
@@ -56,7 +56,7 @@ def alone(
         one = q[at : at + 1].transpose(0, 1)[None]
         found.append(attend(one, slots, scaling=0.5, softcap=softcap)[0, :, 0])
         waiting.append(one)
-        if made is not None and at + 1 >= points.slots and (at + 1 - points.slots) % buffer == 0:
+        if made is not None and at + 1 >= rhythm.slots and (at + 1 - rhythm.slots) % buffer == 0:
             last = torch.cat(waiting[len(waiting) - kept :], dim=2)
             observed = Observed(last, 0.5, softcap)
             if made.requires.queries:
@@ -75,7 +75,7 @@ class Served:
     def __init__(
         self,
         method: str | None,
-        points: Points,
+        rhythm: Rhythm,
         queries: int,
         softcap: float | None = None,
         dtype: torch.dtype = torch.float32,
@@ -85,15 +85,15 @@ class Served:
         in one part."""
         made = None if method is None else windowed(method, 2, 6)
         scored = made is not None and made.requires.queries
-        shape = (KV, GROUP, points.slots, DIM, DIM, queries, scored, dtype)
+        shape = (KV, GROUP, rhythm.slots, DIM, DIM, queries, scored, dtype)
         layout = Layout(*shape, *(middle or ()))
         # as left by earlier requests
         generator = torch.Generator().manual_seed(0)
         raw = torch.randint(0, 256, (9, layout.bytes), generator=generator, dtype=torch.uint8)
         self.layout, self.held = layout, layout.views(raw)
-        self.points, self.counts, self.queries = points, Counts(), queries
+        self.rhythm, self.counts, self.queries = rhythm, Counts(), queries
         self.middle = max(layout.middle, default=0)
-        self.pages = Pages(layout, made, points, 0.5, softcap, self.counts)
+        self.pages = Pages(layout, made, rhythm, 0.5, softcap, self.counts)
 
     def parts(self) -> list[torch.Tensor]:
         """The tensors of all pages."""
@@ -107,18 +107,18 @@ class Served:
         sizes = [len(request[0]) for _, _, request in parts]
         starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         seen, pages = (np.array([p[i] for p in parts], dtype=np.int64) for i in (1, 0))
-        todo = rounds(starts, seen, pages, self.points, self.queries, CPU, copies, self.middle)
+        todo = rounds(starts, seen, pages, self.rhythm, self.queries, CPU, copies, self.middle)
         q, k, v = (torch.cat([part[2][i] for part in parts]) for i in range(3))
         out = torch.full_like(q, torch.nan)
         self.pages.attend(q, k, v, self.held, todo, out)
         return list(out.split(sizes))
 
 
-def queries_of(method: str | None, points: Points) -> int:
+def queries_of(method: str | None, rhythm: Rhythm) -> int:
     if method is None:
         return 0
     made = windowed(method, 2, 6)
-    return min(points.every, made.window or points.every) if made.requires.queries else 1
+    return min(rhythm.every, made.window or rhythm.every) if made.requires.queries else 1
 
 
 def run(

@@ -66,20 +66,20 @@ def cut_up(tokens: int, generator: torch.Generator) -> list[int]:
 @pytest.mark.parametrize("method", METHODS)
 def test_slots_are_equal_to_the_bit(method, dtype, bits):
     generator = torch.Generator().manual_seed(METHODS.index(method))
-    points = Schedule(2, 6, BUFFER, bits != 16).points(BUDGET)
+    rhythm = Schedule(2, 6, BUFFER, bits != 16).rhythm(BUDGET)
     tokens = 3 * BUDGET
     request = [t.to(dtype) for t in drawn(bits, tokens)]
-    middle = None if bits == 16 else ((points.middle,) * KV, Bits(bits, bits))
-    served = Served(method, points, queries_of(method, points), None, dtype, middle)
+    middle = None if bits == 16 else ((rhythm.middle,) * KV, Bits(bits, bits))
+    served = Served(method, rhythm, queries_of(method, rhythm), None, dtype, middle)
     stream = Stream(windowed(method, 2, 6), Budget(BUDGET), BUFFER, bits=bits, streaming=True)
     found = streamed(stream, request, cut_up(tokens, generator))
-    assert [at for at, _ in found] == list(range(points.slots, tokens + 1, points.every))
+    assert [at for at, _ in found] == list(range(rhythm.slots, tokens + 1, rhythm.every))
     seen = 0
     for at, slots in found:
         for size in cut_up(at - seen, generator):
             served.step([(4, seen, [t[seen : seen + size] for t in request])])
             seen += size
-        other = kept_in(served, 4, points.slots - points.every)
+        other = kept_in(served, 4, rhythm.slots - rhythm.every)
         theirs, ours = other.masses() != 0, slots.masses() != 0
         assert torch.equal(theirs.sum(-1), ours.sum(-1))
         assert torch.equal(slots.masses()[ours].float(), other.masses()[theirs].float())

@@ -13,7 +13,7 @@ from kvsketch.errors import InputError
 from kvsketch.estimator import attend
 from kvsketch.page.layout import Layout
 from kvsketch.page.quantized import FULL, Bits
-from kvsketch.page.schedule import Points
+from kvsketch.page.schedule import Rhythm
 from kvsketch.slots import Slots
 from kvsketch.vllm.rounds import Copies, rounds
 
@@ -31,14 +31,14 @@ from kvsketch.vllm.rounds import Copies, rounds
 def test_a_batch_is_its_requests_alone(method, seed, sizes, chunk, buffer, softcap, data):
     """Whatever the chunks, the other requests and the order, every token's output is that of its
     request alone, computed in float64, token by token."""
-    points = Points(100 if method is None else 24, buffer)
-    kept = queries_of(method, points)
-    served = Served(method, points, kept, softcap)
+    rhythm = Rhythm(100 if method is None else 24, buffer)
+    kept = queries_of(method, rhythm)
+    served = Served(method, rhythm, kept, softcap)
     requests = [drawn(seed + number, size) for number, size in enumerate(sizes)]
     pages = data.draw(st.permutations(range(1, 9)))[: len(sizes)]
     answers = run(served, requests, pages, data, chunk)
     for request, found in zip(requests, answers, strict=True):
-        expected = alone(method, points, kept, request, softcap)
+        expected = alone(method, rhythm, kept, request, softcap)
         torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=2e-4)
 
 
@@ -50,7 +50,7 @@ def test_slices_are_the_pages(pages):
         np.arange(len(pages) + 1),
         np.ones(len(pages), dtype=np.int64),
         np.array(pages),
-        Points(24, 4),
+        Rhythm(24, 4),
         1,
         CPU,
     )
@@ -66,7 +66,7 @@ def test_slices_are_the_pages(pages):
 def test_made_up_requests_may_share_a_page(pages):
     """vLLM warms up with requests that all have the null block. Nobody reads their outputs."""
     starts, seen = np.arange(len(pages) + 1), np.full(len(pages), 30, dtype=np.int64)
-    (one,) = rounds(starts, seen, np.array(pages), Points(24, 4), 1, CPU)
+    (one,) = rounds(starts, seen, np.array(pages), Rhythm(24, 4), 1, CPU)
     numbers = [n for run in one.runs for n in range(run.start, run.stop, run.step)]
     assert numbers == sorted(pages)
 
@@ -74,19 +74,19 @@ def test_made_up_requests_may_share_a_page(pages):
 def test_a_page_that_is_freed_and_claimed_again_starts_anew():
     """After a preemption a page serves another request from its first token; what the first request
     left in it has no effect."""
-    points = Points(24, 4)
-    served = Served("heavy_merge", points, 4)
+    rhythm = Rhythm(24, 4)
+    served = Served("heavy_merge", rhythm, 4)
     first, second = drawn(1, 70), drawn(2, 70)
     served.step([(3, 0, first)])
     (found,) = served.step([(3, 0, second)])
-    fresh = Served("heavy_merge", points, 4)
+    fresh = Served("heavy_merge", rhythm, 4)
     (expected,) = fresh.step([(5, 0, second)])
     assert torch.equal(found, expected)
 
 
 def test_other_pages_are_not_touched():
-    points = Points(24, 4)
-    served = Served("heavy_merge", points, 4)
+    rhythm = Rhythm(24, 4)
+    served = Served("heavy_merge", rhythm, 4)
     before = [t.clone() for t in served.parts()]
     served.step([(3, 0, drawn(1, 70))])
     for was, now in zip(before, served.parts(), strict=True):
@@ -99,9 +99,9 @@ def test_other_pages_are_not_touched():
 def test_numbers_that_overflow_are_their_own_requests_loss(method, wrong):
     """After an overflow in one request the other requests of the batch answer as alone, and the
     page can be used again."""
-    points = Points(24, 4)
-    kept = queries_of(method, points)
-    served, fresh = Served(method, points, kept), Served(method, points, kept)
+    rhythm = Rhythm(24, 4)
+    kept = queries_of(method, rhythm)
+    served, fresh = Served(method, rhythm, kept), Served(method, rhythm, kept)
     broken, good = drawn(1, 70), drawn(2, 70)
     for tensor in broken:
         tensor[30] = wrong
@@ -113,8 +113,8 @@ def test_numbers_that_overflow_are_their_own_requests_loss(method, wrong):
 
 
 def test_compressions_and_their_errors_are_counted():
-    points = Points(24, 4)
-    served = Served("streaming_llm", points, 1)
+    rhythm = Rhythm(24, 4)
+    served = Served("streaming_llm", rhythm, 1)
     served.step([(3, 0, drawn(1, 24)), (4, 0, drawn(2, 23))])
     assert served.counts.compressions == 1
     q, k, v = (t.double() for t in drawn(1, 24))
@@ -128,14 +128,14 @@ def test_compressions_and_their_errors_are_counted():
 
 
 def test_errors_above_the_tolerance_are_counted():
-    served = Served("streaming_llm", Points(24, 4), 1)
+    served = Served("streaming_llm", Rhythm(24, 4), 1)
     served.step([(3, 0, drawn(1, 60)), (4, 0, drawn(2, 60))])
     counts = served.counts
     mean = counts.errors / counts.compressions
     assert (counts.compressions, counts.above) == (20, 0)
     found = []
     for tolerance in (mean, 1e-9):
-        again = Served("streaming_llm", Points(24, 4), 1)
+        again = Served("streaming_llm", Rhythm(24, 4), 1)
         again.counts.tolerance = tolerance
         again.step([(3, 0, drawn(1, 60)), (4, 0, drawn(2, 60))])
         found.append(again.counts.above)
@@ -149,8 +149,8 @@ def test_errors_above_the_tolerance_are_counted():
 def test_random_numbers_follow_from_the_tokens_seen(middle, method, seed, chunk, ahead):
     """Random numbers do not depend on the other requests of a batch, and are the same after a
     preemption."""
-    points = Points(24, 8)
-    served, own = (Served(method, points, 1, middle=middle) for _ in range(2))
+    rhythm = Rhythm(24, 8)
+    served, own = (Served(method, rhythm, 1, middle=middle) for _ in range(2))
     request, other = drawn(seed, 70), drawn(seed + 1, 70 + ahead)
     if ahead:
         served.step([(2, 0, [t[:ahead] for t in other])])
@@ -168,11 +168,11 @@ def test_random_numbers_follow_from_the_tokens_seen(middle, method, seed, chunk,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits(dtype):
-    points = Points(40, 8)
-    served = Served("heavy_merge", points, 8, dtype=dtype)
+    rhythm = Rhythm(40, 8)
+    served = Served("heavy_merge", rhythm, 8, dtype=dtype)
     request = [t.to(dtype) for t in drawn(3, 120)]
     (found,) = served.step([(2, 0, request)])
-    expected = alone("heavy_merge", points, 8, request, None)
+    expected = alone("heavy_merge", rhythm, 8, request, None)
     error = (found.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(error.median()) < 0.02  # groups may differ where costs are nearly equal
 
@@ -181,13 +181,13 @@ def test_sixteen_bits(dtype):
 def test_slots_follow_from_tokens(slots, buffer, seen):
     """The number of slots equals that of a count, one token at a time."""
     buffer = min(buffer, slots)
-    points, held = Points(slots, buffer), 0
+    rhythm, held = Rhythm(slots, buffer), 0
     for _ in range(seen):
         held += 1
         if held == slots:
             held -= buffer
-    assert points.held(np.array([seen])) == held
-    assert points.left(np.array([seen])) == slots - held
+    assert rhythm.held(np.array([seen])) == held
+    assert rhythm.left(np.array([seen])) == slots - held
 
 
 @pytest.mark.parametrize(
@@ -233,8 +233,8 @@ def test_a_page_s_parts_do_not_overlap(middle):
 def test_a_request_goes_on_from_the_copy_of_a_page(middle, at, seed, chunk, others):
     """A request can start from the copy of a page after any number of tokens, whatever the chunks,
     and answers as if it had read these tokens itself."""
-    points = Points(24, 8)
-    served, own = (Served("heavy_merge", points, 8, middle=middle) for _ in range(2))
+    rhythm = Rhythm(24, 8)
+    served, own = (Served("heavy_merge", rhythm, 8, middle=middle) for _ in range(2))
     request, end = drawn(seed, 70), drawn(seed + 1, 40)
     second = [torch.cat([a[:at], b]) for a, b in zip(request, end, strict=True)]
     rest = [drawn(seed + 5 + i, 3) for i in range(others)]

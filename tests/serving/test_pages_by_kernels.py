@@ -11,7 +11,7 @@ from served import Served, drawn, queries_of
 
 from kvsketch.kernels import triton_support
 from kvsketch.page.quantized import FULL, Bits
-from kvsketch.page.schedule import Points
+from kvsketch.page.schedule import Rhythm
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -59,7 +59,7 @@ def stepped(served: Served) -> torch.Tensor:
 def test_the_kernels_see_what_torch_sees(
     middle: object, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    points = Points(24 if middle is None else 16, 8)
+    rhythm = Rhythm(24 if middle is None else 16, 8)
     found, launched = [], []
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for name, module in zip(NAMES, MODULES, strict=True):
@@ -70,8 +70,8 @@ def test_the_kernels_see_what_torch_sees(
     for devices in (set(), {"cpu"}):
         monkeypatch.setattr(triton_support, "DEVICES", devices)
         torch.manual_seed(0)  # for the content of unused pages
-        kept = queries_of("heavy_merge", points)
-        found.append(stepped(Served("heavy_merge", points, kept, softcap, middle=middle)))
+        kept = queries_of("heavy_merge", rhythm)
+        found.append(stepped(Served("heavy_merge", rhythm, kept, softcap, middle=middle)))
         assert bool(launched) == bool(devices)
     assert set(launched) == {"decode", "prefill"}
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)

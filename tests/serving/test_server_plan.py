@@ -16,7 +16,7 @@ from kvsketch.cli.app import app
 from kvsketch.page.layout import Layout
 from kvsketch.vllm.checks import check_layer
 from kvsketch.vllm.plan import plan, size_of, tokens_of
-from kvsketch.vllm.settings import Settings
+from kvsketch.vllm.settings import PageSettings
 
 
 def llama(**changes: Any) -> LlamaConfig:
@@ -35,16 +35,16 @@ def test_a_plan_fits_and_nothing_larger_does():
     assert found.sliding == 0
     assert found.after >= 20
     assert 21 * found.page_bytes <= found.kv_bytes
-    larger = Settings(budget=found.budget + 1).layout(8192, 2, 4, 32, torch.bfloat16)
+    larger = PageSettings(budget=found.budget + 1).layout(8192, 2, 4, 32, torch.bfloat16)
     assert 21 * larger.bytes * 3 > found.kv_bytes or found.budget == 8192
-    layout = Settings(budget=found.budget).layout(8192, 2, 4, 32, torch.bfloat16)
+    layout = PageSettings(budget=found.budget).layout(8192, 2, 4, 32, torch.bfloat16)
     assert isinstance(layout, Layout)
     assert found.page_bytes == 3 * layout.bytes
     assert found.slots == layout.slots
 
 
 def test_a_plan_with_a_budget():
-    found = plan(llama(), 2**30, 8192, settings=Settings(budget=512))
+    found = plan(llama(), 2**30, 8192, settings=PageSettings(budget=512))
     assert found.budget == 512
     assert found.after == found.kv_bytes // found.page_bytes - 1
 
@@ -89,11 +89,11 @@ def test_the_page_about_vllm_names_the_same_models():
 
 def test_layers_with_a_sliding_window_keep_vllms_own_cache_of_it():
     config = AutoConfig.for_model("gemma3_text", num_hidden_layers=6, sliding_window=512)
-    found = plan(config, 2**34, 8192, settings=Settings(budget=1024))
+    found = plan(config, 2**34, 8192, settings=PageSettings(budget=1024))
     token = 4 * 2 * 256 * 2  # a layer's bytes of a token
     assert found.sliding == 5
     assert found.request_bytes == (8192 + 5 * 512) * token
-    layout = Settings(budget=1024).layout(8192, 4, 2, 256, torch.bfloat16)
+    layout = PageSettings(budget=1024).layout(8192, 4, 2, 256, torch.bfloat16)
     page = found.page_bytes - 5 * 512 * token
     assert layout.bytes <= page < layout.bytes + 16 * token
     assert page % (16 * token) == 0  # in vLLM's blocks
@@ -108,15 +108,15 @@ def test_positions_that_yarn_adds_can_be_planned_for():
 
 
 def test_a_plan_says_where_kvsketch_is_worse():
-    worse = plan(llama(), 2**30, 1000, settings=Settings(budget=1024))
+    worse = plan(llama(), 2**30, 1000, settings=PageSettings(budget=1024))
     assert worse.after < int(worse.before)
     assert worse.warning is not None
     assert f"than with vLLM's own cache: {worse.after:,} against" in worse.warning
-    between = plan(llama(), 2**30, 2048, settings=Settings(budget=1024))
+    between = plan(llama(), 2**30, 2048, settings=PageSettings(budget=1024))
     assert int(between.before) <= between.after < int(between.before_fp8)
     assert between.warning is not None
     assert "--kv-cache-dtype fp8" in between.warning
-    assert plan(llama(), 2**30, 8192, settings=Settings(budget=512)).warning is None
+    assert plan(llama(), 2**30, 8192, settings=PageSettings(budget=512)).warning is None
 
 
 @pytest.mark.parametrize(

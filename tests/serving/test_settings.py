@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvsketch import InputError
 from kvsketch.cache import Curves
-from kvsketch.vllm.settings import SERVED, Settings, read
+from kvsketch.vllm.settings import SERVED, PageSettings, read
 
 RIGHT = {"KVSKETCH_METHOD": "snapkv", "KVSKETCH_BUDGET": "0.25", "KVSKETCH_RECENT": "16"}
 
@@ -21,9 +21,9 @@ RIGHT = {"KVSKETCH_METHOD": "snapkv", "KVSKETCH_BUDGET": "0.25", "KVSKETCH_RECEN
 def test_variables_and_the_engines_configuration():
     assert read({}, {}) is None
     assert read(None, {"KVSKETCH_DATA": "there", "HOME": "/"}) is None
-    assert read({}, RIGHT) == Settings("snapkv", 0.25, recent=16)
-    assert read({"budget": 300, "sink": 2}, RIGHT) == Settings("snapkv", 300, 2, 16)
-    assert read({"method": "exact"}, {}) == Settings("exact")
+    assert read({}, RIGHT) == PageSettings("snapkv", 0.25, recent=16)
+    assert read({"budget": 300, "sink": 2}, RIGHT) == PageSettings("snapkv", 300, 2, 16)
+    assert read({"method": "exact"}, {}) == PageSettings("exact")
 
 
 @pytest.mark.parametrize(
@@ -69,23 +69,23 @@ def test_every_variable_of_the_package_is_known():
     text = "".join(file.read_text(encoding="utf-8") for file in files)
     named = set(re.findall(r"\bKVSKETCH_[A-Z_]*[A-Z]\b", text)) - {"KVSKETCH_BUGDET"}
     assert {"KVSKETCH_METHOD", "KVSKETCH_DATA", "KVSKETCH_PEERS_PYTHON"} <= named
-    mine = {f"KVSKETCH_{name.upper()}" for name in Settings.__dataclass_fields__}
+    mine = {f"KVSKETCH_{name.upper()}" for name in PageSettings.__dataclass_fields__}
     assert read({}, dict.fromkeys(named - mine, "somewhere")) is None
 
 
 def test_a_page_has_room_for_the_budget_and_a_buffer():
-    points = Settings("snapkv", 1000).points(9000)
-    assert (points.slots, points.every, points.kept) == (1025, 100, 925)
-    assert Settings("snapkv", 4000).points(9000).every == 4 * 64
-    few = Settings("snapkv", 1000, bits=4).points(9000)
+    rhythm = PageSettings("snapkv", 1000).rhythm(9000)
+    assert (rhythm.slots, rhythm.every, rhythm.kept) == (1025, 100, 925)
+    assert PageSettings("snapkv", 4000).rhythm(9000).every == 4 * 64
+    few = PageSettings("snapkv", 1000, bits=4).rhythm(9000)
     assert (few.slots, few.every, few.kept) == (36 + 50, 50, 975)
-    assert Settings("snapkv", 1000, buffer=7).points(9000).slots == 1007
-    assert Settings("snapkv", 0.25).points(9001).slots == 2251 + 56
-    assert Settings("exact").points(500).slots == 501
+    assert PageSettings("snapkv", 1000, buffer=7).rhythm(9000).slots == 1007
+    assert PageSettings("snapkv", 0.25).rhythm(9001).slots == 2251 + 56
+    assert PageSettings("exact").rhythm(500).slots == 501
     for bits, least in ((16, 40), (4, 38)):
         with pytest.raises(InputError, match=f"at least {least}"):
-            Settings("snapkv", least - 1, bits=bits).points(9000)
-        assert Settings("snapkv", least, bits=bits).points(9000).kept == 37
+            PageSettings("snapkv", least - 1, bits=bits).rhythm(9000)
+        assert PageSettings("snapkv", least, bits=bits).rhythm(9000).kept == 37
 
 
 def curves(tmp_path: Path, model: str | None = "llama") -> str:
@@ -98,30 +98,30 @@ def curves(tmp_path: Path, model: str | None = "llama") -> str:
 
 
 def test_budgets_by_curves(tmp_path):
-    settings = Settings("snapkv", 1025, allocation=curves(tmp_path), bits=8)
+    settings = PageSettings("snapkv", 1025, allocation=curves(tmp_path), bits=8)
     sizes = settings.sizes(4000, 2, 3, "llama")
     kept = [size + 36 for layer in sizes for size in layer]
     assert sum(kept) == pytest.approx(6 * 1000, rel=0.01)
     assert sizes[0][2] == max(map(max, sizes)) > 2 * sizes[0][0]
     # where a context is too long for the curves, their smallest level applies
     far = settings.sizes(400_000, 2, 3, "llama")
-    assert far == Settings("snapkv", 1025, bits=8, allocation=settings.allocation).sizes(
+    assert far == PageSettings("snapkv", 1025, bits=8, allocation=settings.allocation).sizes(
         8000, 2, 3, "llama"
     )
     layout = settings.layout(4000, 3, 4, 64, torch.bfloat16, sizes[0])
     assert layout.middle == tuple(sizes[0])
-    assert settings.points(4000).slots == 36 + 50
+    assert settings.rhythm(4000).slots == 36 + 50
     with pytest.raises(InputError, match="2 layers x 3 KV heads, the model compresses 2 x 4"):
         settings.sizes(4000, 2, 4, "llama")
     with pytest.raises(InputError, match=r"another model \(llama\), this one is qwen"):
         settings.sizes(4000, 2, 3, "qwen")
-    nobody = Settings("snapkv", 1025, allocation=curves(tmp_path, None), bits=8)
+    nobody = PageSettings("snapkv", 1025, allocation=curves(tmp_path, None), bits=8)
     assert nobody.sizes(4000, 2, 3, "qwen") == sizes
 
 
 def test_a_page_in_few_bits_is_smaller():
     pages = [
-        Settings("heavy_merge", 4000, bits=bits).layout(99_999, 8, 4, 128, torch.bfloat16).bytes
+        PageSettings("heavy_merge", 4000, bits=bits).layout(99_999, 8, 4, 128, torch.bfloat16).bytes
         for bits in (16, 8, 4)
     ]
     assert pages[1] < 0.59 * pages[0]
@@ -130,21 +130,21 @@ def test_a_page_in_few_bits_is_smaller():
 
 @given(budget=st.integers(50, 300), buffer=st.integers(1, 3), seen=st.integers(0, 900))
 def test_all_slots_follow_from_tokens(budget, buffer, seen):
-    points = Settings("snapkv", budget, buffer=buffer, bits=4).points(9000)
-    assert points.every == 2 * buffer
+    rhythm = PageSettings("snapkv", budget, buffer=buffer, bits=4).rhythm(9000)
+    assert rhythm.every == 2 * buffer
     window = middle = 0
     for _ in range(seen):
         window += 1
-        if window == points.slots:
-            middle = min(middle + points.every, points.kept - 36)
-            window -= points.every
-    assert points.all_held(np.array([seen])) == window + middle
+        if window == rhythm.slots:
+            middle = min(middle + rhythm.every, rhythm.kept - 36)
+            window -= rhythm.every
+    assert rhythm.all_held(np.array([seen])) == window + middle
     assert window + middle <= budget + buffer
 
 
 @pytest.mark.parametrize("method", SERVED)
 def test_methods_keep_what_they_look_at(method):
-    settings = Settings(method, None if method == "exact" else 400)
+    settings = PageSettings(method, None if method == "exact" else 400)
     layout = settings.layout(4000, 2, 4, 16, torch.bfloat16)
     scored = method in ("heavy_merge", "h2o", "tova", "snapkv")
     assert layout.scored == scored

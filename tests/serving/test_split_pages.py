@@ -11,7 +11,7 @@ from served import METHODS, Served, alone, drawn, queries_of, run
 from kvsketch.estimator import attend
 from kvsketch.observed import causal
 from kvsketch.page.quantized import FULL, Bits
-from kvsketch.page.schedule import Points
+from kvsketch.page.schedule import Rhythm
 from kvsketch.slots import Slots
 
 WINDOW = 8  # sinks and recent tokens
@@ -32,14 +32,14 @@ BITS = [FULL, Bits(8, 8), Bits(8, 4), Bits(4, 4)]
 def test_as_they_are(method, seed, sizes, heads, chunk, buffer, softcap, data):
     """With 16 bits and heads of any size every token's output is that of its request alone,
     computed in float64, token by token."""
-    points = Points(WINDOW + buffer, buffer)
-    kept = queries_of(method, points)
-    served = Served(method, points, kept, softcap, middle=(heads, FULL))
+    rhythm = Rhythm(WINDOW + buffer, buffer)
+    kept = queries_of(method, rhythm)
+    served = Served(method, rhythm, kept, softcap, middle=(heads, FULL))
     requests = [drawn(seed + number, size) for number, size in enumerate(sizes)]
     pages = data.draw(st.permutations(range(1, 9)))[: len(sizes)]
     budget = torch.tensor([heads]) + WINDOW
     for request, found in zip(requests, run(served, requests, pages, data, chunk), strict=True):
-        expected = alone(method, points, kept, request, softcap, budget)
+        expected = alone(method, rhythm, kept, request, softcap, budget)
         torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=2e-4)
 
 
@@ -53,8 +53,8 @@ def test_as_they_are(method, seed, sizes, heads, chunk, buffer, softcap, data):
     data=st.data(),
 )
 def test_a_batch_is_its_requests_alone(bits, seed, sizes, heads, chunk, data):
-    points = Points(WINDOW + 8, 8)
-    served, own = (Served("heavy_merge", points, 8, middle=(heads, bits)) for _ in range(2))
+    rhythm = Rhythm(WINDOW + 8, 8)
+    served, own = (Served("heavy_merge", rhythm, 8, middle=(heads, bits)) for _ in range(2))
     requests = [drawn(seed + number, size) for number, size in enumerate(sizes)]
     pages = data.draw(st.permutations(range(1, 9)))[: len(sizes)]
     for request, found in zip(requests, run(served, requests, pages, data, chunk), strict=True):
@@ -71,7 +71,7 @@ def test_where_all_tokens_fit_only_bits_err(bits, least, most, heads, dtype):
     request = [t.to(dtype) for t in drawn(7, 90)]
     found = {}
     for name in (Bits(bits, bits), FULL):
-        served = Served("heavy_merge", Points(24, 16), 16, None, dtype, middle=(heads, name))
+        served = Served("heavy_merge", Rhythm(24, 16), 16, None, dtype, middle=(heads, name))
         (out,) = served.step([(1, 0, request)])
         found[name] = out.double(), served.counts.errors / served.counts.compressions
     q, k, v = (t.double().transpose(0, 1)[None] for t in request)
@@ -88,7 +88,7 @@ def test_where_all_tokens_fit_only_bits_err(bits, least, most, heads, dtype):
 @pytest.mark.parametrize("bits", BITS, ids=str)
 def test_a_page_that_is_claimed_again_starts_anew(bits):
     served, fresh = (
-        Served("heavy_merge", Points(24, 16), 16, middle=((20, 33), bits)) for _ in range(2)
+        Served("heavy_merge", Rhythm(24, 16), 16, middle=((20, 33), bits)) for _ in range(2)
     )
     first, second = drawn(1, 70), drawn(2, 70)
     before = [t.clone() for t in served.parts()]
@@ -104,7 +104,7 @@ def test_a_page_that_is_claimed_again_starts_anew(bits):
 @pytest.mark.parametrize("wrong", [torch.inf, torch.nan])
 def test_numbers_that_overflow_are_their_own_requests_loss(wrong):
     middle = (20, 33), Bits(4, 4)
-    served, fresh = (Served("heavy_merge", Points(24, 16), 16, middle=middle) for _ in range(2))
+    served, fresh = (Served("heavy_merge", Rhythm(24, 16), 16, middle=middle) for _ in range(2))
     broken, good = drawn(1, 70), drawn(2, 70)
     for tensor in broken:
         tensor[30] = wrong
@@ -114,7 +114,7 @@ def test_numbers_that_overflow_are_their_own_requests_loss(wrong):
 
 
 def test_the_parts_of_a_page_do_not_overlap():
-    served = Served("heavy_merge", Points(24, 16), 16, middle=((20, 33), Bits(8, 4)))
+    served = Served("heavy_merge", Rhythm(24, 16), 16, middle=((20, 33), Bits(8, 4)))
     parts = list(served.parts())
     for number, part in enumerate(parts, start=1):
         part[1] = number

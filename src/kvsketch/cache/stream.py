@@ -23,7 +23,7 @@ from kvsketch.observed import Observed
 from kvsketch.page.page import Page
 from kvsketch.page.part import Part
 from kvsketch.page.quantized import FULL, Bits
-from kvsketch.page.schedule import Points, Schedule
+from kvsketch.page.schedule import Rhythm, Schedule
 from kvsketch.slots import Slots, compute_dtype
 
 
@@ -37,7 +37,7 @@ class Stream:
     page: every head has its budget and a buffer, which decoding fills; when it is full, all heads
     are compressed to a buffer below their budgets. No token allocates in between.
 
-    A stream with ``points`` is compressed at fixed tokens, those of a prompt included: ``settle``
+    A stream with ``rhythm`` is compressed at fixed tokens, those of a prompt included: ``settle``
     must then be called where ``cuts`` says.
 
     Args:
@@ -62,7 +62,7 @@ class Stream:
 
     Attributes:
         streaming: as given.
-        points: the tokens at which it compresses; None: at the end of prompts, and while decoding.
+        rhythm: the tokens at which it compresses; None: at the end of prompts, and while decoding.
         seen: tokens so far.
         compressed: whether any token was ever compressed.
         errors: the measured errors of the slots.
@@ -108,8 +108,8 @@ class Stream:
         self.queries.clear()
         self.errors.reset()
         self._limit = 0  # appended tokens at which the page is due
-        self.points = self._fixed_points()
-        self._next = 0 if self.points is None else self.points.slots  # token of the next one
+        self.rhythm = self._fixed_rhythm()
+        self._next = 0 if self.rhythm is None else self.rhythm.slots  # token of the next one
         self._bytes = 0  # of the page
         self.method.reset()
 
@@ -119,7 +119,7 @@ class Stream:
         given = self._buffer, bits != FULL, sketch, self.one_shot
         self.schedule = Schedule(method.sink, method.recent, *given)
 
-    def _fixed_points(self) -> Points | None:
+    def _fixed_rhythm(self) -> Rhythm | None:
         budget = self.budget
         if budget is None or budget.even is None or not self.streaming or self.one_shot:
             return None
@@ -127,7 +127,7 @@ class Stream:
             return None
         slots = budget.slots(budget.value + 1)
         assert isinstance(slots, int)
-        return self.schedule.points(slots)
+        return self.schedule.rhythm(slots)
 
     def wants_queries(self, count: int) -> bool:
         """Whether ``settle`` needs the queries of the newest ``count`` tokens."""
@@ -202,29 +202,29 @@ class Stream:
     def start(self, budget: HeadBudgets) -> None:
         """Take a budget that a plan gives while nothing is compressed."""
         self.budget = budget
-        self.points = self._fixed_points()
-        self._next = 0 if self.points is None else self.points.slots
+        self.rhythm = self._fixed_rhythm()
+        self._next = 0 if self.rhythm is None else self.rhythm.slots
 
     def resume(self) -> None:
         """Go on from a page that was restored, at the same tokens if it was made at them."""
-        points = self.points
-        if points is None or not self.compressed:
+        rhythm = self.rhythm
+        if rhythm is None or not self.compressed:
             return
         seen = np.array(self.seen)
-        if bool((self.held > int(points.all_held(seen))).any()):
-            self.points = None  # it was put together from others
+        if bool((self.held > int(rhythm.all_held(seen))).any()):
+            self.rhythm = None  # it was put together from others
         else:
-            self._next = self.seen + int(points.left(seen))
+            self._next = self.seen + int(rhythm.left(seen))
 
     def cuts(self, tokens: int) -> list[int]:
         """The numbers of tokens after which ``settle`` has to be called, if the last ``tokens``
         were appended one after another: their sum is ``tokens``."""
         before = self.seen - tokens
-        if self.points is None or self._next >= self.seen or self._next <= before:
+        if self.rhythm is None or self._next >= self.seen or self._next <= before:
             return [tokens]
         sizes, left = [self._next - before], self.seen - self._next
         while left:
-            sizes.append(min(left, self.points.every))
+            sizes.append(min(left, self.rhythm.every))
             left -= sizes[-1]
         return sizes
 
@@ -237,7 +237,7 @@ class Stream:
             return
         page = self._page
         if self.compressed:
-            if page.appended >= self._limit and self.points is None:
+            if page.appended >= self._limit and self.rhythm is None:
                 self._limit = page.appended + self._room(page.count)
             if page.room < q:
                 # decoding takes a whole buffer at once, a chunk what it needs
@@ -265,8 +265,8 @@ class Stream:
         Returns:
             Whether it compressed.
         """
-        if self.points is not None:
-            return self._settle_at(self.points, observed, hold)
+        if self.rhythm is not None:
+            return self._settle_at(self.rhythm, observed, hold)
         budget = self.budget
         wanted = self.method.requires.queries or hold  # at least to measure the error on
         if observed is not None and (budget is None or (wanted and not self._whole)):
@@ -290,11 +290,11 @@ class Stream:
         self.page.release()
         return False
 
-    def _settle_at(self, points: Points, observed: Observed | None, hold: bool) -> bool:
+    def _settle_at(self, rhythm: Rhythm, observed: Observed | None, hold: bool) -> bool:
         """``settle`` of a stream that compresses at fixed tokens. Queries become scores only
         there, and only the last ones, which is all that a page in an engine's memory keeps."""
         assert self.budget is not None
-        kept = points.queries(self.method.window)
+        kept = rhythm.queries(self.method.window)
         due = self.seen >= self._next and not hold
         if observed is not None and self.method.requires.queries:
             count = observed.queries.shape[2]
@@ -316,7 +316,7 @@ class Stream:
         """Whether ``settle`` would compress now."""
         if self.budget is None:
             return False
-        if self.points is not None:
+        if self.rhythm is not None:
             return self.seen >= self._next
         if self.compressed and not self.one_shot:
             return self.page.appended >= self._limit
@@ -370,16 +370,16 @@ class Stream:
         if self.errors.probing:
             self.errors.update(self.slots, self.seen)
         limit = budget = budgets.slots(self.seen, len(self.held))
-        room, points = 0, self.points
-        if points is not None:
-            limit = budget = points.kept
-            room = points.every // self.schedule.period
+        room, rhythm = 0, self.rhythm
+        if rhythm is not None:
+            limit = budget = rhythm.kept
+            room = rhythm.every // self.schedule.period
         elif not prefill:
             room = self.buffer
             budget = self.schedule.below(budget, room)
             if isinstance(limit, Tensor):  # heads that keep every token have no use for room
                 budget = torch.where(limit >= self.seen, limit, budget)
-        first = prefill or (exact is not None and points is not None)
+        first = prefill or (exact is not None and rhythm is not None)
         if exact is not None and first and last is not None:
             recent = int(torch.as_tensor(self.schedule.recent_within(budget)).min())
             self.errors.ask(exact, last, recent, self.seen)
@@ -390,12 +390,12 @@ class Stream:
         else:
             if provisional:  # the queries of the final compression must attend to the same tokens
                 method = replace(method, recent=max(method.recent, method.window or 0))
-            if points is not None:  # random choices depend on this number, and not on other rows
-                times = int(points.times(np.array(self.seen))) - 1
+            if rhythm is not None:  # random choices depend on this number, and not on other rows
+                times = int(rhythm.times(np.array(self.seen))) - 1
                 method.restart(torch.full((len(self.held),), times))
             page = self._slotted(method, budget, limit, room, fit=prefill)
-        if points is not None:
-            self._next = self.seen + int(points.left(np.array(self.seen)))
+        if rhythm is not None:
+            self._next = self.seen + int(rhythm.left(np.array(self.seen)))
         self._limit = page.appended + page.room
         # All heads of groups equally, independently of their sizes.
         if page.grouped:
@@ -415,15 +415,15 @@ class Stream:
         page = self.page
         assert isinstance(page, Page)
         slots = page.read(exactly=page.middle is not None)
-        if self.points is not None:  # as in an engine's memory, where every slot has a mass
+        if self.rhythm is not None:  # as in an engine's memory, where every slot has a mass
             slots = replace(slots, values=slots.values.to(compute_dtype(slots.values.dtype)))
         # Scored before: where nothing is compressed, the queries must not be lost either.
         slots = self._scored(slots)
 
         def space(kept: Slots) -> int:
             often = self.schedule.period * room
-            if self.points is not None or isinstance(limit, Tensor):
-                return often if self.points is None else self.points.every
+            if self.rhythm is not None or isinstance(limit, Tensor):
+                return often if self.rhythm is None else self.rhythm.every
             above = max(limit, kept.count) + room - kept.count
             return above if self.bits == FULL else min(often, above)
 
@@ -530,7 +530,7 @@ class Stream:
         """
         page = Page.of_tokens(slots)
         self._page, self.seen, self.budget, self._limit = page, seen, budget, 0
-        self.compressed, before, self.points = False, self.compressed, None
+        self.compressed, before, self.rhythm = False, self.compressed, None
         self.queries.clear()
         self.errors.reset()
         self._store(bits)

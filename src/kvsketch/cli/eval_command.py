@@ -17,7 +17,7 @@ from rich.console import Console
 from kvsketch.cli.exit_codes import INTERRUPTED
 
 if TYPE_CHECKING:
-    from kvsketch.evaluation.runner.preset_run import Plan
+    from kvsketch.evaluation.runner.preset_run import PresetRun
     from kvsketch.evaluation.runner.presets import Preset
     from kvsketch.evaluation.runner.settings import Settings
     from kvsketch.evaluation.runner.sweep import Runner, Sweep
@@ -377,7 +377,7 @@ def run_sweep(
     settings: Mapping[str, Any],
     seed: int,
     runner: Runner | None = None,
-    plan: Plan | None = None,
+    plan: PresetRun | None = None,
 ) -> None:
     """Runs `sweep` with a progress bar, then prints table and JSON, also when interrupted; for a
     preset, also the paper's numbers."""

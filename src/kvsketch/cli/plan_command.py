@@ -61,11 +61,11 @@ def plan_command(
     from kvsketch.evaluation.report.report import dumps
     from kvsketch.evaluation.runner.loading import load_config, resolve_model
     from kvsketch.vllm.plan import plan, size_of, tokens_of
-    from kvsketch.vllm.settings import Settings
+    from kvsketch.vllm.settings import PageSettings
 
     tokens, memory = tokens_of(context, "--context"), size_of(gpu_memory, "--gpu-memory")
     kept = 1024 if budget is None else budget
-    settings = Settings(method, kept, sink, recent, bits=bits)
+    settings = PageSettings(method, kept, sink, recent, bits=bits)
     folder = resolve_model(model)
     config, numbers = load_config(folder), getattr(torch, dtype)
     found = plan(config, memory, tokens, concurrency, settings, numbers)

@@ -45,7 +45,7 @@ OF_THE_FORWARD = frozenset(
 
 
 @dataclass(frozen=True)
-class Turn:
+class LayerTurn:
     """What the attention of a layer depends on besides the layer.
 
     Attributes:
@@ -66,7 +66,7 @@ class Turn:
 
 def attention(
     layer: SketchLayer,
-    turn: Turn,
+    turn: LayerTurn,
     kernel: Kernel,
     name: str,
     module: nn.Module | None,
@@ -196,7 +196,7 @@ def attend_slots(layer: SketchLayer, asked: Observed, view: View) -> Tensor:
 
 def check_arguments(
     layer: SketchLayer,
-    turn: Turn,
+    turn: LayerTurn,
     module: nn.Module,
     args: Sequence[Any],
     kwargs: dict[str, Any],

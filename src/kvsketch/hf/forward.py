@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 from kvsketch.cache.plan import Plan
 from kvsketch.errors import AccuracyWarning, KVSketchError, UnsupportedError
 from kvsketch.hf import accounting, interface
-from kvsketch.hf.attention import Turn, attention
+from kvsketch.hf.attention import LayerTurn, attention
 from kvsketch.hf.interface import Kernel
 from kvsketch.hf.layer import SketchLayer
 from kvsketch.hf.masks import Masks
@@ -89,7 +89,7 @@ class Forward:
         is compressed afterwards, if due."""
         reading = self.reading
         again = None if reading is None else reading.again
-        turn = Turn(
+        turn = LayerTurn(
             self.masks,
             layer is self.first,
             functools.partial(self._is_last, layer),

@@ -23,7 +23,7 @@ from kvsketch.kernels.flat_page import Page, Sizes, check, check_block, check_to
 from kvsketch.kernels.triton_combine import combine
 from kvsketch.kernels.triton_slots import (
     LOG2E,
-    Scoring,
+    KernelScores,
     at,
     attend_slots,
     finished,
@@ -159,7 +159,7 @@ def decode(
         given("scratch[0]", parts, queries, (*wanted, sizes.value_dim), torch.float32)
         given("scratch[1]", logs, queries, wanted, torch.float32)
     page = flat(keys, values, log_mass, positions, start, count, pages)
-    scoring = Scoring(float(scaling), softcap, sinks, at(sinks), slopes, at(slopes))
+    scoring = KernelScores(float(scaling), softcap, sinks, at(sinks), slopes, at(slopes))
     group_block = min(padded(sizes.group), _MOST_ROWS)
     tiles = -(-sizes.group // group_block)
     pieces = splits * (1 if block is not None else _PIECE)

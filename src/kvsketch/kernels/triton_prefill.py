@@ -31,8 +31,8 @@ from kvsketch.kernels.flat_page import (
 )
 from kvsketch.kernels.triton_slots import (
     LOG2E,
+    KernelScores,
     New,
-    Scoring,
     absorb,
     at,
     attend_slots,
@@ -151,7 +151,7 @@ def prefill(
             at(queries),
             flat(keys, values, log_mass, positions, start, count, pages),
             New(new_keys, at(new_keys), new_values, at(new_values), *columns),
-            Scoring(float(scaling), softcap, sinks, at(sinks), slopes, at(slopes)),
+            KernelScores(float(scaling), softcap, sinks, at(sinks), slopes, at(slopes)),
             out,
             at(out),
             log_total,

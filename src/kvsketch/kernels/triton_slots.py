@@ -72,7 +72,7 @@ class New(NamedTuple):
     positions_at: tuple[int, ...]
 
 
-class Scoring(NamedTuple):
+class KernelScores(NamedTuple):
     """The parameters that turn inner products into scores."""
 
     scaling: float

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.methods.groups import Groups
-from kvsketch.methods.nearest import Blocks, cheapest
+from kvsketch.methods.nearest import SlotBlocks, cheapest
 from kvsketch.methods.points import Given, KeysAndValues, Points
 from kvsketch.slots import Slots
 
@@ -140,7 +140,7 @@ class _Rows:
         taken, root, most = torch.zeros_like(live), own, int(wanted.max())
         if most:
             some = wanted.squeeze(1).nonzero().squeeze(1)
-            blocks = Blocks.of(some, self.sizes[some], n)
+            blocks = SlotBlocks.of(some, self.sizes[some], n)
             cost, partner = cheapest(self.points, self.places, self.weight, blocks)
             theirs = cost.gather(1, partner)
             falling = (theirs < cost) | ((theirs == cost) & (partner < own))

@@ -19,7 +19,7 @@ _WIDTH = 8
 
 
 @dataclass(frozen=True)
-class Blocks:
+class SlotBlocks:
     """The slots of every row in blocks of about 256. The last block of a row may be shorter.
 
     Attributes:
@@ -36,7 +36,7 @@ class Blocks:
     row: Tensor
 
     @staticmethod
-    def of(rows: Tensor, sizes: Tensor, width: int) -> Blocks:
+    def of(rows: Tensor, sizes: Tensor, width: int) -> SlotBlocks:
         """The blocks of some rows (int64 ``[r]``) with ``sizes`` (``[r]``) slots, out of rows of
         ``width`` columns."""
         count = (sizes / _PAIR_BLOCK).round().long().clamp(min=1)
@@ -50,11 +50,11 @@ class Blocks:
         place = torch.arange(most, device=rows.device)
         real = place < torch.minimum(each, size - first).unsqueeze(1)
         column = (row * width + first).unsqueeze(1) + place * real
-        return Blocks(column, real, first.unsqueeze(1), row)
+        return SlotBlocks(column, real, first.unsqueeze(1), row)
 
 
 def cheapest(
-    points: Points, places: Tensor, weight: Tensor, blocks: Blocks
+    points: Points, places: Tensor, weight: Tensor, blocks: SlotBlocks
 ) -> tuple[Tensor, Tensor]:
     """The cost of merging each slot with its cheapest partner in its block: m1 m2 / (m1 + m2)
     |x1 - x2|^2 for weights m (Ward 1963).

@@ -64,7 +64,7 @@ class Schedule:
             return max(less, least, 1)
         return torch.maximum(torch.as_tensor(less), torch.as_tensor(least)).clamp(min=1)
 
-    def points(self, budget: int) -> Points:
+    def rhythm(self, budget: int) -> Rhythm:
         """The tokens at which a layer is compressed that has read nothing yet, if all heads have
         the same ``budget``, which does not grow."""
         buffer = self.buffer(budget)
@@ -72,13 +72,13 @@ class Schedule:
         assert isinstance(kept, int)
         every = budget + buffer - kept
         if not self.few_bits:
-            return Points(kept + every, every)
+            return Rhythm(kept + every, every)
         window = min(kept, self.sink + self.recent)
-        return Points(window + every, every, kept - window)
+        return Rhythm(window + every, every, kept - window)
 
 
 @dataclass(frozen=True)
-class Points:
+class Rhythm:
     """The tokens at which a layer is compressed: a function of the number of tokens seen, and
     nothing else. Prompts come in chunks of any size, requests are preempted and read again, and
     several run in one batch. An answer depends on none of this, because chunks are split where a

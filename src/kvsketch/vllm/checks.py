@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvsketch.errors import UnsupportedError
-from kvsketch.vllm.settings import DRAWING, Settings
+from kvsketch.vllm.settings import DRAWING, PageSettings
 
 
 def check_engine(config: Any) -> None:
@@ -51,7 +51,7 @@ def check_engine(config: Any) -> None:
             raise UnsupportedError(f"kvsketch does not serve {what} from its pages: unset {option}")
 
 
-def check_settings(config: Any, settings: Settings) -> None:
+def check_settings(config: Any, settings: PageSettings) -> None:
     """Raise unless the engine's configuration supports our settings.
 
     Args:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvsketch.page.schedule import Numbers
 from kvsketch.vllm.checks import check_settings
-from kvsketch.vllm.settings import Settings, read
+from kvsketch.vllm.settings import PageSettings, read
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Engine:
     """
 
     config: Any
-    settings: Settings
+    settings: PageSettings
     context: int
     layers: int
     groups: dict[tuple[int, int], int] = field(default_factory=dict)

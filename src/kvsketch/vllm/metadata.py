@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from kvsketch.page.schedule import Numbers, Points
+from kvsketch.page.schedule import Numbers, Rhythm
 from kvsketch.vllm import metrics
 from kvsketch.vllm.engine import running
 from kvsketch.vllm.manager import PARTS
@@ -54,7 +54,7 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._points: Points | None = None
+        self._rhythm: Rhythm | None = None
 
     def build(
         self,
@@ -75,12 +75,12 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         if last is not None and all(map(np.array_equal, last[0], now)):
             known: PageMetadata = last[1]
             return known
-        if self._points is None:
-            self._points = engine.settings.points(engine.context)
-        points = self._points
+        if self._rhythm is None:
+            self._rhythm = engine.settings.rhythm(engine.context)
+        rhythm = self._rhythm
         if get_tensor_model_parallel_rank() == 0 and get_pp_group().is_first_rank:
             # All ranks see the same.
-            slots = points.all_held(seen + new).sum()
+            slots = rhythm.all_held(seen + new).sum()
             metrics.add(tokens=float(new.sum()), slots=float(slots))
         pages, copies, together = blocks[:, 0], None, None
         if spec.prefixes:
@@ -89,7 +89,7 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
             pages, copies, together = _gathered(table, spec.blocks, copies)
         layout = spec.layout
         middle = max(layout.middle, default=0)
-        given = points, layout.queries, self.device, copies, middle
+        given = rhythm, layout.queries, self.device, copies, middle
         todo = rounds(starts, seen, pages, *given)
         found = PageMetadata(todo, batch.num_actual_tokens, together)
         engine.batch = now, found

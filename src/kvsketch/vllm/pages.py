@@ -23,7 +23,7 @@ from kvsketch.observed import Observed
 from kvsketch.page.layout import Layout
 from kvsketch.page.page import Page
 from kvsketch.page.part import Part
-from kvsketch.page.schedule import Points
+from kvsketch.page.schedule import Rhythm
 from kvsketch.partial import log_mass, partial, together
 from kvsketch.slots import Slots
 from kvsketch.vllm.rounds import Round, Writes
@@ -53,7 +53,7 @@ class Pages:
     Args:
         layout: of a page.
         method: the method with its sinks and recent window; None: nothing is compressed.
-        points: when pages are compressed, and to what.
+        rhythm: when pages are compressed, and to what.
         scaling, softcap: of the model, see ``observed.Observed``.
         counts: updated at every compression; None: errors are not measured.
     """
@@ -62,12 +62,12 @@ class Pages:
         self,
         layout: Layout,
         method: Windowed | None,
-        points: Points,
+        rhythm: Rhythm,
         scaling: float,
         softcap: float | None = None,
         counts: Counts | None = None,
     ) -> None:
-        self.layout, self.method, self.points, self.counts = layout, method, points, counts
+        self.layout, self.method, self.rhythm, self.counts = layout, method, rhythm, counts
         self.scaling, self.softcap = scaling, softcap
         self._starts: Tensor | None = None
 
@@ -232,9 +232,9 @@ class Pages:
             asked: their last queries.
             between: these slots, see ``Page.rows``.
         """
-        points, layout = self.points, self.layout
+        rhythm, layout = self.rhythm, self.layout
         around = method.sink, method.recent
-        before = page.rows(rows, points.slots, *around, between)
+        before = page.rows(rows, rhythm.slots, *around, between)
         # A request whose numbers overflow has lost its own answer, but a method would refuse the
         # whole batch because of it.
         for name in ("keys", "values"):
@@ -242,7 +242,7 @@ class Pages:
         slots = before.read(exactly=before.middle is not None)
         if method.requires.queries:
             slots = method.observe(slots, asked)
-        kept: int | Tensor = points.kept
+        kept: int | Tensor = rhythm.kept
         if layout.uneven:
             kept = layout.sizes(len(rows), torch.device("cpu")) + sum(around)
         elif layout.middle:

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.hf.models import has_latents, kv_heads_of, layers_of, max_positions
-from kvsketch.vllm.settings import Settings
+from kvsketch.vllm.settings import PageSettings
 
 #: The share of a GPU's memory that vLLM 0.32 uses by default (``--gpu-memory-utilization``).
 UTILIZATION = 0.92
@@ -24,7 +24,7 @@ _BINARY = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 @dataclass(frozen=True)
-class Plan:
+class Capacity:
     """The number of requests that fit.
 
     Attributes:
@@ -100,9 +100,9 @@ def plan(
     memory: int,
     context: int,
     concurrency: int | None = None,
-    settings: Settings | None = None,
+    settings: PageSettings | None = None,
     dtype: torch.dtype = torch.bfloat16,
-) -> Plan:
+) -> Capacity:
     """The budget with which ``concurrency`` requests fit, or the number of requests that fit with
     the given budget.
 
@@ -119,7 +119,7 @@ def plan(
             positions, or the model does not fit into the memory.
         UnsupportedError: a model that the plugin does not serve.
     """
-    settings = settings or Settings(budget=1024)
+    settings = settings or PageSettings(budget=1024)
     most = _positions(config)
     if most is not None and context > most:
         raise InputError(
@@ -171,7 +171,7 @@ def plan(
         raise InputError(f"budget={budget!r} must be an int here: slots per KV head")
     slots, size = page(budget)
     before = left / request
-    return Plan(
+    return Capacity(
         weights,
         left,
         request,

@@ -1,4 +1,4 @@
-"""A batch in rounds: chunks of prompts are split exactly where a page is full (``Points``)."""
+"""A batch in rounds: chunks of prompts are split exactly where a page is full (``Rhythm``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsketch.page.schedule import Numbers, Points
+from kvsketch.page.schedule import Numbers, Rhythm
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def rounds(
     starts: Numbers,
     seen: Numbers,
     pages: Numbers,
-    points: Points,
+    rhythm: Rhythm,
     queries: int,
     device: torch.device,
     copies: Copies | None = None,
@@ -130,7 +130,7 @@ def rounds(
         return found if device.type == "cpu" else found.to(device)
 
     while (left > 0).any():
-        until = points.left(seen)
+        until = rhythm.left(seen)
         count = np.minimum(left, until)
         count = np.where(copies.at > seen, np.minimum(count, copies.at - seen), count)
         for some in (count == 1, count > 1):
@@ -140,7 +140,7 @@ def rounds(
             rows = rows[pages[rows].argsort()]
             number, mine = np.arange(count[rows].max()), count[rows, None]
             own = number < mine
-            held = points.held(seen[rows])[:, None] + number
+            held = rhythm.held(seen[rows])[:, None] + number
             place = number + queries - until[rows, None]
             page = np.broadcast_to(pages[rows, None], own.shape)
             token = at[rows, None] + np.minimum(number, mine - 1)
@@ -154,9 +154,9 @@ def rounds(
                 tensor(place[own][queried]),
             )
             reads = held[:, 0] + (held.shape[1] == 1)
-            full, before = (count == until)[rows], seen[rows] >= points.slots
-            times = points.times(seen[rows])
-            fills = np.minimum(times * points.every, middle)
+            full, before = (count == until)[rows], seen[rows] >= rhythm.slots
+            times = rhythm.times(seen[rows])
+            fills = np.minimum(times * rhythm.every, middle)
             begun = start[rows] >= 0
             kept = (seen + count == copies.at)[rows] & (count[rows] > 0)
             found.append(

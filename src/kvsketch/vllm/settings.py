@@ -1,4 +1,4 @@
-"""Settings of the serving plugin, from environment variables and the engine's configuration.
+"""PageSettings of the serving plugin, from environment variables and the engine's configuration.
 
     KVSKETCH_METHOD=heavy_merge KVSKETCH_BUDGET=1024 vllm serve ...
     --additional-config '{"kvsketch": {"method": "heavy_merge", "budget": 1024}}'
@@ -23,7 +23,7 @@ from kvsketch.errors import InputError, at_least, unknown_name
 from kvsketch.methods.window import check_window
 from kvsketch.page.layout import Layout
 from kvsketch.page.quantized import Bits, check_bits
-from kvsketch.page.schedule import Points, Schedule
+from kvsketch.page.schedule import Rhythm, Schedule
 from kvsketch.vllm.pages import Pages
 
 #: the name of the uncompressed page
@@ -61,7 +61,7 @@ _TOLD = 2.0
 
 
 @dataclass(frozen=True)
-class Settings:
+class PageSettings:
     """How the pages of requests are compressed.
 
     Attributes:
@@ -106,7 +106,7 @@ class Settings:
                 raise InputError(f"tolerance={number!r} must be a number > 0")
         if self.method == EXACT:
             for name in ("budget", "bits", "allocation", "tolerance"):
-                if getattr(self, name) != getattr(Settings, name):
+                if getattr(self, name) != getattr(PageSettings, name):
                     raise InputError(
                         f"{name}={getattr(self, name)!r} with method='exact': the exact page holds "
                         f"every token as it is; leave {name} out, or name another method"
@@ -138,16 +138,16 @@ class Settings:
     def least(self) -> int:
         """The smallest budget that leaves the method a slot when a page is compressed."""
         window = self.sink + self.recent
-        return next(n for n in itertools.count(1) if self._schedule.points(n).kept > window)
+        return next(n for n in itertools.count(1) if self._schedule.rhythm(n).kept > window)
 
-    def points(self, context: int) -> Points:
+    def rhythm(self, context: int) -> Rhythm:
         """When pages are compressed, and to what, for requests of at most ``context`` tokens.
 
         Raises:
             InputError: a budget too small for the sinks and the recent window.
         """
         if self.method == EXACT:
-            return Points(context + 1, 1)
+            return Rhythm(context + 1, 1)
         assert self.budget is not None
         budget, window = Budget(self.budget).slots(context), self.sink + self.recent
         if budget < self.least:
@@ -156,9 +156,9 @@ class Settings:
                 f"recent={self.recent} leave none to the method when a page is compressed: at "
                 f"least {self.least} are needed"
             )
-        found = self._schedule.points(budget)
+        found = self._schedule.rhythm(budget)
         if self.split and not found.middle:  # in two parts, because heads differ in size
-            return Points(window + found.every, found.every, found.kept - window)
+            return Rhythm(window + found.every, found.every, found.kept - window)
         return found
 
     def sizes(self, context: int, layers: int, heads: int, model: str) -> list[list[int]]:
@@ -174,7 +174,7 @@ class Settings:
         """
         curves, fixed = self._curves(), self.sink + self.recent
         curves.check_model(layers, heads, model)
-        kept = self.points(context).kept
+        kept = self.rhythm(context).kept
         part = min(1.0, max(kept / context, _TOLD * curves.least))
         shares = curves.allocate(part)
         return [[max(1, round(share * kept) - fixed) for share in layer] for layer in shares]
@@ -195,20 +195,20 @@ class Settings:
             group: query heads per KV head.
             sizes: slots of each KV head between sinks and recent window; None: the same for all.
         """
-        points, method = self.points(context), self.windowed()
+        rhythm, method = self.rhythm(context), self.windowed()
         queries = 0
         if method is not None:
-            queries = points.queries(method.window) if method.requires.queries else 1
+            queries = rhythm.queries(method.window) if method.requires.queries else 1
         scored = method is not None and method.requires.queries
         if self.split and sizes is None:
-            sizes = [points.middle] * kv_heads
-        shape = (kv_heads, group, points.slots, head_dim, head_dim, queries, scored, dtype)
+            sizes = [rhythm.middle] * kv_heads
+        shape = (kv_heads, group, rhythm.slots, head_dim, head_dim, queries, scored, dtype)
         return Layout(*shape, tuple(sizes or ()), Bits(self.bits, self.bits))
 
     def pages(self, layout: Layout, context: int, layer: int, *args: Any) -> Pages:
         """The pages of one layer. The arguments after ``layer`` are those of ``Pages`` from
         ``scaling`` on."""
-        return Pages(layout, self.windowed(layer), self.points(context), *args)
+        return Pages(layout, self.windowed(layer), self.rhythm(context), *args)
 
     def windowed(self, layer: int = 0) -> Windowed | None:
         """A new method with its window for a layer; None: nothing is compressed."""
@@ -221,7 +221,7 @@ class Settings:
 
 def read(
     config: Mapping[str, Any] | None = None, environment: Mapping[str, str] = os.environ
-) -> Settings | None:
+) -> PageSettings | None:
     """The settings, or None if nothing is set.
 
     Args:
@@ -231,7 +231,7 @@ def read(
     Raises:
         InputError: an unknown setting, or a value that is not allowed.
     """
-    names = [field.name for field in fields(Settings)]
+    names = [field.name for field in fields(PageSettings)]
     given: dict[str, Any] = {
         name: _number(name, environment[_PREFIX + name.upper()])
         for name in names
@@ -247,7 +247,7 @@ def read(
         if name not in names:
             raise unknown_name("kvsketch setting", name, names)
         given[name] = value
-    return Settings(**given) if given else None
+    return PageSettings(**given) if given else None
 
 
 def _number(name: str, text: str) -> str | int | float:

@@ -63,7 +63,7 @@ SPEEDS = ("prefill_tokens_per_s", "decode_tokens_per_s")
 
 
 @dataclass(frozen=True)
-class Page:
+class HtmlPage:
     """A report.
 
     Attributes:
@@ -77,7 +77,7 @@ class Page:
     runs: Sequence[Run]
 
 
-def build(stores: Sequence[Path], inspect: Path | None = None, png: bool = False) -> Page:
+def build(stores: Sequence[Path], inspect: Path | None = None, png: bool = False) -> HtmlPage:
     """Read stores and make a page of them.
 
     Args:
@@ -135,7 +135,7 @@ def build(stores: Sequence[Path], inspect: Path | None = None, png: bool = False
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=Markup(f"{style}{book.rules}\n"),
     )
-    return Page(html, figures, runs)
+    return HtmlPage(html, figures, runs)
 
 
 def check_outputs(page: Path, figures: Path | None) -> None:
@@ -157,7 +157,7 @@ def check_outputs(page: Path, figures: Path | None) -> None:
         check_folder(figures, "--figures")
 
 
-def save(page: Page, path: Path, figures: Path | None) -> list[str]:
+def save(page: HtmlPage, path: Path, figures: Path | None) -> list[str]:
     """Write a page and, if a folder is given, its figures. Returns the file names of the figures.
     The folder of the page is made if it is missing.
 

@@ -11,13 +11,13 @@ from rich.console import Console, Group
 from kvsketch.evaluation.report.parts import Grid
 from kvsketch.evaluation.report.published_panel import NOT_RUN, beside
 from kvsketch.evaluation.report.terminal import tables_within
-from kvsketch.evaluation.runner.preset_run import Plan
+from kvsketch.evaluation.runner.preset_run import PresetRun
 from kvsketch.evaluation.runner.runs import run_of
 from kvsketch.evaluation.runner.setups import EXACT
 from kvsketch.evaluation.runner.sweep import Sweep
 
 
-def show(plan: Plan, sweep: Sweep, console: Console) -> dict[str, Any]:
+def show(plan: PresetRun, sweep: Sweep, console: Console) -> dict[str, Any]:
     """Print the output, and return the object for ``--json``."""
     records = sweep.done()
     grids = beside(run_of(records)) if records else []

@@ -21,7 +21,7 @@ QUESTION_MARK = "\nNow the record is over."  # where the question starts in ever
 
 
 @dataclass(frozen=True)
-class Case:
+class LinesCase:
     """One question over one record. `where` says where it came from, for messages."""
 
     prompt: str
@@ -36,7 +36,7 @@ class Case:
         return f"{self.lines}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def load_cases(path: Path) -> list[Case]:
+def load_cases(path: Path) -> list[LinesCase]:
     """Cases of one JSON-lines file in the official format.
 
     Only `prompt`, `expected_number` and `num_lines` are used.
@@ -53,7 +53,7 @@ def load_cases(path: Path) -> list[Case]:
     return cases
 
 
-def _parse_case(line: str, where: str) -> Case:
+def _parse_case(line: str, where: str) -> LinesCase:
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -69,10 +69,10 @@ def _parse_case(line: str, where: str) -> Case:
     for name, value, least in (("expected_number", expected, 0), ("num_lines", lines, 1)):
         if type(value) is not int or value < least:
             raise InputError(f"--cases {where}: {name} must be an int >= {least}, got {value!r}")
-    return Case(prompt, expected, lines, where)
+    return LinesCase(prompt, expected, lines, where)
 
 
-def load_case_files(paths: Sequence[Path], limit: int | None = None) -> list[Case]:
+def load_case_files(paths: Sequence[Path], limit: int | None = None) -> list[LinesCase]:
     """Cases of several files, the first `limit` of each.
 
     Raises `InputError` as `load_cases` does, and for a case that is there twice: it would count
@@ -89,7 +89,7 @@ def load_case_files(paths: Sequence[Path], limit: int | None = None) -> list[Cas
     return cases
 
 
-def make_cases(lines: Sequence[int], num_cases: int, seed: int) -> list[Case]:
+def make_cases(lines: Sequence[int], num_cases: int, seed: int) -> list[LinesCase]:
     """`num_cases` generated cases for each record length in `lines`.
 
     Raises `InputError` if `wonderwords` is missing or a length is impossible.

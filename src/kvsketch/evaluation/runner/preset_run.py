@@ -17,7 +17,7 @@ LONGEVAL_CASES = "github.com/DachengLi1/LongChat, longeval/evaluation/lines/test
 
 
 @dataclass(frozen=True)
-class Plan:
+class PresetRun:
     """What will be run.
 
     Attributes:
@@ -43,7 +43,7 @@ def plan(
     limit: int | None,
     seeds: Sequence[int],
     max_new_tokens: int | None,
-) -> Plan:
+) -> PresetRun:
     """Tasks and setups of the cases that are there.
 
     Raises:
@@ -58,7 +58,7 @@ def plan(
         notes.append(f"Answers of at most {max_new_tokens:,} tokens (--max-new-tokens), not the "
                      "benchmark's own lengths.")  # fmt: skip
     if preset.task == "longeval":
-        return Plan(
+        return PresetRun(
             preset,
             tasks,
             lambda case: preset.setups(case.group["lines"], seeds),
@@ -66,10 +66,12 @@ def plan(
             notes,
         )
     setups = preset.setups(seeds=seeds)
-    return Plan(preset, tasks, lambda case: setups, missing, notes)
+    return PresetRun(preset, tasks, lambda case: setups, missing, notes)
 
 
-def fitted_prompts(plan: Plan, model: str, max_new_tokens: int | None) -> tuple[Plan, int | None]:
+def fitted_prompts(
+    plan: PresetRun, model: str, max_new_tokens: int | None
+) -> tuple[PresetRun, int | None]:
     """The paper's longest prompt, or None where the model's own positions allow less; the plan
     then says so. Reads the model's configuration.
 

@@ -20,7 +20,7 @@ class LongEval(Task):
 
     name = "longeval"
 
-    def __init__(self, cases: Sequence[longeval.Case], max_new_tokens: int = 32) -> None:
+    def __init__(self, cases: Sequence[longeval.LinesCase], max_new_tokens: int = 32) -> None:
         self._cases = list(cases)
         self.max_new_tokens = max_new_tokens
 
@@ -36,7 +36,7 @@ class LongEval(Task):
         """The benchmark's own rule: 1 if the last integer in the answer is the line's number."""
         return float(read_answer(text) == int(case.answers[0]))
 
-    def _split(self, case: longeval.Case) -> Case:
+    def _split(self, case: longeval.LinesCase) -> Case:
         cut = case.prompt.rfind(QUESTION_MARK)
         if cut < 0:
             raise InputError(
