@@ -208,7 +208,7 @@ def right(rows: list[Any], texts: list[str]) -> int:
     return sum(str(row["expected_number"]) in t for row, t in zip(rows, texts, strict=True))
 
 
-def answers(count: int, budget: int = 1536) -> Job:
+def answers(count: int, budget: int = 768) -> Job:
     """The part answers: LongEval cases of 200 lines."""
     source, rows = cases(200, count, 0)
     prompts = [row["prompt"] for row in rows]

@@ -1,0 +1,83 @@
+"""Queries that wait for a compression, and the scores that they become."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvsketch.budget import Budget
+from kvsketch.cache.plan import _price
+from kvsketch.cache.queries import Queries
+from kvsketch.cache.stream import Stream
+from kvsketch.cache.window import windowed
+from kvsketch.observed import Observed
+from kvsketch.page.quantized import Bits
+from kvsketch.page.ragged import picked
+from kvsketch.slots import Slots
+
+
+def read(stream: Stream, tokens: int, seed: int = 0) -> Observed:
+    """Let a stream read a prompt of random tokens; returns its queries."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, 2, 2, tokens, 8, generator=generator)
+    stream.extend(Slots(keys, values))
+    return Observed(torch.randn(2, 4, tokens, 8, generator=generator), 0.5)
+
+
+def test_queries_of_a_second_reading_are_all_kept():
+    """They are a sample of the context, and none is the last."""
+    asked = Observed(torch.randn(1, 2, 9, 4), 0.5)
+    first, second = Queries(), Queries()
+    first.add(asked)
+    first.keep_last(3)
+    second.add(replace(asked, after=True))
+    second.keep_last(3)
+    assert (first.count, second.count) == (3, 9)
+    first.keep_last(0)
+    assert first.all() is None
+
+
+def test_queries_count_once():
+    """The queries that a compression has scored are gone after it."""
+    stream = Stream(windowed("h2o", 2, 6), Budget(20), 2)
+    asked = read(stream, 30)
+    assert stream.settle(asked, prefill=True)
+    assert stream.queries.count == 0
+    before = stream.slots.score.clone()
+    stream.fold()
+    assert torch.equal(stream.slots.score, before)
+
+
+def test_padding_has_no_importance():
+    stream = Stream(windowed("h2o", 2, 6), Budget(200), 2)
+    asked = read(stream, 30)
+    live = torch.ones(2, 30, dtype=torch.bool)
+    live[0, :7] = False
+    stream.mark_padding(live)
+    stream.settle(replace(asked, live=live), prefill=True)
+    found = stream.importance()
+    assert bool((found[0, :, :7] == -torch.inf).all())
+    assert bool(found[0, :, 7:].isfinite().all())
+    assert bool(found[1].isfinite().all())
+
+
+def test_a_score_has_its_price():
+    """Four bytes for the mass of every slot, and four more for a score if the method has one."""
+    prices = []
+    for method in ("streaming_llm", "snapkv"):
+        stream = Stream(windowed(method, 2, 6), Budget(20), 2)
+        read(stream, 30)
+        prices.append(_price(stream, Bits(4, 4), None))
+    token = 2 * 8 * 4  # keys and values in float32
+    assert prices[1].slot - prices[0].slot == pytest.approx(4 / token)
+    assert prices[1].whole - prices[0].whole == pytest.approx(4 / token)
+
+
+def test_dead_slots_that_are_picked_have_no_score():
+    slots = Slots(torch.randn(1, 1, 4, 2), torch.randn(1, 1, 4, 2), score=torch.ones(1, 1, 4))
+    there = torch.tensor([[[True, False, True]]])
+    found = picked(slots, torch.tensor([[[2, 1, 0]]]), there)
+    assert found.score.tolist() == [[[1.0, 0.0, 1.0]]]
+    assert found.masses().tolist() == [[[1.0, 0.0, 1.0]]]
