@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from kvsketch import Observed, Slots
 from kvsketch.budget import Budget, Schedule
 from kvsketch.cache import Plan, Stream, windowed
+from kvsketch.cache.goal import Goal
 from kvsketch.cache.sketch_page import SketchPage
+from kvsketch.cache.solvers import ByErrors, Shares
 from kvsketch.cache.storage import CHOICES, MEASURED
 from kvsketch.page.quantized import FULL
 
@@ -36,12 +38,14 @@ def planned(
     Args:
         layers: the prompt's slots and queries in every layer.
         budget: slots per KV head, on average over all heads.
-        allocation: how the budget is allocated, or "schedule".
+        allocation: "measured", or "schedule".
         schedule: the shares of the budget, if ``allocation`` is "schedule".
         bits: the bits of the slots: 16, or "measured".
     """
     choices = CHOICES if bits == MEASURED else (FULL,)
-    plan = Plan(allocation, Budget(budget), schedule, choices=choices)
+    goal = Budget(budget)
+    solver = Shares(goal, schedule) if allocation == "schedule" else ByErrors(Goal(goal))
+    plan = Plan(solver, choices)
     plan.itemsize = 2
     plan.begin(len(layers), layers[0][0].keys.shape[1])
     streams: list[Stream] = []

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvsketch.budget import Budget
-from kvsketch.cache.plan import _price
 from kvsketch.cache.queries import Queries
+from kvsketch.cache.solvers import price_of
 from kvsketch.cache.stream import Stream
 from kvsketch.cache.window import windowed
 from kvsketch.observed import Observed
@@ -69,7 +69,7 @@ def test_a_score_has_its_price():
     for method in ("streaming_llm", "snapkv"):
         stream = Stream(windowed(method, 2, 6), Budget(20), 2)
         read(stream, 30)
-        prices.append(_price(stream, Bits(4, 4), None))
+        prices.append(price_of(stream, Bits(4, 4), None))
     token = 2 * 8 * 4  # keys and values in float32
     assert prices[1].slot - prices[0].slot == pytest.approx(4 / token)
     assert prices[1].whole - prices[0].whole == pytest.approx(4 / token)

@@ -142,6 +142,13 @@ def test_all_slots_follow_from_tokens(budget, buffer, seen):
     assert window + middle <= budget + buffer
 
 
+def test_a_method_with_a_window_keeps_no_more_queries():
+    shape = 9000, 2, 4, 16, torch.bfloat16
+    layout = PageSettings("heavy_merge", 4000).layout(*shape)
+    assert layout.queries == 64 < PageSettings("heavy_merge", 4000).rhythm(9000).every
+    assert PageSettings("h2o", 4000).layout(*shape).queries == 256
+
+
 @pytest.mark.parametrize("method", SERVED)
 def test_methods_keep_what_they_look_at(method):
     settings = PageSettings(method, None if method == "exact" else 400)

@@ -9,8 +9,10 @@ from typing import Any
 from kvsketch.arguments import check_tolerance
 from kvsketch.budget import ALLOCATIONS, Budget, Schedule
 from kvsketch.cache.curves import Curves
+from kvsketch.cache.goal import Goal
 from kvsketch.cache.plan import Plan
 from kvsketch.cache.retrieval_heads import RetrievalHeads, share_of_heads
+from kvsketch.cache.solvers import ByCurves, ByErrors, ByScores, Heads, Shares, Solver
 from kvsketch.errors import InputError
 from kvsketch.page.quantized import FULL, Bits
 
@@ -34,7 +36,7 @@ def make_plan(
     if isinstance(allocation, RetrievalHeads):
         bits = "measured" if len(choices) > 1 else None
         share = share_of_heads(budget, tolerance=tolerance, bits=bits)
-        return Plan("heads", share, retrieval=allocation)
+        return Plan(Heads(share, allocation))
     curves = schedule = None
     if isinstance(allocation, Curves):
         curves = allocation
@@ -43,10 +45,13 @@ def make_plan(
     elif not isinstance(allocation, str) or allocation not in ALLOCATIONS:
         curves = _loaded(allocation)
     if tolerance is None:
-        kind = "curves" if curves is not None else "schedule" if schedule is not None else None
         spent = Budget(0.5 if budget is None else budget)
-        kind = kind or str(allocation)
-        return Plan(kind, spent, schedule, curves, choices=choices, reread=reread)
+        if curves is not None:
+            return Plan(ByCurves(Goal(spent), curves), choices)
+        if schedule is not None:
+            return Plan(Shares(spent, schedule), choices)
+        again = None if reread is None else _named(reread, spent)
+        return Plan(_named(str(allocation), spent), choices, again)
     check_tolerance(tolerance, prefill)
     if schedule is not None:
         raise InputError(
@@ -62,7 +67,15 @@ def make_plan(
         )
     if len(choices) > 1:
         choices = (FULL, *choices)  # the largest budget of a tolerance
-    return Plan("tolerance", None, None, curves, float(tolerance), most, choices)
+    goal = Goal(None, float(tolerance), most)
+    return Plan(ByErrors(goal) if curves is None else ByCurves(goal, curves), choices)
+
+
+def _named(name: str, budget: Budget) -> Solver:
+    """The solver of one of ``ALLOCATIONS``."""
+    if name == "even":
+        return Shares(budget)
+    return ByErrors(Goal(budget)) if name == "measured" else ByScores(name, budget)
 
 
 def _loaded(allocation: Any) -> Curves:

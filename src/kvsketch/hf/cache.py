@@ -22,7 +22,6 @@ from kvsketch.budget import plain
 from kvsketch.cache import HeadBudgets, RetrievalHeads, Stream, make_plan, windowed
 from kvsketch.cache.curves import model_shape
 from kvsketch.cache.make_plan import Allocation
-from kvsketch.cache.plan import BY_NEED
 from kvsketch.cache.storage import CHOICES, MEASURED, bits_of
 from kvsketch.errors import InputError, UnsupportedError, at_least
 from kvsketch.hf import accounting, adapters, compiled, interface, models, saving
@@ -200,7 +199,7 @@ class SketchCache(Cache):  # type: ignore[misc]
                 f"of {cls.name!r} is fixed once it is made: pass an int (the bytes of so many "
                 "tokens per KV head), or prefill='exact'"
             )
-        if plan.kind in BY_NEED and not cls.requires.queries:
+        if plan.solver.compares and not cls.requires.queries:
             raise InputError(
                 f"allocation={plan.kind!r} compares scores of queries over heads, and "
                 f"method={cls.name!r} has none; use 'even' or 'measured'"
@@ -217,7 +216,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         self._forward = Forward(config, plan, cls.requires.second_reading == "required")
         whole = plan.budget is not None and plan.budget.is_fraction and plan.budget.value >= 1
         if plan.kind == "even" and plan.budget is not None:
-            plan.schedule = default_schedule(method, len(chosen), plan.budget, recent)
+            plan.solver.prefer(default_schedule(method, len(chosen), plan.budget, recent))
         budgets: list[HeadBudgets | None] = plan.begin(
             len(chosen), heads, sink + recent, model_shape(config)
         )

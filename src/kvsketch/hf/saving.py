@@ -136,7 +136,7 @@ def _check(cache: Kept) -> None:
             "the cache records its past (assisted decoding), which cannot be saved: generate "
             "without an assistant or prompt_lookup_num_tokens"
         )
-    if cache.plan._measured.layers or cache.plan._scores:
+    if cache.plan.waiting:
         raise UnsupportedError("the plan has measured some layers only: read the prompt to its end")
     for index, layer in enumerate(cache.layers):
         heads = layer.token_shape[1] if isinstance(layer, SketchLayer) else None

@@ -1,0 +1,388 @@
+"""The ways to divide a budget among layers and KV heads, one class for each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsketch.budget import SAFEGUARD, Budget, Schedule, scheduled
+from kvsketch.cache.budgets import HeadBudgets
+from kvsketch.cache.curves import Curves, of_layers
+from kvsketch.cache.goal import Goal
+from kvsketch.cache.measure import Measurements
+from kvsketch.cache.needs import by_need, by_variance
+from kvsketch.cache.retrieval_heads import RetrievalHeads
+from kvsketch.cache.shard import Shard
+from kvsketch.cache.storage import Price, best_at, choose, priced
+from kvsketch.cache.stream import Stream
+from kvsketch.errors import UnsupportedError
+from kvsketch.page.quantized import Bits
+
+# A bound on a head is worth a compression if it removes this fraction of the head's slots.
+_WORTH = 0.9
+
+
+class LayerBudgets(NamedTuple):
+    """What a layer gets.
+
+    Attributes:
+        layer: its number.
+        budgets: of its heads.
+        bits: of its slots.
+        above: heads above the tolerance in any row, bool ``[heads]``; None: there is none.
+        provisional: the budgets are upper bounds that will be replaced.
+    """
+
+    layer: int
+    budgets: HeadBudgets
+    bits: Bits
+    above: Tensor | None = None
+    provisional: bool = False
+
+
+class Prompt(NamedTuple):
+    """What a solver may look at, now that a layer has its prompt.
+
+    Attributes:
+        number: of the layer.
+        streams: of all layers.
+        shard: the heads of this process.
+        layers, heads: of the model.
+        measured: the measurements of this prompt.
+        itemsize: bytes of a number of a token, of which a budget is a share; None: those of the
+            keys.
+    """
+
+    number: int
+    streams: Sequence[Stream]
+    shard: Shard
+    layers: int
+    heads: int
+    measured: Measurements
+    itemsize: int | None = None
+
+    @property
+    def stream(self) -> Stream:
+        """Of the layer."""
+        return self.streams[self.number]
+
+
+class Solver(ABC):
+    """A way to divide a budget.
+
+    Attributes:
+        name: as ``SketchCache.summary`` shows it.
+        goal: the budget, or a tolerance.
+        curves: errors measured beforehand; None: there are none.
+        retrieval: the scores of retrieval heads; None: there are none.
+        needs_prompt: whether the budgets follow from a prompt.
+        measures: whether they follow from errors that are measured on it.
+        compares: whether they follow from the scores of a method, compared over heads.
+    """
+
+    name: str
+    curves: Curves | None = None
+    retrieval: RetrievalHeads | None = None
+    needs_prompt: ClassVar[bool] = True
+    measures: ClassVar[bool] = False
+    compares: ClassVar[bool] = False
+
+    def __init__(self, goal: Goal) -> None:
+        self.goal = goal
+
+    @property
+    def alone(self) -> bool:
+        """Whether the budgets of a layer do not depend on the heads of other processes."""
+        return False
+
+    def check(self, layers: int, heads: int, model: str | None) -> None:
+        """Raise InputError if what was measured beforehand is of another model."""
+        return
+
+    def prefer(self, shares: Schedule | None) -> None:
+        """Take shares that a method has of its own, unless others were given."""
+        return
+
+    def before(self, layers: int, heads: int, window: int) -> list[list[Budget]] | None:
+        """The budgets of every layer's heads, if they are known before the first token and slots
+        have the model's dtype. ``window``: sinks and recent tokens."""
+        return None
+
+    @abstractmethod
+    def solve(self, prompt: Prompt) -> list[LayerBudgets]:
+        """What layers get now; nothing if the budgets follow from later layers, too."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it knows scores of layers that wait for others."""
+        return False
+
+    def forget(self, number: int) -> None:
+        """Discard what is known of a layer that has changed."""
+        return
+
+    def _stored(self, prompt: Prompt, numbers: Sequence[int]) -> tuple[Bits, Price]:
+        """The bits of some layers and the price of their slots. Bits that are to be chosen are
+        those with the smallest error if every head pays the average."""
+        found = prompt.measured
+        if len(found.choices) == 1:
+            return found.choices[0], price_of(prompt.stream, found.choices[0], prompt.itemsize)
+        options = found.options(numbers, prompt.shard)
+        bits = found.choices[best_at(options, self.goal.fraction(prompt.stream.seen))]
+        price = found.price(prompt.number, bits)
+        found.forget(numbers)
+        return bits, price
+
+
+class Shares(Solver):
+    """The same budget for every head, or shares of it, given per layer or per layer and head."""
+
+    needs_prompt = False
+
+    def __init__(self, budget: Budget, schedule: Schedule | None = None) -> None:
+        super().__init__(Goal(budget))
+        self.budget, self.schedule = budget, schedule
+        self.name = "even" if schedule is None else "schedule"
+
+    def prefer(self, shares: Schedule | None) -> None:
+        if self.name == "even":
+            self.schedule = shares
+
+    def before(self, layers: int, heads: int, window: int) -> list[list[Budget]]:
+        return scheduled(self.budget, self.schedule, layers, [heads] * layers)
+
+    def solve(self, prompt: Prompt) -> list[LayerBudgets]:
+        bits, price = self._stored(prompt, [prompt.number])
+        row = prompt.shard.own(self.before(prompt.layers, prompt.heads, 0)[prompt.number])
+        # equal budgets of given shares are a coincidence
+        own = HeadBudgets([row], measured=self.name != "even", price=price)
+        return [LayerBudgets(prompt.number, own, bits)]
+
+
+class Heads(Solver):
+    """All tokens for a fraction of the heads, sinks and recent window for the others."""
+
+    name = "heads"
+
+    def __init__(self, share: Budget, retrieval: RetrievalHeads) -> None:
+        super().__init__(Goal(share))
+        self.share, self.retrieval = share, retrieval
+
+    def solve(self, prompt: Prompt) -> list[LayerBudgets]:
+        raise AssertionError("the budgets are known before the first token")
+
+
+class ByCurves(Solver):
+    """Where errors fall most, or as a tolerance asks, by errors measured on other prompts."""
+
+    needs_prompt = False
+
+    def __init__(self, goal: Goal, curves: Curves) -> None:
+        super().__init__(goal)
+        self.curves: Curves = curves
+        self.name = "curves" if goal.tolerance is None else "tolerance"
+
+    def check(self, layers: int, heads: int, model: str | None) -> None:
+        self.curves.check_model(layers, heads, model)
+
+    def solve(self, prompt: Prompt) -> list[LayerBudgets]:
+        number, tokens = prompt.number, prompt.stream.seen
+        bits, price = self._stored(prompt, [number])
+        curves = priced(self.curves, price, tokens)
+        told, above = self.goal.spent(curves, tokens, [price] * prompt.layers)
+        row = prompt.shard.own(told[number])
+        own = HeadBudgets([row], bound=self.goal.bound, measured=True, price=price)
+        return [LayerBudgets(number, own, bits, _own_above([above[number]], prompt.shard))]
+
+
+class ByScores(Solver):
+    """By the method's scores, compared among the heads of a layer (AdaKV, "layer") or of the model
+    (KVzip, "global"); or more in the layers whose scores vary less (D2O, "variance")."""
+
+    compares = True
+
+    def __init__(self, name: str, budget: Budget) -> None:
+        super().__init__(Goal(budget))
+        self.name, self.budget = name, budget
+        self._scores: dict[int, Tensor] = {}  # by layer, [batch, heads, n]
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._scores)
+
+    def forget(self, number: int) -> None:
+        self._scores.pop(number, None)
+
+    def solve(self, prompt: Prompt) -> list[LayerBudgets]:
+        if prompt.shard.ranks > 1:
+            raise UnsupportedError(
+                f"allocation={self.name!r} compares the scores of all KV heads, of which this "
+                "process has a part; use 'even' or 'measured' with tensor parallelism"
+            )
+        self._scores[prompt.number] = prompt.stream.importance()
+        numbers = [prompt.number]
+        if self.name != "layer":
+            if len(self._scores) < prompt.layers:
+                return []
+            numbers = sorted(self._scores)
+        bits, price = self._stored(prompt, numbers)
+        return [
+            LayerBudgets(n, own, bits) for n, own in self._budgets(numbers, prompt.streams, price)
+        ]
+
+    def _budgets(
+        self, numbers: list[int], streams: Sequence[Stream], price: Price
+    ) -> list[tuple[int, HeadBudgets]]:
+        stream = streams[numbers[0]]
+        method, seen, value = stream.method, stream.seen, self.budget.value
+        average = self.budget.slots(seen)
+        slots = min(seen, int(float(price.buys(torch.tensor(float(average)))) + 1e-6))
+        safeguard = SAFEGUARD if self.name == "layer" else 0.0
+        scores = [self._scores.pop(n) for n in numbers]
+        told = []
+        for row in range(len(scores[0])):
+            own = [s[row] for s in scores]
+            if self.name == "variance":
+                told.append(by_variance(own, slots, method.sink + method.recent))
+            else:
+                told.append(by_need(own, slots, method.sink, method.recent, safeguard))
+        return [
+            (
+                n,
+                HeadBudgets(
+                    [
+                        [Budget(value, x / average) for x in price.cost(found[place]).tolist()]
+                        for found in told
+                    ],
+                    True,
+                    price=price,
+                ),
+            )
+            for place, n in enumerate(numbers)
+        ]
+
+
+class ByErrors(Solver):
+    """Where errors fall most, or the fewest slots that keep every head's error within a tolerance,
+    by errors measured on this prompt.
+
+    Every row of the batch gets its own budgets (bits are shared by all rows). If a layer's budgets
+    depend on all layers, a measured layer is meanwhile compressed to the most that its heads may
+    need.
+    """
+
+    measures = True
+
+    def __init__(self, goal: Goal) -> None:
+        super().__init__(goal)
+        self.name = "measured" if goal.tolerance is None else "tolerance"
+
+    @property
+    def alone(self) -> bool:
+        return self.goal.tolerance is not None and self.goal.max_budget is None
+
+    def solve(self, prompt: Prompt) -> list[LayerBudgets]:
+        measured, tolerance = prompt.measured, self.goal.tolerance
+        if tolerance is not None and len(measured.choices) > 1:
+            measured.keep_cheapest(prompt.number, tolerance, prompt.shard)
+        if self.alone:
+            return [self._of_layer(prompt)]
+        numbers = measured.layers
+        if len(numbers) == prompt.layers:
+            return self._of_all(numbers, prompt)
+        return self._bounds(numbers, prompt)
+
+    def _of_layer(self, prompt: Prompt) -> LayerBudgets:
+        """The budgets of a tolerance without a limit, which depend on a single layer."""
+        found, number = prompt.measured, prompt.number
+        bits = found.most(number)
+        rows, price = found.rows(number, bits, Shard()), found.price(number, bits)
+        found.forget([number])
+        told = [self.goal.spent(curves, prompt.stream.seen, [price]) for curves in rows]
+        above = _own_above([above[0] for _, above in told])
+        own = HeadBudgets([budgets[0] for budgets, _ in told], True, price=price)
+        return LayerBudgets(number, own, bits, above)
+
+    def _of_all(self, numbers: list[int], prompt: Prompt) -> list[LayerBudgets]:
+        """The budgets that follow from the errors of all layers."""
+        found, shard, streams = prompt.measured, prompt.shard, prompt.streams
+        bits = [found.most(n) for n in numbers]
+        tokens = streams[numbers[0]].seen
+        if len(found.choices) > 1 and self.goal.tolerance is None:
+            best = choose(found.options(numbers, shard), self.goal.fraction(tokens))
+            bits = [found.choices[i] for i in best]
+        whole = _by_row([found.rows(n, b, shard) for n, b in zip(numbers, bits, strict=True)])
+        prices = [found.price(n, b) for n, b in zip(numbers, bits, strict=True)]
+        held = torch.stack([streams[n].held for n in numbers], dim=1)  # [rows, layers, heads]
+        told = [
+            self.goal.spent(curves, tokens, prices, shard.whole_held(held[row]))
+            for row, curves in enumerate(whole)
+        ]
+        found.forget(numbers)
+        return [
+            LayerBudgets(
+                n,
+                HeadBudgets(
+                    [shard.own(each[place]) for each, _ in told],
+                    True,
+                    self.goal.bound,
+                    price=prices[place],
+                ),
+                bits[place],
+                _own_above([above[place] for _, above in told], shard),
+            )
+            for place, n in enumerate(numbers)
+        ]
+
+    def _bounds(self, numbers: list[int], prompt: Prompt) -> list[LayerBudgets]:
+        """Upper bounds for the layers measured so far: the budgets that keep the peak of the
+        prefill, with one more layer exact, at its target."""
+        found, shard, streams = prompt.measured, prompt.shard, prompt.streams
+        method, tokens = streams[numbers[0]].method, streams[numbers[0]].seen
+        if not method.recompresses:
+            return []
+        kept = self.goal.at_most(len(numbers), prompt.layers, tokens)
+        if kept is None:
+            return []
+        whole = _by_row([found.rows(n, found.most(n), shard) for n in numbers])
+        # The last queries attend to this much more uncompressed, in addition to the bound.
+        extra = max(0, (method.window or 0) - method.recent)
+        window = min(tokens, method.sink + method.recent + 1)
+        shares = [torch.tensor(c.allocate(max(kept, c.least))) * kept for c in whole]
+        given = []
+        for place, n in enumerate(numbers):
+            held = streams[n].held
+            bits = found.most(n)
+            own = [shard.own(share[place].tolist()) for share in shares]
+            paid = torch.tensor(own, dtype=torch.float64) * tokens
+            bound = found.price(n, bits).buys(paid).ceil().long()
+            slots = (bound.clamp(min=window) + extra).clamp(max=tokens)
+            # Head by head, so that a row of the batch does not affect another.
+            slots = torch.where(slots > _WORTH * held, held, slots)
+            rows = [[Budget(1.0, x / tokens) for x in row] for row in slots.tolist()]
+            given.append(LayerBudgets(n, HeadBudgets(rows, True), bits, provisional=True))
+        return given
+
+
+def price_of(stream: Stream, bits: Bits, itemsize: int | None) -> Price:
+    """The price of a stream's slots in bits that were not measured. Each slot counts with a mass,
+    and with a score if the method has one."""
+    method, slots = stream.method, stream.slots
+    columns = set(slots.tensors()) - {"keys", "values"} | {"mass"}
+    columns |= {"score"} if method.requires.queries else set()
+    return Price.of(slots, bits, method.sink + method.recent, len(columns), itemsize)
+
+
+def _by_row(layers: Sequence[Sequence[Curves]]) -> list[Curves]:
+    """Curves of every layer's rows as those of a model, row by row."""
+    return [of_layers([rows[i] for rows in layers]) for i in range(len(layers[0]))]
+
+
+def _own_above(rows: Sequence[Tensor], shard: Shard | None = None) -> Tensor:
+    """Which of this process's heads are above the tolerance in any row."""
+    above = torch.stack(list(rows)).any(0)
+    return above if shard is None else above.chunk(shard.ranks)[shard.rank]
