@@ -70,6 +70,7 @@ def block(result: dict[str, Any]) -> str:
         "The model is tiny (6 layers, heads of 32 channels), so that the overhead of every "
         "operation is visible. A single prompt is read more slowly than by vLLM, because its "
         "page is compressed every 100 tokens.",
+        *_earlier(result),
         _processors(result["processors"]),
         made_with(result),
     ]
@@ -102,6 +103,17 @@ def _differing(answers: dict[str, Any]) -> str:
     )
 
 
+def _earlier(result: dict[str, Any]) -> list[str]:
+    """A sentence that states which parts were measured before the rule of the buffer changed."""
+    parts = [name for name in result["results"] if name not in result.get("models", {})]
+    if not parts:
+        return []
+    return [
+        "Measured before, on `longeval-one-head` (4 layers), with a buffer of a quarter of the "
+        f"budget, and not yet again: {', '.join(parts)}."
+    ]
+
+
 def _processors(of_parts: dict[str, str]) -> str:
     """A sentence that states which parts of the benchmark were run on which processor."""
     parts: dict[str, list[str]] = {}
@@ -114,11 +126,12 @@ def _processors(of_parts: dict[str, str]) -> str:
 def lead(result: dict[str, Any]) -> str:
     """The README's summary: the fewest bytes at which no answer is lost, compared with FP8."""
     sizes, many = result["results"]["sizes"], result["results"]["concurrency"]
+    model = result.get("models", {}).get("sizes", "longeval-one-head")
     whole, fp8 = sizes["stock"]["auto"], sizes["stock"]["fp8"]
     as_good = [row for row in sizes["rows"] if row["right"] >= whole["right"]]
     best = min(as_good, key=lambda row: row["page_bytes"])
     return (
-        f"LongEval, {sizes['cases']} cases of 200 lines, `spread`: vLLM's own cache "
+        f"LongEval, {sizes['cases']} cases of 200 lines, `{model}`: vLLM's own cache "
         f"answers {whole['right']} correctly; ours answers as many with "
         f"{best['page_bytes'] / whole['bytes']:.0%} of its bytes (budget {best['budget']:,} in "
         f"{best['bits']} bits, {_ALLOCATIONS[best['allocation']]}), and vLLM's FP8 cache "

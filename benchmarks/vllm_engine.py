@@ -501,9 +501,11 @@ def main(
     console = Console(stderr=True)
     found: Job = {}
     processors: dict[str, str] = {}
+    models: dict[str, str] = {}
     if out is not None and out.is_file():  # The parts that are not run are kept.
         before = jsonlib.loads(out.read_text(encoding="utf-8"))
         found, processors = before["results"], before.get("processors", {})
+        models = before.get("models", {})
     small = min(count, 12)
     todo = {
         "answers": lambda: answers(count),
@@ -519,10 +521,10 @@ def main(
     for part in chosen:
         with console.status(part):
             found[part] = todo[part]()
-        processors[part] = environment()["hardware"]["processor"]
+        processors[part], models[part] = environment()["hardware"]["processor"], MODEL
         console.print(part, found[part])
         result = {"command": "vllm_engine", "results": found, "seed": seed, **environment()}
-        result["processors"] = processors
+        result |= {"processors": processors, "models": models}
         save(result, out)  # after every part, so that an interrupted run keeps the finished ones
     if json:
         print(dumps(result))
