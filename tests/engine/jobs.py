@@ -8,7 +8,7 @@ from kvsketch.evaluation.runner.loading import resolve_model
 
 
 def asked(count: int, tokens: int = 12) -> list[dict]:
-    """LongEval questions of about 2,050 tokens."""
+    """LongEval questions of about 1,700 tokens."""
     _, rows = cases(200, count, 0)
     return [{"prompt": row["prompt"], "max_tokens": tokens} for row in rows]
 
@@ -23,7 +23,7 @@ def about_documents(count: int) -> list[dict]:
     shortened document."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model("longeval-one-head"))
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(engine.MODEL))
     found = []
     for row in cases(200, count, 0)[1]:
         prompt = tokenizer(row["prompt"]).input_ids

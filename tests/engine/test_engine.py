@@ -252,7 +252,7 @@ def test_a_stream_that_is_dropped_frees_its_page(server):
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
     _, rows = cases(200, 1, 0)
     stream = client.completions.create(
-        model="longeval-one-head", prompt=rows[0]["prompt"], max_tokens=3000, stream=True
+        model=engine.MODEL, prompt=rows[0]["prompt"], max_tokens=3000, stream=True
     )
     next(iter(stream))
     stream.close()
