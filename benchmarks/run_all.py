@@ -37,6 +37,7 @@ _LONG = (
 
 _FEWER = "--count 20 --budgets 0.25,0.1,0.05"
 _ONE_HEAD = "--model longeval-one-head"
+_ONE_LAYER = "--model ruler-one-layer"
 
 #: The module and options of every result, by the name of its file.
 COMMANDS = {
@@ -74,11 +75,13 @@ COMMANDS = {
     "longeval_unseen_300": f"longeval --lines 300 {_LONG}",
     "longeval_unseen_400": f"longeval --lines 400 {_LONG}",
     "reading": "reading --beside {results}/longeval_reread.json",
-    "ruler_unseen": "ruler --count 12 --methods exact,heavy_merge@global+int4/sample,heavy_merge,"
+    "ruler_unseen": f"ruler {_ONE_LAYER} --count 12 "
+    "--methods exact,heavy_merge@global+int4/sample,heavy_merge,"
     "kvzip/reread,kvgrad/reread,kvzip+int4/reread,snapkv",
-    "ruler_unseen_more": "ruler --count 6 --budgets 0.5,0.05 --methods exact,heavy_merge,"
+    "ruler_unseen_more": f"ruler {_ONE_LAYER} --count 6 --budgets 0.5,0.05 "
+    "--methods exact,heavy_merge,"
     "heavy_merge@global+int4/sample,kvzip/reread,kvzip+int4/reread,snapkv,kvgrad/reread",
-    "ruler_seen": "ruler --question seen --count 6 --methods exact,heavy_merge,"
+    "ruler_seen": f"ruler {_ONE_LAYER} --question seen --count 6 --methods exact,heavy_merge,"
     "heavy_merge@global+int4,snapkv,snapkv@layer,chunkkv,kvzip+int4/reread",
     **{
         f"longeval_one_head_{question}": f"longeval {_ONE_HEAD} --question {question} {_FEWER} "

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from kvsketch.evaluation.runner.longeval import LinesCase as LineCase
+from kvsketch.evaluation.runner.longeval import LinesCase
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
-from kvsketch.evaluation.tasks.base import LinesCase, Task
+from kvsketch.evaluation.tasks.base import Case, Task
 from kvsketch.evaluation.tasks.haystack import Haystack
 from kvsketch.evaluation.tasks.longeval import LongEval
 from kvsketch.evaluation.tasks.ruler import Ruler
@@ -28,11 +28,11 @@ HELD_OUT = {"longeval": 4, **dict.fromkeys(_SUBTASKS, 4)}
 
 def cases(
     tokenizer: PreTrainedTokenizerBase, name: str, count: int, seed: int
-) -> list[tuple[Task, LinesCase]]:
+) -> list[tuple[Task, Case]]:
     """Held-out cases of `LENGTH` tokens, or `LINES` lines."""
     if name == "longeval":
         lines = [
-            LineCase(case["prompt"], case["expected_number"], LINES, f"held out {i}")
+            LinesCase(case["prompt"], case["expected_number"], LINES, f"held out {i}")
             for i, case in enumerate(generate_cases(LINES, count, seed))
         ]
         task: Task = LongEval(lines)
@@ -45,7 +45,7 @@ def cases(
 
 @torch.no_grad()
 def greedy(
-    model: Any, tokenizer: PreTrainedTokenizerBase, held_out: list[tuple[Task, LinesCase]]
+    model: Any, tokenizer: PreTrainedTokenizerBase, held_out: list[tuple[Task, Case]]
 ) -> float:
     """Mean score, one case after another."""
     total = 0.0
