@@ -31,7 +31,7 @@ RESULTS = DOCS / "results"
 _PLOT = "--plot {figures}/"
 _AGAIN = "kvzip+int4/reread,kvzip/reread,kvgrad/reread"
 _LONG = (
-    "--count 20 --budgets 0.25,0.1,0.05 --methods exact,heavy_merge,heavy_merge@global+int4/local,"
+    "--budgets 0.25,0.1,0.05 --methods exact,heavy_merge,heavy_merge@global+int4/local,"
     f"heavy_merge@global+int4/sample,{_AGAIN}"
 )
 
@@ -72,8 +72,8 @@ COMMANDS = {
     "heavy_merge",
     "longeval_reread_measured": f"longeval {_ONE_HEAD} {_FEWER} --methods "
     "heavy_merge@measured+int4/sample,heavy_merge@global+int4/sample",
-    "longeval_unseen_300": f"longeval --lines 300 {_LONG}",
-    "longeval_unseen_400": f"longeval --lines 400 {_LONG}",
+    "longeval_unseen_300": f"longeval --lines 300 --count 20 {_LONG}",
+    "longeval_unseen_400": f"longeval {_ONE_HEAD} --lines 400 {_LONG}",
     "reading": "reading --beside {results}/longeval_reread.json",
     "ruler_unseen": f"ruler {_ONE_LAYER} --count 12 "
     "--methods exact,heavy_merge@global+int4/sample,heavy_merge,"

@@ -72,19 +72,19 @@ def test_slots_in_few_bits(bits):
 
 
 def test_budgets_by_curves_and_two_ranks_of_them(curves):
-    """Budgets by curves answer at least two of six questions more than even ones of the same bytes;
-    two ranks answer as one."""
-    variables = {**HEAVY, "KVSKETCH_BUDGET": "1024"}
-    even = engine.run(asked(6), variables, max_num_seqs=8)
+    """Budgets by curves answer more of twelve questions than even ones of the same bytes; two ranks
+    answer as one."""
+    variables = {**HEAVY, "KVSKETCH_BUDGET": "256"}
+    even = engine.run(asked(12), variables, max_num_seqs=16)
     variables["KVSKETCH_ALLOCATION"] = curves
-    one = engine.run(asked(6), variables, max_num_seqs=8)
-    alone = engine.run(asked(6), variables, together=False, max_num_seqs=8)
-    assert engine.same(one, alone) == 6
-    assert right(one, 6) >= right(even, 6) + 2
+    one = engine.run(asked(12), variables, max_num_seqs=16)
+    alone = engine.run(asked(4), variables, together=False, max_num_seqs=8)
+    assert engine.same({"answers": one["answers"][:4]}, alone) == 4
+    assert right(one, 12) > right(even, 12)
     assert one["page_bytes"] < 1.02 * even["page_bytes"]
     both = {**variables, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    two = engine.run(asked(6), both, max_num_seqs=8, tensor_parallel_size=2)
-    assert engine.same(one, two) == 6
+    two = engine.run(asked(4), both, max_num_seqs=8, tensor_parallel_size=2)
+    assert engine.same(alone, two) == 4
 
 
 def test_layers_with_a_sliding_window_keep_their_own_small_blocks(hybrid):

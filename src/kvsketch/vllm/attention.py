@@ -120,6 +120,7 @@ class PageImpl(AttentionImpl[PageMetadata]):
         ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         layers = len(ours) if stages == 1 else config.model_config.get_total_num_hidden_layers()
         sizes = settings.sizes(engine.context, layers, heads, model)
+        engine.middle = max(max(layer) for layer in sizes)
         for module in ours:
             layer = sizes[module.impl.number]
             mine = tuple(_of_rank(layer, rank, ranks) for rank in range(ranks))

@@ -24,6 +24,7 @@ class Engine:
             parallelism starts where the one before it ends.
         groups: by KV heads and head_dim, the largest number of query heads per KV head.
         largest: bytes of the largest page if layers differ.
+        middle: slots of the largest head in the middle of a page if layers differ.
         batch: the inputs of the last metadata and the metadata: layers whose pages differ have
             their own builders.
         copies: how many tokens the copy of a page in each block holds; 0: the block holds no copy.
@@ -35,6 +36,7 @@ class Engine:
     layers: int
     groups: dict[tuple[int, int], int] = field(default_factory=dict)
     largest: int = 0
+    middle: int = 0
     batch: tuple[list[Any], Any] | None = None
     copies: Numbers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 

@@ -88,7 +88,8 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         if spec.blocks > 1:
             pages, copies, together = _gathered(table, spec.blocks, copies)
         layout = spec.layout
-        middle = max(layout.middle, default=0)
+        # the largest of all layers, whose layouts differ with curves
+        middle = max(engine.middle, *layout.middle, 0)
         given = rhythm, layout.queries, self.device, copies, middle
         todo = rounds(starts, seen, pages, *given)
         found = PageMetadata(todo, batch.num_actual_tokens, together)
