@@ -158,7 +158,7 @@ def test_several_answers_of_a_request():
 
 def test_curves_of_another_model_are_refused(curves, hybrid):
     variables = {**HEAVY, "KVSKETCH_ALLOCATION": curves}
-    with pytest.raises(RuntimeError, match=r"curves are of 4 layers x 2 KV heads"):
+    with pytest.raises(RuntimeError, match=r"curves are of 6 layers x 4 KV heads"):
         engine.run([], variables, model=hybrid, max_model_len=4096)
 
 
