@@ -36,12 +36,12 @@ def block(result: dict[str, Any]) -> str:
         "![Right answers by the bytes of a request, with budgets by curves and the same for every "
         "head](figures/served.svg)",
         lead(result),
-        "What follows: curves matter more than bits, and with them half of the bytes are enough "
+        "What follows for that model: curves matter more than bits, and with them half of the bytes are enough "
         "for these questions; memory per request no longer grows with the prompt.",
     ]
     lines = [
-        f"LongEval, {answers['cases']} {answers['source']} cases of 200 lines, about 2,050 "
-        f"tokens, budget {answers['budget']:,}, sent to `vllm serve` with the openai client: the "
+        f"LongEval, {answers['cases']} {answers['source']} cases of 200 lines, "
+        f"budget {answers['budget']:,}, sent to `vllm serve` with the openai client: the "
         "exact page gives vLLM's own answers in "
         f"{answers['exact_equal_to_stock']} of {answers['cases']}; "
         f"`heavy_merge` gives its offline ones in {answers['served_equal_to_offline']}, and those "
@@ -67,7 +67,7 @@ def block(result: dict[str, Any]) -> str:
         "Decoded tokens per second over those of vLLM's own CPU backend, 8 requests at once, "
         "budget 1,024, compressions included:",
         table(["tokens", "ours over vLLM's", "each pair"], rows),
-        "The model is tiny (6 layers, heads of 32 channels), so that the overhead of every "
+        "The models are tiny (4 or 6 layers, heads of 32 channels), so that the overhead of every "
         "operation is visible. A single prompt is read more slowly than by vLLM, because its "
         "page is compressed every 100 tokens.",
         *_earlier(result),
