@@ -36,8 +36,8 @@ def block(result: dict[str, Any]) -> str:
         "![Right answers by the bytes of a request, with budgets by curves and the same for every "
         "head](figures/served.svg)",
         lead(result),
-        "What follows for that model: curves matter more than bits, and with them half of the bytes are enough "
-        "for these questions; memory per request no longer grows with the prompt.",
+        "What follows for that model: curves matter more than bits, and with them half of the "
+        "bytes are enough for these questions; memory per request no longer grows with the prompt.",
     ]
     lines = [
         f"LongEval, {answers['cases']} {answers['source']} cases of 200 lines, "
