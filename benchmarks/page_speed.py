@@ -214,12 +214,13 @@ def buffer_rule(result: dict[str, Any]) -> str:
         rows.append(
             [
                 f"{slots:,}",
-                *(f"{r['compressions']:.0f} times" for r in (often, rarely)),
+                *(f"{r['compressions']:.0f}" for r in (often, rarely)),
                 *(f"{r['right']} of {r['cases']}" for r in (often, rarely)),
                 f"{often['seconds'] / rarely['seconds']:.2f}",
             ]
         )
-    names = ["slots of a full layer", "often", "rarely", "right: often", "rarely", "time / rarely"]
+    names = ["slots of a full layer", "compressions: often", "rarely", "right: often", "rarely"]
+    names.append("time / rarely")
     return (
         "## How often to compress\n\n"
         "A layer of a given size can be compressed often and a little, or rarely and to fewer "

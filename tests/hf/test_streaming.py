@@ -116,3 +116,21 @@ def test_a_saved_stream_goes_on_at_the_same_tokens(model, tmp_path):
     assert again.layers[0].stream.rhythm is not None
     found = read(model, again, ids_of(1)[:, 40:], [30])
     torch.testing.assert_close(found, expected[:, 40:], rtol=2e-3, atol=2e-3)
+
+
+def test_tokens_that_may_be_removed_are_not_compressed(model):
+    """Assisted decoding: a chunk of guesses goes beyond a compression, and some are taken back."""
+    cache = cache_of(model, "heavy_merge")
+    slots = cache.layers[0].stream.rhythm.slots
+    read(model, cache, ids_of(1), [slots - 3])
+    for layer in cache.layers:
+        layer.activate_past_recording()
+    read(model, cache, ids_of(1)[:, slots - 3 :], [9])
+    assert not cache.layers[0].stream.compressed
+    cache.crop(-7)
+    assert cache.get_seq_length() == slots - 1
+    assert not cache.layers[0].stream.compressed
+    read(model, cache, ids_of(1)[:, slots - 1 :], [9])
+    cache.crop(-4)
+    assert cache.layers[0].stream.compressed
+    assert cache.get_seq_length() == slots + 4

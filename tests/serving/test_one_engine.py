@@ -22,7 +22,7 @@ METHODS += ["knorm", "balancekv", "uniform"]
 
 def streamed(stream: Stream, request: list[torch.Tensor], sizes: list[int]) -> list[Slots]:
     """The slots after every compression of a stream that reads a request in chunks."""
-    found, at, before = [], 0, -1
+    found, at = [], 0
     for size in sizes:
         q, k, v = (t[at : at + size].transpose(0, 1)[None] for t in request)
         stream.extend(Slots(k, v))

@@ -20,6 +20,7 @@ from kvsketch.cache.window import Windowed
 from kvsketch.cache.windowed_sketch import WindowedSketch
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.observed import Observed
+from kvsketch.page.fields import owned
 from kvsketch.page.page import Page
 from kvsketch.page.part import Part
 from kvsketch.page.quantized import FULL, Bits
@@ -105,11 +106,11 @@ class Stream:
         self.padded = False  # whether any token was padding, so that slots may be dead
         self.compressed = False
         self._page: Page | SketchPage | None = None
+        self.rhythm: Rhythm | None
         self.queries.clear()
         self.errors.reset()
         self._limit = 0  # appended tokens at which the page is due
-        self.rhythm = self._fixed_rhythm()
-        self._next = 0 if self.rhythm is None else self.rhythm.slots  # token of the next one
+        self._begin()
         self._bytes = 0  # of the page
         self.method.reset()
 
@@ -119,15 +120,20 @@ class Stream:
         given = self._buffer, bits != FULL, sketch, self.one_shot
         self.schedule = Schedule(method.sink, method.recent, *given)
 
-    def _fixed_rhythm(self) -> Rhythm | None:
-        budget = self.budget
+    def _begin(self) -> None:
+        """Set the rhythm that follows from the budget, and the token of the next compression."""
+        self.rhythm, self._next, budget = None, 0, self.budget
         if budget is None or budget.even is None or not self.streaming or self.one_shot:
-            return None
+            return
         if isinstance(budget.value, float) or not self.method.recompresses:
-            return None
+            return
         slots = budget.slots(budget.value + 1)
         assert isinstance(slots, int)
-        return self.schedule.rhythm(slots)
+        self.rhythm = self.schedule.rhythm(slots)
+        self._next = self.rhythm.slots
+
+    def _set_next(self, rhythm: Rhythm) -> None:
+        self._next = self.seen + int(rhythm.left(np.array(self.seen)))
 
     def wants_queries(self, count: int) -> bool:
         """Whether ``settle`` needs the queries of the newest ``count`` tokens."""
@@ -202,19 +208,17 @@ class Stream:
     def start(self, budget: HeadBudgets) -> None:
         """Take a budget that a plan gives while nothing is compressed."""
         self.budget = budget
-        self.rhythm = self._fixed_rhythm()
-        self._next = 0 if self.rhythm is None else self.rhythm.slots
+        self._begin()
 
     def resume(self) -> None:
         """Go on from a page that was restored, at the same tokens if it was made at them."""
         rhythm = self.rhythm
         if rhythm is None or not self.compressed:
             return
-        seen = np.array(self.seen)
-        if bool((self.held > int(rhythm.all_held(seen))).any()):
+        if bool((self.held > int(rhythm.all_held(np.array(self.seen)))).any()):
             self.rhythm = None  # it was put together from others
         else:
-            self._next = self.seen + int(rhythm.left(seen))
+            self._set_next(rhythm)
 
     def cuts(self, tokens: int) -> list[int]:
         """The numbers of tokens after which ``settle`` has to be called, if the last ``tokens``
@@ -299,7 +303,7 @@ class Stream:
         if observed is not None and self.method.requires.queries:
             count = observed.queries.shape[2]
             last = observed.narrow(max(0, count - kept), min(count, kept))
-            self.queries.add(replace(last, queries=last.queries.clone()))
+            self.queries.add(replace(last, queries=owned(last.queries)))
             if due or self.queries.count >= 2 * kept:
                 self.queries.keep_last(kept)
         if due:
@@ -395,7 +399,7 @@ class Stream:
                 method.restart(torch.full((len(self.held),), times))
             page = self._slotted(method, budget, limit, room, fit=prefill)
         if rhythm is not None:
-            self._next = self.seen + int(rhythm.left(np.array(self.seen)))
+            self._set_next(rhythm)
         self._limit = page.appended + page.room
         # All heads of groups equally, independently of their sizes.
         if page.grouped:

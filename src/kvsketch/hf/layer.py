@@ -233,9 +233,9 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
 
     def cuts(self, view: View) -> list[int]:
         """The sizes of the pieces in which the new tokens are attended to, as ``Stream.cuts``. They
-        are one piece for layers whose keys other layers read, too, and for masks that say more than
-        padding."""
-        if self.settings.readers > 1 or not view.plain:
+        are one piece for layers whose keys other layers read, too, for masks that say more than
+        padding, and for tokens that ``crop`` may remove."""
+        if self.settings.readers > 1 or self.record_past or not view.plain:
             return [self.pending]
         return self.stream.cuts(self.pending)
 
