@@ -14,9 +14,11 @@ TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/p
 .PHONY: setup demo test test-slow test-oldest test-extras test-vllm mutants lint peers tables docs \
 	newcomer release-check clean
 
+NATIVE := src/kvsketch/kernels/native
+
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS) $(NATIVE)/attention.cpp $(NATIVE)/build.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'

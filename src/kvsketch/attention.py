@@ -6,6 +6,7 @@
     parts of a page     a chunk of new tokens                       kernels.paged.prefill
     parts of a page     ALiBi over a chunk                          estimator.attend, the reference
     slots               anything, a mask                            estimator.attend, the reference
+    rows of pages       tokens of many requests of an engine        kernels.rows.attend
 
 A page has one part, or two: slots in 8 or 4 bits, and the others. The reference takes every
 argument (scaling, soft-cap, ALiBi slopes, sinks, a mask), and so do the others, except masks. On
@@ -22,8 +23,10 @@ from torch import Tensor
 
 from kvsketch.estimator import attend
 from kvsketch.kernels import paged
+from kvsketch.kernels import rows as rows_of_pages
 from kvsketch.observed import Observed, causal
 from kvsketch.page.part import Part
+from kvsketch.page.rows import Rows
 from kvsketch.slots import Slots
 
 
@@ -32,6 +35,8 @@ def attend_to(
     held: Sequence[Part] | Slots,
     mask: Tensor | None = None,
     padded: bool = False,
+    rows: Rows | None = None,
+    new: Part | None = None,
 ) -> Tensor:
     """Attention of the newest tokens over everything in a layer, including themselves.
 
@@ -42,6 +47,8 @@ def attend_to(
             slots ``[batch, num_key_value_heads, n, ...]``, whose last q they are.
         mask: bool, True where a query may attend, over slots; None: a causal mask.
         padded: whether there may be dead slots that were padding tokens.
+        rows: the parts are those of all pages of an engine, and these rows are read; None: all.
+        new: with ``rows``, the tokens of the queries, if the pages do not hold them yet.
 
     Returns:
         ``[batch, num_attention_heads, q, value_dim]`` in the dtype of the queries. A query that
@@ -50,6 +57,8 @@ def attend_to(
     q = asked.queries.shape[2]
     if not isinstance(held, Slots):
         assert mask is None
+        if rows is not None:
+            return rows_of_pages.attend(asked, held, rows, new)
         if q == 1:
             return paged.decode(asked, held, padded)
         if asked.slopes is None:

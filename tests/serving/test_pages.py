@@ -55,11 +55,11 @@ def test_slices_are_the_pages(pages):
         CPU,
     )
     (one,) = todo
-    assert one.pages.tolist() == sorted(pages)
-    numbers = [n for run in one.runs for n in range(run.start, run.stop, run.step)]
+    assert one.rows.pages.tolist() == sorted(pages)
+    numbers = [n for run in one.rows.runs for n in range(run.start, run.stop, run.step)]
     assert numbers == sorted(pages)
     steps = np.diff(sorted(pages))
-    assert len(one.runs) <= 1 + int((np.diff(steps) != 0).sum())
+    assert len(one.rows.runs) <= 1 + int((np.diff(steps) != 0).sum())
 
 
 @given(pages=st.lists(st.integers(0, 4), min_size=2, max_size=8))
@@ -67,7 +67,7 @@ def test_made_up_requests_may_share_a_page(pages):
     """vLLM warms up with requests that all have the null block. Nobody reads their outputs."""
     starts, seen = np.arange(len(pages) + 1), np.full(len(pages), 30, dtype=np.int64)
     (one,) = rounds(starts, seen, np.array(pages), Rhythm(24, 4), 1, CPU)
-    numbers = [n for run in one.runs for n in range(run.start, run.stop, run.step)]
+    numbers = [n for run in one.rows.runs for n in range(run.start, run.stop, run.step)]
     assert numbers == sorted(pages)
 
 

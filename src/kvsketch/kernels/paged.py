@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvsketch.estimator import per_group
-from kvsketch.kernels import triton_support
+from kvsketch.kernels import cpu, triton_support
 from kvsketch.kernels.flat_page import FlatQuantized
 from kvsketch.observed import Observed
 from kvsketch.page.part import Part
@@ -40,9 +40,12 @@ def decode(asked: Observed, parts: Sequence[Part], padded: bool) -> Tensor:
     page = parts[-1]
     if by_triton and len(parts) == 1:
         return _by_triton(asked, page, None)[0]
+    newest = None if asked.slopes is None else _newest(page)
+    last = None if newest is None else newest.flatten()
+    if (found := cpu.attend(asked, parts, padded, last=last)) is not None:
+        return found[0]
     batch, heads = asked.queries.shape[:2]
     packed = asked.queries.view(batch, page.heads, heads // page.heads, -1)
-    newest = None if asked.slopes is None else _newest(page)
     out, total = together([over(packed, part, asked, newest) for part in parts])
     if padded or asked.sinks is not None:
         out = _finished(out, total, asked, page.heads, padded)
@@ -60,7 +63,9 @@ def prefill(asked: Observed, parts: Sequence[Part], padded: bool) -> Tensor:
     Returns:
         ``[batch, num_attention_heads, q, value_dim]``. The rows of padded queries are undefined.
     """
-    page, before = parts[-1], parts[:-1]
+    page, before, new = parts[-1], parts[:-1], asked.queries.shape[2]
+    if (known := cpu.attend(asked, parts, padded, newest=new)) is not None:
+        return known[0]
     by_triton = triton_fits(asked)
     if by_triton and not before:
         return _prefill_by_triton(asked, page)[0]
@@ -199,6 +204,12 @@ def over(
         mine = replace(asked, queries=packed.flatten(1, 2).unsqueeze(2), sinks=None)
         out, total = _by_triton(mine, part, newest)
         return out.view(*packed.shape[:3], -1), total.view(packed.shape[:3])
+    mine = replace(asked, queries=packed.flatten(1, 2).unsqueeze(2), sinks=None)
+    last = None if newest is None else newest.flatten()
+    if (known := cpu.attend(mine, [part], last=last, totals=True)) is not None:
+        out, totals = known
+        assert totals is not None
+        return out.view(*packed.shape[:3], -1), totals.view(packed.shape[:3])
     if part.packed:
         return _over_few_bits(packed, part, asked, newest)
     bias = _bias(part, asked, newest, packed)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +67,7 @@ class Part:
     _next: Tensor  # place of the next slot of every head, where they differ in size
     _spans: tuple[Tensor, Tensor] | None = None
     _places: tuple[Tensor, Tensor] | None = None  # of all slots, while they are handled
+    described: Any = None  # what a kernel keeps here, see kernels.cpu
 
     def __init__(
         self,
@@ -405,7 +407,7 @@ class Part:
         """The same slots with ``room`` for more."""
         if self.layout is None:
             twin = copy.copy(self)
-            twin._spans = twin._places = None
+            twin._spans = twin._places = twin.described = None
             twin.base, twin.appended, twin.room = self.count, 0, room
             twin.fields = {
                 name: with_room(buffer[:, :, : self.count], room, NEW.get(name))
@@ -420,7 +422,7 @@ class Part:
     def map(self, fn: Callable[[Tensor], Tensor]) -> Part:
         """The part with ``fn`` (which acts on axis 0, the batch) applied to all tensors."""
         twin = copy.copy(self)
-        twin._spans = twin._places = None
+        twin._spans = twin._places = twin.described = None
 
         def own(tensor: Tensor) -> Tensor:
             return fn(tensor) if self.grows else owned(fn(tensor))
@@ -440,7 +442,7 @@ class Part:
     def __deepcopy__(self, memo: dict[int, object]) -> Part:
         """Shares the tensors that are never written into."""
         twin = copy.copy(self)
-        twin._spans = twin._places = None
+        twin._spans = twin._places = twin.described = None
         shared = self.grows or bool(self.packed)
         twin.packed = dict(self.packed)
         twin.fields = {n: t if shared else t.clone() for n, t in self.fields.items()}

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvsketch.page.rows import Rows
 from kvsketch.page.schedule import Numbers, Rhythm
 
 
@@ -72,12 +73,10 @@ class Round:
     most C for each of A requests.
 
     Attributes:
-        pages: int64 ``[A]``, ascending; runs: the same pages as consecutive slices.
+        rows: the pages. Of their windows, the slots before the round are read and, in rounds of one
+            token each, which are written first, the token's own.
         tokens: rows of the batch's queries, int64 ``[A, C]``, padded with any rows.
         own: bool ``[A, C]``, False where padded; None: nothing is padded.
-        reads: how many slots of its page each request reads, int64 ``[A]``: those before the round
-            and, in rounds of one token each, which are written first, the token's own.
-        most: the largest of them.
         writes: where the new tokens are written.
         compressed: whether any page was compressed before.
         fresh: which of the A requests start with this round, int64.
@@ -86,12 +85,9 @@ class Round:
             after: likewise, after the round.
     """
 
-    pages: Tensor
-    runs: list[slice]
+    rows: Rows
     tokens: Tensor
     own: Tensor | None
-    reads: Tensor
-    most: int
     writes: Writes
     compressed: bool
     fresh: Tensor
@@ -161,12 +157,14 @@ def rounds(
             kept = (seen + count == copies.at)[rows] & (count[rows] > 0)
             found.append(
                 Round(
-                    tensor(pages[rows]),
-                    _runs(pages[rows].tolist()),
+                    Rows(
+                        tensor(pages[rows]),
+                        _runs(pages[rows].tolist()),
+                        tensor(reads),
+                        int(reads.max()),
+                    ),
                     tensor(token),
                     None if own.all() else tensor(own),
-                    tensor(reads),
-                    int(reads.max()),
                     writes,
                     bool(before.any()),
                     tensor((seen[rows] == 0).nonzero()[0]),

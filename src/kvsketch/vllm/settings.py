@@ -54,6 +54,7 @@ _OTHERS = {
     "KVSKETCH_LONGBENCH",
     "KVSKETCH_PEERS_PYTHON",
     "KVSKETCH_STATS_DIR",
+    "KVSKETCH_NATIVE",
     "KVSKETCH_THINFORMER",
 }
 # Curves distinguish heads for budgets of at least this multiple of their smallest measured one.

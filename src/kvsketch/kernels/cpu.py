@@ -1,0 +1,232 @@
+"""Attention of a few queries per KV head over parts of a page, by the compiled kernel for CPUs.
+
+All rows, heads of any size and all parts, exact or in few bits, are one call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvsketch.kernels import native
+from kvsketch.observed import Observed
+from kvsketch.page.part import Part
+from kvsketch.page.quantized import Quantized
+from kvsketch.page.rows import Rows
+
+_KINDS = {torch.float32: 32, torch.bfloat16: 17, torch.float16: 16}
+_MOST_CHANNELS = 256
+#: With more queries than this per KV head, torch's matrix products are faster.
+MOST_QUERIES = 32
+# Places in the numbers of a part, see ``Part`` in attention.cpp.
+_VALUE_DIM, _SIZES, _BASE, _APPENDED = 20, 40, 43, 45
+
+Numbers = ctypes.Array[ctypes.c_int64]
+_Found = tuple[int, Numbers, int] | None
+
+
+def attend(
+    asked: Observed,
+    parts: Sequence[Part],
+    padded: bool = False,
+    newest: int = 1,
+    last: Tensor | None = None,
+    totals: bool = False,
+    rows: Rows | None = None,
+) -> tuple[Tensor, Tensor | None] | None:
+    """Attention over all parts together.
+
+    Args:
+        asked: queries ``[batch, num_attention_heads, q, head_dim]``.
+        parts: the slots.
+        padded: whether a query that sees no live slot gets zeros.
+        newest: q, if the last part ends with the queries' own tokens, of which none sees later
+            ones; 1: every query sees all slots.
+        last: the newest position of each row, float32 ``[batch]``, if there are slopes.
+        totals: whether the logs of the summed weights are wanted.
+        rows: which rows of the parts the queries ask; None: each its own.
+
+    Returns:
+        ``[batch, num_attention_heads, q, value_dim]`` in the dtype of the queries, and the logs of
+        the summed weights, float32 ``[batch, num_attention_heads, q]``. None: the kernel cannot
+        read the slots, or not faster than torch.
+    """
+    queries, library = asked.queries, native.library()
+    kind = _KINDS.get(queries.dtype)
+    if library is None or kind is None or queries.device.type != "cpu":
+        return None
+    batch, heads, q, _ = queries.shape
+    each = heads // parts[0].heads * q
+    if each > MOST_QUERIES or (queries.requires_grad and torch.is_grad_enabled()):
+        return None
+    places = []
+    for part in parts:
+        found = _numbers(part)
+        if found is None:
+            return None
+        place, numbers, value_dim = found
+        numbers[_BASE], numbers[_APPENDED] = part.base, part.appended
+        places.append(place)
+    pages = reads = None
+    if rows is not None:
+        pages, reads = rows.pages, rows.reads
+        numbers = (ctypes.c_int64 * native.PART)(*numbers)
+        numbers[_SIZES], numbers[_SIZES + 1], numbers[_SIZES + 2] = reads.data_ptr(), 1, 0
+        places[-1] = ctypes.addressof(numbers)
+    if not queries.is_contiguous():
+        queries = queries.contiguous()
+    out = queries.new_empty((batch, heads, q, value_dim))
+    logs = torch.empty((batch, heads, q)) if totals else None
+    columns = [
+        None if t is None else t.float().contiguous() for t in (asked.sinks, asked.slopes, last)
+    ]
+    count = len(places)
+    addresses = (ctypes.c_int64 * count)(*places)
+    call = (ctypes.c_int64 * native.CALL)(
+        ctypes.addressof(addresses),
+        count,
+        batch,
+        parts[0].heads,
+        each,
+        newest,
+        kind,
+        0 if pages is None else pages.data_ptr(),
+        *(0 if t is None else t.data_ptr() for t in columns),
+        0 if logs is None else logs.data_ptr(),
+        padded,
+        torch.get_num_threads(),
+    )
+    wrong = library.kvsketch_attend(
+        call, queries.data_ptr(), out.data_ptr(), asked.scaling, asked.softcap or 0.0
+    )
+    assert not wrong
+    return out, logs
+
+
+def _numbers(part: Part) -> _Found:
+    """What the kernel has to know of a part, in the order of ``Part`` in attention.cpp, its address
+    before it and the channels of a value after it; None: the kernel cannot read the part. It is
+    kept with the part as long as the part has the same tensors."""
+    fields, packed, blocks = part.fields, part.packed, part.blocks
+    keys = packed["keys"] if packed else fields["keys"]
+    values = packed["values"] if packed else fields["values"]
+    mass, positions, score = (fields.get(n) for n in ("log_mass", "positions", "score"))
+    held = part.described
+    found: _Found = None
+    if held is not None:
+        of, found = held
+        if (
+            of[0] is keys
+            and of[1] is values
+            and of[2] is mass
+            and of[3] is positions
+            and of[4] is score
+            and of[5] is part.sizes
+            and of[6] is blocks
+        ):
+            return found
+    numbers = _describe(part, keys, values, mass, positions, score)
+    found = None
+    if numbers is not None:
+        found = ctypes.addressof(numbers), numbers, numbers[_VALUE_DIM]
+    part.described = (keys, values, mass, positions, score, part.sizes, blocks), found
+    return found
+
+
+def _describe(
+    part: Part,
+    keys: Tensor | Quantized,
+    values: Tensor | Quantized,
+    mass: Tensor | None,
+    positions: Tensor | None,
+    score: Tensor | None,
+) -> Numbers | None:
+    even = part.blocks is None
+    sides = [_side(keys, even), _side(values, even)]
+    lead = keys.codes if isinstance(keys, Quantized) else keys
+    other = values.codes if isinstance(values, Quantized) else values
+    start, sizes = [0, 0], [0, 0, 0]
+    capacity = _heads(lead) if even else 0
+    columns = [_column(column, even, capacity) for column in (mass, positions, score)]
+    if None in sides or None in columns or (even and _heads(other) != capacity):
+        return None
+    if part.layout is not None:
+        assert part.sizes is not None
+        places = part.layout.start
+        if places.device.type != "cpu" or part.sizes.device.type != "cpu" or places.stride(1) != 1:
+            return None
+        start = [places.data_ptr(), places.stride(0)]
+        sizes = [part.sizes.data_ptr(), *part.sizes.stride()]
+    flat = [number for some in (*sides, *columns) for number in some or ()]
+    return (ctypes.c_int64 * native.PART)(*flat, *start, *sizes, part.base, capacity, 0)
+
+
+def _side(side: Tensor | Quantized, even: bool) -> list[int] | None:
+    """Keys or values; None: the kernel cannot read them."""
+    if isinstance(side, Tensor):
+        kind = _KINDS.get(side.dtype)
+        if kind is None or side.device.type != "cpu" or not _fits(side, even):
+            return None
+        if side.shape[-1] > _MOST_CHANNELS or side.requires_grad:
+            return None
+        size, slot = side.element_size(), side.stride(-2)
+        return [
+            side.data_ptr(),
+            side.stride(0) * size,
+            slot * size,
+            kind,
+            side.shape[-1],
+            *[0] * 11,
+        ]
+    codes, low, step, unit, offset = side.codes, side.low, side.step, side.unit, side.offset
+    if side.channels > _MOST_CHANNELS or codes.device.type != "cpu" or not _fits(codes, even):
+        return None
+    groups = low.shape[-1]
+    same = low.stride() == step.stride() and low.stride(-2) == groups
+    if not same or not _fits(low, even) or (even and _heads(low) != _heads(codes)):
+        return None
+    if unit.stride(-1) != 1 or (offset is not None and offset.stride(-1) != 1):
+        return None
+    return [
+        codes.data_ptr(),
+        codes.stride(0),
+        codes.stride(-2),
+        side.bits,
+        side.dim,
+        low.data_ptr(),
+        step.data_ptr(),
+        low.stride(0),
+        groups,
+        side.channels // groups,
+        *_per_channel(unit, side.dim),
+        *_per_channel(offset, side.dim),
+    ]
+
+
+def _per_channel(tensor: Tensor | None, dim: int) -> list[int]:
+    return [0, 0, 0] if tensor is None else [tensor.data_ptr(), *tensor.stride()[:2]]
+
+
+def _column(column: Tensor | None, even: bool, capacity: int) -> list[int] | None:
+    if column is None:
+        return [0, 0]
+    if column.dtype != torch.float32 or column.device.type != "cpu" or column.stride(-1) != 1:
+        return None
+    if even and _heads(column.unsqueeze(-1)) != capacity:
+        return None
+    return [column.data_ptr(), column.stride(0)]
+
+
+def _heads(tensor: Tensor) -> int:
+    """From one head of equal size to the next, in slots."""
+    return tensor.stride(1) // max(1, tensor.stride(2)) if tensor.shape[1] > 1 else 0
+
+
+def _fits(tensor: Tensor, even: bool) -> bool:
+    """Whether channels are side by side, and heads a whole number of slots apart."""
+    if tensor.stride(-1) != 1:
+        return False
+    return not even or tensor.shape[1] == 1 or tensor.stride(1) % max(1, tensor.stride(2)) == 0

@@ -1,0 +1,84 @@
+"""The compiled attention kernel for CPUs, ``attention.cpp``, as a library without torch.
+
+``KVSKETCH_NATIVE`` chooses: ``off`` (torch's kernels), or the most that is used of ``avx512``,
+``avx2`` and ``plain`` (what every processor of the platform has). Default: what the processor has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+
+from kvsketch.errors import InputError
+from kvsketch.kernels.native import build
+
+#: Whether the library is used; tests and benchmarks that compare with torch's kernels set it.
+enabled = True
+
+LEVELS = ("plain", "avx2", "avx512")
+_X86 = platform.machine().lower() in ("x86_64", "amd64")
+# Numbers of ``Part`` and ``Call`` in attention.cpp.
+PART, CALL = 46, 14
+
+
+@functools.cache
+def loaded() -> tuple[ctypes.CDLL | None, str]:
+    """The library, and which instructions it uses; or None, and why.
+
+    Raises:
+        InputError: ``KVSKETCH_NATIVE`` is none of the above.
+    """
+    wanted = os.environ.get("KVSKETCH_NATIVE", "")
+    if wanted not in ("", "off", *LEVELS):
+        raise InputError(
+            f"KVSKETCH_NATIVE={wanted!r} must be off, {', '.join(LEVELS)}, or not be set"
+        )
+    if wanted == "off":
+        return None, "KVSKETCH_NATIVE=off"
+    if not build.LIBRARY.exists():
+        return None, "it was not compiled when kvsketch was installed: no C++ compiler was found"
+    try:
+        library = ctypes.CDLL(str(build.LIBRARY))
+        library.kvsketch_mark.restype = ctypes.c_char_p
+        library.kvsketch_layout.restype = ctypes.c_int64
+        if library.kvsketch_mark().decode() != build.mark():
+            return None, f"it is older than its source; run python {build.__file__}"
+        same = library.kvsketch_layout() == (8 * PART) << 32 | (8 * CALL)
+    except (OSError, AttributeError) as error:
+        return None, f"{build.LIBRARY} cannot be loaded: {error}"
+    assert same
+    pointer, real = ctypes.c_void_p, ctypes.c_double
+    library.kvsketch_attend.argtypes = [pointer, pointer, pointer, real, real]
+    library.kvsketch_append.argtypes = [pointer, *[ctypes.c_int64] * 3, *[pointer] * 4]
+    level = library.kvsketch_limit(LEVELS.index(wanted) if wanted else len(LEVELS))
+    if _X86 and level == 0 and wanted != "plain":
+        return None, "this processor has no AVX2, without which torch's kernels are faster"
+    _share_threads(library)
+    return library, LEVELS[level] if _X86 else platform.machine()
+
+
+def _share_threads(library: ctypes.CDLL) -> None:
+    """Let the library run on the threads of torch's OpenMP, which torch has loaded for all. A
+    forked process stays on one thread: those of its parent are gone."""
+    parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    if parallel is None:
+        return
+    library.kvsketch_threads.argtypes = [ctypes.c_void_p]
+    library.kvsketch_threads(ctypes.cast(parallel, ctypes.c_void_p))
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: library.kvsketch_threads(None))
+
+
+def library() -> ctypes.CDLL | None:
+    """The library, if it is used."""
+    return loaded()[0] if enabled else None
+
+
+def described() -> str:
+    """Which kernel decodes on CPUs, in a sentence."""
+    library, what = loaded()
+    if library is None:
+        return f"torch's kernels ({what})"
+    return f"the compiled kernel ({what})"

@@ -1,0 +1,796 @@
+// Attention of a few queries per KV head over the slots of a layer, on a CPU.
+//
+// Slots in 8 or 4 bits become floats a few at a time, in the processor's first cache, and are never
+// written to memory as floats. build.py compiles this file once for every set of vector
+// instructions (KV_ISA names it); the copy with KV_DISPATCH chooses among them when it is loaded.
+// No allocation per token: every thread keeps its working memory.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+// What Python fills in (native.py), all of it int64, in this order.
+struct Side {            // the keys or the values of a part
+  int64_t data;          // address of the exact rows, or of the codes
+  int64_t row, slot;     // bytes from row to row of the batch, and from slot to slot
+  int64_t kind;          // FLOAT32, BFLOAT16, FLOAT16, or 8 or 4 bits
+  int64_t dim;           // channels
+  int64_t low, step;     // addresses of zero points and scales, float16 [.., slots, groups]
+  int64_t small_row;     // elements from row to row of low and step
+  int64_t groups, width; // channels that share a scale; both count padding
+  int64_t unit, unit_row, unit_head;        // address and strides in elements; 0: all are 1
+  int64_t offset, offset_row, offset_head;  // likewise; 0: all are 0
+};
+struct Part {
+  Side keys, values;
+  int64_t mass, mass_row;          // log masses, float32; address 0: all are 0
+  int64_t positions, position_row; // float32; address 0: there are none
+  int64_t score, score_row;        // float32; address 0: there are none (only for append)
+  int64_t start, start_row;        // int64 [rows, heads]; address 0: head * capacity
+  int64_t sizes, sizes_row, sizes_head;  // int64 [rows, heads]; address 0: base in every head
+  int64_t base, capacity, appended;
+};
+struct Call {
+  int64_t parts, count;            // address of the addresses of parts; how many there are
+  int64_t rows, heads;             // of the batch; KV heads
+  int64_t each, newest;            // queries per KV head; of them, newest tokens per query head
+  int64_t kind;                    // of queries and output
+  int64_t pages;                   // address, int64 [rows]: the row of the parts; 0: the same
+  int64_t sinks, slopes;           // float32 [query heads]; 0: none
+  int64_t last;                    // float32 [rows], the newest position, for slopes
+  int64_t totals;                  // float32 [rows, heads, each], or 0
+  int64_t padded, threads;
+};
+enum { FLOAT32 = 32, BFLOAT16 = 17, FLOAT16 = 16 };
+
+#define KV_EXPORT extern "C" __attribute__((visibility("default")))
+
+typedef void (*Job)(void*);
+typedef void (*Parallel)(Job, void*, unsigned, unsigned);
+typedef int (*Attend)(const Call*, const void*, void*, double, double, Parallel);
+
+#ifdef KV_ISA
+#define KV_JOIN2(a, b) a##b
+#define KV_JOIN(a, b) KV_JOIN2(a, b)
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16, HELD = 16;  // lanes of a vector; vectors that are summed in registers
+#elif defined(__AVX2__)
+constexpr int W = 8, HELD = 8;
+#else
+constexpr int W = 4, HELD = 8;
+#endif
+constexpr int SLOTS = 32;   // of a tile
+constexpr int BLOCK = 128;  // slots whose weights are computed together
+constexpr int MOST = 256;  // channels
+constexpr float NOTHING = -1e30f;
+
+typedef float vf __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * W), aligned(4), may_alias));
+
+inline vf all(float x) { return x - vf{}; }
+inline vf load(const float* p) { return *(const vf*)p; }
+inline void store(float* p, vf x) { *(vf*)p = x; }
+
+inline float of_bfloat16(uint16_t x) {
+  uint32_t bits = (uint32_t)x << 16;
+  float out;
+  memcpy(&out, &bits, 4);
+  return out;
+}
+
+inline float from_half(uint16_t x) {
+#if defined(__F16C__)
+  return _cvtsh_ss(x);
+#elif defined(__aarch64__)
+  __fp16 out;
+  memcpy(&out, &x, 2);
+  return out;
+#else
+  uint32_t sign = (uint32_t)(x & 0x8000) << 16, exponent = (x >> 10) & 31, rest = x & 1023, bits;
+  if (exponent == 31) {
+    bits = sign | 0x7f800000 | rest << 13;
+  } else if (exponent) {
+    bits = sign | (exponent + 112) << 23 | rest << 13;
+  } else {
+    float out = (float)rest * (1.0f / 16777216.0f);
+    return sign ? -out : out;
+  }
+  float out;
+  memcpy(&out, &bits, 4);
+  return out;
+#endif
+}
+
+inline uint16_t to_bfloat16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  if (x != x) return (uint16_t)((bits >> 16) | 64);
+  return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline uint16_t to_float16(float x) {
+#if defined(__F16C__)
+  return _cvtss_sh(x, 0);
+#elif defined(__aarch64__)
+  __fp16 half = (__fp16)x;
+  uint16_t out;
+  memcpy(&out, &half, 2);
+  return out;
+#else
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+  float size = std::fabs(x);
+  if (x != x) return (uint16_t)(sign | 0x7e00);
+  if (size >= 65520.0f) return (uint16_t)(sign | 0x7c00);
+  if (size < 6.103515625e-05f)
+    return (uint16_t)(sign | (uint16_t)std::nearbyint(size * 16777216.0f));
+  memcpy(&bits, &size, 4);
+  bits += 0xfff + ((bits >> 13) & 1);
+  return (uint16_t)(sign | (uint16_t)((bits >> 13) - (112 << 10)));
+#endif
+}
+
+template <int V>
+struct Vectors;
+#define KV_VECTORS(V)                                                                  \
+  template <>                                                                          \
+  struct Vectors<V> {                                                                  \
+    typedef float f __attribute__((vector_size(4 * V), aligned(4), may_alias));        \
+    typedef int32_t i __attribute__((vector_size(4 * V), aligned(4), may_alias));      \
+    typedef uint8_t u8 __attribute__((vector_size(V), aligned(1), may_alias));         \
+    typedef uint16_t u16 __attribute__((vector_size(2 * V), aligned(1), may_alias));   \
+  };
+KV_VECTORS(16)
+KV_VECTORS(8)
+KV_VECTORS(4)
+
+// The next V channels as floats.
+template <int V>
+struct Lanes : Vectors<V> {
+  typedef typename Vectors<V>::f f;
+  typedef typename Vectors<V>::i i;
+  typedef typename Vectors<V>::u8 u8;
+  typedef typename Vectors<V>::u16 u16;
+
+  static inline i bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+    if constexpr (V == 16) return (i)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#endif
+#if defined(__AVX2__)
+    if constexpr (V == 8) return (i)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#endif
+    return __builtin_convertvector(*(const u8*)p, i);
+  }
+  static inline f floats(i x) { return __builtin_convertvector(x, f); }
+  static inline f of_bfloat16(const uint16_t* p) {
+#if defined(__AVX512F__)
+    if constexpr (V == 16)
+      return (f)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#endif
+#if defined(__AVX2__)
+    if constexpr (V == 8)
+      return (f)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#endif
+    i wide = __builtin_convertvector(*(const u16*)p, i);
+    return (f)(wide << 16);
+  }
+  static inline f of_float16(const uint16_t* p) {
+#if defined(__AVX512F__)
+    if constexpr (V == 16) return (f)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#endif
+#if defined(__F16C__)
+    if constexpr (V == 8) return (f)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#endif
+    f out;
+    for (int k = 0; k < V; k++) out[k] = from_half(p[k]);
+    return out;
+  }
+};
+
+// ``n`` slots in few bits, without unit and offset. The channels of a vector share a scale, and with
+// 4 bits all are in the same half of their bytes.
+template <int V, int BITS>
+inline void of_codes(const uint8_t* codes, int64_t slot, const uint16_t* low, const uint16_t* step,
+                     int groups, int width, int n, int pad, float* out) {
+  typedef Lanes<V> L;
+  const int bytes = groups * width / 2;
+  for (int i = 0; i < n; i++, codes += slot, out += pad)
+    for (int group = 0; group < groups; group++, low++, step++) {
+      const float base = from_half(*low), scale = from_half(*step);
+      float* at = out + group * width;
+      if (BITS == 8) {
+        for (int c = 0; c < width; c += V)
+          *(typename L::f*)(at + c) = L::floats(L::bytes(codes + group * width + c)) * scale + base;
+        continue;
+      }
+#if defined(__AVX512F__)
+      if constexpr (V == 16) {  // sixteen numbers are all there are: look them up
+        const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512 table = _mm512_fmadd_ps(numbers, _mm512_set1_ps(scale), _mm512_set1_ps(base));
+        const int first = group * width, low_half = std::min(std::max(bytes - first, 0), width);
+        for (int c = 0; c < low_half; c += V) {
+          const __m128i* p = (const __m128i*)(codes + first + c);
+          const __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128(p));
+          _mm512_storeu_ps(at + c, _mm512_permutexvar_ps(index, table));
+        }
+        for (int c = low_half; c < width; c += V) {
+          const __m128i* p = (const __m128i*)(codes + first + c - bytes);
+          const __m512i index = _mm512_srli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(p)), 4);
+          _mm512_storeu_ps(at + c, _mm512_permutexvar_ps(index, table));
+        }
+        continue;
+      }
+#endif
+      for (int c = 0; c < width; c += V) {
+        const int channel = group * width + c;
+        typename L::i x;
+        if (channel < bytes) x = L::bytes(codes + channel) & 15;
+        else x = L::bytes(codes + channel - bytes) >> 4;
+        *(typename L::f*)(at + c) = L::floats(x) * scale + base;
+      }
+    }
+}
+
+inline void of_codes_one_by_one(const Side& side, const uint8_t* codes, const uint16_t* low,
+                                const uint16_t* step, float* out) {
+  const int channels = (int)(side.groups * side.width), bytes = channels / 2;
+  for (int c = 0; c < channels; c++) {
+    int code = codes[c % (side.kind == 8 ? channels : bytes)];
+    if (side.kind == 4) code = c < bytes ? code & 15 : code >> 4;
+    const int group = c / (int)side.width;
+    out[c] = (float)code * from_half(step[group]) + from_half(low[group]);
+  }
+}
+
+template <int V>
+inline void of_exact(const Side& side, const uint8_t* row, float* out) {
+  const int dim = (int)side.dim;
+  int c = 0;
+  if (side.kind == BFLOAT16) {
+    for (; c + V <= dim; c += V)
+      *(typename Lanes<V>::f*)(out + c) = Lanes<V>::of_bfloat16((const uint16_t*)row + c);
+    for (; c < dim; c++) out[c] = of_bfloat16(((const uint16_t*)row)[c]);
+  } else {
+    for (; c + V <= dim; c += V)
+      *(typename Lanes<V>::f*)(out + c) = Lanes<V>::of_float16((const uint16_t*)row + c);
+    for (; c < dim; c++) out[c] = from_half(((const uint16_t*)row)[c]);
+  }
+}
+
+// The floats of ``n`` slots from ``first`` on, ``pad`` for each, in ``tile`` or where they are. The
+// channels from ``dim`` to ``pad`` are 0. In a tile, SLOTS rows may be read.
+const float* floats_of(const Side& side, int64_t row, int64_t first, int n, int pad, float* tile) {
+  const uint8_t* data = (const uint8_t*)side.data + row * side.row + first * side.slot;
+  const int dim = (int)side.dim;
+  if (side.kind == FLOAT32) {
+    if (dim == pad && n == SLOTS && side.slot == 4 * dim) return (const float*)data;
+    for (int i = 0; i < n; i++) {
+      memcpy(tile + i * pad, data + i * side.slot, 4 * dim);
+      for (int c = dim; c < pad; c++) tile[i * pad + c] = 0;
+    }
+    return tile;
+  }
+  if (side.kind == BFLOAT16 || side.kind == FLOAT16) {
+    for (int i = 0; i < n; i++) {
+      of_exact<W>(side, data + i * side.slot, tile + i * pad);
+      for (int c = dim; c < pad; c++) tile[i * pad + c] = 0;
+    }
+    return tile;
+  }
+  const int groups = (int)side.groups, width = (int)side.width, channels = groups * width;
+  const int bytes = channels / 2;
+  const uint16_t* low = (const uint16_t*)side.low + row * side.small_row + first * groups;
+  const uint16_t* step = (const uint16_t*)side.step + row * side.small_row + first * groups;
+  const int64_t slot = side.slot;
+  auto fits = [&](int v) { return width % v == 0 && (side.kind == 8 || bytes % v == 0); };
+#define KV_OF_CODES(V)                                                                     \
+  if (V <= W && fits(V)) {                                                                 \
+    if (side.kind == 8) of_codes<V, 8>(data, slot, low, step, groups, width, n, pad, tile);  \
+    else of_codes<V, 4>(data, slot, low, step, groups, width, n, pad, tile);                 \
+  } else
+  KV_OF_CODES(16) KV_OF_CODES(8) KV_OF_CODES(4)
+  for (int i = 0; i < n; i++)
+    of_codes_one_by_one(side, data + i * slot, low + i * groups, step + i * groups, tile + i * pad);
+#undef KV_OF_CODES
+  if (pad > dim)  // padding repeats the last channel
+    for (int i = 0; i < n; i++)
+      for (int c = dim; c < pad; c++) tile[i * pad + c] = 0;
+  return tile;
+}
+
+// From W vectors, the vector of their sums.
+template <int S, int... L>
+inline vf merged(vf x, vf y, std::integer_sequence<int, L...>) {
+  return __builtin_shufflevector(x, y, ((L & S) ? W + L : L)...) +
+         __builtin_shufflevector(x, y, ((L & S) ? W + (L ^ S) : (L ^ S))...);
+}
+template <int S>
+inline vf summed(const vf* x) {
+  typedef std::make_integer_sequence<int, W> Every;
+  if constexpr (S == 1) return merged<1>(x[0], x[1], Every{});
+  else return merged<S>(summed<S / 2>(x), summed<S / 2>(x + S), Every{});
+}
+
+// Scores of R queries and ``n`` slots. The sums of W products of vectors are completed together.
+template <int R>
+inline void scored(const float* queries, const float* tile, int pad, int n, float* scores) {
+  constexpr int S = R == 3 ? W / 4 : W / R;
+  for (int first = 0; first < n; first += S) {
+    vf sums[W];
+    for (int k = 0; k < W; k++) sums[k] = vf{};
+    const float* rows = tile + first * pad;
+    for (int c = 0; c < pad; c += W) {
+      vf q[R];
+      for (int j = 0; j < R; j++) q[j] = load(queries + j * pad + c);
+#pragma GCC unroll 16
+      for (int i = 0; i < S; i++) {
+        const vf x = load(rows + i * pad + c);
+#pragma GCC unroll 4
+        for (int j = 0; j < R; j++) sums[j * S + i] += q[j] * x;
+      }
+    }
+    const vf done = summed<W / 2>(sums);
+    for (int j = 0; j < R; j++) memcpy(scores + j * BLOCK + first, (const float*)&done + j * S, 4 * S);
+  }
+}
+
+// Adds the values of ``n`` slots, times the weights of R queries, to the outputs.
+template <int R, int C>
+inline void added_columns(const float* weights, const float* tile, int pad, int n, int at,
+                          float* out) {
+  vf sums[R][C];
+#pragma GCC unroll 4
+  for (int j = 0; j < R; j++)
+#pragma GCC unroll 16
+    for (int c = 0; c < C; c++) sums[j][c] = load(out + j * pad + at + c * W);
+  for (int i = 0; i < n; i++) {
+    vf x[C];
+#pragma GCC unroll 16
+    for (int c = 0; c < C; c++) x[c] = load(tile + i * pad + at + c * W);
+#pragma GCC unroll 4
+    for (int j = 0; j < R; j++) {
+      const vf w = all(weights[j * BLOCK + i]);
+#pragma GCC unroll 16
+      for (int c = 0; c < C; c++) sums[j][c] += w * x[c];
+    }
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < R; j++)
+#pragma GCC unroll 16
+    for (int c = 0; c < C; c++) store(out + j * pad + at + c * W, sums[j][c]);
+}
+template <int R>
+inline void added(const float* weights, const float* tile, int pad, int n, float* out) {
+  constexpr int C = R == 3 ? HELD / 4 : HELD / R;
+  int at = 0;
+  for (; at + C * W <= pad; at += C * W) added_columns<R, C>(weights, tile, pad, n, at, out);
+  for (; at < pad; at += W) added_columns<R, 1>(weights, tile, pad, n, at, out);
+}
+
+// exp(x) for x <= 0, to 1 unit in the last place or so; 0 below -87.
+inline vf exped(vf x) {
+  const vf low = all(-87.0f);
+  const vi dead = x < low;
+  x = dead ? low : x;
+  vf n = x * 1.44269504088896341f;
+  const vf magic = all(12582912.0f);  // adding it rounds to an integer
+  n = (n + magic) - magic;
+  const vf r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  vf p = all(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const vi bits = (__builtin_convertvector(n, vi) + 127) << 23;
+  p *= (vf)bits;
+  return dead ? vf{} : p;
+}
+
+// Over some slots of a KV head: the weighted values of each query, the sum of its weights, and the
+// score that was taken as 0.
+struct State {
+  float *out, *total, *most;
+};
+
+struct Turn {
+  const Call* call;
+  const Part* const* parts;
+  const uint8_t* queries;
+  uint8_t* out;
+  double scaling, softcap;
+  int each, pad, value_pad;
+  int64_t chunk;                          // slots of a task, or more than all
+  const int64_t* tasks;                   // first task of every row and head
+  float* states;
+  int64_t state;                          // floats of a state
+  std::atomic<int64_t> next;
+  int64_t all;
+};
+
+// Working memory of a thread.
+struct Memory {
+  struct Line {
+    alignas(64) float floats[16];
+  };
+  std::vector<Line> working, results;
+  std::vector<int64_t> numbers;
+
+  static float* atleast(std::vector<Line>& lines, size_t floats) {
+    if (lines.size() * 16 < floats) lines.resize((floats + 15) / 16);
+    return lines.data()->floats;
+  }
+};
+thread_local Memory memory;
+
+inline int64_t page_of(const Call& call, int64_t row) {
+  return call.pages ? ((const int64_t*)call.pages)[row] : row;
+}
+inline int64_t size_of(const Part& part, int64_t row, int64_t head) {
+  if (!part.sizes) return part.base + part.appended;
+  return ((const int64_t*)part.sizes)[row * part.sizes_row + head * part.sizes_head] +
+         part.appended;
+}
+inline int64_t start_of(const Part& part, int64_t row, int64_t head) {
+  if (!part.start) return head * part.capacity;
+  return ((const int64_t*)part.start)[row * part.start_row + head];
+}
+
+// Four queries at a time, which share what is read, then the rest.
+template <typename F>
+inline void for_each_query(int each, F run) {
+  int j = 0;
+  for (; j + 4 <= each; j += 4) run(std::integral_constant<int, 4>{}, j);
+  if (each - j == 3) run(std::integral_constant<int, 3>{}, j);
+  if (each - j == 2) run(std::integral_constant<int, 2>{}, j);
+  if (each - j == 1) run(std::integral_constant<int, 1>{}, j);
+}
+
+// Attention of all queries of a KV head over the slots ``from`` to ``to`` of all parts together.
+void attend_some(const Turn& turn, int64_t row, int64_t head, int64_t from, int64_t to,
+                 State state) {
+  const Call& call = *turn.call;
+  const int each = turn.each, pad = turn.pad, wide = turn.value_pad;
+  const int dim = (int)turn.parts[0]->keys.dim;
+  const int64_t page = page_of(call, row);
+  const size_t rows_of_tile = (size_t)SLOTS * std::max(pad, wide);
+  const size_t need = (size_t)each * (2 * pad + BLOCK + 1) + rows_of_tile;
+  float* tile = Memory::atleast(memory.working, need);
+  float* queries = tile + rows_of_tile;
+  float* in_units = queries + (size_t)each * pad;
+  float* scores = in_units + (size_t)each * pad;
+  float* constant = scores + (size_t)each * BLOCK;
+  const float scaling = (float)turn.scaling, cap = (float)turn.softcap;
+  for (int j = 0; j < each; j++) {
+    const int64_t at = ((row * call.heads + head) * each + j) * dim;
+    float* q = queries + (size_t)j * pad;
+    for (int c = 0; c < dim; c++) {
+      float x;
+      if (call.kind == FLOAT32) x = ((const float*)turn.queries)[at + c];
+      else if (call.kind == BFLOAT16) x = of_bfloat16(((const uint16_t*)turn.queries)[at + c]);
+      else x = from_half(((const uint16_t*)turn.queries)[at + c]);
+      q[c] = x * scaling;
+    }
+    for (int c = dim; c < pad; c++) q[c] = 0;
+    for (int c = 0; c < wide; c++) state.out[(size_t)j * wide + c] = 0;
+    state.total[j] = 0;
+    state.most[j] = -std::numeric_limits<float>::infinity();
+  }
+  int64_t before = 0;
+  for (int64_t number = 0; number < call.count; number++) {
+    const Part& part = *turn.parts[number];
+    const int64_t size = size_of(part, row, head), start = start_of(part, row, head);
+    const int64_t begin = std::max<int64_t>(from - before, 0);
+    const int64_t end = std::min<int64_t>(to - before, size);
+    before += size;
+    if (begin >= end) continue;
+    const bool final = number == call.count - 1;
+    const float* asked = queries;
+    const float value_unit =
+        part.values.unit
+            ? ((const float*)part.values.unit)[page * part.values.unit_row +
+                                               head * part.values.unit_head]
+            : 1.0f;
+    for (int j = 0; j < each; j++) constant[j] = 0;
+    if (part.keys.unit) {
+      const float* unit =
+          (const float*)part.keys.unit + page * part.keys.unit_row + head * part.keys.unit_head;
+      const float* offset =
+          (const float*)part.keys.offset + page * part.keys.offset_row + head * part.keys.offset_head;
+      for (int j = 0; j < each; j++) {
+        double sum = 0;
+        for (int c = 0; c < dim; c++) {
+          in_units[(size_t)j * pad + c] = queries[(size_t)j * pad + c] * unit[c];
+          sum += (double)queries[(size_t)j * pad + c] * offset[c];
+        }
+        for (int c = dim; c < pad; c++) in_units[(size_t)j * pad + c] = 0;
+        constant[j] = (float)sum;
+      }
+      asked = in_units;
+    }
+    const float* mass = part.mass ? (const float*)part.mass + page * part.mass_row + start : nullptr;
+    const float* position =
+        part.positions ? (const float*)part.positions + page * part.position_row + start : nullptr;
+    for (int64_t at = begin; at < end; at += BLOCK) {
+      const int n = (int)std::min<int64_t>(BLOCK, end - at), full = (n + W - 1) / W * W;
+      for (int first = 0; first < n; first += SLOTS) {
+        const int some = std::min(SLOTS, n - first);
+        const float* rows = floats_of(part.keys, page, start + at + first, some, pad, tile);
+        for_each_query(each, [&](auto count, int j) {
+          scored<count.value>(asked + (size_t)j * pad, rows, pad, some,
+                              scores + (size_t)j * BLOCK + first);
+        });
+      }
+      for (int j = 0; j < each; j++) {
+        float* s = scores + (size_t)j * BLOCK;
+        const int64_t asks = head * (each / call.newest) + j / call.newest;
+        if (constant[j] != 0)
+          for (int i = 0; i < n; i++) s[i] += constant[j];
+        if (cap > 0)
+          for (int i = 0; i < n; i++) s[i] = cap * std::tanh(s[i] / cap);
+        if (mass)
+          for (int i = 0; i < n; i++) s[i] += mass[at + i];
+        if (call.slopes) {
+          const float slope = ((const float*)call.slopes)[asks];
+          const float last = ((const float*)call.last)[row];
+          for (int i = 0; i < n; i++) s[i] += slope * (position[at + i] - last);
+        }
+        int seen = n;  // the newest tokens do not look ahead
+        if (final && call.newest > 1) {
+          const int64_t limit = size - call.newest + j % call.newest + 1 - at;
+          seen = (int)std::max<int64_t>(0, std::min<int64_t>(n, limit));
+        }
+        for (int i = seen; i < full; i++) s[i] = -std::numeric_limits<float>::infinity();
+        if (!seen) {
+          for (int i = 0; i < n; i++) s[i] = 0;
+          continue;
+        }
+        vf greatest = load(s);
+        for (int i = W; i < full; i += W) {
+          const vf x = load(s + i);
+          greatest = x > greatest ? x : greatest;
+        }
+        float most = state.most[j];
+        for (int k = 0; k < W; k++) most = greatest[k] > most ? greatest[k] : most;
+        if (most > state.most[j]) {
+          const float less = state.total[j] > 0 ? std::exp(state.most[j] - most) : 0.0f;
+          float* out = state.out + (size_t)j * wide;
+          if (state.total[j] > 0)
+            for (int c = 0; c < wide; c += W) store(out + c, load(out + c) * less);
+          state.total[j] *= less;
+          state.most[j] = most;
+        }
+        vf sum = vf{};
+        for (int i = 0; i < full; i += W) {
+          const vf weight = exped(load(s + i) - most);
+          sum += weight;
+          store(s + i, weight * value_unit);
+        }
+        for (int k = 0; k < W; k++) state.total[j] += sum[k];
+      }
+      for (int first = 0; first < n; first += SLOTS) {
+        const int some = std::min(SLOTS, n - first);
+        const float* rows = floats_of(part.values, page, start + at + first, some, wide, tile);
+        for_each_query(each, [&](auto count, int j) {
+          added<count.value>(scores + (size_t)j * BLOCK + first, rows, wide, some,
+                             state.out + (size_t)j * wide);
+        });
+      }
+    }
+  }
+}
+
+inline State state_at(const Turn& turn, int64_t task) {
+  float* at = turn.states + task * turn.state;
+  return {at, at + (size_t)turn.each * turn.value_pad,
+          at + (size_t)turn.each * turn.value_pad + turn.each};
+}
+
+void work(void* given) {
+  Turn& turn = *(Turn*)given;
+  const Call& call = *turn.call;
+  const int64_t owners = call.rows * call.heads;
+  for (;;) {
+    const int64_t task = turn.next.fetch_add(1);
+    if (task >= turn.all) return;
+    const int64_t owner =
+        std::upper_bound(turn.tasks, turn.tasks + owners, task) - turn.tasks - 1;
+    const int64_t from = (task - turn.tasks[owner]) * turn.chunk;
+    attend_some(turn, owner / call.heads, owner % call.heads, from, from + turn.chunk,
+                state_at(turn, task));
+  }
+}
+
+void finish(const Turn& turn, int64_t owner) {
+  const Call& call = *turn.call;
+  const int each = turn.each, wide = turn.value_pad, dim = (int)turn.parts[0]->values.dim;
+  const int64_t first = turn.tasks[owner], end = turn.tasks[owner + 1], head = owner % call.heads;
+  for (int j = 0; j < each; j++) {
+    float most = -std::numeric_limits<float>::infinity(), total = 0;
+    for (int64_t task = first; task < end; task++) most = std::max(most, state_at(turn, task).most[j]);
+    State whole = state_at(turn, first);
+    float* out = whole.out + (size_t)j * wide;
+    for (int64_t task = first; task < end; task++) {
+      State state = state_at(turn, task);
+      const float weight = state.total[j] > 0 ? std::exp(state.most[j] - most) : 0.0f;
+      total += weight * state.total[j];
+      const float* other = state.out + (size_t)j * wide;
+      if (task == first) {
+        if (weight != 1.0f)
+          for (int c = 0; c < dim; c++) out[c] = weight > 0 ? out[c] * weight : 0.0f;
+      } else if (weight > 0) {
+        for (int c = 0; c < dim; c++) out[c] += weight * other[c];
+      }
+    }
+    float log_total = total > 0 ? most + std::log(total) : NOTHING;
+    float share = total > 0 ? 1 / total : 0.0f;
+    if (call.sinks) {
+      const int64_t asks = head * (each / call.newest) + j / call.newest;
+      const float sink = ((const float*)call.sinks)[asks];
+      share /= 1 + std::exp(sink - log_total);
+    }
+    if (call.padded && !(log_total > NOTHING / 2)) share = 0;
+    const int64_t at = (owner * each + j) * dim;
+    for (int c = 0; c < dim; c++) {
+      const float x = share == 0 ? 0.0f : out[c] * share;
+      if (call.kind == FLOAT32) ((float*)turn.out)[at + c] = x;
+      else if (call.kind == BFLOAT16) ((uint16_t*)turn.out)[at + c] = to_bfloat16(x);
+      else ((uint16_t*)turn.out)[at + c] = to_float16(x);
+    }
+    if (call.totals) ((float*)call.totals)[owner * each + j] = log_total;
+  }
+}
+
+inline int padded_to(int64_t dim) { return (int)((dim + W - 1) / W * W); }
+
+}  // namespace
+
+extern "C" int KV_JOIN(kvsketch_attend_, KV_ISA)(const Call* call, const void* queries, void* out,
+                                                 double scaling, double softcap,
+                                                 Parallel parallel) {
+  const Part* const* parts = (const Part* const*)call->parts;
+  int64_t dims[2] = {0, 0};
+  for (int64_t number = 0; number < call->count; number++) {
+    const Side* sides[2] = {&parts[number]->keys, &parts[number]->values};
+    for (int k = 0; k < 2; k++) {
+      const int64_t channels = sides[k]->groups * sides[k]->width;
+      dims[k] = std::max(dims[k], std::max(sides[k]->dim, channels));
+    }
+  }
+  if (dims[0] > MOST || dims[1] > MOST || !call->count || !call->newest) return 1;
+  Turn turn;
+  turn.call = call;
+  turn.parts = parts;
+  turn.queries = (const uint8_t*)queries;
+  turn.out = (uint8_t*)out;
+  turn.scaling = scaling;
+  turn.softcap = softcap;
+  turn.each = (int)call->each;
+  turn.pad = padded_to(dims[0]);
+  turn.value_pad = padded_to(dims[1]);
+  const int64_t owners = call->rows * call->heads;
+  memory.numbers.resize(owners + 1);
+  int64_t slots = 0;
+  for (int64_t owner = 0; owner < owners; owner++) {
+    const int64_t row = owner / call->heads, head = owner % call->heads;
+    int64_t size = 0;
+    for (int64_t number = 0; number < call->count; number++)
+      size += size_of(*parts[number], row, head);
+    memory.numbers[owner] = size;
+    slots += size;
+  }
+  // A few tasks for every thread, so that none waits for another; one for a head if that is less.
+  const bool many = parallel && call->threads > 1 && slots * (dims[0] + dims[1]) > (1 << 15);
+  int64_t chunk = many ? slots / (4 * call->threads) : slots;
+  chunk = std::max<int64_t>((chunk + SLOTS - 1) / SLOTS * SLOTS, 4 * SLOTS);
+  int64_t tasks = 0;
+  for (int64_t owner = 0; owner < owners; owner++) {
+    const int64_t size = memory.numbers[owner];
+    memory.numbers[owner] = tasks;
+    tasks += std::max<int64_t>(1, (size + chunk - 1) / chunk);
+  }
+  memory.numbers[owners] = tasks;
+  turn.state = padded_to((int64_t)turn.each * (turn.value_pad + 2));
+  turn.chunk = chunk;
+  turn.tasks = memory.numbers.data();
+  turn.states = Memory::atleast(memory.results, (size_t)(tasks * turn.state));
+  turn.all = tasks;
+  turn.next.store(0);
+  if (many) parallel(work, &turn, (unsigned)call->threads, 0);
+  else work(&turn);
+  for (int64_t owner = 0; owner < owners; owner++) finish(turn, owner);
+  return 0;
+}
+#endif  // KV_ISA
+
+#ifdef KV_DISPATCH
+extern "C" {
+#if defined(__x86_64__)
+int kvsketch_attend_avx512(const Call*, const void*, void*, double, double, Parallel);
+int kvsketch_attend_avx2(const Call*, const void*, void*, double, double, Parallel);
+#endif
+int kvsketch_attend_plain(const Call*, const void*, void*, double, double, Parallel);
+}
+
+static Attend best(int* which) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    *which = 2;
+    return kvsketch_attend_avx512;
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    *which = 1;
+    return kvsketch_attend_avx2;
+  }
+#endif
+  *which = 0;
+  return kvsketch_attend_plain;
+}
+
+static int level;
+static Attend chosen = best(&level);
+static Parallel parallel = nullptr;
+
+// 2: AVX-512, 1: AVX2, 0: what every processor of the platform has.
+KV_EXPORT int kvsketch_level() { return level; }
+// The function that runs a job on several threads, that of torch's own OpenMP library.
+KV_EXPORT void kvsketch_threads(void* function) { parallel = (Parallel)function; }
+// Choose less than what the processor has (for tests); returns the level that is used now.
+KV_EXPORT int kvsketch_limit(int most) {
+  chosen = best(&level);
+#if defined(__x86_64__)
+  if (most < 2 && level == 2) chosen = kvsketch_attend_avx2, level = 1;
+#endif
+  if (most < 1) chosen = kvsketch_attend_plain, level = 0;
+  return level;
+}
+KV_EXPORT int kvsketch_attend(const Call* call, const void* queries, void* out, double scaling,
+                               double softcap) {
+  return chosen(call, queries, out, scaling, softcap, parallel);
+}
+KV_EXPORT const char* kvsketch_mark() { return KV_MARK; }
+KV_EXPORT int64_t kvsketch_layout() { return (int64_t)sizeof(Part) << 32 | (int64_t)sizeof(Call); }
+
+// Write ``q`` new tokens, [rows, heads, q, dim] with the given strides in bytes, behind the slots of
+// every head of an exact part, as tokens of mass 1 without a score.
+KV_EXPORT void kvsketch_append(const Part* part, int64_t rows, int64_t heads, int64_t q,
+                                const uint8_t* keys, const int64_t* key_strides,
+                                const uint8_t* values, const int64_t* value_strides) {
+  const int64_t wide = part->keys.kind == FLOAT32 ? 4 : 2;
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t head = 0; head < heads; head++) {
+      int64_t size = part->base, start = head * part->capacity;
+      if (part->sizes) size = ((const int64_t*)part->sizes)[row * part->sizes_row + head * part->sizes_head];
+      if (part->start) start = ((const int64_t*)part->start)[row * part->start_row + head];
+      const int64_t first = start + size + part->appended;
+      for (int64_t i = 0; i < q; i++) {
+        memcpy((uint8_t*)part->keys.data + row * part->keys.row + (first + i) * part->keys.slot,
+               keys + row * key_strides[0] + head * key_strides[1] + i * key_strides[2],
+               (size_t)(part->keys.dim * wide));
+        memcpy((uint8_t*)part->values.data + row * part->values.row + (first + i) * part->values.slot,
+               values + row * value_strides[0] + head * value_strides[1] + i * value_strides[2],
+               (size_t)(part->values.dim * wide));
+        if (part->mass) ((float*)part->mass)[row * part->mass_row + first + i] = 0;
+        if (part->score) ((float*)part->score)[row * part->score_row + first + i] = 0;
+      }
+    }
+}
+#endif
