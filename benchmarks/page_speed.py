@@ -8,6 +8,7 @@ from benchmarks.markdown import made_with, table
 
 _TITLES = {
     "decode": "## Attention of one decoded token",
+    "bits": "## One decoded token over slots in 16, 8 and 4 bits",
     "compress": "## Compressing a prompt",
     "prefill": "## Measuring and compressing, compared with a prefill",
     "end_to_end": "## The default method from end to end",
@@ -20,6 +21,14 @@ _TEXTS = {
         "same, called with the queries of a group as queries of one head, which is faster. "
         "`full`: torch's attention over all n tokens. `floor`: the bytes that must be read over "
         "the bandwidth of a copy, measured in the same run. Numbers are ratios of times, medians "
+        "of pairs."
+    ),
+    "bits": (
+        "The same heads, every slot with a mass. `over packed`: the compiled kernel over torch's "
+        "attention over as many bfloat16 tokens, with the queries of a group packed; `avx2`: with "
+        "those instructions alone; `torch`: without the compiled kernel. `ragged over even`: the "
+        "same number of slots in heads from 0.25 to 2.25 of the mean over equally many in each. "
+        "`floor`: the bytes that are read over the bandwidth of a copy. Ratios of times, medians "
         "of pairs."
     ),
     "compress": (

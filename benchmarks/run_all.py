@@ -43,6 +43,7 @@ _ONE_LAYER = "--model ruler-one-layer"
 COMMANDS = {
     "decode_speed": "decode_speed",
     "speed_decode": "speed --preset decode",
+    "speed_bits": "speed --preset bits",
     "speed_compress": "speed --preset compress",
     "speed_prefill": "speed --preset prefill",
     "speed_end_to_end": "speed --preset end_to_end",

@@ -1,6 +1,7 @@
 """Times as ratios of paired runs, with lower bounds from the speed of the machine.
 
     python -m benchmarks.speed --preset decode --json
+    python -m benchmarks.speed --preset bits --json
     python -m benchmarks.speed --preset compress --tokens 8192,32768,131072 --json
     python -m benchmarks.speed --preset prefill --json
     python -m benchmarks.speed --preset end_to_end --json
@@ -8,6 +9,10 @@
 decode      The attention of one token with 32 query and 8 KV heads of 128. Slots with masses,
             equally many or not in every head, are compared with torch's own attention over as many
             plain tokens and over all n tokens.
+bits        The attention of one such token over slots in 16 (bfloat16), 8 and 4 bits, with the
+            compiled kernel, with its AVX2 instructions alone, and with torch's kernels, compared
+            with torch's own attention over as many bfloat16 tokens, packed; on one thread and on
+            all.
 compress    The compression of n tokens of 8 KV heads of 128 to n/8 slots (kcenter: to 1024), by n,
             with the exponent of the time as a function of n. Block halving is compared with the
             BalanceKV authors' own ``balanced_walk`` on the same tensors (KVSKETCH_BALANCEKV names a
@@ -18,7 +23,9 @@ prefill     The measurement of errors and the compression in one layer of Llama 
 end_to_end  The whole of ``generate``: prefill and decoding with the default method are compared
             with ``DynamicCache`` on ``longeval-one-head``. Decoding is also compared with a
             ``DynamicCache`` that has as many tokens as our cache has slots, on this model and on
-            two random layers of Llama 3 8B's shape.
+            two random layers of Llama 3 8B's shape. There, 8,000 tokens in 4 bits and an eighth of
+            32,000 are also compared with the exact cache, as transformers calls torch's attention
+            and with the queries of a group packed.
 
 Compared runs alternate, so that other load on the machine affects both, and a ratio is the median
 over pairs. Only kvpress's presses run in turn after ours, in a separate environment (`make peers`),
@@ -43,8 +50,16 @@ import typer
 from rich.console import Console
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+import kvsketch
 from benchmarks.measuring import waiting
 from benchmarks.page import save
 from benchmarks.peers import balancekv as authors
@@ -57,11 +72,14 @@ from kvsketch.cache.measure import measure
 from kvsketch.cache.storage import CHOICES
 from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.evaluation.runner.loading import resolve_model
+from kvsketch.kernels import native
 from kvsketch.page.part import Part
+from kvsketch.page.quantized import Bits
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
+_WIDE = "two layers of Llama 3 8B's shape"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-PRESETS = ("decode", "compress", "prefill", "end_to_end")
+PRESETS = ("decode", "bits", "compress", "prefill", "end_to_end")
 Rows = list[dict[str, Any]]
 
 
@@ -148,6 +166,72 @@ def _decoded(query: Tensor, keys: Tensor, values: Tensor, slots: int, repeats: i
         "full_packed_over_ragged": ratio(found, "full_packed", "ragged"),
         "ragged_slots_over_slots": float(sizes.sum()) / (KV_HEADS * slots),
     }
+
+
+def in_bits(repeats: int, tokens: list[int], threads: int, seed: int) -> Rows:
+    rows: Rows = []
+    for used in sorted({1, threads}):
+        torch.set_num_threads(used)
+        bandwidth = floors()["copy_bytes_per_second"]
+        for n in tokens:
+            for bits in (16, 8, 4):
+                row, read = _in_bits(n, Bits(bits, bits), repeats, seed)
+                floor = {"floor_ms": 1e3 * read / bandwidth}
+                rows.append({"bits": bits, "slots": n, "threads": used} | row | floor)
+    return rows
+
+
+def _in_bits(n: int, bits: Bits, repeats: int, seed: int) -> tuple[dict[str, Any], int]:
+    """Ratios of times, and the bytes that are read."""
+    torch.manual_seed(seed)
+    keys, values = torch.randn(2, 1, KV_HEADS, n, DIM).bfloat16()
+    mass = torch.rand(1, KV_HEADS, n) + 0.5
+    slots = Slots(keys, values.float() * mass.unsqueeze(-1), mass)
+    share = torch.tensor([0.25, 0.5, 0.5, 0.75, 1.0, 1.25, 1.5, 2.25]) / 2.25
+    sizes = (share * n).round().long().clamp(1, n)[None]
+    uneven = slots.only(torch.arange(n) < sizes.unsqueeze(-1))
+    fewer = slots.narrow(0, int(sizes.double().mean()))
+    part, even, ragged = (
+        Part(some, size, bits=bits)
+        for some, size in ((slots, None), (fewer, None), (uneven, sizes))
+    )
+    asked = Observed(torch.randn(1, HEADS, 1, DIM).bfloat16(), DIM**-0.5)
+    packed = asked.queries.view(1, KV_HEADS, -1, DIM)
+    ours = partial(attend_to, asked, [part])
+    found = paired(
+        repeats,
+        ours=ours,
+        avx2=lambda: _limited(1, ours),
+        torch=lambda: _by_torch(ours),
+        packed=lambda: F.scaled_dot_product_attention(packed, keys, values),
+        even=partial(attend_to, asked, [even]),
+        ragged=partial(attend_to, asked, [ragged]),
+    )
+    row = {
+        "over_packed": ratio(found, "ours", "packed"),
+        "avx2_over_packed": ratio(found, "avx2", "packed"),
+        "torch_over_packed": ratio(found, "torch", "packed"),
+        "ragged_over_even": ratio(found, "ragged", "even"),
+        "ms": 1e3 * statistics.median(found["ours"]),
+    }
+    return row, sum(t.nbytes for t in part.contents())
+
+
+def _limited(level: int, run: Callable[[], Any]) -> None:
+    """With the instructions of a lesser processor."""
+    library = native.library()
+    if library is not None:
+        library.kvsketch_limit(level)
+    run()
+    if library is not None:
+        library.kvsketch_limit(len(native.LEVELS))
+
+
+def _by_torch(run: Callable[[], Any]) -> None:
+    """Without the compiled kernel."""
+    native.enabled = False
+    run()
+    native.enabled = True
 
 
 def compress(repeats: int, tokens: list[int], methods: list[str], seed: int) -> Rows:
@@ -311,11 +395,61 @@ def end_to_end(repeats: int, tokens: int, seed: int) -> Rows:
         num_hidden_layers=2,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
-        max_position_embeddings=8192,
+        max_position_embeddings=40_000,
     )
     torch.manual_seed(seed)
     wide = _in_bfloat16(AutoModelForCausalLM.from_config(layers))
-    return [*rows, _same_bytes("two layers of Llama 3 8B's shape", wide, 1024, repeats, seed)]
+    rows.append(_same_bytes(_WIDE, wide, 1024, repeats, seed))
+    as_many = {"budget": 1.0, "bits": 4, "allocation": "even"}
+    rows.append(_layers(wide, 8000, as_many, repeats, seed))
+    rows.append(_layers(wide, 32000, {"budget": 0.125}, repeats, seed))
+    return rows
+
+
+def _layers(
+    model: Any, tokens: int, settings: dict[str, Any], repeats: int, seed: int
+) -> dict[str, Any]:
+    """Decoding of whole layers after a prompt, compared with the exact cache, whose attention is
+    called as transformers does, and with the queries of a group packed."""
+    ids, decoded = prompt(model, tokens, seed), 12
+    exact = DynamicCache(config=model.config)
+    ours = SketchCache(model.config, seed=seed, **settings)
+    kvsketch.prefill(model, ids, ours, chunk_size=2000)
+    for start in range(0, tokens, 2000):
+        model(ids[:, start : start + 2000], past_key_values=exact, logits_to_keep=1)
+    usual = model.config._attn_implementation
+
+    def run(cache: Any, attention: str) -> None:
+        model.set_attn_implementation(attention)
+        for _ in range(decoded):
+            model(ids[:, -1:], past_key_values=cache, logits_to_keep=1)
+        model.set_attn_implementation(usual)
+
+    AttentionInterface.register("packed", _packed)
+    AttentionMaskInterface.register("packed", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    found = paired(
+        repeats,
+        ours=lambda: run(ours, usual),
+        exact=lambda: run(exact, usual),
+        packed=lambda: run(exact, "packed"),
+    )
+    return {
+        "model": _WIDE,
+        "tokens": tokens,
+        "settings": ", ".join(f"{name}={value!r}" for name, value in settings.items()),
+        "decode_speed_of_exact": ratio(found, "exact", "ours"),
+        "decode_speed_of_packed": ratio(found, "packed", "ours"),
+    }
+
+
+def _packed(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """torch's attention of one token, the queries of a group as queries of one head."""
+    batch, heads, _, dim = query.shape
+    packed = query.reshape(batch, key.shape[1], -1, dim)
+    out = F.scaled_dot_product_attention(packed, key, value, scale=kwargs.get("scaling"))
+    return out.reshape(batch, heads, 1, -1).transpose(1, 2).contiguous(), None
 
 
 def _in_bfloat16(model: Any) -> Any:
@@ -364,7 +498,8 @@ def main(
     """Example: python -m benchmarks.speed --preset decode --tokens 8192 --json"""
     if preset not in PRESETS:
         raise typer.BadParameter(f"--preset {preset!r} must be one of {', '.join(PRESETS)}")
-    usual = {"decode": "8192,32768,131072", "compress": "8192,32768,131072", "prefill": "32768"}
+    many = "8192,32768,131072"
+    usual = {"decode": many, "bits": "4096,16384,131072", "compress": many, "prefill": "32768"}
     try:
         lengths = [int(x) for x in (tokens or usual.get(preset, "15900")).split(",")]
     except ValueError:
@@ -386,6 +521,8 @@ def main(
     with torch.inference_mode(), console.status(f"measuring {preset}, which takes a few minutes"):
         if preset == "decode":
             rows = decode(repeats, lengths, types, seed)
+        elif preset == "bits":
+            rows = in_bits(repeats, lengths, threads, seed)
         elif preset == "compress":
             rows = compress(repeats, lengths, named, seed)
         elif preset == "prefill":

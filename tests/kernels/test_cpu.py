@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvsketch.attention import attend_to
 from kvsketch.errors import InputError
-from kvsketch.estimator import attend
+from kvsketch.estimator import attend, attention_received
 from kvsketch.kernels import cpu, native
 from kvsketch.kernels.native import build
 from kvsketch.observed import Observed, causal
@@ -155,6 +155,32 @@ def test_totals_join_what_is_computed_apart(s, parts):
     close((outs * weights).sum(0), whole[0].double(), 1e-5)
     joined = totals.logsumexp(0) - torch.log(torch.tensor(float(parts)))
     torch.testing.assert_close(joined, whole[1], rtol=1e-5, atol=1e-4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(shapes, st.floats(0, 1))
+def test_scores_receive_attention_where_they_are(s, fade):
+    """As from the reference's own attention over slots."""
+    native.library().kvsketch_limit(s["level"])
+    page, asked = made({**s, "bent": "softcap" if s["bent"] else ""})
+    q, batch, heads = s["q"], s["batch"], s["heads"]
+    slots = page.read(exactly=True).map(torch.Tensor.double)
+    before = torch.rand(batch, heads, slots.count)
+    page.set_score(before)
+    weights = torch.rand(q)
+    assert cpu.receive(asked, page.scored(), weights, fade)
+    found = page.read().score
+    wide = replace(
+        asked,
+        queries=asked.queries.double(),
+        sinks=None if asked.sinks is None else asked.sinks.double(),
+    )
+    received = attention_received(slots, wide, weights.double().expand(batch, q))
+    live = slots.live()
+    wanted = before * fade + received
+    if live is not None:
+        found, wanted = (torch.where(live, t, 0.0) for t in (found, wanted))
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-4, atol=1e-5)
 
 
 def plain(**changes):

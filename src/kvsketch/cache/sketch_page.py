@@ -207,6 +207,10 @@ class SketchPage:
         groups = [group._replace(exact=group.exact.grown(room)) for group in self.groups]
         return SketchPage(groups, self.places, (self.batch, self.heads))
 
+    def scored(self) -> list[Part]:
+        """Nothing: a sketch has no scores."""
+        return []
+
     def number_rows(self, rows: Tensor) -> None:
         """Say which rows of another batch these are (int64 ``[batch]``); the stream's own window
         is told by the stream."""

@@ -19,6 +19,7 @@ from kvsketch.cache.storage import bits_of
 from kvsketch.cache.window import Windowed
 from kvsketch.cache.windowed_sketch import WindowedSketch
 from kvsketch.errors import InputError, UnsupportedError
+from kvsketch.kernels import cpu
 from kvsketch.observed import Observed
 from kvsketch.page.fields import owned
 from kvsketch.page.page import Page
@@ -418,6 +419,8 @@ class Stream:
         """The next page of a compressor's."""
         page = self.page
         assert isinstance(page, Page)
+        asked = self.queries.all()
+        self._received()
         slots = page.read(exactly=page.middle is not None)
         if self.rhythm is not None:  # as in an engine's memory, where every slot has a mass
             slots = replace(slots, values=slots.values.to(compute_dtype(slots.values.dtype)))
@@ -431,7 +434,6 @@ class Stream:
             above = max(limit, kept.count) + room - kept.count
             return above if self.bits == FULL else min(often, above)
 
-        asked = self.queries.all()
         return compress(
             page, slots, method, budget, asked, limit=limit, room=space, bits=self.bits, fit=fit
         )
@@ -503,12 +505,30 @@ class Stream:
         """Update scores by the waiting queries now."""
         if not self.queries.count:
             return
+        if self._received():
+            return
         page = self.page
         score = self._scored(page.to_score(self.method.requires.values)).score
         self.queries.clear()
         if score is not None:
             page.set_score(score)
             page.release()
+
+    def _received(self) -> bool:
+        """Update scores by the waiting queries where the slots are, if a kernel can: they are not
+        turned into floats for it."""
+        asked = self.queries.all()
+        if asked is None or not self.compressed or self.rhythm is not None:
+            return False  # with a rhythm, slots are to be those of an engine
+        fading = self.method.fading(asked)
+        if fading is None:
+            return False
+        parts, (weights, fade) = self.page.scored(), fading
+        group = asked.queries.shape[1] // parts[0].heads
+        if not cpu.receive(asked, parts, weights / group, fade):
+            return False
+        self.queries.clear()
+        return True
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``fn`` (which acts on axis 0, the batch) to all tensors: beam search, repeating or

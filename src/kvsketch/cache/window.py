@@ -60,6 +60,10 @@ class Windowed:
         """Update the scores of all slots by queries, see ``Compressor.observe``."""
         return self.compressor.observe(slots, observed)
 
+    def fading(self, observed: Observed) -> tuple[Tensor, float] | None:
+        """See ``Compressor.fading``."""
+        return self.compressor.fading(observed)
+
     def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
         """Update the scores by queries of a second reading, see ``Compressor.reread``."""
         return self.compressor.reread(slots, observed, about)

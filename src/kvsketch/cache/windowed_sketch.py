@@ -103,6 +103,9 @@ class WindowedSketch:
         """Return ``slots`` unchanged, because a sketch does not use queries."""
         return slots
 
+    def fading(self, observed: Observed) -> None:
+        """None: a sketch has no scores."""
+
     def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
         """As ``observe``."""
         return slots

@@ -1,13 +1,15 @@
-"""`kvsketch info`: what a file says of itself. Neither torch nor a model is loaded."""
+"""`kvsketch info`: what a file says of itself, for which neither torch nor a model is loaded; or
+what this installation runs on."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 
-from kvsketch.cli.document_options import FileArgument, JsonOption, error_of, kept_of, mb, opened
+from kvsketch.cli.document_options import JsonOption, error_of, kept_of, mb, opened
 from kvsketch.cli.eval_command import console_for
 from kvsketch.errors import InputError
 from kvsketch.files import container
@@ -17,9 +19,16 @@ EPILOG = "Example: kvsketch info report.kvs --json"
 _HEADS = ("model", "tokenizer", "summary", "about")
 
 
-def info_command(file: FileArgument, as_json: JsonOption = False) -> None:
-    """Show what a compressed document holds, and check that it is whole."""
-    found = info(file)
+def info_command(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="DOC.kvs", help="File written by `kvsketch compress`."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a compressed document holds, and check that it is whole; without one, the versions
+    and the kernel that this installation uses."""
+    found = _installed() if file is None else info(file)
     if as_json:
         from kvsketch.evaluation.report.report import dumps
 
@@ -28,9 +37,21 @@ def info_command(file: FileArgument, as_json: JsonOption = False) -> None:
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")  # the path of a model may be longer than a line
-    for name, value in rows_of(found):
+    for name, value in rows_of(found) if file is not None else _installed_rows(found):
         table.add_row(name, value)
     console_for(False).print(table)
+
+
+def _installed() -> dict[str, Any]:
+    """Versions, hardware and kernel."""
+    from kvsketch.evaluation.report.report import environment
+
+    return environment()
+
+
+def _installed_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    every = {**found["versions"], **found["hardware"]}
+    return [(name.replace("_", " "), str(value)) for name, value in every.items()]
 
 
 def info(path: Path) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from kvsketch.hf.forward import Forward
 from kvsketch.hf.hybrid_layer import HybridSketchLayer
 from kvsketch.hf.latent import LatentSketchLayer
 from kvsketch.hf.layer import LayerSettings, SketchLayer
+from kvsketch.kernels import paged
 from kvsketch.methods.registry import (
     Method,
     class_of,
@@ -369,7 +370,8 @@ class SketchCache(Cache):  # type: ignore[misc]
         compressible layers; bytes are measured from live tensors. ``kv_fraction`` is ``kv_bytes``
         over ``exact_kv_bytes``, the bytes of an uncompressed cache of the same tokens; None if
         there are no tokens. ``bits`` of a layer are those of
-        its keys and of its values between sinks and recent window. ``exact_heads`` keep all their
+        its keys and of its values between sinks and recent window. ``kernel`` computes the
+        attention of decoded tokens. ``exact_heads`` keep all their
         tokens; ``above_tolerance`` are those that exceed the tolerance because of
         ``max_budget``."""
         above = None if self.tolerance is None else self.plan.above
@@ -380,6 +382,7 @@ class SketchCache(Cache):  # type: ignore[misc]
             "tolerance": self.tolerance,
             "allocation": self.plan.kind,
             "bits": self.bits,
+            "kernel": paged.described(self._device),
             "tokens": self.get_seq_length(),
             "slots": accounting.mean_held(self.layers),
             "kv_bytes": size,
@@ -388,6 +391,12 @@ class SketchCache(Cache):  # type: ignore[misc]
             "peak_kv_bytes": max(self.peak_nbytes, size),
             "layers": accounting.by_layer(self.layers, above),
         }
+
+    @property
+    def _device(self) -> torch.device:
+        """Of the first layer that can be compressed; the CPU while there are no tokens."""
+        found = getattr(self._forward.first, "device", None)
+        return found if isinstance(found, torch.device) else torch.device("cpu")
 
     def error(self) -> list[dict[str, Any]]:
         """Measured relative error |z - exact| / |exact| of every compressible layer and KV head,

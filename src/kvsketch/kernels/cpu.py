@@ -54,14 +54,71 @@ def attend(
         the summed weights, float32 ``[batch, num_attention_heads, q]``. None: the kernel cannot
         read the slots, or not faster than torch.
     """
-    queries, library = asked.queries, native.library()
-    kind = _KINDS.get(queries.dtype)
-    if library is None or kind is None or queries.device.type != "cpu":
+    library, queries = native.library(), asked.queries
+    if library is None or not _takes(queries, parts[0].heads):
         return None
-    batch, heads, q, _ = queries.shape
-    each = heads // parts[0].heads * q
-    if each > MOST_QUERIES or (queries.requires_grad and torch.is_grad_enabled()):
+    described = _places(parts, rows)
+    if described is None:
         return None
+    places, value_dim, kept = described
+    if not queries.is_contiguous():
+        queries = queries.contiguous()
+    shape = queries.shape[:3]
+    out = queries.new_empty((*shape, value_dim))
+    logs = torch.empty(shape) if totals else None
+    columns = [asked.sinks, asked.slopes, last]
+    columns = [None if t is None else t.float().contiguous() for t in columns]
+    call = _call(places, queries, parts[0].heads, newest, rows, [*columns, logs], padded)
+    wrong = library.kvsketch_attend(
+        call, queries.data_ptr(), out.data_ptr(), asked.scaling, asked.softcap or 0.0
+    )
+    assert not wrong
+    del kept
+    return out, logs
+
+
+def receive(asked: Observed, parts: Sequence[Part], weights: Tensor, fade: float) -> bool:
+    """Multiply the scores of all slots by ``fade`` and add the attention that the slots receive
+    from queries.
+
+    Args:
+        asked: queries of the newest tokens, ``[batch, num_attention_heads, q, head_dim]``, without
+            ALiBi.
+        parts: the slots, which have scores.
+        weights: of the queries, float32 ``[q]``; the query heads of a KV head are summed.
+
+    Returns:
+        Whether it was done; False: the kernel cannot do it.
+    """
+    library, queries = native.library(), asked.queries
+    if library is None or not _takes(queries, parts[0].heads, few=False):
+        return False
+    described = _places(parts, None)
+    if described is None or any("score" not in part.fields for part in parts):
+        return False
+    queries, weights = queries.contiguous(), weights.float().contiguous()
+    sinks = None if asked.sinks is None else asked.sinks.float().contiguous()
+    columns = [sinks, None, None, None]
+    call = _call(described[0], queries, parts[0].heads, queries.shape[2], None, columns, False)
+    wrong = library.kvsketch_receive(
+        call, queries.data_ptr(), weights.data_ptr(), fade, asked.scaling, asked.softcap or 0.0
+    )
+    assert not wrong
+    return True
+
+
+def _takes(queries: Tensor, kv_heads: int, few: bool = True) -> bool:
+    """Whether the kernel reads these queries; if they must be ``few``, faster than torch."""
+    if queries.device.type != "cpu" or queries.dtype not in _KINDS:
+        return False
+    if queries.requires_grad and torch.is_grad_enabled():
+        return False
+    return not few or queries.shape[1] // kv_heads * queries.shape[2] <= MOST_QUERIES
+
+
+def _places(parts: Sequence[Part], rows: Rows | None) -> tuple[Numbers, int, object] | None:
+    """The addresses of the parts' numbers, the channels of a value, and what must stay in memory as
+    long as they are used; None: the kernel cannot read the parts."""
     places = []
     for part in parts:
         found = _numbers(part)
@@ -70,40 +127,37 @@ def attend(
         place, numbers, value_dim = found
         numbers[_BASE], numbers[_APPENDED] = part.base, part.appended
         places.append(place)
-    pages = reads = None
     if rows is not None:
-        pages, reads = rows.pages, rows.reads
         numbers = (ctypes.c_int64 * native.PART)(*numbers)
-        numbers[_SIZES], numbers[_SIZES + 1], numbers[_SIZES + 2] = reads.data_ptr(), 1, 0
+        numbers[_SIZES : _SIZES + 3] = [rows.reads.data_ptr(), 1, 0]
         places[-1] = ctypes.addressof(numbers)
-    if not queries.is_contiguous():
-        queries = queries.contiguous()
-    out = queries.new_empty((batch, heads, q, value_dim))
-    logs = torch.empty((batch, heads, q)) if totals else None
-    columns = [
-        None if t is None else t.float().contiguous() for t in (asked.sinks, asked.slopes, last)
-    ]
-    count = len(places)
-    addresses = (ctypes.c_int64 * count)(*places)
-    call = (ctypes.c_int64 * native.CALL)(
-        ctypes.addressof(addresses),
-        count,
+    return (ctypes.c_int64 * len(places))(*places), value_dim, numbers
+
+
+def _call(
+    places: Numbers,
+    queries: Tensor,
+    kv_heads: int,
+    newest: int,
+    rows: Rows | None,
+    columns: Sequence[Tensor | None],
+    padded: bool,
+) -> Numbers:
+    """``Call`` of attention.cpp. ``columns``: sinks, slopes, newest positions, logs of totals."""
+    batch, heads, q, _ = queries.shape
+    return (ctypes.c_int64 * native.CALL)(
+        ctypes.addressof(places),
+        len(places),
         batch,
-        parts[0].heads,
-        each,
+        kv_heads,
+        heads // kv_heads * q,
         newest,
-        kind,
-        0 if pages is None else pages.data_ptr(),
+        _KINDS[queries.dtype],
+        0 if rows is None else rows.pages.data_ptr(),
         *(0 if t is None else t.data_ptr() for t in columns),
-        0 if logs is None else logs.data_ptr(),
         padded,
         torch.get_num_threads(),
     )
-    wrong = library.kvsketch_attend(
-        call, queries.data_ptr(), out.data_ptr(), asked.scaling, asked.softcap or 0.0
-    )
-    assert not wrong
-    return out, logs
 
 
 def _numbers(part: Part) -> _Found:

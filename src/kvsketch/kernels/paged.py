@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvsketch.estimator import per_group
-from kvsketch.kernels import cpu, triton_support
+from kvsketch.kernels import cpu, native, triton_support
 from kvsketch.kernels.flat_page import FlatQuantized
 from kvsketch.observed import Observed
 from kvsketch.page.part import Part
@@ -110,6 +110,13 @@ def _chunk(
     )
     found.append((out.reshape(*shape, -1), total.reshape(shape)))
     return found
+
+
+def described(device: torch.device) -> str:
+    """Which kernel decodes over slots on a device, in a few words."""
+    if device.type == "cpu":
+        return native.described()
+    return "Triton" if triton_support.available(device) else "torch"
 
 
 def triton_fits(asked: Observed) -> bool:

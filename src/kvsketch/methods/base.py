@@ -181,6 +181,12 @@ class Compressor(ABC):
         It gets all slots, including sinks and recent ones."""
         return slots
 
+    def fading(self, observed: Observed) -> tuple[Tensor, float] | None:
+        """For a method whose ``observe`` adds up the attention that slots receive: the weight of
+        each query, float32 ``[q]``, and the factor of the scores before, if these queries of
+        decoded tokens are added so. A page can then be scored where it is. None: they are not."""
+        return None
+
     def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
         """The tokens of a context, with ``score`` updated by the queries of a part of its second
         reading.

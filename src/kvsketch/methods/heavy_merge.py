@@ -105,6 +105,13 @@ class HeavyMerge(Compressor):
             received = received + slots.score * fade
         return replace(slots, score=received)
 
+    def fading(self, observed: Observed) -> tuple[Tensor, float] | None:
+        q = observed.queries.shape[2]
+        if not _decoded(observed, self.window):
+            return None
+        keep = 1 - 1 / self.window
+        return keep ** torch.arange(q - 1, -1, -1).float() / self.window, keep**q
+
     def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
         return reread_attention(slots, observed, about)
 
@@ -167,13 +174,19 @@ def _in_turn(first: Tensor, second: Tensor) -> Tensor:
     return torch.minimum(place, other).argsort(dim=1)
 
 
+def _decoded(observed: Observed, window: int) -> bool:
+    """Whether these are a few queries of decoded tokens, without padding, soft-capping or ALiBi."""
+    few = observed.queries.shape[2] < window
+    return few and observed.plain and observed.live is None and not observed.after
+
+
 def _decoded_attention(
     slots: Slots, observed: Observed, window: int
 ) -> tuple[Tensor, Tensor | float]:
     """``recent_attention`` in fewer operations for decoded queries without padding, soft-capping or
     ALiBi, because decoding computes this every few tokens."""
     batch, heads, q, dim = observed.queries.shape
-    if not observed.plain or observed.live is not None or observed.after or q >= window:
+    if not _decoded(observed, window):
         # Converted once and not in every block of queries.
         full = replace(slots, keys=slots.keys.to(compute_dtype(slots.keys.dtype)))
         return recent_attention(full, observed, window)

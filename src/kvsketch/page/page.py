@@ -225,6 +225,13 @@ class Page:
         """Mark which of the last tokens are not padding, bool ``[batch, q]``."""
         self.exact.mark_last(live)
 
+    def scored(self) -> list[Part]:
+        """``open()``, of parts that have scores which may be written into."""
+        parts = self.open()
+        for part in parts:
+            part.own_score()
+        return parts
+
     def set_score(self, score: Tensor) -> None:
         """Overwrite the score of all slots, ``[batch, heads, count]``."""
         if self.middle is None:

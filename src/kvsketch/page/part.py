@@ -368,6 +368,10 @@ class Part:
         index = self._next.unsqueeze(-1) + torch.arange(-q, 0, device=column.device)
         column.view(-1).index_copy_(0, index.flatten(), rows.flatten())
 
+    def own_score(self) -> None:
+        """Have scores that may be written into: 0 unless there are any."""
+        self._fill_missing("score")
+
     def set_score(self, score: Tensor) -> None:
         """Overwrite the score of all slots, ``[batch, heads, count]``, ordered as ``slots``."""
         self._fill_missing("score")

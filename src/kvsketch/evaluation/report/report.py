@@ -126,12 +126,14 @@ def environment() -> dict[str, Any]:
     import transformers
 
     from kvsketch import __version__
+    from kvsketch.kernels import native
 
     hardware: dict[str, Any] = {
         "machine": platform.machine(),
         "processor": _processor(),
         "cpus": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
+        "cpu_kernel": native.described(),
     }
     if torch.cuda.is_available():
         hardware["gpu"] = torch.cuda.get_device_name()

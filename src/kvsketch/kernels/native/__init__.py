@@ -51,7 +51,7 @@ def loaded() -> tuple[ctypes.CDLL | None, str]:
     assert same
     pointer, real = ctypes.c_void_p, ctypes.c_double
     library.kvsketch_attend.argtypes = [pointer, pointer, pointer, real, real]
-    library.kvsketch_append.argtypes = [pointer, *[ctypes.c_int64] * 3, *[pointer] * 4]
+    library.kvsketch_receive.argtypes = [pointer, pointer, pointer, real, real, real]
     level = library.kvsketch_limit(LEVELS.index(wanted) if wanted else len(LEVELS))
     if _X86 and level == 0 and wanted != "plain":
         return None, "this processor has no AVX2, without which torch's kernels are faster"
@@ -77,8 +77,6 @@ def library() -> ctypes.CDLL | None:
 
 
 def described() -> str:
-    """Which kernel decodes on CPUs, in a sentence."""
+    """Which kernel decodes on CPUs, in a few words."""
     library, what = loaded()
-    if library is None:
-        return f"torch's kernels ({what})"
-    return f"the compiled kernel ({what})"
+    return f"torch ({what})" if library is None else f"compiled for {what}"

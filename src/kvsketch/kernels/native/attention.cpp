@@ -36,7 +36,7 @@ struct Part {
   Side keys, values;
   int64_t mass, mass_row;          // log masses, float32; address 0: all are 0
   int64_t positions, position_row; // float32; address 0: there are none
-  int64_t score, score_row;        // float32; address 0: there are none (only for append)
+  int64_t score, score_row;        // float32; address 0: there are none
   int64_t start, start_row;        // int64 [rows, heads]; address 0: head * capacity
   int64_t sizes, sizes_row, sizes_head;  // int64 [rows, heads]; address 0: base in every head
   int64_t base, capacity, appended;
@@ -58,7 +58,7 @@ enum { FLOAT32 = 32, BFLOAT16 = 17, FLOAT16 = 16 };
 
 typedef void (*Job)(void*);
 typedef void (*Parallel)(Job, void*, unsigned, unsigned);
-typedef int (*Attend)(const Call*, const void*, void*, double, double, Parallel);
+typedef int (*Run)(const Call*, const void*, void*, const float*, double, double, double, Parallel);
 
 #ifdef KV_ISA
 #define KV_JOIN2(a, b) a##b
@@ -374,13 +374,140 @@ inline void added_columns(const float* weights, const float* tile, int pad, int 
 #pragma GCC unroll 16
     for (int c = 0; c < C; c++) store(out + j * pad + at + c * W, sums[j][c]);
 }
-template <int R>
-inline void added(const float* weights, const float* tile, int pad, int n, float* out) {
-  constexpr int C = R == 3 ? HELD / 4 : HELD / R;
-  int at = 0;
+template <int R, int C = R == 3 ? HELD / 4 : HELD / R>
+inline void added(const float* weights, const float* tile, int pad, int n, float* out, int at = 0) {
   for (; at + C * W <= pad; at += C * W) added_columns<R, C>(weights, tile, pad, n, at, out);
-  for (; at < pad; at += W) added_columns<R, 1>(weights, tile, pad, n, at, out);
+  if constexpr (C > 1)
+    if (at < pad) added<R, C / 2>(weights, tile, pad, n, out, at);
 }
+
+#if defined(__AVX512F__)
+#define KV_IN_PLACE 1
+// Slots in few bits that are read as they are: every number is used as soon as it is a float, which
+// saves a store. Worth it where several queries use it.
+template <int BITS>
+struct Codes {
+  const uint8_t* codes;
+  int64_t slot;
+  const uint16_t *low, *step;
+  int groups, width, bytes;
+
+  Codes(const Side& side, int64_t row, int64_t first)
+      : codes((const uint8_t*)side.data + row * side.row + first * side.slot),
+        slot(side.slot),
+        low((const uint16_t*)side.low + row * side.small_row + first * side.groups),
+        step((const uint16_t*)side.step + row * side.small_row + first * side.groups),
+        groups((int)side.groups),
+        width((int)side.width),
+        bytes((int)(side.groups * side.width / 2)) {}
+
+  static bool fit(const Side& side) {
+    const int64_t bytes = side.groups * side.width / 2;
+    return side.kind == BITS && side.width % 16 == 0 && (BITS == 8 || bytes % 16 == 0);
+  }
+
+  // A slot's numbers of one group, those in the lower (SHIFT 0) or upper halves of bytes.
+  template <int SHIFT>
+  struct Row {
+    const uint8_t* at;
+    __m512 table, scale;  // with 4 bits all sixteen numbers; with 8 bits the zero point
+
+    inline vf operator[](int channel) const {
+      __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(at + channel)));
+      if (BITS == 8) return (vf)_mm512_fmadd_ps(_mm512_cvtepi32_ps(index), scale, table);
+      if (SHIFT) index = _mm512_srli_epi32(index, 4);
+      return (vf)_mm512_permutexvar_ps(index, table);
+    }
+  };
+  template <int SHIFT>
+  inline Row<SHIFT> row(int i, int group) const {
+    const __m512 base = _mm512_set1_ps(from_half(low[i * groups + group]));
+    const __m512 scale = _mm512_set1_ps(from_half(step[i * groups + group]));
+    const uint8_t* at = codes + i * slot - (SHIFT ? bytes : 0);
+    if (BITS == 8) return {at, base, scale};
+    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return {at, _mm512_fmadd_ps(numbers, scale, base), scale};
+  }
+
+  // Calls ``run`` with each group's first channel and end in the lower and in the upper halves.
+  template <typename F>
+  inline void for_each_piece(F run) const {
+    for (int group = 0; group < groups; group++) {
+      const int first = group * width, end = first + width;
+      const int middle = BITS == 8 ? end : std::min(std::max(bytes, first), end);
+      if (first < middle) run(std::integral_constant<int, 0>{}, group, first, middle);
+      if (middle < end) run(std::integral_constant<int, 4>{}, group, middle, end);
+    }
+  }
+};
+
+template <int R, int BITS>
+inline void scored_in_place(const float* queries, const Codes<BITS>& codes, int pad, int n,
+                            float* scores) {
+  for (int first = 0; first < n; first += 4) {
+    vf sums[W];
+    for (int k = 0; k < W; k++) sums[k] = vf{};
+    codes.for_each_piece([&](auto shift, int group, int from, int to) {
+      constexpr int SHIFT = decltype(shift)::value;
+      typedef typename Codes<BITS>::template Row<SHIFT> Row;
+      const Row rows[4] = {codes.template row<SHIFT>(first, group),
+                           codes.template row<SHIFT>(std::min(first + 1, n - 1), group),
+                           codes.template row<SHIFT>(std::min(first + 2, n - 1), group),
+                           codes.template row<SHIFT>(std::min(first + 3, n - 1), group)};
+      for (int c = from; c < to; c += W) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+          const vf x = rows[i][c];
+#pragma GCC unroll 4
+          for (int j = 0; j < R; j++) sums[j * 4 + i] += load(queries + j * pad + c) * x;
+        }
+      }
+    });
+    const vf done = summed<W / 2>(sums);
+    for (int j = 0; j < R; j++) memcpy(scores + j * BLOCK + first, (const float*)&done + j * 4, 16);
+  }
+}
+
+template <int R, int C, int BITS, int SHIFT>
+inline void added_piece(const float* weights, const Codes<BITS>& codes, int pad, int n, int group,
+                        int at, float* out) {
+  vf sums[R][C];
+#pragma GCC unroll 4
+  for (int j = 0; j < R; j++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) sums[j][c] = load(out + j * pad + at + c * W);
+  for (int i = 0; i < n; i++) {
+    const auto row = codes.template row<SHIFT>(i, group);
+    vf x[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) x[c] = row[at + c * W];
+#pragma GCC unroll 4
+    for (int j = 0; j < R; j++) {
+      const vf w = all(weights[j * BLOCK + i]);
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) sums[j][c] += w * x[c];
+    }
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < R; j++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) store(out + j * pad + at + c * W, sums[j][c]);
+}
+
+template <int R, int BITS>
+inline void added_in_place(const float* weights, const Codes<BITS>& codes, int pad, int n,
+                           float* out) {
+  codes.for_each_piece([&](auto shift, int group, int at, int to) {
+    constexpr int SHIFT = decltype(shift)::value;
+    for (; at + 4 * W <= to; at += 4 * W)
+      added_piece<R, 4, BITS, SHIFT>(weights, codes, pad, n, group, at, out);
+    for (; at + 2 * W <= to; at += 2 * W)
+      added_piece<R, 2, BITS, SHIFT>(weights, codes, pad, n, group, at, out);
+    for (; at < to; at += W)
+      added_piece<R, 1, BITS, SHIFT>(weights, codes, pad, n, group, at, out);
+  });
+}
+#endif
 
 // exp(x) for x <= 0, to 1 unit in the last place or so; 0 below -87.
 inline vf exped(vf x) {
@@ -420,6 +547,8 @@ struct Turn {
   const int64_t* tasks;                   // first task of every row and head
   float* states;
   int64_t state;                          // floats of a state
+  const float* weights;                   // of the queries, to add attention to scores; else null
+  float fade;
   std::atomic<int64_t> next;
   int64_t all;
 };
@@ -431,6 +560,7 @@ struct Memory {
   };
   std::vector<Line> working, results;
   std::vector<int64_t> numbers;
+  std::vector<float> sums;
 
   static float* atleast(std::vector<Line>& lines, size_t floats) {
     if (lines.size() * 16 < floats) lines.resize((floats + 15) / 16);
@@ -462,117 +592,175 @@ inline void for_each_query(int each, F run) {
   if (each - j == 1) run(std::integral_constant<int, 1>{}, j);
 }
 
-// Attention of all queries of a KV head over the slots ``from`` to ``to`` of all parts together.
-void attend_some(const Turn& turn, int64_t row, int64_t head, int64_t from, int64_t to,
-                 State state) {
-  const Call& call = *turn.call;
-  const int each = turn.each, pad = turn.pad, wide = turn.value_pad;
-  const int dim = (int)turn.parts[0]->keys.dim;
-  const int64_t page = page_of(call, row);
-  const size_t rows_of_tile = (size_t)SLOTS * std::max(pad, wide);
-  const size_t need = (size_t)each * (2 * pad + BLOCK + 1) + rows_of_tile;
-  float* tile = Memory::atleast(memory.working, need);
-  float* queries = tile + rows_of_tile;
-  float* in_units = queries + (size_t)each * pad;
-  float* scores = in_units + (size_t)each * pad;
-  float* constant = scores + (size_t)each * BLOCK;
-  const float scaling = (float)turn.scaling, cap = (float)turn.softcap;
-  for (int j = 0; j < each; j++) {
-    const int64_t at = ((row * call.heads + head) * each + j) * dim;
-    float* q = queries + (size_t)j * pad;
-    for (int c = 0; c < dim; c++) {
-      float x;
-      if (call.kind == FLOAT32) x = ((const float*)turn.queries)[at + c];
-      else if (call.kind == BFLOAT16) x = of_bfloat16(((const uint16_t*)turn.queries)[at + c]);
-      else x = from_half(((const uint16_t*)turn.queries)[at + c]);
-      q[c] = x * scaling;
+// The queries of a KV head, as floats times the scaling, and room for scores.
+struct Asking {
+  const Turn& turn;
+  const int64_t row, head, page;
+  float *tile, *queries, *in_units, *scores, *constant;
+
+  Asking(const Turn& turn, int64_t row, int64_t head)
+      : turn(turn), row(row), head(head), page(page_of(*turn.call, row)) {
+    const Call& call = *turn.call;
+    const int each = turn.each, pad = turn.pad, dim = (int)turn.parts[0]->keys.dim;
+    const size_t rows_of_tile = (size_t)SLOTS * std::max(pad, turn.value_pad);
+    const size_t need = (size_t)each * (2 * pad + BLOCK + 1) + rows_of_tile;
+    tile = Memory::atleast(memory.working, need);
+    queries = tile + rows_of_tile;
+    in_units = queries + (size_t)each * pad;
+    scores = in_units + (size_t)each * pad;
+    constant = scores + (size_t)each * BLOCK;
+    const float scaling = (float)turn.scaling;
+    for (int j = 0; j < each; j++) {
+      const int64_t at = ((row * call.heads + head) * each + j) * dim;
+      float* q = queries + (size_t)j * pad;
+      for (int c = 0; c < dim; c++) {
+        float x;
+        if (call.kind == FLOAT32) x = ((const float*)turn.queries)[at + c];
+        else if (call.kind == BFLOAT16) x = of_bfloat16(((const uint16_t*)turn.queries)[at + c]);
+        else x = from_half(((const uint16_t*)turn.queries)[at + c]);
+        q[c] = x * scaling;
+      }
+      for (int c = dim; c < pad; c++) q[c] = 0;
     }
-    for (int c = dim; c < pad; c++) q[c] = 0;
-    for (int c = 0; c < wide; c++) state.out[(size_t)j * wide + c] = 0;
+  }
+
+  // Queries and constants of scores for the units of a part's keys; what its keys are multiplied by.
+  const float* for_part(const Part& part) const {
+    const int each = turn.each, pad = turn.pad, dim = (int)part.keys.dim;
+    for (int j = 0; j < each; j++) constant[j] = 0;
+    if (!part.keys.unit) return queries;
+    const float* unit =
+        (const float*)part.keys.unit + page * part.keys.unit_row + head * part.keys.unit_head;
+    const float* offset =
+        (const float*)part.keys.offset + page * part.keys.offset_row + head * part.keys.offset_head;
+    for (int j = 0; j < each; j++) {
+      double sum = 0;
+      for (int c = 0; c < dim; c++) {
+        in_units[(size_t)j * pad + c] = queries[(size_t)j * pad + c] * unit[c];
+        sum += (double)queries[(size_t)j * pad + c] * offset[c];
+      }
+      for (int c = dim; c < pad; c++) in_units[(size_t)j * pad + c] = 0;
+      constant[j] = (float)sum;
+    }
+    return in_units;
+  }
+
+  // Scores of all queries and the ``n`` slots from ``at`` on, of a head of ``size`` slots; -infinity
+  // for slots that a query does not see, and up to the end of a vector.
+  void score(const Part& part, const float* asked, bool final, int64_t size, int64_t at, int n) {
+    const Call& call = *turn.call;
+    const int each = turn.each, pad = turn.pad, full = (n + W - 1) / W * W;
+    const int64_t start = start_of(part, row, head);
+    const float cap = (float)turn.softcap;
+    bool done = false;
+#if defined(KV_IN_PLACE)
+    auto in_place = [&](auto bits) {
+      typedef Codes<decltype(bits)::value> Here;
+      if (done || each < 3 || !Here::fit(part.keys)) return;
+      const Here codes(part.keys, page, start + at);
+      for_each_query(each, [&](auto count, int j) {
+        scored_in_place<decltype(count)::value>(asked + (size_t)j * pad, codes, pad, n,
+                                                scores + (size_t)j * BLOCK);
+      });
+      done = true;
+    };
+    in_place(std::integral_constant<int, 4>{});
+    in_place(std::integral_constant<int, 8>{});
+#endif
+    for (int first = 0; first < n && !done; first += SLOTS) {
+      const int some = std::min(SLOTS, n - first);
+      const float* rows = floats_of(part.keys, page, start + at + first, some, pad, tile);
+      for_each_query(each, [&](auto count, int j) {
+        scored<count.value>(asked + (size_t)j * pad, rows, pad, some,
+                            scores + (size_t)j * BLOCK + first);
+      });
+    }
+    const float* mass =
+        part.mass ? (const float*)part.mass + page * part.mass_row + start + at : nullptr;
+    const float* position =
+        call.slopes ? (const float*)part.positions + page * part.position_row + start + at : nullptr;
+    for (int j = 0; j < each; j++) {
+      float* s = scores + (size_t)j * BLOCK;
+      if (constant[j] != 0)
+        for (int i = 0; i < n; i++) s[i] += constant[j];
+      if (cap > 0)
+        for (int i = 0; i < n; i++) s[i] = cap * std::tanh(s[i] / cap);
+      if (mass)
+        for (int i = 0; i < n; i++) s[i] += mass[i];
+      if (position) {
+        const float slope = ((const float*)call.slopes)[asks(j)];
+        const float last = ((const float*)call.last)[row];
+        for (int i = 0; i < n; i++) s[i] += slope * (position[i] - last);
+      }
+      int seen = n;  // the newest tokens do not look ahead
+      if (final && call.newest > 1) {
+        const int64_t limit = size - call.newest + j % call.newest + 1 - at;
+        seen = (int)std::max<int64_t>(0, std::min<int64_t>(n, limit));
+      }
+      for (int i = seen; i < full; i++) s[i] = -std::numeric_limits<float>::infinity();
+    }
+  }
+
+  // The number of the query head of a query.
+  int64_t asks(int j) const {
+    return head * (turn.each / turn.call->newest) + j / turn.call->newest;
+  }
+};
+
+inline float greatest_of(const float* s, int full) {
+  vf greatest = load(s);
+  for (int i = W; i < full; i += W) {
+    const vf x = load(s + i);
+    greatest = x > greatest ? x : greatest;
+  }
+  float most = greatest[0];
+  for (int k = 1; k < W; k++) most = greatest[k] > most ? greatest[k] : most;
+  return most;
+}
+
+// Attention of all queries of a KV head over the slots ``from`` to ``to`` of all parts together.
+// Without outputs, only the sums of the weights.
+void attend_some(Asking& asking, int64_t from, int64_t to, State state) {
+  const Turn& turn = asking.turn;
+  const Call& call = *turn.call;
+  const int each = turn.each, wide = turn.value_pad;
+  for (int j = 0; j < each; j++) {
+    if (state.out) std::fill_n(state.out + (size_t)j * wide, wide, 0.0f);
     state.total[j] = 0;
     state.most[j] = -std::numeric_limits<float>::infinity();
   }
   int64_t before = 0;
   for (int64_t number = 0; number < call.count; number++) {
     const Part& part = *turn.parts[number];
-    const int64_t size = size_of(part, row, head), start = start_of(part, row, head);
+    const int64_t size = size_of(part, asking.row, asking.head);
+    const int64_t start = start_of(part, asking.row, asking.head);
     const int64_t begin = std::max<int64_t>(from - before, 0);
     const int64_t end = std::min<int64_t>(to - before, size);
     before += size;
     if (begin >= end) continue;
-    const bool final = number == call.count - 1;
-    const float* asked = queries;
+    const float* asked = asking.for_part(part);
     const float value_unit =
         part.values.unit
-            ? ((const float*)part.values.unit)[page * part.values.unit_row +
-                                               head * part.values.unit_head]
+            ? ((const float*)part.values.unit)[asking.page * part.values.unit_row +
+                                               asking.head * part.values.unit_head]
             : 1.0f;
-    for (int j = 0; j < each; j++) constant[j] = 0;
-    if (part.keys.unit) {
-      const float* unit =
-          (const float*)part.keys.unit + page * part.keys.unit_row + head * part.keys.unit_head;
-      const float* offset =
-          (const float*)part.keys.offset + page * part.keys.offset_row + head * part.keys.offset_head;
-      for (int j = 0; j < each; j++) {
-        double sum = 0;
-        for (int c = 0; c < dim; c++) {
-          in_units[(size_t)j * pad + c] = queries[(size_t)j * pad + c] * unit[c];
-          sum += (double)queries[(size_t)j * pad + c] * offset[c];
-        }
-        for (int c = dim; c < pad; c++) in_units[(size_t)j * pad + c] = 0;
-        constant[j] = (float)sum;
-      }
-      asked = in_units;
-    }
-    const float* mass = part.mass ? (const float*)part.mass + page * part.mass_row + start : nullptr;
-    const float* position =
-        part.positions ? (const float*)part.positions + page * part.position_row + start : nullptr;
     for (int64_t at = begin; at < end; at += BLOCK) {
       const int n = (int)std::min<int64_t>(BLOCK, end - at), full = (n + W - 1) / W * W;
-      for (int first = 0; first < n; first += SLOTS) {
-        const int some = std::min(SLOTS, n - first);
-        const float* rows = floats_of(part.keys, page, start + at + first, some, pad, tile);
-        for_each_query(each, [&](auto count, int j) {
-          scored<count.value>(asked + (size_t)j * pad, rows, pad, some,
-                              scores + (size_t)j * BLOCK + first);
-        });
-      }
+      asking.score(part, asked, number == call.count - 1, size, at, n);
       for (int j = 0; j < each; j++) {
-        float* s = scores + (size_t)j * BLOCK;
-        const int64_t asks = head * (each / call.newest) + j / call.newest;
-        if (constant[j] != 0)
-          for (int i = 0; i < n; i++) s[i] += constant[j];
-        if (cap > 0)
-          for (int i = 0; i < n; i++) s[i] = cap * std::tanh(s[i] / cap);
-        if (mass)
-          for (int i = 0; i < n; i++) s[i] += mass[at + i];
-        if (call.slopes) {
-          const float slope = ((const float*)call.slopes)[asks];
-          const float last = ((const float*)call.last)[row];
-          for (int i = 0; i < n; i++) s[i] += slope * (position[at + i] - last);
-        }
-        int seen = n;  // the newest tokens do not look ahead
-        if (final && call.newest > 1) {
-          const int64_t limit = size - call.newest + j % call.newest + 1 - at;
-          seen = (int)std::max<int64_t>(0, std::min<int64_t>(n, limit));
-        }
-        for (int i = seen; i < full; i++) s[i] = -std::numeric_limits<float>::infinity();
-        if (!seen) {
-          for (int i = 0; i < n; i++) s[i] = 0;
+        float* s = asking.scores + (size_t)j * BLOCK;
+        const float most = std::max(state.most[j], greatest_of(s, full));
+        if (most == -std::numeric_limits<float>::infinity()) {
+          std::fill_n(s, full, 0.0f);
           continue;
         }
-        vf greatest = load(s);
-        for (int i = W; i < full; i += W) {
-          const vf x = load(s + i);
-          greatest = x > greatest ? x : greatest;
-        }
-        float most = state.most[j];
-        for (int k = 0; k < W; k++) most = greatest[k] > most ? greatest[k] : most;
         if (most > state.most[j]) {
           const float less = state.total[j] > 0 ? std::exp(state.most[j] - most) : 0.0f;
-          float* out = state.out + (size_t)j * wide;
-          if (state.total[j] > 0)
-            for (int c = 0; c < wide; c += W) store(out + c, load(out + c) * less);
+          if (state.out && state.total[j] > 0)
+            for (int c = 0; c < wide; c += W) {
+              float* out = state.out + (size_t)j * wide + c;
+              store(out, load(out) * less);
+            }
           state.total[j] *= less;
           state.most[j] = most;
         }
@@ -584,14 +772,69 @@ void attend_some(const Turn& turn, int64_t row, int64_t head, int64_t from, int6
         }
         for (int k = 0; k < W; k++) state.total[j] += sum[k];
       }
-      for (int first = 0; first < n; first += SLOTS) {
-        const int some = std::min(SLOTS, n - first);
-        const float* rows = floats_of(part.values, page, start + at + first, some, wide, tile);
+      if (!state.out) continue;
+      bool done = false;
+#if defined(KV_IN_PLACE)
+      auto in_place = [&](auto bits) {
+        typedef Codes<decltype(bits)::value> Here;
+        if (done || each < 3 || !Here::fit(part.values)) return;
+        const Here codes(part.values, asking.page, start + at);
         for_each_query(each, [&](auto count, int j) {
-          added<count.value>(scores + (size_t)j * BLOCK + first, rows, wide, some,
+          added_in_place<decltype(count)::value>(asking.scores + (size_t)j * BLOCK, codes, wide, n,
+                                                 state.out + (size_t)j * wide);
+        });
+        done = true;
+      };
+      in_place(std::integral_constant<int, 4>{});
+      in_place(std::integral_constant<int, 8>{});
+#endif
+      for (int first = 0; first < n && !done; first += SLOTS) {
+        const int some = std::min(SLOTS, n - first);
+        const float* rows =
+            floats_of(part.values, asking.page, start + at + first, some, wide, asking.tile);
+        for_each_query(each, [&](auto count, int j) {
+          added<count.value>(asking.scores + (size_t)j * BLOCK + first, rows, wide, some,
                              state.out + (size_t)j * wide);
         });
       }
+    }
+  }
+}
+
+// For every slot of a KV head: its score times ``fade``, plus the attention that it receives from all
+// queries, each times its weight.
+void receive(Asking& asking, const float* weights, float fade) {
+  const Turn& turn = asking.turn;
+  const Call& call = *turn.call;
+  const int each = turn.each;
+  std::vector<float>& room = memory.sums;
+  if (room.size() < 2 * (size_t)each) room.resize(2 * (size_t)each);
+  State state = {nullptr, room.data(), room.data() + each};
+  attend_some(asking, 0, std::numeric_limits<int64_t>::max(), state);
+  for (int j = 0; j < each; j++) {  // the factor of exp(score - most)
+    float total = state.total[j];
+    if (call.sinks && total > 0)
+      total += std::exp(((const float*)call.sinks)[asking.asks(j)] - state.most[j]);
+    state.total[j] = total > 0 ? weights[j % call.newest] / total : 0.0f;
+  }
+  for (int64_t number = 0; number < call.count; number++) {
+    const Part& part = *turn.parts[number];
+    const int64_t size = size_of(part, asking.row, asking.head);
+    const float* asked = asking.for_part(part);
+    float* held = (float*)part.score + asking.page * part.score_row +
+                  start_of(part, asking.row, asking.head);
+    for (int64_t at = 0; at < size; at += BLOCK) {
+      const int n = (int)std::min<int64_t>(BLOCK, size - at), full = (n + W - 1) / W * W;
+      asking.score(part, asked, number == call.count - 1, size, at, n);
+      alignas(64) float sums[BLOCK];
+      std::fill_n(sums, full, 0.0f);
+      for (int j = 0; j < each; j++) {
+        if (state.total[j] == 0) continue;
+        const float* s = asking.scores + (size_t)j * BLOCK;
+        for (int i = 0; i < full; i += W)
+          store(sums + i, load(sums + i) + exped(load(s + i) - state.most[j]) * state.total[j]);
+      }
+      for (int i = 0; i < n; i++) held[at + i] = held[at + i] * fade + sums[i];
     }
   }
 }
@@ -612,8 +855,9 @@ void work(void* given) {
     const int64_t owner =
         std::upper_bound(turn.tasks, turn.tasks + owners, task) - turn.tasks - 1;
     const int64_t from = (task - turn.tasks[owner]) * turn.chunk;
-    attend_some(turn, owner / call.heads, owner % call.heads, from, from + turn.chunk,
-                state_at(turn, task));
+    Asking asking(turn, owner / call.heads, owner % call.heads);
+    if (turn.weights) receive(asking, turn.weights, turn.fade);
+    else attend_some(asking, from, from + turn.chunk, state_at(turn, task));
   }
 }
 
@@ -661,9 +905,9 @@ inline int padded_to(int64_t dim) { return (int)((dim + W - 1) / W * W); }
 
 }  // namespace
 
-extern "C" int KV_JOIN(kvsketch_attend_, KV_ISA)(const Call* call, const void* queries, void* out,
-                                                 double scaling, double softcap,
-                                                 Parallel parallel) {
+extern "C" int KV_JOIN(kvsketch_run_, KV_ISA)(const Call* call, const void* queries, void* out,
+                                              const float* weights, double fade, double scaling,
+                                              double softcap, Parallel parallel) {
   const Part* const* parts = (const Part* const*)call->parts;
   int64_t dims[2] = {0, 0};
   for (int64_t number = 0; number < call->count; number++) {
@@ -682,6 +926,8 @@ extern "C" int KV_JOIN(kvsketch_attend_, KV_ISA)(const Call* call, const void* q
   turn.scaling = scaling;
   turn.softcap = softcap;
   turn.each = (int)call->each;
+  turn.weights = weights;
+  turn.fade = (float)fade;
   turn.pad = padded_to(dims[0]);
   turn.value_pad = padded_to(dims[1]);
   const int64_t owners = call->rows * call->heads;
@@ -703,50 +949,51 @@ extern "C" int KV_JOIN(kvsketch_attend_, KV_ISA)(const Call* call, const void* q
   for (int64_t owner = 0; owner < owners; owner++) {
     const int64_t size = memory.numbers[owner];
     memory.numbers[owner] = tasks;
-    tasks += std::max<int64_t>(1, (size + chunk - 1) / chunk);
+    tasks += weights ? 1 : std::max<int64_t>(1, (size + chunk - 1) / chunk);
   }
   memory.numbers[owners] = tasks;
   turn.state = padded_to((int64_t)turn.each * (turn.value_pad + 2));
   turn.chunk = chunk;
   turn.tasks = memory.numbers.data();
-  turn.states = Memory::atleast(memory.results, (size_t)(tasks * turn.state));
+  turn.states = weights ? nullptr : Memory::atleast(memory.results, (size_t)(tasks * turn.state));
   turn.all = tasks;
   turn.next.store(0);
   if (many) parallel(work, &turn, (unsigned)call->threads, 0);
   else work(&turn);
-  for (int64_t owner = 0; owner < owners; owner++) finish(turn, owner);
+  for (int64_t owner = 0; owner < owners && !weights; owner++) finish(turn, owner);
   return 0;
 }
 #endif  // KV_ISA
 
 #ifdef KV_DISPATCH
-extern "C" {
+#define KV_RUN(isa)                                                                            \
+  extern "C" int kvsketch_run_##isa(const Call*, const void*, void*, const float*, double, double, \
+                                    double, Parallel);
 #if defined(__x86_64__)
-int kvsketch_attend_avx512(const Call*, const void*, void*, double, double, Parallel);
-int kvsketch_attend_avx2(const Call*, const void*, void*, double, double, Parallel);
+KV_RUN(avx512)
+KV_RUN(avx2)
 #endif
-int kvsketch_attend_plain(const Call*, const void*, void*, double, double, Parallel);
-}
+KV_RUN(plain)
 
-static Attend best(int* which) {
+static Run best(int* which) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     *which = 2;
-    return kvsketch_attend_avx512;
+    return kvsketch_run_avx512;
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     *which = 1;
-    return kvsketch_attend_avx2;
+    return kvsketch_run_avx2;
   }
 #endif
   *which = 0;
-  return kvsketch_attend_plain;
+  return kvsketch_run_plain;
 }
 
 static int level;
-static Attend chosen = best(&level);
+static Run chosen = best(&level);
 static Parallel parallel = nullptr;
 
 // 2: AVX-512, 1: AVX2, 0: what every processor of the platform has.
@@ -757,40 +1004,21 @@ KV_EXPORT void kvsketch_threads(void* function) { parallel = (Parallel)function;
 KV_EXPORT int kvsketch_limit(int most) {
   chosen = best(&level);
 #if defined(__x86_64__)
-  if (most < 2 && level == 2) chosen = kvsketch_attend_avx2, level = 1;
+  if (most < 2 && level == 2) chosen = kvsketch_run_avx2, level = 1;
 #endif
-  if (most < 1) chosen = kvsketch_attend_plain, level = 0;
+  if (most < 1) chosen = kvsketch_run_plain, level = 0;
   return level;
 }
 KV_EXPORT int kvsketch_attend(const Call* call, const void* queries, void* out, double scaling,
                                double softcap) {
-  return chosen(call, queries, out, scaling, softcap, parallel);
+  return chosen(call, queries, out, nullptr, 0, scaling, softcap, parallel);
+}
+// Multiplies the scores of all slots by ``fade`` and adds the attention that the slots receive from
+// the queries, times their weights, float32 [newest].
+KV_EXPORT int kvsketch_receive(const Call* call, const void* queries, const float* weights,
+                               double fade, double scaling, double softcap) {
+  return chosen(call, queries, nullptr, weights, fade, scaling, softcap, parallel);
 }
 KV_EXPORT const char* kvsketch_mark() { return KV_MARK; }
 KV_EXPORT int64_t kvsketch_layout() { return (int64_t)sizeof(Part) << 32 | (int64_t)sizeof(Call); }
-
-// Write ``q`` new tokens, [rows, heads, q, dim] with the given strides in bytes, behind the slots of
-// every head of an exact part, as tokens of mass 1 without a score.
-KV_EXPORT void kvsketch_append(const Part* part, int64_t rows, int64_t heads, int64_t q,
-                                const uint8_t* keys, const int64_t* key_strides,
-                                const uint8_t* values, const int64_t* value_strides) {
-  const int64_t wide = part->keys.kind == FLOAT32 ? 4 : 2;
-  for (int64_t row = 0; row < rows; row++)
-    for (int64_t head = 0; head < heads; head++) {
-      int64_t size = part->base, start = head * part->capacity;
-      if (part->sizes) size = ((const int64_t*)part->sizes)[row * part->sizes_row + head * part->sizes_head];
-      if (part->start) start = ((const int64_t*)part->start)[row * part->start_row + head];
-      const int64_t first = start + size + part->appended;
-      for (int64_t i = 0; i < q; i++) {
-        memcpy((uint8_t*)part->keys.data + row * part->keys.row + (first + i) * part->keys.slot,
-               keys + row * key_strides[0] + head * key_strides[1] + i * key_strides[2],
-               (size_t)(part->keys.dim * wide));
-        memcpy((uint8_t*)part->values.data + row * part->values.row + (first + i) * part->values.slot,
-               values + row * value_strides[0] + head * value_strides[1] + i * value_strides[2],
-               (size_t)(part->values.dim * wide));
-        if (part->mass) ((float*)part->mass)[row * part->mass_row + first + i] = 0;
-        if (part->score) ((float*)part->score)[row * part->score_row + first + i] = 0;
-      }
-    }
-}
 #endif
