@@ -83,7 +83,7 @@ PAGES: dict[str, tuple[str, Callable[[], str], dict[str, Callable[[dict[str, Any
             "decode_speed": page_speed.decode_speed,
             **{
                 f"speed_{preset}": page_speed.speed
-                for preset in ("decode", "bits", "compress", "prefill", "end_to_end")
+                for preset in ("decode", "bits", "compress", "prefill", "end_to_end", "layers")
             },
             "prefill_peak": page_speed.prefill_peak,
             "streaming_memory": page_speed.streaming_memory,

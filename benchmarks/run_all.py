@@ -47,6 +47,7 @@ COMMANDS = {
     "speed_compress": "speed --preset compress",
     "speed_prefill": "speed --preset prefill",
     "speed_end_to_end": "speed --preset end_to_end",
+    "speed_layers": "speed --preset layers",
     "prefill_peak": "prefill_peak",
     "streaming_memory": "streaming_memory",
     "buffer_rule": "buffer_rule",

@@ -5,6 +5,7 @@
     python -m benchmarks.speed --preset compress --tokens 8192,32768,131072 --json
     python -m benchmarks.speed --preset prefill --json
     python -m benchmarks.speed --preset end_to_end --json
+    python -m benchmarks.speed --preset layers --json
 
 decode      The attention of one token with 32 query and 8 KV heads of 128. Slots with masses,
             equally many or not in every head, are compared with torch's own attention over as many
@@ -22,10 +23,10 @@ prefill     The measurement of errors and the compression in one layer of Llama 
             prefill with the default method.
 end_to_end  The whole of ``generate``: prefill and decoding with the default method are compared
             with ``DynamicCache`` on ``longeval-one-head``. Decoding is also compared with a
-            ``DynamicCache`` that has as many tokens as our cache has slots, on this model and on
-            two random layers of Llama 3 8B's shape. There, 8,000 tokens in 4 bits and an eighth of
-            32,000 are also compared with the exact cache, as transformers calls torch's attention
-            and with the queries of a group packed.
+            ``DynamicCache`` that has as many tokens as our cache has slots.
+layers      The same on two random layers of Llama 3 8B's shape, and decoding from 8,000 tokens in 4
+            bits and from an eighth of 32,000 compared with the exact cache, as transformers calls
+            torch's attention and with the queries of a group packed.
 
 Compared runs alternate, so that other load on the machine affects both, and a ratio is the median
 over pairs. Only kvpress's presses run in turn after ours, in a separate environment (`make peers`),
@@ -79,7 +80,7 @@ from kvsketch.page.quantized import Bits
 HEADS, KV_HEADS, DIM = 32, 8, 128
 _WIDE = "two layers of Llama 3 8B's shape"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-PRESETS = ("decode", "bits", "compress", "prefill", "end_to_end")
+PRESETS = ("decode", "bits", "compress", "prefill", "end_to_end", "layers")
 Rows = list[dict[str, Any]]
 
 
@@ -365,8 +366,7 @@ def generated(model: Any, cache: Any, ids: Tensor, tokens: int) -> tuple[float, 
 def end_to_end(repeats: int, tokens: int, seed: int) -> Rows:
     """``longeval-one-head`` in bfloat16 with 1/8 of the bytes kept, compared with the exact cache.
 
-    Then decoding with the bytes of the exact cache's tokens, with the same model and with
-    layers of a realistic shape."""
+    Then decoding with the bytes of the exact cache's tokens."""
     packaged = _in_bfloat16(AutoModelForCausalLM.from_pretrained(resolve_model(ONE_HEAD)))
     ids = prompt(packaged, tokens, seed)
     found: dict[str, list[float]] = {}
@@ -388,7 +388,12 @@ def end_to_end(repeats: int, tokens: int, seed: int) -> Rows:
         }
     ]
     rows += [_same_bytes(ONE_HEAD, packaged, slots, repeats, seed) for slots in (1024, 4096)]
-    layers = LlamaConfig(
+    return rows
+
+
+def layers(repeats: int, tokens: list[int], seed: int) -> Rows:
+    """Two random layers of Llama 3 8B's shape in bfloat16."""
+    config = LlamaConfig(
         vocab_size=1000,
         hidden_size=HEADS * DIM,
         intermediate_size=14336,
@@ -398,11 +403,12 @@ def end_to_end(repeats: int, tokens: int, seed: int) -> Rows:
         max_position_embeddings=40_000,
     )
     torch.manual_seed(seed)
-    wide = _in_bfloat16(AutoModelForCausalLM.from_config(layers))
-    rows.append(_same_bytes(_WIDE, wide, 1024, repeats, seed))
+    wide = _in_bfloat16(AutoModelForCausalLM.from_config(config))
+    rows = [_same_bytes(_WIDE, wide, 1024, repeats, seed)]
     as_many = {"budget": 1.0, "bits": 4, "allocation": "even"}
-    rows.append(_layers(wide, 8000, as_many, repeats, seed))
-    rows.append(_layers(wide, 32000, {"budget": 0.125}, repeats, seed))
+    for n in tokens:
+        settings = as_many if n <= 8000 else {"budget": 0.125}
+        rows.append(_layers(wide, n, settings, repeats, seed))
     return rows
 
 
@@ -500,6 +506,7 @@ def main(
         raise typer.BadParameter(f"--preset {preset!r} must be one of {', '.join(PRESETS)}")
     many = "8192,32768,131072"
     usual = {"decode": many, "bits": "4096,16384,131072", "compress": many, "prefill": "32768"}
+    usual["layers"] = "8000,32000"
     try:
         lengths = [int(x) for x in (tokens or usual.get(preset, "15900")).split(",")]
     except ValueError:
@@ -527,6 +534,8 @@ def main(
             rows = compress(repeats, lengths, named, seed)
         elif preset == "prefill":
             rows = prefill(repeats, lengths[0], seed)
+        elif preset == "layers":
+            rows = layers(repeats, lengths, seed)
         else:
             rows = end_to_end(repeats, lengths[0], seed)
     settings = {"tokens": lengths, "threads": threads, "repeats": repeats, "seed": seed}

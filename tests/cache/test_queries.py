@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
 
 from kvsketch.budget import Budget
+from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.queries import Queries
 from kvsketch.cache.solvers import price_of
 from kvsketch.cache.stream import Stream
 from kvsketch.cache.window import windowed
+from kvsketch.kernels import cpu, native
 from kvsketch.observed import Observed
 from kvsketch.page.quantized import Bits
 from kvsketch.page.ragged import picked
@@ -81,3 +84,35 @@ def test_dead_slots_that_are_picked_have_no_score():
     found = picked(slots, torch.tensor([[[2, 1, 0]]]), there)
     assert found.score.tolist() == [[[1.0, 0.0, 1.0]]]
     assert found.masses().tolist() == [[[1.0, 0.0, 1.0]]]
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("shares", [[1.0, 1.0], [0.6, 1.4]])
+def test_queries_become_scores_where_the_slots_are(shares, bits, monkeypatch):
+    """With the compiled kernel as without it, also in the compression that follows."""
+    if native.library() is None:
+        pytest.skip(native.described())
+    budgets = HeadBudgets([[Budget(60, share) for share in shares]])
+    held = Stream(windowed("heavy_merge", 4, 8), budgets, bits=bits)
+    held.settle(read(held, 200), prefill=True)
+    generator = torch.Generator().manual_seed(1)
+    twin, other = copy.deepcopy(held), copy.deepcopy(held)
+    calls = []
+    receive = cpu.receive
+    monkeypatch.setattr(cpu, "receive", lambda *a: calls.append(receive(*a)) or calls[-1])
+    for number in range(12):
+        keys, values = torch.randn(2, 2, 2, 1, 8, generator=generator)
+        asked = Observed(torch.randn(2, 4, 1, 8, generator=generator), 0.5)
+        for stream in (held, twin, other):
+            native.enabled = stream is held
+            stream.extend(Slots(keys, values))
+            stream.settle(asked, prefill=False)
+            if number % 3 == 2:
+                stream.fold()
+            native.enabled = True
+    assert any(calls)
+    assert held.queries.count == twin.queries.count
+    assert held.slots.count == twin.slots.count
+    torch.testing.assert_close(held.slots.score, twin.slots.score, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(held.slots.keys, twin.slots.keys, rtol=1e-3, atol=1e-3)
+    assert torch.equal(twin.slots.score, other.slots.score)

@@ -438,3 +438,13 @@ def test_a_shell_completes_commands_and_options() -> None:
         asked = {"_KVSKETCH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
         result = CliRunner().invoke(app, [], env=asked, prog_name="kvsketch")
         assert result.stdout.split() == [expected]
+
+
+def test_info_without_a_file_is_about_the_installation() -> None:
+    from kvsketch.kernels import native
+
+    found = json.loads(kvsketch("info", "--json").stdout)
+    assert found["hardware"]["cpu_kernel"] == native.described()
+    said = kvsketch("info").output
+    assert "cpu kernel" in said
+    assert native.described() in said
