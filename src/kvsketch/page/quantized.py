@@ -305,13 +305,17 @@ def _range(x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
     stride = max(1, x.shape[2] // _SAMPLE)
     x = x[:, :, ::stride]
     live = torch.ones_like(x[..., 0], dtype=torch.bool) if live is None else live[:, :, ::stride]
-    ordered = x.masked_fill(~live.unsqueeze(-1), torch.inf).sort(2).values
-    last = (live.sum(-1) - 1).clamp(min=0)
-    index = torch.stack([last // 100, last - last // 100], dim=-1)
-    index = index.unsqueeze(-1).expand(*index.shape, x.shape[-1])
-    # Without live slots, all are infinite.
-    both = ordered.gather(2, index).nan_to_num(posinf=0.0)
-    return both[:, :, :1], both[:, :, 1:]
+    rank = (live.sum(-1) - 1).clamp(min=0) // 100
+    place = rank[..., None, None].expand(-1, -1, x.shape[-1], 1)
+
+    def ends(smallest: bool) -> Tensor:
+        far = torch.inf if smallest else -torch.inf
+        channels = x.masked_fill(~live.unsqueeze(-1), far).mT
+        found = channels.topk(int(rank.max()) + 1, largest=not smallest).values.gather(3, place)
+        # Without live slots, all are infinite.
+        return found.mT.nan_to_num(posinf=0.0, neginf=0.0)
+
+    return ends(True), ends(False)
 
 
 def _distance(x: Tensor, offset: Tensor | None, live: Tensor | None, per_channel: bool) -> Tensor:

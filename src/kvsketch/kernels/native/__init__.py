@@ -38,13 +38,16 @@ def loaded() -> tuple[ctypes.CDLL | None, str]:
     if wanted == "off":
         return None, "KVSKETCH_NATIVE=off"
     if not build.LIBRARY.exists():
-        return None, "it was not compiled when kvsketch was installed: no C++ compiler was found"
+        return None, (
+            "the kernel was not compiled when kvsketch was built: it needs a C++ compiler, such as "
+            "GCC 12 or newer"
+        )
     try:
         library = ctypes.CDLL(str(build.LIBRARY))
         library.kvsketch_mark.restype = ctypes.c_char_p
         library.kvsketch_layout.restype = ctypes.c_int64
         if library.kvsketch_mark().decode() != build.mark():
-            return None, f"it is older than its source; run python {build.__file__}"
+            return None, f"the kernel is older than its source; run python {build.__file__}"
         same = library.kvsketch_layout() == (8 * PART) << 32 | (8 * CALL)
     except (OSError, AttributeError) as error:
         return None, f"{build.LIBRARY} cannot be loaded: {error}"
@@ -62,7 +65,7 @@ def loaded() -> tuple[ctypes.CDLL | None, str]:
 def _share_threads(library: ctypes.CDLL) -> None:
     """Let the library run on the threads of torch's OpenMP, which torch has loaded for all. A
     forked process stays on one thread: those of its parent are gone."""
-    parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None) if os.name == "posix" else None
     if parallel is None:
         return
     library.kvsketch_threads.argtypes = [ctypes.c_void_p]
