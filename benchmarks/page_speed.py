@@ -138,9 +138,9 @@ def opening(results: dict[str, dict[str, Any] | None]) -> str:
         + table(["what, on a CPU", "measured"], lines)
         + "\n\nWhat follows: decoding is faster than with the exact cache, and with a tiny model, "
         "where every operation of ours is visible, about as fast as with an exact cache of the "
-        "same bytes; what is left is the compression every few tokens. The prefill is slower. "
-        'Where its peak matters, use `allocation="even"`, a file of curves or `prefill="streaming"`. '
-        "No GPU has been measured.\n"
+        "same bytes; what is left is the compression every few tokens. The prefill is slower; "
+        'where its peak matters, use `allocation="even"`, a file of curves or '
+        '`prefill="streaming"`. No GPU has been measured.\n'
     )
 
 
