@@ -230,9 +230,8 @@ def _limited(level: int, run: Callable[[], Any]) -> None:
 
 def _by_torch(run: Callable[[], Any]) -> None:
     """Without the compiled kernel."""
-    native.enabled = False
-    run()
-    native.enabled = True
+    with native.switched(False):
+        run()
 
 
 def compress(repeats: int, tokens: list[int], methods: list[str], seed: int) -> Rows:

@@ -20,13 +20,22 @@ from kvsketch.cache import Page, windowed
 from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.stream import Stream
 from kvsketch.estimator import attend
-from kvsketch.kernels import paged
+from kvsketch.kernels import native, paged
 from kvsketch.observed import Observed, causal
 from kvsketch.page.part import Part
 from kvsketch.page.quantized import Bits
 from kvsketch.slots import Slots, compute_dtype
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.08, torch.float16: 0.01}
+
+
+@pytest.fixture(scope="module", params=["compiled", "torch"])
+def kernel(request):
+    """Attention over a page is that of the compiled kernel, or of torch's."""
+    if request.param == "compiled" and native.library() is None:
+        pytest.skip(native.described())
+    with native.switched(request.param == "compiled"):
+        yield
 
 
 def tokens(generator, batch, heads, n, dim, value_dim, dtype, weighted=False, positions=False):
@@ -93,6 +102,7 @@ def drawn(shape, dtype, softcap, alibi, sunk):
     return held, sizes, new, asked
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @settings(max_examples=60, deadline=None)
 @given(
@@ -130,6 +140,7 @@ def test_attention_over_a_page_equals_the_reference_head_by_head(
         assert error < TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @settings(max_examples=80, deadline=None)
 @given(
@@ -237,6 +248,7 @@ def test_a_page_shows_its_slots_in_order_whatever_was_done_to_it(kind, shape, sc
     check(page.map(lambda t: t.index_select(0, order)), lambda t: t.index_select(0, order))
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("bits", [16, 8])
@@ -278,6 +290,7 @@ def test_tokens_after_a_compression_come_and_go(uneven, weighted, bits):
     assert stream.seen == 90 + sum(q - back for q, _, back in changes) + 3
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("shares", [[1.0, 1.0], [0.6, 1.4]])
 @pytest.mark.parametrize("bits", [16, 8])
 def test_a_chunk_without_room_counts_the_tokens_before_it(shares, bits):
@@ -355,6 +368,7 @@ def test_rows_that_change_places_take_the_sizes_of_their_heads_with_them(bits):
     torch.testing.assert_close(after, before.flip(0))
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("ragged", [False, True])
 def test_dead_slots_do_not_even_shift_the_softmax(ragged):
     """Dead slots with scores far above the others do not change attention; a row of dead slots

@@ -104,12 +104,11 @@ def test_queries_become_scores_where_the_slots_are(shares, bits, monkeypatch):
         keys, values = torch.randn(2, 2, 2, 1, 8, generator=generator)
         asked = Observed(torch.randn(2, 4, 1, 8, generator=generator), 0.5)
         for stream in (held, twin, other):
-            native.enabled = stream is held
-            stream.extend(Slots(keys, values))
-            stream.settle(asked, prefill=False)
-            if number % 3 == 2:
-                stream.fold()
-            native.enabled = True
+            with native.switched(stream is held):
+                stream.extend(Slots(keys, values))
+                stream.settle(asked, prefill=False)
+                if number % 3 == 2:
+                    stream.fold()
     assert any(calls)
     assert held.queries.count == twin.queries.count
     assert held.slots.count == twin.slots.count

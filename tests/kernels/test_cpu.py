@@ -136,11 +136,8 @@ def test_the_kernel_equals_the_reference(s):
     close(found[0], reference(page, asked, q), TOLERANCE[s["dtype"]])
     # What attention is computed with is this kernel, and torch's kernels say the same.
     assert torch.equal(attend_to(asked, page.open()), found[0])
-    native.enabled = False
-    try:
+    with native.switched(False):
         close(attend_to(asked, page.open()), reference(page, asked, q), 3 * TOLERANCE[s["dtype"]])
-    finally:
-        native.enabled = True
 
 
 @settings(deadline=None, max_examples=40)
@@ -269,14 +266,11 @@ def test_rows_of_an_engine_s_pages_are_read_where_they_are(bits, ragged, compres
     alone = [part.rows(pages) for part in parts[:-1]] + [own]
     close(found, cpu.attend(asked, alone)[0].double(), 1e-5)
     assert cpu.attend(asked, parts, rows=rows) is not None
-    native.enabled = False
-    try:
+    with native.switched(False):
         window.fields.setdefault("log_mass", torch.zeros(window.fields["keys"].shape[:-1]))
         for row, page_number in enumerate(pages.tolist()):
             window.fields["log_mass"][page_number, :, int(reads[row]) :] = -1e30
         close(attend_to(asked, parts, rows=rows), found.double(), 1e-4)
-    finally:
-        native.enabled = True
 
 
 @pytest.mark.parametrize(

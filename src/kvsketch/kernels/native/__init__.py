@@ -10,12 +10,13 @@ import ctypes
 import functools
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kvsketch.errors import InputError
 from kvsketch.kernels.native import build
 
-#: Whether the library is used; tests and benchmarks that compare with torch's kernels set it.
-enabled = True
+_enabled = True
 
 LEVELS = ("plain", "avx2", "avx512")
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -76,7 +77,18 @@ def _share_threads(library: ctypes.CDLL) -> None:
 
 def library() -> ctypes.CDLL | None:
     """The library, if it is used."""
-    return loaded()[0] if enabled else None
+    return loaded()[0] if _enabled else None
+
+
+@contextmanager
+def switched(on: bool) -> Iterator[None]:
+    """Use the library, or torch's kernels, to compare them; for the whole process."""
+    global _enabled
+    before, _enabled = _enabled, on
+    try:
+        yield
+    finally:
+        _enabled = before
 
 
 def described() -> str:
