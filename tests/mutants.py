@@ -89,7 +89,14 @@ def copied(to: Path) -> Path:
             target = to / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, target)
+    compiled(to)
     return to
+
+
+def compiled(tree: Path) -> None:
+    """Compile the kernel for CPUs of a tree."""
+    build = tree / "src/kvsketch/kernels/native/build.py"
+    subprocess.run([sys.executable, str(build)], check=True, capture_output=True)
 
 
 def run(tree: Path, tests: Iterable[str], limit: int = _LIMIT) -> tuple[int, str]:
@@ -121,9 +128,13 @@ def outcome(mutant: Mutant, tree: Path) -> tuple[str, str]:
     source = path.read_text(encoding="utf-8")
     path.write_text(mutant.applied(source), encoding="utf-8")
     try:
+        if path.suffix == ".cpp":
+            compiled(tree)
         code, said = run(tree, mutant.tests)
     finally:
         path.write_text(source, encoding="utf-8")
+        if path.suffix == ".cpp":
+            compiled(tree)
     return {0: "survived", 1: "killed"}.get(code, "error"), said
 
 
