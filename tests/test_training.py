@@ -53,7 +53,9 @@ MIXTURES = {
 @pytest.mark.parametrize("model", MIXTURES)
 def test_resuming_changes_nothing(model, tmp_path, monkeypatch):
     mixture, held_out = MIXTURES[model]
-    stages = tuple(Stage(name, ((1.0, mixture),), 3, 3, goal=2.0) for name in "ab")
+    stages = tuple(
+        Stage(name, ((1.0, mixture),), 3, 3, goal=2.0, adamw=name == "b") for name in "ab"
+    )
     recipe = dataclasses.replace(RECIPES[model], stages=stages, held_out=held_out)
     monkeypatch.setattr(train, "CHECKPOINT_SECONDS", 0)
     whole = weights_after(tmp_path / "whole", model, recipe, monkeypatch, 0)
@@ -85,8 +87,27 @@ def test_a_kept_run_goes_on_elsewhere(tmp_path):
         assert torch.equal(other.model.state_dict()[name], value.bfloat16().float()), name
     other.start(tmp_path / "kept.safetensors", "ask-256")
     assert (other.state["step"], other.state["stage"], other.state["stage_step"]) == (7, 1, 0)
-    with pytest.raises(SystemExit, match=r"--stage must be one of copy, .*, decay, got ask-64"):
+    with pytest.raises(SystemExit, match=r"--stage must be one of copy, .*, settle, got ask-64"):
         other.start(tmp_path / "kept.safetensors", "ask-64")
     wrong = train.Run(arguments(tmp_path / "wrong", "longeval"), RECIPES["longeval"])
     with pytest.raises(SystemExit, match=r"--start: .* was trained by --model spread"):
         wrong.start(tmp_path / "kept.safetensors")
+
+
+def test_an_exported_model_is_gone_on_from(tmp_path):
+    run = train.Run(
+        arguments(tmp_path, "spread"), dataclasses.replace(RECIPES["spread"], held_out={})
+    )
+    run.state.update(step=7, tokens=9, seconds=60.0)
+    run.evaluate(run.stage, final=True)
+    other = train.Run(arguments(tmp_path / "other", "spread"), RECIPES["spread"])
+    torch.nn.init.zeros_(other.model.model.norm.weight)
+    other.start(tmp_path / "model", "settle")
+    assert [other.state[name] for name in ("step", "begun", "tokens", "seconds")] == [7, 7, 9, 60]
+    assert (other.stage.name, other.state["stage_step"]) == ("settle", 0)
+    assert len(other.optimizers) == 1  # AdamW for all
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(other.model.state_dict()[name], value), name
+    wrong = train.Run(arguments(tmp_path / "wrong", "longeval"), RECIPES["longeval"])
+    with pytest.raises(SystemExit, match=r"--start: .* was trained by --model spread"):
+        wrong.start(tmp_path / "model")

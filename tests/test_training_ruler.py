@@ -16,6 +16,7 @@ from kvsketch.evaluation.tasks.ruler import SUBTASKS, Ruler
 from kvsketch.evaluation.tasks.ruler_words import all_words
 from kvsketch.hf.interface import watched
 from training.ahead import Ahead
+from training.data import CHAINS
 from training.network import LeftOut, Muon, Shape, _either, build_model
 from training.ruler_data import Mixture, Sequences
 from training.ruler_documents import KINDS, Document, Documents
@@ -164,6 +165,16 @@ def test_every_answer_is_in_the_text(kind, sequences):
                     assert re.sub("[>.]+$", "", part.text) in document.text
 
 
+def test_first_names_of_chains_are_asked_for_by_their_value(sequences):
+    rng = random.Random(2)
+    for _ in range(20):
+        document = sequences.documents.make("firsts", rng.randrange(100, 1500), rng)
+        for asked, space, name in document.questions:
+            value = re.findall(r"(?<= = )\d+$|(?<= value )\d+", asked.text)[-1]
+            assert f"VAR {name.text} = {value}" in document.text
+            assert (space.text, name.loss, name.kind in CHAINS) == (" ", True, True)
+
+
 def test_a_batch_is_what_its_seed_says(sequences, tokenizer):
     mixture = Mixture(512, 8, echoes=0.2, bags=0.2, verbatim=0.3, gaps=0.5, span=4000)
     batch, again = (sequences.batch(mixture, np.random.default_rng(5)) for _ in range(2))
@@ -173,7 +184,7 @@ def test_a_batch_is_what_its_seed_says(sequences, tokenizer):
     assert batch.ids.shape == batch.loss.shape == batch.answer.shape == (8, 512)
     assert (np.diff(batch.positions) >= 1).all()
     assert batch.positions.max() < 4000
-    assert set(batch.kinds.values()) <= {*TASKS, "lines", "copies", "echoes", "bags"}
+    assert set(batch.kinds.values()) <= {*TASKS, "firsts", "lines", "copies", "echoes", "bags"}
     for (row, column), ids in batch.either.items():
         assert batch.loss[row, column]
         assert batch.ids[row, column] in ids
@@ -326,7 +337,7 @@ def test_where_heads_are_too_few_the_answer_is_the_end(sequences, tokenizer):
             assert (getattr(found, name)[row] == getattr(batch, name)[row]).all()
         assert (found.wanted[row] == batch.ids[row]).all()
     for row in (0, 2):
-        numbers = [-1 if batch.kinds.get(n) == "chains" else n for n in batch.answer[row].tolist()]
+        numbers = [-1 if batch.kinds.get(n) in CHAINS else n for n in batch.answer[row].tolist()]
         numbers = np.array(numbers)
         first = {int(n): int((numbers == n).argmax()) for n in set(numbers.tolist()) - {-1}}
         assert set(np.flatnonzero(found.loss[row])) == set(first.values())

@@ -18,6 +18,8 @@ from kvsketch.evaluation.runner.longeval_cases import (
     word_lists,
 )
 
+CHAINS = ("chains", "firsts", "easier")  # kinds of answers that are names of a chain
+
 
 @dataclass(frozen=True)
 class Mixture:
@@ -55,7 +57,7 @@ class Batch:
         their names is an answer, and the model came to end them although all its heads were there.
         """
         before = np.pad(self.answer, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-        chains = np.isin(self.answer, [n for n, kind in self.kinds.items() if kind == "chains"])
+        chains = np.isin(self.answer, [n for n, kind in self.kinds.items() if kind in CHAINS])
         begins = (self.answer >= 0) & (self.answer != before) & ~chains
         chosen = rows[:, None]
         return replace(

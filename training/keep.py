@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 
 def keep(folder: Path, file: Path) -> None:
@@ -25,11 +25,20 @@ def keep(folder: Path, file: Path) -> None:
 
 
 def kept(file: Path) -> dict[str, object]:
-    """What ``keep`` wrote, as a checkpoint: "recipe", "model" (float32) and "state".
+    """What ``keep`` wrote, as a checkpoint: "recipe", "model" (float32) and "state". Or what
+    ``export`` wrote, if ``file`` is a folder: at the end of its stage, as one that is not named.
 
     Raises:
         SystemExit: ``file`` is none that ``keep`` wrote.
     """
+    if file.is_dir():
+        summary = json.loads((file / "training_log.json").read_text())
+        weights = load_file(file / "model.safetensors")
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        state = {key: summary[key] for key in ("step", "tokens", "curriculum")}
+        state["seconds"] = 60 * summary["minutes"]
+        named = {key: summary[key] for key in ("recipe",) if key in summary}
+        return {**named, "model": weights, "state": state}
     with safe_open(file, "pt") as opened:
         about = opened.metadata() or {}
         if "recipe" not in about:

@@ -34,6 +34,7 @@ class Mixture:
     gaps: float = 0.0  # share of rows with random position gaps between sentences
     span: int = 0  # largest position that gaps reach
     spelled: float = 0.02  # share of key words that nobody knows
+    firsts: float = 0.0  # share of the texts of chains that are asked for first names only
 
 
 class _Row:
@@ -83,7 +84,9 @@ class Sequences:
         share = 0.5 if verbatim else mix.questions
         # A list of words has one question, and few tokens are spent on it.
         room = size - 50 if kind == "counts" and not verbatim else int(size * (1 - share))
-        document: Document = self.documents.make(kind, max(room, 24), rng, mix.spelled)
+        firsts = kind == "chains" and mix.firsts > 0 and rng.random() < mix.firsts
+        made = "firsts" if firsts else kind
+        document: Document = self.documents.make(made, max(room, 24), rng, mix.spelled)
         end = len(row.ids) + size
         if verbatim:
             copies = [Part(unit + document.joint, True, "copies") for unit in document.units]
@@ -93,7 +96,8 @@ class Sequences:
         self._add(row, [*document.before, Part(document.text)])
         for question in document.questions:
             self._add(row, question)
-            self._end(row)
+            if not firsts:
+                self._end(row)
             if len(row.ids) >= end:
                 break
 

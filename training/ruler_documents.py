@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import string
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from kvsketch.evaluation.runner.longeval_cases import (
@@ -233,20 +233,46 @@ class Documents:
             # One chain is little to learn from in a long text: more of them in half the texts.
             many = rng.choice([1, max(1, room // 300)])
             found = self._chain_text(room - 100, many, 5, rng)
-            # The example is only read. Its names have other numbers of tokens, and with both
-            # numbers in the answers the model began names at their second token.
-            example = self._chain_text(rng.randint(60, min(500, room // 3)), 1, 3, rng)
-            solved = "".join(part.text for part in example.questions[0])
-            found.before = [Part(f"{example.text}{solved}\n\n")]
+            found.before = self._solved(room, rng)
             return found
         many = rng.randint(1, max(1, min(24, room // 60)))
         return self._chain_text(room, many, 5, rng)
 
-    def _chain_text(self, room: int, many: int, letters: int, rng: random.Random) -> Document:
+    def _solved(self, room: int, rng: random.Random) -> list[Part]:
+        """An example, which is only read. Its names have other numbers of tokens, and with both
+        numbers in the answers the model began names at their second token."""
+        example = self._chain_text(rng.randint(60, min(500, room // 3)), 1, 3, rng)
+        solved = "".join(part.text for part in example.questions[0])
+        return [Part(f"{example.text}{solved}\n\n")]
+
+    def _firsts(self, room: int, rng: random.Random, spelled: float) -> Document:
+        """Many chains, each asked for the first of its names only, which is found by the value.
+        The others follow from the name before them and are learned long before it."""
+        before = self._solved(room, rng) if room > 250 and rng.random() < 0.5 else []
+        room -= 100 * len(before)
+        many = max(1, min(60, room // rng.choice([48, 48, 100, 300])))
+        official = rng.random() < 0.5
+        digits = 5 if official else rng.choice([5, 7, 9, 9])
+        found = self._chain_text(room, many, 5, rng, digits)
+        found.before = before
+        # Wordings in which the value stands where the name before does in the rest of a chain are
+        # learned at once, the official one from them.
+        kind = "firsts" if official else "easier"
+        for i, (question, space, name) in enumerate(q[:3] for q in found.questions):
+            text = question.text
+            if not official:
+                value = text.split(" value ")[1].split()[0]
+                text = rng.choice([f"\n = {value}", text.removesuffix(", they are:"), text])
+            found.questions[i] = [replace(question, text=text), space, replace(name, kind=kind)]
+        return found
+
+    def _chain_text(
+        self, room: int, many: int, letters: int, rng: random.Random, digits: int = 5
+    ) -> Document:
         names: dict[str, None] = {}
         while len(names) < many * (HOPS + 1):
             names.setdefault("".join(rng.choices(string.ascii_uppercase, k=letters)))
-        values = rng.sample(range(10_000, 99_999), many)
+        values = rng.sample(range(10 ** (digits - 1), 10**digits - 1), many)
         steps: list[tuple[float, str]] = []
         questions = []
         for i, value in enumerate(values):
@@ -261,6 +287,7 @@ class Documents:
                 f"above, {len(chain)} variables are assigned the value {value}, they are:"
             )
             told = [p for name in chain for p in (Part(" ", True), Part(name, True, "chains"))]
+            told[1] = Part(chain[0], True, "firsts")
             questions.append([Part(question), *told])
         steps.sort()
         lines = noise_lines(max(room - 9 * len(steps), 0) // 7)

@@ -19,6 +19,7 @@ class Stage:
     decay: bool = False  # learning rate falls linearly to zero over the `most` steps
     rate: float = 1.0  # of the peak learning rate
     drop: tuple[float, float] = (0.0, 0.0)  # how often KV heads and layers are left out
+    adamw: bool = False  # AdamW for all matrices; where this changes, optimizers are new
     few: float = 0.0  # share of sequences with too few heads to answer
     weight_decay: float = 0.0  # of what the layers add to the residual
     rest: float = 0.0  # weight of attention that does not rest on the first token

@@ -75,7 +75,6 @@ class Run:
         self.model = build_model(self.tokenizer, recipe.shape)
         self.left_out = LeftOut(self.model.config)
         self.ahead = Ahead(self.model.config.hidden_size)
-        self.optimizers = build_optimizers(self.model, self.ahead, arguments.optimizer == "muon")
         self.dtype = torch.float32 if arguments.float32 else torch.bfloat16
         self.held_out = {
             name: recipe.cases(self.tokenizer, name, count)
@@ -83,8 +82,20 @@ class Run:
         }
         self.state = {
             "step": 0, "stage": 0, "stage_step": 0, "tokens": 0, "seconds": 0.0,
-            "recent": [], "best": 0.0, "curriculum": [], "losses": [], "kinds": {},
+            "recent": [], "best": 0.0, "begun": 0, "curriculum": [], "losses": [], "kinds": {},
         }  # fmt: skip
+        self.renew(recipe.stages[0])
+
+    def renew(self, stage: Stage) -> None:
+        """New optimizers, which warm up."""
+        muon = self.arguments.optimizer == "muon" and not stage.adamw
+        self.optimizers = build_optimizers(self.model, self.ahead, muon)
+        self.state["begun"] = self.state["step"]
+
+    @property
+    def stage(self) -> Stage:
+        """The present stage, or the last one where all are done."""
+        return self.recipe.stages[min(self.state["stage"], len(self.recipe.stages) - 1)]
 
     def save(self) -> None:
         path = self.out / "checkpoint.pt"
@@ -104,23 +115,27 @@ class Run:
     def load(self) -> None:
         path = self.out / "checkpoint.pt"
         saved = self._take(torch.load(path, weights_only=True), f"--out: {path}")
+        begun = self.state["begun"]
+        self.renew(self.stage)
+        self.state["begun"] = begun
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         self.ahead.load_state_dict(saved["ahead"])
         torch.set_rng_state(saved["torch_rng"])
 
     def start(self, path: Path, stage: str | None = None) -> None:
-        """Go on from weights that ``keep`` wrote: with new optimizers, not to the same bytes.
-        ``stage``: at the beginning of it, if not where they were kept."""
+        """Go on from weights that ``keep`` or ``export`` wrote: with new optimizers, not to the
+        same bytes. ``stage``: at the beginning of it, if not where they were kept."""
         names = [one.name for one in self.recipe.stages]
         if stage is not None and stage not in names:
             raise SystemExit(f"--stage must be one of {', '.join(names)}, got {stage}")
         self._take(kept(path), f"--start: {path}")
         if stage is not None:
             self.state.update(stage=names.index(stage), stage_step=0)
+        self.renew(self.stage)
 
     def _take(self, saved: dict, named: str) -> dict:
-        if saved.get("recipe") != self.arguments.model:
+        if saved.get("recipe", self.arguments.model) != self.arguments.model:
             raise SystemExit(
                 f"{named} was trained by --model {saved.get('recipe')}, "
                 f"got --model {self.arguments.model}"
@@ -138,7 +153,8 @@ class Run:
             file.write(line + "\n")
 
     def rate(self, stage: Stage) -> float:
-        rate = stage.rate * PEAK_RATE * min(1.0, (self.state["step"] + 1) / WARM_UP)
+        steps = self.state["step"] - self.state["begun"] + 1
+        rate = stage.rate * PEAK_RATE * min(1.0, steps / WARM_UP)
         if stage.decay:
             rate *= max(1 - self.state["stage_step"] / stage.most, 0.01)
         return rate
@@ -186,8 +202,9 @@ class Run:
         if better:
             self.state["best"] = total
             summary = {
+                "recipe": self.arguments.model,
                 "seed": self.arguments.seed,
-                "optimizer": self.arguments.optimizer,
+                "optimizer": "adamw" if self.stage.adamw else self.arguments.optimizer,
                 "dtype": str(self.dtype).removeprefix("torch."),
                 "stage": stage.name,
                 "step": self.state["step"],
@@ -244,6 +261,8 @@ class Run:
                     }
                 )  # fmt: skip
                 state.update(stage=state["stage"] + 1, stage_step=0, recent=[])
+                if self.stage.adamw != stage.adamw:
+                    self.renew(self.stage)
             if ended or time.monotonic() - saved_at > CHECKPOINT_SECONDS:
                 self.save()
                 saved_at = time.monotonic()
@@ -257,7 +276,7 @@ def main() -> None:
     parser.add_argument("--export", type=Path, action="append", default=[], help="also copy there")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--start", type=Path, help="weights of training.keep to go on from")
+    parser.add_argument("--start", type=Path, help="go on from weights of training.keep or a model")
     parser.add_argument("--stage", help="with --start: begin at this stage of the curriculum")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="muon")

@@ -239,6 +239,10 @@ def test_dead_slots_and_empty_heads(padded):
     close(out[live_heads], wanted[live_heads], 1e-5)
     if padded:
         assert (out[~live_heads] == 0).all()
+    for part in page.open():  # what padding holds has values
+        part.fields["values"] = torch.ones_like(part.fields["values"])
+    out = cpu.attend(asked, page.open(), padded)[0]
+    assert (out[~live_heads] == (0 if padded else 1)).all()
 
 
 @settings(deadline=None, max_examples=30)
@@ -278,12 +282,13 @@ def test_rows_of_an_engine_s_pages_are_read_where_they_are(bits, ragged, compres
     [
         {"keys": lambda t: t.double()},
         {"keys": lambda t: t.to(torch.int8)},
-        {"keys": lambda t: t.mT.contiguous().mT},
+        dict.fromkeys(("keys", "values"), lambda t: t.mT.contiguous().mT),
+        {"log_mass": lambda t: t.new_zeros(t.shape[0], t.shape[1], 99)[:, :, : t.shape[2]]},
         {"values": lambda t: t.clone().requires_grad_()},
     ],
 )
 def test_what_it_cannot_read_is_left_to_torch(change):
-    page, asked = made(plain())
+    page, asked = made(plain(weighted=True))
     assert cpu.attend(asked, page.open()) is not None
     for name, fn in change.items():
         page.exact.fields[name] = fn(page.exact.fields[name])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvsketch.kernels import native
+from kvsketch.kernels import native, triton_support
 from kvsketch.observed import Observed
 from kvsketch.page.part import Part
 from kvsketch.page.quantized import Quantized
@@ -110,6 +110,8 @@ def receive(asked: Observed, parts: Sequence[Part], weights: Tensor, fade: float
 def _takes(queries: Tensor, kv_heads: int, few: bool = True) -> bool:
     """Whether the kernel reads these queries; if they must be ``few``, faster than torch."""
     if queries.device.type != "cpu" or queries.dtype not in _KINDS:
+        return False
+    if triton_support.chosen(queries):  # in its interpreter
         return False
     if queries.requires_grad and torch.is_grad_enabled():
         return False
