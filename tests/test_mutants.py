@@ -30,7 +30,9 @@ FOUND = {
 def test_every_old_text_occurs_once_and_the_new_one_compiles():
     for mutant in MUTANTS:
         source = (ROOT / mutant.file).read_text(encoding="utf-8")
-        compile(mutant.applied(source), mutant.file, "exec")
+        changed = mutant.applied(source)
+        if mutant.file.endswith(".py"):
+            compile(changed, mutant.file, "exec")
 
 
 def test_a_list_that_does_not_fit_is_an_error():

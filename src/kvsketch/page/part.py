@@ -411,7 +411,7 @@ class Part:
         """The same slots with ``room`` for more."""
         if self.layout is None:
             twin = copy.copy(self)
-            twin._spans = twin._places = twin.described = None
+            twin._spans = twin._places = None
             twin.base, twin.appended, twin.room = self.count, 0, room
             twin.fields = {
                 name: with_room(buffer[:, :, : self.count], room, NEW.get(name))
@@ -426,7 +426,7 @@ class Part:
     def map(self, fn: Callable[[Tensor], Tensor]) -> Part:
         """The part with ``fn`` (which acts on axis 0, the batch) applied to all tensors."""
         twin = copy.copy(self)
-        twin._spans = twin._places = twin.described = None
+        twin._spans = twin._places = None
 
         def own(tensor: Tensor) -> Tensor:
             return fn(tensor) if self.grows else owned(fn(tensor))
@@ -443,10 +443,14 @@ class Part:
             twin._next = layout.behind(twin.held)
         return twin
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which a kernel has to describe anew."""
+        return {**self.__dict__, "described": None}
+
     def __deepcopy__(self, memo: dict[int, object]) -> Part:
         """Shares the tensors that are never written into."""
         twin = copy.copy(self)
-        twin._spans = twin._places = twin.described = None
+        twin._spans = twin._places = None
         shared = self.grows or bool(self.packed)
         twin.packed = dict(self.packed)
         twin.fields = {n: t if shared else t.clone() for n, t in self.fields.items()}
