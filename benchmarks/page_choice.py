@@ -107,8 +107,8 @@ def needs() -> str:
         ],
         [
             "Decoding speed on a CPU matters most",
-            f'`SketchCache(model.config, "{fast["method"]}", budget=0.25)`, or `bits=16` where the '
-            "answer may be anywhere in the prompt",
+            f'`SketchCache(model.config, "{fast["method"]}", budget=0.25)`, or the default where '
+            "the answer may be anywhere in the prompt",
             "tokens per second over `DynamicCache`, tiny model: "
             + ", ".join(f"`{name}` {speeds[name]:.2f}" for name in compared if name in speeds),
         ],

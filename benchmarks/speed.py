@@ -25,8 +25,8 @@ end_to_end  The whole of ``generate``: prefill and decoding with the default met
             with ``DynamicCache`` on ``longeval-one-head``. Decoding is also compared with a
             ``DynamicCache`` that has as many tokens as our cache has slots.
 layers      The same on two random layers of Llama 3 8B's shape, and decoding from 8,000 tokens in 4
-            bits, or from an eighth of longer prompts, compared with the exact cache, as transformers
-            calls torch's attention and with the queries of a group packed.
+            bits, or from an eighth of longer prompts, compared with the exact cache, as
+            transformers calls torch's attention and with the queries of a group packed.
 
 Compared runs alternate, so that other load on the machine affects both, and a ratio is the median
 over pairs. Only kvpress's presses run in turn after ours, in a separate environment (`make peers`),
