@@ -33,7 +33,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.08, tor
 def kernel(request):
     """Attention over a page is that of the compiled kernel, or of torch's."""
     if request.param == "compiled" and native.library() is None:
-        pytest.skip(native.described())
+        pytest.skip(native.kernel())
     with native.switched(request.param == "compiled"):
         yield
 

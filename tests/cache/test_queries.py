@@ -91,7 +91,7 @@ def test_dead_slots_that_are_picked_have_no_score():
 def test_queries_become_scores_where_the_slots_are(shares, bits, monkeypatch):
     """With the compiled kernel as without it, also in the compression that follows."""
     if native.library() is None:
-        pytest.skip(native.described())
+        pytest.skip(native.kernel())
     budgets = HeadBudgets([[Budget(60, share) for share in shares]])
     held = Stream(windowed("heavy_merge", 4, 8), budgets, bits=bits)
     held.settle(read(held, 200), prefill=True)

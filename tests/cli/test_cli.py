@@ -444,7 +444,7 @@ def test_info_without_a_file_is_about_the_installation() -> None:
     from kvsketch.kernels import native
 
     found = json.loads(kvsketch("info", "--json").stdout)
-    assert found["hardware"]["cpu_kernel"] == native.described()
+    assert found["hardware"]["cpu_kernel"] == native.kernel()
     said = kvsketch("info").output
     assert "cpu kernel" in said
-    assert native.described() in said
+    assert native.kernel() in said

@@ -36,7 +36,7 @@ LEVELS = range(3)
 
 @pytest.fixture(autouse=True)
 def _whole():
-    assert native.library() is not None, native.described()
+    assert native.library() is not None, native.kernel()
     yield
     native.library().kvsketch_limit(len(LEVELS))
 
@@ -305,6 +305,27 @@ def test_queries_that_it_cannot_take_are_left_to_torch():
         assert cpu.attend(replace(asked, queries=queries), page.open()) is None
     wide = Page(Slots(torch.randn(1, 1, 4, 257), torch.randn(1, 1, 4, 8)))
     assert cpu.attend(Observed(torch.randn(1, 1, 1, 257), 1.0), wide.open()) is None
+
+
+@pytest.mark.parametrize("where", ["queries", "keys", "values"])
+@pytest.mark.parametrize("n", [1, 50, 4000])
+def test_what_is_no_number_does_not_become_one(where, n):
+    """A model whose numbers overflow shows it, on one thread or several; other heads are not
+    affected."""
+    page, asked = made(plain(n=n, dim=64))
+    if where == "queries":
+        asked.queries[:, :2] = torch.nan
+    else:
+        page.exact.fields[where][:, 0, 0] = torch.nan
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        out, totals = cpu.attend(asked, page.open(), padded=True, totals=True)
+    finally:
+        torch.set_num_threads(before)
+    assert out[:, :2].isnan().all()
+    assert totals[:, :2].isnan().all() == (where != "values")
+    assert out[:, 2:].isfinite().all()
 
 
 def test_strides_that_views_have_are_followed():

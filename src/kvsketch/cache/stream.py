@@ -520,7 +520,7 @@ class Stream:
         asked = self.queries.all()
         if asked is None or not self.compressed or self.rhythm is not None:
             return False  # with a rhythm, slots are to be those of an engine
-        fading = self.method.fading(asked)
+        fading = self.method.fading(asked) if cpu.takes(asked.queries) else None
         if fading is None:
             return False
         parts, (weights, fade) = self.page.scored(), fading

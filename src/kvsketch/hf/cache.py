@@ -382,7 +382,7 @@ class SketchCache(Cache):  # type: ignore[misc]
             "tolerance": self.tolerance,
             "allocation": self.plan.kind,
             "bits": self.bits,
-            "kernel": paged.described(self._device),
+            "kernel": paged.kernel_on(self._device),
             "tokens": self.get_seq_length(),
             "slots": accounting.mean_held(self.layers),
             "kv_bytes": size,

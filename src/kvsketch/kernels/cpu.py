@@ -55,7 +55,8 @@ def attend(
         read the slots, or not faster than torch.
     """
     library, queries = native.library(), asked.queries
-    if library is None or not _takes(queries, parts[0].heads):
+    each = queries.shape[1] // parts[0].heads * queries.shape[2]
+    if library is None or each > MOST_QUERIES or not takes(queries):
         return None
     described = _places(parts, rows)
     if described is None:
@@ -91,7 +92,7 @@ def receive(asked: Observed, parts: Sequence[Part], weights: Tensor, fade: float
         Whether it was done; False: the kernel cannot do it.
     """
     library, queries = native.library(), asked.queries
-    if library is None or not _takes(queries, parts[0].heads, few=False):
+    if library is None or not takes(queries):
         return False
     described = _places(parts, None)
     if described is None or any("score" not in part.fields for part in parts):
@@ -107,15 +108,13 @@ def receive(asked: Observed, parts: Sequence[Part], weights: Tensor, fade: float
     return True
 
 
-def _takes(queries: Tensor, kv_heads: int, few: bool = True) -> bool:
-    """Whether the kernel reads these queries; if they must be ``few``, faster than torch."""
-    if queries.device.type != "cpu" or queries.dtype not in _KINDS:
+def takes(queries: Tensor) -> bool:
+    """Whether the kernel is used and reads these queries."""
+    if native.library() is None or queries.device.type != "cpu" or queries.dtype not in _KINDS:
         return False
     if triton_support.chosen(queries):  # in its interpreter
         return False
-    if queries.requires_grad and torch.is_grad_enabled():
-        return False
-    return not few or queries.shape[1] // kv_heads * queries.shape[2] <= MOST_QUERIES
+    return not (queries.requires_grad and torch.is_grad_enabled())
 
 
 def _places(parts: Sequence[Part], rows: Rows | None) -> tuple[Numbers, int, object] | None:
@@ -170,7 +169,7 @@ def _numbers(part: Part) -> _Found:
     keys = packed["keys"] if packed else fields["keys"]
     values = packed["values"] if packed else fields["values"]
     mass, positions, score = (fields.get(n) for n in ("log_mass", "positions", "score"))
-    held = part.described
+    held = part.for_kernel
     found: _Found = None
     if held is not None:
         of, found = held
@@ -188,7 +187,7 @@ def _numbers(part: Part) -> _Found:
     found = None
     if numbers is not None:
         found = ctypes.addressof(numbers), numbers, numbers[_VALUE_DIM]
-    part.described = (keys, values, mass, positions, score, part.sizes, blocks), found
+    part.for_kernel = (keys, values, mass, positions, score, part.sizes, blocks), found
     return found
 
 
@@ -257,12 +256,12 @@ def _side(side: Tensor | Quantized, even: bool) -> list[int] | None:
         low.stride(0),
         groups,
         side.channels // groups,
-        *_per_channel(unit, side.dim),
-        *_per_channel(offset, side.dim),
+        *_per_channel(unit),
+        *_per_channel(offset),
     ]
 
 
-def _per_channel(tensor: Tensor | None, dim: int) -> list[int]:
+def _per_channel(tensor: Tensor | None) -> list[int]:
     return [0, 0, 0] if tensor is None else [tensor.data_ptr(), *tensor.stride()[:2]]
 
 

@@ -112,10 +112,10 @@ def _chunk(
     return found
 
 
-def described(device: torch.device) -> str:
+def kernel_on(device: torch.device) -> str:
     """Which kernel decodes over slots on a device, in a few words."""
     if device.type == "cpu":
-        return native.described()
+        return native.kernel()
     return "Triton" if triton_support.available(device) else "torch"
 
 
@@ -207,11 +207,11 @@ def over(
         ``[batch, heads, queries of a group, value_dim]``, and the logs of the summed weights,
         ``[batch, heads, queries of a group]``.
     """
-    if triton_fits(asked):  # the kernel treats all queries of the same slots as heads of one group
-        mine = replace(asked, queries=packed.flatten(1, 2).unsqueeze(2), sinks=None)
+    # The kernels treat all queries of the same slots as heads of one group.
+    mine = replace(asked, queries=packed.flatten(1, 2).unsqueeze(2), sinks=None)
+    if triton_fits(asked):
         out, total = _by_triton(mine, part, newest)
         return out.view(*packed.shape[:3], -1), total.view(packed.shape[:3])
-    mine = replace(asked, queries=packed.flatten(1, 2).unsqueeze(2), sinks=None)
     last = None if newest is None else newest.flatten()
     if (known := cpu.attend(mine, [part], last=last, totals=True)) is not None:
         out, totals = known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -83,10 +84,16 @@ def _over_window(
     return torch.cat(outs), torch.cat(totals)
 
 
+@functools.lru_cache(maxsize=64)
+def _starts(heads: int, slots: int, device: torch.device) -> Tensor:
+    """Where the heads of a window start, int64 ``[heads]``; not made anew for every token."""
+    return torch.arange(heads, device=device) * slots
+
+
 def _flat(window: Part, rows: Rows, asked: Observed) -> dict[str, Any]:
     """Arguments of the Triton kernels: the heads of a page one after the other, and the page of
     each row."""
-    starts = torch.arange(window.heads, device=rows.pages.device) * window.base
+    starts = _starts(window.heads, window.base, rows.pages.device)
     shape = (len(rows.pages), window.heads)
     return {
         "keys": window.fields["keys"].flatten(1, 2),

@@ -67,7 +67,7 @@ class Part:
     _next: Tensor  # place of the next slot of every head, where they differ in size
     _spans: tuple[Tensor, Tensor] | None = None
     _places: tuple[Tensor, Tensor] | None = None  # of all slots, while they are handled
-    described: Any = None  # what a kernel keeps here, see kernels.cpu
+    for_kernel: Any = None  # what a kernel keeps here, see kernels.cpu
 
     def __init__(
         self,
@@ -445,7 +445,7 @@ class Part:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which a kernel has to describe anew."""
-        return {**self.__dict__, "described": None}
+        return {**self.__dict__, "for_kernel": None}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Part:
         """Shares the tensors that are never written into."""

@@ -133,7 +133,7 @@ def environment() -> dict[str, Any]:
         "processor": _processor(),
         "cpus": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
-        "cpu_kernel": native.described(),
+        "cpu_kernel": native.kernel(),
     }
     if torch.cuda.is_available():
         hardware["gpu"] = torch.cuda.get_device_name()

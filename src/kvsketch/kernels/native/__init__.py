@@ -18,8 +18,7 @@ from kvsketch.kernels.native import build
 
 _enabled = True
 
-LEVELS = ("plain", "avx2", "avx512")
-_X86 = platform.machine().lower() in ("x86_64", "amd64")
+LEVELS = tuple(build.X86)
 # Numbers of ``Part`` and ``Call`` in attention.cpp.
 PART, CALL = 46, 14
 
@@ -57,10 +56,10 @@ def loaded() -> tuple[ctypes.CDLL | None, str]:
     library.kvsketch_attend.argtypes = [pointer, pointer, pointer, real, real]
     library.kvsketch_receive.argtypes = [pointer, pointer, pointer, real, real, real]
     level = library.kvsketch_limit(LEVELS.index(wanted) if wanted else len(LEVELS))
-    if _X86 and level == 0 and wanted != "plain":
+    if build.ON_X86 and level == 0 and wanted != "plain":
         return None, "this processor has no AVX2, without which torch's kernels are faster"
     _share_threads(library)
-    return library, LEVELS[level] if _X86 else platform.machine()
+    return library, LEVELS[level] if build.ON_X86 else platform.machine()
 
 
 def _share_threads(library: ctypes.CDLL) -> None:
@@ -91,7 +90,7 @@ def switched(on: bool) -> Iterator[None]:
         _enabled = before
 
 
-def described() -> str:
+def kernel() -> str:
     """Which kernel decodes on CPUs, in a few words."""
     library, what = loaded()
     return f"torch ({what})" if library is None else f"compiled for {what}"

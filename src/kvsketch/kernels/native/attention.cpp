@@ -202,6 +202,68 @@ struct Lanes : Vectors<V> {
   }
 };
 
+#if defined(__AVX512F__)
+#define KV_IN_PLACE 1
+// Slots in few bits that are read as they are: every number is used as soon as it is a float, which
+// saves a store where several queries use it.
+template <int BITS>
+struct Codes {
+  const uint8_t* codes;
+  int64_t slot;
+  const uint16_t *low, *step;
+  int groups, width, bytes;
+
+  Codes(const Side& side, int64_t row, int64_t first)
+      : codes((const uint8_t*)side.data + row * side.row + first * side.slot),
+        slot(side.slot),
+        low((const uint16_t*)side.low + row * side.small_row + first * side.groups),
+        step((const uint16_t*)side.step + row * side.small_row + first * side.groups),
+        groups((int)side.groups),
+        width((int)side.width),
+        bytes((int)(side.groups * side.width / 2)) {}
+
+  static bool fit(const Side& side) {
+    const int64_t bytes = side.groups * side.width / 2;
+    return side.kind == BITS && side.width % 16 == 0 && (BITS == 8 || bytes % 16 == 0);
+  }
+
+  // A slot's numbers of one group, those in the lower (SHIFT 0) or upper halves of bytes.
+  template <int SHIFT>
+  struct Row {
+    const uint8_t* at;
+    __m512 table, scale;  // with 4 bits all sixteen numbers; with 8 bits the zero point
+
+    inline vf operator[](int channel) const {
+      __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(at + channel)));
+      if (BITS == 8) return (vf)_mm512_fmadd_ps(_mm512_cvtepi32_ps(index), scale, table);
+      if (SHIFT) index = _mm512_srli_epi32(index, 4);
+      return (vf)_mm512_permutexvar_ps(index, table);
+    }
+  };
+  template <int SHIFT>
+  inline Row<SHIFT> row(int i, int group) const {
+    const __m512 base = _mm512_set1_ps(from_half(low[i * groups + group]));
+    const __m512 scale = _mm512_set1_ps(from_half(step[i * groups + group]));
+    const uint8_t* at = codes + i * slot - (SHIFT ? bytes : 0);
+    if (BITS == 8) return {at, base, scale};
+    // Sixteen numbers are all there are: look them up.
+    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return {at, _mm512_fmadd_ps(numbers, scale, base), scale};
+  }
+
+  // Calls ``run`` with each group's first channel and end in the lower and in the upper halves.
+  template <typename F>
+  inline void for_each_piece(F run) const {
+    for (int group = 0; group < groups; group++) {
+      const int first = group * width, end = first + width;
+      const int middle = BITS == 8 ? end : std::min(std::max(bytes, first), end);
+      if (first < middle) run(std::integral_constant<int, 0>{}, group, first, middle);
+      if (middle < end) run(std::integral_constant<int, 4>{}, group, middle, end);
+    }
+  }
+};
+#endif
+
 // ``n`` slots in few bits, without unit and offset. The channels of a vector share a scale, and with
 // 4 bits all are in the same half of their bytes.
 template <int V, int BITS>
@@ -218,24 +280,6 @@ inline void of_codes(const uint8_t* codes, int64_t slot, const uint16_t* low, co
           *(typename L::f*)(at + c) = L::floats(L::bytes(codes + group * width + c)) * scale + base;
         continue;
       }
-#if defined(__AVX512F__)
-      if constexpr (V == 16) {  // sixteen numbers are all there are: look them up
-        const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        const __m512 table = _mm512_fmadd_ps(numbers, _mm512_set1_ps(scale), _mm512_set1_ps(base));
-        const int first = group * width, low_half = std::min(std::max(bytes - first, 0), width);
-        for (int c = 0; c < low_half; c += V) {
-          const __m128i* p = (const __m128i*)(codes + first + c);
-          const __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128(p));
-          _mm512_storeu_ps(at + c, _mm512_permutexvar_ps(index, table));
-        }
-        for (int c = low_half; c < width; c += V) {
-          const __m128i* p = (const __m128i*)(codes + first + c - bytes);
-          const __m512i index = _mm512_srli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(p)), 4);
-          _mm512_storeu_ps(at + c, _mm512_permutexvar_ps(index, table));
-        }
-        continue;
-      }
-#endif
       for (int c = 0; c < width; c += V) {
         const int channel = group * width + c;
         typename L::i x;
@@ -297,6 +341,17 @@ const float* floats_of(const Side& side, int64_t row, int64_t first, int n, int 
   const uint16_t* low = (const uint16_t*)side.low + row * side.small_row + first * groups;
   const uint16_t* step = (const uint16_t*)side.step + row * side.small_row + first * groups;
   const int64_t slot = side.slot;
+#if defined(KV_IN_PLACE)
+  if (Codes<4>::fit(side)) {
+    const Codes<4> four(side, row, first);
+    for (int i = 0; i < n; i++)
+      four.for_each_piece([&](auto shift, int group, int from, int to) {
+        const auto numbers = four.template row<decltype(shift)::value>(i, group);
+        for (int c = from; c < to; c += W) store(tile + i * pad + c, numbers[c]);
+      });
+  } else
+#endif
+  {
   auto fits = [&](int v) { return width % v == 0 && (side.kind == 8 || bytes % v == 0); };
 #define KV_OF_CODES(V)                                                                     \
   if (V <= W && fits(V)) {                                                                 \
@@ -307,6 +362,7 @@ const float* floats_of(const Side& side, int64_t row, int64_t first, int n, int 
   for (int i = 0; i < n; i++)
     of_codes_one_by_one(side, data + i * slot, low + i * groups, step + i * groups, tile + i * pad);
 #undef KV_OF_CODES
+  }
   if (pad > dim)  // padding repeats the last channel
     for (int i = 0; i < n; i++)
       for (int c = dim; c < pad; c++) tile[i * pad + c] = 0;
@@ -326,188 +382,104 @@ inline vf summed(const vf* x) {
   else return merged<S>(summed<S / 2>(x), summed<S / 2>(x + S), Every{});
 }
 
-// Scores of R queries and ``n`` slots. The sums of W products of vectors are completed together.
+// A slot that is floats already.
+struct Floats {
+  const float* at;
+  inline vf operator[](int channel) const { return load(at + channel); }
+};
+
+// Adds the products of R queries and S slots, over some channels, to sums[query * S + slot].
+template <int R, int S, typename Row>
+inline void multiplied(const float* queries, const Row* rows, int pad, int from, int to, vf* sums) {
+  for (int c = from; c < to; c += W) {
+#pragma GCC unroll 16
+    for (int i = 0; i < S; i++) {
+      const vf x = rows[i][c];
+#pragma GCC unroll 4
+      for (int j = 0; j < R; j++) sums[j * S + i] += load(queries + j * pad + c) * x;
+    }
+  }
+}
+
+// Completes W such sums together.
+template <int R, int S>
+inline void completed(const vf* sums, float* scores) {
+  const vf done = summed<W / 2>(sums);
+  for (int j = 0; j < R; j++) memcpy(scores + j * BLOCK, (const float*)&done + j * S, 4 * S);
+}
+
+// Scores of R queries and ``n`` slots of a tile.
 template <int R>
 inline void scored(const float* queries, const float* tile, int pad, int n, float* scores) {
   constexpr int S = R == 3 ? W / 4 : W / R;
   for (int first = 0; first < n; first += S) {
-    vf sums[W];
-    for (int k = 0; k < W; k++) sums[k] = vf{};
-    const float* rows = tile + first * pad;
-    for (int c = 0; c < pad; c += W) {
-      vf q[R];
-      for (int j = 0; j < R; j++) q[j] = load(queries + j * pad + c);
-#pragma GCC unroll 16
-      for (int i = 0; i < S; i++) {
-        const vf x = load(rows + i * pad + c);
-#pragma GCC unroll 4
-        for (int j = 0; j < R; j++) sums[j * S + i] += q[j] * x;
-      }
-    }
-    const vf done = summed<W / 2>(sums);
-    for (int j = 0; j < R; j++) memcpy(scores + j * BLOCK + first, (const float*)&done + j * S, 4 * S);
+    vf sums[W] = {};
+    Floats rows[S];
+    for (int i = 0; i < S; i++) rows[i] = {tile + (first + i) * pad};
+    multiplied<R, S>(queries, rows, pad, 0, pad, sums);
+    completed<R, S>(sums, scores + first);
   }
 }
 
-// Adds the values of ``n`` slots, times the weights of R queries, to the outputs.
-template <int R, int C>
-inline void added_columns(const float* weights, const float* tile, int pad, int n, int at,
-                          float* out) {
+// Adds C vectors of the values of ``n`` slots, times the weights of R queries, to the outputs.
+template <int R, int C, typename RowOf>
+inline void added_columns(const float* weights, RowOf row_of, int pad, int n, int at, float* out) {
   vf sums[R][C];
 #pragma GCC unroll 4
   for (int j = 0; j < R; j++)
 #pragma GCC unroll 16
     for (int c = 0; c < C; c++) sums[j][c] = load(out + j * pad + at + c * W);
   for (int i = 0; i < n; i++) {
+    const auto row = row_of(i);
     vf x[C];
 #pragma GCC unroll 16
-    for (int c = 0; c < C; c++) x[c] = load(tile + i * pad + at + c * W);
-#pragma GCC unroll 4
-    for (int j = 0; j < R; j++) {
-      const vf w = all(weights[j * BLOCK + i]);
-#pragma GCC unroll 16
-      for (int c = 0; c < C; c++) sums[j][c] += w * x[c];
-    }
-  }
-#pragma GCC unroll 4
-  for (int j = 0; j < R; j++)
-#pragma GCC unroll 16
-    for (int c = 0; c < C; c++) store(out + j * pad + at + c * W, sums[j][c]);
-}
-template <int R, int C = R == 3 ? HELD / 4 : HELD / R>
-inline void added(const float* weights, const float* tile, int pad, int n, float* out, int at = 0) {
-  for (; at + C * W <= pad; at += C * W) added_columns<R, C>(weights, tile, pad, n, at, out);
-  if constexpr (C > 1)
-    if (at < pad) added<R, C / 2>(weights, tile, pad, n, out, at);
-}
-
-#if defined(__AVX512F__)
-#define KV_IN_PLACE 1
-// Slots in few bits that are read as they are: every number is used as soon as it is a float, which
-// saves a store. Worth it where several queries use it.
-template <int BITS>
-struct Codes {
-  const uint8_t* codes;
-  int64_t slot;
-  const uint16_t *low, *step;
-  int groups, width, bytes;
-
-  Codes(const Side& side, int64_t row, int64_t first)
-      : codes((const uint8_t*)side.data + row * side.row + first * side.slot),
-        slot(side.slot),
-        low((const uint16_t*)side.low + row * side.small_row + first * side.groups),
-        step((const uint16_t*)side.step + row * side.small_row + first * side.groups),
-        groups((int)side.groups),
-        width((int)side.width),
-        bytes((int)(side.groups * side.width / 2)) {}
-
-  static bool fit(const Side& side) {
-    const int64_t bytes = side.groups * side.width / 2;
-    return side.kind == BITS && side.width % 16 == 0 && (BITS == 8 || bytes % 16 == 0);
-  }
-
-  // A slot's numbers of one group, those in the lower (SHIFT 0) or upper halves of bytes.
-  template <int SHIFT>
-  struct Row {
-    const uint8_t* at;
-    __m512 table, scale;  // with 4 bits all sixteen numbers; with 8 bits the zero point
-
-    inline vf operator[](int channel) const {
-      __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(at + channel)));
-      if (BITS == 8) return (vf)_mm512_fmadd_ps(_mm512_cvtepi32_ps(index), scale, table);
-      if (SHIFT) index = _mm512_srli_epi32(index, 4);
-      return (vf)_mm512_permutexvar_ps(index, table);
-    }
-  };
-  template <int SHIFT>
-  inline Row<SHIFT> row(int i, int group) const {
-    const __m512 base = _mm512_set1_ps(from_half(low[i * groups + group]));
-    const __m512 scale = _mm512_set1_ps(from_half(step[i * groups + group]));
-    const uint8_t* at = codes + i * slot - (SHIFT ? bytes : 0);
-    if (BITS == 8) return {at, base, scale};
-    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return {at, _mm512_fmadd_ps(numbers, scale, base), scale};
-  }
-
-  // Calls ``run`` with each group's first channel and end in the lower and in the upper halves.
-  template <typename F>
-  inline void for_each_piece(F run) const {
-    for (int group = 0; group < groups; group++) {
-      const int first = group * width, end = first + width;
-      const int middle = BITS == 8 ? end : std::min(std::max(bytes, first), end);
-      if (first < middle) run(std::integral_constant<int, 0>{}, group, first, middle);
-      if (middle < end) run(std::integral_constant<int, 4>{}, group, middle, end);
-    }
-  }
-};
-
-template <int R, int BITS>
-inline void scored_in_place(const float* queries, const Codes<BITS>& codes, int pad, int n,
-                            float* scores) {
-  for (int first = 0; first < n; first += 4) {
-    vf sums[W];
-    for (int k = 0; k < W; k++) sums[k] = vf{};
-    codes.for_each_piece([&](auto shift, int group, int from, int to) {
-      constexpr int SHIFT = decltype(shift)::value;
-      typedef typename Codes<BITS>::template Row<SHIFT> Row;
-      const Row rows[4] = {codes.template row<SHIFT>(first, group),
-                           codes.template row<SHIFT>(std::min(first + 1, n - 1), group),
-                           codes.template row<SHIFT>(std::min(first + 2, n - 1), group),
-                           codes.template row<SHIFT>(std::min(first + 3, n - 1), group)};
-      for (int c = from; c < to; c += W) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-          const vf x = rows[i][c];
-#pragma GCC unroll 4
-          for (int j = 0; j < R; j++) sums[j * 4 + i] += load(queries + j * pad + c) * x;
-        }
-      }
-    });
-    const vf done = summed<W / 2>(sums);
-    for (int j = 0; j < R; j++) memcpy(scores + j * BLOCK + first, (const float*)&done + j * 4, 16);
-  }
-}
-
-template <int R, int C, int BITS, int SHIFT>
-inline void added_piece(const float* weights, const Codes<BITS>& codes, int pad, int n, int group,
-                        int at, float* out) {
-  vf sums[R][C];
-#pragma GCC unroll 4
-  for (int j = 0; j < R; j++)
-#pragma GCC unroll 4
-    for (int c = 0; c < C; c++) sums[j][c] = load(out + j * pad + at + c * W);
-  for (int i = 0; i < n; i++) {
-    const auto row = codes.template row<SHIFT>(i, group);
-    vf x[C];
-#pragma GCC unroll 4
     for (int c = 0; c < C; c++) x[c] = row[at + c * W];
 #pragma GCC unroll 4
     for (int j = 0; j < R; j++) {
       const vf w = all(weights[j * BLOCK + i]);
-#pragma GCC unroll 4
+#pragma GCC unroll 16
       for (int c = 0; c < C; c++) sums[j][c] += w * x[c];
     }
   }
 #pragma GCC unroll 4
   for (int j = 0; j < R; j++)
-#pragma GCC unroll 4
+#pragma GCC unroll 16
     for (int c = 0; c < C; c++) store(out + j * pad + at + c * W, sums[j][c]);
 }
 
-template <int R, int BITS>
-inline void added_in_place(const float* weights, const Codes<BITS>& codes, int pad, int n,
-                           float* out) {
+// The same for the channels from ``at`` to ``to``.
+template <int R, int C = R == 3 ? HELD / 4 : HELD / R, typename RowOf>
+inline void added(const float* weights, RowOf row_of, int pad, int n, int at, int to, float* out) {
+  for (; at + C * W <= to; at += C * W) added_columns<R, C>(weights, row_of, pad, n, at, out);
+  if constexpr (C > 1)
+    if (at < to) added<R, C / 2>(weights, row_of, pad, n, at, to, out);
+}
+
+// The same two over slots in few bits (Codes) as they are.
+template <int R, typename Here>
+inline void scored_in_place(const float* queries, const Here& codes, int pad, int n,
+                            float* scores) {
+  for (int first = 0; first < n; first += 4) {
+    vf sums[W] = {};
+    codes.for_each_piece([&](auto shift, int group, int from, int to) {
+      constexpr int SHIFT = decltype(shift)::value;
+      typename Here::template Row<SHIFT> rows[4];
+      for (int i = 0; i < 4; i++)
+        rows[i] = codes.template row<SHIFT>(std::min(first + i, n - 1), group);
+      multiplied<R, 4>(queries, rows, pad, from, to, sums);
+    });
+    completed<R, 4>(sums, scores + first);
+  }
+}
+
+template <int R, typename Here>
+inline void added_in_place(const float* weights, const Here& codes, int pad, int n, float* out) {
   codes.for_each_piece([&](auto shift, int group, int at, int to) {
     constexpr int SHIFT = decltype(shift)::value;
-    for (; at + 4 * W <= to; at += 4 * W)
-      added_piece<R, 4, BITS, SHIFT>(weights, codes, pad, n, group, at, out);
-    for (; at + 2 * W <= to; at += 2 * W)
-      added_piece<R, 2, BITS, SHIFT>(weights, codes, pad, n, group, at, out);
-    for (; at < to; at += W)
-      added_piece<R, 1, BITS, SHIFT>(weights, codes, pad, n, group, at, out);
+    auto row_of = [&](int i) { return codes.template row<SHIFT>(i, group); };
+    added<R, 4>(weights, row_of, pad, n, at, to, out);
   });
 }
-#endif
 
 // exp(x) for x <= 0, to 1 unit in the last place or so; 0 below -87.
 inline vf exped(vf x) {
@@ -577,6 +549,10 @@ inline int64_t size_of(const Part& part, int64_t row, int64_t head) {
   return ((const int64_t*)part.sizes)[row * part.sizes_row + head * part.sizes_head] +
          part.appended;
 }
+// The query head of the query ``j`` of a KV head.
+inline int64_t asks_of(const Call& call, int64_t head, int j) {
+  return head * (call.each / call.newest) + j / call.newest;
+}
 inline int64_t start_of(const Part& part, int64_t row, int64_t head) {
   if (!part.start) return head * part.capacity;
   return ((const int64_t*)part.start)[row * part.start_row + head];
@@ -590,6 +566,18 @@ inline void for_each_query(int each, F run) {
   if (each - j == 3) run(std::integral_constant<int, 3>{}, j);
   if (each - j == 2) run(std::integral_constant<int, 2>{}, j);
   if (each - j == 1) run(std::integral_constant<int, 1>{}, j);
+}
+
+// Calls ``run`` with the slots of a side from ``first`` on, if they are read as they are: the
+// numbers are then used by at least three queries.
+template <typename F>
+inline bool in_place(const Side& side, int64_t row, int64_t first, int each, F run) {
+#if defined(KV_IN_PLACE)
+  if (each >= 3 && Codes<4>::fit(side)) return run(Codes<4>(side, row, first)), true;
+  if (each >= 3 && Codes<8>::fit(side)) return run(Codes<8>(side, row, first)), true;
+#endif
+  (void)side, (void)row, (void)first, (void)each, (void)run;
+  return false;
 }
 
 // The queries of a KV head, as floats times the scaling, and room for scores.
@@ -652,21 +640,12 @@ struct Asking {
     const int each = turn.each, pad = turn.pad, full = (n + W - 1) / W * W;
     const int64_t start = start_of(part, row, head);
     const float cap = (float)turn.softcap;
-    bool done = false;
-#if defined(KV_IN_PLACE)
-    auto in_place = [&](auto bits) {
-      typedef Codes<decltype(bits)::value> Here;
-      if (done || each < 3 || !Here::fit(part.keys)) return;
-      const Here codes(part.keys, page, start + at);
+    const bool done = in_place(part.keys, page, start + at, each, [&](const auto& codes) {
       for_each_query(each, [&](auto count, int j) {
         scored_in_place<decltype(count)::value>(asked + (size_t)j * pad, codes, pad, n,
                                                 scores + (size_t)j * BLOCK);
       });
-      done = true;
-    };
-    in_place(std::integral_constant<int, 4>{});
-    in_place(std::integral_constant<int, 8>{});
-#endif
+    });
     for (int first = 0; first < n && !done; first += SLOTS) {
       const int some = std::min(SLOTS, n - first);
       const float* rows = floats_of(part.keys, page, start + at + first, some, pad, tile);
@@ -688,7 +667,7 @@ struct Asking {
       if (mass)
         for (int i = 0; i < n; i++) s[i] += mass[i];
       if (position) {
-        const float slope = ((const float*)call.slopes)[asks(j)];
+        const float slope = ((const float*)call.slopes)[asks_of(call, head, j)];
         const float last = ((const float*)call.last)[row];
         for (int i = 0; i < n; i++) s[i] += slope * (position[i] - last);
       }
@@ -701,10 +680,6 @@ struct Asking {
     }
   }
 
-  // The number of the query head of a query.
-  int64_t asks(int j) const {
-    return head * (turn.each / turn.call->newest) + j / turn.call->newest;
-  }
 };
 
 inline float greatest_of(const float* s, int full) {
@@ -749,8 +724,10 @@ void attend_some(Asking& asking, int64_t from, int64_t to, State state) {
       asking.score(part, asked, number == call.count - 1, size, at, n);
       for (int j = 0; j < each; j++) {
         float* s = asking.scores + (size_t)j * BLOCK;
-        const float most = std::max(state.most[j], greatest_of(s, full));
-        if (most == -std::numeric_limits<float>::infinity()) {
+        const float greatest = greatest_of(s, full);
+        const float most = std::max(state.most[j], greatest);
+        // Nothing is seen yet. A score that is no number goes on, and makes the total none.
+        if (most == -std::numeric_limits<float>::infinity() && greatest == most) {
           std::fill_n(s, full, 0.0f);
           continue;
         }
@@ -773,27 +750,20 @@ void attend_some(Asking& asking, int64_t from, int64_t to, State state) {
         for (int k = 0; k < W; k++) state.total[j] += sum[k];
       }
       if (!state.out) continue;
-      bool done = false;
-#if defined(KV_IN_PLACE)
-      auto in_place = [&](auto bits) {
-        typedef Codes<decltype(bits)::value> Here;
-        if (done || each < 3 || !Here::fit(part.values)) return;
-        const Here codes(part.values, asking.page, start + at);
-        for_each_query(each, [&](auto count, int j) {
-          added_in_place<decltype(count)::value>(asking.scores + (size_t)j * BLOCK, codes, wide, n,
-                                                 state.out + (size_t)j * wide);
-        });
-        done = true;
-      };
-      in_place(std::integral_constant<int, 4>{});
-      in_place(std::integral_constant<int, 8>{});
-#endif
+      const bool done =
+          in_place(part.values, asking.page, start + at, each, [&](const auto& codes) {
+            for_each_query(each, [&](auto count, int j) {
+              added_in_place<decltype(count)::value>(asking.scores + (size_t)j * BLOCK, codes, wide,
+                                                     n, state.out + (size_t)j * wide);
+            });
+          });
       for (int first = 0; first < n && !done; first += SLOTS) {
         const int some = std::min(SLOTS, n - first);
         const float* rows =
             floats_of(part.values, asking.page, start + at + first, some, wide, asking.tile);
         for_each_query(each, [&](auto count, int j) {
-          added<count.value>(asking.scores + (size_t)j * BLOCK + first, rows, wide, some,
+          auto row_of = [&](int i) { return Floats{rows + i * wide}; };
+          added<count.value>(asking.scores + (size_t)j * BLOCK + first, row_of, wide, some, 0, wide,
                              state.out + (size_t)j * wide);
         });
       }
@@ -814,8 +784,8 @@ void receive(Asking& asking, const float* weights, float fade) {
   for (int j = 0; j < each; j++) {  // the factor of exp(score - most)
     float total = state.total[j];
     if (call.sinks && total > 0)
-      total += std::exp(((const float*)call.sinks)[asking.asks(j)] - state.most[j]);
-    state.total[j] = total > 0 ? weights[j % call.newest] / total : 0.0f;
+      total += std::exp(((const float*)call.sinks)[asks_of(call, asking.head, j)] - state.most[j]);
+    state.total[j] = total != 0 ? weights[j % call.newest] / total : 0.0f;
   }
   for (int64_t number = 0; number < call.count; number++) {
     const Part& part = *turn.parts[number];
@@ -882,14 +852,13 @@ void finish(const Turn& turn, int64_t owner) {
         for (int c = 0; c < dim; c++) out[c] += weight * other[c];
       }
     }
-    float log_total = total > 0 ? most + std::log(total) : NOTHING;
-    float share = total > 0 ? 1 / total : 0.0f;
+    float log_total = total != 0 ? most + std::log(total) : NOTHING;
+    float share = total != 0 ? 1 / total : 0.0f;
     if (call.sinks) {
-      const int64_t asks = head * (each / call.newest) + j / call.newest;
-      const float sink = ((const float*)call.sinks)[asks];
+      const float sink = ((const float*)call.sinks)[asks_of(call, head, j)];
       share /= 1 + std::exp(sink - log_total);
     }
-    if (call.padded && !(log_total > NOTHING / 2)) share = 0;
+    if (call.padded && log_total <= NOTHING / 2) share = 0;
     const int64_t at = (owner * each + j) * dim;
     for (int c = 0; c < dim; c++) {
       const float x = share == 0 ? 0.0f : out[c] * share;

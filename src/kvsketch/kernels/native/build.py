@@ -23,6 +23,8 @@ FLAGS = [
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
 ]
+ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
+#: Flags of every set of vector instructions, from what every such processor has.
 X86 = {
     "plain": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
@@ -57,10 +59,9 @@ def build(library: Path = LIBRARY, extra: tuple[str, ...] = ()) -> str | None:
     cxx = compiler()
     if cxx is None:
         return "no C++ compiler was found (CXX, c++, g++ or clang++)"
-    x86 = platform.machine().lower() in ("x86_64", "amd64")
     with tempfile.TemporaryDirectory() as folder:
         objects = []
-        for name, flags in (X86 if x86 else {"plain": []}).items():
+        for name, flags in (X86 if ON_X86 else {"plain": []}).items():
             objects.append(f"{folder}/{name}.o")
             command = [cxx, *FLAGS, *flags, *extra, f"-DKV_ISA={name}", "-c", str(SOURCE)]
             if (wrong := _run([*command, "-o", objects[-1]])) is not None:
