@@ -33,7 +33,7 @@ from benchmarks.page import save
 from benchmarks.prompts import default_models, load, prompts_for
 from kvsketch import InputError, Slots
 from kvsketch.budget import Budget
-from kvsketch.cache import Stream, Windowed
+from kvsketch.cache import Stream, windowed
 from kvsketch.evaluation.report.report import dumps, environment
 from kvsketch.hf.activations import Activations, capture
 from kvsketch.hf.measuring import answer_later
@@ -92,7 +92,7 @@ def streamed(
     chunk: int,
 ) -> Slots:
     """Read the first half at once, then ``chunk`` tokens at a time, with ``kept`` slots."""
-    stream = Stream(Windowed(make(), *window), Budget(kept))
+    stream = Stream(windowed(make(), *window), Budget(kept))
     n = slots.count
     edges = [0, *range(n // 2, n, chunk), n]
     for start, end in pairwise(edges):

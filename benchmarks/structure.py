@@ -163,7 +163,7 @@ def storage_types() -> list[str]:
 
 
 #: Kinds of pages and of methods, whose verbs should do without being asked what they are.
-KINDS = {"Page", "SketchPage", "Part", "Windowed", "WindowedSketch", "Compressor", "Sketch"}
+KINDS = {"Page", "SketchPage", "Part", "WindowedSketch", "Compressor", "Sketch"}
 
 
 _ASKING = ("isinstance", "issubclass")

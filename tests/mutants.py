@@ -128,12 +128,12 @@ def outcome(mutant: Mutant, tree: Path) -> tuple[str, str]:
     source = path.read_text(encoding="utf-8")
     path.write_text(mutant.applied(source), encoding="utf-8")
     try:
-        if path.suffix == ".cpp":
+        if path.suffix in (".cpp", ".h"):
             compiled(tree)
         code, said = run(tree, mutant.tests)
     finally:
         path.write_text(source, encoding="utf-8")
-        if path.suffix == ".cpp":
+        if path.suffix in (".cpp", ".h"):
             compiled(tree)
     return {0: "survived", 1: "killed"}.get(code, "error"), said
 

@@ -30,13 +30,20 @@ class Ahead(nn.Module):
         for one in self.maps:
             nn.init.eye_(one.weight)
 
-    def loss(self, model: LlamaForCausalLM, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def loss(
+        self, model: LlamaForCausalLM, hidden: torch.Tensor, batch: Batch, alone: bool = False
+    ) -> torch.Tensor:
         """Mean loss of the later tokens of answers, where the tokens between belong to the same
         answer. Rows in which several tokens are right are left out.
 
         Args:
             hidden: ``[rows, tokens, width]``.
+            alone: only the maps learn from it, not the model: maps that know nothing yet would
+                spoil a model that was trained before.
         """
+        words = model.lm_head.weight
+        if alone:
+            hidden, words = hidden.detach(), words.detach()
         answer = torch.from_numpy(batch.answer).clone()
         answer[sorted({row for row, _ in batch.either})] = -1
         wanted = torch.from_numpy(batch.wanted)
@@ -44,7 +51,7 @@ class Ahead(nn.Module):
         for further, one in enumerate(self.maps, 1):
             next_one, later = answer[:, 1:-further], answer[:, 1 + further :]
             chosen = (later >= 0) & (later == next_one)
-            logits = model.lm_head(one(hidden[:, : chosen.shape[1]][chosen]))
+            logits = F.linear(one(hidden[:, : chosen.shape[1]][chosen]), words)
             targets = wanted[:, 1 + further :][chosen]
             losses.append(F.cross_entropy(logits.float(), targets, reduction="none"))
         every = torch.cat(losses)

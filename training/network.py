@@ -273,12 +273,13 @@ def loss_and_outcome(
     dtype: torch.dtype,
     rest: float = 0.0,
     left_out: LeftOut | None = None,
-    ahead: tuple[float, Ahead] | None = None,
+    ahead: tuple[float, Ahead, bool] | None = None,
 ) -> tuple[torch.Tensor, Outcome]:
     """Mean loss of the predicted tokens, and the answers predicted without a fault.
 
     ``rest``: weight of the attention that does not rest on the first token (``Resting``).
-    ``left_out``: drawn for this batch. ``ahead``: weight of the tokens after the next one."""
+    ``left_out``: drawn for this batch. ``ahead``: weight of the tokens after the next one, what
+    predicts them, and whether that alone learns from it."""
     resting = Resting()
     ids = torch.from_numpy(batch.ids)
     wanted = torch.from_numpy(batch.loss)[:, 1:]
@@ -289,7 +290,7 @@ def loss_and_outcome(
         hidden = hidden_states(model, ids, torch.from_numpy(batch.positions))
         # Logits are the largest tensor: only compute those with a loss.
         logits = model.lm_head(hidden[:, :-1][wanted])
-        later = ahead[0] * ahead[1].loss(model, hidden, batch) if ahead else 0.0
+        later = ahead[0] * ahead[1].loss(model, hidden, batch, ahead[2]) if ahead else 0.0
     targets = torch.from_numpy(batch.wanted)[:, 1:][wanted]
     wrong = logits.argmax(-1) != targets
     if batch.either:

@@ -24,6 +24,7 @@ class Stage:
     weight_decay: float = 0.0  # of what the layers add to the residual
     rest: float = 0.0  # weight of attention that does not rest on the first token
     ahead: float = 0.0  # weight of the tokens after the next one (`Ahead`)
+    alone: int = 0  # first steps in which only the maps of `Ahead` learn from them
     evaluate: int = 0  # steps between evaluations on held-out official prompts; 0 for none
 
 

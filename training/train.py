@@ -169,7 +169,8 @@ class Run:
         if left_out is not None:
             weak = left_out.draw(len(batch.ids), *stage.drop, stage.few)
             batch = batch.unanswered(weak, self.tokenizer.eos_token_id)
-        ahead = (stage.ahead, self.ahead) if stage.ahead else None
+        alone = self.state["stage_step"] < stage.alone
+        ahead = (stage.ahead, self.ahead, alone) if stage.ahead else None
         loss, outcome = loss_and_outcome(self.model, batch, self.dtype, stage.rest, left_out, ahead)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

@@ -380,7 +380,7 @@ def test_every_family_generates(family, padding, goal):
         for head, error in enumerate(row["prompt"]):
             assert 0 <= error < 5
             if head in summary["layers"][row["layer"]]["exact_heads"]:
-                assert error == 0
+                assert error < 1e-5  # from rounding
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mpt"])

@@ -83,7 +83,8 @@ def test_the_configuration_is_never_changed() -> None:
     cache = SketchCache(model.config, "snapkv", **SMALL)
     greedy(model, ids_of(2, 40), cache)
     assert vars(model.config) == before
-    assert not interface._OPEN  # nor is a forward marked as running between calls
+    assert not interface._UPDATED
+    assert not interface._SHARED  # nor is a forward marked as running between calls
 
 
 def test_model_and_config_are_pickled_as_if_we_had_never_been(tmp_path: Path) -> None:
@@ -685,7 +686,8 @@ def test_a_graph_serves_many_caches_and_refuses_one_that_is_gone(llama: Any) -> 
             with torch.no_grad():
                 ours = compiled(ids_of(1, 1), past_key_values=cache).logits
         torch.testing.assert_close(ours, forward(llama, ids_of(1, 1), caches[1]))
-    assert not interface._OPEN
+    assert not interface._UPDATED
+    assert not interface._SHARED
     q, k = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 1, 16)
     with pytest.raises(UnsupportedError, match="SketchCache that no longer exists"):
         torch.ops.kvsketch.attend(q, k, k, None, 10**6, 0, "sdpa", None, None, None)

@@ -186,6 +186,24 @@ def plain(**changes):
     return {**s, "dtype": torch.float32, **changes}
 
 
+@settings(deadline=None, max_examples=60)
+@given(shapes, st.sampled_from([1, 2, 5, 20]), st.booleans())
+def test_queries_after_all_slots_attend_to_every_one(s, q, compiled):
+    """Those of a second reading, over a page and over slots."""
+    page, asked = made({**s, "q": q})
+    with native.switched(compiled):
+        found = attend_to(replace(asked, after=True), page.open(), None, True)
+    slots = page.read(exactly=True).map(torch.Tensor.double)
+    wide = {n: getattr(asked, n) for n in ("sinks", "slopes")}
+    wide = {n: None if t is None else t.double() for n, t in wide.items()}
+    given_ = {"scaling": asked.scaling, "softcap": asked.softcap, **wide}
+    wanted = attend(asked.queries.double(), slots, **given_)
+    close(found, wanted, TOLERANCE[s["dtype"]])
+    wide = {n: t.double() if isinstance(t, torch.Tensor) else t for n, t in vars(asked).items()}
+    over_slots = attend_to(Observed(**{**wide, "after": True}), slots)
+    torch.testing.assert_close(over_slots, wanted)
+
+
 @pytest.mark.parametrize("bits", [(16, 16), (4, 4)])
 def test_several_threads_say_what_one_says(bits):
     """Heads are then split into pieces, which are joined."""
@@ -368,6 +386,8 @@ from kvsketch.kernels.native import build
 build.LIBRARY = Path({str(library)!r})
 import test_cpu
 test_cpu.fuzz(60)
+import test_pairs
+test_pairs.fuzz(30)
 print("sane")
 """
     folder = os.path.dirname(__file__)

@@ -174,7 +174,7 @@ def test_every_layer_gets_the_weight_of_its_own_module(family):
     cache = read(model)
     for layer in cache.layers:
         module = layer.module()
-        weight = layer.stream.method.compressor.output
+        weight = layer.stream.method.output
         heads, dim, width = weight.shape
         projection = next(getattr(module, n) for n in ("o_proj", "out_proj") if hasattr(module, n))
         assert weight.data_ptr() == projection.weight.data_ptr()  # not a copy
@@ -192,7 +192,7 @@ def test_a_transposed_weight_is_read_as_it_is_meant():
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     projection = layer.module().c_proj
     expected = projection(x.flatten()) - projection.bias
-    found = torch.einsum("hd,hdw->w", x, layer.stream.method.compressor.output)
+    found = torch.einsum("hd,hdw->w", x, layer.stream.method.output)
     torch.testing.assert_close(found, expected)
 
 
@@ -203,14 +203,14 @@ def test_copies_leave_the_weight_to_the_model():
     torch.save(cache, stored)
     stored.seek(0)
     other = torch.load(stored, weights_only=False)
-    assert other.layers[0].stream.method.compressor.output is None
+    assert other.layers[0].stream.method.output is None
     ids = torch.tensor([[5]])
     with torch.no_grad():
         first = model(ids, past_key_values=copy.deepcopy(cache)).logits
         second = model(ids, past_key_values=other).logits
     assert torch.equal(first, second)
     weight = model.model.layers[0].self_attn.o_proj.weight
-    assert other.layers[0].stream.method.compressor.output.data_ptr() == weight.data_ptr()
+    assert other.layers[0].stream.method.output.data_ptr() == weight.data_ptr()
     assert weight.data_ptr() not in {t.data_ptr() for t in cache.layers[0].tensors()}
 
 

@@ -205,7 +205,7 @@ def test_layers_of_a_model_get_different_budgets_within_the_whole(budget):
         with torch.no_grad():
             out = model(ids[:, :1], past_key_values=cache)
     assert bool(torch.isfinite(out.logits).all())
-    thresholds = [layer.stream.method.compressor.threshold for layer in cache.layers]
+    thresholds = [layer.stream.method.threshold for layer in cache.layers]
     assert all(t.shape == (2, 2) for t in thresholds)
     cache.reset()
     assert cache.nbytes() == 0

@@ -6,7 +6,7 @@ from kvsketch.cache.make_plan import make_plan
 from kvsketch.cache.plan import Plan
 from kvsketch.cache.retrieval_heads import RetrievalHeads
 from kvsketch.cache.stream import Stream
-from kvsketch.cache.window import Windowed, windowed
+from kvsketch.cache.window import windowed
 from kvsketch.cache.windowed_sketch import WindowedSketch
 from kvsketch.page.page import Page
 
@@ -17,7 +17,6 @@ __all__ = [
     "Plan",
     "RetrievalHeads",
     "Stream",
-    "Windowed",
     "WindowedSketch",
     "make_plan",
     "windowed",

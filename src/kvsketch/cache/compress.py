@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvsketch.cache.window import Windowed
+from kvsketch.methods.base import Compressor
 from kvsketch.observed import Observed
 from kvsketch.page.page import Page
 from kvsketch.page.quantized import FULL, Bits
@@ -17,10 +17,11 @@ from kvsketch.slots import Slots
 def compress(
     page: Page,
     slots: Slots,
-    method: Windowed,
+    method: Compressor,
     budget: int | Tensor,
     observed: Observed | None,
     *,
+    around: tuple[int, int],
     limit: int | Tensor,
     room: Callable[[Slots], int],
     bits: Bits = FULL,
@@ -34,6 +35,7 @@ def compress(
         slots: its slots, scored if the method has scores.
         budget: slots per KV head, or of every head, int64 ``[batch, num_key_value_heads]``.
         observed: the queries that were scored, to which a method may fit.
+        around: numbers of first and of last tokens that stay unchanged.
         limit: in few bits, heads that hold at most so many slots keep all of them.
         room: from the slots that are kept to the number that can be appended to every head.
         bits: of the slots between sinks and recent tokens.
@@ -48,10 +50,11 @@ def compress(
     elif page.sizes is not None:
         budget = torch.minimum(torch.as_tensor(budget), held)
     # Also where nothing is reduced: of every head its own slots come first.
-    kept = method(slots, budget, observed, scored=True, fit=fit)
+    sink, recent = around
+    kept = method(slots, budget, observed, sink=sink, recent=recent, scored=True, fit=fit)
     if isinstance(budget, Tensor):
         sizes = _sizes_of(slots, budget, kept)
-    return Page(kept, sizes, room(kept), bits, method.sink, method.recent, page, apart)
+    return Page(kept, sizes, room(kept), bits, sink, recent, page, apart)
 
 
 def _sizes_of(before: Slots, budget: Tensor, kept: Slots) -> Tensor | None:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.cache.error import asked_of, relative_error, window_error
+from kvsketch.cache.error import WindowError, asked_of, relative_error
 from kvsketch.errors import InputError
-from kvsketch.observed import Observed, causal
+from kvsketch.observed import Observed
+from kvsketch.page.page import Page
 from kvsketch.slots import Slots
 from kvsketch.writing import save_bytes
 
@@ -33,6 +34,13 @@ _FORMAT = 1
 Compress = Callable[[Slots, int, Observed], Slots]
 #: (tokens, queries) to scored slots
 Observe = Callable[[Slots, Observed], Slots]
+#: (slots, room) to the page on which they are stored, with room for as many more
+Store = Callable[[Slots, int], Page]
+
+
+def as_they_are(slots: Slots, room: int) -> Page:
+    """The ``Store`` of slots in the dtype of their keys."""
+    return Page(slots, room=room)
 
 
 @dataclass(frozen=True)
@@ -280,7 +288,8 @@ def measure_layer(
     observe: Observe | None = None,
 ) -> Curves:
     """One layer's curves: those of ``measure_rows``, pooled over the rows of the batch."""
-    rows = measure_rows(slots, observed, compress, held_out, sink, recent, levels, observe=observe)
+    args = slots, observed, compress, held_out, sink, recent, levels
+    (rows,) = measure_rows(*args, observe=observe)
     return pooled(rows)
 
 
@@ -294,10 +303,11 @@ def measure_rows(
     levels: Sequence[float] = LEVELS,
     total: Callable[[Tensor], Tensor] | None = None,
     observe: Observe | None = None,
-) -> list[Curves]:
-    """One layer's curves on one prompt per row. The tokens before the last ``held_out`` ones are
-    compressed by a method that has seen no later query; the held-out queries then attend to the
-    slots and, causally, to their own tokens.
+    stores: Sequence[Store] = (as_they_are,),
+) -> list[list[Curves]]:
+    """One layer's curves on one prompt per row, for each way to store the slots. The tokens before
+    the last ``held_out`` ones are compressed by a method that has seen no later query; the held-out
+    queries then attend to the slots and, causally, to their own tokens.
 
     ``relative`` is the larger of their error and the error on the last queries before them: the
     latter attend to few tokens that are kept unchanged, and the method has not seen the former. Of
@@ -316,6 +326,10 @@ def measure_rows(
             layer, if other processes have more heads.
         observe: updates the slots' scores by queries, once; ``compress`` then gets scored slots.
             None: ``compress`` does this at every level.
+        stores: how the slots are stored.
+
+    Returns:
+        For each of ``stores``, the curves of each row.
     """
     q = observed.queries.shape[2]
     batch, heads = slots.keys.shape[:2]
@@ -326,22 +340,35 @@ def measure_rows(
         before, asked = observed.narrow(0, q - held_out), observed.narrow(q - held_out, held_out)
     tokens, later = slots.narrow(0, n), slots.narrow(n, slots.count - n)
     scored = tokens if observe is None or observed.after else observe(tokens, before)
-    exact = answers(tokens, later, asked)
+    padded = slots.mass is not None
+    exact = asked_of(Page.of_tokens(slots).open(), asked, padded)
     norm = exact.double().square().sum((1, 2, 3))
     norm = (norm if total is None else total(norm)).clamp(min=1e-300)
-    errors, relatives, kept = [], [], []
+    window = WindowError(Page.of_tokens(tokens).open(), before, recent, padded)
+    kept: list[float] = []
+    found: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in stores]
     for level in levels:
         budget = min(n, sink + recent + max(1, round(level * (n - sink - recent))))
-        compressed = compress(scored, budget, before)
-        answer = answers(compressed, later, asked)
-        wrong = (answer - exact).double().square().sum((2, 3)).view(batch, heads, -1).sum(-1)
-        errors.append(wrong / norm.unsqueeze(1))
-        seen = window_error(tokens, compressed, before, recent)
-        relatives.append(torch.maximum(relative_error(exact, answer, heads), seen))
         kept.append(budget / n)
-    error, relative = (torch.stack(rows, dim=-1).cpu() for rows in (errors, relatives))
+        compressed = compress(scored, budget, before)
+        for store, (errors, relatives) in zip(stores, found, strict=True):
+            page = store(compressed, later.count)
+            seen = window.error(page.open())
+            if later.count:
+                page.append(later)
+            answer = asked_of(page.open(), asked, padded)
+            wrong = (answer - exact).double().square().sum((2, 3)).view(batch, heads, -1).sum(-1)
+            errors.append(wrong / norm.unsqueeze(1))
+            relatives.append(torch.maximum(relative_error(exact, answer, heads), seen))
     shares = torch.tensor(kept, dtype=torch.float64)
-    return [Curves(error[[row]], shares, relative[[row]]) for row in range(batch)]
+    return [
+        [
+            Curves(error[[row]], shares, relative[[row]])
+            for error, relative in [[torch.stack(each, dim=-1).cpu() for each in measured]]
+            for row in range(batch)
+        ]
+        for measured in found
+    ]
 
 
 def pooled(curves: Sequence[Curves]) -> Curves:
@@ -376,9 +403,7 @@ def answers(slots: Slots, later: Slots, asked: Observed) -> Tensor:
     ``[batch, num_attention_heads, q, value_dim]``. A padded query gets zeros."""
     if asked.after:
         return asked_of(slots, asked)
-    together = Slots.cat([replace(slots, score=None), replace(later, score=None)])
-    mask = causal(asked.queries.shape[2], together.count, asked.queries.device)
-    return asked_of(together, asked, mask)
+    return asked_of(Slots.cat([replace(slots, score=None), replace(later, score=None)]), asked)
 
 
 def held_out_for(tokens: int, sink: int, recent: int) -> int:

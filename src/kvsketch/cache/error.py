@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from kvsketch.attention import attend_to
 from kvsketch.cache.queries import observed_state, read_observed
 from kvsketch.errors import UnsupportedError
-from kvsketch.estimator import attend, attention_scores
-from kvsketch.observed import Observed, causal
+from kvsketch.estimator import attention_scores
+from kvsketch.observed import Observed
 from kvsketch.page.kind import Kind
+from kvsketch.page.part import Part
 from kvsketch.slots import Slots, compute_dtype
 from kvsketch.state import Reader, State
 
 #: queries the error is measured on
 QUERIES = 32
+
+#: what queries attend to: the parts of a page, or slots
+Held = Sequence[Part] | Slots
 
 
 def relative_error(exact: Tensor, answer: Tensor, heads: int) -> Tensor:
@@ -37,7 +42,9 @@ def relative_error(exact: Tensor, answer: Tensor, heads: int) -> Tensor:
     return torch.where(wrong > 0, wrong / norm.clamp(min=1e-300), 0.0).sqrt()
 
 
-def window_error(tokens: Slots, kept: Slots, observed: Observed, recent: int) -> Tensor:
+def window_error(
+    tokens: Held, kept: Held, observed: Observed, recent: int, padded: bool = False
+) -> Tensor:
     """Relative error of the last queries after compression.
 
     As many queries as the recent window has tokens (at most ``QUERIES``, at least the last one),
@@ -45,64 +52,58 @@ def window_error(tokens: Slots, kept: Slots, observed: Observed, recent: int) ->
     seen these.
 
     Args:
-        tokens: all tokens, exact.
-        kept: the compressed tokens; the last slots are the recent tokens.
+        tokens: all tokens, exact: slots, or the parts of a page.
+        kept: the compressed tokens, likewise; the last slots are the recent tokens.
         observed: the newest queries.
         recent: tokens kept unchanged at the end.
+        padded: whether slots may be dead.
 
     Returns:
         float64 ``[batch, num_key_value_heads]``.
     """
-    return WindowError(tokens, observed, min(recent, kept.count)).error(kept)
+    return WindowError(tokens, observed, recent, padded).error(kept)
 
 
 class WindowError:
     """``window_error`` in two steps: the exact outputs of the last queries, then their error on the
     compressed tokens. Arguments as there."""
 
-    def __init__(self, tokens: Slots, observed: Observed, recent: int) -> None:
+    def __init__(self, tokens: Held, observed: Observed, recent: int, padded: bool = False) -> None:
         q = observed.queries.shape[2]
         count = min(QUERIES, q) if observed.after else min(QUERIES, max(1, recent), q)
         last = observed.narrow(q - count, count)
         if observed.after:  # from the whole of the second reading
             last = observed.every(0, -(-q // count))
-        self._asked = replace(last, queries=last.queries.clone())
-        self._exact = self._answered(tokens)
+        self._asked, self._padded = replace(last, queries=last.queries.clone()), padded
+        self._exact = asked_of(tokens, self._asked, padded)
 
-    def _answered(self, slots: Slots) -> Tensor:
-        if self._asked.after:
-            return asked_of(slots, self._asked)
-        q = self._asked.queries.shape[2]
-        return asked_of(slots, self._asked, causal(q, slots.count, self._asked.queries.device))
-
-    def error(self, kept: Slots) -> Tensor:
-        """Relative error on the slots, float64 ``[batch, num_key_value_heads]``."""
-        return relative_error(self._exact, self._answered(kept), kept.keys.shape[1])
+    def error(self, kept: Held) -> Tensor:
+        """Relative error on what was kept, float64 ``[batch, num_key_value_heads]``; of no more
+        queries than there are tokens of their own."""
+        last = kept if isinstance(kept, Slots) else kept[-1]
+        asked, exact, q = self._asked, self._exact, self._exact.shape[2]
+        if last.count < q and not asked.after:
+            asked, exact = asked.narrow(q - last.count, last.count), exact[:, :, q - last.count :]
+        heads = kept.keys.shape[1] if isinstance(kept, Slots) else kept[0].heads
+        return relative_error(exact, asked_of(kept, asked, self._padded), heads)
 
     def tensors(self) -> list[Tensor]:
         """All tensors, for byte counting."""
         return [self._asked.queries, self._exact]
 
 
-def asked_of(slots: Slots, asked: Observed, mask: Tensor | None = None) -> Tensor:
-    """Attention of observed queries over slots, ``[batch, num_attention_heads, q, value_dim]``;
-    zeros for a padded query.
+def asked_of(held: Held, asked: Observed, padded: bool = False) -> Tensor:
+    """Attention of observed queries over what a layer holds, ``[batch, num_attention_heads, q,
+    value_dim]``; zeros for a padded query.
 
     Args:
-        mask: bool, True where a query may attend; None: everywhere.
+        held: slots, or the parts of a page.
+        padded: whether slots may be dead.
     """
-    if asked.live is not None:
-        live = asked.live[:, None, :, None]
-        mask = live if mask is None else mask & live
-    return attend(
-        asked.queries,
-        replace(slots, score=None),
-        scaling=asked.scaling,
-        softcap=asked.softcap,
-        mask=mask,
-        slopes=asked.slopes,
-        sinks=asked.sinks,
-    )
+    if isinstance(held, Slots):
+        held = replace(held, score=None)
+    out = attend_to(asked, held, None, padded)
+    return out if asked.live is None else out.masked_fill(~asked.live[:, None, :, None], 0.0)
 
 
 class Probe:
@@ -147,7 +148,8 @@ class Probe:
             # of the total
             sinks = self._asked.sinks.to(exact.dtype)[:, None]
             exact = exact * torch.sigmoid(self._log_total - sinks).unsqueeze(-1)
-        return relative_error(exact, asked_of(slots, self._asked), slots.keys.shape[1])
+        asked = replace(self._asked, after=True)
+        return relative_error(exact, asked_of(slots, asked), slots.keys.shape[1])
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``fn`` to the batch axis of all tensors."""
@@ -190,7 +192,7 @@ class Probe:
             # scores count positions from the newest of these tokens
             slopes = asked.slopes.to(scores.dtype).view(1, *scores.shape[1:3], 1)
             log_total += slopes * tokens.positions.amax(-1)[:, :, None, None]
-        return log_total.flatten(1, 2), asked_of(tokens, replace(asked, sinks=None))
+        return log_total.flatten(1, 2), asked_of(tokens, replace(asked, sinks=None, after=True))
 
 
 class Errors:
@@ -215,21 +217,29 @@ class Errors:
         self._probe: Probe | None = None
         self._probed = 0  # number of tokens that the probe has seen
 
-    def ask(self, tokens: Slots, last: Observed, recent: int, seen: int) -> None:
-        """Record the exact outputs of the ``last`` queries: ``tokens`` are about to be compressed.
+    def ask(self, tokens: Held, last: Observed, recent: int, padded: bool) -> None:
+        """Record the exact outputs of the ``last`` queries: the ``tokens`` are about to be
+        compressed.
 
         Args:
             recent: tokens kept unchanged at the end.
+            padded: whether some are padding.
+        """
+        self._asked = WindowError(tokens, last, recent, padded)
+
+    def probe(self, tokens: Slots, last: Observed, seen: int) -> None:
+        """Keep the exact outputs of the ``last`` queries up to date from now on.
+
+        Args:
             seen: tokens so far.
         """
-        self._asked = WindowError(tokens, last, recent)
-        if self.track:
-            self._probe, self._probed = Probe(tokens, last), seen
+        self._probe, self._probed = Probe(tokens, last), seen
 
-    def compressed(self, slots: Slots, final: bool) -> None:
-        """The prompt was compressed to ``slots``; ``final``: it will not be compressed again."""
+    def compressed(self, held: Held, final: bool) -> None:
+        """The prompt was compressed to what is ``held``; ``final``: it will not be compressed
+        again."""
         if self._asked is not None:
-            self.prompt = self._asked.error(slots)
+            self.prompt = self._asked.error(held)
             if final:
                 self._asked = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvsketch.cache.curves import Curves, held_out_for, least_tokens, measure_rows, pooled
+from kvsketch.cache.curves import Curves, Store, held_out_for, least_tokens, measure_rows, pooled
 from kvsketch.cache.shard import Shard
 from kvsketch.cache.storage import PLAIN, Price, priced
 from kvsketch.cache.stream import Stream
@@ -25,8 +25,8 @@ _UNSEEN = 4.0
 def measurable(stream: Stream) -> bool:
     """Whether there are enough tokens and queries to measure errors. Queries that were read after
     the prompt are all that there will be."""
-    method, queries = stream.method, stream.queries
-    enough = stream.seen >= least_tokens(method.sink, method.recent)
+    queries = stream.queries
+    enough = stream.seen >= least_tokens(*stream.method.around)
     return enough and queries.count >= (2 if queries.after else min(stream.seen, 64))
 
 
@@ -42,7 +42,7 @@ def measure(
     grows. For a shard: its heads' part of the error of the whole layer. ``itemsize``: as for
     ``Price.of``."""
     method = stream.method
-    sink, recent = method.sink, method.recent
+    sink, recent = method.around
     slots, observed = stream.slots, stream.queries.all()
     assert observed is not None
     if slots.count > _MEASURED_TOKENS:
@@ -53,30 +53,34 @@ def measure(
     held_out = held_out_for(slots.count, sink, recent)
     held_out = min(held_out, observed.queries.shape[2] // 2)
     total = None if shard is None else shard.summed
-    made: dict[int, Slots] = {}  # the same for any number of bits
+    kept: list[Slots] = []
 
     def compress(slots: Slots, budget: int, before: Observed) -> Slots:
         fresh = method.fresh()
-        return fresh(slots, budget, before, scored=True)
+        kept[:] = [fresh(slots, budget, before, scored=True)]
+        return kept[0]
 
+    def store(bits: Bits) -> Store:
+        return lambda slots, room: Page(slots, None, room, bits, sink, recent)
+
+    measured = measure_rows(
+        slots,
+        observed,
+        compress,
+        held_out,
+        sink,
+        recent,
+        total=total,
+        observe=method.observe,
+        stores=[store(bits) for bits in choices],
+    )
+    some = replace(kept[0], keys=kept[0].keys.to(slots.keys.dtype))
     curves, prices = {}, {}
-    for bits in choices:
-
-        def stored(slots: Slots, budget: int, before: Observed, bits: Bits = bits) -> Slots:
-            if bits == FULL:
-                return compress(slots, budget, before)
-            if budget not in made:
-                made[budget] = compress(slots, budget, before)
-            return Page(made[budget], None, 0, bits, sink, recent).slots
-
-        rows = measure_rows(
-            slots, observed, stored, held_out, sink, recent, total=total, observe=method.observe
-        )
-        prices[bits] = price = PLAIN
+    for bits, rows in zip(choices, measured, strict=True):
+        price = PLAIN
         if bits != FULL:
-            some = next(iter(made.values()))
-            some = replace(some, keys=some.keys.to(slots.keys.dtype))
-            prices[bits] = price = Price.of(some, bits, sink + recent, itemsize=itemsize)
+            price = Price.of(some, bits, sink + recent, itemsize=itemsize)
+        prices[bits] = price
         curves[bits] = [priced(row, price, stream.seen) for row in rows]
     if len(choices) > 1:
         curves = {bits: _weighed(rows, curves[choices[0]]) for bits, rows in curves.items()}

@@ -146,7 +146,7 @@ class Plan:
         measured, so that nothing is left to allocate."""
         if self.budget is None:
             return False
-        sink, recent = stream.method.sink, stream.method.recent
+        sink, recent = stream.method.around
         slots = self.budget.slots(stream.seen)
         least = least_tokens(sink, min(recent, max(32, slots - sink)))
         return slots <= sink + recent and stream.seen >= least

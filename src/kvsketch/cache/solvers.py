@@ -238,7 +238,7 @@ class ByScores(Solver):
         self, numbers: list[int], streams: Sequence[Stream], price: Price
     ) -> list[tuple[int, HeadBudgets]]:
         stream = streams[numbers[0]]
-        method, seen, value = stream.method, stream.seen, self.budget.value
+        schedule, seen, value = stream.schedule, stream.seen, self.budget.value
         average = self.budget.slots(seen)
         slots = min(seen, int(float(price.buys(torch.tensor(float(average)))) + 1e-6))
         safeguard = SAFEGUARD if self.name == "layer" else 0.0
@@ -247,9 +247,9 @@ class ByScores(Solver):
         for row in range(len(scores[0])):
             own = [s[row] for s in scores]
             if self.name == "variance":
-                told.append(by_variance(own, slots, method.sink + method.recent))
+                told.append(by_variance(own, slots, schedule.sink + schedule.recent))
             else:
-                told.append(by_need(own, slots, method.sink, method.recent, safeguard))
+                told.append(by_need(own, slots, schedule.sink, schedule.recent, safeguard))
         return [
             (
                 n,
@@ -342,7 +342,8 @@ class ByErrors(Solver):
         """Upper bounds for the layers measured so far: the budgets that keep the peak of the
         prefill, with one more layer exact, at its target."""
         found, shard, streams = prompt.measured, prompt.shard, prompt.streams
-        method, tokens = streams[numbers[0]].method, streams[numbers[0]].seen
+        stream = streams[numbers[0]]
+        method, schedule, tokens = stream.method, stream.schedule, stream.seen
         if not method.recompresses:
             return []
         kept = self.goal.at_most(len(numbers), prompt.layers, tokens)
@@ -350,8 +351,8 @@ class ByErrors(Solver):
             return []
         whole = _by_row([found.rows(n, found.most(n), shard) for n in numbers])
         # The last queries attend to this much more uncompressed, in addition to the bound.
-        extra = max(0, (method.window or 0) - method.recent)
-        window = min(tokens, method.sink + method.recent + 1)
+        extra = max(0, (method.window or 0) - schedule.recent)
+        window = min(tokens, schedule.sink + schedule.recent + 1)
         shares = [torch.tensor(c.allocate(max(kept, c.least))) * kept for c in whole]
         given = []
         for place, n in enumerate(numbers):
@@ -371,10 +372,10 @@ class ByErrors(Solver):
 def price_of(stream: Stream, bits: Bits, itemsize: int | None) -> Price:
     """The price of a stream's slots in bits that were not measured. Each slot counts with a mass,
     and with a score if the method has one."""
-    method, slots = stream.method, stream.slots
+    schedule, slots = stream.schedule, stream.slots
     columns = set(slots.tensors()) - {"keys", "values"} | {"mass"}
-    columns |= {"score"} if method.requires.queries else set()
-    return Price.of(slots, bits, method.sink + method.recent, len(columns), itemsize)
+    columns |= {"score"} if stream.method.requires.queries else set()
+    return Price.of(slots, bits, schedule.sink + schedule.recent, len(columns), itemsize)
 
 
 def _by_row(layers: Sequence[Sequence[Curves]]) -> list[Curves]:

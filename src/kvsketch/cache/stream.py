@@ -16,10 +16,10 @@ from kvsketch.cache.error import QUERIES, Errors
 from kvsketch.cache.queries import Queries
 from kvsketch.cache.sketch_page import SketchPage
 from kvsketch.cache.storage import bits_of
-from kvsketch.cache.window import Windowed
 from kvsketch.cache.windowed_sketch import WindowedSketch
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.kernels import cpu
+from kvsketch.methods.base import Compressor
 from kvsketch.observed import Observed
 from kvsketch.page.fields import owned
 from kvsketch.page.page import Page
@@ -75,7 +75,7 @@ class Stream:
 
     def __init__(
         self,
-        method: Windowed | WindowedSketch,
+        method: Compressor | WindowedSketch,
         budget: Budget | HeadBudgets | None,
         buffer: int | None = None,
         one_shot: bool = False,
@@ -117,9 +117,9 @@ class Stream:
 
     def _store(self, bits: Bits) -> None:
         self.bits = bits
-        method, sketch = self.method, not self.method.recompresses
+        (sink, recent), sketch = self.method.around, not self.method.recompresses
         given = self._buffer, bits != FULL, sketch, self.one_shot
-        self.schedule = Schedule(method.sink, method.recent, *given)
+        self.schedule = Schedule(sink, recent, *given)
 
     def _begin(self) -> None:
         """Set the rhythm that follows from the budget, and the token of the next compression."""
@@ -371,7 +371,7 @@ class Stream:
     ) -> None:
         """Compress to the budgets now; ``last``: queries to measure the error on."""
         method = self.method
-        exact = None if self.compressed else self.slots
+        begins = not self.compressed
         if self.errors.probing:
             self.errors.update(self.slots, self.seen)
         limit = budget = budgets.slots(self.seen, len(self.held))
@@ -384,21 +384,24 @@ class Stream:
             budget = self.schedule.below(budget, room)
             if isinstance(limit, Tensor):  # heads that keep every token have no use for room
                 budget = torch.where(limit >= self.seen, limit, budget)
-        first = prefill or (exact is not None and rhythm is not None)
-        if exact is not None and first and last is not None:
+        first = prefill or (begins and rhythm is not None)
+        if begins and first and last is not None:
             recent = int(torch.as_tensor(self.schedule.recent_within(budget)).min())
-            self.errors.ask(exact, last, recent, self.seen)
+            self.errors.ask(self.open(), last, recent, self.padded)
+            if self.errors.track:
+                self.errors.probe(self.slots, last, self.seen)
         page: Page | SketchPage
         if isinstance(method, WindowedSketch):
             held = self.page, self.slots
             page = SketchPage.after(*held, method, budgets, budget, limit, room)
         else:
+            sink, recent = method.around
             if provisional:  # the queries of the final compression must attend to the same tokens
-                method = replace(method, recent=max(method.recent, method.window or 0))
+                recent = max(recent, method.window or 0)
             if rhythm is not None:  # random choices depend on this number, and not on other rows
                 times = int(rhythm.times(np.array(self.seen))) - 1
                 method.restart(torch.full((len(self.held),), times))
-            page = self._slotted(method, budget, limit, room, fit=prefill)
+            page = self._slotted(method, budget, limit, room, (sink, recent), fit=prefill)
         if rhythm is not None:
             self._set_next(rhythm)
         self._limit = page.appended + page.room
@@ -409,12 +412,18 @@ class Stream:
         if not provisional:
             self.queries.clear()
         if first:
-            self.errors.compressed(self.slots, final=not provisional)
+            self.errors.compressed(self.open(), final=not provisional)
         page.release()
         self._bytes = _bytes(self.tensors())
 
     def _slotted(
-        self, method: Windowed, budget: int | Tensor, limit: int | Tensor, room: int, fit: bool
+        self,
+        method: Compressor,
+        budget: int | Tensor,
+        limit: int | Tensor,
+        room: int,
+        around: tuple[int, int],
+        fit: bool,
     ) -> Page:
         """The next page of a compressor's."""
         page = self.page
@@ -435,7 +444,16 @@ class Stream:
             return above if self.bits == FULL else min(often, above)
 
         return compress(
-            page, slots, method, budget, asked, limit=limit, room=space, bits=self.bits, fit=fit
+            page,
+            slots,
+            method,
+            budget,
+            asked,
+            limit=limit,
+            room=space,
+            bits=self.bits,
+            fit=fit,
+            around=around,
         )
 
     @property

@@ -9,6 +9,7 @@ import torch
 from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.sketch_page import SketchPage
 from kvsketch.cache.stream import Stream
+from kvsketch.methods.base import Compressor
 from kvsketch.page.kind import Kind
 from kvsketch.page.page import Page
 from kvsketch.page.quantized import FULL, Bits
@@ -46,7 +47,7 @@ def stream_state(stream: Stream) -> State:
         state.put("budget", stream.budget.to_state())
     state.put("queries", stream.queries.to_state())
     state.put("errors", stream.errors.to_state())
-    state.put("method", stream.method.own_state())
+    state.put("method", stream.method.to_state() if stream.method.recompresses else None)
     return state
 
 
@@ -101,5 +102,6 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
     if reader.has("queries"):
         stream.queries.restore(reader.part("queries"), kind)
     stream.errors.restore(reader.part("errors"), kind, seen)
-    method.restore_own(reader, kind.batch, kind.heads)
+    if isinstance(method, Compressor):  # a sketch is part of its page
+        method.restore(reader.part("method"), kind.batch, kind.heads)
     reader.close()

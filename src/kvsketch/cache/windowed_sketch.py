@@ -19,8 +19,9 @@ from kvsketch.state import FLOATS, Reader, State, name_of
 
 
 class WindowedSketch:
-    """The counterpart of ``Windowed`` for a sketch: the first ``sink`` and the last ``recent`` live
-    tokens stay unchanged, and all tokens between them are added to a sketch, permanently.
+    """A sketch with its window, in the place of a ``Compressor``: the first ``sink`` and the last
+    ``recent`` live tokens stay unchanged, and all tokens between them are added to a sketch,
+    permanently.
 
     A budget bounds the bytes of the exact tokens and of the whole state of the sketch. The sketch
     gets as many slots as fit into the bytes that the exact tokens leave. If the budget grows (as a
@@ -47,6 +48,7 @@ class WindowedSketch:
     ) -> None:
         check_window(sink, recent)
         self.build, self.sink, self.recent, self.least = build, sink, recent, least
+        self.around = sink, recent
         self.reset()
 
     def reset(self) -> None:
@@ -118,17 +120,10 @@ class WindowedSketch:
         """None: a sketch has no scores."""
         return None
 
-    def own_state(self) -> State | None:
-        """None: a sketch is part of its page."""
-        return None
-
-    def restore_own(self, reader: Reader, batch: int, heads: int) -> None:
-        """Nothing, see ``own_state``."""
-
     def __call__(
         self, slots: Slots, budget: int, observed: Observed | None = None, *, scored: bool = False
     ) -> Slots:
-        """As ``Windowed.__call__``: returns the slots over which attention is computed. The next
+        """As ``Compressor.compress``: returns the slots over which attention is computed. The next
         call must receive these slots again, followed by the new tokens."""
         check_input(slots, budget)
         if self.sketch is None:

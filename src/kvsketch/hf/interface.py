@@ -48,25 +48,13 @@ class Owner(Protocol):
         """What the model gets instead of ``kernel``, with the kernel's own arguments."""
 
 
-class _Open:
-    """Layers of one thread's forward that were updated and not yet attended to.
+_Shared = list[tuple[weakref.ref[Updated], weakref.ref[Owner]]]
 
-    Attributes:
-        updated: the layer that was updated last, until its kernel is requested, and its owner.
-        shared: layers whose keys further layers of the model will read (Gemma 3n, Gemma 4).
-    """
-
-    def __init__(self) -> None:
-        self.updated: tuple[Updated, Owner] | None = None
-        self.shared: list[tuple[weakref.ref[Updated], weakref.ref[Owner]]] = []
-
-    def forget(self, layer: Updated) -> None:
-        """Remove a layer from those that are shared, and those that are gone."""
-        self.shared = [pair for pair in self.shared if pair[0]() not in (None, layer)]
-
-
-# By thread; empty whenever no SketchCache is in the middle of a forward.
-_OPEN: dict[int, _Open] = {}
+# By thread; empty whenever no SketchCache is in the middle of a forward: the layer that was updated
+# last, until its kernel is requested, with its owner; and layers whose keys further layers of the
+# model will read (Gemma 3n, Gemma 4).
+_UPDATED: dict[int, tuple[Updated, Owner]] = {}
+_SHARED: dict[int, _Shared] = {}
 _WATCHING: list[Callable[..., Any]] = []
 #: what a compiled graph gets for the kernel of a name; ``compiled`` sets it
 graphed: Callable[[Kernel, str], Kernel] | None = None
@@ -82,11 +70,11 @@ def install() -> None:
     def get_interface(self: Any, attn_implementation: str, default: Kernel) -> Kernel:
         kernel: Kernel = original(self, attn_implementation, default)
         if torch.compiler.is_compiling():
-            if not _OPEN and not _WATCHING and graphed is not None:
+            if not (_UPDATED or _SHARED or _WATCHING) and graphed is not None:
                 return graphed(kernel, attn_implementation)
-            if _OPEN:
+            if _UPDATED or _SHARED:
                 kernel = _ours_outside(kernel, attn_implementation)
-        elif _OPEN:
+        elif _UPDATED or _SHARED:
             kernel = _ours(kernel, attn_implementation)
         for around in _WATCHING:
             kernel = functools.partial(around, kernel)
@@ -119,40 +107,45 @@ def updated(layer: Updated, owner: Owner, shared: bool) -> None:
     """Record that ``layer`` was updated: the next kernel requested in this thread is for it, and
     is replaced by ``owner.attend``. ``shared``: further layers will read the keys that it
     returned."""
-    found = _OPEN.setdefault(threading.get_ident(), _Open())
-    found.updated = layer, owner
+    thread = threading.get_ident()
+    _UPDATED[thread] = layer, owner
     if shared:
-        found.forget(layer)
-        found.shared.append((weakref.ref(layer), weakref.ref(owner)))
+        _set_shared(thread, [*_without(layer, thread), (weakref.ref(layer), weakref.ref(owner))])
 
 
 def close(layer: Updated | None = None) -> None:
     """Remove ``layer``, or all open layers of this thread."""
     thread = threading.get_ident()
-    found = _OPEN.get(thread)
-    if found is None:
-        return
-    if layer is not None:
-        found.forget(layer)
-        if found.updated is not None and found.updated[0] is layer:
-            found.updated = None
-    if layer is None or (found.updated is None and not found.shared):
-        del _OPEN[thread]
+    if layer is None or _UPDATED.get(thread, (None,))[0] is layer:
+        _UPDATED.pop(thread, None)
+    if thread in _SHARED:
+        _set_shared(thread, [] if layer is None else _without(layer, thread))
+
+
+def _without(layer: Updated, thread: int) -> _Shared:
+    """The shared layers without this one, and without those that are gone."""
+    return [pair for pair in _SHARED.get(thread, ()) if pair[0]() not in (None, layer)]
+
+
+def _set_shared(thread: int, shared: _Shared) -> None:
+    if shared:
+        _SHARED[thread] = shared
+    else:
+        _SHARED.pop(thread, None)
 
 
 def _ours(kernel: Kernel, name: str) -> Kernel:
     """The attention of the layer that was updated last, or of a layer that shares its keys."""
-    found = _OPEN.get(threading.get_ident())
-    if found is None:
-        return kernel
-    last, found.updated = found.updated, None
-    pairs = [(layer(), owner()) for layer, owner in found.shared]
-    shared = [(layer, owner) for layer, owner in pairs if layer is not None and owner is not None]
-    if not shared:
-        del _OPEN[threading.get_ident()]
+    thread = threading.get_ident()
+    last = _UPDATED.pop(thread, None)
     if last is not None:
         layer, owner = last
         return functools.partial(owner.attend, layer, kernel, name)
+    pairs = [(layer(), owner()) for layer, owner in _SHARED.get(thread, ())]
+    shared = [(layer, owner) for layer, owner in pairs if layer is not None and owner is not None]
+    if not shared:
+        _SHARED.pop(thread, None)
+        return kernel
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any

@@ -12,7 +12,6 @@ from kvsketch.budget import Budget
 from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.storage import PLAIN
 from kvsketch.cache.stream import Stream
-from kvsketch.cache.window import Windowed
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.hf.cache import SketchCache
 from kvsketch.hf.layer import SketchLayer
@@ -80,7 +79,7 @@ def _check(first: SketchCache, second: SketchCache, model: PreTrainedModel) -> N
                     f"layer {index} is a {type(layer).__name__}, of which two cannot be joined; "
                     "read the documents as one"
                 )
-            if not isinstance(layer.stream.method, Windowed):
+            if not layer.stream.method.recompresses:
                 raise UnsupportedError(
                     f"method={cache.method!r}: the state of a streaming sketch cannot be rotated "
                     "to later positions; use a compressor, such as heavy_merge"

@@ -13,11 +13,11 @@ from transformers.cache_utils import DynamicLayer
 
 from kvsketch.cache.queries import joined, side_by_side
 from kvsketch.cache.stream import Stream
-from kvsketch.cache.window import Windowed
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.hf.checks import check_config, check_continues, check_queries, check_tokens
 from kvsketch.hf.masks import View
 from kvsketch.hf.output import output_weight
+from kvsketch.methods.base import Compressor
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
 
@@ -196,10 +196,10 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             UnsupportedError: it cannot be found.
         """
         method = self.stream.method
-        if isinstance(method, Windowed) and method.requires.output:
-            name = method.compressor.name
+        if isinstance(method, Compressor) and method.requires.output:
+            name = method.name
             if module is None:
-                if method.compressor.output is None:
+                if method.output is None:
                     raise UnsupportedError(
                         f"method={name!r} needs the output projection of every layer, which a "
                         "compiled graph does not show: read the prompt with the model as it was "
@@ -207,7 +207,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
                     )
                 return
             heads, dim = self.token_shape[1], self.stream.slots.values.shape[3]
-            method.project(output_weight(module, heads, dim, name))
+            method.output = output_weight(module, heads, dim, name)
 
     def check_queries(self, queries: Tensor) -> None:
         """Raise InputError unless queries ``[batch, num_attention_heads, q, head_dim]`` fit the

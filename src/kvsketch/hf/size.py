@@ -5,7 +5,6 @@ from __future__ import annotations
 from transformers.cache_utils import Cache
 
 from kvsketch.cache.sketch_page import SketchPage
-from kvsketch.cache.window import Windowed
 from kvsketch.hf import accounting
 from kvsketch.hf.layer import SketchLayer
 from kvsketch.methods.base import Compressor
@@ -55,13 +54,13 @@ def _layer(layer: SketchLayer) -> int:
     given = (key_dim + value_dim) * layer.dtype.itemsize + 4 * columns
     total, tensors = int(held.sum()) * given, 5 + columns
     if page.middle is not None:
-        window = stream.method.sink + stream.method.recent
+        window = sum(stream.method.around)
         middle = int((held - window - page.appended).clamp(min=0).sum())
         few = slot_bytes(key_dim, stream.bits.keys) + slot_bytes(value_dim, stream.bits.values)
         total += middle * (few + 4 * columns - given)
         total += held.numel() * (8 * key_dim + 4 + 5 * 8)  # centres and units, sizes
         tensors += 13 + columns
-    total += _generator(stream.method.compressor) if isinstance(stream.method, Windowed) else 0
+    total += _generator(stream.method) if isinstance(stream.method, Compressor) else 0
     return total + tensors * _TENSOR + _LAYER
 
 

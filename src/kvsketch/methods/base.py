@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,6 +68,12 @@ class Compressor(ABC):
     #: the number of last queries of a prompt that it uses; None: all of them
     window: int | None = None
 
+    #: numbers of first and of last tokens that ``compress`` keeps unchanged unless told
+    around: tuple[int, int] = (0, 0)
+
+    #: whether slots that it has compressed can be compressed again, to any size
+    recompresses: ClassVar[bool] = True
+
     #: numbers of its rows, int64 ``[batch]``, if they are part of a larger batch; None: 0, 1, 2 and
     #: so on. Random choices of rows with different numbers are independent.
     rows: Tensor | None = None
@@ -98,8 +105,8 @@ class Compressor(ABC):
         budget: int | Tensor,
         observed: Observed | None = None,
         *,
-        sink: int = 0,
-        recent: int = 0,
+        sink: int | None = None,
+        recent: int | None = None,
         scored: bool = False,
         fit: bool = True,
     ) -> Slots:
@@ -116,8 +123,8 @@ class Compressor(ABC):
                 num_key_value_heads]``.
             observed: queries of the newest tokens; required if it scores by queries, unless
                 ``slots.score`` is known from earlier ones.
-            sink: number of first slots to keep, >= 0.
-            recent: number of last slots to keep, >= 0.
+            sink: number of first slots to keep, >= 0; None: the method's own.
+            recent: number of last slots to keep, likewise.
             scored: ``slots.score`` already includes these queries (``observe``).
             fit: whether the queries are those of a prompt or of a part of one, to which a method
                 may fit slots; False for queries of decoded tokens.
@@ -133,6 +140,8 @@ class Compressor(ABC):
             InputError: a budget < 1 or of another shape or dtype, sink or recent negative or not
                 int, non-finite keys or values, or queries missing or of another shape.
         """
+        sink = self.around[0] if sink is None else sink
+        recent = self.around[1] if recent is None else recent
         check_window(sink, recent)
         check_input(slots, budget)
         least = budget if isinstance(budget, int) else int(budget.min())
@@ -259,6 +268,20 @@ class Compressor(ABC):
             self.rows = reader.integers("rows", (batch,), 0, 1 << 40)
         random_numbers.restore_generator(self.generator, reader)
         reader.close()
+
+    def number_rows(self, rows: Tensor) -> None:
+        """Declare which rows of a larger batch these are (int64 ``[batch]``): from now on they keep
+        what they would keep there."""
+        self.rows = rows
+
+    def restart(self, rows: Tensor) -> None:
+        """Begin the random stream of the seed anew, for rows of these numbers."""
+        self.generator.manual_seed(self.seed)
+        self.rows = rows
+
+    def fresh(self) -> Compressor:
+        """A copy that goes on from the same random numbers."""
+        return copy.deepcopy(self)
 
     def streams(self, batch: int, heads: int, device: torch.device) -> Tensor:
         """A new random stream for every row and head: keys, int64 ``[batch, heads]``. Takes one

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsketch.methods.least import WIDTH, least
+from kvsketch.kernels import pairs
 from kvsketch.methods.points import Points
 
 #: Slots per block. Pairs are searched only within blocks, which is no worse and costs less.
 _PAIR_BLOCK = 256
-# Costs of pairs that are computed at a time, few enough to stay in the processor's cache.
-_BLOCK_COSTS = 1 << 18
 # The sizes of blocks are multiples of this number, for which matrix products are faster.
 _WIDTH = 8
 
@@ -76,24 +74,12 @@ def cheapest(
     per_weight = torch.where(live, mine, 1.0).clamp_(min=1e-30).reciprocal_()
     absent = torch.zeros_like(mine).masked_fill_(~live, torch.inf)
     low, partner = torch.empty_like(mine), torch.empty_like(blocks.column)
-    size = mine.shape[1]
-    step = max(1, _BLOCK_COSTS // size**2, len(mine) // 128)
+    count, size = mine.shape
+    step = pairs.blocks_at_once(count, size, points.dim, weight)
     some = points.blocks(blocks.row, places.flatten()[blocks.column], step)
-    # Memory that was used before is several times faster than newly allocated memory.
-    table, other = (mine.new_empty(min(step, len(mine)), size, size) for _ in range(2))
     parts = (torch.split(x, step) for x in (per_weight, absent, low, partner))
     for x, extra, added, lowest, which in zip(some, *parts, strict=True):
-        norm = torch.linalg.vector_norm(x, dim=-1)
-        norm = torch.addcmul(added, norm, norm)
-        if len(x) < len(table):
-            table, other = table[: len(x)], other[: len(x)]
-        torch.baddbmm(norm.unsqueeze(1), x, x.mT, alpha=-2, out=table)
-        torch.add(extra.unsqueeze(2), extra.unsqueeze(1), out=other)
-        table.add_(norm.unsqueeze(2)).div_(other).diagonal(0, 1, 2).fill_(torch.inf)
-        if size % WIDTH == 0:
-            lowest[:], which[:] = least(table)
-        else:  # costs are symmetric, and minima over columns are faster than over rows
-            torch.min(table, 1, out=(lowest, which))
+        lowest[:], which[:] = pairs.cheapest(x, extra, added)
     # Costs below 0 come from rounding. A slot without partners may have one that does not exist.
     where = torch.where(blocks.real, blocks.column, rows * width).flatten()
     cost = low.new_full((rows * width + 1,), torch.inf)

@@ -17,7 +17,13 @@ _COLUMNS = 2048
 
 
 class Points(Protocol):
-    """Points of R rows of slots, float32 or float64."""
+    """Points of R rows of slots, float32 or float64.
+
+    Attributes:
+        dim: coordinates of a point.
+    """
+
+    dim: int
 
     def places(self, columns: Tensor) -> Tensor:
         """The places of the points of slots, int64 ``[R, m]``, given the columns of the slots in
@@ -41,6 +47,7 @@ class Given:
 
     def __init__(self, points: Tensor) -> None:
         self.points, self._step = points.flatten(0, 1), points.shape[1]
+        self.dim = points.shape[2]
 
     def places(self, columns: Tensor) -> Tensor:
         return _places(columns, self._step)
@@ -93,6 +100,7 @@ class KeysAndValues:
             per_mass = torch.ones_like(live)
         count = live.sum(1, keepdim=True).clamp_(min=1)
         self._key_mean, spread = _moments(slots.keys.flatten(0, 1), live, count)
+        self.dim = slots.keys.shape[3] + slots.values.shape[3]
         value_mean, value_spread = _moments(slots.values.flatten(0, 1), share, count)
         scale = _VALUES**0.5 * spread / value_spread.clamp_(min=1e-30)
         scale = scale.to(live.dtype)
@@ -103,16 +111,14 @@ class KeysAndValues:
         return _places(columns, self._step)
 
     def blocks(self, row: Tensor, places: Tensor, step: int) -> Iterator[Tensor]:
-        size = self._key_mean.shape[1] + self._value_mean.shape[1]
         parts = (torch.split(x, step) for x in (row, places))
         for of, mine in zip(*parts, strict=True):
-            points = self._share.new_empty(*mine.shape, size)
+            points = self._share.new_empty(*mine.shape, self.dim)
             self._form(of, mine, points)
             yield points
 
     def formed(self, row: Tensor, places: Tensor) -> Tensor:
-        size = self._key_mean.shape[1] + self._value_mean.shape[1]
-        points: Tensor = self._share.new_empty(*places.shape, size)
+        points: Tensor = self._share.new_empty(*places.shape, self.dim)
         for start in range(0, places.shape[1], _COLUMNS):
             part = slice(start, start + _COLUMNS)
             self._form(row, places[:, part], points[:, part])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvsketch.attention import attend_to
 from kvsketch.cache.compress import compress
-from kvsketch.cache.window import Windowed
+from kvsketch.methods.base import Compressor
 from kvsketch.observed import Observed
 from kvsketch.page.layout import Layout
 from kvsketch.page.page import Page
@@ -58,7 +58,7 @@ class Pages:
     def __init__(
         self,
         layout: Layout,
-        method: Windowed | None,
+        method: Compressor | None,
         rhythm: Rhythm,
         scaling: float,
         softcap: float | None = None,
@@ -145,7 +145,7 @@ class Pages:
             waiting[to.pages[to.queried], :, to.places] = q
 
     def _compress(
-        self, method: Windowed, rows: Tensor, page: Page, asked: Observed, between: int
+        self, method: Compressor, rows: Tensor, page: Page, asked: Observed, between: int
     ) -> None:
         """Compress full pages in place.
 
@@ -155,7 +155,7 @@ class Pages:
             between: these slots, see ``Page.rows``.
         """
         rhythm, layout = self.rhythm, self.layout
-        around = method.sink, method.recent
+        around = method.around
         before = page.rows(rows, rhythm.slots, *around, between)
         # A request whose numbers overflow has lost its own answer, but a method would refuse the
         # whole batch because of it.
@@ -181,6 +181,7 @@ class Pages:
             room=lambda kept: 0,  # it is in the engine's memory
             bits=layout.bits,
             apart=bool(layout.middle),
+            around=around,
         )
         page.store(after, rows)
         if self.counts is not None:

@@ -18,8 +18,9 @@ import torch
 
 from kvsketch.budget import Budget
 from kvsketch.cache.curves import Curves
-from kvsketch.cache.window import Windowed, windowed
+from kvsketch.cache.window import windowed
 from kvsketch.errors import InputError, at_least, unknown_name
+from kvsketch.methods.base import Compressor
 from kvsketch.methods.window import check_window
 from kvsketch.page.layout import Layout
 from kvsketch.page.quantized import Bits, check_bits
@@ -211,12 +212,12 @@ class PageSettings:
         ``scaling`` on."""
         return Pages(layout, self.windowed(layer), self.rhythm(context), *args)
 
-    def windowed(self, layer: int = 0) -> Windowed | None:
+    def windowed(self, layer: int = 0) -> Compressor | None:
         """A new method with its window for a layer; None: nothing is compressed."""
         if self.method == EXACT:
             return None
         made = windowed(self.method, self.sink, self.recent, self.seed + layer)
-        assert isinstance(made, Windowed)
+        assert isinstance(made, Compressor)
         return made
 
 

@@ -932,37 +932,45 @@ extern "C" int KV_JOIN(kvsketch_run_, KV_ISA)(const Call* call, const void* quer
   for (int64_t owner = 0; owner < owners && !weights; owner++) finish(turn, owner);
   return 0;
 }
+
+#include "pairs.h"
 #endif  // KV_ISA
 
 #ifdef KV_DISPATCH
 #define KV_RUN(isa)                                                                            \
   extern "C" int kvsketch_run_##isa(const Call*, const void*, void*, const float*, double, double, \
-                                    double, Parallel);
+                                    double, Parallel);                                         \
+  extern "C" void kvsketch_pair_##isa(void*, int64_t, Parallel);                               \
+  static const Copy of_##isa = {kvsketch_run_##isa, kvsketch_pair_##isa};
+struct Copy {  // for one set of vector instructions
+  Run run;
+  void (*pair)(void*, int64_t, Parallel);
+};
 #if defined(__x86_64__)
 KV_RUN(avx512)
 KV_RUN(avx2)
 #endif
 KV_RUN(plain)
 
-static Run best(int* which) {
+static const Copy* best(int* which) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     *which = 2;
-    return kvsketch_run_avx512;
+    return &of_avx512;
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     *which = 1;
-    return kvsketch_run_avx2;
+    return &of_avx2;
   }
 #endif
   *which = 0;
-  return kvsketch_run_plain;
+  return &of_plain;
 }
 
 static int level;
-static Run chosen = best(&level);
+static const Copy* chosen = best(&level);
 static Parallel parallel = nullptr;
 
 // 2: AVX-512, 1: AVX2, 0: what every processor of the platform has.
@@ -973,20 +981,24 @@ KV_EXPORT void kvsketch_threads(void* function) { parallel = (Parallel)function;
 KV_EXPORT int kvsketch_limit(int most) {
   chosen = best(&level);
 #if defined(__x86_64__)
-  if (most < 2 && level == 2) chosen = kvsketch_run_avx2, level = 1;
+  if (most < 2 && level == 2) chosen = &of_avx2, level = 1;
 #endif
-  if (most < 1) chosen = kvsketch_run_plain, level = 0;
+  if (most < 1) chosen = &of_plain, level = 0;
   return level;
 }
 KV_EXPORT int kvsketch_attend(const Call* call, const void* queries, void* out, double scaling,
                                double softcap) {
-  return chosen(call, queries, out, nullptr, 0, scaling, softcap, parallel);
+  return chosen->run(call, queries, out, nullptr, 0, scaling, softcap, parallel);
 }
 // Multiplies the scores of all slots by ``fade`` and adds the attention that the slots receive from
 // the queries, times their weights, float32 [newest].
 KV_EXPORT int kvsketch_receive(const Call* call, const void* queries, const float* weights,
                                double fade, double scaling, double softcap) {
-  return chosen(call, queries, nullptr, weights, fade, scaling, softcap, parallel);
+  return chosen->run(call, queries, nullptr, weights, fade, scaling, softcap, parallel);
+}
+// See ``Pairs`` in pairs.h.
+KV_EXPORT void kvsketch_pair(void* pairs, int64_t threads) {
+  chosen->pair(pairs, threads, parallel);
 }
 KV_EXPORT const char* kvsketch_mark() { return KV_MARK; }
 KV_EXPORT int64_t kvsketch_layout() { return (int64_t)sizeof(Part) << 32 | (int64_t)sizeof(Call); }

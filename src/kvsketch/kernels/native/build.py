@@ -17,6 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "attention.cpp"
+INCLUDED = HERE / "pairs.h"
 LIBRARY = HERE / "attention.so"
 # No flag lets a sum of infinities or NaN go wrong: only the order of sums and a * b + c are free.
 FLAGS = [
@@ -37,7 +38,8 @@ X86 = {
 
 def mark() -> str:
     """Identifies the source that a library was compiled from."""
-    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    source = SOURCE.read_bytes() + INCLUDED.read_bytes()
+    return hashlib.sha256(source).hexdigest()[:16]
 
 
 def compiler() -> str | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvsketch.methods.least import WIDTH, least
+from kvsketch.kernels.pairs import WIDTH, least
 
 
 @dataclass(frozen=True)
