@@ -51,7 +51,7 @@ def compress(
         budget = torch.minimum(torch.as_tensor(budget), held)
     # Also where nothing is reduced: of every head its own slots come first.
     sink, recent = around
-    kept = method(slots, budget, observed, sink=sink, recent=recent, scored=True, fit=fit)
+    kept = method.compress(slots, budget, observed, sink=sink, recent=recent, scored=True, fit=fit)
     if isinstance(budget, Tensor):
         sizes = _sizes_of(slots, budget, kept)
     return Page(kept, sizes, room(kept), bits, sink, recent, page, apart)

@@ -153,7 +153,9 @@ class Compressor(ABC):
         ready = self.prepared(slots, budget, sink, recent)
         return self.finished(self._kept(ready, budget, sink, recent, seen), slots, budget, fit)
 
-    __call__ = compress
+    def __call__(self, *arguments: Any, **options: Any) -> Slots:
+        """``compress``."""
+        return self.compress(*arguments, **options)
 
     def _kept(
         self, slots: Slots, budget: int | Tensor, sink: int, recent: int, seen: Seen | None

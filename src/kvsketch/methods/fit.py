@@ -9,10 +9,15 @@ from torch import Tensor
 
 from kvsketch.estimator import attention_scores
 from kvsketch.methods.seen import Seen
-from kvsketch.slots import Slots
+from kvsketch.partial import NOTHING, log_mass, partial
+from kvsketch.slots import Slots, compute_dtype
 
 #: The smallest number of queries for a fit.
 LEAST_QUERIES = 16
+# The largest logarithm of a share of a query's attention, which is 0 or less but for rounding.
+_MOST = 30.0
+# A relative error below this is taken for rounding, which no fit can lower.
+_ROUNDING = 1e-5
 # A fitted mass is at least this share of the mass before the fit.
 _LEAST_MASS = 0.1
 
@@ -42,14 +47,20 @@ class Asked:
             return None
         window = seen.queries.shape[2] if seen.after else window
         queries, slots = seen.queries[:, :, -window:], seen.slots
-        rows, _, q, dim = queries.shape
-        scores = attention_scores(queries, slots, seen.scaling, None, None, None)
-        if slots.mass is not None:
-            scores += slots.mass.to(scores.dtype).log()[:, :, None, None]
-        if not seen.after:
-            hidden = torch.ones(q, slots.count, dtype=torch.bool, device=scores.device)
-            scores.masked_fill_(hidden.triu(slots.count - q + 1), -torch.inf)
-        total = scores.logsumexp(-1).squeeze(1)
+        rows, group, q, dim = queries.shape
+        dtype = compute_dtype(queries.dtype)
+        scaled = queries.to(dtype) * seen.scaling
+        packed = scaled.reshape(rows, group * q, dim)
+        own = 0 if seen.after else q  # of the queries, of which none sees later ones
+        total = _attended(packed, slots.narrow(0, slots.count - own), False)[1]
+        total = total.view(rows, group, q)
+        if own:
+            new = slots.narrow(slots.count - q, q)
+            scores = attention_scores(queries, new, seen.scaling, None, None, None).squeeze(1)
+            if new.mass is not None:
+                scores += log_mass(new.mass.to(dtype)).unsqueeze(2)
+            later = torch.ones(q, q, dtype=torch.bool, device=scores.device).triu_(1)
+            total = torch.logaddexp(total, scores.masked_fill_(later, NOTHING).logsumexp(-1))
         if seen.sinks is not None:  # a sink in the softmax takes its share of the total
             total = torch.logaddexp(total, seen.sinks.to(total.dtype).unsqueeze(-1))
         if seen.live is not None:
@@ -57,10 +68,9 @@ class Asked:
             # A row with too few queries gets no fit, whatever the other rows have.
             live = live & (live.sum(-1, keepdim=True) >= min(q, LEAST_QUERIES))
             total = total.masked_fill(~live.unsqueeze(1), torch.inf)
-        scaled = queries.to(scores.dtype) * seen.scaling
-        number = torch.arange(q, device=scores.device).repeat(scaled.shape[1])
+        number = torch.arange(q, device=packed.device).repeat(group)
         left_out = number % 2 == 1 if seen.after else number >= q // 2
-        return Asked(scaled.reshape(rows, -1, dim), total.reshape(rows, -1), left_out)
+        return Asked(packed, total.reshape(rows, -1), left_out)
 
 
 def fitted(kept: Slots, slots: Slots, asked: Asked, ridge: float) -> Slots:
@@ -79,32 +89,33 @@ def fitted(kept: Slots, slots: Slots, asked: Asked, ridge: float) -> Slots:
     """
     rows = asked.queries.shape[0]
     batch, heads = kept.keys.shape[:2]
-    mine, target = (_contributions(s, asked) for s in (kept, slots))
+    mine = _contributions(kept, asked)
     start = _sums(kept, mine.dtype)
-    # _sums is not used here because it would copy all values of a prompt.
-    given = target @ slots.values.flatten(0, 1).to(mine.dtype)
-    total = target if slots.mass is None else target * slots.mass.view(rows, 1, -1).to(mine.dtype)
-    wanted = torch.cat([given, total.sum(-1, keepdim=True)], dim=-1) - mine @ start
+    given, log_total = _attended(asked.queries, slots.map(lambda t: t.flatten(0, 1)[:, None]))
+    share = (log_total - asked.log_total).clamp_(max=_MOST).exp_().unsqueeze(-1)
+    target = torch.cat([given * share, share], dim=-1)
+    wanted = target - mine @ start
     # Columns are scaled by mass, so that ridge means the same for a token and for a large group.
-    size = kept.masses().reshape(rows, -1).to(mine.dtype)
-    design = mine * size.unsqueeze(1)
+    mass = kept.masses().reshape(rows, -1).to(mine.dtype)
+    design = mine * mass.unsqueeze(1)
     gram = (design @ design.mT).double()
     wanted = wanted.double()
     used, check = ~asked.left_out, asked.left_out
     half = _solve(gram[:, used][:, :, used], wanted[:, used], ridge)
     before = wanted[:, check].square().sum((1, 2))
     after = (wanted[:, check] - gram[:, check][:, :, used] @ half).square().sum((1, 2))
-    better = (after < before)[:, None, None]
+    size = target[:, check].double().square().sum((1, 2))
+    better = ((after < before) & (before > _ROUNDING**2 * size))[:, None, None]
     if not bool(better.any()):
         return kept
     weights = torch.where(better, _solve(gram, wanted, ridge), 0.0).to(design.dtype)
-    change = (design.mT @ weights) * size.unsqueeze(-1)
+    change = (design.mT @ weights) * mass.unsqueeze(-1)
     new = start + change
     sound = new[..., -1] > _LEAST_MASS * start[..., -1]
     new = torch.where(sound.unsqueeze(-1), new, start)
     values = new[..., :-1].reshape(kept.values.shape).to(kept.values.dtype)
-    mass = new[..., -1].reshape(batch, heads, -1).to(kept.masses().dtype)
-    return replace(kept, values=values, mass=mass)
+    fitted_mass = new[..., -1].reshape(batch, heads, -1).to(kept.masses().dtype)
+    return replace(kept, values=values, mass=fitted_mass)
 
 
 def _solve(gram: Tensor, wanted: Tensor, ridge: float) -> Tensor:
@@ -122,7 +133,21 @@ def _contributions(slots: Slots, asked: Asked) -> Tensor:
     """exp(score) / total of every slot for every query of ``asked``, ``[R, q, slots]``."""
     keys = slots.keys.reshape(asked.queries.shape[0], slots.count, -1).to(asked.queries.dtype)
     exponent = torch.baddbmm(-asked.log_total.unsqueeze(-1), asked.queries, keys.mT)
-    return exponent.clamp_(max=30.0).exp_()
+    return exponent.clamp_(max=_MOST).exp_()
+
+
+def _attended(queries: Tensor, slots: Slots, values: bool = True) -> tuple[Tensor, Tensor]:
+    """The attention of ``[R, q, head_dim]`` queries over ``[R, 1, n, ...]`` slots, and the log of
+    its total, ``[R, q]``; without ``values``, the former has no meaning."""
+    keys = slots.keys.to(queries.dtype)
+    bias = None if slots.mass is None else log_mass(slots.mass.to(queries.dtype)).unsqueeze(2)
+    mean = slots.mean_values().to(queries.dtype) if values else keys
+    if not slots.count:
+        return queries.new_zeros(*queries.shape[:2], mean.shape[3]), queries.new_full(
+            queries.shape[:2], NOTHING
+        )
+    out, total = partial(queries.unsqueeze(1), keys, mean, bias, 1.0)
+    return out.squeeze(1), total.squeeze(1)
 
 
 def _sums(slots: Slots, dtype: torch.dtype) -> Tensor:
