@@ -8,9 +8,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from training import data, ruler_data, train
-from training.keep import keep
+from training.keep import keep, kept
+from training.mean import mean
 from training.recipes import RECIPES
 from training.schedule import Stage
 
@@ -111,3 +113,26 @@ def test_an_exported_model_is_gone_on_from(tmp_path):
     wrong = train.Run(arguments(tmp_path / "wrong", "longeval"), RECIPES["longeval"])
     with pytest.raises(SystemExit, match=r"--start: .* was trained by --model spread"):
         wrong.start(tmp_path / "model")
+
+
+def test_the_mean_of_models_is_that_of_their_weights(tmp_path):
+    recipe, folders = dataclasses.replace(RECIPES["spread"], held_out={}), []
+    for seed in (0, 1):
+        run = train.Run(arguments(tmp_path / f"run{seed}", "spread"), recipe)
+        for weight in run.model.parameters():
+            torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(seed))
+        run.evaluate(run.stage, final=True)
+        folders.append(tmp_path / f"run{seed}" / "model")
+    mean(tmp_path / "mean", [(0.25, folders[0]), (0.75, folders[1])])
+    first, second, both = (
+        load_file(folder / "model.safetensors") for folder in (*folders, tmp_path / "mean")
+    )
+    assert both.keys() == first.keys()
+    for name, tensor in both.items():
+        torch.testing.assert_close(tensor, 0.25 * first[name] + 0.75 * second[name])
+    kept(tmp_path / "mean")  # which one can go on from
+    log = json.loads((tmp_path / "mean" / "training_log.json").read_text())
+    assert [part["weight"] for part in log["mean_of"]] == [0.25, 0.75]
+    with pytest.raises(SystemExit, match=r"add up to 1, got 0\.75"):
+        mean(tmp_path / "other", [(0.25, folders[0]), (0.5, folders[1])])
+    assert not (tmp_path / "other").exists()
