@@ -36,7 +36,7 @@ SHARED: dict[str, Any] = {"drop": (0.05, 0.0), "few": 0.15, "ahead": 0.3}
 # At a low rate. What predicts the tokens after the next one is not in an exported model: it learns
 # anew.
 TUNED: dict[str, Any] = {"drop": (0.05, 0.0), "few": 0.15, "adamw": True}
-SETTLED: dict[str, Any] = {**TUNED, "few": 0.3, "ahead": 0.3, "alone": 40}
+SETTLED: dict[str, Any] = {**TUNED, "few": 0.45, "ahead": 0.5, "alone": 40}
 
 STAGES: tuple[Stage, ...] = (
     _one(

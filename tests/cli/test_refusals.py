@@ -145,6 +145,8 @@ REFUSED = [
     ("eval longeval --out text.txt", "text.txt:1", "give another file"),
     ("eval longeval --out /proc/none/run.jsonl", "--out /proc/none/run.jsonl", "cannot be written"),
     ("eval longeval --ray local --workers 0", "--workers 0", "at least 1"),
+    ("eval longeval --workers 4", "--workers 4 is for Ray", "--ray local"),
+    ("eval longeval --gpus 0.5", "--gpus 0.5 is for Ray", "--ray local"),
     ("eval longbench --data none", "data='none'", "is not a folder"),
     ("eval longbench --datasets none", "datasets='none'", "Allowed: 2wikimqa"),
     ("eval longbench", "data=None", f"{CLOSED} cannot be reached: "),

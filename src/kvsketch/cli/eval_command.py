@@ -239,6 +239,9 @@ def eval_command(
             f"Missing argument 'TASK...': {', '.join(TASKS)}; or give a paper's table with "
             "--preset; see `kvsketch eval --help`"
         )
+    for name, value in (("workers", workers), ("gpus", gpus)):
+        if ray is None and name in given_options(ctx):
+            raise InputError(f"--{name} {value} is for Ray: give --ray local or an address")
     named = None
     if preset is not None:
         from kvsketch.cli.preset_options import find_preset
