@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.measuring import parts_of
 from kvsketch import SketchCache, Slots
-from kvsketch.cache import Stream
+from kvsketch.cache import Stream, WindowedSketch
 from kvsketch.cache.curves import Curves
 from kvsketch.methods.sketches import Sketch
 from kvsketch.page.quantized import FULL, Bits, predicted_bytes, slot_bytes
@@ -88,7 +88,7 @@ def held(
     def mean(values: Iterable[float]) -> float:
         return sum(n * x for n, x in zip(heads, values, strict=True)) / sum(heads)
 
-    sketches = [getattr(reducer, "sketch", None) for reducer in reducers] or [None] * len(parts)
+    sketches = [sketch_of(reducer) for reducer in reducers] or [None] * len(parts)
     stored = bits or [FULL] * len(parts)
     every = list(zip(parts, stored, sketches, strict=True))
     return Held(
@@ -100,6 +100,11 @@ def held(
         mean(_slot(part, own) for part, own, _ in every),
         mean(plain_bytes(part) for part in parts),
     )
+
+
+def sketch_of(method: Any) -> Sketch | None:
+    """The sketch of a method with its window; None: it is none."""
+    return method.sketch if isinstance(method, WindowedSketch) else None
 
 
 def around(sketch: Sketch, slots: Slots) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvsketch import Observed, Slots
 from kvsketch.budget import Budget, Schedule
-from kvsketch.cache import Plan, Stream, windowed
+from kvsketch.cache import Plan, Stream, WindowedSketch, windowed
 from kvsketch.cache.goal import Goal
 from kvsketch.cache.sketch_page import SketchPage
 from kvsketch.cache.solvers import ByErrors, Shares
@@ -63,7 +63,8 @@ def parts_of(stream: Stream) -> list[tuple[Slots, object]]:
     held, slots = stream.held, stream.slots
     # A sketch outside the page is counted with its whole state, of all heads at once; its heads
     # need not hold equally many slots.
-    sketch = getattr(stream.method, "sketch", None)
+    method = stream.method
+    sketch = method.sketch if isinstance(method, WindowedSketch) else None
     if sketch is not None or bool((held == slots.count).all()):
         return [(slots, stream.method)]
     return [

@@ -42,7 +42,8 @@ def partial(
 
     Args:
         queries: ``[rows, heads, q, head_dim]``, all queries that read the same keys side by side.
-        keys: ``[rows, heads, n, head_dim]``, n >= 1; values ``[rows, heads, n, value_dim]``.
+        keys: ``[rows, heads, n, head_dim]``, n >= 1; values ``[rows, heads, n, value_dim]``. In
+            another dtype than the queries they are converted.
         bias: added to the scores, ``[rows, heads, 1 or q, n]`` or broadcastable to that shape.
         scaling: multiplies ``<q, k>``.
         softcap: scores become ``softcap * tanh(scores / softcap)`` before the bias.
@@ -52,6 +53,8 @@ def partial(
         The attention, in the dtype of the queries, and the log of the summed weights, float32 or
         float64 ``[rows, heads, q]``.
     """
+    if keys.dtype != queries.dtype:
+        keys, values = keys.to(queries.dtype), values.to(queries.dtype)
     fused = softcap is None and queries.device.type == "cpu"
     if fused and _FLASH is not None and keys.shape[3] == values.shape[3]:
         if bias is not None:

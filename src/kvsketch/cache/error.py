@@ -94,7 +94,8 @@ class WindowError:
 
 def asked_of(held: Held, asked: Observed, padded: bool = False) -> Tensor:
     """Attention of observed queries over what a layer holds, ``[batch, num_attention_heads, q,
-    value_dim]``; zeros for a padded query.
+    value_dim]``, on a CPU in at least float32: fused kernels round weights to the dtype of the
+    queries. Zeros for a padded query.
 
     Args:
         held: slots, or the parts of a page.
@@ -102,6 +103,8 @@ def asked_of(held: Held, asked: Observed, padded: bool = False) -> Tensor:
     """
     if isinstance(held, Slots):
         held = replace(held, score=None)
+    if asked.queries.device.type == "cpu":
+        asked = replace(asked, queries=asked.queries.to(compute_dtype(asked.queries.dtype)))
     out = attend_to(asked, held, None, padded)
     return out if asked.live is None else out.masked_fill(~asked.live[:, None, :, None], 0.0)
 

@@ -53,12 +53,12 @@ def measure(
     held_out = held_out_for(slots.count, sink, recent)
     held_out = min(held_out, observed.queries.shape[2] // 2)
     total = None if shard is None else shard.summed
-    kept: list[Slots] = []
+    made: list[Slots] = []
 
     def compress(slots: Slots, budget: int, before: Observed) -> Slots:
         fresh = method.fresh()
-        kept[:] = [fresh(slots, budget, before, scored=True)]
-        return kept[0]
+        made.append(fresh(slots, budget, before, scored=True))
+        return made.pop() if len(made) > 1 else made[0]
 
     def store(bits: Bits) -> Store:
         return lambda slots, room: Page(slots, None, room, bits, sink, recent)
@@ -74,7 +74,8 @@ def measure(
         observe=method.observe,
         stores=[store(bits) for bits in choices],
     )
-    some = replace(kept[0], keys=kept[0].keys.to(slots.keys.dtype))
+    # Of the fewest slots: where all are kept, they have no masses.
+    some = replace(made[0], keys=made[0].keys.to(slots.keys.dtype))
     curves, prices = {}, {}
     for bits, rows in zip(choices, measured, strict=True):
         price = PLAIN

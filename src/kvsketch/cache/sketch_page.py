@@ -174,7 +174,7 @@ class SketchPage:
             self._opened = self.slots
         return self._opened
 
-    def release(self) -> None:
+    def release(self, lookups: bool = False) -> None:
         """Release the slots after the attention over the page was computed."""
         self._opened = None
 

@@ -413,7 +413,7 @@ class Stream:
             self.queries.clear()
         if first:
             self.errors.compressed(self.open(), final=not provisional)
-        page.release()
+        page.release(lookups=True)  # of the errors; many decode without them
         self._bytes = _bytes(self.tensors())
 
     def _slotted(

@@ -294,10 +294,11 @@ class Page:
         reader.close()
         return page
 
-    def release(self) -> None:
-        """Release temporary tensors after the attention over the page was computed."""
+    def release(self, lookups: bool = False) -> None:
+        """Release temporary tensors after the attention over the page was computed, see
+        ``Part.release``."""
         for part in self.open():
-            part.release()
+            part.release(lookups)
 
     def tensors(self) -> list[Tensor]:
         """All tensors, for byte counting."""

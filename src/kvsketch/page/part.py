@@ -604,9 +604,12 @@ class Part:
             for tensor in few.tensors():
                 tensor.index_fill_(0, rows, 0)
 
-    def release(self) -> None:
-        """The attention over the part is computed; release its temporary tensors."""
+    def release(self, lookups: bool = False) -> None:
+        """The attention over the part is computed; release its temporary tensors, and with
+        ``lookups`` what torch's kernels keep for the next one."""
         self._places = None
+        if lookups and self.blocks is not None:
+            self.blocks.forget()
 
     def tensors(self) -> list[Tensor]:
         """All tensors, for byte counting."""

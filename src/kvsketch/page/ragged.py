@@ -195,6 +195,10 @@ class Blocks:
         left = self.found()[2] + appended
         return torch.arange(self.size, device=left.device) < left.unsqueeze(1)
 
+    def forget(self) -> None:
+        """Release what ``found`` keeps."""
+        self._found = None
+
     def tensors(self) -> list[Tensor]:
         """The tensors that are kept, for byte counting."""
         return list(self._found or ())
