@@ -18,3 +18,39 @@ if importlib.util.find_spec("triton") is not None and not torch.cuda.is_availabl
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         importlib.import_module("triton")
+
+
+#: Properties that are tested of many methods or forms: one in so many of their parameters, from a
+#: place that differs from property to property, is in the default run; the others are slow. Every
+#: method is so in some of them.
+SPREAD = {
+    "tests/methods/test_rows.py": 4,
+    "tests/methods/test_ragged.py": 3,
+    "tests/files/test_saved_caches.py": 3,
+    "tests/serving/test_split_pages.py": 3,
+    "tests/serving/test_pages.py": 3,
+    "tests/hf/test_model_sweep.py": 3,
+    "tests/cache/test_storage.py": 3,
+    "tests/cache/test_measured.py": 2,
+    "tests/cache/test_row_budgets.py": 2,
+    "tests/benchmarks/test_benchmarks.py": 3,
+    "tests/methods/sketches/test_bounded.py": 2,
+    "tests/methods/sketches/test_sketches.py": 2,
+    "tests/files/test_chat.py": 3,
+    "tests/hf/test_cache.py": 2,
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark the parameters of ``SPREAD`` that are not in the default run."""
+    places = {}
+    for item in items:
+        file = item.location[0].replace("\\", "/")
+        if file in SPREAD and hasattr(item, "callspec"):
+            places.setdefault((file, item.originalname), []).append(item)
+    for number, ((file, _), family) in enumerate(sorted(places.items(), key=lambda x: x[0])):
+        if len(family) > SPREAD[file]:
+            for place, item in enumerate(family):
+                if (place + number) % SPREAD[file]:
+                    item.add_marker(pytest.mark.slow)

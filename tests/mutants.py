@@ -111,7 +111,18 @@ def run(tree: Path, tests: Iterable[str], limit: int = _LIMIT) -> tuple[int, str
         "HF_HUB_OFFLINE": "1",
         "COLUMNS": "200",  # so that the summary has the reason
     }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-m",
+        "not pages",
+        "-p",
+        "no:cacheprovider",
+        *tests,
+    ]
     try:
         done = subprocess.run(
             command, cwd=tree, env=environment, capture_output=True, text=True, timeout=limit

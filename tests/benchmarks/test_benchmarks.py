@@ -106,6 +106,7 @@ def test_prefill_peak_and_model_families_run() -> None:
     assert [row["list"] for row in result["results"]] == ["right", "refused"]
 
 
+@pytest.mark.slow
 def test_a_streaming_prefill_stays_within_its_bound():
     small = ("--tokens", "1500", "--budget", "200", "--chunk", "256")
     result = run(
@@ -441,6 +442,7 @@ def test_every_method_holds_the_same_bytes(short, name):
     assert rows["int4", 1.0]["bytes_per_token"] < 80
 
 
+@pytest.mark.slow
 def test_kl_compresses_before_or_after_the_question(short):
     """Both kinds of queries use the same texts, which are cut before or after the question; with 4
     bits and all tokens both have nearly the exact predictions."""

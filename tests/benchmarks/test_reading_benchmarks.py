@@ -76,6 +76,7 @@ def test_numbers_out_of_range_are_named(option):
     assert option in invoke(reading.main, option, "-1", code=2)
 
 
+@pytest.mark.slow
 def test_longeval_after_a_second_reading_at_equal_bytes(monkeypatch, tmp_path):
     monkeypatch.setattr(longeval, "OFFICIAL", tmp_path)
     methods = "kvzip/reread,kvzip+int4/reread,heavy_merge@global/reread"

@@ -448,6 +448,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_the_gpu_s_kernel_reads_a_page_as_the_cpu_s_does():
     """In Triton's interpreter the GPU's kernel gives the CPU's output while tokens are appended."""
     pytest.importorskip("triton")

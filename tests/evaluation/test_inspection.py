@@ -204,6 +204,7 @@ def test_readings_say_what_the_numbers_say(measured):
     assert measured["readings"]["tsne"] == ""
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers(llama, monkeypatch):
     pytest.importorskip("sklearn")
     monkeypatch.setattr(inspection_measures, "POINTS", 100)

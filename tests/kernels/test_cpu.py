@@ -369,6 +369,7 @@ def test_a_part_that_changes_is_described_anew():
     close(cpu.attend(asked, page.open())[0], reference(page, asked, 1), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["address,undefined"])
 def test_sanitizers_find_nothing(flag, tmp_path):
     """Reads beyond a buffer and undefined behaviour end the process."""
