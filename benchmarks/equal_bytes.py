@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.measuring import parts_of
+from benchmarks.measuring import parts_of, sketch_of
 from kvsketch import SketchCache, Slots
-from kvsketch.cache import Stream, WindowedSketch
+from kvsketch.cache import Stream
 from kvsketch.cache.curves import Curves
 from kvsketch.methods.sketches import Sketch
 from kvsketch.page.quantized import FULL, Bits, predicted_bytes, slot_bytes
@@ -100,11 +100,6 @@ def held(
         mean(_slot(part, own) for part, own, _ in every),
         mean(plain_bytes(part) for part in parts),
     )
-
-
-def sketch_of(method: Any) -> Sketch | None:
-    """The sketch of a method with its window; None: it is none."""
-    return method.sketch if isinstance(method, WindowedSketch) else None
 
 
 def around(sketch: Sketch, slots: Slots) -> float:

@@ -11,6 +11,7 @@ from kvsketch.cache.goal import Goal
 from kvsketch.cache.sketch_page import SketchPage
 from kvsketch.cache.solvers import ByErrors, Shares
 from kvsketch.cache.storage import CHOICES, MEASURED
+from kvsketch.methods.sketches import Sketch
 from kvsketch.page.quantized import FULL
 
 
@@ -55,6 +56,11 @@ def planned(
     return streams
 
 
+def sketch_of(method: object) -> Sketch | None:
+    """The sketch of a method with its window; None: it is none."""
+    return method.sketch if isinstance(method, WindowedSketch) else None
+
+
 def parts_of(stream: Stream) -> list[tuple[Slots, object]]:
     """The slots of a stream, each with its method, which has the sketch if there is one. Heads of
     different size are separate."""
@@ -63,9 +69,7 @@ def parts_of(stream: Stream) -> list[tuple[Slots, object]]:
     held, slots = stream.held, stream.slots
     # A sketch outside the page is counted with its whole state, of all heads at once; its heads
     # need not hold equally many slots.
-    method = stream.method
-    sketch = method.sketch if isinstance(method, WindowedSketch) else None
-    if sketch is not None or bool((held == slots.count).all()):
+    if sketch_of(stream.method) is not None or bool((held == slots.count).all()):
         return [(slots, stream.method)]
     return [
         (

@@ -19,7 +19,7 @@ from kvsketch import InputError, Observed, SketchCache, Slots, attend
 from kvsketch.budget import Budget
 from kvsketch.cache import Curves, Stream, windowed
 from kvsketch.cache.curves import MARGIN, held_out_for, least_tokens, measure_layer, pooled
-from kvsketch.cache.error import Probe, relative_error, window_error
+from kvsketch.cache.error import Probe, WindowError, relative_error
 from kvsketch.hf.activations import capture
 from kvsketch.methods import METHODS
 from kvsketch.observed import causal
@@ -86,7 +86,7 @@ def test_window_error_asks_what_the_recent_window_holds(recent):
     tokens, observed = random_slots(n), random_queries(n)
     recent_kept = min(recent, budget - 2)
     kept = METHODS["knorm"]()(tokens, budget, sink=2, recent=recent)
-    error = window_error(tokens, kept, observed, recent_kept)
+    error = WindowError(tokens, observed, recent_kept).error(kept)
     asked = max(1, min(32, recent_kept))
     wanted = torch.zeros(2, 2, **DOUBLE)  # squared error, squared norm
     for i in range(asked):

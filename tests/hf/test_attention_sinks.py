@@ -15,7 +15,7 @@ from torch import Tensor
 from kvsketch import InputError, Observed, Slots, attend
 from kvsketch.attention import attend_to
 from kvsketch.cache import windowed
-from kvsketch.cache.error import Probe, window_error
+from kvsketch.cache.error import Probe, WindowError
 from kvsketch.estimator import attention_received
 from kvsketch.page.part import Part
 
@@ -129,7 +129,7 @@ def test_measured_errors(seed: int) -> None:
 
     exact, answer = attended(reference, None), attended(kept, observed.sinks)
     wrong = (answer - exact).square().sum((2, 3)) / exact.square().sum((2, 3))
-    torch.testing.assert_close(window_error(slots, kept, observed, 8), wrong.sqrt())
+    torch.testing.assert_close(WindowError(slots, observed, 8).error(kept), wrong.sqrt())
 
 
 def test_the_running_error_knows_sinks() -> None:

@@ -42,10 +42,9 @@ def relative_error(exact: Tensor, answer: Tensor, heads: int) -> Tensor:
     return torch.where(wrong > 0, wrong / norm.clamp(min=1e-300), 0.0).sqrt()
 
 
-def window_error(
-    tokens: Held, kept: Held, observed: Observed, recent: int, padded: bool = False
-) -> Tensor:
-    """Relative error of the last queries after compression.
+class WindowError:
+    """Relative error of the last queries after compression, in two steps: their exact outputs, then
+    the error on what was kept.
 
     As many queries as the recent window has tokens (at most ``QUERIES``, at least the last one),
     because only these attend to the same tokens before and after. A method that uses queries has
@@ -53,20 +52,10 @@ def window_error(
 
     Args:
         tokens: all tokens, exact: slots, or the parts of a page.
-        kept: the compressed tokens, likewise; the last slots are the recent tokens.
         observed: the newest queries.
         recent: tokens kept unchanged at the end.
         padded: whether slots may be dead.
-
-    Returns:
-        float64 ``[batch, num_key_value_heads]``.
     """
-    return WindowError(tokens, observed, recent, padded).error(kept)
-
-
-class WindowError:
-    """``window_error`` in two steps: the exact outputs of the last queries, then their error on the
-    compressed tokens. Arguments as there."""
 
     def __init__(self, tokens: Held, observed: Observed, recent: int, padded: bool = False) -> None:
         q = observed.queries.shape[2]
@@ -204,7 +193,7 @@ class Errors:
 
     Attributes:
         prompt: relative error of the prompt's last queries on its slots, float64 ``[batch,
-            num_key_value_heads]`` (``window_error``); None before.
+            num_key_value_heads]`` (``WindowError``); None before.
     """
 
     def __init__(self, track: bool) -> None:
