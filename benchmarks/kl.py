@@ -100,7 +100,7 @@ def compressed(
             recent=recent,
             keep=["decoded"],
             bits=method.bits,
-            allocation=method.spent if curves is None else curves,
+            allocation=method.allocation if curves is None else curves,
             seed=seed,
         )
         cache.plan.itemsize = ITEMSIZE

@@ -62,6 +62,11 @@ class Method:
     bits: int | str = 16
     queries: str = "prompt"
 
+    @property
+    def allocation(self) -> str | None:
+        """The argument of ``SketchCache``; None: not given."""
+        return self.spent if "@" in self.label else None
+
 
 def parse(label: str) -> Method:
     """Parse the label of a method.

@@ -78,7 +78,11 @@ def test_every_method_that_can_goes_by_a_second_reading(llama, method, allocatio
     ids = ids_of(2, 320)
     mask = torch.ones_like(ids)
     mask[1, :30] = 0
-    cache = SketchCache(llama.config, method, budget=0.25, allocation=allocation, bits=16)
+    # Padded rows take another kernel, whose rounding decides which of two merges comes first where
+    # nearly all tokens become a few slots.
+    options = {"share": 0.25} if method == "heavy_merge" else {}
+    asked = {"budget": 0.25, "allocation": allocation, "bits": 16, "options": options}
+    cache = SketchCache(llama.config, method, **asked)
     kvsketch.prefill(
         llama, ids[:, :300], cache, queries="reread", tokenizer=Letters(),
         attention_mask=mask[:, :300],
@@ -86,7 +90,7 @@ def test_every_method_that_can_goes_by_a_second_reading(llama, method, allocatio
     summary = cache.summary()
     assert summary["slots"] == pytest.approx(75, rel=0.03)
     assert all(x is not None and 0 <= x < 3 for row in cache.error() for x in row["prompt"])
-    alone = SketchCache(llama.config, method, budget=0.25, allocation=allocation, bits=16)
+    alone = SketchCache(llama.config, method, **asked)
     kvsketch.prefill(llama, ids[:1, :300], alone, queries="reread", tokenizer=Letters())
     together = answer(llama, ids, cache, attention_mask=mask)
     assert torch.equal(together[:1], answer(llama, ids[:1], alone))
@@ -193,7 +197,8 @@ def test_questions_that_are_given_are_what_is_kept_for(llama):
 
 def test_a_retrieval_head_is_found_by_the_second_reading():
     """From a fifth of the slots, in 8 bits, the packaged model answers four questions about records
-    of 100 lines after a second reading, and fewer where scores are of the prompt's queries."""
+    of 100 lines after a second reading, and after one by its own queries, asked again; and fewer
+    where scores are of the prompt's last queries."""
     from transformers import AutoModelForCausalLM
 
     from kvsketch.evaluation.runner.longeval import QUESTION_MARK, read_answer
@@ -202,17 +207,19 @@ def test_a_retrieval_head_is_found_by_the_second_reading():
     folder = resolve_model("longeval-one-head")
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    right = dict.fromkeys(("prompt", "reread"), 0)
+    ways = {"reread": "heavy_merge", "prompt": "heavy_merge", "last": "snapkv"}
+    right = dict.fromkeys(ways, 0)
     for case in generate_cases(100, 4, seed=11):
         ids = tokenizer(case["prompt"], return_tensors="pt").input_ids
         cut = case["prompt"].rfind(QUESTION_MARK)
         context = tokenizer(case["prompt"][:cut], return_tensors="pt").input_ids
-        for queries in right:
-            cache = SketchCache(model.config, budget=0.2, bits=8, allocation="global")
+        for way, method in ways.items():
+            cache = SketchCache(model.config, method, budget=0.2, bits=8, allocation="global")
+            queries = "prompt" if way == "last" else way
             kvsketch.prefill(model, context, cache, queries=queries, tokenizer=tokenizer)
             text = tokenizer.decode(answer(model, ids, cache, new=16)[0])
-            right[queries] += read_answer(text) == int(case["expected_number"])
-    assert right["reread"] == 4 > right["prompt"]
+            right[way] += read_answer(text) == int(case["expected_number"])
+    assert right["reread"] == right["prompt"] == 4 > right["last"]
 
 
 @pytest.mark.parametrize("method", registry.REREADING)

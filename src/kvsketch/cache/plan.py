@@ -31,9 +31,11 @@ class Plan:
         solver: how the budget is divided.
         choices: bits of the slots, or several to choose from; slots under an upper bound are stored
             in the first ones.
-        reread: the solver after a second reading of the prompt (``read_again``); None: the same.
+        reread: the solver after a second reading of the prompt, or after its own queries were asked
+            again (``read_again``); None: the same.
 
     Attributes:
+        again: whether the budgets are those after a second reading, or after an echo.
         above: heads above the tolerance in any row, bool ``[heads]``, by layer.
     """
 
@@ -42,6 +44,7 @@ class Plan:
     ) -> None:
         self.solver = solver
         self._solvers = solver, reread or solver
+        self.again = False
         self._layers, self._heads = 0, 0
         self.above: dict[int, Tensor] = {}
         self._measured = Measurements(choices)
@@ -104,8 +107,16 @@ class Plan:
         return [None] * layers if rows is None else [HeadBudgets([row]) for row in rows]
 
     def read_again(self, again: bool) -> None:
-        """Say whether the queries are those of a second reading, before any token is read."""
-        self.solver = self._solvers[again]
+        """Say whether the queries ask for the whole prompt: those of a second reading, or its own
+        again."""
+        self.again, self.solver = again, self._solvers[again]
+
+    def asks_again(self, stream: Stream) -> bool:
+        """Whether a prompt's own queries are to be asked again: the budgets that follow then
+        neither come from measured errors nor need the heads of other processes."""
+        solver, heads = self._solvers[True], stream.slots.keys.shape[1]
+        measures = solver.measures or solver.curves is not None
+        return not measures and not (solver.compares and Shard.of(heads, self._heads).ranks > 1)
 
     @property
     def chooses(self) -> bool:
@@ -170,8 +181,13 @@ class Plan:
             most = 128 + max(QUERIES, window or 0)  # the last queries are enough to measure on
             if stream.queries.count > 2 * most:
                 stream.queries.keep_last(most)
-        if hold or not self.ready(stream, prefill):
+        if hold:
             return False
+        if not self.ready(stream, prefill):
+            stream.echo = None
+            return False
+        if prefill and stream.ask_again():
+            self.read_again(True)
         number = next(i for i, other in enumerate(streams) if other is stream)
         found = self._given(number, streams)
         for given in found:
@@ -194,7 +210,7 @@ class Plan:
             # a number of slots, which must not be exceeded, or nothing to allocate
             assert self.budget is not None
             return [LayerBudgets(number, HeadBudgets([[self.budget] * heads]), stream.bits)]
-        if self.chooses or self.solver.measures:
+        if self.solver.measures or (self.chooses and not self.solver.compares):
             own = None if self.solver.alone else shard
             self._measured.take(number, stream, own, self.itemsize)
         size = self._layers, self._heads

@@ -48,13 +48,19 @@ class Queries:
         reading are kept: they are a sample of it and attend to all tokens."""
         if self.count <= count or self.after:
             return
-        if count == 0:
-            self.clear()
-            return
-        together = joined(self._waiting)
+        last = self.last(count)
+        self.clear()
+        if last is not None:
+            self.add(last)
+
+    def last(self, count: int) -> Observed | None:
+        """A copy of the last ``count``, or of all if there are fewer; None if there are none."""
+        together, count = self.all(), min(count, self.count)
+        if together is None or not count:
+            return None
         live = None if together.live is None else together.live[:, -count:].clone()
         queries = together.queries[:, :, -count:].clone()
-        self._waiting, self.count = [replace(together, queries=queries, live=live)], count
+        return replace(together, queries=queries, live=live)
 
     def many(self, held_bytes: int) -> bool:
         """Whether decoded queries should be turned into scores now: there are ``FOLD_EVERY``, or

@@ -201,7 +201,11 @@ class ByCurves(Solver):
 
 class ByScores(Solver):
     """By the method's scores, compared among the heads of a layer (AdaKV, "layer") or of the model
-    (KVzip, "global"); or more in the layers whose scores vary less (D2O, "variance")."""
+    (KVzip, "global"); or more in the layers whose scores vary less (D2O, "variance").
+
+    Bits that are to be chosen are the most in which every token fits the budget, or the fewest if
+    none does: what is merged or dropped harms later queries more than rounding does.
+    """
 
     compares = True
 
@@ -224,25 +228,38 @@ class ByScores(Solver):
                 "process has a part; use 'even' or 'measured' with tensor parallelism"
             )
         self._scores[prompt.number] = prompt.stream.importance()
-        numbers = [prompt.number]
-        if self.name != "layer":
-            if len(self._scores) < prompt.layers:
-                return []
-            numbers = sorted(self._scores)
+        numbers = sorted(self._scores)
+        if self.name == "layer":
+            numbers = [prompt.number]
+        elif len(numbers) < prompt.layers:
+            return self._bounds(numbers, prompt)
         bits, price = self._stored(prompt, numbers)
-        return [
-            LayerBudgets(n, own, bits) for n, own in self._budgets(numbers, prompt.streams, price)
-        ]
+        average = self.budget.slots(prompt.stream.seen)
+        scores = [self._scores.pop(n) for n in numbers]
+        told = self._slots(scores, prompt, price, average)
+        value, given = self.budget.value, []
+        for n, rows in zip(numbers, told, strict=True):
+            shares = [[x / average for x in price.cost(row).tolist()] for row in rows]
+            own = [[Budget(value, x) for x in row] for row in shares]
+            given.append(LayerBudgets(n, HeadBudgets(own, True, price=price), bits))
+        return given
 
-    def _budgets(
-        self, numbers: list[int], streams: Sequence[Stream], price: Price
-    ) -> list[tuple[int, HeadBudgets]]:
-        stream = streams[numbers[0]]
-        schedule, seen, value = stream.schedule, stream.seen, self.budget.value
-        average = self.budget.slots(seen)
+    def _stored(self, prompt: Prompt, numbers: Sequence[int]) -> tuple[Bits, Price]:
+        stream = prompt.stream
+        for bits in prompt.measured.choices:
+            price = price_of(stream, bits, prompt.itemsize)
+            average = torch.tensor(float(self.budget.slots(stream.seen)))
+            if float(price.buys(average)) >= stream.seen:
+                break
+        return bits, price
+
+    def _slots(
+        self, scores: Sequence[Tensor], prompt: Prompt, price: Price, average: int
+    ) -> list[list[Tensor]]:
+        """The slots of every head, int64 ``[heads]`` of each layer and row, for an average cost."""
+        schedule, seen = prompt.stream.schedule, prompt.stream.seen
         slots = min(seen, int(float(price.buys(torch.tensor(float(average)))) + 1e-6))
         safeguard = SAFEGUARD if self.name == "layer" else 0.0
-        scores = [self._scores.pop(n) for n in numbers]
         told = []
         for row in range(len(scores[0])):
             own = [s[row] for s in scores]
@@ -250,20 +267,28 @@ class ByScores(Solver):
                 told.append(by_variance(own, slots, schedule.sink + schedule.recent))
             else:
                 told.append(by_need(own, slots, schedule.sink, schedule.recent, safeguard))
-        return [
-            (
-                n,
-                HeadBudgets(
-                    [
-                        [Budget(value, x / average) for x in price.cost(found[place]).tolist()]
-                        for found in told
-                    ],
-                    True,
-                    price=price,
-                ),
-            )
-            for place, n in enumerate(numbers)
-        ]
+        return [list(rows) for rows in zip(*told, strict=True)]
+
+    def _bounds(self, numbers: list[int], prompt: Prompt) -> list[LayerBudgets]:
+        """Upper bounds for the layers scored so far, as those of ``ByErrors``, after an echo.
+        Without one, methods compress once, as they were published."""
+        stream, tokens = prompt.stream, prompt.stream.seen
+        kept = self.goal.at_most(len(numbers), prompt.layers, tokens)
+        if kept is None or not stream.asked_again:
+            return []
+        bits, price = self._stored(prompt, numbers)
+        scores = [self._scores[n] for n in numbers]
+        told = self._slots(scores, prompt, price, max(1, int(kept * tokens)))
+        given = []
+        for n, rows in zip(numbers, told, strict=True):
+            slots = torch.stack([row.cpu() for row in rows])
+            budgets = [[Budget(1.0, x / tokens) for x in row] for row in slots.tolist()]
+            given.append(LayerBudgets(n, HeadBudgets(budgets, True), bits, provisional=True))
+            # What a head cannot keep any more is no need of it.
+            ranks = self._scores[n].argsort(-1, descending=True).argsort(-1)
+            gone = ranks >= slots.to(ranks.device).unsqueeze(-1)
+            self._scores[n] = self._scores[n].masked_fill(gone, -torch.inf)
+        return given
 
 
 class ByErrors(Solver):

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvsketch.budget import Budget
 from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.compress import compress
+from kvsketch.cache.echo import Echo, some_of
 from kvsketch.cache.error import QUERIES, Errors
 from kvsketch.cache.queries import Queries
 from kvsketch.cache.sketch_page import SketchPage
@@ -68,6 +69,8 @@ class Stream:
         seen: tokens so far.
         compressed: whether any token was ever compressed.
         errors: the measured errors of the slots.
+        echo: a prompt's queries, if they can be asked again after it; None: they cannot.
+        asked_again: whether the queries that wait for the compression of a prompt are such.
 
     Raises:
         InputError: buffer < 1, bits not as above, or not 16 with a sketch.
@@ -97,6 +100,7 @@ class Stream:
         self.one_shot = one_shot
         self._bits, self._buffer, self.streaming = known or FULL, buffer, streaming
         self.queries, self.errors = Queries(), Errors(track_error)
+        self.echo: Echo | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -108,6 +112,9 @@ class Stream:
         self.compressed = False
         self._page: Page | SketchPage | None = None
         self.rhythm: Rhythm | None
+        self.echo = None
+        self.asked_again = False
+        self._last: Observed | None = None  # the prompt's last queries, if others wait
         self.queries.clear()
         self.errors.reset()
         self._limit = 0  # appended tokens at which the page is due
@@ -276,12 +283,18 @@ class Stream:
         wanted = self.method.requires.queries or hold  # at least to measure the error on
         if observed is not None and (budget is None or (wanted and not self._whole)):
             self.queries.add(observed)
+            if self.echo is not None and prefill:
+                self.echo.add(observed, self.seen)
         if budget is None:
             return False
         if not hold and self.due(prefill):
             last = (observed or self.queries.all()) if prefill else None
+            if prefill:
+                self.ask_again()
             self._compress(budget, prefill=prefill, last=last)
             return True
+        if not hold:
+            self.echo = None
         # Turn a prompt's queries into scores now (they are many), a decoded token's only now and
         # then. What looks at a window of queries only waits for the last chunk of a held prompt.
         if hold and not self.method.requires.queries:
@@ -311,6 +324,23 @@ class Stream:
             self._compress(self.budget, prefill=False, last=observed)
         self.page.release()
         return due
+
+    @torch.no_grad()
+    def ask_again(self) -> bool:
+        """Ask the prompt's own queries again, after it: they become scores, and a few of them wait
+        instead of the last ones. Returns whether this was possible."""
+        echo, self.echo = self.echo, None
+        if echo is None or self.compressed or not 0 < echo.covered == self.seen:
+            return False
+        slots = self.scored()
+        asked, sample = echo.asked()
+        score = self.method.echo(slots, asked, sample).score
+        assert score is not None
+        self.page.set_score(score)
+        self._last, self.asked_again = self.queries.last(QUERIES), True
+        self.queries.clear()
+        self.queries.add(some_of(asked))
+        return True
 
     @property
     def _whole(self) -> bool:
@@ -353,7 +383,8 @@ class Stream:
         if provisional and fits and self.compressed:
             pass  # to that bound already
         elif provisional or not (budget.whole and self.bits == FULL and fits):
-            self._compress(budget, prefill=True, last=self.queries.all(), provisional=provisional)
+            last = self._last or self.queries.all()
+            self._compress(budget, prefill=True, last=last, provisional=provisional)
         elif not provisional:
             self.fold()
         if provisional:
@@ -409,6 +440,7 @@ class Stream:
         if page.grouped:
             self._limit = page.appended + self.schedule.period * room
         self.page, self.compressed = page, True
+        self._last = None
         if not provisional:
             self.queries.clear()
         if first:
@@ -558,6 +590,8 @@ class Stream:
             self._page = self._page.map(fn)
         self.errors.map_batch(fn)
         self.queries.map_batch(fn)
+        if self.echo is not None:
+            self.echo.map_batch(fn)
 
     def adopt(self, slots: Slots, seen: int, budget: HeadBudgets, bits: Bits) -> None:
         """Hold slots that were made elsewhere, scores included, instead of what is held, and
@@ -621,9 +655,10 @@ class Stream:
 
     def tensors(self) -> list[Tensor]:
         """All tensors, for byte counting."""
-        page = [] if self._page is None else self._page.tensors()
-        parts = (self.method, self.errors, self.queries)
-        return page + [tensor for part in parts for tensor in part.tensors()]
+        held = [] if self._page is None else self._page.tensors()
+        held += [] if self._last is None else [self._last.queries]
+        parts = (self.method, self.errors, self.queries, self.echo)
+        return held + [tensor for part in parts if part is not None for tensor in part.tensors()]
 
 
 def _bytes(tensors: list[Tensor]) -> int:

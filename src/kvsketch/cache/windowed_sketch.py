@@ -105,6 +105,10 @@ class WindowedSketch:
         """Return ``slots`` unchanged, because a sketch does not use queries."""
         return slots
 
+    def echo(self, slots: Slots, asked: Observed, sample: Tensor | None) -> Slots:
+        """Return ``slots`` unchanged, likewise."""
+        return slots
+
     def fading(self, observed: Observed) -> None:
         """None: a sketch has no scores."""
 

@@ -64,7 +64,7 @@ class SketchCache(Cache):  # type: ignore[misc]
             slots. Masses and scores (4 bytes each per slot, where a method has them) count in
             fewer bits and come on top in 16. If a fraction is too small for sinks and recent
             tokens (a short prompt), the recent window shrinks first. An ``AccuracyWarning`` is
-            given where the measured error is above 20%.
+            given where the measured error is above 35%.
         sink: number of first tokens that are kept unchanged.
         recent: number of last tokens that are kept unchanged.
         prefill: "exact": every token of the prompt attends to all earlier ones. Each layer is

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
+from kvsketch.cache.echo import Echo
 from kvsketch.cache.queries import joined, side_by_side
 from kvsketch.cache.stream import Stream
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.hf.checks import check_config, check_continues, check_queries, check_tokens
 from kvsketch.hf.masks import View
 from kvsketch.hf.output import output_weight
+from kvsketch.hf.rotary import turn_at
 from kvsketch.methods.base import Compressor
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
@@ -182,12 +184,21 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         if self.module is None:
             check_config(self.settings.config, module)
             self._project(module)
+            self._prepare_echo(module)
             self.module = weakref.ref(module)
         elif self.module() is not module:
             raise InputError(
                 "this SketchCache holds the context of another model (or of a copy of the model): "
                 "make one cache per model, or call reset()"
             )
+
+    def _prepare_echo(self, module: nn.Module) -> None:
+        """Let a prompt's queries be asked again after it, if the method wants them and the model's
+        positions allow it. A stream that compresses while it reads does not see all of them."""
+        stream = self.stream
+        if self.settings.exact_prefill and stream.method.requires.echo and stream.rhythm is None:
+            turn = turn_at(module)
+            stream.echo = None if turn is None else Echo(turn)
 
     def _project(self, module: nn.Module | None) -> None:
         """Pass the module's output projection to a method that needs it.

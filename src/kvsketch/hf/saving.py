@@ -108,6 +108,7 @@ def cache_state(cache: Kept) -> State:
     values = {
         "settled": forward.masks.settled,
         "peak": cache._forward.peak_nbytes,
+        "again": plan.again,
         "above": {str(n): heads.tolist() for n, heads in plan.above.items()},
     }
     state = State(values=values)
@@ -211,6 +212,8 @@ def _restored(make: Callable[..., _Cache], reader: Reader, model: PreTrainedMode
             restore_layer(layer, part, batch, seen)
     forward.masks.settled = reader.flag("settled")
     forward.peak_nbytes = reader.whole("peak")
+    if reader.has("again"):  # not in older files
+        cache.plan.read_again(reader.flag("again"))
     if reader.has("live"):
         forward.masks.live = reader.tensor("live", (batch, None), torch.bool).to(model.device)
         if forward.masks.live.shape[1] > seen:

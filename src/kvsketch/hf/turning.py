@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvsketch.errors import UnsupportedError
 
 #: rope types whose frequencies do not depend on the position
-_FIXED = ("default", "linear", "llama3", "yarn")
+FIXED = ("default", "linear", "llama3", "yarn")
 # Rounding error that is allowed, as a fraction of a key's norm.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -68,7 +68,7 @@ def turn_of(model: PreTrainedModel, by: int) -> Turn:
     refused = f"{text.model_type!r} models have no plain rotary positions"
     parameters: Any = getattr(text, "rope_parameters", None) or {}
     kind = parameters.get("rope_type", "default") if isinstance(parameters, dict) else None
-    if kind not in _FIXED:
+    if kind not in FIXED:
         raise UnsupportedError(f"{refused}: rope_type={kind!r}")
     found = [f for m in model.modules() if (f := _frequencies(m)) is not None]
     if len(found) != 1:

@@ -192,6 +192,17 @@ class Compressor(ABC):
         It gets all slots, including sinks and recent ones."""
         return slots
 
+    def echo(self, slots: Slots, asked: Observed, sample: Tensor | None) -> Slots:
+        """``slots``, scored by the prompt's last queries, with ``score`` updated by all of its
+        queries, which are asked again after it. For a method that ``requires`` it.
+
+        Args:
+            slots: all tokens of the prompt.
+            asked: queries ``after`` all of them.
+            sample: the tokens whose queries they are, int64, in order; None: of all.
+        """
+        raise NotImplementedError
+
     def fading(self, observed: Observed) -> tuple[Tensor, float] | None:
         """For a method whose ``observe`` adds up the attention that slots receive: the weight of
         each query, float32 ``[q]``, and the factor of the scores before, if these queries of

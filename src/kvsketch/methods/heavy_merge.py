@@ -14,7 +14,7 @@ from kvsketch.methods.clustering import check_pairs, group
 from kvsketch.methods.fit import Asked, fitted
 from kvsketch.methods.groups import merge, packed
 from kvsketch.methods.keydiff import similarity
-from kvsketch.methods.learned import learned_scores
+from kvsketch.methods.learned import largest_attention, learned_scores
 from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.rereading import reread_attention
 from kvsketch.methods.scoring import recent_attention, score_of, scored_before
@@ -24,6 +24,13 @@ from kvsketch.slots import Slots, compute_dtype
 
 # The weight of a token without attention, relative to one of average attention: it counts a little.
 _FLOOR = 1e-3
+# The share of the budget that keeps tokens unchanged: where the last queries alone have scored the
+# tokens, later ones may ask for any other; where the whole context has been asked for, few will.
+_SHARE, _SHARE_ASKED = 0.25, 0.9
+# The largest share of attention that an echo gives a token, in units of the mean attention of the
+# last queries. Smaller: fewer later questions are answered; larger: worse predictions of what
+# follows the prompt at once (KL of stories260K, docs/errors.md).
+_ECHO = 0.25
 # Scores of decoded queries that are computed at a time: 2 MB in float32.
 _FEW_SCORES = 1 << 19
 
@@ -34,9 +41,11 @@ class HeavyMerge(Compressor):
     weighted by the root of attention), and each group becomes one slot.
 
     Attention is that of the last ``window`` queries, with older queries fading (``SnapKV``'s,
-    without pooling), or the largest of a second reading. The weight of a token is its attention
-    times the norm of its value. A group's slot is (mean key, mass times mean value, mass), the
-    means weighted by attention.
+    without pooling), or the largest of a second reading. Where the model's positions allow it, all
+    queries of a prompt are asked again after it (``cache.echo``), and a part of the largest share
+    of attention that one of them gives a token is added. The weight of a token is its attention
+    times the norm of its value. A group's slot is (mean key, mass times
+    mean value, mass), the means weighted by attention.
 
     With ``correct``, u and m of the slots are then fitted to the last ``window`` queries of the
     prompt, or of the given part of it (``fit.fitted``: ridge least squares). A head uses the fit
@@ -49,7 +58,8 @@ class HeavyMerge(Compressor):
     (measured with ``benchmarks/ablation.py``; docs/errors.md).
 
     Args:
-        share: fraction of the budget that keeps tokens unchanged, in [0, 1).
+        share: fraction of the budget that keeps tokens unchanged, in [0, 1). None: 0.9 if the
+            queries have asked for the whole context (an echo, a second reading), else 0.25.
         distinct: choose these in turn by attention and by the keys' distance from their mean
             direction. False, and after a second reading, whose queries
             have asked for the whole context: by attention alone.
@@ -68,7 +78,7 @@ class HeavyMerge(Compressor):
     name = "heavy_merge"
     paper = "ours"
     ragged = True
-    requires = Requirements(queries=True, values=False, second_reading="allowed")
+    requires = Requirements(queries=True, values=False, second_reading="allowed", echo=True)
     allocation = "measured"
     allocation_reread = "global"
     bits = "measured"
@@ -76,7 +86,7 @@ class HeavyMerge(Compressor):
 
     def __init__(
         self,
-        share: float = 0.25,
+        share: float | None = None,
         window: int = 64,
         steps: int = 5,
         correct: bool = True,
@@ -86,8 +96,8 @@ class HeavyMerge(Compressor):
         seed: int = 0,
     ) -> None:
         super().__init__(seed)
-        if not 0 <= share < 1:
-            raise InputError(f"share={share!r} must lie in [0, 1)")
+        if share is not None and not 0 <= share < 1:
+            raise InputError(f"share={share!r} must lie in [0, 1), or be None")
         if not ridge > 0:
             raise InputError(f"ridge={ridge!r} must be > 0")
         self.share, self.correct, self.ridge = share, correct, ridge
@@ -118,6 +128,10 @@ class HeavyMerge(Compressor):
     def complete(self, slots: Slots, sample: Tensor) -> Slots:
         return learned_scores(slots, sample)
 
+    def echo(self, slots: Slots, asked: Observed, sample: Tensor | None) -> Slots:
+        found = _ECHO * largest_attention(slots, asked, sample)
+        return replace(slots, score=score_of(slots, self.name) + found)
+
     def importance(self, slots: Slots) -> Tensor:
         norm = torch.linalg.vector_norm(
             slots.values, dim=-1, dtype=compute_dtype(slots.values.dtype)
@@ -139,11 +153,15 @@ class HeavyMerge(Compressor):
         if isinstance(budget, Tensor) and live is not None:
             size = live.sum(1)
         wanted = torch.as_tensor(budget, device=device).expand(batch, heads).flatten()
-        heavy = torch.minimum(wanted - 1, (self.share * wanted.double()).round().long())
+        after = seen is not None and seen.after
+        share = self.share
+        if share is None:
+            share = _SHARE_ASKED if after else _SHARE
+        heavy = torch.minimum(wanted - 1, (share * wanted.double()).round().long())
         column = torch.arange(n, device=device)
         attended = self.importance(slots).flatten(0, 1).masked_fill_(weight < 0, -1.0)
         order = attended.argsort(dim=1, descending=True, stable=True)
-        if self.distinct and not (seen is not None and seen.after):
+        if self.distinct and not after:
             alike = similarity(slots).flatten(0, 1).masked_fill_(weight < 0, torch.inf)
             order = _in_turn(order, alike.argsort(dim=1, stable=True))
         first = torch.zeros_like(order, dtype=torch.bool)

@@ -1,4 +1,5 @@
-"""Scores of the tokens outside a sample of a context, predicted from those in the sample."""
+"""The largest attention that queries after a context give its tokens, and its prediction for tokens
+outside a sample of the context."""
 
 from __future__ import annotations
 
@@ -7,12 +8,36 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvsketch.estimator import attention_received
+from kvsketch.observed import Observed
+from kvsketch.reread import fits, largest_share
 from kvsketch.slots import Slots, compute_dtype
 
 # Of the regression, relative to the variance of a feature.
 _RIDGE = 1e-2
 # What a score is at least: the log of a smaller one would say nothing but count.
 _LEAST = 1e-6
+
+
+def largest_attention(slots: Slots, asked: Observed, sample: Tensor | None) -> Tensor:
+    """The largest share of attention that any of the queries, and any query head of its group,
+    gives each token, float32 ``[batch, num_key_value_heads, n]``.
+
+    Args:
+        slots: exact tokens.
+        asked: queries ``after`` all of them.
+        sample: the tokens whose queries they are, int64, in order, if not of all:
+            ``learned_scores`` then predicts how much the others would get.
+    """
+    if fits(asked, slots):
+        found = largest_share(asked, slots.keys, None).float()
+    else:
+        found = attention_received(slots, asked, None, True).float()
+    if sample is None:
+        return found
+    learned = learned_scores(replace(slots, score=found), sample).score
+    assert learned is not None
+    return learned
 
 
 def learned_scores(slots: Slots, sample: Tensor) -> Slots:

@@ -17,6 +17,8 @@ class Requirements:
             prompt must wait for the last chunk.
         second_reading: of the context, whose queries belong to no slot: whether scores by them are
             refused, allowed, or all that the method is made for.
+        echo: whether it scores a prompt also by the prompt's own queries, asked again after it
+            (``Compressor.echo``), where the model's positions allow it.
         weights: of the queries of a second reading, see ``hf.weighing``.
         part: tokens of the context in one part of a second reading; None: KVzip's number.
         output: whether it uses the contribution of values to the layer's output, and therefore
@@ -27,6 +29,7 @@ class Requirements:
     values: bool = True
     whole_prompt: bool = False
     second_reading: Literal["refused", "allowed", "required"] = "refused"
+    echo: bool = False
     weights: Literal["hidden", "gradient"] | None = None
     part: int | None = None
     output: bool = False

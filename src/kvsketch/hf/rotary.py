@@ -1,0 +1,78 @@
+"""How queries are moved to later positions, known from their attention module alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from kvsketch.hf.turning import FIXED, Turn
+
+# Families of transformers by how queries and keys of full attention depend on the position, named
+# by the type of the text model's configuration. tests/hf/test_rotary.py measures it in a model of
+# each. Families that are in no list have learned or other positions, latent keys, or layers whose
+# rotation depends on more of the configuration.
+_HALVES = """
+    apertus arcee aria_text bamba bitnet cwm dbrx dots1 emu3_text_model falcon_h1 flex_olmo gemma
+    gemma2 gemma3_text gemma3n_text glm4_moe gpt_neox gpt_oss granite granite_swa granitemoe
+    granitemoe_swa granitemoeshared hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
+    iquestcoder jais2 laguna lfm2 lfm2_moe llama mellum mimo_v2_flash minimax_m2 ministral
+    ministral3 mistral mixtral modernbert-decoder nemotron olmo olmo2 olmo3 olmo_hybrid olmoe
+    persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text
+    qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
+"""
+_NEIGHBOURS = "cohere ernie4_5 ernie4_5_moe glm glm4 helium"
+_UNMOVED = "afmoe cohere2 cohere2_moe jamba nemotron_h"
+#: channels i and i + pairs are rotated
+HALVES = frozenset(_HALVES.split())
+#: channels 2i and 2i + 1 are rotated
+NEIGHBOURS = frozenset(_NEIGHBOURS.split())
+#: queries and keys do not depend on the position
+UNMOVED = frozenset(_UNMOVED.split())
+
+
+def turn_at(module: nn.Module) -> Callable[[Tensor, int], Tensor] | None:
+    """What moves the queries of an attention module to later positions: from ``[...,
+    head_dim]`` and a number of positions to the same shape.
+
+    Returns:
+        None if the module's family is in no list, or its frequencies depend on the length of the
+        text.
+    """
+    config, home = getattr(module, "config", None), type(module).__module__
+    kind = getattr(config, "model_type", None)
+    if not home.startswith("transformers.models."):
+        return None
+    rotates = getattr(module, "use_rope", True)  # SmolLM3 has layers that do not
+    if kind in UNMOVED or (kind in HALVES and not rotates):
+        return _unmoved
+    if kind not in HALVES | NEIGHBOURS:
+        return None
+    return _turn(home, config, kind in NEIGHBOURS)
+
+
+def _unmoved(queries: Tensor, by: int) -> Tensor:
+    return queries
+
+
+def _turn(home: str, config: Any, neighbours: bool) -> Turn | None:
+    """By the frequencies of the one rotary embedding for text that a module of transformers
+    defines."""
+    classes = [
+        found
+        for name, found in vars(sys.modules[home]).items()
+        if name.endswith("RotaryEmbedding") and "Vision" not in name
+        if isinstance(found, type) and found.__module__ == home
+    ]
+    parameters: Any = getattr(config, "rope_parameters", None) or {}
+    parameters = parameters.get("full_attention", parameters)
+    if len(classes) != 1 or parameters.get("rope_type", "default") not in FIXED:
+        return None
+    rotary = classes[0](config=config)
+    for name in ("inv_freq", "full_attention_inv_freq"):
+        found = getattr(rotary, name, None)
+        if isinstance(found, Tensor) and found.dim() == 1:
+            return Turn(found, neighbours)
+    return None
