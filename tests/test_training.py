@@ -133,6 +133,12 @@ def test_the_mean_of_models_is_that_of_their_weights(tmp_path):
     kept(tmp_path / "mean")  # which one can go on from
     log = json.loads((tmp_path / "mean" / "training_log.json").read_text())
     assert [part["weight"] for part in log["mean_of"]] == [0.25, 0.75]
+    mean(tmp_path / "quieter", [(1.0, folders[0])], attention=0.5)
+    for name, tensor in load_file(tmp_path / "quieter" / "model.safetensors").items():
+        reads = name.endswith("self_attn.o_proj.weight") and int(name.split(".")[2]) >= 2
+        torch.testing.assert_close(tensor, (0.5 if reads else 1.0) * first[name])
+    with pytest.raises(SystemExit, match="--attention 0 must be > 0"):
+        mean(tmp_path / "other", [(1.0, folders[0])], attention=0.0)
     with pytest.raises(SystemExit, match=r"add up to 1, got 0\.75"):
         mean(tmp_path / "other", [(0.25, folders[0]), (0.5, folders[1])])
     assert not (tmp_path / "other").exists()
