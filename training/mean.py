@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-
 #: attention's output projection in the layers that read
 _READS = re.compile(r"model\.layers\.([2-9]|\d\d)\.self_attn\.o_proj\.weight")
 
