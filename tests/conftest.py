@@ -30,6 +30,7 @@ SPREAD = {
     "tests/serving/test_split_pages.py": 3,
     "tests/serving/test_pages.py": 3,
     "tests/hf/test_model_sweep.py": 3,
+    "tests/hf/test_rotary.py": 3,
     "tests/cache/test_storage.py": 3,
     "tests/cache/test_measured.py": 2,
     "tests/cache/test_row_budgets.py": 2,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvsketch.observed import Observed
 from kvsketch.partial import partial, together
-from kvsketch.slots import Slots, compute_dtype
+from kvsketch.slots import Slots
 
 #: Tokens at the start that every part of the second reading may attend to: kvpress's n_sink.
 SINK = 4
@@ -84,7 +84,7 @@ def attend_again(
     return out, total
 
 
-def largest_share(asked: Observed, keys: Tensor, total: Tensor | None) -> Tensor:
+def largest_share(asked: Observed, keys: Tensor, total: Tensor) -> Tensor:
     """The largest share of attention that any query and any query head of its group gives a key.
 
     Args:
@@ -92,25 +92,19 @@ def largest_share(asked: Observed, keys: Tensor, total: Tensor | None) -> Tensor
             alone.
         keys: ``[batch, num_key_value_heads, n, head_dim]``, of exact tokens.
         total: float ``[batch, num_attention_heads, q]``: the log of the total that shares refer to.
-            None: that over these keys.
 
     Returns:
-        ``[batch, num_key_value_heads, n]``, in the dtype of ``total``, else at least float32.
+        ``[batch, num_key_value_heads, n]``, in the dtype of ``total``.
     """
     batch, kv_heads, n, dim = keys.shape
     rows = batch * kv_heads
-    dtype = compute_dtype(keys.dtype) if total is None else total.dtype
-    queries = asked.queries.reshape(rows, -1, dim).to(dtype) * asked.scaling
-    less = None if total is None else total.reshape(rows, -1, 1)
-    across = keys.reshape(rows, n, dim).to(dtype).mT
-    found = torch.full((rows, n), -torch.inf, dtype=dtype, device=keys.device)
+    queries = asked.queries.reshape(rows, -1, dim).to(total.dtype) * asked.scaling
+    less = total.reshape(rows, -1, 1)
+    across = keys.reshape(rows, n, dim).to(total.dtype).mT
+    found = torch.full((rows, n), -torch.inf, dtype=total.dtype, device=keys.device)
     few = max(_FEW_QUERIES, _FEW_SCORES // (rows * n))
     for start in range(0, queries.shape[1], few):
         some = slice(start, start + few)
-        if less is None:
-            scores = queries[:, some] @ across
-            scores -= scores.logsumexp(-1, keepdim=True)
-        else:
-            scores = torch.baddbmm(less[:, some], queries[:, some], across, beta=-1)
+        scores = torch.baddbmm(less[:, some], queries[:, some], across, beta=-1)
         torch.maximum(found, scores.amax(1), out=found)
     return found.exp_().view(batch, kv_heads, n)

@@ -53,12 +53,14 @@ class Echo:
         if seen - count != self.covered:
             return  # some are missing
         self.covered = seen
-        self._parts.append((observed, torch.arange(seen - count, seen)))
+        self._parts.append(self._thinned(observed, torch.arange(seen - count, seen)))
         while sum(len(places) for _, places in self._parts) > MOST:
             self._every *= 2
             self._parts = [self._thinned(*part) for part in self._parts]
 
     def _thinned(self, observed: Observed, places: Tensor) -> tuple[Observed, Tensor]:
+        if self._every == 1:
+            return observed, places
         kept = (places // RUN % self._every == 0).nonzero().flatten()
         where = kept.to(observed.queries.device)
         live = None if observed.live is None else observed.live[:, where]

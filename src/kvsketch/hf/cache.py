@@ -84,7 +84,8 @@ class SketchCache(Cache):  # type: ignore[misc]
             token), as many of them as the bytes of ``budget`` hold; ``budget=1.0`` then only
             quantises. "measured" (heavy_merge's default with an exact prefill): chooses, for each
             layer, the bits of keys and of values and the number of slots with the smallest error on
-            the first prompt, within the same bytes. ``summary`` reports the choice. A budget that
+            the first prompt, within the same bytes; if budgets follow from scores, the most bits in
+            which all tokens fit, or else the fewest. ``summary`` reports the choice. A budget that
             is a number of tokens leaves prompts that fit it unchanged. Fewer bits make decoding
             slower. Not with a streaming sketch.
         tolerance: every KV head keeps the fewest slots (a fraction of the tokens) whose measured
@@ -95,15 +96,16 @@ class SketchCache(Cache):  # type: ignore[misc]
         allocation: how the budget is divided among layers and heads. "even": the same budget for
             every head (a method may have shares of its own: pyramidkv). A list of shares with mean
             1, one per compressed layer or one per layer and KV head. "measured": the same total,
-            allocated where it reduces the error most, measured on the first prompt (heavy_merge's
-            default with an exact prefill, unless a tolerance is given; after a second reading by
-            ``prefill`` its default is "global"). Curves, or the path of a file of them
+            allocated where it reduces the error most, measured on the first prompt. (heavy_merge's
+            default with an exact prefill is "global" where the prompt's own queries can be asked
+            again, see ``cache.echo``, and after a second reading by ``prefill``; else "measured".)
+            Curves, or the path of a file of them
             (``Curves.save``): by errors measured beforehand on typical prompts; better than
             "measured" if the questions differ from the text that was read. "layer" and "global":
             keep the slots of highest score among all heads of a layer (AdaKV) or of the model
             (KVzip); with "global" and "variance" all layers stay uncompressed until the prompt is
-            read. "variance" (d2o's default): more for layers whose tokens are attended to more
-            evenly. These three need a method that scores by queries. ``RetrievalHeads``: a fraction
+            read, except after an echo. "variance" (d2o's default): more for layers whose tokens are
+            attended to more evenly. These three need a method that scores by queries. ``RetrievalHeads``: a fraction
             ``budget`` of the heads keep all tokens, the others sinks and recent window
             (DuoAttention). "measured", and a tolerance with a budget, compare all layers: until the
             last layer is measured, each layer is compressed to the most that its heads may get, so

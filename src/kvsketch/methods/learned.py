@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kvsketch.estimator import attention_received
+from kvsketch.kernels.shares import largest_shares
 from kvsketch.observed import Observed
-from kvsketch.reread import fits, largest_share
+from kvsketch.reread import fits
 from kvsketch.slots import Slots, compute_dtype
 
 # Of the regression, relative to the variance of a feature.
@@ -30,7 +31,7 @@ def largest_attention(slots: Slots, asked: Observed, sample: Tensor | None) -> T
             ``learned_scores`` then predicts how much the others would get.
     """
     if fits(asked, slots):
-        found = largest_share(asked, slots.keys, None).float()
+        found = largest_shares(asked, slots.keys).float()
     else:
         found = attention_received(slots, asked, None, True).float()
     if sample is None:

@@ -934,6 +934,7 @@ extern "C" int KV_JOIN(kvsketch_run_, KV_ISA)(const Call* call, const void* quer
 }
 
 #include "pairs.h"
+#include "shares.h"
 #endif  // KV_ISA
 
 #ifdef KV_DISPATCH
@@ -941,10 +942,12 @@ extern "C" int KV_JOIN(kvsketch_run_, KV_ISA)(const Call* call, const void* quer
   extern "C" int kvsketch_run_##isa(const Call*, const void*, void*, const float*, double, double, \
                                     double, Parallel);                                         \
   extern "C" void kvsketch_pair_##isa(void*, int64_t, Parallel);                               \
-  static const Copy of_##isa = {kvsketch_run_##isa, kvsketch_pair_##isa};
+  extern "C" void kvsketch_share_##isa(void*, int64_t, Parallel);                              \
+  static const Copy of_##isa = {kvsketch_run_##isa, kvsketch_pair_##isa, kvsketch_share_##isa};
 struct Copy {  // for one set of vector instructions
   Run run;
   void (*pair)(void*, int64_t, Parallel);
+  void (*share)(void*, int64_t, Parallel);
 };
 #if defined(__x86_64__)
 KV_RUN(avx512)
@@ -999,6 +1002,10 @@ KV_EXPORT int kvsketch_receive(const Call* call, const void* queries, const floa
 // See ``Pairs`` in pairs.h.
 KV_EXPORT void kvsketch_pair(void* pairs, int64_t threads) {
   chosen->pair(pairs, threads, parallel);
+}
+// See ``Shares`` in shares.h.
+KV_EXPORT void kvsketch_share(void* shares, int64_t threads) {
+  chosen->share(shares, threads, parallel);
 }
 KV_EXPORT const char* kvsketch_mark() { return KV_MARK; }
 KV_EXPORT int64_t kvsketch_layout() { return (int64_t)sizeof(Part) << 32 | (int64_t)sizeof(Call); }

@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "attention.cpp"
-INCLUDED = HERE / "pairs.h"
+INCLUDED = (HERE / "pairs.h", HERE / "shares.h")
 LIBRARY = HERE / "attention.so"
 # No flag lets a sum of infinities or NaN go wrong: only the order of sums and a * b + c are free.
 FLAGS = [
@@ -38,7 +38,7 @@ X86 = {
 
 def mark() -> str:
     """Identifies the source that a library was compiled from."""
-    source = SOURCE.read_bytes() + INCLUDED.read_bytes()
+    source = b"".join(file.read_bytes() for file in (SOURCE, *INCLUDED))
     return hashlib.sha256(source).hexdigest()[:16]
 
 

@@ -1,0 +1,109 @@
+// The largest share of attention that any query gives a key, see kernels/shares.py. Part of
+// attention.cpp.
+//
+// Scores of a block of queries over all keys are held at once, since a share is relative to the sum
+// over all keys.
+
+namespace {
+
+struct Shares {
+  const float *queries, *keys;  // [rows, count, dim], scaled, and [rows, size, dim]
+  float* most;                  // [rows, size]: the log of the largest share
+  int64_t rows, count, size, dim;
+  std::atomic<int64_t> next;
+};
+
+constexpr int ASKING = 32;  // queries of a block
+constexpr int TURNED = 256;  // keys whose scores with all of them are computed together
+
+// Scores of R queries and V * W keys, which ``keys`` has channel by channel.
+template <int R, int V>
+inline void scores_of(const float* queries, const float* keys, int dim, int wide, float* out,
+                      int64_t across) {
+  vf sums[R][V] = {};
+  for (int c = 0; c < dim; c++) {
+    vf y[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) y[v] = load(keys + (size_t)c * wide + v * W);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const vf x = all(queries[(size_t)r * dim + c]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) sums[r][v] += x * y[v];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) store(out + r * across + v * W, sums[r][v]);
+}
+
+// The keys of a row, tile by tile, each channel by channel; in the last tile, 0 after the last key.
+void turn_keys(const float* keys, int64_t size, int dim, float* turned) {
+  for (int64_t first = 0; first < size; first += TURNED, turned += (size_t)TURNED * dim)
+    for (int i = 0; i < TURNED; i++)
+      for (int c = 0; c < dim; c++)
+        turned[(size_t)c * TURNED + i] = first + i < size ? keys[(first + i) * dim + c] : 0.0f;
+}
+
+void shares_of_row(const Shares& given, int64_t row, std::vector<float>& room) {
+  const int64_t size = given.size, count = given.count;
+  const int64_t across = (size + TURNED - 1) / TURNED * TURNED;
+  const int dim = (int)given.dim;
+  constexpr float infinity = std::numeric_limits<float>::infinity();
+  room.resize((size_t)across * (dim + ASKING + 1));
+  float *turned = room.data(), *scores = turned + across * dim, *most = scores + across * ASKING;
+  turn_keys(given.keys + row * size * dim, size, dim, turned);
+  std::fill(most, most + across, -infinity);
+  for (int64_t begin = 0; begin < count; begin += ASKING) {
+    const int asking = (int)std::min<int64_t>(ASKING, count - begin);
+    const float* queries = given.queries + (row * count + begin) * dim;
+    for (int64_t at = 0; at < across; at += TURNED)
+      for (int i = 0; i < TURNED; i += 2 * W) {
+        const float* keys = turned + at * dim + i;
+        int r = 0;
+        for (; r + 8 <= asking; r += 8)
+          scores_of<8, 2>(queries + r * dim, keys, dim, TURNED, scores + r * across + at + i, across);
+        for (; r < asking; r++)
+          scores_of<1, 2>(queries + r * dim, keys, dim, TURNED, scores + r * across + at + i, across);
+      }
+    for (int r = 0; r < asking; r++) {
+      float* own = scores + r * across;
+      for (int64_t i = size; i < across; i++) own[i] = -infinity;
+      vf high = all(-infinity), sum = all(0.0f);
+      for (int64_t i = 0; i < across; i += W) {
+        const vf x = load(own + i);
+        high = x > high ? x : high;
+      }
+      float highest = high[0];
+      for (int k = 1; k < W; k++) highest = std::max(highest, high[k]);
+      for (int64_t i = 0; i < across; i += W) sum += exped(load(own + i) - highest);
+      float total = 0;
+      for (int k = 0; k < W; k++) total += sum[k];
+      const float less = highest + std::log(total);
+      for (int64_t i = 0; i < across; i += W) {
+        const vf x = load(own + i) - less, before = load(most + i);
+        store(most + i, x > before ? x : before);
+      }
+    }
+  }
+  memcpy(given.most + row * size, most, sizeof(float) * size);
+}
+
+void share_out(void* given) {
+  Shares& shares = *(Shares*)given;
+  for (;;) {
+    const int64_t row = shares.next.fetch_add(1);
+    if (row >= shares.rows) return;
+    shares_of_row(shares, row, memory.sums);
+  }
+}
+
+}  // namespace
+
+extern "C" void KV_JOIN(kvsketch_share_, KV_ISA)(void* given, int64_t threads, Parallel parallel) {
+  Shares* shares = (Shares*)given;
+  shares->next.store(0);
+  if (parallel && threads > 1 && shares->rows > 1) parallel(share_out, shares, (unsigned)threads, 0);
+  else share_out(shares);
+}

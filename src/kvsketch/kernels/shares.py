@@ -1,0 +1,60 @@
+"""The largest share of attention that queries after a context give its tokens."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kvsketch.kernels import native
+from kvsketch.observed import Observed
+from kvsketch.slots import compute_dtype
+
+# Scores that torch computes at a time, 4 MB in float32, and the least number of queries.
+_SCORES, _QUERIES = 1 << 20, 64
+
+
+def largest_shares(asked: Observed, keys: Tensor) -> Tensor:
+    """The largest share of its attention that any query, of any query head of the group, gives a
+    key.
+
+    Args:
+        asked: queries ``[batch, num_attention_heads, q, head_dim]`` after all keys. Scores are
+            scaled products alone, see ``reread.fits``.
+        keys: ``[batch, num_key_value_heads, n, head_dim]``, of exact tokens.
+
+    Returns:
+        ``[batch, num_key_value_heads, n]``, in at least float32.
+    """
+    batch, kv_heads, n, dim = keys.shape
+    rows, dtype = batch * kv_heads, compute_dtype(keys.dtype)
+    queries = asked.queries.reshape(rows, -1, dim).to(dtype) * asked.scaling
+    flat = keys.reshape(rows, n, dim).to(dtype)
+    compiled = flat.device.type == "cpu" and dtype == torch.float32
+    found = _compiled if compiled and native.library() is not None else _by_torch
+    return found(queries, flat).exp_().view(batch, kv_heads, n)
+
+
+def _by_torch(queries: Tensor, keys: Tensor) -> Tensor:
+    """Logs of the shares, ``[rows, n]``, of ``[rows, q, head_dim]`` and ``[rows, n, head_dim]``."""
+    rows, n, _ = keys.shape
+    across, found = keys.mT, keys.new_full((rows, n), -torch.inf)
+    few = max(_QUERIES, _SCORES // (rows * n))
+    for start in range(0, queries.shape[1], few):
+        scores = queries[:, start : start + few] @ across
+        scores -= scores.logsumexp(-1, keepdim=True)
+        torch.maximum(found, scores.amax(1), out=found)
+    return found
+
+
+def _compiled(queries: Tensor, keys: Tensor) -> Tensor:
+    library = native.library()
+    assert library is not None
+    queries, keys = queries.contiguous(), keys.contiguous()
+    found = keys.new_empty(keys.shape[:2])
+    sizes = keys.shape[0], queries.shape[1], *keys.shape[1:]
+    addresses = (t.data_ptr() for t in (queries, keys, found))
+    # ``Shares`` of shares.h; the last number is its counter.
+    library.kvsketch_share((ctypes.c_int64 * 8)(*addresses, *sizes, 0), torch.get_num_threads())
+    return found

@@ -1,0 +1,203 @@
+"""A prompt's own queries, asked again after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvsketch
+from families import build
+from kvsketch import SketchCache
+from kvsketch.cache import echo
+from kvsketch.cache.echo import Echo, some_of
+from kvsketch.cache.error import QUERIES, Errors
+from kvsketch.methods.heavy_merge import HeavyMerge
+from kvsketch.observed import Observed
+from kvsketch.slots import Slots
+
+
+def ids_of(rows: int, tokens: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 90, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def marked(start: int, count: int, live: Tensor | None = None) -> Observed:
+    """Queries that say which token they belong to."""
+    numbers = torch.arange(start, start + count).float()
+    return Observed(numbers.view(1, 1, -1, 1).expand(2, 4, -1, 8), 0.5, live=live)
+
+
+def later(queries: Tensor, by: int) -> Tensor:
+    return queries + 1000 * by
+
+
+def test_all_queries_of_a_prompt_are_moved_behind_it() -> None:
+    heard = Echo(later)
+    for start in (0, 100, 150):
+        count = 100 if start == 0 else 50
+        heard.add(marked(start, count), start + count)
+    asked, sample = heard.asked()
+    assert heard.covered == 200
+    assert sample is None
+    assert asked.after
+    assert asked.queries[1, 3, :, 0].tolist() == [200_000 + n for n in range(200)]
+
+
+def test_queries_after_a_gap_are_not_those_of_the_prompt() -> None:
+    heard = Echo(later)
+    heard.add(marked(0, 10), 10)
+    heard.add(marked(11, 10), 21)
+    assert heard.covered == 10
+    assert heard.asked()[0].queries.shape[2] == 10
+
+
+@pytest.mark.parametrize("chunk", [90, 700])
+def test_a_long_prompt_keeps_runs_of_its_queries(chunk: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(echo, "MOST", 256)
+    heard, live = Echo(later), torch.ones(2, 700, dtype=torch.bool)
+    live[1, :70] = False
+    for start in range(0, 700, chunk):
+        end = min(start + chunk, 700)
+        heard.add(marked(start, end - start, live[:, start:end]), end)
+        assert sum(t.shape[2] for t in heard.tensors()) <= 256
+    asked, sample = heard.asked()
+    expected = [n for n in range(700) if n // echo.RUN % 4 == 0]
+    assert sample is not None
+    assert sample.tolist() == expected
+    assert asked.queries[0, 0, :, 0].tolist() == [700_000 + n for n in expected]
+    assert asked.live is not None
+    assert torch.equal(asked.live, live[:, expected])
+
+
+@pytest.mark.parametrize("count", [5, 40, 3000, 40_000])
+def test_a_few_queries_wait_for_the_fit(count: int) -> None:
+    few = some_of(Observed(torch.arange(count).float().view(1, 1, -1, 1), 1.0, after=True))
+    kept = few.queries.shape[2]
+    assert min(count, 32) <= kept <= 2 * 256
+    steps = few.queries.flatten().diff()
+    assert bool((steps == steps[0]).all())
+
+
+@pytest.mark.parametrize("way", ["plain", "padded", "capped", "sinks"])
+def test_the_largest_share_is_added_to_the_attention_of_the_last_queries(way: str) -> None:
+    """Against all scores in float64."""
+    made = torch.Generator().manual_seed(1)
+    keys, values = (torch.randn(2, 2, 30, 8, generator=made) for _ in range(2))
+    queries = 2 * torch.randn(2, 4, 30, 8, generator=made)
+    score = torch.rand(2, 2, 30, generator=made)
+    mass, live, more = None, None, {}
+    if way == "padded":
+        live = torch.ones(2, 30, dtype=torch.bool)
+        live[1, :9] = False
+        mass = live[:, None].expand(2, 2, 30).float()
+        more = {"live": live}
+    if way == "capped":
+        more = {"softcap": 3.0}
+    if way == "sinks":
+        more = {"sinks": torch.randn(4, generator=made)}
+    asked = Observed(queries, 0.4, after=True, **more)
+    found = HeavyMerge().echo(Slots(keys, values, mass, score=score), asked, None).score
+    exact = 0.4 * queries.double().view(2, 2, 2, 30, 8) @ keys.double().unsqueeze(2).mT
+    if way == "capped":
+        exact = 3 * torch.tanh(exact / 3)
+    if live is not None:
+        exact = exact.masked_fill(~live[:, None, None, None], -torch.inf)
+    total = exact.logsumexp(-1, keepdim=True)
+    if way == "sinks":
+        total = torch.logaddexp(total, more["sinks"].double().view(1, 2, 2, 1, 1))
+    share = (exact - total).exp()
+    if live is not None:
+        share = share * live[:, None, None, :, None]
+    expected = score + 0.25 * share.amax((2, 3))
+    assert found is not None
+    torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_outside_the_runs_get_predicted_scores() -> None:
+    made = torch.Generator().manual_seed(2)
+    keys, values = (torch.randn(1, 1, 80, 8, generator=made) for _ in range(2))
+    asked = Observed(torch.randn(1, 1, 40, 8, generator=made), 0.5, after=True)
+    slots = Slots(keys, values, score=torch.zeros(1, 1, 80))
+    whole = HeavyMerge().echo(slots, asked, None).score
+    part = HeavyMerge().echo(slots, asked, torch.arange(40)).score
+    assert whole is not None
+    assert part is not None
+    assert bool((part >= whole).all())
+    assert bool((part[..., 40:] > whole[..., 40:]).any())
+
+
+@torch.no_grad()
+def read(model: Any, tokens: int = 300, **settings: Any) -> SketchCache:
+    cache = SketchCache(model.config, **settings)
+    model(ids_of(1, tokens), past_key_values=cache, use_cache=True)
+    return cache
+
+
+def test_budgets_by_scores_follow_an_echo_and_others_do_not() -> None:
+    llama = build("llama")
+    assert read(llama, budget=0.3).summary()["allocation"] == "global"
+    for given, named in (
+        ({"budget": 0.3, "allocation": "measured"}, "measured"),
+        ({"tolerance": 0.5}, "tolerance"),
+        ({"budget": 0.3, "method": "snapkv"}, "even"),
+        ({"budget": 90, "prefill": "streaming"}, "even"),
+    ):
+        cache = read(llama, **given)
+        assert cache.summary()["allocation"] == named
+        assert not any(layer.stream.asked_again for layer in cache._sketches())
+    # learned positions: the queries cannot be moved
+    assert read(build("opt"), budget=0.3).summary()["allocation"] == "measured"
+
+
+def test_an_even_budget_keeps_other_tokens_with_an_echo() -> None:
+    llama, settings = build("llama"), {"budget": 0.2, "allocation": "even", "bits": 16}
+    heard = read(llama, **settings)
+    assert all(layer.stream.asked_again for layer in heard._sketches())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvsketch.hf.layer.turn_at", lambda module: None)
+        silent = read(llama, **settings)
+    assert not torch.equal(heard.layers[1].keys, silent.layers[1].keys)
+
+
+def test_a_prompt_that_fits_is_not_asked_again() -> None:
+    """Nor are its queries held any longer; the next prompt's do not ask for its tokens."""
+    llama = build("llama")
+    cache = SketchCache(llama.config, budget=200, allocation="even", bits=16)
+    with torch.no_grad():
+        llama(ids_of(1, 150), past_key_values=cache, use_cache=True)
+        streams = [layer.stream for layer in cache._sketches()]
+        assert all(stream.echo is None for stream in streams)
+        llama(ids_of(1, 150, seed=1), past_key_values=cache, use_cache=True)
+    assert all(stream.compressed and not stream.asked_again for stream in streams)
+
+
+def test_an_echo_in_parts_is_that_of_the_whole_prompt() -> None:
+    llama, ids = build("llama"), ids_of(2, 260)
+    whole, parts = (SketchCache(llama.config, budget=0.3) for _ in range(2))
+    kvsketch.prefill(llama, ids, whole)
+    kvsketch.prefill(llama, ids, parts, chunk_size=70)
+    for one, other in zip(whole._sketches(), parts._sketches(), strict=True):
+        assert one.stream.asked_again
+        assert other.stream.asked_again
+        assert torch.equal(one.stream.held, other.stream.held)
+    assert whole.summary()["kv_bytes"] == parts.summary()["kv_bytes"]
+
+
+def test_the_error_is_that_of_the_prompts_last_queries(monkeypatch: Any) -> None:
+    """An echo changes what is kept, and not the queries on which the error is measured."""
+    asked, ask = [], Errors.ask
+
+    def watched(self: Errors, held: Any, last: Observed, *rest: Any) -> None:
+        asked.append(last)
+        ask(self, held, last, *rest)
+
+    monkeypatch.setattr(Errors, "ask", watched)
+    for bits in (16, None):  # compressed at once, and once the plan has given the budget
+        asked.clear()
+        cache = read(build("llama"), budget=0.3, allocation="even", bits=bits)
+        assert len(asked) == len(cache._sketches())
+        assert not any(last.after for last in asked)
+        assert all(last.queries.shape[2] in (QUERIES, 300) for last in asked)
+        assert all(layer.stream._last is None for layer in cache._sketches())
