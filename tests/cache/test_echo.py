@@ -14,6 +14,7 @@ from kvsketch import SketchCache
 from kvsketch.cache import echo
 from kvsketch.cache.echo import Echo, some_of
 from kvsketch.cache.error import QUERIES, Errors
+from kvsketch.cache.stream import Stream
 from kvsketch.methods.heavy_merge import HeavyMerge
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
@@ -201,3 +202,51 @@ def test_the_error_is_that_of_the_prompts_last_queries(monkeypatch: Any) -> None
         assert not any(last.after for last in asked)
         assert all(last.queries.shape[2] in (QUERIES, 300) for last in asked)
         assert all(layer.stream._last is None for layer in cache._sketches())
+
+
+def test_most_of_the_budget_stays_unchanged() -> None:
+    """0.9 of it after an echo, and 0.25 where only the last queries have scored the tokens."""
+    llama, ones = build("llama"), []
+    for method in ({}, {"allocation": "measured"}):
+        method["options"] = {"correct": False}  # which would change masses
+        cache = read(llama, tokens=400, budget=0.3, bits=16, sink=4, recent=16, **method)
+        mass = torch.cat([layer.stream.slots.masses().flatten() for layer in cache._sketches()])
+        ones.append(float((mass == 1).sum() / (mass > 0).sum()))
+    assert ones[0] > 0.85
+    assert ones[1] < 0.7
+
+
+def test_bits_are_the_most_in_which_all_tokens_fit() -> None:
+    llama = build("llama")
+    bits = {
+        budget: {tuple(layer.stream.bits) for layer in read(llama, budget=budget)._sketches()}
+        for budget in (0.2, 0.6, 0.95)
+    }
+    assert bits[0.2] == {(4, 4)}
+    assert len(bits[0.6]) == len(bits[0.95]) == 1
+    (some,), (most,) = bits[0.6], bits[0.95]
+    assert (4, 4) <= some <= most
+    assert most == (8, 8)
+    assert read(llama, budget=0.95).summary()["slots"] == 300
+
+
+def test_a_bound_spends_the_budget_and_a_published_method_has_none() -> None:
+    """Layers read first are compressed to a bound and then again; nothing of the budget is lost."""
+    llama = build("llama")
+    heard = read(llama, tokens=500, budget=0.2, bits=16)
+    assert heard.summary()["slots"] == pytest.approx(100, rel=0.02)
+    sizes = []
+    with pytest.MonkeyPatch.context() as patch:
+        spend = Stream.spend
+
+        def watched(self: Stream, budget: Any, provisional: bool = False, *rest: Any) -> None:
+            sizes.append(provisional)
+            spend(self, budget, provisional, *rest)
+
+        patch.setattr(Stream, "spend", watched)
+        read(llama, tokens=500, budget=0.2, bits=16)
+        assert any(sizes)
+        sizes.clear()
+        read(llama, tokens=500, budget=0.2, method="snapkv", allocation="global")
+        assert sizes
+        assert not any(sizes)

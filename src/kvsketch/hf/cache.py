@@ -105,13 +105,13 @@ class SketchCache(Cache):  # type: ignore[misc]
             keep the slots of highest score among all heads of a layer (AdaKV) or of the model
             (KVzip); with "global" and "variance" all layers stay uncompressed until the prompt is
             read, except after an echo. "variance" (d2o's default): more for layers whose tokens are
-            attended to more evenly. These three need a method that scores by queries. ``RetrievalHeads``: a fraction
-            ``budget`` of the heads keep all tokens, the others sinks and recent window
-            (DuoAttention). "measured", and a tolerance with a budget, compare all layers: until the
-            last layer is measured, each layer is compressed to the most that its heads may get, so
-            that the peak is about half of an uncompressed cache (with a streaming sketch, all of
-            it). Prompts too short to measure (about 100 tokens) are kept until there are more
-            tokens.
+            attended to more evenly. These three need a method that scores by queries.
+            ``RetrievalHeads``: a fraction ``budget`` of the heads keep all tokens, the others sinks
+            and recent window (DuoAttention). "measured", and a tolerance with a budget, compare all
+            layers: until the last layer is measured, each layer is compressed to the most that its
+            heads may get, so that the peak is about half of an uncompressed cache (with a streaming
+            sketch, all of it). Prompts too short to measure (about 100 tokens) are kept until there
+            are more tokens.
         keep: what is kept besides the slots of the budget, a list of names. "decoded": all decoded
             tokens, unchanged, so that only prompts are compressed (SubGen, section 3.2).
             "positions": the position of every slot (4 bytes each), so that a later

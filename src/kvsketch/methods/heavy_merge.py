@@ -82,6 +82,7 @@ class HeavyMerge(Compressor):
     allocation = "measured"
     allocation_reread = "global"
     bits = "measured"
+    fits = True
     window: int
 
     def __init__(
@@ -105,7 +106,6 @@ class HeavyMerge(Compressor):
         self.steps = at_least("steps", steps, 1)
         self.pairs = check_pairs(pairs)
         self.distinct = distinct
-        self.fits = correct
 
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
         if observed is None:
@@ -179,7 +179,7 @@ class HeavyMerge(Compressor):
         groups = group(slots, pull, price, count, self.steps, self.pairs, others, rest)
         most = int(wanted.max())
         kept = merge(slots, groups, pull, True, others, ahead=first, width=most)
-        asked = None if seen is None else Asked.of(seen, self.window)
+        asked = Asked.of(seen, self.window) if seen is not None and self.correct else None
         return kept if asked is None else fitted(kept, slots, asked, self.ridge)
 
 

@@ -1,0 +1,69 @@
+"""The largest shares of attention: the compiled kernel and torch's way equal the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsketch.kernels import native, shares
+from kvsketch.kernels.native import build
+from kvsketch.observed import Observed
+
+#: of processors, from the least to what this one has
+LEVELS = range(3)
+
+
+@pytest.fixture(autouse=True)
+def _whole():
+    yield
+    if native.library() is not None:
+        native.library().kvsketch_limit(len(LEVELS))
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    level=st.sampled_from(LEVELS),
+    batch=st.integers(1, 2),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 2),
+    q=st.sampled_from([1, 7, 8, 9, 31, 32, 33, 65]),
+    n=st.sampled_from([1, 2, 15, 16, 17, 255, 256, 257, 300, 513]),
+    dim=st.sampled_from([1, 3, 16, 32, 100]),
+    scale=st.sampled_from([0.1, 1.0, 30.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    compiled=st.booleans(),
+)
+@settings(max_examples=120)
+def test_shares_are_those_of_all_scores(
+    seed, level, batch, kv_heads, group, q, n, dim, scale, dtype, compiled
+):
+    made = torch.Generator().manual_seed(seed)
+    queries = torch.randn(batch, kv_heads * group, q, dim, generator=made).to(dtype)
+    keys = torch.randn(batch, kv_heads, n, dim, generator=made).to(dtype)
+    if native.library() is not None:
+        native.library().kvsketch_limit(level)
+    with native.switched(compiled):
+        found = shares.largest_shares(Observed(queries, scale, after=True), keys)
+    grouped = queries.double().view(batch, kv_heads, group, q, dim)
+    exact = (scale * grouped @ keys.double().unsqueeze(2).mT).softmax(-1).amax((2, 3))
+    assert found.shape == (batch, kv_heads, n)
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    # a score of hundreds is a rounded number itself
+    loose = 2e-5 * scale * dim + 1e-5
+    torch.testing.assert_close(found.double(), exact, rtol=loose, atol=loose)
+
+
+@pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_any_number_of_threads_gives_the_same_numbers(threads):
+    made = torch.Generator().manual_seed(0)
+    queries, keys = torch.randn(7, 90, 24, generator=made), torch.randn(7, 700, 24, generator=made)
+    before = torch.get_num_threads()
+    alone = [shares._compiled(queries[i : i + 1], keys[i : i + 1]) for i in range(7)]
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(shares._compiled(queries, keys), torch.cat(alone))
+    finally:
+        torch.set_num_threads(before)
