@@ -82,8 +82,8 @@ def needs() -> str:
             accuracy([r for r in unseen if r["method"] != "exact"], "heavy_merge"),
         ],
         [
-            "The question is not known, and a second reading of a sixth of the context is "
-            "affordable",
+            "The question is not known, and the default has no echo (GPT-2, OPT, BLOOM, MLA): a "
+            "sixth of the context is read again",
             '`bits=4` and `kvsketch.prefill(..., queries="sample")`',
             accuracy(again, best_reading([accuracies([{"results": again}])], "/sample") or ""),
         ],

@@ -23,11 +23,10 @@ OURS = ("exact", "cluster_merge", "heavy_merge", "int8", "int4", "peer:")
 def named(found: Scores) -> list[tuple[str, str]]:
     """The rows of single methods: a name in the results, and what it is in words."""
     ours = [("exact", "exact cache (all bytes)"), ("heavy_merge", "kvsketch, its default")]
-    for queries, much in (("/sample", "a sixth"), ("/reread", "all")):
-        again = best_reading([found], queries)
-        if again is not None:
-            bits = " 4 bits," if "int4" in again else ""
-            ours.append((again, f"kvsketch,{bits} {much} of the context read again"))
+    again = best_reading([found], "/reread")
+    if again is not None:
+        bits = " 4 bits," if "int4" in again else ""
+        ours.append((again, f"kvsketch,{bits} all of the context read again"))
     return [row for row in (*ours, *PEERS) if row[0] in found]
 
 
@@ -93,11 +92,11 @@ def opening(unseen: dict[str, Any], reread: dict[str, Any], costs: dict[str, Any
             "bytes."
         )
     for name, _ in named(found):
-        if "/sample" in name:
+        if "/reread" in name and name.startswith("heavy_merge"):
             least = min(found[name])
-            cost = cost_by_source(costs).get("sample", "").rpartition(" / ")[2]
+            cost = cost_by_source(costs).get("reread", "").rpartition(" / ")[2]
             follows.append(
-                f"Reading a sixth of the context again, at {cost or 'a fraction'} of the time of "
+                f"Reading all of the context again, at {cost or 'about once'} times the time of "
                 f"the first reading in a large model, keeps {found[name][least]:.0%} at "
                 f"{least:.0%} of the bytes."
             )

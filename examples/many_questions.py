@@ -15,11 +15,11 @@ prompt = make_cases([100], 1, seed=0)[0].prompt
 record, question = prompt[: prompt.rfind(QUESTION_MARK)], prompt[prompt.rfind(QUESTION_MARK) :]
 lines = re.findall(r"line ([\w-]+): REGISTER_CONTENT is <(\d+)>", record)
 
-# What will be asked is not known: a part of the record is read a second time (queries="sample"),
-# and what that looks at is kept.
+# What will be asked is not known: the record's own queries are asked again after it, and what they
+# look at is kept.
 context = tokenizer(record, return_tensors="pt").input_ids
 cache = kvsketch.SketchCache(model.config, budget=0.1)
-kvsketch.prefill(model, context, cache, queries="sample", tokenizer=tokenizer)
+kvsketch.prefill(model, context, cache)
 kept = cache.nbytes() / cache.exact_nbytes()
 
 right = 0
