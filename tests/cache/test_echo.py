@@ -250,3 +250,35 @@ def test_a_bound_spends_the_budget_and_a_published_method_has_none() -> None:
         read(llama, tokens=500, budget=0.2, method="snapkv", allocation="global")
         assert sizes
         assert not any(sizes)
+
+
+def test_a_head_wants_no_more_than_its_bound_has_left(monkeypatch: Any) -> None:
+    """Otherwise bytes of the budget would be spent on tokens that are gone."""
+    importance, llama = Stream.importance, build("llama")
+    calls: list[Stream] = []
+
+    def first_layer_alone(self: Stream) -> Tensor:
+        calls.append(self)
+        return importance(self) * (1.0 if len(calls) == 1 else 1e-6)
+
+    monkeypatch.setattr(Stream, "importance", first_layer_alone)
+    cache = read(llama, tokens=500, budget=0.3, bits=16)
+    first, second = (float(x.stream.held.float().mean()) for x in cache._sketches())
+    assert first > 1.2 * second
+    assert first + second == pytest.approx(2 * 150, rel=0.02)
+
+
+def test_an_echo_without_some_of_the_prompt_is_none(monkeypatch: Any) -> None:
+    add = Echo.add
+    monkeypatch.setattr(
+        Echo, "add", lambda self, observed, seen: None if seen == 200 else add(self, observed, seen)
+    )
+    cache = SketchCache(build("llama").config, budget=0.3)
+    kvsketch.prefill(build("llama"), ids_of(1, 300), cache, chunk_size=100)
+    assert cache.summary()["allocation"] == "measured"
+    assert not any(layer.stream.asked_again for layer in cache._sketches())
+
+
+def test_a_prompt_too_short_for_a_plan_holds_no_echo() -> None:
+    cache = read(build("llama"), tokens=40, budget=0.9)
+    assert all(layer.stream.waits and layer.stream.echo is None for layer in cache._sketches())

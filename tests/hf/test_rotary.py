@@ -97,6 +97,10 @@ def test_what_is_not_known_is_not_moved() -> None:
     )
     module = AutoModelForCausalLM.from_config(config).model.layers[0].self_attn
     assert turn_at(module) is None
+    module = build("gemma3").model.layers[1].self_attn
+    assert turn_at(module) is not None
+    module.config.rope_parameters["full_attention"]["rope_type"] = "dynamic"
+    assert turn_at(module) is None
     module = build("llama").model.layers[0].self_attn
     assert turn_at(module) is not None
     elsewhere = type("LlamaAttention", (type(module),), {"__module__": "somewhere.else"})

@@ -44,7 +44,9 @@ def test_shares_are_those_of_all_scores(
     keys = torch.randn(batch, kv_heads, n, dim, generator=made).to(dtype)
     if native.library() is not None:
         native.library().kvsketch_limit(level)
-    with native.switched(compiled):
+    with native.switched(compiled), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shares, "_SCORES", 1)
+        patch.setattr(shares, "_QUERIES", 8)  # several blocks
         found = shares.largest_shares(Observed(queries, scale, after=True), keys)
     grouped = queries.double().view(batch, kv_heads, group, q, dim)
     exact = (scale * grouped @ keys.double().unsqueeze(2).mT).softmax(-1).amax((2, 3))

@@ -279,14 +279,16 @@ class ByScores(Solver):
         bits, price = self._stored(prompt, numbers)
         scores = [self._scores[n] for n in numbers]
         told = self._slots(scores, prompt, price, max(1, int(kept * tokens)))
-        given = []
+        sink, recent, given = stream.schedule.sink, stream.schedule.recent, []
         for n, rows in zip(numbers, told, strict=True):
             slots = torch.stack([row.cpu() for row in rows])
             budgets = [[Budget(1.0, x / tokens) for x in row] for row in slots.tolist()]
             given.append(LayerBudgets(n, HeadBudgets(budgets, True), bits, provisional=True))
-            # What a head cannot keep any more is no need of it.
-            ranks = self._scores[n].argsort(-1, descending=True).argsort(-1)
-            gone = ranks >= slots.to(ranks.device).unsqueeze(-1)
+            # What a head cannot keep any more, besides sinks and recent window, is no need of it.
+            between = self._scores[n][..., sink : tokens - recent]
+            ranks = between.argsort(-1, descending=True).argsort(-1)
+            gone = ranks >= (slots - sink - recent).to(ranks.device).unsqueeze(-1)
+            gone = torch.nn.functional.pad(gone, (sink, recent))
             self._scores[n] = self._scores[n].masked_fill(gone, -torch.inf)
         return given
 
