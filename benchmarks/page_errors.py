@@ -19,8 +19,10 @@ EQUAL_BYTES = (
 SPENT = (
     "Methods are named as in `kvsketch eval --methods`. A bare name is the method as "
     "`SketchCache(model.config, name, budget=...)` runs it by default: `heavy_merge` with budgets "
-    "and bits chosen by measured errors (`@measured+measured`), every other method as "
-    "`@even+16bit`. `@even`: the same budget for every head (for `pyramidkv`: for every head of a "
+    "and bits by the scores of an echo (`@global+measured`), every other method as `@even+16bit`. "
+    "Single layers without their model have no echo: in their tables, and in KL on 24 texts and on "
+    "`documents`, `heavy_merge` has budgets and bits by measured errors (`@measured+measured`). "
+    "`@even`: the same budget for every head (for `pyramidkv`: for every head of a "
     "layer, by its own schedule over layers). `@measured`: the same bytes, allocated to heads and "
     "layers by errors measured on this prompt. `@calibrated`: allocated by errors measured "
     "beforehand on other prompts, by the file that `kvsketch calibrate` writes and `kvsketch "
@@ -296,9 +298,9 @@ def compression_time(result: dict[str, Any]) -> str:
     numbers = {k: v for k, v in result.items() if isinstance(v, (int, float)) and k != "seed"}
     found = result.get("measuring")
     measuring = found and (
-        "Measuring errors to allocate the budget (`@measured`, the default of "
-        f"`{found['method']}`) takes another {found['seconds']:.2f} s per layer, "
-        f"{found['share_of_prefill']:.1%} of its prefill. This time does not grow with the prompt."
+        "Measuring errors to allocate the budget (`@measured`, what "
+        f"`{found['method']}` does without an echo) takes another {found['seconds']:.2f} s per "
+        f"layer, {found['share_of_prefill']:.1%} of its prefill. This time does not grow with the prompt."
     )
     parts = [
         "## Time to compress",

@@ -136,7 +136,11 @@ def opening(results: dict[str, dict[str, Any] | None]) -> str:
     return (
         "![Decoding speed by method](figures/decoding.svg)\n\n"
         + table(["what, on a CPU", "measured"], lines)
-        + "\n\nWhat follows: decoding after a long prompt is faster than with the exact cache. "
+        + "\n\nThese speeds, and the peak, are of `heavy_merge` with budgets by measured errors "
+        '(`allocation="measured"`), its default before a prompt\'s own queries were asked again. '
+        "What an echo costs is in [what compression costs](errors.md#what-a-second-reading-costs-"
+        "and-what-it-gains): `compressing` after `prompt`.\n\n"
+        "What follows: decoding after a long prompt is faster than with the exact cache. "
         "With a tiny model and a small budget, where every operation of ours is visible, it is a "
         "little slower than with an exact cache of the same bytes: what is left is the "
         "compression every few tokens. The prefill is slower; where its peak matters, use "

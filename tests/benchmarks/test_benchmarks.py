@@ -332,7 +332,7 @@ def test_bare_names_differ_from_even_ones_only_where_the_default_is_measured(pac
     assert len(sizes["h2o@measured"]) > 1
 
 
-@pytest.mark.parametrize("label", ["heavy_merge", "h2o@measured", "snapkv@even"])
+@pytest.mark.parametrize("label", ["heavy_merge@measured", "h2o@measured", "snapkv@even"])
 def test_single_layers_spend_their_budget_as_a_cache_does(label):
     """Single layers have heads of the same sizes as a cache, on a prompt of more queries than a
     cache keeps for measuring."""
