@@ -20,8 +20,8 @@ SPENT = (
     "Methods are named as in `kvsketch eval --methods`. A bare name is the method as "
     "`SketchCache(model.config, name, budget=...)` runs it by default: `heavy_merge` with budgets "
     "and bits by the scores of an echo (`@global+measured`), every other method as `@even+16bit`. "
-    "Single layers without their model have no echo: in their tables, and in KL on 24 texts and on "
-    "`documents`, `heavy_merge` has budgets and bits by measured errors (`@measured+measured`). "
+    "Single layers without their model have no echo: in their tables `heavy_merge` has budgets and "
+    "bits by measured errors (`@measured+measured`). "
     "`@even`: the same budget for every head (for `pyramidkv`: for every head of a "
     "layer, by its own schedule over layers). `@measured`: the same bytes, allocated to heads and "
     "layers by errors measured on this prompt. `@calibrated`: allocated by errors measured "
@@ -300,7 +300,8 @@ def compression_time(result: dict[str, Any]) -> str:
     measuring = found and (
         "Measuring errors to allocate the budget (`@measured`, what "
         f"`{found['method']}` does without an echo) takes another {found['seconds']:.2f} s per "
-        f"layer, {found['share_of_prefill']:.1%} of its prefill. This time does not grow with the prompt."
+        f"layer, {found['share_of_prefill']:.1%} of its prefill. This time does not grow "
+        "with the prompt."
     )
     parts = [
         "## Time to compress",
