@@ -115,8 +115,9 @@ def _intro(results: Mapping[str, Any]) -> str:
         f"{next(r['prompt_tokens'] for r in rows if r['lines'] == lines):,.0f} at {lines} lines"
         for lines in sorted({row["lines"] for row in rows})
     )
+    note = f"{results['note']}\n\n" if "note" in results else ""
     return (
-        "Model: the packaged `longeval-one-head` "
+        f"{note}Model: the packaged `longeval-one-head` "
         f"(weights {settings['model_fingerprint']}), greedy, "
         f"{settings['dtype']} on {settings['device']}. Cases: "
         f"{max(row['cases'] for row in rows)} official ones of each length. Mean prompt in "
