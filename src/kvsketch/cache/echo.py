@@ -39,10 +39,6 @@ class Echo:
 
     def __init__(self, turn: Turn) -> None:
         self._turn = turn
-        self.clear()
-
-    def clear(self) -> None:
-        """Remove all queries."""
         self._parts: list[tuple[Observed, Tensor]] = []
         self._every = 1  # of so many runs, one is kept
         self.covered = 0

@@ -25,7 +25,7 @@ class Plan:
 
     A budget is the bytes of that many tokens in the model's own dtype: in 8 or 4 bits it buys more
     slots. With several choices of bits, a layer's are those with the smallest error, measured on
-    this prompt.
+    this prompt, unless the solver compares scores (``ByScores``).
 
     Args:
         solver: how the budget is divided.

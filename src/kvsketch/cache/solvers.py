@@ -246,9 +246,9 @@ class ByScores(Solver):
 
     def _stored(self, prompt: Prompt, numbers: Sequence[int]) -> tuple[Bits, Price]:
         stream = prompt.stream
+        average = torch.tensor(float(self.budget.slots(stream.seen)))
         for bits in prompt.measured.choices:
             price = price_of(stream, bits, prompt.itemsize)
-            average = torch.tensor(float(self.budget.slots(stream.seen)))
             if float(price.buys(average)) >= stream.seen:
                 break
         return bits, price

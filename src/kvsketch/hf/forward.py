@@ -25,8 +25,7 @@ from kvsketch.hf.masks import Masks
 from kvsketch.hf.second_reading import ReadEnough, Reading
 from kvsketch.observed import Observed
 
-#: A measured error, on average over layers and heads, of which a cache warns. With budgets that
-#: led to a larger one, the packaged models answered 0 of 20 questions about a record.
+#: a measured error, on average over layers and heads, of which a cache warns
 LARGE_ERROR = 0.35
 
 
