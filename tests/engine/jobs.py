@@ -7,9 +7,9 @@ from benchmarks.longeval import cases
 from kvsketch.evaluation.runner.loading import resolve_model
 
 
-def asked(count: int, tokens: int = 12) -> list[dict]:
-    """LongEval questions of about 1,700 tokens."""
-    _, rows = cases(200, count, 0)
+def asked(count: int, tokens: int = 12, lines: int = 200) -> list[dict]:
+    """LongEval questions, 200 lines of which are about 1,700 tokens."""
+    _, rows = cases(lines, count, 0)
     return [{"prompt": row["prompt"], "max_tokens": tokens} for row in rows]
 
 

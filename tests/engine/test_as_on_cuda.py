@@ -101,7 +101,9 @@ def test_two_stages_of_a_model_with_sliding_windows_are_refused(hybrid):
 
 @pytest.mark.parametrize("bits", ["16", "4"])
 def test_triton_kernels_read_the_pages(bits):
-    requests, variables = drawn((150, 300, 90), 8), {**FEW, "KVSKETCH_BITS": bits}
+    """Questions, since the tokens that follow random ones are nearly equally likely: a sum in
+    another order may then change the answer."""
+    requests, variables = asked(3, 8, lines=20), {**FEW, "KVSKETCH_BITS": bits}
     given = {"max_num_seqs": 8, "max_model_len": 1024}
     plain = engine.run(requests, variables, **given)
     cuda = {"attention_config": engine.FULL_ATTENTION, **given}
