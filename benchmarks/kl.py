@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import typer
@@ -56,6 +57,7 @@ from benchmarks.results import Results, ResumeOption, Row
 from kvsketch import SketchCache
 from kvsketch.cache.curves import Curves
 from kvsketch.evaluation.report.report import dumps
+from kvsketch.hf import reading
 from kvsketch.hf.measuring import measure_curves
 from kvsketch.page.quantized import FULL
 
@@ -94,7 +96,7 @@ def compressed(
     def run(budget: int) -> Held:
         cache = SketchCache(
             model.config,
-            method.name or "streaming_llm",
+            method.made or "streaming_llm",
             budget=budget if method.name else 1.0,
             sink=sink,
             recent=recent,
@@ -105,7 +107,9 @@ def compressed(
         )
         cache.plan.itemsize = ITEMSIZE
         if method.queries != "prompt":
-            kvsketch.prefill(model, prompt, cache, queries=method.queries, tokenizer=tokenizer)
+            more = getattr(method.made, "queries_kept", reading._SAMPLE)
+            with mock.patch.object(reading, "_SAMPLE", more):
+                kvsketch.prefill(model, prompt, cache, queries=method.queries, tokenizer=tokenizer)
         else:
             prefill(model, prompt, cache)
         found = held_by(cache, sink, recent)

@@ -40,7 +40,7 @@ from transformers import Cache, DynamicCache
 
 from benchmarks.equal_bytes import Fit
 from benchmarks.kl import compressed, curves_of, slots_of
-from benchmarks.options import METHODS_HELP, Method, fractions, methods, positive
+from benchmarks.options import METHODS_HELP, Method, at_hand, fractions, methods, positive
 from benchmarks.prompts import (
     ANSWER_TOKENS,
     Asked,
@@ -211,7 +211,7 @@ def main(
 ) -> None:
     """Example: python -m benchmarks.longeval --count 10 --methods exact,snapkv --json"""
     console = Console(stderr=True)
-    chosen = methods(methods_, others=["exact"])
+    chosen = at_hand(methods(methods_, others=["exact"]), console)
     shares = fractions("budgets", budgets)
     positive(lines=lines, count=count)
     queries = protocol(question)

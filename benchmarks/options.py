@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import typer
+from rich.console import Console
 
+from benchmarks.peers.attention_matching import METHODS as PEERS
+from benchmarks.peers.attention_matching import available as peer_missing
 from kvsketch import ALL_METHODS, InputError
 from kvsketch.arguments import QUERY_SOURCES
 from kvsketch.errors import unknown_name
@@ -25,7 +29,8 @@ METHODS_HELP = (
     "measured on this prompt, by scores over a layer or the model, or by errors measured "
     "beforehand on other prompts); +16bit, +int8, +int4 or +measured (slots in this many bits, or "
     "in bits chosen by measured errors); /reread, /local or /sample (by the queries of a second "
-    "reading). A bare name is the method with its defaults. int8, int4: all tokens."
+    "reading). A bare name is the method with its defaults. int8, int4: all tokens. "
+    "peer:attention_matching/reread: its authors' own code (benchmarks/peers)."
 )
 #: The ways to read a context a second time.
 SECOND = QUERY_SOURCES[1:]
@@ -63,6 +68,11 @@ class Method:
     queries: str = "prompt"
 
     @property
+    def made(self) -> Any:
+        """What ``SketchCache`` takes: the name, or the class of a peer's own code."""
+        return PEERS.get(self.name or "", self.name)
+
+    @property
     def allocation(self) -> str | None:
         """The argument of ``SketchCache``; None: not given."""
         return self.spent if "@" in self.label else None
@@ -85,10 +95,10 @@ def parse(label: str) -> Method:
     name, at, way = rest.partition("@")
     if at and way not in SPENT:
         raise unknown_name("allocation", at + way, [f"@{known}" for known in SPENT])
-    if name not in USUAL and not (slash and name in REREADING):
+    if name not in USUAL and not (slash and name in (*REREADING, *PEERS)):
         raise unknown_name("method", name, (*USUAL, *ALONE))
-    spent = way if at else default_allocation(name)
-    bits = BITS[ending] if plus else default_bits(name)
+    spent = way if at else default_allocation(PEERS.get(name, name))
+    bits = BITS[ending] if plus else default_bits(PEERS.get(name, name))
     return Method(label, name, spent, bits, source or "prompt")
 
 
@@ -101,6 +111,18 @@ def methods(text: str, others: Collection[str] = ()) -> list[Method]:
         except InputError as error:
             raise typer.BadParameter(f"--methods: {error}") from None
     return chosen
+
+
+def at_hand(chosen: Iterable[Method], console: Console) -> list[Method]:
+    """Those that can be run. Why a peer's own code cannot is printed."""
+    found = []
+    for method in chosen:
+        reason = peer_missing() if method.name in PEERS else None
+        if reason is None:
+            found.append(method)
+        else:
+            console.print(f"left out: {method.label} ({reason})", markup=False)
+    return found
 
 
 def paths(text: str) -> list[Path]:

@@ -50,6 +50,14 @@ def what(result: dict[str, Any], costs: dict[str, Any]) -> str:
         if whole
         else ""
     )
+    named = {row["method"].partition("/")[0].partition("+")[0] for row in result["results"]}
+    peers = (
+        "`peer:attention_matching` is its authors' own code ([2602.16284]"
+        "(https://arxiv.org/abs/2602.16284)) with all queries of the second reading and with "
+        "KVzip's budgets. "
+        if "peer:attention_matching" in named
+        else ""
+    )
     return (
         f"LongEval, {result['lines']} lines, question unseen when the record was compressed: "
         f"accuracy of `{result['model']}` on {count} {result['source']} cases, at equal bytes. "
@@ -61,8 +69,8 @@ def what(result: dict[str, Any], costs: dict[str, Any]) -> str:
         "also keeps the 32 recent tokens. As published it keeps none of them and loses most "
         "answers at 0.1 (`kvsketch eval longeval --methods kvzip --recent 0 --queries reread "
         "--question unseen`). `@global`: heads share the budget by scores. `+int4`, `+int8`: more "
-        "slots, in 4 or 8 bits. `cost`: the CPU time of the second reading over that of the first, "
-        f"on `{ONE_HEAD}` / extrapolated to 32 layers of Llama 3 8B's shape. {gradients}"
+        f"slots, in 4 or 8 bits. {peers}`cost`: the CPU time of the second reading over that of "
+        f"the first, on `{ONE_HEAD}` / extrapolated to 32 layers of Llama 3 8B's shape. {gradients}"
     )
 
 

@@ -23,7 +23,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.longeval import QUESTION_HELP, as_read, measure_shares, protocol
-from benchmarks.options import METHODS_HELP, among, fractions, methods, positive
+from benchmarks.options import METHODS_HELP, among, at_hand, fractions, methods, positive
 from benchmarks.page_ruler import averages
 from benchmarks.prompts import Asked, load
 from benchmarks.results import Results, ResumeOption, Row
@@ -72,7 +72,7 @@ def main(
 ) -> None:
     """Example: python -m benchmarks.ruler --count 2 --methods exact,snapkv --json"""
     console = Console(stderr=True)
-    chosen = methods(methods_, others=["exact"])
+    chosen = at_hand(methods(methods_, others=["exact"]), console)
     shares = fractions("budgets", budgets)
     names = among("subtasks", subtasks, SUBTASKS)
     positive(length=length, count=count)

@@ -69,7 +69,8 @@ COMMANDS = {
     "longeval_unseen": f"longeval {_FEWER}",
     "longeval_seen": f"longeval --question seen {_FEWER} "
     f"--methods exact,{','.join(page_beds.NAMED)},tova",
-    "longeval_reread": f"longeval {_FEWER} --methods {_AGAIN},heavy_merge@global+int4/reread,"
+    "longeval_reread": f"longeval {_FEWER} --methods {_AGAIN},peer:attention_matching/reread,"
+    "peer:attention_matching+int4/reread,heavy_merge@global+int4/reread,"
     "heavy_merge@global+int4/local,heavy_merge@global+int4/sample,heavy_merge@global+int4,"
     "heavy_merge",
     "longeval_reread_measured": f"longeval {_ONE_HEAD} {_FEWER} --methods "

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -42,7 +44,11 @@ def load(variable: str, file: str, function: str, arguments: Sequence[str]) -> C
 def _load(path: Path, function: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
     if not path.is_file():
         return _refuse(f"{path} is not there")
-    spec = importlib.util.spec_from_file_location(f"kvsketch_peer_{path.stem}", path)
+    # A package without its own first file, so that the file may import those beside it.
+    package = ModuleType(f"kvsketch_peer_{path.parent.name}")
+    package.__path__ = [str(path.parent)]
+    sys.modules[package.__name__] = package
+    spec = importlib.util.spec_from_file_location(f"{package.__name__}.{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -17,7 +17,14 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.peers import balancekv, goodpoints, kvpress, quantized_cache, thinformer
+from benchmarks.peers import (
+    attention_matching,
+    balancekv,
+    goodpoints,
+    kvpress,
+    quantized_cache,
+    thinformer,
+)
 from benchmarks.peers.exchange import ENVIRONMENT, VARIABLE, VERSIONS, _missing, interpreter
 
 #: How to check each peer, and what it is used for.
@@ -26,6 +33,7 @@ PEERS = {
     "QuantizedCache": (partial(quantized_cache.available, 4), "transformers' own, 4 and 2 bits"),
     "goodpoints": (goodpoints.available, "kernel thinning"),
     "BalanceKV": (balancekv.available, "the authors' balanced_walk"),
+    "Attention Matching": (attention_matching.available, "slots fitted to a second reading"),
     "Thinformer": (thinformer.available, "kernel halving"),
 }
 

@@ -15,6 +15,7 @@ import torch
 from benchmarks import attention_error
 from benchmarks.equal_bytes import Fit
 from benchmarks.peers import (
+    attention_matching,
     balancekv,
     exchange,
     goodpoints,
@@ -438,7 +439,57 @@ def test_what_a_failing_peer_wrote_is_passed_on(monkeypatch, tmp_path):
         kvpress.kept("knorm", *tensors(SHAPES[0]), 5)
 
 
-@pytest.mark.parametrize("peer", [balancekv, thinformer])
+THEIRS = """
+import torch
+from .base import compacted
+
+class HighestAttentionKeysCompaction:
+    def __init__(self, score_method, nnls_iters, nnls_lower_bound, nnls_upper_bound, c2_method):
+        assert (score_method, nnls_iters, c2_method) == ("rms", 2, "lsq")
+
+    def compute_compacted_cache(self, K, V, queries, t):
+        return compacted(K, V, queries, t)
+"""
+BESIDE = """
+import torch
+
+def compacted(K, V, queries, t):
+    index = list(range(t))[::-1]  # not in the order of the tokens
+    beta = torch.arange(t) / t + queries.mean() / K.shape[-1] ** 0.5
+    return K[index], beta, 2 * V[index], index
+"""
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_matching_is_attended_to_as_by_its_authors(monkeypatch, tmp_path, shape):
+    """Softmax of scores plus beta, over their values; here with code in the place of theirs."""
+    *_, file, _, _ = attention_matching._WHERE
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(THEIRS)
+    (tmp_path / file).with_name("base.py").write_text(BESIDE)
+    monkeypatch.setenv(attention_matching.VARIABLE, str(tmp_path))
+    assert attention_matching.available() is None
+    batch, heads, kv_heads, _, dim, count = shape
+    queries, keys, values = tensors(shape)
+    asked = Observed(queries, 0.3, after=True)
+    slots = Slots(keys, values, score=torch.rand(keys.shape[:3]))
+    method = attention_matching.AttentionMatching()
+    kept = method.compress(slots, count, asked, scored=True)
+    later = torch.randn(batch, heads, 5, dim, generator=torch.Generator().manual_seed(1))
+    found = attend(later, kept, scaling=0.3)
+    of_head = queries.reshape(batch, kv_heads, -1)
+    shift = of_head.mean(-1) * 0.3 * dim**0.5 / dim**0.5
+    beta = torch.arange(count).flip(0) / count + shift[..., None]
+    repeat = heads // kv_heads
+    chosen = keys[:, :, :count].repeat_interleave(repeat, 1)
+    scores = 0.3 * later @ chosen.mT + beta.repeat_interleave(repeat, 1).unsqueeze(2)
+    expected = scores.softmax(-1) @ (2 * values[:, :, :count]).repeat_interleave(repeat, 1)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(InputError, match="needs queries"):
+        method.reduce(slots, count, None)
+
+
+@pytest.mark.parametrize("peer", [attention_matching, balancekv, thinformer])
 def test_a_folder_that_is_not_the_peer_is_named(monkeypatch, tmp_path, peer):
     *_, file, function, _ = peer._WHERE
     monkeypatch.delenv(peer.VARIABLE, raising=False)

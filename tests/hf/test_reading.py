@@ -495,3 +495,18 @@ def test_a_sample_of_the_queries_is_kept_and_all_of_it_used():
     error = WindowError(stream.slots, kept, recent=8)
     assert torch.equal(error._asked.queries, kept.queries[:, :, ::4])
     assert error.error(wrong).tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("queries", ["prompt", "sample"])
+def test_a_method_of_ones_own_is_read_with_as_with_its_name(llama, queries):
+    class Own(ALL_METHODS["heavy_merge"]):
+        name = "own"
+
+    ids, kept = ids_of(1, 300), []
+    for method in (Own, Own(), "heavy_merge"):
+        cache = SketchCache(llama.config, method, budget=0.3)
+        kvsketch.prefill(llama, ids, cache, queries=queries, tokenizer=Letters())
+        kept.append([layer.keys for layer in cache.layers])
+    for other in kept[:2]:
+        for one, same in zip(other, kept[2], strict=True):
+            assert torch.equal(one, same)

@@ -130,7 +130,7 @@ class Forward:
             layer.keep_unverified(asked, q)
         else:
             counts = reading is None or reading.first_counts
-            if not counts and asked is not None and reading.echoes:
+            if reading is not None and reading.echoes and asked is not None:
                 layer.stream.hear(asked)
             self._settle(layer, asked if counts else None, prefill=q > 1)
         if layer in self._open:

@@ -116,9 +116,10 @@ def prefill(
             f"attention_mask {tuple(mask.shape)} must be of the shape of input_ids, "
             f"{tuple(input_ids.shape)}"
         )
-    size = class_of(cache.method).requires.part or PART
+    method = class_of(cache.arguments["method"])
+    size = method.requires.part or PART
     parts = _parts(queries, tokenizer, input_ids, mask, size)
-    if not parts and class_of(cache.method).requires.second_reading == "required":
+    if not parts and method.requires.second_reading == "required":
         raise UnsupportedError(
             f"method={cache.method!r} scores a context by a second reading: "
             "kvsketch.prefill(..., queries='reread')"
@@ -128,14 +129,14 @@ def prefill(
     if parts:
         longest = max(part.ids.shape[1] for part in parts)
         _check_reread(cache, tokens + longest + (ANSWER if asked else 0))
-        better = getattr(class_of(cache.method), "allocation_reread", None)
+        better = getattr(method, "allocation_reread", None)
         if better and cache.arguments["allocation"] == "measured" and not asked:
             _warn_of_measured(cache.method, better, str(queries))
     forward, inner = cache._forward, model.base_model
     if all(layer.settings.lossless for layer in forward.sketches):
         parts = []  # nothing will be compressed, so no queries are needed
     every = sum(part.ids.shape[1] + (ANSWER if asked else 0) for part in parts)
-    weighs = class_of(cache.method).requires.weights
+    weighs = method.requires.weights
     normal = torch.inference_mode(False) if weighs == "gradient" else nullcontext()
     with normal, _Bar(progress, tokens + every) as bar, torch.no_grad():
         try:
@@ -270,7 +271,7 @@ def _check(model: Any, input_ids: Any, cache: SketchCache, chunk_size: int | Non
 
 def _check_reread(cache: SketchCache, tokens: int) -> None:
     """Whether a second reading that ends at ``tokens`` tokens is possible."""
-    cls = class_of(cache.method)
+    cls = class_of(cache.arguments["method"])
     refused = cls.requires.queries and cls.requires.second_reading == "refused"
     if not issubclass(cls, Compressor) or refused:
         raise UnsupportedError(
