@@ -82,8 +82,8 @@ def _opening(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         "![Accuracy against the share of the bytes, by length of the record](figures/longeval.svg)",
         _markdown(header, table),
-        "`longeval-one-head` is trained for this very task, and a single one of its KV heads reads "
-        "the answer ([What these numbers can tell](what-the-numbers-can-tell.md)). "
+        f"The model is the packaged `{rows[0]['model']}`, which is trained for this very task "
+        "([What these numbers can tell](what-the-numbers-can-tell.md)). "
         "Columns: lines of the record and share "
         f"that is kept; {cases} official cases per length, question seen; in brackets the numbers "
         f"of {PAPER['source']}, for {PAPER['model']}.",
@@ -117,11 +117,11 @@ def _intro(results: Mapping[str, Any]) -> str:
     )
     note = f"{results['note']}\n\n" if "note" in results else ""
     return (
-        f"{note}Model: the packaged `longeval-one-head` "
+        f"{note}Model: the packaged `{rows[0]['model']}` "
         f"(weights {settings['model_fingerprint']}), greedy, "
         f"{settings['dtype']} on {settings['device']}. Cases: "
         f"{max(row['cases'] for row in rows)} official ones of each length. Mean prompt in "
-        f"tokens: {tokens} (one token per word; the paper's 7B model needs 5k, 7k and 9k). Every "
+        f"tokens: {tokens} (the paper's 7B model needs 5k, 7k and 9k). Every "
         f"method keeps the first {settings['sink']} and last "
         f'{settings["recent"]} tokens; under "In each paper\'s own window" what its paper kept. '
         "An answer is right if its last integer is the requested number, which is LongEval's own "

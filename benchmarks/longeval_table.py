@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import longeval_markdown as markdown
-from benchmarks.prompts import ONE_HEAD
+from benchmarks.longeval import MODEL
 from kvsketch.errors import KVSketchError
 from kvsketch.evaluation.report.report import report
 from kvsketch.evaluation.runner.presets import SUBGEN_SHARES as PAPER_SHARES
@@ -94,7 +94,7 @@ def measure(
     tasks = make_tasks(["longeval"], Options(cases=case_files(data), limit=limit))
     by_lines = by_lines or setups_by_lines()
     out = store / f"{question}.jsonl"
-    sweep = Sweep.open(ONE_HEAD, tasks, lambda case: by_lines[case.group["lines"]], settings, out)
+    sweep = Sweep.open(MODEL, tasks, lambda case: by_lines[case.group["lines"]], settings, out)
     with sweep.store:
         run_with_progress(sweep)
     return sweep
