@@ -4,7 +4,7 @@ Models that were trained on from the same weights can be averaged (Wortsman et a
 soups, arXiv:2203.05482): what each has learned since is largely in the mean. OUT has the tokenizer
 and the log of the last one, and what it is the mean of.
 
-With ``--attention 0.85``, what the attention layers that read (all but the first two) add is
+With ``--attention 0.82``, what the attention layers that read (all but the first two) add is
 multiplied by so much: an answer then needs the votes of more heads.
 """
 
