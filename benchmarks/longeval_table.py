@@ -81,6 +81,13 @@ def again_by_lines(question: str) -> dict[int, Sequence[Setup]]:
     }
 
 
+def some_methods(names: Sequence[str]) -> dict[int, Sequence[Setup]]:
+    """The runs of ``--only``."""
+    return {
+        lines: make_setups(names, [share, *SMALL_SHARES]) for lines, share in PAPER_SHARES.items()
+    }
+
+
 def measure(
     data: Path,
     question: str,
@@ -206,16 +213,14 @@ def main(
             wrong = f"--only {unknown[0]!r} must be one of {', '.join(METHODS)}"
         typer.echo(f"error: {wrong}", err=True)
         raise typer.Exit(2)
-    some = {
-        lines: make_setups(chosen, [share, *SMALL_SHARES]) for lines, share in PAPER_SHARES.items()
-    }
+
+    def runs(question: str) -> dict[int, Sequence[Setup]] | None:
+        if windows:
+            return again_by_lines(question)
+        return some_methods(chosen) if chosen else None
+
     try:
-        sweeps = {
-            q: measure(
-                data, q, store, limit, again_by_lines(q) if windows else some if chosen else None
-            )
-            for q in questions.split(",")
-        }
+        sweeps = {q: measure(data, q, store, limit, runs(q)) for q in questions.split(",")}
     except KVSketchError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

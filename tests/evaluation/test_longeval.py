@@ -154,6 +154,37 @@ def test_table_is_skipped_without_the_official_cases(
     assert not (tmp_path / "docs").exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, None),
+        ({"only": "uniform"}, {"uniform"}),
+        ({"windows": True}, {s.label for s in longeval_table.again_by_lines("seen")[200]}),
+    ],
+    ids=["all", "only", "windows"],
+)
+def test_what_is_asked_for_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Any, expected: set[str] | None
+) -> None:
+    """None: all methods at all shares."""
+    asked = []
+
+    class Enough(Exception):
+        pass
+
+    def measure(data: Path, question: str, store: Path, limit: int | None, runs: Any) -> None:
+        asked.append(runs)
+        raise Enough
+
+    for file in longeval_table.case_files(tmp_path):
+        file.touch()
+    monkeypatch.setattr(longeval_table, "measure", measure)
+    with pytest.raises(Enough):
+        longeval_table.main(data=tmp_path, docs=tmp_path, questions="seen", **settings)
+    (runs,) = asked
+    assert (runs is None) if expected is None else {s.label for s in runs[200]} == expected
+
+
 def own() -> dict[str, Any]:
     """Results with the papers' windows at 200 lines: h2o has no right answer, k-center some
     windows."""
