@@ -82,10 +82,10 @@ def needs() -> str:
             accuracy([r for r in unseen if r["method"] != "exact"], "heavy_merge"),
         ],
         [
-            "The question is not known, and the default has no echo (GPT-2, OPT, BLOOM, MLA): a "
-            "sixth of the context is read again",
-            '`bits=4` and `kvsketch.prefill(..., queries="sample")`',
-            accuracy(again, best_reading([accuracies([{"results": again}])], "/sample") or ""),
+            "The question is not known, and the default has no echo (GPT-2, OPT, BLOOM, MLA): the "
+            "context is read again, in parts",
+            '`bits=4` and `kvsketch.prefill(..., queries="local")`',
+            accuracy(again, best_reading([accuracies([{"results": again}])], "/local") or ""),
         ],
         [
             "No queries are available, or they should not decide what is kept",

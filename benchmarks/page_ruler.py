@@ -29,17 +29,17 @@ def ruler(result: dict[str, Any]) -> str:
     short = (name.removeprefix("niah_").replace("_", " ") for name in subtasks)
     columns = ["method", "kept", "mean", *short]
     surely = next(row["ci95"][0] for row in rows if row["accuracy"] == 1)
-    shares = " and ".join(f"{share:g}" for share in result["budgets"])
+    shares = ", ".join(f"{share:g}" for share in result["budgets"])
     named = [name for name in ("heavy_merge", "snapkv") if (name, min(result["budgets"])) in means]
     least = min(result["budgets"])
     best = max((name for name in means if name[1] == least), key=lambda name: means[name])
     beside = "".join(f"; `{name}` {means[name, least]:.2f}" for name in named)
     return (
         f"## RULER, {result['length']:,} tokens, question {result['question']} at compression, "
-        f"{shares} kept\n\n"
+        f"{shares} kept ({result['model']})\n\n"
         f"The highest mean at {least:g} of the bytes is {means[best]:.2f}, `{best[0]}`{beside}.\n\n"
-        f"Score on {result['count']} cases of each subtask that the packaged model answers "
-        f"(`--model {result['model']}`; texts between the needles: {result['source']}; "
+        f"Score of the packaged `{result['model']}` on {result['count']} cases of each subtask "
+        f"that it answers (texts between the needles: {result['source']}; "
         "all but `vt` are `niah_` tasks), by the "
         "share of the context's bytes that is kept, best first. Bytes are equal and methods are "
         "named as above. With so few cases the intervals are wide: if all answers are right, the "

@@ -78,13 +78,16 @@ COMMANDS = {
     "longeval_unseen_300": f"longeval --lines 300 --count 20 {_LONG}",
     "longeval_unseen_400": f"longeval {_ONE_HEAD} --lines 400 {_LONG}",
     "reading": "reading --beside {results}/longeval_reread.json",
-    "ruler_unseen": f"ruler {_ONE_LAYER} --count 12 "
+    "ruler_unseen": "ruler --count 6 --budgets 0.25,0.1,0.05 "
+    "--methods exact,heavy_merge,heavy_merge@global+int4/sample,"
+    "kvzip+int4/reread,kvzip/reread,snapkv",
+    "ruler_one_layer_unseen": f"ruler {_ONE_LAYER} --count 12 "
     "--methods exact,heavy_merge@global+int4/sample,heavy_merge,"
     "kvzip/reread,kvgrad/reread,kvzip+int4/reread,snapkv",
-    "ruler_unseen_more": f"ruler {_ONE_LAYER} --count 6 --budgets 0.5,0.05 "
+    "ruler_one_layer_unseen_more": f"ruler {_ONE_LAYER} --count 6 --budgets 0.5,0.05 "
     "--methods exact,heavy_merge,"
     "heavy_merge@global+int4/sample,kvzip/reread,kvzip+int4/reread,snapkv,kvgrad/reread",
-    "ruler_seen": f"ruler {_ONE_LAYER} --question seen --count 6 --methods exact,heavy_merge,"
+    "ruler_one_layer_seen": f"ruler {_ONE_LAYER} --question seen --count 6 --methods exact,heavy_merge,"
     "heavy_merge@global+int4,snapkv,snapkv@layer,chunkkv,kvzip+int4/reread",
     **{
         f"longeval_one_head_{question}": f"longeval {_ONE_HEAD} --question {question} {_FEWER} "
