@@ -178,9 +178,9 @@ def reading(result: dict[str, Any]) -> str:
         "first reading, in which the causal mask hides half of them. This cost is inherent, and "
         "it dominates in the packaged models, whose heads of 32 dimensions spend most of the time "
         "in attention. `local`: 512 tokens at a time, which attend only to themselves and to the "
-        "first four tokens. `sample`: 64 of every 384 tokens, in the same way; `heavy_merge` scores "
-        "all tokens by the prompt's own queries, asked again (where it has an echo), other methods "
-        "predict the scores of the other tokens from these.\n\n"
+        "first four tokens. `sample`: 64 of every 384 tokens, in the same way; where `heavy_merge` "
+        "has an echo, it scores all tokens by that, other methods predict the scores of the other "
+        "tokens from these.\n\n"
         f"{table(columns, rows)}\n\nAccuracy, by what is read again:\n\n"
         f"{table(['method', *sources], gains)}\n\n{_peers(result)}{made_with(result)}\n"
     )

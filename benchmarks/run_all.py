@@ -87,8 +87,8 @@ COMMANDS = {
     "ruler_one_layer_unseen_more": f"ruler {_ONE_LAYER} --count 6 --budgets 0.5,0.05 "
     "--methods exact,heavy_merge,"
     "heavy_merge@global+int4/sample,kvzip/reread,kvzip+int4/reread,snapkv,kvgrad/reread",
-    "ruler_one_layer_seen": f"ruler {_ONE_LAYER} --question seen --count 6 --methods exact,heavy_merge,"
-    "heavy_merge@global+int4,snapkv,snapkv@layer,chunkkv,kvzip+int4/reread",
+    "ruler_one_layer_seen": f"ruler {_ONE_LAYER} --question seen --count 6 --methods exact,"
+    "heavy_merge,heavy_merge@global+int4,snapkv,snapkv@layer,chunkkv,kvzip+int4/reread",
     **{
         f"longeval_one_head_{question}": f"longeval {_ONE_HEAD} --question {question} {_FEWER} "
         f"--methods exact,{','.join(page_beds.NAMED)}"
