@@ -309,17 +309,20 @@ def test_after_a_sample_an_echo_alone_scores_the_prompt(tokens: int, monkeypatch
     cache = SketchCache(model.config, budget=0.3)
     ids = ids_of(1, tokens)
     kvsketch.prefill(model, ids, cache, queries="sample", tokenizer=letters, chunk_size=80)
-    expected = []
-    complete = Stream.complete
+    expected: list[Tensor] = []
+    hear = Stream.hear
 
-    def completed(self: Stream, sample: Tensor) -> None:
-        assert self.echo is not None
-        asked, some = self.echo.asked()
-        assert some is None
-        expected.append(largest_attention(self.slots, asked, None))
-        complete(self, sample)
+    def heard(self: Stream, observed: Observed, after: int) -> None:
+        kept = self.echo
+        hear(self, observed, after)
+        assert kept is not None
+        if kept.covered == tokens:
+            assert self.echo is None  # queries of all layers would be more than the cache
+            asked, some = kept.asked()
+            assert some is None
+            expected.append(largest_attention(self.slots, asked, None))
 
-    monkeypatch.setattr(Stream, "complete", completed)
+    monkeypatch.setattr(Stream, "hear", heard)
     again = SketchCache(model.config, budget=0.3)
     kvsketch.prefill(model, ids, again, queries="sample", tokenizer=letters, chunk_size=80)
     assert len(expected) == (0 if tokens == 100 else len(cache._sketches()))

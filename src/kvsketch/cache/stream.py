@@ -115,6 +115,7 @@ class Stream:
         self.echo = None
         self.asked_again = False
         self._last: Observed | None = None  # the prompt's last queries, if others wait
+        self._heard: Tensor | None = None  # scores by an echo, during a second reading
         self.queries.clear()
         self.errors.reset()
         self._limit = 0  # appended tokens at which the page is due
@@ -325,35 +326,33 @@ class Stream:
         self.page.release()
         return due
 
-    def hear(self, observed: Observed) -> None:
-        """Take the queries of the newest tokens of a prompt, of which a sample will be read again:
-        only their echo counts."""
-        if self.echo is not None:
-            self.echo.add(observed, self.seen)
+    @torch.no_grad()
+    def hear(self, observed: Observed, tokens: int) -> None:
+        """Take the queries of the newest tokens of a prompt of which a sample will be read again:
+        at its end, after ``tokens``, all of them are asked again."""
+        if self.echo is None:
+            return
+        self.echo.add(observed, self.seen)
+        if self.echo.covered == tokens:  # scores are far smaller than the queries
+            self._heard = self.method.echo(self.slots, *self.echo.asked(), alone=True).score
+            self.echo = None
 
     @torch.no_grad()
     def ask_again(self) -> bool:
         """Ask the prompt's own queries again, after it: they become scores, and a few of them wait
         instead of the last ones. Returns whether this was possible."""
-        asked = self._echoed(alone=False)
-        if asked is None:
+        echo, self.echo = self.echo, None
+        if echo is None or self.compressed or not 0 < echo.covered == self.seen:
             return False
+        slots = self.scored()
+        asked, sample = echo.asked()
+        score = self.method.echo(slots, asked, sample, alone=False).score
+        assert score is not None
+        self.page.set_score(score)
         self._last, self.asked_again = self.queries.last(QUERIES), True
         self.queries.clear()
         self.queries.add(some_of(asked))
         return True
-
-    def _echoed(self, alone: bool) -> Observed | None:
-        """Score the prompt by its own queries, asked again after it, which are returned; ``alone``:
-        by nothing else. None: they cannot be asked."""
-        echo, self.echo = self.echo, None
-        if echo is None or self.compressed or not 0 < echo.covered == self.seen:
-            return None
-        asked, sample = echo.asked()
-        score = self.method.echo(self.scored(), asked, sample, alone).score
-        assert score is not None
-        self.page.set_score(score)
-        return asked
 
     @property
     def _whole(self) -> bool:
@@ -547,7 +546,10 @@ class Stream:
     def complete(self, sample: Tensor) -> None:
         """The second reading is over and repeated only these tokens, int64, in order: the scores of
         the others are those of their echo, or predicted from the sample's if there is none."""
-        if self._echoed(alone=True) is None and self.method.requires.queries:
+        heard, self._heard = self._heard, None
+        if heard is not None:
+            self.page.set_score(heard)
+        elif self.method.requires.queries:
             score = self.method.complete(self.slots, sample).score
             assert score is not None
             self.page.set_score(score)
@@ -671,6 +673,7 @@ class Stream:
         """All tensors, for byte counting."""
         held = [] if self._page is None else self._page.tensors()
         held += [] if self._last is None else [self._last.queries]
+        held += [] if self._heard is None else [self._heard]
         parts = (self.method, self.errors, self.queries, self.echo)
         return held + [tensor for part in parts if part is not None for tensor in part.tensors()]
 

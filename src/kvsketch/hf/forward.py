@@ -130,8 +130,8 @@ class Forward:
             layer.keep_unverified(asked, q)
         else:
             counts = reading is None or reading.first_counts
-            if reading is not None and reading.echoes and asked is not None:
-                layer.stream.hear(asked)
+            if reading is not None and reading.echoed and asked is not None:
+                layer.stream.hear(asked, reading.echoed)
             self._settle(layer, asked if counts else None, prefill=q > 1)
         if layer in self._open:
             self._open.remove(layer)

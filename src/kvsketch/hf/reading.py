@@ -141,7 +141,8 @@ def prefill(
     with normal, _Bar(progress, tokens + every) as bar, torch.no_grad():
         try:
             cache.plan.read_again(bool(parts))
-            forward.reading = Reading(queries == "prompt", echoes=_sampled(parts) is not None)
+            echoed = 0 if _sampled(parts) is None else tokens
+            forward.reading = Reading(queries == "prompt", echoed)
             size = chunk_size or tokens
             for start in range(0, tokens, size):
                 ids, seen = input_ids[:, start : start + size], mask[:, : start + size]

@@ -45,14 +45,14 @@ class Reading:
 
     Attributes:
         first_counts: whether the queries of the first reading count.
-        echoes: whether they are to be asked again, in the place of a sample's.
+        echoed: after so many tokens they are asked again, in the place of a sample's; 0: never.
         again: the part that is read a second time now; None: this is the first reading.
         weights: weights of the queries of an attention module, ``[batch, q]``; None: all equal.
         later: queries whose weights are not known yet, with their layers; None: they are known.
     """
 
     first_counts: bool
-    echoes: bool = False
+    echoed: int = 0
     again: Again | None = None
     weights: Mapping[nn.Module, Tensor] | None = None
     later: list[tuple[SketchLayer, Observed]] | None = None
