@@ -9,6 +9,7 @@ from kvsketch.theory.balance import (
     merge_and_reduce,
 )
 from kvsketch.theory.clusterability import ClusterCurve, clusterability
+from kvsketch.theory.coresets import coreset_size
 from kvsketch.theory.hard_instances import (
     IndexGame,
     NonAdaptivePair,
@@ -53,6 +54,7 @@ __all__ = [
     "clusterability",
     "clusters_for_diameter",
     "clusters_in_ball",
+    "coreset_size",
     "covering_number",
     "detection_rate",
     "error_bounds",
