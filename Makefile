@@ -67,7 +67,7 @@ $(ENGINE)/.ready: pyproject.toml tests/engine/requirements.py
 
 test-vllm: $(ENGINE)/.ready
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
-		$(ENGINE)/bin/python -m pytest -n 2 -q tests/engine tests/serving
+		$(ENGINE)/bin/python -m pytest -n 2 --dist worksteal -q tests/engine tests/serving
 
 # Break the papers' code in some two hundred ways, one at a time: a test must fail each time.
 mutants: setup

@@ -50,6 +50,7 @@ DRAWING = ("balancekv", "uniform")
 _PREFIX = "KVSKETCH_"
 # Variables of other parts of the package, its tests and its benchmarks.
 _OTHERS = {
+    "KVSKETCH_ATTENTION_MATCHING",
     "KVSKETCH_BALANCEKV",
     "KVSKETCH_DATA",
     "KVSKETCH_LONGBENCH",
