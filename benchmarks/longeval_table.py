@@ -180,7 +180,7 @@ def write(results: Mapping[str, Any], docs: Path) -> list[Path]:
 def main(
     data: Annotated[Path | None, typer.Option(help="Folder of the official case files.")] = None,
     limit: Annotated[int | None, typer.Option(help="Use the first N cases of each length.")] = None,
-    questions: Annotated[str, typer.Option(help="Protocols to run.")] = "seen,unseen",
+    questions: Annotated[str, typer.Option(help="Protocols to run: seen, unseen.")] = "seen",
     store: Annotated[Path, typer.Option(help="Folder of the answers.")] = ROOT / "build/longeval",
     docs: Annotated[Path, typer.Option(help="Folder of the page.")] = ROOT / "docs",
     windows: Annotated[

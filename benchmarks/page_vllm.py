@@ -52,7 +52,7 @@ def block(result: dict[str, Any]) -> str:
         f"of `SketchCache` (streaming prefill) in {answers['equal_to_transformers']}. Right "
         f"answers: vLLM {right['stock']}, `heavy_merge` {right['heavy_merge']}, in transformers "
         f"{right['heavy_merge in transformers']}. {_differing(answers)} The weights of "
-        "`spread` were those before its attention was multiplied by 0.8.",
+        "`spread` were those before its attention was multiplied by 0.82.",
         *of_sizes(found["sizes"]),
         of_documents(found["documents"]),
         f"Prompts in chunks of {cut} tokens: {chunks['equal']} of {chunks['requests']} answers are "
