@@ -51,8 +51,7 @@ def block(result: dict[str, Any]) -> str:
         f"`heavy_merge` gives its offline ones in {answers['served_equal_to_offline']}, and those "
         f"of `SketchCache` (streaming prefill) in {answers['equal_to_transformers']}. Right "
         f"answers: vLLM {right['stock']}, `heavy_merge` {right['heavy_merge']}, in transformers "
-        f"{right['heavy_merge in transformers']}. {_differing(answers)} The weights of "
-        "`spread` were those before its attention was multiplied by 0.82.",
+        f"{right['heavy_merge in transformers']}. {_differing(answers)}".strip(),
         *of_sizes(found["sizes"]),
         of_documents(found["documents"]),
         f"Prompts in chunks of {cut} tokens: {chunks['equal']} of {chunks['requests']} answers are "
