@@ -136,8 +136,9 @@ def opening(results: dict[str, dict[str, Any] | None]) -> str:
     return (
         "![Decoding speed by method](figures/decoding.svg)\n\n"
         + table(["what, on a CPU", "measured"], lines)
-        + "\n\nThese speeds, and the peak, are of `heavy_merge` with budgets by measured errors "
-        '(`allocation="measured"`), its default before a prompt\'s own queries were asked again. '
+        + "\n\nThese speeds, but those from end to end, and the peak are of `heavy_merge` with "
+        'budgets by measured errors (`allocation="measured"`), its default before a prompt\'s own '
+        "queries were asked again. "
         "What an echo costs is in [what compression costs](errors.md#what-a-second-reading-costs-"
         "and-what-it-gains): `compressing` after `prompt`.\n\n"
         "What follows: decoding after a long prompt is faster than with the exact cache. "
