@@ -478,7 +478,7 @@ def test_attention_matching_is_attended_to_as_by_its_authors(monkeypatch, tmp_pa
     later = torch.randn(batch, heads, 5, dim, generator=torch.Generator().manual_seed(1))
     found = attend(later, kept, scaling=0.3)
     of_head = queries.reshape(batch, kv_heads, -1)
-    shift = of_head.mean(-1) * 0.3 * dim**0.5 / dim**0.5
+    shift = 0.3 * of_head.mean(-1)
     beta = torch.arange(count).flip(0) / count + shift[..., None]
     repeat = heads // kv_heads
     chosen = keys[:, :, :count].repeat_interleave(repeat, 1)

@@ -544,8 +544,8 @@ class Stream:
         self.queries.add(replace(some, queries=some.queries.clone()))
 
     def complete(self, sample: Tensor) -> None:
-        """The second reading is over and repeated only these tokens, int64, in order: the scores of
-        the others are those of their echo, or predicted from the sample's if there is none."""
+        """The second reading is over and repeated only these tokens, int64, in order. Scores are
+        those of the prompt's echo; without one, the others' are predicted from these tokens'."""
         heard, self._heard = self._heard, None
         if heard is not None:
             self.page.set_score(heard)
