@@ -14,7 +14,7 @@ from kvsketch.methods.clustering import check_pairs, group
 from kvsketch.methods.fit import Asked, fitted
 from kvsketch.methods.groups import merge, packed
 from kvsketch.methods.keydiff import similarity
-from kvsketch.methods.learned import largest_attention, learned_scores
+from kvsketch.methods.learned import learned_scores
 from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.rereading import reread_attention
 from kvsketch.methods.scoring import recent_attention, score_of, scored_before
@@ -31,6 +31,10 @@ _SHARE, _SHARE_ASKED = 0.25, 0.9
 # last queries. Smaller: fewer later questions are answered; larger: worse predictions of what
 # follows the prompt at once (KL of stories260K, docs/errors.md).
 _ECHO = 0.25
+# Heads are compared by what stands out: tokens that a head attends to like most others can share a
+# slot. So many times the weight of its median token is no need of a head; what is left decides
+# only where nothing stands out.
+_TYPICAL, _LEFT = 2.0, 1e-3
 # Scores of decoded queries that are computed at a time: 2 MB in float32.
 _FEW_SCORES = 1 << 19
 
@@ -44,7 +48,8 @@ class HeavyMerge(Compressor):
     without pooling), or the largest of a second reading. Where the model's positions allow it, all
     queries of a prompt are asked again after it (``cache.echo``), and a part of the largest share
     of attention that one of them gives a token is added. The weight of a token is its attention
-    times the norm of its value. A group's slot is (mean key, mass times
+    times the norm of its value; heads are compared by what exceeds twice their median token's. A
+    group's slot is (mean key, mass times
     mean value, mass), the means weighted by attention.
 
     With ``correct``, u and m of the slots are then fitted to the last ``window`` queries of the
@@ -128,13 +133,20 @@ class HeavyMerge(Compressor):
     def complete(self, slots: Slots, sample: Tensor) -> Slots:
         return learned_scores(slots, sample)
 
-    def echo(self, slots: Slots, asked: Observed, sample: Tensor | None, alone: bool) -> Slots:
-        found = largest_attention(slots, asked, sample)
+    def echo(self, slots: Slots, shares: Tensor, alone: bool) -> Slots:
         if not alone:
-            found = score_of(slots, self.name) + _ECHO * found
-        return replace(slots, score=found)
+            shares = score_of(slots, self.name) + _ECHO * shares
+        return replace(slots, score=shares)
 
     def importance(self, slots: Slots) -> Tensor:
+        worth, live = self._worth(slots), slots.live()
+        real = worth if live is None else worth.masked_fill(~live, torch.nan)
+        typical = _TYPICAL * real.nanmedian(-1, keepdim=True).values
+        found: Tensor = (worth - typical).clamp(min=0.0) + _LEFT * worth
+        return found
+
+    def _worth(self, slots: Slots) -> Tensor:
+        """The weight of each token: its attention times the norm of its value."""
         norm = torch.linalg.vector_norm(
             slots.values, dim=-1, dtype=compute_dtype(slots.values.dtype)
         )
@@ -161,7 +173,7 @@ class HeavyMerge(Compressor):
             share = _SHARE_ASKED if after else _SHARE
         heavy = torch.minimum(wanted - 1, (share * wanted.double()).round().long())
         column = torch.arange(n, device=device)
-        attended = self.importance(slots).flatten(0, 1).masked_fill_(weight < 0, -1.0)
+        attended = self._worth(slots).flatten(0, 1).masked_fill_(weight < 0, -1.0)
         order = attended.argsort(dim=1, descending=True, stable=True)
         if self.distinct and not after:
             alike = similarity(slots).flatten(0, 1).masked_fill_(weight < 0, torch.inf)
