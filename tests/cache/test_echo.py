@@ -13,7 +13,7 @@ import kvsketch
 from families import build
 from kvsketch import SketchCache
 from kvsketch.cache import echo
-from kvsketch.cache.echo import Echo, Echoes, some_of
+from kvsketch.cache.echo import Echo, some_of
 from kvsketch.cache.error import QUERIES, Errors
 from kvsketch.cache.stream import Stream
 from kvsketch.hf import reading
@@ -107,9 +107,7 @@ def test_the_largest_share_is_added_to_the_attention_of_the_last_queries(way: st
     if way == "sinks":
         more = {"sinks": torch.randn(4, generator=made)}
     asked = Observed(queries, 0.4, after=True, **more)
-    slots = Slots(keys, values, mass, score=score)
-    shares = largest_attention(slots, asked, None)
-    found = HeavyMerge().echo(slots, shares, False).score
+    found = HeavyMerge().echo(Slots(keys, values, mass, score=score), asked, None, False).score
     exact = 0.4 * queries.double().view(2, 2, 2, 30, 8) @ keys.double().unsqueeze(2).mT
     if way == "capped":
         exact = 3 * torch.tanh(exact / 3)
@@ -124,7 +122,7 @@ def test_the_largest_share_is_added_to_the_attention_of_the_last_queries(way: st
     most = share.amax((2, 3))
     assert found is not None
     torch.testing.assert_close(found, (score + 0.25 * most).float(), rtol=1e-4, atol=1e-5)
-    alone = HeavyMerge().echo(slots, shares, True).score
+    alone = HeavyMerge().echo(Slots(keys, values, mass, score=score), asked, None, True).score
     torch.testing.assert_close(alone, most.float(), rtol=1e-4, atol=1e-5)
 
 
@@ -133,8 +131,10 @@ def test_tokens_outside_the_runs_get_predicted_scores() -> None:
     keys, values = (torch.randn(1, 1, 80, 8, generator=made) for _ in range(2))
     asked = Observed(torch.randn(1, 1, 40, 8, generator=made), 0.5, after=True)
     slots = Slots(keys, values, score=torch.zeros(1, 1, 80))
-    whole = largest_attention(slots, asked, None)
-    part = largest_attention(slots, asked, torch.arange(40))
+    whole = HeavyMerge().echo(slots, asked, None, False).score
+    part = HeavyMerge().echo(slots, asked, torch.arange(40), False).score
+    assert whole is not None
+    assert part is not None
     assert bool((part >= whole).all())
     assert bool((part[..., 40:] > whole[..., 40:]).any())
 
@@ -316,7 +316,7 @@ def test_after_a_sample_an_echo_alone_scores_the_prompt(
     ids = ids_of(1, tokens)
     kvsketch.prefill(model, ids, cache, queries="sample", tokenizer=letters, chunk_size=80)
     expected: list[Tensor] = []
-    hear, together = Stream.hear, Echoes()
+    hear = Stream.hear
 
     def heard(self: Stream, observed: Observed, after: int) -> None:
         kept = self.echo
@@ -324,8 +324,9 @@ def test_after_a_sample_an_echo_alone_scores_the_prompt(
         assert kept is not None
         if kept.covered == tokens:
             assert self.echo is None  # queries of all layers would be more than the cache
-            kept.others = together
-            expected.append(kept.shares(self.slots)[1])
+            asked, some = kept.asked()
+            assert some is None
+            expected.append(largest_attention(self.slots, asked, None))
 
     monkeypatch.setattr(Stream, "hear", heard)
     again = SketchCache(model.config, budget=0.3, allocation=allocation)
@@ -339,64 +340,8 @@ def test_after_a_sample_an_echo_alone_scores_the_prompt(
     assert all(layer.stream.echo is None for layer in cache._sketches())
 
 
-def test_what_one_head_finds_counts_a_little_for_those_beside_and_above() -> None:
-    made = torch.Generator().manual_seed(3)
-    layers = [torch.rand(2, heads, 40, generator=made) for heads in (2, 3, 2)]
-    together = Echoes()
-    highest = torch.zeros(2, 1, 40)
-    for found in layers:
-        highest = torch.maximum(highest, found.amax(1, keepdim=True))
-        assert torch.equal(together.shared(found), torch.maximum(found, 0.1 * highest))
-    quiet = Echoes().shared(layers[0])
-    assert torch.equal(quiet, torch.maximum(layers[0], 0.1 * layers[0].amax(1, keepdim=True)))
-
-
-def shares_of(model: Any, monkeypatch: Any, cache: SketchCache, ids: Tensor) -> list[Tensor]:
-    """What the method of every layer is told, by ``generate``'s way of reading."""
-    found: list[Tensor] = []
-    original = HeavyMerge.echo
-
-    def told(self: HeavyMerge, slots: Slots, shares: Tensor, alone: bool) -> Slots:
-        found.append(shares)
-        return original(self, slots, shares, alone)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(HeavyMerge, "echo", told)
-        model(ids, past_key_values=cache)
-    return found
-
-
-@pytest.mark.parametrize("allocation", [None, "even"])
-def test_the_heads_of_a_model_hear_each_other(allocation: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(echo, "_OTHERS", 1.0)  # so that every token shows it
-    llama = build("llama")
-    named = {} if allocation is None else {"allocation": allocation}
-    cache = SketchCache(llama.config, budget=0.3, **named)
-    first, second = shares_of(llama, monkeypatch, cache, ids_of(2, 200))
-    assert torch.equal(first, first.amax(1, keepdim=True).expand_as(first))
-    assert bool((second >= first.amax(1, keepdim=True)).all())
-    assert bool((second > first).any())
-    # Another prompt knows nothing of the one before.
-    cache.reset()
-    other = ids_of(2, 200, seed=1)
-    again = shares_of(llama, monkeypatch, cache, other)
-    fresh = SketchCache(llama.config, budget=0.3, **named)
-    for one, two in zip(again, shares_of(llama, monkeypatch, fresh, other), strict=True):
-        assert torch.equal(one, two)
-
-
-def test_the_heads_of_one_process_among_several_are_scored_alone() -> None:
-    llama = build("llama")
-    cache = SketchCache(llama.config, budget=0.3, allocation="even")
-    stream = cache._sketches()[0].stream
-    stream.extend(Slots(torch.randn(1, 1, 60, 8), torch.randn(1, 1, 60, 8)))
-    stream.echo = Echo(later)
-    cache.plan.prepare_echo(stream, True, False)
-    assert stream.echo.others is None
-
-
 def test_heads_are_compared_by_what_stands_out() -> None:
-    """Tokens that a head attends to like most others can share a slot."""
+    """Tokens that a head attends to like most others can share slots."""
     made = torch.Generator().manual_seed(4)
     score = torch.rand(2, 2, 50, generator=made) * 0.1 + 0.1
     score[:, 1] = 1e-4

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.queries import joined
-from kvsketch.methods.learned import largest_attention
 from kvsketch.observed import Observed
-from kvsketch.slots import Slots
 
 #: From queries ``[batch, num_attention_heads, q, head_dim]`` to those of the same tokens so many
 #: positions later.
@@ -23,31 +21,6 @@ MOST = 4096
 RUN = 64
 # How many of them are kept to fit slots to: one of so many, at least, and at most.
 _ONE_OF, _LEAST, _KEPT = 64, 32, 256
-# What a token gets at least, of the largest share that another head has given it.
-_OTHERS = 0.1
-
-
-class Echoes:
-    """What the echoes of one prompt find, layer after layer. Ours.
-
-    A deep layer's query depends on what the layers below have read, which is less in the first
-    reading than in a second one: only then is there an earlier copy to read. In text that repeats
-    itself, the heads of lower layers find the one sentence that differs, and those above do not
-    (benchmarks/ruler.py). So a share that one head gives a token counts a little for the others of
-    its layer and of those above.
-    """
-
-    def __init__(self) -> None:
-        self._highest: Tensor | None = None  # [batch, 1, n]
-
-    def shared(self, found: Tensor) -> Tensor:
-        """The shares of attention ``[batch, num_key_value_heads, n]`` of the next layer, those of
-        other heads included."""
-        highest = found.amax(1, keepdim=True)
-        if self._highest is not None:
-            highest = torch.maximum(highest, self._highest.to(highest.device))
-        self._highest = highest
-        return torch.maximum(found, _OTHERS * highest)
 
 
 class Echo:
@@ -62,7 +35,6 @@ class Echo:
 
     Attributes:
         covered: tokens from the first on whose queries were added without a gap.
-        others: what the echoes of the layers below have found; None: heads are scored alone.
     """
 
     def __init__(self, turn: Turn) -> None:
@@ -70,7 +42,6 @@ class Echo:
         self._parts: list[tuple[Observed, Tensor]] = []
         self._every = 1  # of so many runs, one is kept
         self.covered = 0
-        self.others: Echoes | None = None
 
     def add(self, observed: Observed, seen: int) -> None:
         """Append the queries of the newest tokens; ``seen``: tokens so far, these included."""
@@ -100,13 +71,6 @@ class Echo:
         places = torch.cat([places for _, places in self._parts])
         sample = None if len(places) == self.covered else places.to(queries.device)
         return replace(every, queries=queries, after=True), sample
-
-    def shares(self, slots: Slots) -> tuple[Observed, Tensor]:
-        """The queries, and the largest share of attention that one of them gives each of the
-        prompt's ``slots``, float32 ``[batch, num_key_value_heads, n]``."""
-        asked, sample = self.asked()
-        found = largest_attention(slots, asked, sample)
-        return asked, found if self.others is None else self.others.shared(found)
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``fn``, which acts on axis 0, the batch."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from kvsketch.budget import Budget
 from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.curves import Curves, least_tokens
-from kvsketch.cache.echo import Echoes
 from kvsketch.cache.error import QUERIES
 from kvsketch.cache.measure import Measurements, measurable
 from kvsketch.cache.retrieval_heads import RetrievalHeads
@@ -49,7 +48,6 @@ class Plan:
         self._layers, self._heads = 0, 0
         self.above: dict[int, Tensor] = {}
         self._measured = Measurements(choices)
-        self._echoes = Echoes()  # of this prompt
         #: bytes of a number of a token, of which a budget is a share; None: those of the keys. The
         #: benchmarks set 2, so that a model in float32 stands for one in 16 bits.
         self.itemsize: int | None = None
@@ -119,25 +117,6 @@ class Plan:
         solver, heads = self._solvers[True], stream.slots.keys.shape[1]
         measures = solver.measures or solver.curves is not None
         return not measures and not (solver.compares and Shard.of(heads, self._heads).ranks > 1)
-
-    def prepare_echo(self, stream: Stream, first: bool, sampled: bool) -> None:
-        """Drop a stream's echo if it is of no use, else tell it what those of the layers before
-        have found, unless another process has some of the layer's heads.
-
-        Args:
-            stream: of a layer that has read a part of its prompt.
-            first: there is no layer before.
-            sampled: the echo scores the prompt while a sample of it is read again.
-        """
-        if first:
-            self._echoes = Echoes()
-        if stream.echo is None:
-            return
-        if not sampled and not self.asks_again(stream):
-            stream.echo = None
-            return
-        whole = stream.slots.keys.shape[1] == self._heads
-        stream.echo.others = self._echoes if whole else None
 
     @property
     def chooses(self) -> bool:

@@ -334,9 +334,7 @@ class Stream:
             return
         self.echo.add(observed, self.seen)
         if self.echo.covered == tokens:  # scores are far smaller than the queries
-            slots = self.slots
-            _, shares = self.echo.shares(slots)
-            self._heard = self.method.echo(slots, shares, alone=True).score
+            self._heard = self.method.echo(self.slots, *self.echo.asked(), alone=True).score
             self.echo = None
 
     @torch.no_grad()
@@ -347,8 +345,8 @@ class Stream:
         if echo is None or self.compressed or not 0 < echo.covered == self.seen:
             return False
         slots = self.scored()
-        asked, shares = echo.shares(slots)
-        score = self.method.echo(slots, shares, alone=False).score
+        asked, sample = echo.asked()
+        score = self.method.echo(slots, asked, sample, alone=False).score
         assert score is not None
         self.page.set_score(score)
         self._last, self.asked_again = self.queries.last(QUERIES), True

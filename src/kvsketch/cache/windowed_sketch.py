@@ -105,7 +105,7 @@ class WindowedSketch:
         """Return ``slots`` unchanged, because a sketch does not use queries."""
         return slots
 
-    def echo(self, slots: Slots, shares: Tensor, alone: bool) -> Slots:
+    def echo(self, slots: Slots, asked: Observed, sample: Tensor | None, alone: bool) -> Slots:
         """Return ``slots`` unchanged, likewise."""
         return slots
 

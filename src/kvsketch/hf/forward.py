@@ -130,11 +130,8 @@ class Forward:
             layer.keep_unverified(asked, q)
         else:
             counts = reading is None or reading.first_counts
-            sampled = 0 if reading is None else reading.echoed
-            if q > 1:
-                self.plan.prepare_echo(layer.stream, layer is self.first, sampled > 0)
-            if sampled and asked is not None:
-                layer.stream.hear(asked, sampled)
+            if reading is not None and reading.echoed and asked is not None:
+                layer.stream.hear(asked, reading.echoed)
             self._settle(layer, asked if counts else None, prefill=q > 1)
         if layer in self._open:
             self._open.remove(layer)
@@ -144,6 +141,9 @@ class Forward:
         """Let a layer compress, or the plan give budgets that follow from its prompt."""
         stream = layer.stream
         hold = layer.holds or self.reading is not None
+        sampled = self.reading is not None and self.reading.echoed > 0
+        if prefill and stream.echo is not None and not (sampled or self.plan.asks_again(stream)):
+            stream.echo = None
         done = stream.settle(observed, prefill, hold)
         if stream.waits:
             streams = [sketch.stream for sketch in self.sketches]

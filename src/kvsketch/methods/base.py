@@ -192,14 +192,14 @@ class Compressor(ABC):
         It gets all slots, including sinks and recent ones."""
         return slots
 
-    def echo(self, slots: Slots, shares: Tensor, alone: bool) -> Slots:
+    def echo(self, slots: Slots, asked: Observed, sample: Tensor | None, alone: bool) -> Slots:
         """``slots``, scored by the prompt's last queries, with ``score`` updated by all of its
         queries, which are asked again after it. For a method that ``requires`` it.
 
         Args:
             slots: all tokens of the prompt.
-            shares: the largest share of attention that one of the queries gives each token, float32
-                ``[batch, heads, n]``.
+            asked: queries ``after`` all of them.
+            sample: the tokens whose queries they are, int64, in order; None: of all.
             alone: no other queries have scored the prompt, or they count no more.
         """
         raise NotImplementedError

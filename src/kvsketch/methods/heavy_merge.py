@@ -14,7 +14,7 @@ from kvsketch.methods.clustering import check_pairs, group
 from kvsketch.methods.fit import Asked, fitted
 from kvsketch.methods.groups import merge, packed
 from kvsketch.methods.keydiff import similarity
-from kvsketch.methods.learned import learned_scores
+from kvsketch.methods.learned import largest_attention, learned_scores
 from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.rereading import reread_attention
 from kvsketch.methods.scoring import recent_attention, score_of, scored_before
@@ -31,10 +31,10 @@ _SHARE, _SHARE_ASKED = 0.25, 0.9
 # last queries. Smaller: fewer later questions are answered; larger: worse predictions of what
 # follows the prompt at once (KL of stories260K, docs/errors.md).
 _ECHO = 0.25
-# Heads are compared by what stands out: tokens that a head attends to like most others can share a
-# slot. So many times the weight of its median token is no need of a head; what is left decides
-# only where nothing stands out.
-_TYPICAL, _LEFT = 2.0, 1e-3
+# Heads are compared by what stands out: tokens that a head attends to like most others can share
+# slots. So many times the weight of its median token is no need of a head; the rest of a weight
+# decides only where nothing stands out.
+_TYPICAL, _LEFT = 3.0, 1e-3
 # Scores of decoded queries that are computed at a time: 2 MB in float32.
 _FEW_SCORES = 1 << 19
 
@@ -48,8 +48,8 @@ class HeavyMerge(Compressor):
     without pooling), or the largest of a second reading. Where the model's positions allow it, all
     queries of a prompt are asked again after it (``cache.echo``), and a part of the largest share
     of attention that one of them gives a token is added. The weight of a token is its attention
-    times the norm of its value; heads are compared by what exceeds twice their median token's. A
-    group's slot is (mean key, mass times
+    times the norm of its value; heads are compared by what exceeds three times that of their median
+    token (``importance``). A group's slot is (mean key, mass times
     mean value, mass), the means weighted by attention.
 
     With ``correct``, u and m of the slots are then fitted to the last ``window`` queries of the
@@ -133,10 +133,11 @@ class HeavyMerge(Compressor):
     def complete(self, slots: Slots, sample: Tensor) -> Slots:
         return learned_scores(slots, sample)
 
-    def echo(self, slots: Slots, shares: Tensor, alone: bool) -> Slots:
+    def echo(self, slots: Slots, asked: Observed, sample: Tensor | None, alone: bool) -> Slots:
+        found = largest_attention(slots, asked, sample)
         if not alone:
-            shares = score_of(slots, self.name) + _ECHO * shares
-        return replace(slots, score=shares)
+            found = score_of(slots, self.name) + _ECHO * found
+        return replace(slots, score=found)
 
     def importance(self, slots: Slots) -> Tensor:
         worth, live = self._worth(slots), slots.live()
