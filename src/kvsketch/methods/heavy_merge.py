@@ -32,9 +32,8 @@ _SHARE, _SHARE_ASKED = 0.25, 0.9
 # follows the prompt at once (KL of stories260K, docs/errors.md).
 _ECHO = 0.25
 # Heads are compared by what stands out: tokens that a head attends to like most others can share
-# slots. So many times the weight of its median token is no need of a head; the rest of a weight
-# decides only where nothing stands out.
-_TYPICAL, _LEFT = 3.0, 1e-3
+# slots. A weight of up to so many times that of the head's median token counts so much less.
+_TYPICAL, _LESS = 3.0, 1e-3
 # Scores of decoded queries that are computed at a time: 2 MB in float32.
 _FEW_SCORES = 1 << 19
 
@@ -48,8 +47,8 @@ class HeavyMerge(Compressor):
     without pooling), or the largest of a second reading. Where the model's positions allow it, all
     queries of a prompt are asked again after it (``cache.echo``), and a part of the largest share
     of attention that one of them gives a token is added. The weight of a token is its attention
-    times the norm of its value; heads are compared by what exceeds three times that of their median
-    token (``importance``). A group's slot is (mean key, mass times
+    times the norm of its value; heads are compared by the tokens of more than three times the weight
+    of their median token (``importance``). A group's slot is (mean key, mass times
     mean value, mass), the means weighted by attention.
 
     With ``correct``, u and m of the slots are then fitted to the last ``window`` queries of the
@@ -143,8 +142,7 @@ class HeavyMerge(Compressor):
         worth, live = self._worth(slots), slots.live()
         real = worth if live is None else worth.masked_fill(~live, torch.nan)
         typical = _TYPICAL * real.nanmedian(-1, keepdim=True).values
-        found: Tensor = (worth - typical).clamp(min=0.0) + _LEFT * worth
-        return found
+        return torch.where(worth > typical, worth, _LESS * worth)
 
     def _worth(self, slots: Slots) -> Tensor:
         """The weight of each token: its attention times the norm of its value."""
