@@ -12,14 +12,13 @@ from typing import Any
 
 from benchmarks.markdown import details, table, written_by
 from benchmarks.page_figures import accuracies, best_reading
-from benchmarks.prompts import ONE_HEAD
 from kvsketch.methods.registry import ALL_METHODS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 RESULTS = DOCS / "results"
 #: The share of the cache for which methods are recommended.
 KEPT = 0.25
-SOURCE = f"{ONE_HEAD}:longeval-200"
+SOURCE = "spread:longeval-200"
 
 
 def loaded(name: str) -> dict[str, Any]:
@@ -66,10 +65,10 @@ def needs() -> str:
         for r in at(loaded("longeval_reread")["results"], budget=KEPT)
         if r["method"].endswith(("/reread", "/local"))  # a sample was measured with an echo
     ]
-    errors = at(loaded("attention_error")["results"], source=SOURCE, kept=KEPT)
+    errors = at(loaded("attention_error_spread")["results"], source=SOURCE, kept=KEPT)
     blind = queryless(errors)
     even = [r for r in blind if r["method"] != "exact"][:3]
-    within = at(loaded("tolerance")["results"], source=SOURCE)
+    within = at(loaded("tolerance_spread")["results"], source=SOURCE)
     held = next(r for r in within if r["kind"] == "tolerance" and r["tolerance"] == 0.05)
     speeds = {r["method"]: float(r["ratio"]) for r in loaded("decode_speed")["results"]}
     fast = max(loaded("decode_speed")["results"], key=lambda r: float(r["ratio"]))
@@ -137,7 +136,7 @@ def everything() -> str:
     """A table of the methods measured in both ways, at the same share."""
     errors = {
         r["method"]: r["relative_error"]
-        for r in at(loaded("attention_error")["results"], source=SOURCE, kept=KEPT)
+        for r in at(loaded("attention_error_spread")["results"], source=SOURCE, kept=KEPT)
     }
     right = {r["method"]: r for r in at(loaded("longeval_unseen")["results"], budget=KEPT)}
     rows = []
@@ -168,9 +167,9 @@ def page() -> str:
         "![Accuracy against the bytes that are kept](figures/accuracy.svg)\n\n"
         f"{needs()}\n\n"
         "## Methods compared\n\n"
-        f"At {KEPT:g} of the cache: the relative error of single layers' attention in "
-        f"`{ONE_HEAD}`, and the accuracy of `{result['model']}` on {result['count']} LongEval "
-        f"cases of {result['lines']} lines with the question unseen at compression. `@` names the "
+        f"At {KEPT:g} of the cache: the relative error of single layers' attention, and the "
+        f"accuracy, both of `{result['model']}`, the latter on {result['count']} LongEval cases "
+        f"of {result['lines']} lines with the question unseen at compression. `@` names the "
         "allocation of the budget, `+` the number of bits of a slot's numbers. Intervals are "
         "Wilson's; methods whose intervals overlap much should be considered equal.\n\n"
         f"{details('All methods that were measured in both ways', everything())}\n\n"

@@ -60,10 +60,12 @@ COMMANDS = {
     "attention_error": f"attention_error {_PLOT}attention_error.svg",
     "attention_error_balancekv": "attention_error --preset balancekv "
     f"{_PLOT}attention_error_balancekv.svg",
+    "attention_error_spread": "attention_error --models spread --seeds 3",
     "figure2": f"figure2 {_PLOT}figure2.svg",
     "sketch_budget": f"sketch_budget {_PLOT}sketch_budget.svg",
     "ablation": "ablation",
     "tolerance": "tolerance",
+    "tolerance_spread": "tolerance --models spread",
     "kl": "kl --texts 4",
     "kl_few": "kl --models ../shared/data/stories260K --shares 0.0625 --texts 24 --seed 1",
     "longeval_unseen": f"longeval {_FEWER}",

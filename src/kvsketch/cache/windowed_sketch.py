@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ class WindowedSketch:
 
     requires = Sketch.requires
     window: int | None = None
-    recompresses: ClassVar[bool] = False
+    recompresses = Sketch.recompresses
 
     def __init__(
         self, build: Callable[[int], Sketch], sink: int = 4, recent: int = 32, least: int = 1

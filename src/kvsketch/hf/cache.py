@@ -38,7 +38,6 @@ from kvsketch.methods.registry import (
     default_bits,
     default_schedule,
 )
-from kvsketch.methods.sketches import Sketch
 from kvsketch.methods.window import check_window
 from kvsketch.page.quantized import FULL
 
@@ -178,7 +177,7 @@ class SketchCache(Cache):  # type: ignore[misc]
             allocation = default_allocation(method) if own else "even"
             reread = getattr(cls, "allocation_reread", None) if own else None
         heads_told = isinstance(allocation, RetrievalHeads)
-        if heads_told and issubclass(cls, Sketch):
+        if heads_told and not cls.recompresses:
             raise InputError(
                 f"allocation=RetrievalHeads keeps all tokens of a head, which method={cls.name!r} "
                 "does not; use a Compressor, such as 'streaming_llm'"

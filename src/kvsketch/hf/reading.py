@@ -19,7 +19,6 @@ from kvsketch.hf.cache import SketchCache
 from kvsketch.hf.layer import SketchLayer
 from kvsketch.hf.second_reading import Again, ReadEnough, Reading
 from kvsketch.hf.weighing import weighed
-from kvsketch.methods.base import Compressor
 from kvsketch.methods.registry import class_of
 
 #: Tokens of the context in one part of a second reading, and the instruction before it, as in
@@ -274,7 +273,7 @@ def _check_reread(cache: SketchCache, tokens: int) -> None:
     """Whether a second reading that ends at ``tokens`` tokens is possible."""
     cls = class_of(cache.arguments["method"])
     refused = cls.requires.queries and cls.requires.second_reading == "refused"
-    if not issubclass(cls, Compressor) or refused:
+    if not cls.recompresses or refused:
         raise UnsupportedError(
             f"method={cache.method!r} cannot use the queries of a second reading; use "
             "queries='prompt', or a method such as heavy_merge, snapkv or kvzip"

@@ -47,9 +47,9 @@ class HeavyMerge(Compressor):
     without pooling), or the largest of a second reading. Where the model's positions allow it, all
     queries of a prompt are asked again after it (``cache.echo``), and a part of the largest share
     of attention that one of them gives a token is added. The weight of a token is its attention
-    times the norm of its value; heads are compared by the tokens of more than three times the weight
-    of their median token (``importance``). A group's slot is (mean key, mass times
-    mean value, mass), the means weighted by attention.
+    times the norm of its value. Heads are compared by the tokens of more than three times the
+    weight of their median token (``importance``). A group's slot is (mean key, mass times mean
+    value, mass), the means weighted by attention.
 
     With ``correct``, u and m of the slots are then fitted to the last ``window`` queries of the
     prompt, or of the given part of it (``fit.fitted``: ridge least squares). A head uses the fit

@@ -55,6 +55,8 @@ class Sketch(ABC):
     randomised: ClassVar[bool] = True
     #: the smallest number of slots for ``for_budget``
     least_slots: ClassVar[int] = 1
+    #: whether slots that it has compressed can be compressed again, to any size
+    recompresses: ClassVar[bool] = False
     #: whether ``widen`` makes it larger
     grows: ClassVar[bool] = True
 
