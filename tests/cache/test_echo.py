@@ -343,7 +343,8 @@ def test_after_a_sample_an_echo_alone_scores_the_prompt(
 def test_heads_are_compared_by_what_stands_out() -> None:
     """Tokens that a head attends to like most others can share slots."""
     made = torch.Generator().manual_seed(4)
-    score = torch.rand(2, 2, 50, generator=made) * 0.1 + 0.1
+    score = torch.rand(2, 2, 50, generator=made) * 0.05 + 0.1
+    score[:, 0, 30:33] = 0.6
     score[:, 1] = 1e-4
     score[:, 1, 7] = 0.05  # less than any token of the other head
     values = torch.nn.functional.normalize(torch.randn(2, 2, 50, 8, generator=made), dim=-1)
@@ -354,7 +355,8 @@ def test_heads_are_compared_by_what_stands_out() -> None:
     slots = Slots(torch.randn(2, 2, 50, 8), values, mass, score=score)
     found = HeavyMerge().importance(slots)
     order = found[0].flatten().argsort(descending=True)
-    assert int(order[0]) == 50 + 7
+    assert sorted(order[:3].tolist()) == [30, 31, 32]
+    assert int(order[3]) == 50 + 7
     # The weight decides among tokens that do not stand out.
     worth = score[0, 0] * values[0, 0].norm(dim=-1)
     assert torch.equal(found[0, 0].argsort(), worth.argsort())
@@ -363,3 +365,15 @@ def test_heads_are_compared_by_what_stands_out() -> None:
     found = HeavyMerge().importance(varied)
     alone = HeavyMerge().importance(varied.map(lambda t: t[1:, :, 20:]))
     torch.testing.assert_close(found[1:, :, 20:], alone, atol=1e-9, rtol=1e-3)
+
+
+def test_a_head_that_needs_most_of_its_tokens_gets_them() -> None:
+    """All of them are attended to like most others, and none can share a slot."""
+    made = torch.Generator().manual_seed(5)
+    score = torch.rand(1, 2, 60, generator=made) * 0.05
+    score[:, 0, :50] = torch.rand(50, generator=made) * 0.2 + 0.8
+    values = torch.nn.functional.normalize(torch.randn(1, 2, 60, 8, generator=made), dim=-1)
+    found = HeavyMerge().importance(Slots(torch.randn(1, 2, 60, 8), values, score=score))
+    best = found[0].flatten().argsort(descending=True)[:50]
+    assert sorted(best.tolist()) == list(range(50))
+    assert bool((found[0, 0, :50] == score[0, 0, :50] * values[0, 0, :50].norm(dim=-1)).all())

@@ -32,8 +32,10 @@ _SHARE, _SHARE_ASKED = 0.25, 0.9
 # follows the prompt at once (KL of stories260K, docs/errors.md).
 _ECHO = 0.25
 # Heads are compared by what stands out: tokens that a head attends to like most others can share
-# slots. A weight of up to so many times that of the head's median token counts so much less.
-_TYPICAL, _LESS = 3.0, 1e-3
+# slots. A weight of up to so many times that of the head's median token counts so much less, unless
+# it is more than this part of the largest (of the largest hundredth's least): a head may need most
+# of its tokens.
+_TYPICAL, _LARGEST, _LESS = 3.0, 0.5, 1e-3
 # Scores of decoded queries that are computed at a time: 2 MB in float32.
 _FEW_SCORES = 1 << 19
 
@@ -48,8 +50,8 @@ class HeavyMerge(Compressor):
     queries of a prompt are asked again after it (``cache.echo``), and a part of the largest share
     of attention that one of them gives a token is added. The weight of a token is its attention
     times the norm of its value. Heads are compared by the tokens of more than three times the
-    weight of their median token (``importance``). A group's slot is (mean key, mass times mean
-    value, mass), the means weighted by attention.
+    weight of their median token, or half of the largest (``importance``). A group's slot is (mean
+    key, mass times mean value, mass), the means weighted by attention.
 
     With ``correct``, u and m of the slots are then fitted to the last ``window`` queries of the
     prompt, or of the given part of it (``fit.fitted``: ridge least squares). A head uses the fit
@@ -140,8 +142,11 @@ class HeavyMerge(Compressor):
 
     def importance(self, slots: Slots) -> Tensor:
         worth, live = self._worth(slots), slots.live()
-        real = worth if live is None else worth.masked_fill(~live, torch.nan)
-        typical = _TYPICAL * real.nanmedian(-1, keepdim=True).values
+        count = torch.full_like(worth[..., 0], slots.count) if live is None else live.sum(-1)
+        real = worth if live is None else worth.masked_fill(~live, torch.inf)
+        place = (torch.stack([count // 2, 0.99 * count], dim=-1).long()).clamp(max=slots.count - 1)
+        median, largest = real.sort(-1).values.gather(-1, place).split(1, dim=-1)
+        typical = torch.minimum(_TYPICAL * median, _LARGEST * largest)
         return torch.where(worth > typical, worth, _LESS * worth)
 
     def _worth(self, slots: Slots) -> Tensor:
