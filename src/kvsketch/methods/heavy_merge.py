@@ -144,9 +144,9 @@ class HeavyMerge(Compressor):
         worth, live = self._worth(slots), slots.live()
         count = torch.full_like(worth[..., 0], slots.count) if live is None else live.sum(-1)
         real = worth if live is None else worth.masked_fill(~live, torch.inf)
-        place = (torch.stack([count // 2, 0.99 * count], dim=-1).long()).clamp(max=slots.count - 1)
-        median, largest = real.sort(-1).values.gather(-1, place).split(1, dim=-1)
-        typical = torch.minimum(_TYPICAL * median, _LARGEST * largest)
+        place = torch.stack([count // 2, 0.99 * count], dim=-1).long().clamp(max=slots.count - 1)
+        median, largest = real.sort(-1).values.gather(-1, place).unbind(-1)
+        typical = torch.minimum(_TYPICAL * median, _LARGEST * largest).unsqueeze(-1)
         return torch.where(worth > typical, worth, _LESS * worth)
 
     def _worth(self, slots: Slots) -> Tensor:
