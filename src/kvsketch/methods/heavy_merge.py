@@ -32,9 +32,8 @@ _SHARE, _SHARE_ASKED = 0.25, 0.9
 # follows the prompt at once (KL of stories260K, docs/errors.md).
 _ECHO = 0.25
 # Heads are compared by what stands out: tokens that a head attends to like most others can share
-# slots. A weight of up to so many times that of the head's median token counts so much less, unless
-# it is more than this part of the largest (of the largest hundredth's least): a head may need most
-# of its tokens.
+# slots. A weight below so many times that of the head's median token is multiplied by the last
+# number, unless it exceeds this part of the head's 99th percentile: a head may need most tokens.
 _TYPICAL, _LARGEST, _LESS = 3.0, 0.5, 1e-3
 # Scores of decoded queries that are computed at a time: 2 MB in float32.
 _FEW_SCORES = 1 << 19
