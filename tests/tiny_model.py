@@ -76,11 +76,11 @@ def save_tiny_model(folder: Path) -> Path:
     return folder
 
 
-def small_llama() -> Any:
+def small_llama(vocab_size: int = 96) -> Any:
     """A random Llama of 8 heads and 4 KV heads, weights large enough for attention to matter."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=96,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=2,

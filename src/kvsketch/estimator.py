@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvsketch.errors import InputError
 from kvsketch.observed import Observed, causal
+from kvsketch.pieces import at_once
 from kvsketch.slots import Slots, compute_dtype
 
 # Scores of the m = 0 slots are not part of the softmax shift (an empty slot must not decide it),
@@ -62,7 +63,7 @@ def attend(
     check_queries(queries, slots, slopes)
     sink = None if sinks is None else per_group(sinks, slots.keys.shape[1], queries)
     blocks = []
-    for rows in query_blocks(queries.shape, slots.count):
+    for rows in query_blocks(queries, slots.count):
         block_mask = mask[:, :, rows] if mask is not None and mask.shape[2] > 1 else mask
         scores = attention_scores(queries[:, :, rows], slots, scaling, softcap, block_mask, slopes)
         weights, mass, taken = _weights(scores, slots.mass, sink)
@@ -101,8 +102,9 @@ def attention_received(
     batch, group = len(observed.queries), observed.queries.shape[1] // heads
     received = torch.zeros_like(slots.masses())
     # All heads, if a few queries of each fit; with fewer heads the keys would be read repeatedly.
-    few = max(1, min(q, max(_FEW_QUERIES, _BLOCK_SCORES // max(1, batch * heads * group * n))))
-    some = max(1, _BLOCK_SCORES // max(1, batch * group * few * n))
+    most = at_once(slots.keys, _BLOCK_SCORES)
+    few = max(1, min(q, max(_FEW_QUERIES, most // max(1, batch * heads * group * n))))
+    some = max(1, most // max(1, batch * group * few * n))
     for head in range(0, heads, some):
         mine = slice(head, head + some)
         asked = _of_heads(observed, mine, heads)
@@ -233,11 +235,11 @@ def _weights(
     return exponent.exp_(), mass, None if sink is None else (sink - shift).exp()
 
 
-def query_blocks(shape: torch.Size, num_slots: int) -> list[slice]:
-    """Parts of the queries, of a shape ``[batch, heads, q, head_dim]``, whose scores against
-    ``num_slots`` slots are few enough to form at a time."""
-    batch, heads, num_queries, _ = shape
-    rows = max(1, _BLOCK_SCORES // max(1, batch * heads * num_slots))
+def query_blocks(queries: Tensor, num_slots: int) -> list[slice]:
+    """Parts of the queries ``[batch, heads, q, head_dim]`` whose scores against ``num_slots`` slots
+    are few enough to form at a time."""
+    batch, heads, num_queries, _ = queries.shape
+    rows = max(1, at_once(queries, _BLOCK_SCORES) // max(1, batch * heads * num_slots))
     return [slice(i, min(i + rows, num_queries)) for i in range(0, num_queries, rows)]
 
 

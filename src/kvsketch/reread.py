@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvsketch.observed import Observed
 from kvsketch.partial import partial, together
+from kvsketch.pieces import at_once
 from kvsketch.slots import Slots
 
 #: Tokens at the start that every part of the second reading may attend to: kvpress's n_sink.
@@ -40,11 +41,15 @@ def looked_at(slots: Slots, about: slice | Tensor, q: int) -> list[Slots]:
     return [slots.narrow(0, min(SINK, start)), again, own]
 
 
+def plain(asked: Observed, slots: Slots) -> bool:
+    """Whether scores are scaled products alone, no query is padded, and all slots are exact
+    tokens."""
+    return asked.plain and asked.sinks is None and asked.live is None and slots.mass is None
+
+
 def fits(asked: Observed, slots: Slots) -> bool:
-    """Whether ``attend_again`` accepts these arguments: tensors on the CPU, scores that are scaled
-    products alone, no padded query, and exact tokens for slots."""
-    plain = asked.plain and asked.sinks is None and asked.live is None and slots.mass is None
-    return plain and asked.queries.device.type == "cpu"
+    """Whether ``attend_again`` accepts these arguments: they are ``plain``, on the CPU."""
+    return plain(asked, slots) and asked.queries.device.type == "cpu"
 
 
 def attend_again(
@@ -102,7 +107,7 @@ def largest_share(asked: Observed, keys: Tensor, total: Tensor) -> Tensor:
     less = total.reshape(rows, -1, 1)
     across = keys.reshape(rows, n, dim).to(total.dtype).mT
     found = torch.full((rows, n), -torch.inf, dtype=total.dtype, device=keys.device)
-    few = max(_FEW_QUERIES, _FEW_SCORES // (rows * n))
+    few = max(_FEW_QUERIES, at_once(keys, _FEW_SCORES) // (rows * n))
     for start in range(0, queries.shape[1], few):
         some = slice(start, start + few)
         scores = torch.baddbmm(less[:, some], queries[:, some], across, beta=-1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from torch.nn.functional import pad
 
 from kvsketch.estimator import per_group
 from kvsketch.kernels import cpu, native, triton_support
-from kvsketch.kernels.flat_page import FlatQuantized
 from kvsketch.observed import Observed
 from kvsketch.page.part import Part
 from kvsketch.page.quantized import Quantized
@@ -38,13 +36,22 @@ def decode(asked: Observed, parts: Sequence[Part], padded: bool) -> Tensor:
     """
     by_triton = triton_fits(asked)
     page = parts[-1]
+    batch, heads = asked.queries.shape[:2]
+    if by_triton and asked.slopes is None:
+        from kvsketch.kernels import gpu
+
+        out, total = gpu.attend(asked, parts)
+        if padded or asked.sinks is not None:
+            grouped = (batch, page.heads, heads // page.heads)
+            out, total = out.view(*grouped, -1), total.view(grouped)
+            out = _finished(out, total, asked, page.heads, padded)
+        return out.view(batch, heads, 1, -1)
     if by_triton and len(parts) == 1:
         return _by_triton(asked, page, None)[0]
     newest = None if asked.slopes is None else _newest(page)
     last = None if newest is None else newest.flatten()
     if (found := cpu.attend(asked, parts, padded, last=last)) is not None:
         return found[0]
-    batch, heads = asked.queries.shape[:2]
     packed = asked.queries.view(batch, page.heads, heads // page.heads, -1)
     out, total = together([over(packed, part, asked, newest) for part in parts])
     if padded or asked.sinks is not None:
@@ -129,9 +136,10 @@ def triton_fits(asked: Observed) -> bool:
 def _by_triton(asked: Observed, part: Part, newest: Tensor | None) -> tuple[Tensor, Tensor]:
     """The attention ``[batch, num_attention_heads, 1, value_dim]`` and the logs of its totals, in
     one launch for all heads, whatever their sizes."""
+    from kvsketch.kernels.gpu import flat_of
     from kvsketch.kernels.triton_decode import decode as launch
 
-    (start, count), flat = part.spans(), _flat(part)
+    (start, count), flat = part.spans(), flat_of(part)
     sinks, slopes = (None if x is None else x.float() for x in (asked.sinks, asked.slopes))
     positions = flat["positions"].float() if slopes is not None else None
     return launch(
@@ -154,10 +162,11 @@ def _by_triton(asked: Observed, part: Part, newest: Tensor | None) -> tuple[Tens
 def _prefill_by_triton(asked: Observed, page: Part) -> tuple[Tensor, Tensor]:
     """The attention over the slots before the new tokens and, causally, over the new tokens, and
     the logs of its totals, in one launch."""
+    from kvsketch.kernels.gpu import flat_of
     from kvsketch.kernels.triton_prefill import prefill as launch
 
     q = asked.queries.shape[2]
-    (start, count), flat, new = page.spans(), _flat(page), page.last(q)
+    (start, count), flat, new = page.spans(), flat_of(page), page.last(q)
     return launch(
         asked.queries,
         flat["keys"],
@@ -172,18 +181,6 @@ def _prefill_by_triton(asked: Observed, page: Part) -> tuple[Tensor, Tensor]:
         softcap=asked.softcap,
         sinks=None if asked.sinks is None else asked.sinks.float(),
     )
-
-
-def _flat(part: Part) -> dict[str, Any]:
-    """The fields of a part, ``[batch, total, ...]``. Quantised keys and values stay quantised."""
-    even = part.blocks is None
-    flat: dict[str, Any] = {n: t.flatten(1, 2) if even else t for n, t in part.fields.items()}
-    for name, few in part.packed.items():
-        few = few.map_slots(lambda t: t.flatten(1, 2)) if even else few
-        flat[name] = FlatQuantized(
-            few.bits, few.dim, few.codes, few.low, few.step, few.unit, few.offset
-        )
-    return flat
 
 
 def _padded(page: Part) -> tuple[Tensor, Tensor, Tensor | None]:

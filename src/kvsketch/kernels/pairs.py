@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.kernels import native
+from kvsketch.pieces import at_once
 
 #: What ``least`` takes the columns of a table by.
 WIDTH = 32
@@ -25,7 +26,7 @@ def blocks_at_once(blocks: int, size: int, dim: int, points: Tensor) -> int:
     """
     if _compiled(points):
         return max(1, _POINTS // (size * dim))
-    return max(1, _COSTS // size**2, blocks // 128)
+    return max(1, at_once(points, _COSTS) // size**2, blocks // 128)
 
 
 def cheapest(points: Tensor, per_weight: Tensor, absent: Tensor) -> tuple[Tensor, Tensor]:

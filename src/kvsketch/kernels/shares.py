@@ -7,8 +7,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kvsketch.kernels import native
+from kvsketch.kernels import native, triton_support
 from kvsketch.observed import Observed
+from kvsketch.pieces import at_once
 from kvsketch.slots import compute_dtype
 
 # Scores that torch computes at a time, 4 MB in float32, and the least number of queries.
@@ -29,18 +30,24 @@ def largest_shares(asked: Observed, keys: Tensor) -> Tensor:
     """
     batch, kv_heads, n, dim = keys.shape
     rows, dtype = batch * kv_heads, compute_dtype(keys.dtype)
+    if triton_support.chosen(keys):
+        from kvsketch.kernels.triton_shares import largest_shares as by_triton
+
+        queries = asked.queries.reshape(rows, -1, dim).to(keys.dtype)
+        found = by_triton(queries, keys.reshape(rows, n, dim), asked.scaling)
+        return found.exp_().view(batch, kv_heads, n)
     queries = asked.queries.reshape(rows, -1, dim).to(dtype) * asked.scaling
     flat = keys.reshape(rows, n, dim).to(dtype)
     compiled = flat.device.type == "cpu" and dtype == torch.float32
-    found = _compiled if compiled and native.library() is not None else _by_torch
-    return found(queries, flat).exp_().view(batch, kv_heads, n)
+    way = _compiled if compiled and native.library() is not None else _by_torch
+    return way(queries, flat).exp_().view(batch, kv_heads, n)
 
 
 def _by_torch(queries: Tensor, keys: Tensor) -> Tensor:
     """Logs of the shares, ``[rows, n]``, of ``[rows, q, head_dim]`` and ``[rows, n, head_dim]``."""
     rows, n, _ = keys.shape
     across, found = keys.mT, keys.new_full((rows, n), -torch.inf)
-    few = max(_QUERIES, _SCORES // (rows * n))
+    few = max(_QUERIES, at_once(keys, _SCORES) // (rows * n))
     for start in range(0, queries.shape[1], few):
         scores = queries[:, start : start + few] @ across
         scores -= scores.logsumexp(-1, keepdim=True)

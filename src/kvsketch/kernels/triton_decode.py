@@ -6,12 +6,15 @@ and Sizov 2023; split-K softmax). The query heads of a group share the read of a
 programs depends only on shapes and ``most``, so that a launch can be recorded in a CUDA graph and
 replayed while the counts on the device change.
 
-Tile sizes are tuned on a GPU at the first call of a shape, which must happen before a CUDA graph is
-recorded. No speed has been measured on a GPU yet, so that the best number of splits, and whether
-memory or arithmetic limits the reading of 4-bit codes, are guesses.
+The tile sizes are those that were fastest on an H200 (``python -m benchmarks.speed_gpu``). Trying
+several at the first call of a shape would take many times as long as a prompt. A kernel is compiled
+at its first call, which must happen before a CUDA graph is recorded.
 """
 
 from __future__ import annotations
+
+import itertools
+from typing import Any
 
 import torch
 import triton
@@ -23,17 +26,19 @@ from kvsketch.kernels.flat_page import Page, Sizes, check, check_block, check_to
 from kvsketch.kernels.triton_combine import combine
 from kvsketch.kernels.triton_slots import (
     LOG2E,
+    Flat,
     KernelScores,
     at,
     attend_slots,
+    columns,
     finished,
     flat,
-    kind,
     owned,
     place,
+    width_of,
 )
-from kvsketch.kernels.triton_support import interpreted, launching, require
-from kvsketch.kernels.triton_tuning import padded, tuned
+from kvsketch.kernels.triton_support import Launches, require
+from kvsketch.kernels.triton_tuning import fitting, padded
 
 # Programs to aim for: a few per multiprocessor of the largest GPUs (132 in an H200), since heads
 # of different sizes leave some of them without work.
@@ -43,6 +48,19 @@ _PIECE = 256
 _MOST_SPLITS = 128
 #: Query heads of a tile. A larger group takes several programs.
 _MOST_ROWS = 64
+# Tiles of slots in 16 bits or more, and in 8 or 4 bits; smaller ones for wide heads.
+_EXACT = (
+    {"BLOCK": 64, "num_warps": 4, "num_stages": 3},
+    {"BLOCK": 32, "num_warps": 4, "num_stages": 3},
+    {"BLOCK": 32, "num_warps": 4, "num_stages": 2},
+    {"BLOCK": 16, "num_warps": 4, "num_stages": 2},
+)
+_FEW_BITS = (
+    {"BLOCK": 128, "num_warps": 4, "num_stages": 2},
+    {"BLOCK": 64, "num_warps": 4, "num_stages": 2},
+    {"BLOCK": 32, "num_warps": 4, "num_stages": 2},
+    {"BLOCK": 16, "num_warps": 4, "num_stages": 2},
+)
 
 
 def splits_for(batch: int, kv_heads: int, most: int) -> int:
@@ -110,7 +128,7 @@ def decode(
         most: an upper bound of ``count``, which determines the number of programs. None: total. If
             it is too small, the call is slower, but no slot is left out.
         splits: pieces per head; None: ``splits_for(batch, num_key_value_heads, most)``.
-        block: slots per tile, a power of two >= 16. None: tuned on a GPU.
+        block: slots per tile, a power of two >= 16. None: chosen by the size of the heads.
         out, log_total: tensors into which the results are written.
         scratch: ``scratch_for(queries, value_dim, splits)``. Not used for one split.
 
@@ -152,65 +170,108 @@ def decode(
     most = sizes.total if most is None else min(most, sizes.total)
     if splits is None:
         splits = splits_for(sizes.batch, sizes.kv_heads, most)
-    parts, logs = out, log_total
-    if splits > 1:
-        parts, logs = scratch_for(queries, sizes.value_dim, splits) if scratch is None else scratch
-        wanted = (sizes.batch, sizes.heads, splits)
-        given("scratch[0]", parts, queries, (*wanted, sizes.value_dim), torch.float32)
-        given("scratch[1]", logs, queries, wanted, torch.float32)
     page = flat(keys, values, log_mass, positions, start, count, pages)
     scoring = KernelScores(float(scaling), softcap, sinks, at(sinks), slopes, at(slopes))
-    group_block = min(padded(sizes.group), _MOST_ROWS)
-    tiles = -(-sizes.group // group_block)
-    pieces = splits * (1 if block is not None else _PIECE)
-    kernel, arguments = _attend_tuned, {}
-    if block is not None or interpreted():
-        kernel, arguments = _attend_piece, {"BLOCK": block or 64}
-    with launching(queries):
-        kernel[(sizes.batch * sizes.kv_heads * tiles, splits)](
+    size = queries.element_size()
+    piecewise = Pieces(page, scoring, sizes, size, most, splits, block)
+    if splits == 1:
+        piecewise(queries, query_positions, out, log_total, True)
+        return out, log_total
+    parts, logs = scratch_for(queries, sizes.value_dim, splits) if scratch is None else scratch
+    wanted = (sizes.batch, sizes.heads, splits)
+    given("scratch[0]", parts, queries, (*wanted, sizes.value_dim), torch.float32)
+    given("scratch[1]", logs, queries, wanted, torch.float32)
+    piecewise(queries, query_positions, parts, logs, False)
+    combined(parts, logs, out, log_total)
+    return out, log_total
+
+
+class Pieces:
+    """The attention of one query per head over the pieces of all heads of a page.
+
+    Args:
+        sizes: of the launch.
+        size: bytes of an element of the queries.
+        most, splits, block: as for ``decode``.
+    """
+
+    def __init__(
+        self,
+        page: Flat,
+        scoring: KernelScores,
+        sizes: Sizes,
+        size: int,
+        most: int,
+        splits: int,
+        block: int | None = None,
+    ) -> None:
+        self.splits = splits
+        self._page, self._scoring = page, scoring
+        # Rows of products: queries times the groups of channels that have their own scale.
+        each = page.key.tiles.value, page.value.tiles.value
+        most_rows = max(16 // min(each), _MOST_ROWS // max(each))
+        rows = min(padded(sizes.group, 16 // min(each)), most_rows)
+        tiles = -(-sizes.group // rows)
+        unit = _PIECE if block is None else 1
+        self._numbers = sizes.kv_heads, sizes.group, -(-most // (splits * unit)) * unit, splits
+        self._grid = sizes.batch * sizes.kv_heads * tiles, splits
+        self._constants: dict[str, Any] = {
+            "HEAD_BLOCK": width_of(page.key),
+            "VALUE_BLOCK": width_of(page.value),
+            "GROUP_BLOCK": rows,
+            "GROUP_TILES": tiles,
+            "WHOLE": False,
+        }
+        width = self._constants["HEAD_BLOCK"] + self._constants["VALUE_BLOCK"]
+        few = max(page.key.bits.value, page.value.bits.value) > 0
+        tile = fitting(width, size, rows * max(each), *(_FEW_BITS if few else _EXACT))
+        self._constants["BLOCK"] = tile["BLOCK"] if block is None else block
+        self._options = {name: tile[name] for name in ("num_warps", "num_stages")}
+        self._launches = Launches(), Launches()
+
+    def __call__(
+        self,
+        queries: Tensor,
+        query_positions: Tensor | None,
+        out: Tensor,
+        logs: Tensor,
+        whole: bool,
+    ) -> None:
+        """Write the results into ``out`` and ``logs``, whose third axis is the pieces, or if
+        ``whole``, the queries."""
+        arguments = (
             queries,
             at(queries),
-            page,
-            scoring,
+            self._page,
+            self._scoring,
             query_positions,
             at(query_positions),
-            parts,
-            at(parts),
+            out,
+            at(out),
             logs,
             at(logs),
-            sizes.kv_heads,
-            sizes.group,
-            -(-most // pieces) * (pieces // splits),
-            splits,
-            HEAD_BLOCK=padded(sizes.head_dim),
-            VALUE_BLOCK=padded(sizes.value_dim),
-            GROUP_BLOCK=group_block,
-            GROUP_TILES=tiles,
-            WHOLE=splits == 1,
-            TUNED_FOR=kind(keys, values),
-            enable_fp_fusion=True,
-            **arguments,
+            *self._numbers,
         )
-    if splits > 1:
-        width = min(padded(sizes.value_dim), 64)
-        with launching(queries):
-            combine[(sizes.batch * sizes.heads, -(-sizes.value_dim // width))](
-                parts,
-                at(parts),
-                logs,
-                at(logs),
-                out,
-                at(out),
-                log_total,
-                at(log_total),
-                sizes.heads,
-                splits,
-                VALUE_DIM=sizes.value_dim,
-                VALUE_BLOCK=width,
-                SPLITS_BLOCK=padded(splits, 2),
-                enable_fp_fusion=True,
-            )
-    return out, log_total
+        changing = [t for t in (queries, query_positions, out, logs) if t is not None]
+        constants = {**self._constants, "WHOLE": whole}
+        launch = self._launches[whole]
+        launch(_attend_piece, self._grid, changing, arguments, constants, self._options)
+
+
+_COMBINED = Launches()
+
+
+def combined(parts: Tensor, logs: Tensor, out: Tensor, log_total: Tensor) -> None:
+    """Write the attention over all pieces into ``out`` and ``log_total``, see ``decode``."""
+    (batch, heads, splits, dim), width = parts.shape, min(padded(parts.shape[3]), 64)
+    pairs = [(t, at(t)) for t in (parts, logs, out, log_total)]
+    _COMBINED(
+        combine,
+        (batch * heads, -(-dim // width)),
+        (parts, logs, out, log_total),
+        (*itertools.chain(*pairs), heads, splits),
+        {"VALUE_DIM": dim, "VALUE_BLOCK": width, "SPLITS_BLOCK": padded(splits, 2)},
+    )
 
 
 @triton.jit
@@ -234,15 +295,14 @@ def _attend_piece(
     GROUP_BLOCK: tl.constexpr,
     GROUP_TILES: tl.constexpr,
     WHOLE: tl.constexpr,
-    TUNED_FOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Attend to piece ``program_id(1)`` of a KV head, for a tile of query heads of its group."""
     program, split = tl.program_id(0), tl.program_id(1)
     tile, program = program % GROUP_TILES, program // GROUP_TILES
     row, head = (program // kv_heads).to(tl.int64), (program % kv_heads).to(tl.int64)
-    head_channels = tl.arange(0, HEAD_BLOCK).to(tl.int64)
-    value_channels = tl.arange(0, VALUE_BLOCK).to(tl.int64)
+    head_channels = columns(page.key, HEAD_BLOCK)
+    value_channels = columns(page.value, VALUE_BLOCK)
     member = tile * GROUP_BLOCK + tl.arange(0, GROUP_BLOCK)
     is_member = member < group
     heads = head * group + member
@@ -262,7 +322,6 @@ def _attend_piece(
     )
     highest = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
     weight = tl.zeros([GROUP_BLOCK], tl.float32)
-    summed = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
     if scoring.sinks is not None:  # a slot without a value, in the first piece
         sink = tl.load(scoring.sinks + heads * scoring.sinks_at[0], mask=is_member, other=0.0)
         highest = tl.where(split == 0, sink.to(tl.float32) * LOG2E, highest)
@@ -283,7 +342,6 @@ def _attend_piece(
     highest, weight, summed = attend_slots(
         highest,
         weight,
-        summed,
         q,
         page,
         scoring,
@@ -294,6 +352,7 @@ def _attend_piece(
         first,
         begin,
         end,
+        VALUE_BLOCK,
         BLOCK,
         "ieee",
     )
@@ -311,19 +370,6 @@ def _attend_piece(
     )
     totals = logs + row * logs_at[0] + heads * logs_at[1] + piece_at * logs_at[2]
     tl.store(totals, log, mask=is_member)
-
-
-_attend_tuned = tuned(
-    _attend_piece,
-    ["HEAD_BLOCK", "VALUE_BLOCK", "GROUP_BLOCK", "TUNED_FOR"],
-    {"BLOCK": 16, "warps": 4, "stages": 2},
-    {"BLOCK": 32, "warps": 2, "stages": 2},
-    {"BLOCK": 32, "warps": 4, "stages": 3},
-    {"BLOCK": 64, "warps": 4, "stages": 2},
-    {"BLOCK": 64, "warps": 4, "stages": 3},
-    {"BLOCK": 128, "warps": 4, "stages": 2},
-    {"BLOCK": 128, "warps": 8, "stages": 3},
-)
 
 
 def _check_launch(

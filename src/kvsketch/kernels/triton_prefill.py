@@ -5,14 +5,11 @@ head and to the new tokens up to its own. One pass over both uses a streaming so
 (FlashAttention, Dao et al. 2022, 2205.14135), so that no scores are kept in memory. The queries of
 all heads of a group are rows of the same tile and share its read of the slots.
 
-Tile sizes are tuned on a GPU at the first call of a shape. A few queries over many slots leave most
-of a GPU idle, since slots are not split here, unlike in ``triton_decode``. No speed has been
-measured on a GPU yet.
+A few queries over many slots leave most
+of a GPU idle, since slots are not split here, unlike in ``triton_decode``.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -33,19 +30,34 @@ from kvsketch.kernels.triton_slots import (
     LOG2E,
     KernelScores,
     New,
-    absorb,
+    against,
     at,
     attend_slots,
+    columns,
     finished,
     flat,
-    kind,
     log2_of,
     owned,
     place,
-    score,
+    scored,
+    weigh,
+    width_of,
 )
-from kvsketch.kernels.triton_support import interpreted, launching, require
-from kvsketch.kernels.triton_tuning import padded, tuned
+from kvsketch.kernels.triton_support import launching, require
+from kvsketch.kernels.triton_tuning import fitting, product
+
+# Tiles for many queries and for a few; smaller ones for wide heads.
+_MANY = (
+    {"ROWS": 128, "BLOCK": 64, "num_warps": 8, "num_stages": 3},
+    {"ROWS": 64, "BLOCK": 64, "num_warps": 4, "num_stages": 3},
+    {"ROWS": 64, "BLOCK": 32, "num_warps": 4, "num_stages": 2},
+    {"ROWS": 16, "BLOCK": 32, "num_warps": 4, "num_stages": 2},
+    {"ROWS": 16, "BLOCK": 16, "num_warps": 4, "num_stages": 2},
+)
+_FEW = (
+    {"ROWS": 16, "BLOCK": 64, "num_warps": 4, "num_stages": 3},
+    *_MANY[3:],
+)
 
 
 def prefill(
@@ -84,8 +96,9 @@ def prefill(
             padding, to which no query attends. None: all 0.
         new_positions: of the new tokens and queries, in the dtype of ``positions`` ``[batch, q]``.
             Needed for slopes, as ``positions`` are.
-        rows: (query, head of the group) pairs per tile, a power of two >= 16. None: tuned on a GPU.
-        block: slots or new tokens per tile, a power of two >= 16. None: tuned on a GPU.
+        rows: (query, head of the group) pairs per tile, a power of two >= 16. None:
+            chosen by the size of the heads.
+        block: slots or new tokens per tile, a power of two >= 16. None: likewise.
         precision: of products of float32 numbers on a GPU: "tf32x3" (three products of the tensor
             cores for each) or "ieee" (without tensor cores).
         out, log_total: tensors into which the results are written.
@@ -137,20 +150,22 @@ def prefill(
     if max(pairs, both * -(-pairs // 16)) > 2**30:
         raise UnsupportedError(f"{pairs} queries x heads of a group, {both} rows x KV heads")
 
-    kernel, tiles = _attend_tuned, {}
-    if rows is not None or block is not None or interpreted():
-        kernel, tiles = _attend_rows, {"ROWS": rows or 64, "BLOCK": block or 64}
+    page = flat(keys, values, log_mass, positions, start, count, pages)
+    # A row of a tile is a query times a group of channels that has its own scale.
+    each = max(page.key.tiles.value, page.value.tiles.value)
+    width, size = width_of(page.key) + width_of(page.value), queries.element_size()
+    usual = _MANY if pairs * each > 16 else _FEW
+    tile = dict(fitting(width, size, 16, *usual))
+    tile.update({k: v for k, v in (("ROWS", rows), ("BLOCK", block)) if v is not None})
+    grid = (both * -(-pairs // max(16, tile["ROWS"] // each)),)
 
-    def grid(meta: dict[str, Any]) -> tuple[int]:
-        return (both * -(-pairs // int(meta["ROWS"])),)
-
-    columns = (new_log_mass, at(new_log_mass), new_positions, at(new_positions))
+    given_new = (new_log_mass, at(new_log_mass), new_positions, at(new_positions))
     with launching(queries):
-        kernel[grid](
+        _attend_rows[grid](
             queries,
             at(queries),
-            flat(keys, values, log_mass, positions, start, count, pages),
-            New(new_keys, at(new_keys), new_values, at(new_values), *columns),
+            page,
+            New(new_keys, at(new_keys), new_values, at(new_values), *given_new),
             KernelScores(float(scaling), softcap, sinks, at(sinks), slopes, at(slopes)),
             out,
             at(out),
@@ -159,13 +174,11 @@ def prefill(
             sizes.kv_heads,
             sizes.group,
             sizes.queries,
-            HEAD_BLOCK=padded(sizes.head_dim),
-            VALUE_BLOCK=padded(sizes.value_dim),
-            MOST_ROWS=min(padded(pairs), 128),
-            TUNED_FOR=kind(keys, values, new_keys),
+            HEAD_BLOCK=width_of(page.key),
+            VALUE_BLOCK=width_of(page.value),
             PRECISION=precision,
             enable_fp_fusion=True,
-            **tiles,
+            **tile,
         )
     return out, log_total
 
@@ -186,23 +199,22 @@ def _attend_rows(
     number_new: tl.tensor,
     HEAD_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    MOST_ROWS: tl.constexpr,  # the most rows of a tile: only the tuning uses it
-    TUNED_FOR: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Attend for a tile of rows of a KV head. Row r is query ``r // group`` of query head
     ``r % group``."""
+    PAIRS: tl.constexpr = max(16, ROWS // max(page.key.tiles, page.value.tiles))
     pairs = number_new * group
-    tiles = tl.cdiv(pairs, ROWS)
+    tiles = tl.cdiv(pairs, PAIRS)
     program = tl.program_id(0)
     tile = tiles - 1 - program % tiles  # the last tiles take longest, so they start first
     program = program // tiles
     row, head = (program // kv_heads).to(tl.int64), (program % kv_heads).to(tl.int64)
-    head_channels = tl.arange(0, HEAD_BLOCK).to(tl.int64)
-    value_channels = tl.arange(0, VALUE_BLOCK).to(tl.int64)
-    pair = tile * ROWS + tl.arange(0, ROWS)
+    head_channels = columns(page.key, HEAD_BLOCK)
+    value_channels = columns(page.value, VALUE_BLOCK)
+    pair = tile * PAIRS + tl.arange(0, PAIRS)
     is_pair = pair < pairs
     token = (pair // group).to(tl.int64)
     heads = head * group + pair % group
@@ -213,9 +225,8 @@ def _attend_rows(
         mask=is_pair[:, None] & (head_channels < page.key.dim)[None, :],
         other=0.0,
     )
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    weight = tl.zeros([ROWS], tl.float32)
-    summed = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
+    highest = tl.full([PAIRS], float("-inf"), tl.float32)
+    weight = tl.zeros([PAIRS], tl.float32)
     if scoring.sinks is not None:
         sink = tl.load(scoring.sinks + heads * scoring.sinks_at[0], mask=is_pair, other=0.0)
         highest = sink.to(tl.float32) * LOG2E
@@ -230,7 +241,6 @@ def _attend_rows(
     highest, weight, summed = attend_slots(
         highest,
         weight,
-        summed,
         q,
         page,
         scoring,
@@ -241,13 +251,14 @@ def _attend_rows(
         first,
         0,
         number,
+        VALUE_BLOCK,
         BLOCK,
         PRECISION,
     )
     # Every row of the tile attends to the new tokens up to that of the first row. The causal mask
     # is needed only for those after it.
-    seen_by_all = (tile * ROWS // group + 1) // BLOCK * BLOCK
-    seen = tl.minimum((tile * ROWS + ROWS - 1) // group + 1, number_new)
+    seen_by_all = (tile * PAIRS // group + 1) // BLOCK * BLOCK
+    seen = tl.minimum((tile * PAIRS + PAIRS - 1) // group + 1, number_new)
     for part in tl.static_range(2):
         highest, weight, summed = _attend_new(
             highest,
@@ -263,8 +274,8 @@ def _attend_rows(
             token,
             0 if part == 0 else seen_by_all,
             seen_by_all if part == 0 else seen,
-            page.key.dim,
-            page.value.dim,
+            page.key,
+            page.value,
             BLOCK,
             PRECISION,
             part == 1,
@@ -295,15 +306,15 @@ def _attend_new(
     token: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    key: tl.tuple,
+    value: tl.tuple,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr,
 ) -> tl.tuple:
     """The streaming softmax over the new tokens ``begin .. end - 1`` of a head."""
-    head_channels = tl.arange(0, q.shape[1]).to(tl.int64)
-    value_channels = tl.arange(0, summed.shape[1]).to(tl.int64)
+    head_channels = columns(key, q.shape[1])
+    value_channels = columns(value, summed.shape[1])
     keys = new.key + row * new.key_at[0] + head * new.key_at[1]
     values = new.value + row * new.value_at[0] + head * new.value_at[1]
     for offset in range(begin, end, BLOCK):
@@ -311,7 +322,7 @@ def _attend_new(
         there = tokens < end
         k = tl.load(
             keys + tokens[:, None] * new.key_at[2] + head_channels[None, :] * new.key_at[3],
-            mask=there[:, None] & (head_channels < HEAD_DIM)[None, :],
+            mask=there[:, None] & (head_channels < key.dim)[None, :],
             other=0.0,
         )
         distance = None
@@ -319,7 +330,8 @@ def _attend_new(
             places = new.positions + row * new.positions_at[0] + tokens * new.positions_at[1]
             position = tl.load(places, mask=there, other=0)
             distance = (position[None, :] - here[:, None]).to(tl.float32)
-        scores = score(q, k, None, slope, distance, scoring, PRECISION)
+        scores = against(q, k, PRECISION)
+        scores = scored(scores, None, slope, distance, scoring)
         if new.mass is not None:
             masses = new.mass + row * new.mass_at[0] + head * new.mass_at[1]
             scores += log2_of(masses + tokens * new.mass_at[2], there)[None, :]
@@ -327,21 +339,9 @@ def _attend_new(
             scores = tl.where(tokens[None, :] <= token[:, None], scores, float("-inf"))
         v = tl.load(
             values + tokens[:, None] * new.value_at[2] + value_channels[None, :] * new.value_at[3],
-            mask=there[:, None] & (value_channels < VALUE_DIM)[None, :],
+            mask=there[:, None] & (value_channels < value.dim)[None, :],
             other=0.0,
         )
-        highest, weight, summed = absorb(highest, weight, summed, scores, v, PRECISION)
+        highest, weight, keep, share = weigh(highest, weight, scores)
+        summed = product(share.to(v.dtype), v, summed * keep[:, None], PRECISION)
     return highest, weight, summed
-
-
-_attend_tuned = tuned(
-    _attend_rows,
-    ["HEAD_BLOCK", "VALUE_BLOCK", "MOST_ROWS", "TUNED_FOR", "PRECISION"],
-    {"ROWS": 16, "BLOCK": 16, "warps": 4, "stages": 2},
-    {"ROWS": 16, "BLOCK": 64, "warps": 4, "stages": 3},
-    {"ROWS": 64, "BLOCK": 32, "warps": 4, "stages": 2},
-    {"ROWS": 64, "BLOCK": 64, "warps": 4, "stages": 3},
-    {"ROWS": 128, "BLOCK": 32, "warps": 8, "stages": 2},
-    {"ROWS": 128, "BLOCK": 64, "warps": 8, "stages": 2},
-    {"ROWS": 128, "BLOCK": 64, "warps": 8, "stages": 3},
-)

@@ -4,6 +4,16 @@ streaming softmax.
 The streaming softmax is that of FlashAttention (Dao et al. 2022, 2205.14135, Algorithm 1): a
 maximum, a total and a weighted sum per query. The total and the sum are rescaled when a tile raises
 the maximum. Scores are in units of log 2, since the hardware has exp2.
+
+Keys and values in 8 or 4 bits are multiplied as they are: their codes are exact in float16, and the
+scales, which the channels of a group share, are applied to the products. With one copy of the
+queries for each group, which is 0 in the channels of the others,
+
+    <q, low + step * code> = sum over groups g of step_g <q_g, code> + low_g sum(q_g)
+
+so that a channel of a slot costs a conversion and no arithmetic. For the values, the weights of the
+softmax are multiplied by the step of each group. Queries in 16 bits are divided by the largest
+element of each, so that they fit into float16.
 """
 
 from __future__ import annotations
@@ -15,10 +25,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.kernels.flat_page import FlatQuantized, Page
-from kvsketch.kernels.triton_tuning import product
+from kvsketch.kernels.triton_codes import halves, whole
+from kvsketch.kernels.triton_tuning import padded, product
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# A factor of weights times steps, which float16 holds down to 6e-8.
+SMALL = tl.constexpr(256.0)
 
 
 class Stored(NamedTuple):
@@ -39,6 +52,7 @@ class Stored(NamedTuple):
     width: tl.constexpr
     bytes: tl.constexpr
     groups: tl.constexpr
+    tiles: tl.constexpr  # groups, up to a power of two
 
 
 class Flat(NamedTuple):
@@ -93,9 +107,10 @@ def stored(page: Page) -> Stored:
             unit_at = (*unit_at[:3], 0)
         quantised = (page.low, at(page.low), page.step, at(page.step), page.unit, unit_at)
         quantised += (page.offset, at(page.offset))
-        layout = (page.dim, page.bits, page.width, codes.shape[2], page.low.shape[2])
+        groups = page.low.shape[2]
+        layout = (page.dim, page.bits, page.width, codes.shape[2], groups, padded(groups, 1))
     else:
-        quantised, layout = (None, (0,)) * 4, (codes.shape[2], 0, 1, 1, 1)
+        quantised, layout = (None, (0,)) * 4, (codes.shape[2], 0, 1, 1, 1, 1)
     return Stored(codes, at(codes), *quantised, *map(tl.constexpr, layout))
 
 
@@ -126,17 +141,16 @@ def flat(
     )
 
 
+def width_of(page: Stored) -> int:
+    """The columns of a tile of slots, see ``columns``."""
+    if page.bits.value == 4:
+        return 2 * padded(page.bytes.value)
+    return padded(page.dim.value if page.bits.value == 0 else page.bytes.value)
+
+
 def at(tensor: Tensor | None) -> tuple[int, ...]:
     """The strides of a tensor; none for None."""
     return (0,) if tensor is None else tuple(tensor.stride())
-
-
-def kind(*pages: Page) -> str:
-    """The dtypes or bits of pages, on which the speed of a kernel depends besides sizes."""
-    return " ".join(
-        f"{page.bits} bits" if isinstance(page, FlatQuantized) else str(page.dtype)
-        for page in pages
-    )
 
 
 @triton.jit
@@ -148,10 +162,21 @@ def log2_of(log_masses: tl.tensor, there: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def columns(page: tl.tuple, WIDTH: tl.constexpr) -> tl.tensor:
+    """The channel of every column of a tile, int64 ``[WIDTH]``, ``dim`` or more where there is
+    none. The lower halves of all bytes of 4-bit codes come before the upper ones."""
+    column = tl.arange(0, WIDTH).to(tl.int64)
+    if page.bits == 4:
+        byte = column % (WIDTH // 2)
+        channel = column // (WIDTH // 2) * page.bytes + byte
+        column = tl.where(byte < page.bytes, channel, page.dim)
+    return column
+
+
+@triton.jit
 def attend_slots(
     highest: tl.tensor,
     weight: tl.tensor,
-    summed: tl.tensor,
     q: tl.tensor,
     page: tl.tuple,
     scoring: tl.tuple,
@@ -162,34 +187,59 @@ def attend_slots(
     first: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tuple:
-    """The streaming softmax of queries ``[rows, channels]`` at the positions ``here`` over the
-    slots ``first + begin .. first + end - 1`` of a row. It must be called before
-    any other values are added."""
-    head_channels = tl.arange(0, q.shape[1]).to(tl.int64)
-    value_channels = tl.arange(0, summed.shape[1]).to(tl.int64)
+    """The streaming softmax of queries ``[rows, columns]`` at the positions ``here`` over the
+    slots ``first + begin .. first + end - 1`` of a row: ``highest``, ``weight`` and the weighted
+    sum of the values, ``[rows, WIDTH]``. It must be called before any other values are added."""
+    ROWS: tl.constexpr = q.shape[0]
+    KEY_TILES: tl.constexpr = page.key.tiles
+    TILES: tl.constexpr = page.value.tiles
+    WIDE: tl.constexpr = q.dtype == tl.float32
+    key_columns = columns(page.key, q.shape[1])
+    value_columns = columns(page.value, WIDTH)
     constant = None
     if page.key.bits != 0:  # <q, offset + unit x> = <q, offset> + <unit q, x>
         wide = q.to(tl.float32)
         if page.key.offset is not None:
-            centre = _offset(page.key, row, head, head_channels)
+            centre = _offset(page.key, row, head, key_columns)
             constant = tl.sum(wide * centre[None, :], axis=1) * scoring.scaling
-        q = (wide * _unit(page.key, row, head, head_channels)[None, :]).to(q.dtype)
+        q = wide * _unit(page.key, row, head, key_columns)[None, :]
+        peak = tl.max(tl.abs(q), axis=1)
+        if not WIDE:
+            q = (q / tl.where(peak > 0, peak, 1.0)[:, None]).to(tl.float16)
+        apart = tl.where(_own(page.key, key_columns), q[None, :, :], 0.0).to(q.dtype)
+        sums = tl.sum(apart.to(tl.float32), axis=2)
+        q = tl.reshape(apart, (KEY_TILES * ROWS, q.shape[1]))
+        if page.key.bits == 4:
+            q, q_upper = _split(q)
+    summed = tl.zeros([TILES * ROWS, WIDTH // 2 if page.value.bits == 4 else WIDTH], tl.float32)
+    summed_upper = summed
+    base = tl.zeros([TILES, ROWS], tl.float32)
     for offset in range(begin, end, BLOCK):
         index = offset + tl.arange(0, BLOCK)
         there = index < end
         slots = first + index
-        k = _tile(page.key, row, slots, there, head_channels)
+        if page.key.bits == 4:
+            k, upper = _halves(page.key, row, slots, there, key_columns, WIDE)
+            scores = product(q_upper, tl.trans(upper), against(q, k, PRECISION), PRECISION)
+        else:
+            k = _tile(page.key, row, slots, there, key_columns, WIDE)
+            scores = against(q, k, PRECISION)
         if page.key.bits != 0:
-            k = k.to(q.dtype)
+            low, step = _scales(page.key, row, slots, there)
+            each = tl.reshape(scores, (KEY_TILES, ROWS, BLOCK)) * step[:, None, :]
+            scores = tl.sum(each + sums[:, :, None] * low[:, None, :], axis=0)
+            if not WIDE:
+                scores *= peak[:, None]
         distance = None
         if slope is not None:
             places = page.positions + row * page.positions_at[0] + slots * page.positions_at[1]
             position = tl.load(places, mask=there, other=0)
             distance = (position[None, :] - here[:, None]).to(tl.float32)
-        scores = score(q, k, constant, slope, distance, scoring, PRECISION)
+        scores = scored(scores, constant, slope, distance, scoring)
         # One addition applies both the mass and the end of the slots.
         if page.mass is not None:
             masses = page.mass + row * page.mass_at[0] + slots * page.mass_at[1]
@@ -197,47 +247,109 @@ def attend_slots(
         else:
             bias = tl.where(there, 0.0, float("-inf"))
         scores += bias[None, :]
-        v = _tile(page.value, row, slots, there, value_channels)
-        if page.value.bits != 0:
-            v = v.to(q.dtype)
-        highest, weight, summed = absorb(highest, weight, summed, scores, v, PRECISION)
+        highest, weight, keep, share = weigh(highest, weight, scores)
+        if page.value.bits == 0:
+            v = _tile(page.value, row, slots, there, value_columns, WIDE)
+            share = share.to(v.dtype)
+        else:
+            low, step = _scales(page.value, row, slots, there)
+            base = base * keep[None, :] + tl.sum(share[None, :, :] * low[:, None, :], axis=2)
+            share = share[None, :, :] * step[:, None, :]
+            if not WIDE:  # which may be too small for float16
+                share = (share * SMALL).to(tl.float16)
+            share = tl.reshape(share, (TILES * ROWS, BLOCK))
+            keep = tl.broadcast_to(keep[None, :], (TILES, ROWS))
+            keep = tl.reshape(keep, (TILES * ROWS,))
+            if page.value.bits == 4:
+                v, upper = _halves(page.value, row, slots, there, value_columns, WIDE)
+                summed_upper = product(share, upper, summed_upper * keep[:, None], PRECISION)
+            else:
+                v = _tile(page.value, row, slots, there, value_columns, WIDE)
+        summed = product(share, v, summed * keep[:, None], PRECISION)
+    if page.value.bits == 4:
+        summed = tl.permute(tl.join(summed, summed_upper), (0, 2, 1))
+        summed = tl.reshape(summed, (TILES * ROWS, WIDTH))
     if page.value.bits != 0:
-        summed *= _unit(page.value, row, head, value_channels)[None, :]
+        if not WIDE:
+            summed *= 1 / SMALL
+        each = tl.reshape(summed, (TILES, ROWS, WIDTH)) + base[:, :, None]
+        summed = tl.sum(tl.where(_own(page.value, value_columns), each, 0.0), axis=0)
+        summed *= _unit(page.value, row, head, value_columns)[None, :]
     return highest, weight, summed
 
 
 @triton.jit
-def _tile(
-    page: tl.tuple, row: tl.tensor, slots: tl.tensor, there: tl.tensor, channels: tl.tensor
-) -> tl.tensor:
-    """Slots of a row, ``[slots, channels]``, 0 where there is none. All numbers are int64.
+def against(q: tl.tensor, k: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
+    """Products of queries and keys, ``[rows, slots]``, in float32 if their dtypes differ."""
+    if q.dtype != k.dtype:
+        q = q.to(tl.float32)
+        k = k.to(tl.float32)
+    return product(q, tl.trans(k), None, PRECISION)
 
-    A page in 8 or 4 bits is returned as ``low + step * code`` in float32, because its unit and
-    offset are applied once per query instead of once per slot."""
+
+@triton.jit
+def _split(q: tl.tensor) -> tl.tuple:
+    """The left and the right half of the columns."""
+    both = tl.reshape(q, (q.shape[0], 2, q.shape[1] // 2))
+    return tl.split(tl.permute(both, (0, 2, 1)))
+
+
+@triton.jit
+def _own(page: tl.tuple, channels: tl.tensor) -> tl.tensor:
+    """Which channels are of each group, ``[tiles, 1, channels]``."""
+    return (channels // page.width)[None, None, :] == tl.arange(0, page.tiles)[:, None, None]
+
+
+@triton.jit
+def _tile(
+    page: tl.tuple,
+    row: tl.tensor,
+    slots: tl.tensor,
+    there: tl.tensor,
+    channels: tl.tensor,
+    WIDE: tl.constexpr,
+) -> tl.tensor:
+    """Slots of a row, ``[slots, channels]``, 0 where there is none, or their codes in float16 (in
+    float32 if ``WIDE``). All numbers are int64."""
     mask = there[:, None]
     if channels.shape[0] != page.dim:
         mask = mask & (channels < page.dim)[None, :]
     places = page.data + row * page.data_at[0] + slots[:, None] * page.data_at[1]
-    if page.bits == 0:
-        tile = tl.load(places + channels[None, :] * page.data_at[2], mask=mask, other=0.0)
-    else:
-        byte = (channels % page.bytes)[None, :]
-        code = tl.load(places + byte * page.data_at[2], mask=mask, other=0)
-        if page.bits == 4:
-            code = (code >> (channels // page.bytes * 4)[None, :].to(tl.uint8)) & 15
-        # The zero points and scales of a slot's groups are loaded, and each channel picks its own.
-        lows = page.low + row * page.low_at[0] + slots * page.low_at[1]
-        steps = page.step + row * page.step_at[0] + slots * page.step_at[1]
-        low = tl.load(lows, mask=there, other=0.0)[:, None]
-        step = tl.load(steps, mask=there, other=0.0)[:, None]
-        for i in tl.static_range(1, page.groups):
-            lows += page.low_at[2]
-            steps += page.step_at[2]
-            mine = (channels // page.width == i)[None, :]
-            low = tl.where(mine, tl.load(lows, mask=there, other=0.0)[:, None], low)
-            step = tl.where(mine, tl.load(steps, mask=there, other=0.0)[:, None], step)
-        tile = code.to(tl.float32) * step.to(tl.float32) + low.to(tl.float32)
+    tile = tl.load(places + channels[None, :] * page.data_at[2], mask=mask, other=0)
+    if page.bits == 8:
+        tile = whole(tile, WIDE)
     return tile
+
+
+@triton.jit
+def _halves(
+    page: tl.tuple,
+    row: tl.tensor,
+    slots: tl.tensor,
+    there: tl.tensor,
+    channels: tl.tensor,
+    WIDE: tl.constexpr,
+) -> tl.tuple:
+    """As ``_tile``, for 4 bits: the first half of the columns, and the second."""
+    byte = tl.arange(0, channels.shape[0] // 2).to(tl.int64)
+    mask = there[:, None]
+    if byte.shape[0] != page.bytes:
+        mask = mask & (byte < page.bytes)[None, :]
+    places = page.data + row * page.data_at[0] + slots[:, None] * page.data_at[1]
+    both = tl.load(places + byte[None, :] * page.data_at[2], mask=mask, other=0)
+    return halves(both, WIDE)
+
+
+@triton.jit
+def _scales(page: tl.tuple, row: tl.tensor, slots: tl.tensor, there: tl.tensor) -> tl.tuple:
+    """Zero points and scales of the groups of slots, float32 ``[tiles, slots]``."""
+    group = tl.arange(0, page.tiles)
+    mask = there[None, :] & (group < page.groups)[:, None]
+    lows = page.low + row * page.low_at[0] + slots[None, :] * page.low_at[1]
+    steps = page.step + row * page.step_at[0] + slots[None, :] * page.step_at[1]
+    low = tl.load(lows + group[:, None] * page.low_at[2], mask=mask, other=0.0)
+    step = tl.load(steps + group[:, None] * page.step_at[2], mask=mask, other=0.0)
+    return low.to(tl.float32), step.to(tl.float32)
 
 
 @triton.jit
@@ -255,20 +367,14 @@ def _offset(page: tl.tuple, row: tl.tensor, head: tl.tensor, channels: tl.tensor
 
 
 @triton.jit
-def score(
-    q: tl.tensor,
-    k: tl.tensor,
+def scored(
+    scores: tl.tensor,
     constant: tl.tensor,
     slope: tl.tensor,
     distance: tl.tensor,
     scoring: tl.tuple,
-    PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """Scores of queries ``[rows, channels]`` and keys ``[slots, channels]`` in units of log 2."""
-    if q.dtype == k.dtype:
-        scores = product(q, tl.trans(k), None, PRECISION)
-    else:
-        scores = product(q.to(tl.float32), tl.trans(k.to(tl.float32)), None, PRECISION)
+    """Scores in units of log 2 from products of queries and keys, ``[rows, slots]``."""
     scores = scores * scoring.scaling
     if constant is not None:
         scores += constant[:, None]
@@ -291,24 +397,15 @@ def _capped(scores: tl.tensor, softcap: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def absorb(
-    highest: tl.tensor,
-    weight: tl.tensor,
-    summed: tl.tensor,
-    scores: tl.tensor,
-    v: tl.tensor,
-    PRECISION: tl.constexpr,
-) -> tl.tuple:
-    """The running maximum and total ``[rows]`` and weighted sum ``[rows, value channels]`` after
-    one more tile of scores ``[rows, slots]`` in units of log 2 (-inf where a query does not attend)
-    and values ``[slots, value channels]``."""
+def weigh(highest: tl.tensor, weight: tl.tensor, scores: tl.tensor) -> tl.tuple:
+    """The running maximum and total ``[rows]`` after one more tile of scores ``[rows, slots]`` in
+    units of log 2 (-inf where a query does not attend), the factor of what was summed before, and
+    the weights of the tile."""
     higher = tl.maximum(highest, tl.max(scores, axis=1))
     shift = tl.where(higher == float("-inf"), 0.0, higher)
     keep = tl.exp2(highest - shift)
     share = tl.exp2(scores - shift[:, None])
-    weight = weight * keep + tl.sum(share, axis=1)
-    summed = product(share.to(v.dtype), v, summed * keep[:, None], PRECISION)
-    return higher, weight, summed
+    return higher, weight * keep + tl.sum(share, axis=1), keep, share
 
 
 @triton.jit

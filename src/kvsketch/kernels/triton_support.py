@@ -1,11 +1,14 @@
-"""Whether the Triton kernels can run, without importing Triton."""
+"""Whether the Triton kernels can run, and how they are launched, without importing Triton."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +44,46 @@ def require(tensor: Tensor) -> None:
 
 def launching(tensor: Tensor) -> AbstractContextManager[object]:
     """Make the device of ``tensor`` the current one, because Triton launches on the current one."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+class Launches:
+    """Calls of one kernel whose arguments other than some tensors are always the same.
+
+    From the second call with like tensors on, the compiled kernel is called directly: Triton's own
+    look at every argument takes longer than a decoded token's attention.
+    """
+
+    def __init__(self) -> None:
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        changing: Sequence[Tensor],
+        arguments: Sequence[Any],
+        constants: dict[str, Any],
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Launch ``kernel``.
+
+        Args:
+            changing: the tensors among the arguments that are not always the same.
+            arguments: all of them, without constants.
+            constants: the constants, in the order of the kernel's parameters.
+            options: of the compilation.
+        """
+        like = tuple((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in changing)
+        found = self._compiled.get(like)
+        with launching(changing[0]):
+            if found is None:  # in the interpreter always
+                given = {**constants, **options, "enable_fp_fusion": True}
+                self._compiled[like] = kernel[grid](*arguments, **given)
+            else:  # which ignores constants, but counts them
+                found[(*grid, 1, 1)[:3]](*arguments, *constants.values())
 
 
 def interpreted() -> bool:

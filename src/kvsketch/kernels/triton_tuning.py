@@ -1,8 +1,6 @@
-"""Matrix products, and tile sizes (powers of two), of which some are tuned on the GPU at a call."""
+"""Matrix products, and tile sizes (powers of two)."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -31,37 +29,18 @@ def padded(count: int, least: int = 16) -> int:
     return max(least, 1 << (count - 1).bit_length())
 
 
-def tuned(kernel: Any, key: list[str], *choices: dict[str, int]) -> Any:
-    """``triton.autotune`` over tile sizes, ``warps`` and ``stages``, or ``kernel`` itself in the
-    interpreter.
+def fitting(width: int, size: int, rows: int, *choices: dict[str, int]) -> dict[str, int]:
+    """The first of ``choices`` that fits into a multiprocessor, or the last one.
 
-    Choices that cannot fit are left out, because their compilation alone may take a minute. The
-    first choice should be the smallest."""
-    if interpreted():
-        return kernel
-    return triton.autotune(
-        [
-            triton.Config(
-                {name: size for name, size in choice.items() if name.isupper()},
-                num_warps=choice["warps"],
-                num_stages=choice["stages"],
-            )
-            for choice in choices
-        ],
-        key=key,
-        prune_configs_by={"early_config_prune": _fitting},
-    )(kernel)
-
-
-def _fitting(configs: list[Any], named: dict[str, Any], **constants: Any) -> list[Any]:
-    width = sum(constants.get(name, 0) for name in ("HEAD_BLOCK", "VALUE_BLOCK", "WIDTH"))
-    size = next(iter(named.values())).element_size() * width  # of the kernel's first argument
-
-    def fits(config: Any) -> bool:
-        sizes: dict[str, int] = config.kwargs
-        rows, block = sizes.get("ROWS", 16), sizes.get("BLOCK", 16)
-        shared = config.num_stages * block * size + rows * size // 2
-        few = rows <= max(16, constants.get("MOST_ROWS", rows))
-        return bool(few and shared <= _SHARED and rows * size <= _HELD)
-
-    return [config for config in configs if fits(config)] or configs[:1]
+    Args:
+        width: columns of a key's and a value's tile together.
+        size: bytes of an element.
+        rows: rows of queries of a tile, where a choice has no ``ROWS``.
+        choices: tile sizes ``ROWS`` and ``BLOCK``, ``num_warps`` and ``num_stages``.
+    """
+    for choice in choices:
+        some = choice.get("ROWS", rows)
+        shared = choice["num_stages"] * choice["BLOCK"] * size * width + some * size * width // 2
+        if shared <= _SHARED and some * size * width <= _HELD:
+            break
+    return choice

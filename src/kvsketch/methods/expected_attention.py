@@ -101,7 +101,7 @@ def log_expected(slots: Slots, observed: Observed, weights: Tensor) -> Tensor:
     counted = (weights != 0).any(0).nonzero()
     start = int(counted[0]) if len(counted) else queries.shape[2]
     queries, weights = queries[:, :, start:], weights[:, start:]
-    for rows in query_blocks(queries.shape, slots.count):
+    for rows in query_blocks(queries, slots.count):
         away = scores_of(queries[:, :, rows]) - centre.unsqueeze(3)
         share = weights[:, rows].to(away.dtype)
         first += torch.einsum("bhgqs,bq->bhgs", away, share)

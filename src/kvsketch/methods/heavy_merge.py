@@ -20,6 +20,7 @@ from kvsketch.methods.rereading import reread_attention
 from kvsketch.methods.scoring import recent_attention, score_of, scored_before
 from kvsketch.methods.seen import Seen
 from kvsketch.observed import Observed
+from kvsketch.pieces import at_once
 from kvsketch.slots import Slots, compute_dtype
 
 # The weight of a token without attention, relative to one of average attention: it counts a little.
@@ -241,7 +242,7 @@ def _decoded_attention(
     newer = torch.arange(q - 1, -1, -1, device=keys.device, dtype=dtype)
     weights = (keep**newer / (window * shared)).repeat(shared)
     received = torch.empty(rows, n, device=keys.device)
-    step = max(1, _FEW_SCORES // (shared * q * n))
+    step = max(1, at_once(keys, _FEW_SCORES) // (shared * q * n))
     for start in range(0, rows, step):  # rows whose scores stay in the processor's cache
         part = slice(start, start + step)
         scores = packed[part] @ keys[part].to(dtype).mT

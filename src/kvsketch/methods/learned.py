@@ -11,7 +11,7 @@ from torch import Tensor
 from kvsketch.estimator import attention_received
 from kvsketch.kernels.shares import largest_shares
 from kvsketch.observed import Observed
-from kvsketch.reread import fits
+from kvsketch.reread import plain
 from kvsketch.slots import Slots, compute_dtype
 
 # Of the regression, relative to the variance of a feature.
@@ -30,7 +30,7 @@ def largest_attention(slots: Slots, asked: Observed, sample: Tensor | None) -> T
         sample: the tokens whose queries they are, int64, in order, if not of all:
             ``learned_scores`` then predicts how much the others would get.
     """
-    if fits(asked, slots):
+    if plain(asked, slots):
         found = largest_shares(asked, slots.keys).float()
     else:
         found = attention_received(slots, asked, None, True).float()

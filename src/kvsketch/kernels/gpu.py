@@ -1,0 +1,97 @@
+"""Attention of one query per head over the parts of a page, by the Triton kernels.
+
+Every part is one launch, whatever the sizes of its heads, and a last one combines all pieces. What
+a launch needs to know of a part is made once and kept with the part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsketch.kernels.flat_page import FlatQuantized, check
+from kvsketch.kernels.triton_decode import Pieces, combined, scratch_for, splits_for
+from kvsketch.kernels.triton_slots import KernelScores, flat
+from kvsketch.observed import Observed
+from kvsketch.page.part import Part
+
+
+def attend(asked: Observed, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+    """Attention over all parts together, without attention sinks and ALiBi.
+
+    Args:
+        asked: queries ``[batch, num_attention_heads, 1, head_dim]``.
+        parts: the slots.
+
+    Returns:
+        ``[batch, num_attention_heads, 1, value_dim]`` in the dtype of the queries, and the logs of
+        the summed weights, float32 ``[batch, num_attention_heads, 1]``.
+    """
+    queries = asked.queries
+    launches = [_pieces(part, asked) for part in parts]
+    splits = sum(pieces.splits for pieces, _ in launches)
+    dim = launches[0][1]
+    out = queries.new_empty((*queries.shape[:3], dim))
+    logs = torch.empty(queries.shape[:3], dtype=torch.float32, device=queries.device)
+    if splits == 1:
+        launches[0][0](queries, None, out, logs, True)
+        return out, logs
+    every, totals = scratch_for(queries, dim, splits)
+    first = 0
+    for pieces, _ in launches:
+        mine = slice(first, first + pieces.splits)
+        pieces(queries, None, every[:, :, mine], totals[:, :, mine], False)
+        first += pieces.splits
+    combined(every, totals, out, logs)
+    return out, logs
+
+
+def flat_of(part: Part) -> dict[str, Any]:
+    """The fields of a part, ``[batch, total, ...]``. Quantised keys and values stay quantised."""
+    even = part.blocks is None
+    found: dict[str, Any] = {n: t.flatten(1, 2) if even else t for n, t in part.fields.items()}
+    for name, few in part.packed.items():
+        few = few.map_slots(lambda t: t.flatten(1, 2)) if even else few
+        found[name] = FlatQuantized(
+            few.bits, few.dim, few.codes, few.low, few.step, few.unit, few.offset
+        )
+    return found
+
+
+def _pieces(part: Part, asked: Observed) -> tuple[Pieces, int]:
+    """The launch over a part, and the channels of a value; made anew where the part has other
+    tensors or the queries another shape."""
+    start, count = part.spans()
+    contents = [*part.fields.values(), *part.packed.values(), start, count]
+    shape = asked.queries.shape
+    scores = asked.queries.dtype, asked.scaling, asked.softcap
+    known = part.for_kernel
+    if known is not None:
+        (held, *before), found = known
+        same = len(held) == len(contents) and all(map(_is, held, contents))
+        if same and before == [shape, scores]:
+            made: tuple[Pieces, int] = found
+            return made
+    fields = flat_of(part)
+    given = (fields["keys"], fields["values"], fields.get("log_mass"), start, count)
+    extras: dict[str, Any] = dict.fromkeys(("sinks", "slopes", "positions"))
+    sizes = check(asked.queries, *given, scaling=scores[1], softcap=scores[2], **extras)
+    most = min(part.count + part.room, sizes.total)
+    page = flat(*given[:3], None, start, count)
+    pieces = Pieces(
+        page,
+        KernelScores(float(asked.scaling), asked.softcap, None, (0,), None, (0,)),
+        sizes,
+        asked.queries.element_size(),
+        most,
+        splits_for(sizes.batch, sizes.kv_heads, most),
+    )
+    part.for_kernel = (contents, shape, scores), (pieces, sizes.value_dim)
+    return pieces, sizes.value_dim
+
+
+def _is(a: object, b: object) -> bool:
+    return a is b
