@@ -68,7 +68,11 @@ def both(model: Any, **setup: Any) -> None:
 @pytest.mark.parametrize("method", EVERY_METHOD)
 def test_every_method_answers_as_on_the_cpu(method: str, batch: int) -> None:
     """In float64, so that rounding on two devices cannot lead to other tokens."""
-    both(small_llama(512).eval().double(), method=method, budget=90, batch=batch)
+    model = small_llama(512).eval().double()
+    if method == "expected_attention":  # most of whose scores are 0 with such large products
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.data.mul_(0.05)
+    both(model, method=method, budget=90, batch=batch)
 
 
 @pytest.mark.parametrize("name", SETUPS)

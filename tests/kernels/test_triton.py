@@ -37,6 +37,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EXAMPLES = 12 if DEVICE == "cuda" else 40  # each of which is compiled for seconds there
 INTERPRET = {} if DEVICE == "cuda" else {"TRITON_INTERPRET": "1"}
 
 # Triton reads the variable when it is imported; other tests should not find it set.
@@ -245,7 +246,7 @@ def made(counts: list[list[int]], shape: dict[str, Any], **more: Any) -> Page:
     return page(*counts, **shape, **more)
 
 
-@settings(max_examples=40)
+@settings(max_examples=EXAMPLES)
 @given(
     counts=ROWS,
     shape=st.fixed_dictionaries(SHAPES),
@@ -483,7 +484,7 @@ def quantised(
     return given, (given.queries, *flat, log_mass(given.mass), given.start, given.count)
 
 
-@settings(max_examples=15)
+@settings(max_examples=EXAMPLES // 3)
 @given(
     seed=st.integers(0, 99),
     bits=st.sampled_from([8, 4]),
@@ -577,7 +578,7 @@ def new_tokens(
     return (pair[0], pair[1]), more, heads
 
 
-@settings(max_examples=20)
+@settings(max_examples=EXAMPLES // 2)
 @given(
     counts=ROWS,
     shape=st.fixed_dictionaries({**SHAPES, "group": st.sampled_from([1, 2, 5])}),

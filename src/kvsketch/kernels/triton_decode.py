@@ -48,19 +48,14 @@ _PIECE = 256
 _MOST_SPLITS = 128
 #: Query heads of a tile. A larger group takes several programs.
 _MOST_ROWS = 64
-# Tiles of slots in 16 bits or more, and in 8 or 4 bits; smaller ones for wide heads.
+# Tiles of slots, and of slots in 4 bits; smaller ones for wide heads.
 _EXACT = (
-    {"BLOCK": 64, "num_warps": 4, "num_stages": 3},
-    {"BLOCK": 32, "num_warps": 4, "num_stages": 3},
-    {"BLOCK": 32, "num_warps": 4, "num_stages": 2},
-    {"BLOCK": 16, "num_warps": 4, "num_stages": 2},
-)
-_FEW_BITS = (
     {"BLOCK": 128, "num_warps": 4, "num_stages": 2},
     {"BLOCK": 64, "num_warps": 4, "num_stages": 2},
     {"BLOCK": 32, "num_warps": 4, "num_stages": 2},
     {"BLOCK": 16, "num_warps": 4, "num_stages": 2},
 )
+_SMALL = ({"BLOCK": 64, "num_warps": 2, "num_stages": 3}, *_EXACT[2:])
 
 
 def splits_for(batch: int, kv_heads: int, most: int) -> int:
@@ -223,8 +218,8 @@ class Pieces:
             "WHOLE": False,
         }
         width = self._constants["HEAD_BLOCK"] + self._constants["VALUE_BLOCK"]
-        few = max(page.key.bits.value, page.value.bits.value) > 0
-        tile = fitting(width, size, rows * max(each), *(_FEW_BITS if few else _EXACT))
+        usual = _SMALL if page.value.bits.value == 4 else _EXACT
+        tile = fitting(width, size, rows * max(each), *usual)
         self._constants["BLOCK"] = tile["BLOCK"] if block is None else block
         self._options = {name: tile[name] for name in ("num_warps", "num_stages")}
         self._launches = Launches(), Launches()

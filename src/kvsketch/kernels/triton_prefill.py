@@ -48,7 +48,6 @@ from kvsketch.kernels.triton_tuning import fitting, product
 
 # Tiles for many queries and for a few; smaller ones for wide heads.
 _MANY = (
-    {"ROWS": 128, "BLOCK": 64, "num_warps": 8, "num_stages": 3},
     {"ROWS": 64, "BLOCK": 64, "num_warps": 4, "num_stages": 3},
     {"ROWS": 64, "BLOCK": 32, "num_warps": 4, "num_stages": 2},
     {"ROWS": 16, "BLOCK": 32, "num_warps": 4, "num_stages": 2},
@@ -56,7 +55,7 @@ _MANY = (
 )
 _FEW = (
     {"ROWS": 16, "BLOCK": 64, "num_warps": 4, "num_stages": 3},
-    *_MANY[3:],
+    *_MANY[2:],
 )
 
 

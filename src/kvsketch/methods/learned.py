@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvsketch.estimator import attention_received
 from kvsketch.kernels.shares import largest_shares
@@ -18,6 +19,8 @@ from kvsketch.slots import Slots, compute_dtype
 _RIDGE = 1e-2
 # What a score is at least: the log of a smaller one would say nothing but count.
 _LEAST = 1e-6
+# Rows of a regression that are summed together on a GPU.
+_PART = 256
 
 
 def largest_attention(slots: Slots, asked: Observed, sample: Tensor | None) -> Tensor:
@@ -85,8 +88,20 @@ def _expected(every: Tensor, x: Tensor, y: Tensor, real: Tensor) -> Tensor:
     x, y = (x - middle) * real, (y - level) * real
     scale = (x.square().sum(2, keepdim=True) / count).sqrt().clamp(min=1e-12)
     x = x / scale
-    square = x.mT @ x / count
+    # Few of a GPU's processors would work on so small a result.
+    part = x.shape[2] if x.device.type == "cpu" else _PART
+    square = _sums_of_products(x, x, part) / count
     square.diagonal(dim1=-2, dim2=-1).add_(_RIDGE)
-    weights: Tensor = torch.linalg.solve(square, x.mT @ y / count)
+    weights: Tensor = torch.linalg.solve(square, _sums_of_products(x, y, part) / count)
     variance = (y - x @ weights).square().sum(2, keepdim=True) / count
     return (((every - middle) / scale) @ weights + level + variance / 2).exp()
+
+
+def _sums_of_products(x: Tensor, y: Tensor, part: int) -> Tensor:
+    """``x.mT @ y``, so many rows at a time."""
+    parts = -(-x.shape[2] // part)
+    if parts < 2:
+        return x.mT @ y
+    x, y = (pad(t, (0, 0, 0, parts * part - t.shape[2])) for t in (x, y))
+    x, y = (t.view(*t.shape[:2], parts, part, t.shape[3]) for t in (x, y))
+    return (x.mT @ y).sum(2)
