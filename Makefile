@@ -7,12 +7,13 @@ BIN := $(VENV)/bin
 # The models in the tests are tiny: one thread each and two workers beat two threads.
 TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 -q
 
+# make gpu    on a machine with a GPU and torch for it: the tests that need one, and the speeds
 # make peers  set up the peers' own code for benchmarks and tests/benchmarks/test_peers.py
 # make docs   build the documentation site, strictly, into build/site
 # make newcomer   what a newcomer tries in the first hour, from the wheel, in an empty folder
 # make release-check   build wheel and sdist, install them afresh, run the demo from an empty folder
-.PHONY: setup demo test test-slow test-oldest test-extras test-vllm mutants lint peers tables docs \
-	newcomer release-check clean
+.PHONY: setup demo test test-slow test-oldest test-extras test-vllm gpu mutants lint peers tables \
+	docs newcomer release-check clean
 
 NATIVE := src/kvsketch/kernels/native
 
@@ -68,6 +69,17 @@ $(ENGINE)/.ready: pyproject.toml tests/engine/requirements.py
 test-vllm: $(ENGINE)/.ready
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
 		$(ENGINE)/bin/python -m pytest -n 2 --dist worksteal -q tests/engine tests/serving
+
+# With the Python of the machine, which has torch for its GPU, transformers and pytest: no venv, no
+# network. Every step takes less than nine minutes and writes what it has, so that the same command
+# resumes after a stop.
+GPU := PYTHONPATH=src:. TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+gpu:
+	$(GPU) OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n 8 tests/hf/test_cuda.py tests/kernels/test_triton.py
+	$(GPU) $(PYTHON) -m benchmarks.speed_gpu --part token --out build/speed_gpu_token.json
+	$(GPU) $(PYTHON) -m benchmarks.speed_gpu --part model --requests 1 --out build/speed_gpu_model.json
+	$(GPU) $(PYTHON) -m benchmarks.speed_gpu --part model --requests 16 --tokens 8192 \
+		--out build/speed_gpu_requests.json
 
 # Break the papers' code in some two hundred ways, one at a time: a test must fail each time.
 mutants: setup

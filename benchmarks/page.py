@@ -85,6 +85,7 @@ PAGES: dict[str, tuple[str, Callable[[], str], dict[str, Callable[[dict[str, Any
                 f"speed_{preset}": page_speed.speed
                 for preset in ("decode", "bits", "compress", "prefill", "end_to_end", "layers")
             },
+            "speed_gpu_token": page_speed.on_gpu,
             "prefill_peak": page_speed.prefill_peak,
             "streaming_memory": page_speed.streaming_memory,
             "buffer_rule": page_speed.buffer_rule,

@@ -145,8 +145,8 @@ def opening(results: dict[str, dict[str, Any] | None]) -> str:
         "With a tiny model and a small budget, where every operation of ours is visible, it is a "
         "little slower than with an exact cache of the same bytes: what is left is the "
         "compression every few tokens. The prefill is slower; where its peak matters, use "
-        '`allocation="even"`, a file of curves or `prefill="streaming"`. No GPU has been '
-        "measured.\n"
+        '`allocation="even"`, a file of curves or `prefill="streaming"`. [On a GPU](#on-a-gpu), '
+        "only the attention of a token was measured.\n"
     )
 
 
@@ -165,6 +165,39 @@ def speed(result: dict[str, Any]) -> str:
     preset = result["preset"]
     made = made_with(result) + f" {result['threads']} threads, {result['repeats']} pairs."
     return "\n\n".join([_TITLES[preset], _TEXTS[preset], *tables, made]) + "\n"
+
+
+def on_gpu(result: dict[str, Any]) -> str:
+    """The attention of one token on a GPU."""
+    rows = [
+        [
+            str(r["requests"]),
+            f"{r['slots']:,}",
+            str(r["bits"]),
+            *(f"{r[name]:.3f}" for name in ("kernel_ms", "floor_ms", "fused_kernel_ms")),
+            f"{r['kernel_ms'] / r['fused_kernel_ms']:.2f}",
+            f"{r['call_ms']:.2f}",
+            f"{r['fused_call_ms']:.2f}",
+        ]
+        for r in result["results"]
+    ]
+    names = ["requests", "slots", "bits", "kernel, ms", "floor, ms", "torch's, ms", "over torch's"]
+    names += ["call, ms", "torch's call, ms"]
+    few = [r["kernel_ms"] / r["fused_kernel_ms"] for r in result["results"] if r["bits"] == 4]
+    floor = {r["bits"]: r["floor_ms"] for r in result["results"]}
+    return (
+        "## On a GPU\n\n"
+        "The attention of one token of every request on a GPU "
+        f"({result['hardware']['gpu']}), 32 query and 8 KV heads of 128, over slots with masses in "
+        "16 (bfloat16), 8 and 4 bits, and torch's fused attention over as many bfloat16 tokens. "
+        "Kernel: replayed in a CUDA graph. Call: with what Python and the launches take. Floor: "
+        "the bytes that must be read over the bandwidth of a copy. Slots in 4 bits take "
+        f"{min(few):.2f} to {max(few):.2f} of the time of torch's kernel in "
+        f"{floor[4] / floor[16]:.2f} of the bytes of 16 bits: what is left above the floor is the "
+        "arithmetic of unpacking them. A whole model was not measured (`make gpu`).\n\n"
+        + table(names, rows)
+        + f"\n\n{made_with(result)}\n"
+    )
 
 
 def _cell(value: object) -> str:

@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
@@ -48,6 +49,7 @@ COMMANDS = {
     "speed_prefill": "speed --preset prefill",
     "speed_end_to_end": "speed --preset end_to_end",
     "speed_layers": "speed --preset layers",
+    "speed_gpu_token": "speed_gpu --part token",
     "prefill_peak": "prefill_peak",
     "streaming_memory": "streaming_memory",
     "buffer_rule": "buffer_rule",
@@ -100,6 +102,8 @@ COMMANDS = {
     "structure": "structure",
     "vllm": "vllm_engine",
 }
+#: Results that need a GPU; a run without one leaves them out.
+ON_GPU = ("speed_gpu_token",)
 #: Benchmarks that write their result and their page in docs themselves, by the name of the result.
 WITH_PAGE = {
     "longeval": "longeval_table",
@@ -146,6 +150,7 @@ def main(
         command(name, folder)
         for name in names
         if show or again or not finished(folder / f"{name}.json")
+        if show or name in only.split(",") or name not in ON_GPU or torch.cuda.is_available()
     ]
     if into is None and not only:
         missing = [

@@ -9,12 +9,14 @@ token   The attention of one token of every request with 32 query and 8 KV heads
         replayed CUDA graph, which leaves out what Python and the launches take. ``floor_ms``: the
         bytes that must be read over the measured bandwidth of a copy (bytes read and written).
 model   A model of Llama 3 8B's shape (32 layers, random bfloat16 weights): seconds of the prefill,
-        milliseconds of a decoded token of all requests, and bytes beside the weights (the most of
-        the prefill, and those held after it), with the exact cache (``DynamicCache``) and with the
-        default method. The exact cache decodes with torch's flash attention; ``token_cudnn_ms`` is
-        its time with cuDNN's, which torch prefers and which makes a plan for every new length.
+        milliseconds of a decoded token of all requests together, and bytes beside the weights (the
+        most of the prefill, and those held after it), with the exact cache (``DynamicCache``) and
+        with the default method. The exact cache decodes with torch's flash attention;
+        ``token_cudnn_ms`` is its time with cuDNN's, which torch prefers and which makes a plan for
+        every new length.
 
-Every time is a median of runs on one device, after others that do not count. The caches take turns.
+Times of ``token`` are medians, those of ``model`` one run, after another one that does not count.
+With ``--out``, the rows so far are kept, and the same command resumes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -33,10 +34,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from benchmarks.options import integers, positive
-from benchmarks.page import save
+from benchmarks.results import Results, ResumeOption
 from kvsketch import Observed, SketchCache, Slots
 from kvsketch.attention import attend_to
-from kvsketch.evaluation.report.report import dumps, environment
+from kvsketch.evaluation.report.report import dumps
 from kvsketch.page.part import Part
 from kvsketch.page.quantized import Bits
 
@@ -81,13 +82,14 @@ def bandwidth() -> float:
     return 2 * len(source) / (1e-3 * milliseconds(lambda: target.copy_(source)))
 
 
-def token(lengths: list[int], batches: list[int], seed: int) -> Rows:
-    rows: Rows = []
+def token(results: Results, lengths: list[int], batches: list[int], seed: int) -> None:
     speed = bandwidth()
     for batch in batches:
         for n in lengths:
-            if batch * n > 1 << 21:
+            where = {"requests": batch, "slots": n}
+            if batch * n > 1 << 21 or results.has(**where):
                 continue
+            rows: Rows = []
             draw = torch.Generator("cuda").manual_seed(seed)
             normal = partial(torch.randn, generator=draw, device="cuda", dtype=torch.bfloat16)
             keys, values = (normal(batch, KV_HEADS, n, DIM) for _ in range(2))
@@ -105,12 +107,12 @@ def token(lengths: list[int], batches: list[int], seed: int) -> Rows:
                 mine = {"call_ms": milliseconds(run), "kernel_ms": replayed(run)}
                 read = sum(tensor.nbytes for tensor in part.contents())
                 rows.append(
-                    {"requests": batch, "slots": n, "bits": bits}
+                    {**where, "bits": bits}
                     | mine
                     | {"floor_ms": 1e3 * read / speed, "fused_call_ms": call}
                     | {"fused_kernel_ms": kernel, "over_fused": mine["kernel_ms"] / kernel}
                 )
-    return rows
+            results.add(rows)
 
 
 def llama(layers: int, positions: int) -> Any:
@@ -130,39 +132,35 @@ def llama(layers: int, positions: int) -> Any:
 
 
 def model(
+    results: Results,
     layers: int,
     lengths: list[int],
     batches: list[int],
     budget: float,
     new: int,
-    repeats: int,
     seed: int,
-) -> Rows:
-    rows: Rows = []
+) -> None:
+    todo = [(n, batch) for n in lengths for batch in batches]
     built = llama(layers, max(lengths) + 4 * new + 64)
     weights = torch.cuda.memory_allocated()
-    for n in lengths:
-        for batch in batches:
-            draw = torch.Generator("cuda").manual_seed(seed)
-            ids = torch.randint(3, 1000, (batch, n), generator=draw, device="cuda")
-            made: dict[str, Callable[[], Any]] = {
-                "exact": lambda: DynamicCache(config=built.config),
-                "heavy_merge": lambda: SketchCache(built.config, budget=budget, seed=seed),
-                "heavy_merge, 4 bits": lambda: SketchCache(
-                    built.config, budget=budget, bits=4, allocation="even", seed=seed
-                ),
-            }
-            for make in made.values():  # compiles the kernels
-                _run(built, make(), ids[:, :2048], 4, weights)
-            found: dict[str, list[dict[str, float]]] = {name: [] for name in made}
-            for _ in range(repeats):
-                for name, make in made.items():
-                    found[name].append(_run(built, make(), ids, new, weights))
-            for name, runs in found.items():
-                middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-                part = {"layers": layers, "tokens": n, "requests": batch, "cache": name}
-                rows.append({**part, "budget": None if name == "exact" else budget, **middle})
-    return rows
+    made: dict[str, Callable[[], Any]] = {
+        "exact": lambda: DynamicCache(config=built.config),
+        "heavy_merge": lambda: SketchCache(built.config, budget=budget, seed=seed),
+        "heavy_merge, 4 bits": lambda: SketchCache(
+            built.config, budget=budget, bits=4, allocation="even", seed=seed
+        ),
+    }
+    for n, batch in todo:
+        draw = torch.Generator("cuda").manual_seed(seed)
+        ids = torch.randint(3, 1000, (batch, n), generator=draw, device="cuda")
+        for name, make in made.items():
+            part = {"layers": layers, "tokens": n, "requests": batch, "cache": name}
+            if results.has(**part):
+                continue
+            _run(built, make(), ids[:, :2048], 4, weights)  # compiles the kernels
+            row = _run(built, make(), ids, new, weights)
+            kept = None if name == "exact" else budget
+            results.add([{**part, "budget": kept, **row}])
 
 
 def _run(built: Any, cache: Any, ids: Tensor, new: int, weights: int) -> dict[str, float]:
@@ -199,9 +197,8 @@ def main(
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
     budget: Annotated[float, typer.Option(help="The kept fraction.")] = 0.125,
     new: Annotated[int, typer.Option(help="Decoded tokens.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Runs of every cache.")] = 1,
     seed: int = 0,
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    out: ResumeOption = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
 ) -> None:
     """Example: python -m benchmarks.speed_gpu --part token --tokens 16384 --json"""
@@ -209,19 +206,21 @@ def main(
         raise typer.BadParameter(f"--part {part!r} must be one of {', '.join(PARTS)}")
     usual = {"token": "4096,16384,131072", "model": "32768"}[part]
     lengths, batches = integers("tokens", tokens or usual), integers("requests", requests)
-    positive(tokens=min(lengths), requests=min(batches), layers=layers, new=new, repeats=repeats)
+    positive(tokens=min(lengths), requests=min(batches), layers=layers, new=new)
     if not torch.cuda.is_available():
         raise typer.BadParameter("this benchmark needs a CUDA device, and torch finds none")
+    settings = {"tokens": lengths, "requests": batches, "seed": seed}
+    if part == "model":
+        settings |= {"layers": layers, "budget": budget, "new": new}
+    results = Results(out, command="speed_gpu", part=part, **settings)
     console = Console(stderr=True)
-    with torch.inference_mode(), console.status(f"measuring {part}, which takes a few minutes"):
+    with torch.inference_mode(), console.status(f"measuring {part}, which takes some minutes"):
         if part == "token":
-            rows = token(lengths, batches, seed)
+            token(results, lengths, batches, seed)
         else:
-            rows = model(layers, lengths, batches, budget, new, repeats, seed)
-    result = {"command": "speed_gpu", "part": part, "results": rows, "seed": seed}
-    result |= {"gpu": torch.cuda.get_device_name(), "repeats": repeats} | environment()
-    save(result, out)
-    for row in rows:
+            model(results, layers, lengths, batches, budget, new, seed)
+    result = results.finish()
+    for row in results.rows:
         shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
         console.print(shown, soft_wrap=True)
     if json:

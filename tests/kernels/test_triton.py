@@ -29,6 +29,8 @@ from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.estimator import attend, attention_scores
 from kvsketch.kernels import triton_support
 from kvsketch.kernels.flat_page import FlatQuantized
+from kvsketch.observed import Observed
+from kvsketch.page.part import Part
 from kvsketch.page.quantized import Quantized, quantize
 from kvsketch.partial import NOTHING, log_mass
 from kvsketch.slots import Slots
@@ -783,6 +785,71 @@ def test_refused_without_an_interpreter_or_triton(monkeypatch: pytest.MonkeyPatc
     assert not triton_support.available("cuda")
     with pytest.raises(UnsupportedError, match=r"kvsketch\[triton\]"):
         triton_support.require(torch.zeros(1))
+
+
+# Launches -----------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """A kernel, or what compiling it gives, that records its calls."""
+
+    def __init__(self, gives: object = None) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.gives = gives
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def call(*arguments: Any, **constants: Any) -> object:
+            self.calls.append((grid, arguments, constants))
+            return self.gives
+
+        return call
+
+
+LIKE = torch.zeros(4, 8)
+ELSE = {
+    "dtype": LIKE.double(),
+    "strides": torch.zeros(8, 4).T,
+    "alignment": torch.zeros(33)[1:].view(4, 8),
+    "shape": torch.zeros(4, 9),
+}
+
+
+def test_a_second_launch_calls_the_compiled_kernel_with_every_argument() -> None:
+    compiled, launch = Recorded(), triton_support.Launches()
+    kernel = Recorded(compiled)
+    other = torch.zeros(4, 8)
+    for tensor in (LIKE, other):
+        launch(kernel, (2, 3), [tensor], (tensor, 5), {"A": 1, "B": 2}, {"num_warps": 4})
+    constants = {"A": 1, "B": 2, "num_warps": 4, "enable_fp_fusion": True}
+    assert kernel.calls == [((2, 3), (LIKE, 5), constants)]
+    assert compiled.calls == [((2, 3, 1), (other, 5, 1, 2), {})]
+
+
+@pytest.mark.parametrize("what", ELSE)
+def test_a_launch_with_other_tensors_is_compiled_anew(what: str) -> None:
+    kernel, launch = Recorded(Recorded()), triton_support.Launches()
+    for tensor in (LIKE, ELSE[what]):
+        launch(kernel, (1,), [tensor], (tensor,), {})
+    assert len(kernel.calls) == 2
+
+
+def test_what_is_kept_of_a_part_is_of_its_tensors_and_the_queries() -> None:
+    gpu = importlib.import_module("kvsketch.kernels.gpu")
+    random = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, 2, 12, 8, generator=random)
+    part, other = (Part(Slots(on(k), on(v))) for k, v in ((keys, values), (values, keys)))
+    for scale, group, held in ((0.3, 2, part), (0.6, 2, part), (0.3, 3, part), (0.3, 3, other)):
+        if held is other:  # as if it had become another part
+            other.for_kernel = part.for_kernel
+        asked = Observed(on(torch.randn(1, 2 * group, 1, 8, generator=random)), scale)
+        found, _ = gpu.attend(asked, [held])
+        wanted = attend(
+            asked.queries.double().cpu(), held.slots.map(lambda t: t.double().cpu()), scaling=scale
+        )
+        torch.testing.assert_close(found.double().cpu(), wanted, rtol=0, atol=1e-5)
+        before = held.for_kernel
+        gpu.attend(asked, [held])
+        assert held.for_kernel is before
 
 
 # Imports and the compiler -------------------------------------------------------------------------

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvsketch import Slots
+from kvsketch.methods import learned
 from kvsketch.methods.learned import learned_scores
 
 SAMPLE = torch.arange(400).view(25, 16)[:, :4].flatten()
@@ -100,3 +103,10 @@ def test_scores_that_are_all_the_same_stay_so():
     known = torch.full((2, 2, 400), 0.5)
     found = learned_scores(Slots(slots.keys, slots.values, score=known), SAMPLE).score
     torch.testing.assert_close(found, known)
+
+
+@given(rows=st.integers(1, 30), part=st.integers(1, 12), wide=st.integers(1, 3))
+def test_a_sum_in_parts_is_the_sum(rows, part, wide):
+    generator = torch.Generator().manual_seed(rows)
+    x, y = (torch.randn(2, 3, rows, n, generator=generator).double() for n in (4, wide))
+    torch.testing.assert_close(learned._sums_of_products(x, y, part), x.mT @ y)
