@@ -19,6 +19,7 @@ from kvsketch.cache.stream import Stream
 from kvsketch.hf import reading
 from kvsketch.methods.heavy_merge import HeavyMerge
 from kvsketch.methods.learned import largest_attention
+from kvsketch.methods.scoring import recent_attention
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
 
@@ -121,9 +122,25 @@ def test_the_largest_share_is_added_to_the_attention_of_the_last_queries(way: st
         share = share * live[:, None, None, :, None]
     most = share.amax((2, 3))
     assert found is not None
-    torch.testing.assert_close(found, (score + 0.25 * most).float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, (score + most).float(), rtol=1e-4, atol=1e-5)
     alone = HeavyMerge().echo(Slots(keys, values, mass, score=score), asked, None, True).score
     torch.testing.assert_close(alone, most.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_attention_of_the_last_queries_counts_four_times() -> None:
+    made = torch.Generator().manual_seed(6)
+    keys, values = (torch.randn(1, 2, 90, 8, generator=made) for _ in range(2))
+    slots = Slots(keys, values)
+    for q in (90, 5):
+        asked = Observed(torch.randn(1, 4, q, 8, generator=made), 0.4)
+        found = HeavyMerge().observe(slots, asked).score
+        assert found is not None
+        mean, _ = recent_attention(slots, asked, 64)
+        torch.testing.assert_close(found, 4 * mean)
+    fading = HeavyMerge().fading(asked)
+    assert fading is not None
+    assert fading[1] == pytest.approx((1 - 1 / 64) ** 5)
+    torch.testing.assert_close(fading[0][-1], torch.tensor(4 / 64))
 
 
 def test_tokens_outside_the_runs_get_predicted_scores() -> None:
@@ -368,7 +385,7 @@ def test_heads_are_compared_by_what_stands_out() -> None:
 
 
 def test_a_head_that_needs_most_of_its_tokens_gets_them() -> None:
-    """All of them are attended to like most others, and none can share a slot."""
+    """All of them are attended to like most others, and each by some query more than all else."""
     made = torch.Generator().manual_seed(5)
     score = torch.rand(1, 2, 60, generator=made) * 0.05
     score[:, 0, :50] = torch.rand(50, generator=made) * 0.2 + 0.8

@@ -811,6 +811,7 @@ ELSE = {
     "strides": torch.zeros(8, 4).T,
     "alignment": torch.zeros(33)[1:].view(4, 8),
     "shape": torch.zeros(4, 9),
+    "device": LIKE.to("meta"),
 }
 
 

@@ -76,7 +76,8 @@ class Launches:
             constants: the constants, in the order of the kernel's parameters.
             options: of the compilation.
         """
-        like = tuple((t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in changing)
+        alike = [(t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in changing]
+        like = (changing[0].device, *alike)
         found = self._compiled.get(like)
         with launching(changing[0]):
             if found is None:  # in the interpreter always

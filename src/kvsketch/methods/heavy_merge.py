@@ -28,14 +28,15 @@ _FLOOR = 1e-3
 # The share of the budget that keeps tokens unchanged: where the last queries alone have scored the
 # tokens, later ones may ask for any other; where the whole context has been asked for, few will.
 _SHARE, _SHARE_ASKED = 0.25, 0.9
-# The largest share of attention that an echo gives a token, in units of the mean attention of the
-# last queries. Smaller: fewer later questions are answered; larger: worse predictions of what
-# follows the prompt at once (KL of stories260K, docs/errors.md).
-_ECHO = 0.25
+# How much the mean attention of the last queries counts beside the largest share of attention that
+# any query of an echo gives a token. Larger: fewer later questions are answered; smaller: worse
+# predictions of what follows the prompt at once (KL of stories260K, docs/errors.md).
+_RECENT = 4.0
 # Heads are compared by what stands out: tokens that a head attends to like most others can share
-# slots. A weight below so many times that of the head's median token is multiplied by the last
-# number, unless it exceeds this part of the head's 99th percentile: a head may need most tokens.
-_TYPICAL, _LARGEST, _LESS = 3.0, 0.5, 1e-3
+# slots. A token stands out whose weight is so many times that of the head's median token, or whose
+# score exceeds the second number, since a head may need most of its tokens. The weights of all
+# others are multiplied by the last one.
+_TYPICAL, _DECISIVE, _LESS = 3.0, 0.3, 1e-3
 # Scores of decoded queries that are computed at a time: 2 MB in float32.
 _FEW_SCORES = 1 << 19
 
@@ -47,10 +48,11 @@ class HeavyMerge(Compressor):
 
     Attention is that of the last ``window`` queries, with older queries fading (``SnapKV``'s,
     without pooling), or the largest of a second reading. Where the model's positions allow it, all
-    queries of a prompt are asked again after it (``cache.echo``), and a part of the largest share
-    of attention that one of them gives a token is added. The weight of a token is its attention
-    times the norm of its value. Heads are compared by the tokens of more than three times the
-    weight of their median token, or half of the largest (``importance``). A group's slot is (mean
+    queries of a prompt are asked again after it (``cache.echo``), and the largest share of
+    attention that one of them gives a token is added to four times the former. The weight of a
+    token is its attention times the norm of its value. Heads are compared by the tokens of more
+    than three times the weight of their median token, and those with a share above 0.3
+    (``importance``). A group's slot is (mean
     key, mass times mean value, mass), the means weighted by attention.
 
     With ``correct``, u and m of the slots are then fitted to the last ``window`` queries of the
@@ -117,6 +119,7 @@ class HeavyMerge(Compressor):
         if observed is None:
             return scored_before(slots, self.name)
         received, fade = _decoded_attention(slots, observed, self.window)
+        received = received * _RECENT
         if slots.score is not None:
             received = received + slots.score * fade
         return replace(slots, score=received)
@@ -126,7 +129,8 @@ class HeavyMerge(Compressor):
         if not _decoded(observed, self.window):
             return None
         keep = 1 - 1 / self.window
-        return keep ** torch.arange(q - 1, -1, -1).float() / self.window, keep**q
+        weights = _RECENT / self.window * keep ** torch.arange(q - 1, -1, -1).float()
+        return weights, keep**q
 
     def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
         return reread_attention(slots, observed, about)
@@ -137,17 +141,17 @@ class HeavyMerge(Compressor):
     def echo(self, slots: Slots, asked: Observed, sample: Tensor | None, alone: bool) -> Slots:
         found = largest_attention(slots, asked, sample)
         if not alone:
-            found = score_of(slots, self.name) + _ECHO * found
+            found = score_of(slots, self.name) + found
         return replace(slots, score=found)
 
     def importance(self, slots: Slots) -> Tensor:
         worth, live = self._worth(slots), slots.live()
         count = torch.full_like(worth[..., 0], slots.count) if live is None else live.sum(-1)
         real = worth if live is None else worth.masked_fill(~live, torch.inf)
-        place = torch.stack([count // 2, 0.99 * count], dim=-1).long().clamp(max=slots.count - 1)
-        median, largest = real.sort(-1).values.gather(-1, place).unbind(-1)
-        typical = torch.minimum(_TYPICAL * median, _LARGEST * largest).unsqueeze(-1)
-        return torch.where(worth > typical, worth, _LESS * worth)
+        place = (count // 2).long().clamp(max=slots.count - 1).unsqueeze(-1)
+        median = real.sort(-1).values.gather(-1, place)
+        out = (worth > _TYPICAL * median) | (score_of(slots, self.name) > _DECISIVE)
+        return torch.where(out, worth, _LESS * worth)
 
     def _worth(self, slots: Slots) -> Tensor:
         """The weight of each token: its attention times the norm of its value."""
