@@ -145,8 +145,8 @@ def opening(results: dict[str, dict[str, Any] | None]) -> str:
         "With a tiny model and a small budget, where every operation of ours is visible, it is a "
         "little slower than with an exact cache of the same bytes: what is left is the "
         "compression every few tokens. The prefill is slower; where its peak matters, use "
-        '`allocation="even"`, a file of curves or `prefill="streaming"`. [On a GPU](#on-a-gpu), '
-        "only the attention of a token was measured.\n"
+        '`allocation="even"`, a file of curves or `prefill="streaming"`. On a GPU, '
+        "only the attention of a token was measured (below).\n"
     )
 
 

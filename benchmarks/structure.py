@@ -31,7 +31,7 @@ PACKAGE = "kvsketch"
 #: The rooms of the package, from the ground up: a room imports only from those before it. A file
 #: beside the rooms is one of its own, and stands in the first line.
 FLOORS = (
-    ("errors",),
+    ("errors", "pieces"),
     ("method_names", "observed", "slots", "state", "budget", "writing", "models"),
     ("arguments", "estimator", "partial", "random_numbers", "farthest_first"),
     ("files", "reread"),
