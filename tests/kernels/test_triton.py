@@ -851,6 +851,8 @@ def test_what_is_kept_of_a_part_is_of_its_tensors_and_the_queries() -> None:
         before = held.for_kernel
         gpu.attend(asked, [held])
         assert held.for_kernel is before
+    with pytest.raises(UnsupportedError, match="no backward pass"):
+        gpu.attend(replace(asked, queries=asked.queries.requires_grad_()), [held])
 
 
 # Imports and the compiler -------------------------------------------------------------------------

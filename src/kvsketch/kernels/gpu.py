@@ -66,30 +66,32 @@ def _pieces(part: Part, asked: Observed) -> tuple[Pieces, int]:
     tensors or the queries another shape."""
     start, count = part.spans()
     contents = [*part.fields.values(), *part.packed.values(), start, count]
-    shape = asked.queries.shape
-    scores = asked.queries.dtype, asked.scaling, asked.softcap
+    queries, scores = asked.queries, (asked.scaling, asked.softcap)
+    # With gradients, which the kernels have not, what was checked before is checked again.
+    grad = queries.requires_grad and torch.is_grad_enabled()
+    like = queries.shape, queries.dtype, scores, grad
     known = part.for_kernel
-    if known is not None and len(known[0]) == 3:  # and not what the CPU's kernel keeps
-        (held, *before), found = known
+    if known is not None and len(known[0]) == 2:  # and not what the CPU's kernel keeps
+        (held, before), found = known
         same = len(held) == len(contents) and all(map(_is, held, contents))
-        if same and before == [shape, scores]:
+        if same and before == like:
             made: tuple[Pieces, int] = found
             return made
     fields = flat_of(part)
     given = (fields["keys"], fields["values"], fields.get("log_mass"), start, count)
     extras: dict[str, Any] = dict.fromkeys(("sinks", "slopes", "positions"))
-    sizes = check(asked.queries, *given, scaling=scores[1], softcap=scores[2], **extras)
+    sizes = check(queries, *given, scaling=scores[0], softcap=scores[1], **extras)
     most = min(part.count + part.room, sizes.total)
     page = flat(*given[:3], None, start, count)
     pieces = Pieces(
         page,
         KernelScores(float(asked.scaling), asked.softcap, None, (0,), None, (0,)),
         sizes,
-        asked.queries.element_size(),
+        queries.element_size(),
         most,
         splits_for(sizes.batch, sizes.kv_heads, most),
     )
-    part.for_kernel = (contents, shape, scores), (pieces, sizes.value_dim)
+    part.for_kernel = (contents, like), (pieces, sizes.value_dim)
     return pieces, sizes.value_dim
 
 
