@@ -193,10 +193,8 @@ def on_gpu(result: dict[str, Any]) -> str:
         "Kernel: replayed in a CUDA graph. Call: with what Python and the launches take. Floor: "
         "the bytes that must be read over the bandwidth of a copy. Slots in 4 bits take "
         f"{min(few):.2f} to {max(few):.2f} of the time of torch's kernel in "
-        f"{floor[4] / floor[16]:.2f} of the bytes of 16 bits: what is left above the floor is the "
-        "arithmetic of unpacking them. A whole model was not measured (`make gpu`).\n\n"
-        + table(names, rows)
-        + f"\n\n{made_with(result)}\n"
+        f"{floor[4] / floor[16]:.2f} of the bytes of 16 bits. A whole model was not measured "
+        "(`make gpu`).\n\n" + table(names, rows) + f"\n\n{made_with(result)}\n"
     )
 
 

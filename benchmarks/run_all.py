@@ -146,11 +146,14 @@ def main(
     if unknown:
         raise typer.BadParameter(f"--only {unknown[0]!r} must be one of {', '.join(COMMANDS)}")
     folder = (into or RESULTS).resolve()
+    console = Console(stderr=True)
+    if not (show or only or torch.cuda.is_available()):
+        names = [name for name in names if name not in ON_GPU]
+        console.print(f"left out, since there is no GPU: {', '.join(ON_GPU)}")
     todo = [
         command(name, folder)
         for name in names
         if show or again or not finished(folder / f"{name}.json")
-        if show or name in only.split(",") or name not in ON_GPU or torch.cuda.is_available()
     ]
     if into is None and not only:
         missing = [
@@ -164,7 +167,6 @@ def main(
             print(shlex.join(["python", *arguments]))
         return
     folder.mkdir(parents=True, exist_ok=True)
-    console = Console(stderr=True)
     with Progress(console=console) as progress:
         for arguments in progress.track(todo, description="benchmarks"):
             console.print(shlex.join(["python", *arguments]))

@@ -53,6 +53,7 @@ def milliseconds(fn: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def once(fn: Callable[[], Any]) -> float:
+    """The milliseconds of a call on the device, between events."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()

@@ -43,8 +43,8 @@ _FEW_SCORES = 1 << 19
 
 class HeavyMerge(Compressor):
     """A fraction of the budget keeps the most attended tokens and those with the most distinct keys
-    unchanged; the others are grouped by rounds of merging the closest (
-    weighted by the root of attention), and each group becomes one slot.
+    unchanged; the others are grouped by rounds of merging the closest (weighted by the root of
+    attention), and each group becomes one slot.
 
     Attention is that of the last ``window`` queries, with older queries fading (``SnapKV``'s,
     without pooling), or the largest of a second reading. Where the model's positions allow it, all
@@ -52,8 +52,8 @@ class HeavyMerge(Compressor):
     attention that one of them gives a token is added to four times the former. The weight of a
     token is its attention times the norm of its value. Heads are compared by the tokens of more
     than three times the weight of their median token, and those with a share above 0.3
-    (``importance``). A group's slot is (mean
-    key, mass times mean value, mass), the means weighted by attention.
+    (``importance``). A group's slot is (mean key, mass times mean value, mass), the means weighted
+    by attention.
 
     With ``correct``, u and m of the slots are then fitted to the last ``window`` queries of the
     prompt, or of the given part of it (``fit.fitted``: ridge least squares). A head uses the fit
