@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import torch
 import typer
@@ -260,11 +261,13 @@ def travelled(call: Callable[[], object]) -> dict[str, list[str]]:
 
 
 def ways() -> dict[str, dict[str, list[str]]]:
-    """The way of the default's prompt, and of tokens that are decoded without a compression: with
-    the default, and ("plain") with an even budget in 16 bits."""
+    """The way of the default's prompt, and of decoded tokens: of most ("token"), at which nothing is
+    due (``hf.decoding``), and of one that ``Forward`` runs ("forward_token"). Then ("plain") the
+    same with an even budget in 16 bits."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from kvsketch import SketchCache
+    from kvsketch.hf import decoding
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -272,7 +275,7 @@ def ways() -> dict[str, dict[str, list[str]]]:
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=1024,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
-    prompt, token = torch.randint(64, (1, 512)), torch.randint(64, (1, 1))
+    prompt, token = torch.randint(64, (1, 1000)), torch.randint(64, (1, 1))
     found = {}
     for name, given in (("", {}), ("plain_", {"allocation": "even", "bits": 16})):
         cache = SketchCache(config, budget=0.25, **given)
@@ -283,6 +286,8 @@ def ways() -> dict[str, dict[str, list[str]]]:
 
         found[f"{name}prompt"] = travelled(lambda read=read: read(prompt))
         read(token)
+        with patch.object(decoding, "_LEAST", 1 << 40):
+            found[f"{name}forward_token"] = travelled(lambda read=read: read(token))
         found[f"{name}token"] = travelled(lambda read=read: read(token))
     return found
 
@@ -321,7 +326,7 @@ def counted() -> dict[str, Any]:
 def main(
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
     show: Annotated[
-        str, typer.Option(help="Print a way: prompt, token, plain_prompt or plain_token.")
+        str, typer.Option(help="prompt, token, forward_token, or plain_ before one.")
     ] = "",
 ) -> None:
     """Example: python -m benchmarks.structure --out structure.json"""

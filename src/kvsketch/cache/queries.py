@@ -63,12 +63,16 @@ class Queries:
         return replace(together, queries=queries, live=live)
 
     def many(self, held_bytes: int) -> bool:
-        """Whether decoded queries should be turned into scores now: there are ``FOLD_EVERY``, or
-        one more would be above 2% of the bytes held beside them."""
-        if not self.count or self.count >= FOLD_EVERY:
-            return self.count > 0
+        """Whether decoded queries should be turned into scores now."""
+        if not self.count:
+            return False
         each = self._waiting[0].queries.nbytes // self._waiting[0].queries.shape[2]
-        return each * (self.count + 1) > 0.02 * held_bytes
+        return self.count >= self.most(held_bytes, each)
+
+    def most(self, held_bytes: int, each: int) -> int:
+        """How many queries, of ``each`` bytes, become scores together: ``FOLD_EVERY``, or fewer so
+        that they are at most 2% of the bytes held beside them."""
+        return max(1, min(FOLD_EVERY, int(0.02 * held_bytes / each)))
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``fn``, which acts on axis 0, the batch."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsketch.budget import Budget
 from kvsketch.cache.budgets import HeadBudgets
-from kvsketch.cache.compress import compress
+from kvsketch.cache.compress import compress, compress_newest
 from kvsketch.cache.echo import Echo, some_of
 from kvsketch.cache.error import QUERIES, Errors
 from kvsketch.cache.queries import Queries
@@ -70,6 +70,7 @@ class Stream:
         compressed: whether any token was ever compressed.
         errors: the measured errors of the slots.
         echo: a prompt's queries, if they can be asked again after it; None: they cannot.
+        held_page: ``page``; None: there is no token yet.
         asked_again: whether the queries that wait for the compression of a prompt are such.
 
     Raises:
@@ -110,7 +111,7 @@ class Stream:
         self.seen = 0
         self.padded = False  # whether any token was padding, so that slots may be dead
         self.compressed = False
-        self._page: Page | SketchPage | None = None
+        self.held_page: Page | SketchPage | None = None
         self.rhythm: Rhythm | None
         self.echo = None
         self.asked_again = False
@@ -170,13 +171,13 @@ class Stream:
         Raises:
             InputError: there is no token yet.
         """
-        if self._page is None:
+        if self.held_page is None:
             raise InputError("the stream is empty: extend() it first")
-        return self._page
+        return self.held_page
 
     @page.setter
     def page(self, page: Page | SketchPage) -> None:
-        self._page = page
+        self.held_page = page
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor]:
@@ -241,14 +242,28 @@ class Stream:
             left -= sizes[-1]
         return sizes
 
+    @property
+    def undue(self) -> int:
+        """How many decoded tokens can be appended before more is due than to keep their queries and
+        ``fold`` them. Before the first compression, after it at fixed tokens, and in a sketch, more
+        is always due."""
+        if not self.compressed or self.rhythm is not None or not self.method.recompresses:
+            return 0
+        page = self.page
+        return min(page.room, self._limit - page.appended - 1)
+
+    def most_queries(self, each: int) -> int:
+        """How many queries of decoded tokens, of ``each`` bytes, become scores together."""
+        return self.queries.most(self._bytes, each)
+
     def extend(self, new: Slots) -> None:
         """Append tokens, ``[batch, num_key_value_heads, q, ...]``."""
         q = new.keys.shape[2]
         self.seen += q
-        if self._page is None:
-            self._page = Page.of_tokens(new)
+        if self.held_page is None:
+            self.held_page = Page.of_tokens(new)
             return
-        page = self._page
+        page = self.held_page
         if self.compressed:
             if page.appended >= self._limit and self.rhythm is None:
                 self._limit = page.appended + self._room(page.count)
@@ -256,7 +271,7 @@ class Stream:
                 # decoding takes a whole buffer at once, a chunk what it needs
                 grown = max(q, self._limit - page.appended) if q == 1 else q
                 before = page.appended
-                page = self._page = page.grown(grown)
+                page = self.held_page = page.grown(grown)
                 self._limit += page.appended - before  # some count from 0 again
                 self._bytes = _bytes(self.tensors())
         page.append(new)
@@ -473,7 +488,13 @@ class Stream:
         page = self.page
         assert isinstance(page, Page)
         asked = self.queries.all()
-        self._received()
+        if method.local and page.middle is not None and not fit and self.rhythm is None:
+            self.fold()
+            each = torch.as_tensor(budget).expand(page.held.shape)
+            often = self.schedule.period * room
+            newest = compress_newest(page, method, each, around=around, limit=limit, room=often)
+            if newest is not None:
+                return newest
         slots = page.read(exactly=page.middle is not None)
         if self.rhythm is not None:  # as in an engine's memory, where every slot has a mass
             slots = replace(slots, values=slots.values.to(compute_dtype(slots.values.dtype)))
@@ -602,8 +623,8 @@ class Stream:
         self.method.map_batch(fn)
         if self.budget is not None:
             self.budget = self.budget.map_batch(fn)
-        if self._page is not None:
-            self._page = self._page.map(fn)
+        if self.held_page is not None:
+            self.held_page = self.held_page.map(fn)
         self.errors.map_batch(fn)
         self.queries.map_batch(fn)
         if self.echo is not None:
@@ -621,7 +642,7 @@ class Stream:
             bits: of the slots between sinks and recent window.
         """
         page = Page.of_tokens(slots)
-        self._page, self.seen, self.budget, self._limit = page, seen, budget, 0
+        self.held_page, self.seen, self.budget, self._limit = page, seen, budget, 0
         self.compressed, before, self.rhythm = False, self.compressed, None
         self.queries.clear()
         self.errors.reset()
@@ -633,8 +654,8 @@ class Stream:
         """Say which rows of another batch these are (int64 ``[batch]``): random choices are then
         those that would be made there."""
         self.method.number_rows(rows)
-        if self._page is not None:
-            self._page.number_rows(rows)
+        if self.held_page is not None:
+            self.held_page.number_rows(rows)
 
     def crop(self, tokens: int) -> None:
         """Remove the last ``tokens`` tokens; only possible before the first compression.
@@ -671,7 +692,7 @@ class Stream:
 
     def tensors(self) -> list[Tensor]:
         """All tensors, for byte counting."""
-        held = [] if self._page is None else self._page.tensors()
+        held = [] if self.held_page is None else self.held_page.tensors()
         held += [] if self._last is None else [self._last.queries]
         held += [] if self._heard is None else [self._heard]
         parts = (self.method, self.errors, self.queries, self.echo)

@@ -26,6 +26,7 @@ from kvsketch.cache.storage import CHOICES, MEASURED, bits_of
 from kvsketch.errors import InputError, UnsupportedError, at_least
 from kvsketch.hf import accounting, adapters, compiled, interface, models, saving
 from kvsketch.hf.chunks import Chunks
+from kvsketch.hf.decoding import Decoding
 from kvsketch.hf.forward import Forward
 from kvsketch.hf.hybrid_layer import HybridSketchLayer
 from kvsketch.hf.latent import LatentSketchLayer
@@ -243,6 +244,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         super().__init__(layers=layers)
         self._forward.watch(self.layers)
         self._first = self._sketches()[0]
+        self._decoding: Decoding | None = None  # of the forward that runs
         self._chunks = Chunks(prefill == "exact")
         self._adapter = adapter
         #: whether a compiled forward needs no graph break: every layer that counts tokens is a
@@ -265,11 +267,28 @@ class SketchCache(Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """As ``Cache.update``; see ``take``."""
         if not torch.compiler.is_compiling():
+            if layer_idx == 0:
+                self._decoding = self._run(key_states)
+            if self._decoding is not None:
+                taken = self._decoding.take(layer_idx, key_states, value_states)
+                if taken is not None:
+                    return taken
             return self.take(key_states, value_states, layer_idx, *args, **kwargs)
         if self._graphs:
             compiled.traced(self._number, layer_idx, key_states)
             return key_states, value_states
         return self._outside(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _run(self, keys: Tensor) -> Decoding | None:
+        """The run of decoded tokens to which a forward belongs that begins with these keys."""
+        run = self._decoding
+        if run is not None:
+            run.leave()  # if it was interrupted
+        if not self._graphs or keys.dim() < 4 or keys.shape[2] != 1:
+            return None
+        if run is None or not run.takes(keys):
+            run = Decoding.of(self._forward)
+        return run if run is not None and run.takes(keys) else None
 
     @interface.uncompiled
     def _outside(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -469,6 +488,7 @@ class SketchCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Remove all tokens; settings are kept."""
+        self._decoding = None
         self._forward.reset()
 
     def __repr__(self) -> str:
@@ -506,6 +526,9 @@ class SketchCache(Cache):  # type: ignore[misc]
 
     def _sketches(self) -> list[SketchLayer]:
         return self._forward.sketches
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_decoding": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy, perhaps in a new process, where attention must be taken over, too."""

@@ -68,13 +68,6 @@ def check_config(config: Any, module: nn.Module) -> None:
             )
 
 
-def check_continues(seen: int, new: int) -> None:
-    """Raise InputError if a forward has no new tokens: ``generate`` passes on only the end of a
-    text, beyond as many tokens as the cache has seen."""
-    if not new:
-        raise InputError(_BEHIND.format(seen=seen))
-
-
 def check_positions(seen: int, positions: Any) -> None:
     """Raise InputError if ``generate`` was given a text of n tokens that is no longer than the s
     tokens that the cache has seen. transformers then passes on the tokens from s - n on, as if they
@@ -88,10 +81,11 @@ def check_positions(seen: int, positions: Any) -> None:
     if not seen or not isinstance(positions, Tensor) or positions.dim() != 2:
         return
     if bool((positions[:, 0] + positions[:, -1] + 1 == seen).all()):
-        raise InputError(_BEHIND.format(seen=seen))
+        raise InputError(BEHIND.format(seen=seen))
 
 
-_BEHIND = (
+#: of a text that is no longer than the cache: ``generate`` passes on only what is beyond
+BEHIND = (
     "the text is not longer than the {seen} tokens that this cache has seen: to continue, pass the "
     "ids of all that was read and generated, followed by new ones; for another text make a new "
     "SketchCache, or call reset()"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -225,6 +226,25 @@ class Forward:
         if layer.pending > 1:
             self.note_bytes()
         interface.updated(layer, self, shared=layer.settings.readers > 1)
+
+    def take_over(
+        self, layers: Sequence[SketchLayer], last: SketchLayer | None, returned: Any
+    ) -> None:
+        """Go on with a forward that something else has begun.
+
+        Args:
+            layers: those that have attended to its one token.
+            last: the one that took it and has not attended yet; None: there is none.
+            returned: what the update of the last one has returned.
+        """
+        begun = [*layers] if last is None else [*layers, last]
+        if not begun:
+            return
+        self._thread, self._before = threading.get_ident(), begun[0].stream.seen - 1
+        self._updated = {self.layers.index(layer) for layer in begun}
+        if last is not None:
+            last.resumed(returned)
+            self._open.append(last)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens of all layers (a negative number); those before them that were

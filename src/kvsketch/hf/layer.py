@@ -15,7 +15,7 @@ from kvsketch.cache.echo import Echo
 from kvsketch.cache.queries import joined, side_by_side
 from kvsketch.cache.stream import Stream
 from kvsketch.errors import InputError, UnsupportedError
-from kvsketch.hf.checks import check_config, check_continues, check_queries, check_tokens
+from kvsketch.hf.checks import BEHIND, check_config, check_queries, check_tokens
 from kvsketch.hf.masks import View
 from kvsketch.hf.output import output_weight
 from kvsketch.hf.rotary import turn_at
@@ -228,6 +228,10 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             check_queries(queries, batch, heads, self.key_dim)
             self.query_shape = queries.shape
 
+    def resumed(self, returned: tuple[Tensor, Tensor]) -> None:
+        """Go on after a token that was appended, of these keys and values."""
+        self.pending, self._returned = 1, returned
+
     def mark(self, view: View) -> None:
         """Record which tokens are padding; once for each chunk of tokens."""
         if self._reads:
@@ -292,7 +296,8 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Masks are made over all tokens seen, as for an uncompressed cache; see ``masks``."""
-        check_continues(self.stream.seen, query_length)
+        if not query_length:
+            raise InputError(BEHIND.format(seen=self.stream.seen))
         return self.stream.seen + query_length, 0
 
     @property

@@ -23,6 +23,7 @@ _MOST_CHANNELS = 256
 MOST_QUERIES = 32
 # Places in the numbers of a part, see ``Part`` in attention.cpp.
 _VALUE_DIM, _SIZES, _BASE, _APPENDED = 20, 40, 43, 45
+_THREADS = native.CALL - 1  # in those of a call
 
 Numbers = ctypes.Array[ctypes.c_int64]
 _Found = tuple[int, Numbers, int] | None
@@ -78,6 +79,43 @@ def attend(
     return out, logs
 
 
+class Prepared:
+    """``attend`` of one query per head, over parts whose tensors stay and whose last one grows."""
+
+    def __init__(self, asked: Observed, parts: Sequence[Part], padded: bool) -> None:
+        self._library, self._last, self._like = native.library(), parts[-1], asked.sinks
+        self._usable = takes(asked.queries) and asked.slopes is None
+        found = _places(parts, None) if self._usable else None
+        self._usable = found is not None
+        if found is None:
+            return
+        places, value_dim, held = found
+        self._held = places, [part.for_kernel for part in parts]
+        self._numbers = held
+        self._sinks = None if asked.sinks is None else asked.sinks.float().contiguous()
+        columns = [self._sinks, None, None, None]
+        self._call = _call(places, asked.queries, parts[0].heads, 1, None, columns, padded)
+        self._shape = (*asked.queries.shape[:3], value_dim)
+
+    def attend(self, asked: Observed) -> Tensor | None:
+        """As the function; the queries have the shape and dtype of the first ones, and no
+        gradients."""
+        queries, library = asked.queries, native.library()
+        same = asked.sinks is self._like and library is self._library
+        if library is None or not self._usable or not same:
+            return None
+        if not queries.is_contiguous():
+            queries = queries.contiguous()
+        out = queries.new_empty(self._shape)
+        self._numbers[_APPENDED] = self._last.appended
+        self._call[_THREADS] = torch.get_num_threads()
+        wrong = library.kvsketch_attend(
+            self._call, queries.data_ptr(), out.data_ptr(), asked.scaling, asked.softcap or 0.0
+        )
+        assert not wrong
+        return out
+
+
 def receive(asked: Observed, parts: Sequence[Part], weights: Tensor, fade: float) -> bool:
     """Multiply the scores of all slots by ``fade`` and add the attention that the slots receive
     from queries.
@@ -117,9 +155,10 @@ def takes(queries: Tensor) -> bool:
     return not (queries.requires_grad and torch.is_grad_enabled())
 
 
-def _places(parts: Sequence[Part], rows: Rows | None) -> tuple[Numbers, int, object] | None:
-    """The addresses of the parts' numbers, the channels of a value, and what must stay in memory as
-    long as they are used; None: the kernel cannot read the parts."""
+def _places(parts: Sequence[Part], rows: Rows | None) -> tuple[Numbers, int, Numbers] | None:
+    """The addresses of the parts' numbers, the channels of a value, and the numbers of the last
+    part; all must stay in memory as long as the addresses are used. None: the kernel cannot read
+    the parts."""
     places = []
     for part in parts:
         found = _numbers(part)

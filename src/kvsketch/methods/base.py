@@ -74,6 +74,10 @@ class Compressor(ABC):
     #: whether slots that it has compressed can be compressed again, to any size
     recompresses: ClassVar[bool] = True
 
+    #: whether only slots of low scores are reduced, so that a page may be compressed while it
+    #: decodes without all others (``cache.compress.compress_newest``)
+    local: ClassVar[bool] = False
+
     #: numbers of its rows, int64 ``[batch]``, if they are part of a larger batch; None: 0, 1, 2 and
     #: so on. Random choices of rows with different numbers are independent.
     rows: Tensor | None = None

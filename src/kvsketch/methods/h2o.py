@@ -24,6 +24,7 @@ class H2O(Scoring):
 
     name = "h2o"
     paper = "Zhang et al., H2O: Heavy-Hitter Oracle (2306.14048)"
+    local = True
     requires = Requirements(queries=True, values=False, second_reading="allowed")
 
     def scores(self, slots: Slots, observed: Observed) -> Tensor:

@@ -86,6 +86,7 @@ class HeavyMerge(Compressor):
     name = "heavy_merge"
     paper = "ours"
     ragged = True
+    local = True
     requires = Requirements(queries=True, values=False, second_reading="allowed", echo=True)
     allocation = "measured"
     allocation_reread = "global"

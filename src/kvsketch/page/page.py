@@ -117,6 +117,14 @@ class Page:
             page.sizes = held + (sink + recent)
         return page
 
+    def with_parts(self, exact: Part, middle: Part) -> Page:
+        """A page with as many sinks and recent tokens as this one, and other parts."""
+        page = Page.of_parts(exact, middle)
+        page._first, page._kept = self._first, self._kept
+        page._base = self._kept + middle.count
+        page.sizes = None if middle.sizes is None else middle.sizes + self._kept
+        return page
+
     def store(self, new: Page, rows: Tensor) -> None:
         """Write a page into some rows of pages in an engine's memory, int64 ``[rows]``."""
         self.exact.store(new.exact, rows)

@@ -272,7 +272,7 @@ class Part:
         except one."""
         fields = {name: tensor for name, tensor in self.fields.items() if name != but}
         if self.layout is not None and "log_mass" not in fields:
-            fields["log_mass"] = self._filled("log_mass")
+            fields["log_mass"] = self.filled("log_mass")
         return {name: self._padded(tensor, name) for name, tensor in fields.items()}
 
     def _padded(self, tensor: Tensor, name: str) -> Tensor:
@@ -298,7 +298,7 @@ class Part:
         """Write ``new`` ``[batch, heads, q, ...]`` behind every head's slots; q <= ``room``, unless
         it ``grows``."""
         if new.mass is not None and "log_mass" not in self.fields:
-            self.fields["log_mass"] = self._filled("log_mass")
+            self.fields["log_mass"] = self.filled("log_mass")
         given, q = fields_of(new), new.count
         if self.grows:
             for name, before in self.fields.items():
@@ -327,6 +327,16 @@ class Part:
             elif name != "score":  # which is 0 already
                 flat.index_fill_(0, index, NEW.get(name, 0.0))
         self._advance(q)
+
+    def put(self, keys: Tensor, values: Tensor) -> None:
+        """``append`` one token without positions, ``[batch, heads, 1, dim]``, to exact slots with
+        room."""
+        if self.layout is not None:
+            self.append(Slots(keys, values))
+            return
+        self.fields["keys"].narrow(2, self.count, 1).copy_(keys)
+        self.fields["values"].narrow(2, self.count, 1).copy_(values)
+        self._advance(1)
 
     def drop(self, tokens: int) -> None:
         """Remove the last ``tokens`` slots of every head, which were appended, or all that there
@@ -386,7 +396,7 @@ class Part:
     def _fill_missing(self, name: str) -> None:
         """Make a field that can be written into."""
         if name not in self.fields:
-            self.fields[name] = self._filled(name)
+            self.fields[name] = self.filled(name)
         elif self.grows or self.packed:
             self.fields[name] = self.fields[name].clone()
 
@@ -398,7 +408,7 @@ class Part:
             self._places = grown.places(self.count, last=True)
         return self._places
 
-    def _filled(self, name: str) -> Tensor:
+    def filled(self, name: str) -> Tensor:
         """A field as it is before anything was said of it."""
         shape, device = self._lead
         dtype = torch.float32 if self.packed else compute_dtype(self.fields["values"].dtype)
@@ -454,7 +464,7 @@ class Part:
         shared = self.grows or bool(self.packed)
         twin.packed = dict(self.packed)
         twin.fields = {n: t if shared else t.clone() for n, t in self.fields.items()}
-        if self.blocks is not None:
+        if self.blocks is not None and not self.packed:
             twin._next = self._next.clone()
         return twin
 
@@ -589,7 +599,7 @@ class Part:
             return wide
 
         for name, tensor in self.fields.items():
-            there = new.fields[name] if name in new.fields else new._filled(name)
+            there = new.fields[name] if name in new.fields else new.filled(name)
             tensor.index_copy_(0, rows, laid(there, name).to(tensor.dtype))
         for name, few in self.packed.items():
             others = new.packed[name].map_slots(laid).tensors()

@@ -28,6 +28,8 @@ ALLOWED_BITS = (16, 8, 4)
 GROUP = 64
 # Centres and units from fewer slots than this are computed again once there are twice as many.
 _ENOUGH = 64
+#: The largest distance from the centre, in units, whose zero point float16 can hold.
+FARTHEST = 2.0**14
 # The approximate largest number of slots from which centres and units are computed.
 _SAMPLE = 1024
 
@@ -208,7 +210,14 @@ def quantize(
             stream. Otherwise it never changes.
     """
     x = rows.float()
-    offset, unit = _grid(x, live, per_channel, previous)
+    return coded(x, bits, *_grid(x, live, per_channel, previous), live)
+
+
+def coded(
+    x: Tensor, bits: int, offset: Tensor | None, unit: Tensor, live: Tensor | None
+) -> Quantized:
+    """``quantize`` with a given centre and unit; ``x`` is float32, within ``FARTHEST`` units of the
+    centre."""
     x = (x / unit) if offset is None else (x - offset).div_(unit)
     if live is not None:
         x = x.masked_fill(~live.unsqueeze(-1), 0.0)
@@ -330,4 +339,4 @@ def _distance(x: Tensor, offset: Tensor | None, live: Tensor | None, per_channel
     mean, most = distance.sum(2, keepdim=True) / count, distance.amax(2, keepdim=True)
     if not per_channel:
         mean, most = mean.mean(-1, keepdim=True), most.amax(-1, keepdim=True)
-    return torch.maximum(mean, most / 2**14)
+    return torch.maximum(mean, most / FARTHEST)

@@ -1,0 +1,234 @@
+"""Compression of the newest tokens alone: what is not reduced keeps its bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from families import VOCABULARY, build
+from kvsketch import SketchCache, Slots
+from kvsketch.cache import compress
+from kvsketch.methods.h2o import H2O
+from kvsketch.methods.heavy_merge import HeavyMerge
+from kvsketch.page.exchange import Lowest
+from kvsketch.page.page import Page
+from kvsketch.page.part import Part
+from kvsketch.page.quantized import Bits
+from tiny_models import with_buffer
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small pages, too."""
+    monkeypatch.setattr(compress, "_TOGETHER", 24)
+    monkeypatch.setattr(compress, "_SMALL", 1)
+
+
+def slots_of(generator: torch.Generator, heads: int, n: int, mass: bool, dim: int = 8) -> Slots:
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(2, heads, n, *shape, generator=generator)
+
+    masses = random().exp() if mass else None
+    return Slots(random(dim), random(dim), mass=masses, score=random().abs())
+
+
+def rows_of(slots: Slots, head: tuple[int, int]) -> list[tuple[float, ...]]:
+    """The live slots of a head, as a sorted list."""
+    columns = [slots.keys[head], slots.mean_values()[head], slots.masses()[head].unsqueeze(-1)]
+    if slots.score is not None:
+        columns.append(slots.score[head].unsqueeze(-1))
+    rows = torch.cat([c.double() for c in columns], -1)
+    return sorted(tuple(row.tolist()) for row in rows[slots.masses()[head] > 0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 20),
+    bits=st.sampled_from([Bits(4, 4), Bits(8, 8), Bits(8, 4)]),
+    uneven=st.booleans(),
+    mass=st.booleans(),
+    others=st.booleans(),
+)
+def test_the_rest_keeps_its_bits(
+    seed: int, bits: Bits, uneven: bool, mass: bool, others: bool
+) -> None:
+    """The slots of the lowest scores leave, others come, and all the rest are as they were."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 40, (2, 3), generator=generator) if uneven else None
+    part = Part(slots_of(generator, 3, 40, mass), sizes, 0, bits)
+    held = part.held
+    count = (torch.rand(2, 3, generator=generator) * (held + 1)).long()
+    count[0, 0] = max(1, int(count[0, 0]))
+    old = Lowest(part, count)
+    new = slots_of(generator, 3, 7, others)
+    own = torch.randint(0, 8, (2, 3), generator=generator)
+    own = torch.maximum(own, (held == count).long())  # no head is empty
+    found = old.exchanged(new, own)
+    assert found is not None
+    assert torch.equal(found.held, held - count + own)
+    before, after = part.read(torch.float32), found.read(torch.float32)
+    for row in range(2):
+        for head in range(3):
+            at = (row, head)
+            mine, left = rows_of(before, at), int(count[at])
+            lowest = sorted(mine, key=lambda r: r[-1])[:left]
+            assert rows_of(old.slots, at) == sorted(lowest)
+            rest = [r for r in mine if r not in lowest]
+            told = Slots(*(t[:, :, : int(own[at])] for t in (new.keys, new.values)))
+            kept = rows_of(after, at)
+            assert [r for r in kept if r in rest] == rest
+            come = [r for r in kept if r not in rest]
+            assert len(come) == int(own[at]) == told.count
+            scores = sorted(r[-1] for r in come)
+            expected = new.score[at][: int(own[at])].double().sort().values
+            torch.testing.assert_close(torch.tensor(scores).double(), expected)
+            masses = sorted(r[-2] for r in come)
+            expected = new.masses()[at][: int(own[at])].double().sort().values
+            torch.testing.assert_close(torch.tensor(masses).double(), expected)
+
+
+def test_new_slots_are_rounded_as_the_others() -> None:
+    generator = torch.Generator().manual_seed(0)
+    part = Part(slots_of(generator, 3, 200, True, 16), None, 0, Bits(8, 8))
+    new = slots_of(generator, 3, 20, True, 16)
+    found = Lowest(part, torch.full((2, 3), 20)).exchanged(new, torch.full((2, 3), 20))
+    assert found is not None
+    read = found.read(torch.float32).narrow(180, 20)
+    assert float((read.keys - new.keys).abs().max()) < 0.03
+    assert float((read.mean_values() - new.mean_values()).abs().max()) < 0.2  # u / m, of small m
+    torch.testing.assert_close(read.masses(), new.masses())
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_what_the_common_unit_cannot_hold_is_said(side: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    part = Part(slots_of(generator, 3, 40, False), None, 0, Bits(4, 4))
+    new = slots_of(generator, 3, 7, False)
+    getattr(new, side)[1, 2, 3, 4] = 1e7
+    some = torch.full((2, 3), 7)
+    assert Lowest(part, some).exchanged(new, some) is None
+    own = some.clone()
+    own[1, 2] = 3  # the large one is no slot
+    assert Lowest(part, some).exchanged(new, own) is not None
+
+
+@torch.no_grad()
+def decoded(model: Any, cache: SketchCache, tokens: int, padded: bool = False) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCABULARY, (2, 100 + tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :20] = 0
+    given = {"past_key_values": cache}
+    out = [model(ids[:, :100], attention_mask=mask[:, :100], **given).logits[:, -1:]]
+    for i in range(100, 100 + tokens):
+        token = ids[:, i : i + 1]
+        out.append(model(token, attention_mask=mask[:, : i + 1], **given).logits)
+    return torch.cat(out, 1)
+
+
+def cache_of(model: Any, method: str, **given: Any) -> SketchCache:
+    window = {"sink": 2, "recent": 6}
+    cache: SketchCache = with_buffer(SketchCache(model.config, method, **window, **given), 4)
+    return cache
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return build("llama")
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("bits", "budget"), [(8, 48), (8, 0.3), (4, 28), (4, 0.18)])
+def test_selection_by_score_is_the_same(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, bits: int, budget: float, padded: bool
+) -> None:
+    """H2O drops the lowest scores: these are among the lowest and the newest."""
+    calls = []
+    real = compress.Lowest
+
+    def lowest(*args: Any) -> Any:
+        calls.append(0)
+        return real(*args)
+
+    monkeypatch.setattr(compress, "Lowest", lowest)
+    cache = cache_of(llama, "h2o", bits=bits, budget=budget)
+    found = decoded(llama, cache, 60, padded)
+    assert len(calls) > 4
+    monkeypatch.setattr(H2O, "local", False)
+    other = cache_of(llama, "h2o", bits=bits, budget=budget)
+    expected = decoded(llama, other, 60, padded)
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+    assert cache.nbytes() == other.nbytes()
+    for mine, theirs in zip(cache._sketches(), other._sketches(), strict=True):
+        assert torch.equal(mine.stream.held, theirs.stream.held)
+        for row in range(2):
+            for head in range(2):
+                at = (row, head)
+                got, wanted = (rows_of(x.stream.slots, at) for x in (mine, theirs))
+                torch.testing.assert_close(
+                    torch.tensor(got), torch.tensor(wanted), atol=2e-3, rtol=2e-3
+                )
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    "given", [{"budget": 0.3}, {"budget": 40}, {"budget": 40, "bits": 4, "allocation": "even"}]
+)
+def test_merging_keeps_every_token_and_every_size(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], padded: bool
+) -> None:
+    cache = cache_of(llama, "heavy_merge", **given)
+    decoded(llama, cache, 60, padded)
+    monkeypatch.setattr(HeavyMerge, "local", False)
+    other = cache_of(llama, "heavy_merge", **given)
+    decoded(llama, other, 60, padded)
+    for mine, theirs in zip(cache._sketches(), other._sketches(), strict=True):
+        assert torch.equal(mine.stream.held, theirs.stream.held)
+        tokens = mine.stream.slots.masses().sum(-1)
+        real = torch.full_like(tokens, 160)
+        if padded:
+            real[0] -= 20
+        # up to the fit of the prompt, which moves masses
+        torch.testing.assert_close(tokens, theirs.stream.slots.masses().sum(-1))
+        assert bool((tokens < 1.5 * real).all())
+
+
+def test_a_page_of_a_run_can_be_saved_and_copied(llama: Any, tmp_path: Any) -> None:
+    cache = cache_of(llama, "heavy_merge", budget=0.3)
+    decoded(llama, cache, 60)
+    twin = cache.fork()
+    cache.save(tmp_path / "one.kvs")
+    loaded = SketchCache.load(tmp_path / "one.kvs", llama)
+    token = torch.full((2, 1), 5)
+    with torch.no_grad():
+        found = [llama(token, past_key_values=c).logits for c in (cache, twin, loaded)]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    cache.batch_select_indices(torch.tensor([1]))
+    with torch.no_grad():
+        one = llama(token[:1], past_key_values=cache).logits
+        two = llama(token, past_key_values=twin).logits
+    torch.testing.assert_close(one, two[1:], atol=1e-4, rtol=1e-4)
+
+
+def test_much_less_is_for_all_slots_together(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where more than half of what would be reduced must go, the whole page is reduced."""
+    page = Page(slots_of(torch.Generator().manual_seed(0), 3, 60, True), None, 12, Bits(4, 4), 2, 4)
+    more = slots_of(torch.Generator().manual_seed(1), 3, 12, False)
+    page.append(Slots(more.keys, more.values, score=more.score))
+    method = H2O()
+
+    def made(budget: int) -> Page | None:
+        each = torch.full((2, 3), budget)
+        return compress.compress_newest(page, method, each, around=(2, 4), limit=each, room=12)
+
+    assert made(20) is None
+    found = made(60)
+    assert found is not None
+    assert bool((found.held == 60).all())
+    assert found.room == 12
