@@ -261,8 +261,8 @@ def travelled(call: Callable[[], object]) -> dict[str, list[str]]:
 
 
 def ways() -> dict[str, dict[str, list[str]]]:
-    """The way of the default's prompt, and of decoded tokens: of most ("token"), at which nothing is
-    due (``hf.decoding``), and of one that ``Forward`` runs ("forward_token"). Then ("plain") the
+    """The way of the default's prompt, and of decoded tokens: of most ("token"), at which nothing
+    is due (``hf.decoding``), and of one that ``Forward`` runs ("forward_token"). Then ("plain") the
     same with an even budget in 16 bits."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -272,10 +272,10 @@ def ways() -> dict[str, dict[str, list[str]]]:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=1024,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=4096,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
-    prompt, token = torch.randint(64, (1, 1000)), torch.randint(64, (1, 1))
+    prompt, token = torch.randint(64, (1, 2000)), torch.randint(64, (1, 1))
     found = {}
     for name, given in (("", {}), ("plain_", {"allocation": "even", "bits": 16})):
         cache = SketchCache(config, budget=0.25, **given)
@@ -285,9 +285,10 @@ def ways() -> dict[str, dict[str, list[str]]]:
                 model(ids, past_key_values=cache, use_cache=True)
 
         found[f"{name}prompt"] = travelled(lambda read=read: read(prompt))
-        read(token)
+        read(token)  # which allocates
         with patch.object(decoding, "_LEAST", 1 << 40):
             found[f"{name}forward_token"] = travelled(lambda read=read: read(token))
+        read(token)  # the first of a run looks things up
         found[f"{name}token"] = travelled(lambda read=read: read(token))
     return found
 
@@ -326,7 +327,7 @@ def counted() -> dict[str, Any]:
 def main(
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
     show: Annotated[
-        str, typer.Option(help="prompt, token, forward_token, or plain_ before one.")
+        str, typer.Option(help="A way: prompt, token, forward_token, or plain_ before one.")
     ] = "",
 ) -> None:
     """Example: python -m benchmarks.structure --out structure.json"""
