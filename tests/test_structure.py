@@ -49,7 +49,7 @@ def test_a_name_is_that_of_one_class():
 def test_there_is_one_schedule_and_one_compression():
     assert structure.schedules() == ["Rhythm"]
     assert structure.compressions() == ["cache/compress.py"]
-    assert len(structure.type_tests()) <= 15, structure.type_tests()
+    assert len(structure.type_tests()) <= 5, structure.type_tests()
 
 
 def test_contributing_names_every_file_that_a_token_passes():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsketch import Slots
-from kvsketch.cache.sketch_page import SketchPage, _Group
+from kvsketch.cache.sketch_page import SketchGroup, SketchPage
 from kvsketch.cache.windowed_sketch import WindowedSketch
 from kvsketch.methods.registry import SKETCHES
 from kvsketch.methods.sketches.base import token_bytes
@@ -83,7 +83,7 @@ def test_a_page_shows_the_tokens_in_order_and_keeps_no_copy():
     slots = tokens(60)
     window.sketch.extend(slots.narrow(3, 50))
     exact = Slots.cat([slots.narrow(0, 3), slots.narrow(53, 7)])
-    page = SketchPage([_Group(Part(exact, None, 18), 3, window)], None, exact.keys.shape[:2])
+    page = SketchPage([SketchGroup(Part(exact, None, 18), 3, window)], None, exact.keys.shape[:2])
     positions = page.slots.positions[0, 0].tolist()
     assert positions == [0, 1, 2, *range(42, 53), 0, *range(53, 60)]
     held = sum(t.nbytes for t in page.tensors())

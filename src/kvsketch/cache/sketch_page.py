@@ -12,12 +12,13 @@ from torch import Tensor
 from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.windowed_sketch import WindowedSketch
 from kvsketch.page.kind import Kind
+from kvsketch.page.page import Page
 from kvsketch.page.part import Part
 from kvsketch.slots import Slots
 from kvsketch.state import Reader, State, numbered
 
 
-class _Group(NamedTuple):
+class SketchGroup(NamedTuple):
     """Heads with one sketch.
 
     Attributes:
@@ -69,7 +70,7 @@ class SketchPage:
 
     def __init__(
         self,
-        groups: Sequence[_Group],
+        groups: Sequence[SketchGroup],
         places: Sequence[Tensor] | None,
         shape: tuple[int, int],
     ) -> None:
@@ -81,7 +82,7 @@ class SketchPage:
     @classmethod
     def after(
         cls,
-        before: object,
+        before: Page | SketchPage,
         tokens: Slots,
         method: WindowedSketch,
         budgets: HeadBudgets,
@@ -92,7 +93,7 @@ class SketchPage:
         """The page after the tokens between sinks and recent window went into the sketches.
 
         Args:
-            before: the layer's page; unless it is a ``SketchPage``, ``tokens`` is what it held.
+            before: the layer's page; unless it has sketches, ``tokens`` is what it held.
             method: the stream's window, from which those of groups are made (``fresh``).
             budgets: of every head.
             budget: what exact tokens and sketch may take after this, in tokens: one number, or
@@ -101,7 +102,7 @@ class SketchPage:
             room: tokens that can be appended above these.
         """
         shape = tokens.keys.shape[0], tokens.keys.shape[1]
-        if isinstance(before, SketchPage):
+        if before.groups:
             places = before.places
             exact = [group.tokens for group in before.groups]
             windows = [group.window for group in before.groups]
@@ -219,11 +220,6 @@ class SketchPage:
                 at = places.cpu()
                 group.window.number_rows(rows[at // self.heads] * self.heads + at % self.heads)
 
-    @property
-    def grouped(self) -> bool:
-        """Whether heads of different size have sketches of their own."""
-        return self.places is not None
-
     def to_score(self, values: bool) -> Slots:
         """As ``Page.to_score``."""
         return self.slots
@@ -293,7 +289,7 @@ class SketchPage:
             exact = Part.from_state(part.part("exact"), own)
             if exact.packed or exact.sizes is not None or not exact.base:
                 raise part.wrong("exact", exact.base, "exact tokens, of every head as many")
-            group = _Group(exact, part.whole("first", 0, exact.base), None)
+            group = SketchGroup(exact, part.whole("first", 0, exact.base), None)
             if part.has("window"):
                 window = method if places is None else method.fresh()
                 window.restore(part.part("window"), group.tokens)
@@ -313,16 +309,16 @@ class SketchPage:
         return held
 
 
-def _next(method: WindowedSketch, exact: Slots, budget: int, limit: int, room: int) -> _Group:
+def _next(method: WindowedSketch, exact: Slots, budget: int, limit: int, room: int) -> SketchGroup:
     """The exact tokens and the sketch after those between sinks and recent window went into it
     (``WindowedSketch.take``), with room for what fits into ``limit`` and ``room`` tokens more."""
     parts = method.take(exact, budget)
     if parts is None:
-        return _Group(Part(exact, None, max(limit - exact.count, 0) + room), exact.count, None)
+        return SketchGroup(Part(exact, None, max(limit - exact.count, 0) + room), exact.count, None)
     first, last = parts
     count = first.count + method.worth + last.count
     held = Part(Slots.cat([first, last]), None, max(limit, count) + room - count)
-    return _Group(held, first.count, method)
+    return SketchGroup(held, first.count, method)
 
 
 def _by_budget(budgets: HeadBudgets, batch: int) -> list[Tensor]:

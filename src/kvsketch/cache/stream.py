@@ -65,6 +65,7 @@ class Stream:
 
     Attributes:
         streaming: as given.
+        sketch, compressor: the method, if it is one.
         rhythm: the tokens at which it compresses; None: at the end of prompts, and while decoding.
         seen: tokens so far.
         compressed: whether any token was ever compressed.
@@ -97,6 +98,12 @@ class Stream:
                 "16 with a sketch"
             )
         self.method = method
+        self.sketch: WindowedSketch | None = None
+        self.compressor: Compressor | None = None
+        if isinstance(method, WindowedSketch):
+            self.sketch = method
+        else:
+            self.compressor = method
         self._given = HeadBudgets([[budget]]) if isinstance(budget, Budget) else budget
         self.one_shot = one_shot
         self._bits, self._buffer, self.streaming = known or FULL, buffer, streaming
@@ -182,8 +189,13 @@ class Stream:
     @property
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Keys and values before the first compression, padding included."""
+        return self.parted.tokens
+
+    @property
+    def parted(self) -> Page:
+        """The page of a compressor, or of tokens that no sketch has taken yet."""
         assert isinstance(self.page, Page)
-        return self.page.tokens
+        return self.page
 
     def open(self) -> Sequence[Part] | Slots:
         """What the newest tokens attend to: parts of a page, or slots."""
@@ -428,7 +440,6 @@ class Stream:
         provisional: bool = False,
     ) -> None:
         """Compress to the budgets now; ``last``: queries to measure the error on."""
-        method = self.method
         begins = not self.compressed
         if self.errors.probing:
             self.errors.update(self.slots, self.seen)
@@ -449,10 +460,12 @@ class Stream:
             if self.errors.track:
                 self.errors.probe(self.slots, last, self.seen)
         page: Page | SketchPage
-        if isinstance(method, WindowedSketch):
+        if self.sketch is not None:
             held = self.page, self.slots
-            page = SketchPage.after(*held, method, budgets, budget, limit, room)
+            page = SketchPage.after(*held, self.sketch, budgets, budget, limit, room)
         else:
+            method = self.compressor
+            assert method is not None
             sink, recent = method.around
             if provisional:  # the queries of the final compression must attend to the same tokens
                 recent = max(recent, method.window or 0)
@@ -464,7 +477,7 @@ class Stream:
             self._set_next(rhythm)
         self._limit = page.appended + page.room
         # All heads of groups equally, independently of their sizes.
-        if page.grouped:
+        if page.places is not None:
             self._limit = page.appended + self.schedule.period * room
         self.page, self.compressed = page, True
         self._last = None
@@ -485,8 +498,7 @@ class Stream:
         fit: bool,
     ) -> Page:
         """The next page of a compressor's."""
-        page = self.page
-        assert isinstance(page, Page)
+        page = self.parted
         asked = self.queries.all()
         if method.local and page.middle is not None and not fit and self.rhythm is None:
             self.fold()

@@ -9,7 +9,6 @@ import torch
 from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.sketch_page import SketchPage
 from kvsketch.cache.stream import Stream
-from kvsketch.methods.base import Compressor
 from kvsketch.page.kind import Kind
 from kvsketch.page.page import Page
 from kvsketch.page.quantized import FULL, Bits
@@ -73,7 +72,7 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
     form = reader.word("form", ("sketch",) if sketch and compressed else ("page",))
     given = (method,) if sketch and compressed else ()
     stream.page = page = _PAGES[form].from_state(reader.part("page"), kind, *given)
-    plain = not isinstance(page, Page) or (
+    plain = form == "sketch" or (
         page.exact.grows != compressed and (page.middle is None or stream.bits != FULL)
     )
     if not plain:
@@ -102,6 +101,6 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
     if reader.has("queries"):
         stream.queries.restore(reader.part("queries"), kind)
     stream.errors.restore(reader.part("errors"), kind, seen)
-    if isinstance(method, Compressor):  # a sketch is part of its page
-        method.restore(reader.part("method"), kind.batch, kind.heads)
+    if stream.compressor is not None:  # a sketch is part of its page
+        stream.compressor.restore(reader.part("method"), kind.batch, kind.heads)
     reader.close()

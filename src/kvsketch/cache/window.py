@@ -39,7 +39,7 @@ def windowed(
     check_window(sink, recent)
     options = dict(options or {})
     cls = class_of(method)
-    if isinstance(method, Compressor):
+    if not isinstance(method, (str, type)):
         if options:
             raise InputError(f"options={options!r}: give them to {cls.__name__} itself")
         twin = copy.deepcopy(method)

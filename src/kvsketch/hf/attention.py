@@ -23,7 +23,6 @@ from kvsketch.hf.layer import SketchLayer
 from kvsketch.hf.masks import PLAIN, Masks, View, mask_over
 from kvsketch.hf.second_reading import Again
 from kvsketch.observed import Observed
-from kvsketch.page.page import Page
 
 # Arguments that do not affect how a query attends to a key; transformers passes them through.
 OF_THE_FORWARD = frozenset(
@@ -156,8 +155,7 @@ def attend_in_pieces(
         not settled yet.
     """
     stream, count, at, outs = layer.stream, layer.pending, 0, []
-    assert isinstance(stream.page, Page)
-    new = stream.page.newest(count)
+    new = stream.parted.newest(count)
     stream.drop(count)
     for size in sizes:
         layer.pending = size

@@ -19,7 +19,6 @@ from kvsketch.hf.checks import BEHIND, check_config, check_queries, check_tokens
 from kvsketch.hf.masks import View
 from kvsketch.hf.output import output_weight
 from kvsketch.hf.rotary import turn_at
-from kvsketch.methods.base import Compressor
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
 
@@ -206,8 +205,8 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         Raises:
             UnsupportedError: it cannot be found.
         """
-        method = self.stream.method
-        if isinstance(method, Compressor) and method.requires.output:
+        method = self.stream.compressor
+        if method is not None and method.requires.output:
             name = method.name
             if module is None:
                 if method.output is None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from transformers.cache_utils import Cache
 
-from kvsketch.cache.sketch_page import SketchPage
+from kvsketch.cache.sketch_page import SketchGroup
 from kvsketch.hf import accounting
 from kvsketch.hf.layer import SketchLayer
 from kvsketch.methods.base import Compressor
@@ -30,10 +32,10 @@ def _other(layer: object) -> int:
     return accounting.layer_nbytes(layer) + 4 * _TENSOR
 
 
-def _sketches(page: SketchPage) -> int:
+def _sketches(groups: Sequence[SketchGroup]) -> int:
     """The exact tokens and the whole state of the sketches between them."""
     total = 0
-    for group in page.groups:
+    for group in groups:
         tensors, window = list(group.tokens.tensors().values()), group.window
         tensors += [] if window is None else window.tensors()
         total += sum(t.numel() * t.element_size() for t in tensors) + (len(tensors) + 3) * _TENSOR
@@ -46,9 +48,9 @@ def _layer(layer: SketchLayer) -> int:
     mass, score and position if present."""
     stream, page = layer.stream, layer.stream.page
     assert layer.dtype is not None
-    if isinstance(page, SketchPage):
-        return _sketches(page) + _LAYER
-    slots, held = stream.slots, stream.held
+    if page.groups:
+        return _sketches(page.groups) + _LAYER
+    page, slots, held = stream.parted, stream.slots, stream.held
     key_dim, value_dim = slots.keys.shape[3], slots.values.shape[3]
     columns = sum(name not in ("keys", "values") for name in slots.tensors())
     given = (key_dim + value_dim) * layer.dtype.itemsize + 4 * columns
@@ -60,7 +62,7 @@ def _layer(layer: SketchLayer) -> int:
         total += middle * (few + 4 * columns - given)
         total += held.numel() * (8 * key_dim + 4 + 5 * 8)  # centres and units, sizes
         tensors += 13 + columns
-    total += _generator(stream.method) if isinstance(stream.method, Compressor) else 0
+    total += _generator(stream.compressor)
     return total + tensors * _TENSOR + _LAYER
 
 

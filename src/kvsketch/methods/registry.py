@@ -61,7 +61,7 @@ def class_of(method: Method) -> type[Compressor] | type[Sketch]:
             raise unknown_method(method)
         return ALL_METHODS[method]
     cls = method if isinstance(method, type) else type(method)
-    if isinstance(method, Sketch) or not issubclass(cls, (Compressor, Sketch)):
+    if not issubclass(cls, (Compressor, Sketch)) or (cls is not method and not cls.recompresses):
         raise InputError(
             f"method={method!r} must be a name (see `kvsketch methods`), a Compressor or its "
             "class, or the class of a Sketch, which is made when its size is known"

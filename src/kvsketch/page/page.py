@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,10 +170,9 @@ class Page:
         """Keys and values of tokens that are not compressed, padding included."""
         return self.exact.even("keys"), self.exact.even("values")
 
-    @property
-    def grouped(self) -> bool:
-        """False: all heads are handled together, see ``SketchPage``."""
-        return False
+    #: of heads with a sketch of their own, see ``SketchPage``: none
+    groups: Sequence[Any] = ()
+    places: None = None
 
     def number_rows(self, rows: Tensor) -> None:
         """Nothing: a page draws no random numbers, see ``SketchPage``."""
