@@ -233,14 +233,6 @@ def unflatten(
     return out.view(*shape, *rest)
 
 
-def to_the_end(slots: Slots, sizes: Tensor) -> Slots:
-    """Move the slots of each head from the first columns to the last ones, with dead slots before
-    them, so that the newest tokens of all heads are in the same columns."""
-    behind = slots.count - sizes.to(slots.keys.device).unsqueeze(-1)
-    index = torch.arange(slots.count, device=behind.device) - behind
-    return picked(slots, index.clamp(min=0), index >= 0)
-
-
 def picked(slots: Slots, index: Tensor, there: Tensor) -> Slots:
     """The slots with the numbers ``index``, int64 ``[batch, heads, k]``. They are dead where
     ``there`` (bool) is False."""
