@@ -303,6 +303,33 @@ def test_a_training_model_is_refused_in_a_run(llama: Any) -> None:
         llama.eval()
 
 
+def test_a_training_model_without_gradients_is_refused_in_a_run() -> None:
+    model = build("llama").requires_grad_(False)
+    cache = cache_of(model)
+    decoded(model, cache, tokens=4)
+    with pytest.raises(UnsupportedError, match="training"):
+        model.train()(ids_of(1, 1), past_key_values=cache)
+
+
+def test_tokens_that_the_forward_ran_within_a_run(llama: Any) -> None:
+    """As a compiled graph does, which calls ``SketchCache.take``: the run ends, and no compression
+    is missed."""
+
+    def run() -> torch.Tensor:
+        cache = cache_of(llama)
+        out = [decoded(llama, cache, tokens=3)]
+        before, cache._run = cache._run, lambda keys: None  # type: ignore[method-assign]
+        cache._decoding, kept = None, cache._decoding
+        out += [step(llama, cache, ids_of(1, 1, i)) for i in range(3)]
+        cache._decoding, cache._run = kept, before  # type: ignore[method-assign]
+        out += [step(llama, cache, ids_of(1, 1, i)) for i in range(30)]
+        return torch.cat(out, 1)
+
+    found = run()
+    with by_forward():
+        assert torch.equal(found, run())
+
+
 def test_another_model_is_refused_in_a_run(llama: Any) -> None:
     cache = cache_of(llama)
     decoded(llama, cache, tokens=4)
