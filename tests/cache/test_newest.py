@@ -59,12 +59,15 @@ def test_the_rest_keeps_its_bits(
     """The slots of the lowest scores leave, others come, and all the rest are as they were."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 40, (2, 3), generator=generator) if uneven else None
+    sizes = None if sizes is None else sizes.clamp(min=20)
     part = Part(slots_of(generator, 3, 40, mass), sizes, 0, bits)
     held = part.held
     count = (torch.rand(2, 3, generator=generator) * (held + 1)).long()
     count[0, 0] = max(1, int(count[0, 0]))
     old = Lowest(part, count)
     new = slots_of(generator, 3, 7, others)
+    for tensor in (new.keys, new.values):  # within what the few old ones say
+        tensor *= 0.2
     own = torch.randint(0, 8, (2, 3), generator=generator)
     own = torch.maximum(own, (held == count).long())  # no head is empty
     found = old.exchanged(new, own)
@@ -114,6 +117,16 @@ def test_what_the_common_unit_cannot_hold_is_said(side: str) -> None:
     own = some.clone()
     own[1, 2] = 3  # the large one is no slot
     assert Lowest(part, some).exchanged(new, own) is not None
+
+
+def test_a_channel_that_grew_gets_another_unit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    part = Part(slots_of(generator, 3, 40, False), None, 0, Bits(4, 4))
+    some = torch.full((2, 3), 7)
+    for factor, fits in ((1.0, True), (20.0, False)):
+        new = slots_of(generator, 3, 7, False)
+        new.keys[..., 5] *= factor
+        assert (Lowest(part, some).exchanged(new, some) is not None) == fits
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsketch.page.fields import COLUMNS, EMPTY, NEW, fields_of
 from kvsketch.page.part import Part
-from kvsketch.page.quantized import FARTHEST, coded
+from kvsketch.page.quantized import coded, distance
 from kvsketch.page.ragged import Blocks
 from kvsketch.slots import Slots
 
@@ -60,15 +60,15 @@ class Lowest:
             sizes: how many these are, int64 ``[batch, heads]``.
 
         Returns:
-            None: there are keys or values too far from the others for their common unit.
+            None: keys or values are too far from the others for their common unit, which
+            ``quantize`` would enlarge.
         """
         part, device = self._part, self._at.device
         own = torch.arange(new.count, device=device) < sizes.unsqueeze(-1)
         few, fields = {}, fields_of(new)
         for name, before in part.packed.items():
             x, unit, offset = fields.pop(name).float(), before.unit, before.offset
-            far = (x if offset is None else x - offset).abs() > FARTHEST * unit
-            if bool((far & own.unsqueeze(-1)).any()):
+            if bool((distance(x, offset, own, offset is not None) > 2 * unit).any()):
                 return None
             few[name] = coded(x, before.bits, offset, unit, own)
         kept = self._held - self._count

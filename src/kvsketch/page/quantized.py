@@ -28,8 +28,8 @@ ALLOWED_BITS = (16, 8, 4)
 GROUP = 64
 # Centres and units from fewer slots than this are computed again once there are twice as many.
 _ENOUGH = 64
-#: The largest distance from the centre, in units, whose zero point float16 can hold.
-FARTHEST = 2.0**14
+# A slot may be so many times as far from the centre as the mean, for a zero point in float16.
+_FARTHEST = 2.0**14
 # The approximate largest number of slots from which centres and units are computed.
 _SAMPLE = 1024
 
@@ -216,8 +216,8 @@ def quantize(
 def coded(
     x: Tensor, bits: int, offset: Tensor | None, unit: Tensor, live: Tensor | None
 ) -> Quantized:
-    """``quantize`` with a given centre and unit; ``x`` is float32, within ``FARTHEST`` units of the
-    centre."""
+    """``quantize`` with a given centre and unit, of at least half the ``distance`` of ``x``, which
+    is float32."""
     x = (x / unit) if offset is None else (x - offset).div_(unit)
     if live is not None:
         x = x.masked_fill(~live.unsqueeze(-1), 0.0)
@@ -294,7 +294,7 @@ def _grid(
     """The centres and units for ``x``."""
     if previous is not None and previous.count >= min(_ENOUGH, x.shape[2] / 2):
         offset, unit = previous.offset, previous.unit
-        growth = (_distance(x, offset, live, per_channel) / unit).log2().ceil().clamp(min=0)
+        growth = (distance(x, offset, live, per_channel) / unit).log2().ceil().clamp(min=0)
         return offset, unit * growth.exp2()
     offset = None
     if per_channel:
@@ -302,9 +302,9 @@ def _grid(
         offset, unit = (least + most) / 2, (most - least) / 2
         # A channel that is constant so far may not stay constant.
         unit = unit.clamp(min=unit.mean(-1, keepdim=True) / 128)
-        unit = torch.maximum(unit, _distance(x, offset, live, per_channel))
+        unit = torch.maximum(unit, distance(x, offset, live, per_channel))
     else:
-        unit = 2 * _distance(x, offset, live, per_channel)
+        unit = 2 * distance(x, offset, live, per_channel)
     return offset, torch.where(unit > 0, unit, 1.0)
 
 
@@ -327,7 +327,7 @@ def _range(x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
     return ends(True), ends(False)
 
 
-def _distance(x: Tensor, offset: Tensor | None, live: Tensor | None, per_channel: bool) -> Tensor:
+def distance(x: Tensor, offset: Tensor | None, live: Tensor | None, per_channel: bool) -> Tensor:
     """The mean distance of the live slots from the centre, per channel ``[batch, heads, 1, dim]``
     or per head. One large slot hardly changes it. It is large enough that every distance divided by
     it can be stored in float16."""
@@ -339,4 +339,4 @@ def _distance(x: Tensor, offset: Tensor | None, live: Tensor | None, per_channel
     mean, most = distance.sum(2, keepdim=True) / count, distance.amax(2, keepdim=True)
     if not per_channel:
         mean, most = mean.mean(-1, keepdim=True), most.amax(-1, keepdim=True)
-    return torch.maximum(mean, most / FARTHEST)
+    return torch.maximum(mean, most / _FARTHEST)
