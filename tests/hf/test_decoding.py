@@ -17,7 +17,8 @@ from families import VOCABULARY, build
 from kvsketch import InputError, SketchCache, UnsupportedError
 from kvsketch.hf import decoding
 from kvsketch.hf.decoding import Decoding
-from kvsketch.kernels import native
+from kvsketch.kernels import cpu, native
+from kvsketch.observed import Observed
 from tiny_models import with_buffer
 
 SMALL: dict[str, Any] = {"budget": 40, "sink": 2, "recent": 6}
@@ -146,6 +147,19 @@ def test_another_kernel_within_a_run(llama: Any) -> None:
     with by_forward():
         expected = run(cache_of(llama))
     assert torch.equal(run(cache_of(llama)), expected)
+
+
+def test_queries_of_another_dtype_are_not_misread(llama: Any) -> None:
+    """A prepared kernel knows the dtype of the queries that it was made for."""
+    cache = cache_of(llama)
+    decoded(llama, cache, tokens=6)
+    parts = cache._sketches()[0].stream.page.open()
+    query = torch.randn(1, 4, 1, 16)
+    kernel = cpu.Prepared(Observed(query, 0.25), parts, False)
+    first = kernel.attend(Observed(query, 0.25))
+    assert first is not None
+    other = kernel.attend(Observed(query.bfloat16(), 0.25))
+    assert other is None or torch.allclose(other.float(), first, atol=0.1)
 
 
 def test_a_token_that_is_not_plain_is_for_the_forward() -> None:

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 import kvsketch
-from families import VOCABULARY, build
+from families import EVERY_METHOD, VOCABULARY, build
 from kvsketch import InputError, KVSketchError, SketchCache, Slots, UnsupportedError
 from kvsketch.hf import interface
 from kvsketch.methods.base import Compressor, keep_top
@@ -125,6 +125,24 @@ def test_output_attentions_of_other_caches_stay(llama: Any) -> None:
     SketchCache(eager.config, "snapkv", **SMALL)
     out = eager(ids_of(1, 12), output_attentions=True)
     assert [a.shape for a in out.attentions] == [(1, 4, 12, 12)] * 2
+
+
+@pytest.mark.parametrize("method", EVERY_METHOD)
+def test_a_context_read_in_inference_mode_goes_on_outside(llama: Any, method: str) -> None:
+    """With and without gradients, as if it had been read there."""
+
+    def run(reading: Any, decoding: Any) -> torch.Tensor:
+        cache = SketchCache(llama.config, method, **SMALL)
+        with reading():
+            forward(llama, ids_of(1, 60), cache)
+        with decoding():
+            found = [forward(llama, ids_of(1, 1, i), cache).detach() for i in range(12)]
+        return torch.cat(found, 1)
+
+    expected = run(torch.no_grad, torch.no_grad)
+    for decoding in (torch.no_grad, torch.enable_grad):
+        found = run(torch.inference_mode, decoding)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 # --- arguments of the attention function ----------------------------------------------------------

@@ -84,6 +84,7 @@ class Prepared:
 
     def __init__(self, asked: Observed, parts: Sequence[Part], padded: bool) -> None:
         self._library, self._last, self._like = native.library(), parts[-1], asked.sinks
+        self._dtype = asked.queries.dtype
         self._usable = takes(asked.queries) and asked.slopes is None
         found = _places(parts, None) if self._usable else None
         self._usable = found is not None
@@ -98,11 +99,11 @@ class Prepared:
         self._shape = (*asked.queries.shape[:3], value_dim)
 
     def attend(self, asked: Observed) -> Tensor | None:
-        """As the function; the queries have the shape and dtype of the first ones, and no
-        gradients."""
+        """As the function; the queries have the shape of the first ones, and no gradients. None
+        also for what is not like the first ones."""
         queries, library = asked.queries, native.library()
         same = asked.sinks is self._like and library is self._library
-        if library is None or not self._usable or not same:
+        if library is None or not self._usable or not same or queries.dtype != self._dtype:
             return None
         if not queries.is_contiguous():
             queries = queries.contiguous()
