@@ -361,14 +361,17 @@ class SketchCache(Cache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
+        self._decoding = None  # which holds the pages before
         self._forward.masks.map_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
+        self._decoding = None
         self._forward.masks.map_batch(lambda t: t.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
+        self._decoding = None
         self._forward.masks.map_batch(lambda t: t[indices.to(t.device)])
 
     def nbytes(self) -> int:
