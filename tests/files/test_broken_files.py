@@ -313,6 +313,9 @@ def test_no_file_makes_it_allocate_beyond_four_times_its_size(llama: Any, tmp_pa
                 path = tmp_path / f"{name}{key}{value}.kvs"
                 path.write_bytes(with_header(raw, lambda h, k=key, v=value: _set_all(h, k, v)))
                 paths.append(path)
+        path = tmp_path / f"{name}exactroom.kvs"  # of a part that may have some
+        path.write_bytes(with_header(raw, lambda h: _set_room(h, 10**7)))
+        paths.append(path)
         paths.append(tmp_path / f"{name}.kvs")
     assert min(path.stat().st_size for path in paths) > 1_000_000
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -326,6 +329,14 @@ def test_no_file_makes_it_allocate_beyond_four_times_its_size(llama: Any, tmp_pa
         assert int(grown) * 1024 < 4 * size, (path, grown, size)
         if path.stem in ("quantized", "ragged"):
             assert loaded == "True", path  # else the memory of loading was not measured
+
+
+def _set_room(values: Any, room: int) -> None:
+    for name, inner in values.items():
+        if isinstance(inner, dict):
+            if name == "exact":
+                inner["room"] = room
+            _set_room(inner, room)
 
 
 def _set_all(values: Any, key: str, value: int) -> None:

@@ -41,6 +41,8 @@ def test_the_default_after_a_second_reading_is_global(llama, queries):
     assert default.summary()["allocation"] == told.summary()["allocation"] == "global"
     assert held(default) == held(told)
     default.reset()
+    fresh = SketchCache(llama.config, budget=0.3)
+    assert default.summary()["allocation"] == fresh.summary()["allocation"]
     with torch.no_grad():
         llama(ids, past_key_values=default)
     assert default.summary()["allocation"] == "global"
