@@ -291,12 +291,13 @@ for path in sys.argv[2:]:
 def test_no_file_makes_it_allocate_beyond_four_times_its_size(llama: Any, tmp_path: Path) -> None:
     config = copy.deepcopy(llama.config)
     config.max_position_embeddings = 1 << 15
-    cache = SketchCache(config, "snapkv", budget=20_000, bits=8, **WINDOW)
+    cache = SketchCache(config, "snapkv", budget=5_000, bits=8, **WINDOW)
+    even = SketchCache(config, "snapkv", budget=9_000, **WINDOW)
     ragged = SketchCache(
         config, "snapkv", budget=9_000, allocation=[[1.5, 0.5], [0.6, 1.4]], **WINDOW
     )
     keys = torch.randn(1, 2, 18_000, 16, generator=torch.Generator().manual_seed(0))
-    for one in (cache, ragged):
+    for one in (cache, ragged, even):
         for layer in one._sketches():
             layer.update(keys, keys)
             one._forward.observe(layer, _asked(keys))
@@ -304,7 +305,7 @@ def test_no_file_makes_it_allocate_beyond_four_times_its_size(llama: Any, tmp_pa
         one._forward._open.clear()
         one._forward._thread = None
     paths: list[Path] = []
-    for name, one in (("quantized", cache), ("ragged", ragged)):
+    for name, one in (("quantized", cache), ("ragged", ragged), ("even", even)):
         path = tmp_path / f"{name}.kvs"
         one.save(path)
         raw = path.read_bytes()
@@ -327,7 +328,7 @@ def test_no_file_makes_it_allocate_beyond_four_times_its_size(llama: Any, tmp_pa
     for path, (grown, loaded) in zip(paths, lines, strict=True):
         size = path.stat().st_size
         assert int(grown) * 1024 < 4 * size, (path, grown, size)
-        if path.stem in ("quantized", "ragged"):
+        if path.stem in ("quantized", "ragged", "even"):
             assert loaded == "True", path  # else the memory of loading was not measured
 
 
