@@ -115,6 +115,7 @@ PAGES: dict[str, tuple[str, Callable[[], str], dict[str, Callable[[dict[str, Any
             "longeval_unseen_400": second_reading,
             "reading": page_reread.reading,
             "ruler_unseen": page_ruler.ruler,
+            "ruler_unseen_more": page_ruler.ruler,
             "ruler_one_layer_unseen": page_ruler.ruler,
             "ruler_one_layer_unseen_more": page_ruler.ruler,
             "ruler_one_layer_seen": page_ruler.ruler,

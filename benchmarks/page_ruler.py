@@ -36,13 +36,13 @@ def ruler(result: dict[str, Any]) -> str:
     beside = "".join(f"; `{name}` {means[name, least]:.2f}" for name in named)
     return (
         f"## RULER, {result['length']:,} tokens, question {result['question']} at compression, "
-        f"{shares} kept ({result['model']})\n\n"
+        f"{shares} kept, {result['count']} cases ({result['model']})\n\n"
         f"The highest mean at {least:g} of the bytes is {means[best]:.2f}, `{best[0]}`{beside}.\n\n"
         f"Score of the packaged `{result['model']}` on {result['count']} cases of each subtask "
         f"that it answers (texts between the needles: {result['source']}; "
         "all but `vt` are `niah_` tasks), by the "
         "share of the context's bytes that is kept, best first. Bytes are equal and methods are "
-        "named as above. With so few cases the intervals are wide: if all answers are right, the "
-        f"95% interval begins at {surely:.2f}.\n\n"
+        "named as above. If all answers to a subtask are right, its 95% interval begins at "
+        f"{surely:.2f}.\n\n"
         f"{table(columns, lines)}\n\n{made_with(result)}\n"
     )

@@ -85,6 +85,7 @@ COMMANDS = {
     "ruler_unseen": "ruler --count 6 --budgets 0.25,0.1,0.05 "
     "--methods exact,heavy_merge,heavy_merge@global+int4/sample,"
     "heavy_merge@global+int4/reread,kvzip+int4/reread",
+    "ruler_unseen_more": "ruler --count 24 --budgets 0.1,0.05 --methods exact,heavy_merge",
     "ruler_one_layer_unseen": f"ruler {_ONE_LAYER} --count 12 "
     "--methods exact,heavy_merge@global+int4/sample,heavy_merge,"
     "kvzip/reread,kvgrad/reread,kvzip+int4/reread,snapkv",
