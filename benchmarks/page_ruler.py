@@ -33,7 +33,8 @@ def ruler(result: dict[str, Any]) -> str:
     named = [name for name in ("heavy_merge", "snapkv") if (name, min(result["budgets"])) in means]
     least = min(result["budgets"])
     best = max((name for name in means if name[1] == least), key=lambda name: means[name])
-    beside = "".join(f"; `{name}` {means[name, least]:.2f}" for name in named)
+    others = [name for name in named if name != best[0]]
+    beside = "".join(f"; `{name}` {means[name, least]:.2f}" for name in others)
     return (
         f"## RULER, {result['length']:,} tokens, question {result['question']} at compression, "
         f"{shares} kept, {result['count']} cases ({result['model']})\n\n"
