@@ -431,7 +431,6 @@ class Stream:
         else:
             self.queries.clear()
 
-    @torch.inference_mode(False)  # the next tokens may come outside of that mode
     @torch.no_grad()
     def _compress(
         self,

@@ -165,7 +165,7 @@ class ClusterSamples(Sketch):
         self.state["count"] = before.scatter_add(1, cluster, weights).view(batch, heads, -1)
         center = self.state["center"].reshape(rows, -1, flat.shape[2])
         row, column = is_new.nonzero(as_tuple=True)
-        center[row, cluster[row, column]] = flat[row, column]
+        center = center.index_put((row, cluster[row, column]), flat[row, column])
         self.state["center"] = center.view(batch, heads, *center.shape[1:])
 
         # Line 16: at its arrival a point of weight w takes each sample with probability
@@ -255,8 +255,6 @@ class ClusterSamples(Sketch):
         """Make room for ``clusters`` clusters per head, plus an eighth."""
         have = self.state["count"].shape[2]
         if clusters <= have:
-            if self.overflow == "error":  # a later block may still fail
-                self.state["center"] = self.state["center"].clone()
             return
         extra = max(clusters, have + have // 8) - have
         if self.max_clusters is not None:
@@ -266,17 +264,15 @@ class ClusterSamples(Sketch):
         self.put("cluster", self.get("cluster").map(lambda x: lengthened(x, extra * self.t)))
 
     def _write(self, prefix: str, target: Tensor, new: Slots, source: Tensor) -> None:
-        """Copy rows ``source`` of ``new`` to rows ``target`` of stored slots. Rows are numbered
-        over batch x heads x slots."""
+        """Put rows ``source`` of ``new`` in the place of rows ``target`` of stored slots, in a copy
+        of these: a later block may still fail, and what was made in ``torch.inference_mode()``
+        cannot be changed outside of it. Rows are numbered over batch x heads x slots."""
         stored = self.get(prefix)
         incoming = new.tensors()
         fields = {}
         for name, tensor in stored.tensors().items():
-            if self.overflow == "error":  # a later block may still fail
-                tensor = tensor.clone()
-            flat = tensor.flatten(0, 2)  # a view: stored tensors are contiguous
-            flat[target] = incoming[name].flatten(0, 2)[source]
-            fields[name] = flat.view(tensor.shape)
+            rows = incoming[name].flatten(0, 2)[source]
+            fields[name] = tensor.flatten(0, 2).index_put((target,), rows).view(tensor.shape)
         self.put(prefix, Slots(**fields))
 
 
