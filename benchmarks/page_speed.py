@@ -223,7 +223,7 @@ def decode_speed(result: dict[str, Any]) -> str:
         "grows. The model is tiny (a layer takes a quarter of a millisecond), so the overhead of "
         "every operation "
         "is visible. The default, `heavy_merge`, stores more slots in the same bytes, in 8 or 4 "
-        "bits, and compresses every 50 tokens. Layers of a usual size are measured under "
+        "bits, and compresses again and again. Layers of a usual size are measured under "
         "`The default method from end to end`.\n\n"
         + table(["method", "ratio", "least - most", "pairs"], rows)
         + f"\n\n{made_with(result)}\n"

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from families import VOCABULARY, build
 from kvsketch import SketchCache, Slots
-from kvsketch.cache import compress
+from kvsketch.cache import Stream, compress
+from kvsketch.kernels import cpu, native
 from kvsketch.methods.h2o import H2O
 from kvsketch.methods.heavy_merge import HeavyMerge
 from kvsketch.page.exchange import Lowest
@@ -81,11 +82,10 @@ def test_the_rest_keeps_its_bits(
             lowest = sorted(mine, key=lambda r: r[-1])[:left]
             assert rows_of(old.slots, at) == sorted(lowest)
             rest = [r for r in mine if r not in lowest]
-            told = Slots(*(t[:, :, : int(own[at])] for t in (new.keys, new.values)))
             kept = rows_of(after, at)
             assert [r for r in kept if r in rest] == rest
             come = [r for r in kept if r not in rest]
-            assert len(come) == int(own[at]) == told.count
+            assert len(come) == int(own[at])
             scores = sorted(r[-1] for r in come)
             expected = new.score[at][: int(own[at])].double().sort().values
             torch.testing.assert_close(torch.tensor(scores).double(), expected)
@@ -202,13 +202,33 @@ def test_merging_keeps_every_token_and_every_size(
     decoded(llama, other, 60, padded)
     for mine, theirs in zip(cache._sketches(), other._sketches(), strict=True):
         assert torch.equal(mine.stream.held, theirs.stream.held)
-        tokens = mine.stream.slots.masses().sum(-1)
-        real = torch.full_like(tokens, 160)
-        if padded:
-            real[0] -= 20
-        # up to the fit of the prompt, which moves masses
-        torch.testing.assert_close(tokens, theirs.stream.slots.masses().sum(-1))
-        assert bool((tokens < 1.5 * real).all())
+        tokens, others = (x.stream.slots.masses().sum(-1) for x in (mine, theirs))
+        torch.testing.assert_close(tokens, others)  # the fit of the prompt has moved both
+
+
+def test_a_whole_page_is_scored_where_it_is(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all of it is compressed, the waiting queries go through the compiled kernel."""
+    if native.library() is None:
+        pytest.skip("the kernel is not compiled here")
+    seen: list[bool] = []
+    real = cpu.receive
+
+    def receive(*args: Any) -> bool:
+        seen.append(amid[-1])
+        return real(*args)
+
+    amid = [False]
+    compressed = Stream._compress
+
+    def compressing(self: Stream, *args: Any, **given: Any) -> None:
+        amid.append(True)
+        compressed(self, *args, **given)
+        amid.append(False)
+
+    monkeypatch.setattr(Stream, "_compress", compressing)
+    monkeypatch.setattr(cpu, "receive", receive)
+    decoded(llama, cache_of(llama, "heavy_merge", budget=40, bits=16, allocation="even"), 60)
+    assert any(seen)
 
 
 def test_a_page_of_a_run_can_be_saved_and_copied(llama: Any, tmp_path: Any) -> None:

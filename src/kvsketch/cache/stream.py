@@ -507,6 +507,7 @@ class Stream:
             newest = compress_newest(page, method, each, around=around, limit=limit, room=often)
             if newest is not None:
                 return newest
+        self._received()
         slots = page.read(exactly=page.middle is not None)
         if self.rhythm is not None:  # as in an engine's memory, where every slot has a mass
             slots = replace(slots, values=slots.values.to(compute_dtype(slots.values.dtype)))

@@ -62,6 +62,7 @@ class Decoding:
     def __init__(self, forward: Forward, turns: Sequence[_Turn], left: int) -> None:
         self._forward, self._turns, self.left = forward, turns, left
         self._at = 0  # the layer whose turn it is
+        self._thread = 0  # that runs the forward
         self._done = 0  # tokens
         self._taken: tuple[Tensor, Tensor] | None = None  # keys and values of that layer
 

@@ -238,8 +238,6 @@ class Forward:
             returned: what the update of the last one has returned.
         """
         begun = [*layers] if last is None else [*layers, last]
-        if not begun:
-            return
         self._thread, self._before = threading.get_ident(), begun[0].stream.seen - 1
         self._updated = {self.layers.index(layer) for layer in begun}
         if last is not None:

@@ -63,20 +63,27 @@ def attend(
     if described is None:
         return None
     places, value_dim, kept = described
-    if not queries.is_contiguous():
-        queries = queries.contiguous()
     shape = queries.shape[:3]
-    out = queries.new_empty((*shape, value_dim))
     logs = torch.empty(shape) if totals else None
     columns = [asked.sinks, asked.slopes, last]
     columns = [None if t is None else t.float().contiguous() for t in columns]
     call = _call(places, queries, parts[0].heads, newest, rows, [*columns, logs], padded)
+    out = _launched(library, call, asked, (*shape, value_dim))
+    del kept
+    return out, logs
+
+
+def _launched(
+    library: ctypes.CDLL, call: Numbers, asked: Observed, shape: tuple[int, ...]
+) -> Tensor:
+    """The result, of this shape."""
+    queries = asked.queries if asked.queries.is_contiguous() else asked.queries.contiguous()
+    out = queries.new_empty(shape)
     wrong = library.kvsketch_attend(
         call, queries.data_ptr(), out.data_ptr(), asked.scaling, asked.softcap or 0.0
     )
     assert not wrong
-    del kept
-    return out, logs
+    return out
 
 
 class Prepared:
@@ -101,20 +108,13 @@ class Prepared:
     def attend(self, asked: Observed) -> Tensor | None:
         """As the function; the queries have the shape of the first ones, and no gradients. None
         also for what is not like the first ones."""
-        queries, library = asked.queries, native.library()
+        library = native.library()
         same = asked.sinks is self._like and library is self._library
-        if library is None or not self._usable or not same or queries.dtype != self._dtype:
+        if library is None or not self._usable or not same or asked.queries.dtype != self._dtype:
             return None
-        if not queries.is_contiguous():
-            queries = queries.contiguous()
-        out = queries.new_empty(self._shape)
         self._numbers[_APPENDED] = self._last.appended
         self._call[_THREADS] = torch.get_num_threads()
-        wrong = library.kvsketch_attend(
-            self._call, queries.data_ptr(), out.data_ptr(), asked.scaling, asked.softcap or 0.0
-        )
-        assert not wrong
-        return out
+        return _launched(library, self._call, asked, self._shape)
 
 
 def receive(asked: Observed, parts: Sequence[Part], weights: Tensor, fade: float) -> bool:
