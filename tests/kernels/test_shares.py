@@ -63,9 +63,9 @@ def test_any_number_of_threads_gives_the_same_numbers(threads):
     made = torch.Generator().manual_seed(0)
     queries, keys = torch.randn(7, 90, 24, generator=made), torch.randn(7, 700, 24, generator=made)
     before = torch.get_num_threads()
-    alone = [shares._compiled(queries[i : i + 1], keys[i : i + 1]) for i in range(7)]
+    alone = [shares._compiled(queries[i : i + 1], keys[i : i + 1], None) for i in range(7)]
     try:
         torch.set_num_threads(threads)
-        assert torch.equal(shares._compiled(queries, keys), torch.cat(alone))
+        assert torch.equal(shares._compiled(queries, keys, None), torch.cat(alone))
     finally:
         torch.set_num_threads(before)

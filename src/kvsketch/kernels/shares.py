@@ -16,14 +16,16 @@ from kvsketch.slots import compute_dtype
 _SCORES, _QUERIES = 1 << 20, 64
 
 
-def largest_shares(asked: Observed, keys: Tensor) -> Tensor:
+def largest_shares(asked: Observed, keys: Tensor, mass: Tensor | None = None) -> Tensor:
     """The largest share of its attention that any query, of any query head of the group, gives a
     key.
 
     Args:
         asked: queries ``[batch, num_attention_heads, q, head_dim]`` after all keys. Scores are
             scaled products alone, see ``reread.fits``.
-        keys: ``[batch, num_key_value_heads, n, head_dim]``, of exact tokens.
+        keys: ``[batch, num_key_value_heads, n, head_dim]``.
+        mass: of their slots, ``[batch, num_key_value_heads, n]``, at least one of them > 0 in every
+            head; not on a GPU. None: 1 each.
 
     Returns:
         ``[batch, num_key_value_heads, n]``, in at least float32.
@@ -40,28 +42,33 @@ def largest_shares(asked: Observed, keys: Tensor) -> Tensor:
     flat = keys.reshape(rows, n, dim).to(dtype)
     compiled = flat.device.type == "cpu" and dtype == torch.float32
     way = _compiled if compiled and native.library() is not None else _by_torch
-    return way(queries, flat).exp_().view(batch, kv_heads, n)
+    log_mass = None if mass is None else mass.reshape(rows, n).to(dtype).log()
+    return way(queries, flat, log_mass).exp_().view(batch, kv_heads, n)
 
 
-def _by_torch(queries: Tensor, keys: Tensor) -> Tensor:
+def _by_torch(queries: Tensor, keys: Tensor, log_mass: Tensor | None) -> Tensor:
     """Logs of the shares, ``[rows, n]``, of ``[rows, q, head_dim]`` and ``[rows, n, head_dim]``."""
     rows, n, _ = keys.shape
     across, found = keys.mT, keys.new_full((rows, n), -torch.inf)
     few = max(_QUERIES, at_once(keys, _SCORES) // (rows * n))
     for start in range(0, queries.shape[1], few):
         scores = queries[:, start : start + few] @ across
+        if log_mass is not None:
+            scores += log_mass.unsqueeze(1)
         scores -= scores.logsumexp(-1, keepdim=True)
         torch.maximum(found, scores.amax(1), out=found)
     return found
 
 
-def _compiled(queries: Tensor, keys: Tensor) -> Tensor:
+def _compiled(queries: Tensor, keys: Tensor, log_mass: Tensor | None) -> Tensor:
     library = native.library()
     assert library is not None
     queries, keys = queries.contiguous(), keys.contiguous()
+    log_mass = None if log_mass is None else log_mass.contiguous()
     found = keys.new_empty(keys.shape[:2])
     sizes = keys.shape[0], queries.shape[1], *keys.shape[1:]
-    addresses = (t.data_ptr() for t in (queries, keys, found))
+    given = (queries, keys, log_mass, found)
+    addresses = (0 if t is None else t.data_ptr() for t in given)
     # ``Shares`` of shares.h; the last number is its counter.
-    library.kvsketch_share((ctypes.c_int64 * 8)(*addresses, *sizes, 0), torch.get_num_threads())
+    library.kvsketch_share((ctypes.c_int64 * 9)(*addresses, *sizes, 0), torch.get_num_threads())
     return found

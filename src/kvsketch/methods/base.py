@@ -153,7 +153,9 @@ class Compressor(ABC):
             return slots
         if not scored:
             slots = self.observe(slots, observed)
-        seen = Seen.of(slots, observed) if observed is not None and fit and self.fits else None
+        seen = None
+        if observed is not None and (fit or observed.after) and self.fits:
+            seen = Seen.of(slots, observed, fit)
         ready = self.prepared(slots, budget, sink, recent)
         return self.finished(self._kept(ready, budget, sink, recent, seen), slots, budget, fit)
 

@@ -42,8 +42,9 @@ class Asked:
     @staticmethod
     def of(seen: Seen, window: int) -> Asked | None:
         """The last ``window`` queries, or all queries of a second reading. None if there are fewer
-        than ``LEAST_QUERIES``, or if scores are not only products (soft-capping, ALiBi)."""
-        if not seen.plain or seen.queries.shape[2] < LEAST_QUERIES:
+        than ``LEAST_QUERIES``, if nothing may be fitted to them, or if scores are not only products
+        (soft-capping, ALiBi)."""
+        if not seen.fit or not seen.plain or seen.queries.shape[2] < LEAST_QUERIES:
             return None
         window = seen.queries.shape[2] if seen.after else window
         queries, slots = seen.queries[:, :, -window:], seen.slots

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvsketch.estimator import attention_received
+from kvsketch.kernels import triton_support
 from kvsketch.kernels.shares import largest_shares
 from kvsketch.observed import Observed
 from kvsketch.reread import plain
@@ -28,13 +29,15 @@ def largest_attention(slots: Slots, asked: Observed, sample: Tensor | None) -> T
     gives each token, float32 ``[batch, num_key_value_heads, n]``.
 
     Args:
-        slots: exact tokens.
+        slots: tokens, or what they were compressed to.
         asked: queries ``after`` all of them.
         sample: the tokens whose queries they are, int64, in order, if not of all:
             ``learned_scores`` then predicts how much the others would get.
     """
-    if plain(asked, slots):
-        found = largest_shares(asked, slots.keys).float()
+    exact = replace(slots, mass=None)
+    massive = slots.mass is not None and triton_support.chosen(slots.keys)
+    if plain(asked, exact) and not massive:
+        found = largest_shares(asked, slots.keys, slots.mass).float()
     else:
         found = attention_received(slots, asked, None, True).float()
     if sample is None:

@@ -26,6 +26,7 @@ class Seen:
         sinks: ``[R, group]`` or None.
         live: bool ``[R, q]`` or None.
         after: as in ``Observed``: every query sees all slots.
+        fit: whether slots may be fitted to the queries, see ``Compressor.compress``.
     """
 
     queries: Tensor
@@ -36,9 +37,10 @@ class Seen:
     sinks: Tensor | None = None
     live: Tensor | None = None
     after: bool = False
+    fit: bool = True
 
     @staticmethod
-    def of(slots: Slots, observed: Observed) -> Seen:
+    def of(slots: Slots, observed: Observed, fit: bool = True) -> Seen:
         """All KV heads, as views where that is possible: row ``batch * heads + head``.
 
         Raises:
@@ -59,6 +61,7 @@ class Seen:
             by_head(observed.sinks),
             None if observed.live is None else observed.live.repeat_interleave(heads, 0),
             observed.after,
+            fit,
         )
 
     def select(self, rows: Tensor) -> Seen:

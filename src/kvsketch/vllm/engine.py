@@ -6,11 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from kvsketch.page.schedule import Numbers
 from kvsketch.vllm.checks import check_settings
+from kvsketch.vllm.scheduler import piece_of
 from kvsketch.vllm.settings import PageSettings, read
+from kvsketch.vllm.states import Blocks
 
 
 @dataclass
@@ -27,7 +26,8 @@ class Engine:
         middle: slots of the largest head in the middle of a page if layers differ.
         batch: the inputs of the last metadata and the metadata: layers whose pages differ have
             their own builders.
-        copies: how many tokens the copy of a page in each block holds; 0: the block holds no copy.
+        pages: the states of the pages in all blocks.
+        piece: prompts are compressed at multiples of so many tokens; 0: where their pages are full.
     """
 
     config: Any
@@ -38,7 +38,8 @@ class Engine:
     largest: int = 0
     middle: int = 0
     batch: tuple[list[Any], Any] | None = None
-    copies: Numbers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    pages: Blocks = field(default_factory=Blocks)
+    piece: int = 0
 
 
 # The engine that started last.
@@ -58,7 +59,9 @@ def begin(config: Any) -> Engine:
     assert settings is not None
     first, _ = config.model_config.get_layers_start_end_indices(config.parallel_config)
     check_settings(config, settings)
-    _RUNNING[:] = [Engine(config, settings, int(config.model_config.max_model_len), first)]
+    context = int(config.model_config.max_model_len)
+    piece = piece_of(config, settings)
+    _RUNNING[:] = [Engine(config, settings, context, first, piece=piece)]
     return _RUNNING[0]
 
 

@@ -2,9 +2,9 @@
 
 A page changes with every token, so requests cannot share pages as they share vLLM's blocks of
 tokens. They share a copy. While a prompt is read, its page is copied to a second page at the last
-multiple of the block size. vLLM's prefix cache knows the copy by its hash, a later request with the
-same prefix starts from it, and it is evicted when pages run out. To read a document only once, send
-it alone first: requests that begin with it then start after it.
+multiple of the block size, or of ``PageScheduler``'s pieces. vLLM's prefix cache knows the copy by
+its hash, a later request with the same prefix starts from it, and it is evicted when pages run out.
+To read a document only once, send it alone first: requests that begin with it then start after it.
 
 The row of a request in the block table has three parts: its own page, the copy it starts from, and
 the copy it makes. A part has as many entries as a page has blocks (one, except in models with
@@ -82,16 +82,16 @@ class PageManager(CircularBufferManager):
         return new
 
     def cache_blocks(self, request: Any, num_tokens: int, *_: Any, **__: Any) -> None:
-        """Record how many tokens the copy holds. The worker makes it at the last multiple of the
-        block size in every step that starts within the prompt; to the model runner V2, the prompt
-        of a request that was preempted ends with its decoded tokens."""
+        """Record how many tokens the copy holds. The worker makes it at the last multiple of
+        ``copied_every`` in every step that starts within the prompt; to the model runner V2, the
+        prompt of a request that was preempted ends with its decoded tokens."""
         name, spec = request.request_id, self.kv_cache_spec
         prompt = request.num_tokens if spec.second_runner else request.num_prompt_tokens
         prompt = self._read.setdefault(name, prompt)
         before, self._seen[name] = self._seen.get(name, 0), num_tokens
-        blocks = num_tokens // self.block_size
-        if before < prompt and blocks * self.block_size > before:
-            self._made[name] = request, blocks
+        tokens = num_tokens // spec.copied_every * spec.copied_every
+        if before < prompt and tokens > before:
+            self._made[name] = request, tokens // self.block_size
 
     def remove_skipped_blocks(
         self,

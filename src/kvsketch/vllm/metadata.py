@@ -21,6 +21,7 @@ from kvsketch.vllm.engine import running
 from kvsketch.vllm.manager import PARTS
 from kvsketch.vllm.rounds import Copies, Round, rounds
 from kvsketch.vllm.spec import PageSpec
+from kvsketch.vllm.states import States
 
 
 @dataclass
@@ -78,42 +79,57 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         if self._rhythm is None:
             self._rhythm = engine.settings.rhythm(engine.context)
         rhythm = self._rhythm
-        if get_tensor_model_parallel_rank() == 0 and get_pp_group().is_first_rank:
-            # All ranks see the same.
-            slots = rhythm.all_held(seen + new).sum()
-            metrics.add(tokens=float(new.sum()), slots=float(slots))
-        pages, copies, together = blocks[:, 0], None, None
+        pages, copies, together, own = blocks[:, 0], None, None, blocks[:, 0]
+        states = engine.pages.states(own, seen, rhythm)
         if spec.prefixes:
-            copies = self._copies(blocks[:, :: spec.blocks], seen, seen + new, reading)
+            firsts = blocks[:, :: spec.blocks]
+            copies = self._copies(firsts, seen, seen + new, reading, states, rhythm)
+        keep = np.zeros(0, dtype=bool) if copies is None else copies.at > 0
+        target = own[:0] if copies is None else copies.keep[keep]
         if spec.blocks > 1:
             pages, copies, together = _gathered(table, spec.blocks, copies)
         layout = spec.layout
         # the largest of all layers, whose layouts differ with curves
         middle = max(engine.middle, *layout.middle, 0)
-        given = rhythm, layout.queries, self.device, copies, middle
+        pieces = np.where(reading, engine.piece, 0)
+        given = rhythm, layout.queries, self.device, copies, middle, states, pieces
         todo = rounds(starts, seen, pages, *given)
+        engine.pages.put(own, seen + new, states.last, states.times)
+        if copies is not None:
+            engine.pages.put(target, copies.at[keep], *(known[keep] for known in states.copied))
+        if get_tensor_model_parallel_rank() == 0 and get_pp_group().is_first_rank:
+            # All ranks see the same.
+            slots = states.held(rhythm, seen + new) + states.filled(rhythm, rhythm.middle)
+            metrics.add(tokens=float(new.sum()), slots=float(slots.sum()))
         found = PageMetadata(todo, batch.num_actual_tokens, together)
         engine.batch = now, found
         return found
 
-    def _copies(self, blocks: Numbers, seen: Numbers, after: Numbers, reading: Numbers) -> Copies:
+    def _copies(
+        self,
+        blocks: Numbers,
+        seen: Numbers,
+        after: Numbers,
+        reading: Numbers,
+        states: States,
+        rhythm: Rhythm,
+    ) -> Copies:
         """The copies that ``PageManager`` has put into the block table. A request starts from a
         copy if it has seen exactly the tokens of the copy; later it has seen more.
 
         Args:
             blocks: the first blocks of the parts of a row, ``[requests, PARTS]``.
+            states: of the requests' pages, changed to that of the copy they start from.
         """
-        source, target, size = blocks[:, 1], blocks[:, 2], self.kv_cache_spec.block_size
-        known = running().copies
-        made = np.zeros(max(len(known), int(blocks[:, 1:].max()) + 1), dtype=np.int64)
-        made[: len(known)] = known
-        assert (made[source] <= seen).all(), "a copy holds tokens that its request has not seen"
-        start = np.where((source != 0) & (made[source] == seen), source, -1)
-        at = after // size * size
-        at = np.where(reading & (at > seen) & (target != 0), at, 0)
-        made[target[at > 0]] = at[at > 0]
-        running().copies = made
-        return Copies(start, target, at)
+        source, target, every = blocks[:, 1], blocks[:, 2], self.kv_cache_spec.copied_every
+        made = running().pages.tokens(source) * (source != 0)
+        assert (made <= seen).all(), "a copy holds tokens that its request has not seen"
+        start = np.where((source != 0) & (made == seen), source, -1)
+        theirs, begun = running().pages.states(source, made, rhythm), start >= 0
+        states.last = np.where(begun, theirs.last, states.last)
+        states.times = np.where(begun, theirs.times, states.times)
+        at = after // every * every
+        return Copies(start, target, np.where(reading & (at > seen) & (target != 0), at, 0))
 
 
 def _gathered(

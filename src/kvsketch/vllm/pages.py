@@ -94,7 +94,7 @@ class Pages:
                     part.clear(now.rows.pages[now.fresh])
             if now.tokens.shape[1] == 1:
                 self._write(now.writes, page.exact, waiting, queries, keys, values)
-                q = queries if now.writes.tokens is None else queries[now.writes.tokens]
+                q = queries if now.answered is None else queries[now.answered]
                 asked, new = self._asked(q.unsqueeze(2)), None
             else:
                 q, k, v = (t[now.tokens].transpose(1, 2) for t in (queries, keys, values))
@@ -105,10 +105,10 @@ class Pages:
                 self._write(now.writes, page.exact, waiting, queries, keys, values)
             found = found.transpose(1, 2).to(out.dtype)
             found = found.flatten(0, 1) if now.own is None else found[now.own]
-            if now.writes.tokens is None:
+            if now.answered is None:
                 out.copy_(found)
             else:
-                out[now.writes.tokens] = found
+                out[now.answered] = found
             if self.method is not None:
                 for full in now.full:
                     # Random numbers depend on how often a page was compressed, so that a request
@@ -116,7 +116,16 @@ class Pages:
                     self.method.restart(full.times)
                     rows = now.rows.pages[full.which]
                     asked = self._asked(waiting.index_select(0, rows).nan_to_num_(0.0, 0.0, 0.0))
-                    self._compress(self.method, rows, page, asked, full.between)
+                    before = page.rows(rows, full.window, *self.method.around, full.between)
+                    again = None
+                    if full.tokens is not None:
+                        q, k, v = (t[full.tokens].transpose(1, 2) for t in (queries, keys, values))
+                        before = before.grown(k.shape[2])
+                        before.append(Slots(k, v))
+                        if self.method.requires.echo:
+                            q = q.nan_to_num(0.0, 0.0, 0.0)
+                            again = replace(self._asked(q), after=True)
+                    self._compress(self.method, rows, page, before, asked, again)
             if now.after is not None:
                 _copy(held, now.after)
 
@@ -134,36 +143,41 @@ class Pages:
     ) -> None:
         """Write new tokens after the slots of their pages, and the last queries before a
         compression."""
+        if to.queried is not None:
+            q = queries[to.queried.tokens].to(waiting.dtype)
+            waiting[to.queried.pages, :, to.queried.places] = q
         if to.tokens is not None:
-            queries, keys, values = (t[to.tokens] for t in (queries, keys, values))
+            keys, values = keys[to.tokens], values[to.tokens]
         for name, new in (("keys", keys), ("values", values)):
             field = window.fields[name]
             field[to.pages, :, to.slots] = new.to(field.dtype)
         window.fields["log_mass"][to.pages, :, to.slots] = 0.0
-        if to.queried is not None:
-            q = queries[to.queried].to(waiting.dtype)
-            waiting[to.pages[to.queried], :, to.places] = q
 
     def _compress(
-        self, method: Compressor, rows: Tensor, page: Page, asked: Observed, between: int
+        self,
+        method: Compressor,
+        rows: Tensor,
+        page: Page,
+        before: Page,
+        asked: Observed,
+        again: Observed | None,
     ) -> None:
-        """Compress full pages in place.
+        """Compress pages in place.
 
         Args:
-            rows: of pages with the same slots in the middle.
+            rows: of pages with as many slots in the middle.
+            before: what they hold, and tokens for which they have no room.
             asked: their last queries.
-            between: these slots, see ``Page.rows``.
+            again: all queries of these tokens, asked again after them, if the method wants them.
         """
-        rhythm, layout = self.rhythm, self.layout
-        around = method.around
-        before = page.rows(rows, rhythm.slots, *around, between)
+        rhythm, layout, around = self.rhythm, self.layout, method.around
         # A request whose numbers overflow has lost its own answer, but a method would refuse the
         # whole batch because of it.
         for name in ("keys", "values"):
             before.exact.fields[name].nan_to_num_(0.0, 0.0, 0.0)
         slots = before.read(exactly=before.middle is not None)
         if method.requires.queries:
-            slots = method.observe(slots, asked)
+            slots = _scored(method, slots, asked, again)
         kept: int | Tensor = rhythm.kept
         if layout.uneven:
             kept = layout.sizes(len(rows), torch.device("cpu")) + sum(around)
@@ -176,7 +190,7 @@ class Pages:
             slots,
             method,
             kept,
-            asked,
+            again or asked,
             limit=kept,
             room=lambda kept: 0,  # it is in the engine's memory
             bits=layout.bits,
@@ -197,6 +211,19 @@ class Pages:
         each = error.mean(1)
         counts.errors += float(each.sum())
         counts.above += int((each > counts.tolerance).sum())
+
+
+def _scored(method: Compressor, slots: Slots, asked: Observed, again: Observed | None) -> Slots:
+    """Slots with scores, by the last queries or, at the end of a piece of a prompt, by all of its
+    queries: the largest of any piece counts."""
+    if again is None:
+        return method.observe(slots, asked)
+    before = slots.score
+    found = method.echo(method.observe(replace(slots, score=None), asked), again, None, alone=False)
+    assert found.score is not None
+    if before is None:
+        return found
+    return replace(slots, score=torch.maximum(before, found.score))
 
 
 def _copy(held: tuple[Page, Tensor], pages: Tensor) -> None:

@@ -1,4 +1,10 @@
-"""A batch in rounds: chunks of prompts are split exactly where a page is full (``Rhythm``)."""
+"""A batch in rounds: chunks of prompts are split exactly where a page is compressed.
+
+A page is compressed when it is full (``Rhythm``). With ``scheduler.PageScheduler``, whose chunks
+end at multiples of a number of tokens or with the prompt, these pieces of a prompt may be larger
+than the page: they attend to it and to themselves and are compressed together with it, so that a
+prompt takes few compressions. Both depend on the request alone.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +17,17 @@ from torch import Tensor
 
 from kvsketch.page.rows import Rows
 from kvsketch.page.schedule import Numbers, Rhythm
+from kvsketch.vllm.states import States
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which queries are kept for the next compression, int64 ``[n]`` each: rows of the batch, and
+    the pages and places to which they are written."""
+
+    tokens: Tensor
+    pages: Tensor
+    places: Tensor
 
 
 @dataclass(frozen=True)
@@ -20,14 +37,13 @@ class Writes:
     Attributes:
         tokens: their rows in the batch; None: all rows, in order.
         pages, slots: where their keys and values are written.
-        queried: which of the N have a query that is kept; None: none. places: where it is written.
+        queried: the queries that are kept; None: none.
     """
 
     tokens: Tensor | None
     pages: Tensor
     slots: Tensor
-    queried: Tensor | None
-    places: Tensor
+    queried: Kept | None
 
 
 @dataclass(frozen=True)
@@ -58,11 +74,16 @@ class Full:
 
     Attributes:
         between: slots of each head in the middle, or as many as it has room for.
+        window: slots of each head in the window.
+        tokens: rows of the batch that are compressed with them and are not written before, int64
+            ``[requests, n]``; None: the window holds all tokens.
         which: of the requests of the round, int64.
         times: how often they were compressed before, int64.
     """
 
     between: int
+    window: int
+    tokens: Tensor | None
     which: Tensor
     times: Tensor
 
@@ -77,6 +98,7 @@ class Round:
             token each, which are written first, the token's own.
         tokens: rows of the batch's queries, int64 ``[A, C]``, padded with any rows.
         own: bool ``[A, C]``, False where padded; None: nothing is padded.
+        answered: the rows without padding, in order; None: all of the batch.
         writes: where the new tokens are written.
         compressed: whether any page was compressed before.
         fresh: which of the A requests start with this round, int64.
@@ -88,6 +110,7 @@ class Round:
     rows: Rows
     tokens: Tensor
     own: Tensor | None
+    answered: Tensor | None
     writes: Writes
     compressed: bool
     fresh: Tensor
@@ -105,6 +128,8 @@ def rounds(
     device: torch.device,
     copies: Copies | None = None,
     middle: int = 0,
+    states: States | None = None,
+    pieces: Numbers | None = None,
 ) -> list[Round]:
     """The rounds of a batch, in order. Requests with one token and those with more are in rounds of
     their own.
@@ -115,20 +140,35 @@ def rounds(
         queries: how many of the last queries before a compression are kept.
         copies: of pages; None: none is copied.
         middle: slots of the largest head in the middle of a page.
+        states: of the requests' pages, ``[R]``, changed to those after the batch; those of copies
+            go to ``states.copied``. None: pages that were compressed wherever they were full.
+        pieces: the number of tokens at whose multiples each request's prompt is compressed,
+            ``[R]``; 0: it is compressed where its page is full. None: all are 0.
     """
     copies = copies or Copies.none(len(seen))
+    states = states or States.regular(rhythm, seen)
+    pieces = np.zeros_like(seen) if pieces is None else pieces
     start = copies.start.copy()
     found = []
     at, left, seen = starts[:-1].copy(), np.diff(starts), seen.copy()
+
+    first = rhythm.slots - rhythm.every
 
     def tensor(values: Any) -> Tensor:
         found = torch.from_numpy(values)  # faster than as_tensor, once per token and part
         return found if device.type == "cpu" else found.to(device)
 
     while (left > 0).any():
-        until = rhythm.left(seen)
+        held = states.held(rhythm, seen)
+        room, whole = rhythm.slots - held, pieces > 0
+        until = np.where(whole, pieces - seen % np.maximum(pieces, 1), room)
         count = np.minimum(left, until)
         count = np.where(copies.at > seen, np.minimum(count, copies.at - seen), count)
+        # A piece of a prompt is scored and stored at its end, and compressed if it has no room. A
+        # single token is written first: after it the page is full at most.
+        beyond = whole & (count > 1)
+        due = (held + count > first) & beyond | (held + count == rhythm.slots) & (count > 0)
+        until = np.where(beyond, count, room)
         for some in (count == 1, count > 1):
             rows = some.nonzero()[0]
             if not len(rows):
@@ -136,25 +176,26 @@ def rounds(
             rows = rows[pages[rows].argsort()]
             number, mine = np.arange(count[rows].max()), count[rows, None]
             own = number < mine
-            held = rhythm.held(seen[rows])[:, None] + number
+            slot = held[rows, None] + number
             place = number + queries - until[rows, None]
             page = np.broadcast_to(pages[rows, None], own.shape)
             token = at[rows, None] + np.minimum(number, mine - 1)
-            queried = (place[own] >= 0).nonzero()[0]
+            written, queried = own & ~beyond[rows, None], own & (place >= 0)
             every = np.array_equal(token[own], np.arange(starts[-1]))
+            answered = None if every else tensor(token[own])
             writes = Writes(
-                None if every else tensor(token[own]),
-                tensor(page[own]),
-                tensor(held[own]),
-                tensor(queried) if len(queried) else None,
-                tensor(place[own][queried]),
+                answered if not beyond[rows].any() else tensor(token[written]),
+                tensor(page[written]),
+                tensor(slot[written]),
+                Kept(tensor(token[queried]), tensor(page[queried]), tensor(place[queried]))
+                if queried.any()
+                else None,
             )
-            reads = held[:, 0] + (held.shape[1] == 1)
-            full, before = (count == until)[rows], seen[rows] >= rhythm.slots
-            times = rhythm.times(seen[rows])
-            fills = np.minimum(times * rhythm.every, middle)
+            reads = held[rows] + (own.shape[1] == 1)
             begun = start[rows] >= 0
             kept = (seen + count == copies.at)[rows] & (count[rows] > 0)
+            compressed = states.last[rows] > 0
+            fills = np.where(due, states.filled(rhythm, middle), 0)
             found.append(
                 Round(
                     Rows(
@@ -165,13 +206,28 @@ def rounds(
                     ),
                     tensor(token),
                     None if own.all() else tensor(own),
+                    answered,
                     writes,
-                    bool(before.any()),
+                    bool(compressed.any()),
                     tensor((seen[rows] == 0).nonzero()[0]),
                     [
-                        Full(int(n), tensor(where), tensor(times[where]))
-                        for n in np.unique(fills[full])
-                        for (where,) in [(full & (fills == n)).nonzero()]
+                        Full(
+                            int(between),
+                            int(window),
+                            tensor(token[where, :more]) if more else None,
+                            tensor(where),
+                            tensor(states.times[rows[where]]),
+                        )
+                        for between, window, more, where in _alike(
+                            np.stack(
+                                [
+                                    fills[rows],
+                                    np.where(beyond, held, rhythm.slots)[rows],
+                                    np.where(beyond, count, 0)[rows],
+                                ]
+                            ),
+                            (due | beyond)[rows],
+                        )
                     ],
                     tensor(np.stack([start[rows], pages[rows]])[:, begun]) if begun.any() else None,
                     tensor(np.stack([pages, copies.keep])[:, rows[kept]]) if kept.any() else None,
@@ -179,6 +235,19 @@ def rounds(
             )
             start[rows] = -1
         at, left, seen = at + count, left - count, seen + count
+        states.compress(due, seen)
+        states.copy(seen == copies.at)
+    return found
+
+
+def _alike(columns: Numbers, some: Numbers) -> list[tuple[int, int, int, Numbers]]:
+    """Which of the columns ``[3, n]`` that are ``some`` (bool ``[n]``) are equal, and to what."""
+    if not some.any():
+        return []
+    found = []
+    for kind in np.unique(columns[:, some], axis=1).T:
+        same = (kind == columns.T).all(1) & some
+        found.append((*kind.tolist(), same.nonzero()[0]))
     return found
 
 

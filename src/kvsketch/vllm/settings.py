@@ -75,6 +75,8 @@ class PageSettings:
         recent: number of last tokens that are kept unchanged.
         buffer: the number of slots by which a page may exceed the budget, before it is compressed
             to some such buffers below it (``Schedule``). None: 1/40 of the budget, at most 64.
+        piece: with ``scheduler.PageScheduler``, the number of tokens of a prompt that are
+            compressed together.
         bits: of compressed keys and values, 16 (the model's dtype), 8 or 4.
         allocation: path of a file of curves (``kvsketch calibrate``), which allocate the budget to
             layers and KV heads; it is then their average. None: the same for all.
@@ -91,6 +93,7 @@ class PageSettings:
     sink: int = 4
     recent: int = 32
     buffer: int | None = None
+    piece: int = 1024
     bits: int = 16
     allocation: str | None = None
     tolerance: float | None = None
@@ -101,6 +104,7 @@ class PageSettings:
             raise unknown_name("method", self.method, SERVED)
         check_window(self.sink, self.recent)
         check_bits(self.bits)
+        at_least("piece", self.piece, 1)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InputError(f"seed={self.seed!r} must be an int")
         if self.tolerance is not None:

@@ -26,12 +26,14 @@ class PageSpec(CircularBufferSpec):
         blocks: of a page. One; or, in models that also have layers with a sliding window, as many
             of their blocks as a page needs, because vLLM gives all layers blocks of one size.
         prefixes: whether copies of pages are kept for requests with the same prefix.
+        copied_every: copies hold a multiple of so many tokens.
         second_runner: whether vLLM uses its model runner V2.
     """
 
     layout: Layout = field(compare=False)  # of this rank
     blocks: int = 1
     prefixes: bool = False
+    copied_every: int = 1
     second_runner: bool = False
 
     @property

@@ -8,6 +8,7 @@ namespace {
 
 struct Shares {
   const float *queries, *keys;  // [rows, count, dim], scaled, and [rows, size, dim]
+  const float* log_mass;        // [rows, size]: added to the scores; null: 0
   float* most;                  // [rows, size]: the log of the largest share
   int64_t rows, count, size, dim;
   std::atomic<int64_t> next;
@@ -16,11 +17,15 @@ struct Shares {
 constexpr int ASKING = 32;  // queries of a block
 constexpr int TURNED = 256;  // keys whose scores with all of them are computed together
 
-// Scores of R queries and V * W keys, which ``keys`` has channel by channel.
+// Scores of R queries and V * W keys, which ``keys`` has channel by channel, with ``extra`` for each.
 template <int R, int V>
-inline void scores_of(const float* queries, const float* keys, int dim, int wide, float* out,
-                      int64_t across) {
-  vf sums[R][V] = {};
+inline void scores_of(const float* queries, const float* keys, const float* extra, int dim,
+                      int wide, float* out, int64_t across) {
+  vf sums[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) sums[r][v] = load(extra + v * W);
   for (int c = 0; c < dim; c++) {
     vf y[V];
 #pragma GCC unroll 4
@@ -51,9 +56,13 @@ void shares_of_row(const Shares& given, int64_t row, std::vector<float>& room) {
   const int64_t across = (size + TURNED - 1) / TURNED * TURNED;
   const int dim = (int)given.dim;
   constexpr float infinity = std::numeric_limits<float>::infinity();
-  room.resize((size_t)across * (dim + ASKING + 1));
+  room.resize((size_t)across * (dim + ASKING + 2));
   float *turned = room.data(), *scores = turned + across * dim, *most = scores + across * ASKING;
+  float* extra = most + across;  // after the last key, no share
   turn_keys(given.keys + row * size * dim, size, dim, turned);
+  std::fill(extra, extra + size, 0.0f);
+  if (given.log_mass) memcpy(extra, given.log_mass + row * size, sizeof(float) * size);
+  std::fill(extra + size, extra + across, -infinity);
   std::fill(most, most + across, -infinity);
   for (int64_t begin = 0; begin < count; begin += ASKING) {
     const int asking = (int)std::min<int64_t>(ASKING, count - begin);
@@ -63,13 +72,14 @@ void shares_of_row(const Shares& given, int64_t row, std::vector<float>& room) {
         const float* keys = turned + at * dim + i;
         int r = 0;
         for (; r + 8 <= asking; r += 8)
-          scores_of<8, 2>(queries + r * dim, keys, dim, TURNED, scores + r * across + at + i, across);
+          scores_of<8, 2>(queries + r * dim, keys, extra + at + i, dim, TURNED,
+                          scores + r * across + at + i, across);
         for (; r < asking; r++)
-          scores_of<1, 2>(queries + r * dim, keys, dim, TURNED, scores + r * across + at + i, across);
+          scores_of<1, 2>(queries + r * dim, keys, extra + at + i, dim, TURNED,
+                          scores + r * across + at + i, across);
       }
     for (int r = 0; r < asking; r++) {
-      float* own = scores + r * across;
-      for (int64_t i = size; i < across; i++) own[i] = -infinity;
+      const float* own = scores + r * across;
       vf high = all(-infinity), sum = all(0.0f);
       for (int64_t i = 0; i < across; i += W) {
         const vf x = load(own + i);
