@@ -19,6 +19,10 @@ chunks       Equal answers of heavy_merge with prompts in chunks of 64, 300 and 
 mixed        Requests of mixed length at once, some aborted, with so few pages that others are
              preempted: answers equal to those of one request after the other.
 concurrency  Requests of 12,000 tokens in the same memory: how many run at once.
+prompts      The time of one prompt of 12,000 tokens over that of vLLM's own backend, and the right
+             answers to LongEval questions, in bfloat16, with vLLM's own scheduler, with which pages
+             are compressed wherever they are full, and with ``PageScheduler``, with which they are
+             compressed after whole pieces of a prompt.
 throughput   Decoded tokens per second with 8 requests of 12,000 and of 1,000 tokens. Runs of both
              backends alternate, and the median of the paired ratios is reported.
 parallel     Answers of two ranks of tensor parallelism equal to those of one.
@@ -70,6 +74,7 @@ PARTS = (
     "chunks",
     "mixed",
     "concurrency",
+    "prompts",
     "throughput",
     "parallel",
     "runner",
@@ -77,6 +82,8 @@ PARTS = (
 OURS = {"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "1536"}
 SMALL = {"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "1024"}
 Job = dict[str, Any]
+#: Of an engine whose prompts are compressed in pieces.
+PIECES: Job = {"scheduler_cls": "kvsketch.vllm.scheduler.PageScheduler"}
 #: On CUDA, vLLM's configuration selects our backend for layers of full attention.
 FULL_ATTENTION: Job = {"backend_per_kind": {"full_attention": "CUSTOM"}}
 
@@ -419,6 +426,48 @@ def concurrency(seed: int) -> Job:
     }
 
 
+def prompts(count: int, rounds: int, seed: int) -> Job:
+    """The part prompts: the time of one prompt, and right answers."""
+    seconds: dict[str, list[float]] = {"stock": [], "full": [], "pieces": []}
+    kinds = (("stock", {}, {}), ("full", SMALL, {}), ("pieces", SMALL, PIECES))
+    asked = drawn([12_000] * 4, 1, seed)
+    for _ in range(rounds):
+        for name, variables, more in kinds:
+            given = {**variables, "VLLM_CPU_KVCACHE_SPACE": "4"}
+            engine = {"max_model_len": 16_000, "max_num_seqs": 8, "enable_prefix_caching": False}
+            result = run(asked, given, together=False, **engine, **more)
+            ends = [i for i, (_, _, out) in enumerate(result["steps"]) if out]
+            later = result["steps"][ends[0] + 1 :]  # the first prompt warms up
+            seconds[name].append(sum(s for s, _, _ in later) / (len(ends) - 1))
+    rows = []
+    for lines, budgets in ((200, (1024, 512, 256)), (400, (1024, 512))):
+        source, found = cases(lines, count, 0)
+        requests = [{"prompt": row["prompt"], "max_tokens": 12} for row in found]
+        for budget in budgets:
+            for bits in (16, 4):
+                variables = {**OURS, "KVSKETCH_BUDGET": str(budget), "KVSKETCH_BITS": str(bits)}
+                one: Job = {"lines": lines, "source": source, "budget": budget, "bits": bits}
+                for name, more in (("full", {}), ("pieces", PIECES)):
+                    result = run(requests, variables, max_num_seqs=16, dtype="bfloat16", **more)
+                    texts = [answer["text"] for answer in result["answers"]]
+                    one |= {"page_bytes": result["page_bytes"], name: right(found, texts)}
+                rows.append(one)
+    return {
+        "tokens": 12_000,
+        "piece": 1024,
+        "rounds": rounds,
+        "over_stock": {
+            name: statistics.median(
+                a / b for a, b in zip(seconds[name], seconds["stock"], strict=True)
+            )
+            for name in ("full", "pieces")
+        },
+        "seconds": {name: statistics.median(each) for name, each in seconds.items()},
+        "cases": count,
+        "rows": rows,
+    }
+
+
 def throughput(rounds: int, seed: int) -> list[Job]:
     """The part throughput: decoded tokens per second, over the steps in which 8 requests decode."""
     found = []
@@ -514,6 +563,7 @@ def main(
         "chunks": lambda: chunks(small),
         "mixed": lambda: mixed(requests, seed),
         "concurrency": lambda: concurrency(seed),
+        "prompts": lambda: prompts(count, rounds, seed),
         "throughput": lambda: throughput(rounds, seed),
         "parallel": lambda: parallel(small),
         "runner": lambda: runner(small, seed),

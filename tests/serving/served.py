@@ -17,6 +17,7 @@ from kvsketch.page.schedule import Rhythm
 from kvsketch.slots import Slots
 from kvsketch.vllm.pages import Counts, Pages
 from kvsketch.vllm.rounds import Copies, rounds
+from kvsketch.vllm.states import Blocks
 
 DIM, KV, GROUP = 8, 2, 2
 METHODS = ["streaming_llm", "heavy_merge", "cluster_merge", "h2o", "tova", "snapkv", "keydiff"]
@@ -94,6 +95,7 @@ class Served:
         self.rhythm, self.counts, self.queries = rhythm, Counts(), queries
         self.middle = max(layout.middle, default=0)
         self.pages = Pages(layout, made, rhythm, 0.5, softcap, self.counts)
+        self.blocks = Blocks()
 
     def parts(self) -> list[torch.Tensor]:
         """The tensors of all pages."""
@@ -101,13 +103,20 @@ class Served:
         return [queries, *(t for part in page.open() for t in part.contents())]
 
     def step(
-        self, parts: list[tuple[int, int, Any]], copies: Copies | None = None
+        self,
+        parts: list[tuple[int, int, Any]],
+        copies: Copies | None = None,
+        pieces: list[int] | None = None,
     ) -> list[torch.Tensor]:
-        """Outputs of one step; ``parts``: page, tokens seen and new tokens of each request."""
+        """Outputs of one step; ``parts``: page, tokens seen and new tokens of each request;
+        ``pieces``: as for ``rounds``."""
         sizes = [len(request[0]) for _, _, request in parts]
         starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         seen, pages = (np.array([p[i] for p in parts], dtype=np.int64) for i in (1, 0))
-        todo = rounds(starts, seen, pages, self.rhythm, self.queries, CPU, copies, self.middle)
+        states = self.blocks.states(pages, seen, self.rhythm)
+        given = self.rhythm, self.queries, CPU, copies, self.middle, states
+        todo = rounds(starts, seen, pages, *given, None if pieces is None else np.array(pieces))
+        self.blocks.put(pages, seen + np.array(sizes), states.last, states.times)
         q, k, v = (torch.cat([part[2][i] for part in parts]) for i in range(3))
         out = torch.full_like(q, torch.nan)
         self.pages.attend(q, k, v, self.held, todo, out)
@@ -122,10 +131,17 @@ def queries_of(method: str | None, rhythm: Rhythm) -> int:
 
 
 def run(
-    served: Served, requests: list[Any], pages: list[int], data: Any, chunk: int
+    served: Served,
+    requests: list[Any],
+    pages: list[int],
+    data: Any,
+    chunk: int,
+    prompts: list[int] | None = None,
+    piece: int = 0,
 ) -> list[torch.Tensor]:
     """The outputs of requests that are read in chunks of any size, several at once, in any
-    order."""
+    order. With ``prompts``, the chunks of so many tokens of each request are those of
+    ``PageScheduler``."""
     seen, out = [0] * len(requests), [[] for _ in requests]
     sizes = [len(request[0]) for request in requests]
     while any(seen[i] < sizes[i] for i in range(len(sizes))):
@@ -133,9 +149,19 @@ def run(
         chosen = data.draw(st.lists(st.sampled_from(left), min_size=1, unique=True))
         parts = []
         for i in chosen:
-            size = data.draw(st.integers(1, min(chunk, sizes[i] - seen[i])))
+            most = min(chunk, sizes[i] - seen[i])
+            if prompts is not None and seen[i] < prompts[i]:
+                ends = [*range((seen[i] // piece + 1) * piece, prompts[i], piece), prompts[i]]
+                size = data.draw(st.sampled_from(ends)) - seen[i]
+            else:
+                size = data.draw(st.integers(1, most))
             parts.append((pages[i], seen[i], [t[seen[i] : seen[i] + size] for t in requests[i]]))
             seen[i] += size
-        for i, found in zip(chosen, served.step(parts), strict=True):
+        before = [at for _, at, _ in parts]
+        reading = [
+            piece * (prompts is not None and at < prompts[i])
+            for i, at in zip(chosen, before, strict=True)
+        ]
+        for i, found in zip(chosen, served.step(parts, pieces=reading), strict=True):
             out[i].append(found)
     return [torch.cat(parts) for parts in out]

@@ -99,7 +99,7 @@ class PageBackend(AttentionBackend):
             blocks=blocks,
             prefixes=engine.config.cache_config.enable_prefix_caching
             and (blocks == 1 or not _has_events(engine.config)),
-            copied_every=engine.piece or spec.block_size,
+            piece=engine.piece,
             second_runner=engine.config.use_v2_model_runner,
         )
 

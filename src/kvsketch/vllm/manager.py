@@ -84,9 +84,11 @@ class PageManager(CircularBufferManager):
     def cache_blocks(self, request: Any, num_tokens: int, *_: Any, **__: Any) -> None:
         """Record how many tokens the copy holds. The worker makes it at the last multiple of
         ``copied_every`` in every step that starts within the prompt; to the model runner V2, the
-        prompt of a request that was preempted ends with its decoded tokens."""
+        prompt of a request that was preempted ends with its decoded tokens. With pieces it does
+        not, since what a page holds after decoded tokens depends on where the prompt ended."""
         name, spec = request.request_id, self.kv_cache_spec
-        prompt = request.num_tokens if spec.second_runner else request.num_prompt_tokens
+        all_of_them = spec.second_runner and not spec.piece
+        prompt = request.num_tokens if all_of_them else request.num_prompt_tokens
         prompt = self._read.setdefault(name, prompt)
         before, self._seen[name] = self._seen.get(name, 0), num_tokens
         tokens = num_tokens // spec.copied_every * spec.copied_every

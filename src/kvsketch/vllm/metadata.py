@@ -128,6 +128,8 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         theirs, begun = running().pages.states(source, made, rhythm), start >= 0
         states.last = np.where(begun, theirs.last, states.last)
         states.times = np.where(begun, theirs.times, states.times)
+        if self.kv_cache_spec.piece:  # decoded tokens that the model runner V2 reads again
+            reading = reading & (after - seen > 1)
         at = after // every * every
         return Copies(start, target, np.where(reading & (at > seen) & (target != 0), at, 0))
 

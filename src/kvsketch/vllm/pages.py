@@ -114,17 +114,21 @@ class Pages:
                     # Random numbers depend on how often a page was compressed, so that a request
                     # gets the same ones whatever else is in the batch.
                     self.method.restart(full.times)
-                    rows = now.rows.pages[full.which]
-                    asked = self._asked(waiting.index_select(0, rows).nan_to_num_(0.0, 0.0, 0.0))
+                    rows, again = now.rows.pages[full.which], None
                     before = page.rows(rows, full.window, *self.method.around, full.between)
-                    again = None
-                    if full.tokens is not None:
+                    if full.tokens is None:
+                        asked = self._asked(
+                            waiting.index_select(0, rows).nan_to_num_(0.0, 0.0, 0.0)
+                        )
+                    else:
                         q, k, v = (t[full.tokens].transpose(1, 2) for t in (queries, keys, values))
                         before = before.grown(k.shape[2])
                         before.append(Slots(k, v))
+                        asked = self._asked(q.nan_to_num(0.0, 0.0, 0.0))
                         if self.method.requires.echo:
-                            q = q.nan_to_num(0.0, 0.0, 0.0)
-                            again = replace(self._asked(q), after=True)
+                            again = replace(asked, after=True)
+                        last = min(self.method.window or k.shape[2], k.shape[2])
+                        asked = asked.narrow(k.shape[2] - last, last)
                     self._compress(self.method, rows, page, before, asked, again)
             if now.after is not None:
                 _copy(held, now.after)

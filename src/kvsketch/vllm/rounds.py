@@ -168,7 +168,6 @@ def rounds(
         # single token is written first: after it the page is full at most.
         beyond = whole & (count > 1)
         due = (held + count > first) & beyond | (held + count == rhythm.slots) & (count > 0)
-        until = np.where(beyond, count, room)
         for some in (count == 1, count > 1):
             rows = some.nonzero()[0]
             if not len(rows):
@@ -177,10 +176,11 @@ def rounds(
             number, mine = np.arange(count[rows].max()), count[rows, None]
             own = number < mine
             slot = held[rows, None] + number
-            place = number + queries - until[rows, None]
+            place = number + queries - room[rows, None]
             page = np.broadcast_to(pages[rows, None], own.shape)
             token = at[rows, None] + np.minimum(number, mine - 1)
-            written, queried = own & ~beyond[rows, None], own & (place >= 0)
+            written = own & ~beyond[rows, None]
+            queried = written & (place >= 0)
             every = np.array_equal(token[own], np.arange(starts[-1]))
             answered = None if every else tensor(token[own])
             writes = Writes(

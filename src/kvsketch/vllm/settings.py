@@ -104,7 +104,7 @@ class PageSettings:
             raise unknown_name("method", self.method, SERVED)
         check_window(self.sink, self.recent)
         check_bits(self.bits)
-        at_least("piece", self.piece, 1)
+        at_least("piece", self.piece, 2)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InputError(f"seed={self.seed!r} must be an int")
         if self.tolerance is not None:

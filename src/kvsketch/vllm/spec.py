@@ -26,15 +26,20 @@ class PageSpec(CircularBufferSpec):
         blocks: of a page. One; or, in models that also have layers with a sliding window, as many
             of their blocks as a page needs, because vLLM gives all layers blocks of one size.
         prefixes: whether copies of pages are kept for requests with the same prefix.
-        copied_every: copies hold a multiple of so many tokens.
+        piece: prompts are compressed after multiples of so many tokens; 0: where pages are full.
         second_runner: whether vLLM uses its model runner V2.
     """
 
     layout: Layout = field(compare=False)  # of this rank
     blocks: int = 1
     prefixes: bool = False
-    copied_every: int = 1
+    piece: int = 0
     second_runner: bool = False
+
+    @property
+    def copied_every(self) -> int:
+        """Copies hold a multiple of so many tokens."""
+        return self.piece or int(self.block_size)
 
     @property
     def unpadded_page_size_bytes(self) -> int:
