@@ -34,7 +34,6 @@ def block(result: dict[str, Any]) -> str:
     right = answers["right"]
     free = " and ".join(map(str, crowd["free_pages"]))
     cut = ", ".join(f"{size:,}" for size in chunks["sizes"])
-    every = Schedule(sink=4, recent=32).rhythm(SMALL_BUDGET).every
     took = many["seconds"]["ours"] / many["seconds"]["stock"]
     first = [
         "![Right answers by the bytes of a request, with budgets by curves and the same for every "
@@ -71,12 +70,40 @@ def block(result: dict[str, Any]) -> str:
         "budget 1,024, compressions included:",
         table(["tokens", "ours over vLLM's", "each pair"], rows),
         "The models are tiny (4 or 6 layers, heads of 32 channels), so that the overhead of every "
-        "operation is visible. A single prompt is read more slowly than by vLLM, because its "
-        f"page is compressed every {every} tokens.",
+        "operation is visible.",
+        *of_prompts(found.get("prompts")),
         _processors(result["processors"]),
         made_with(result),
     ]
     return "\n\n".join([*first, details("All numbers, and how they were measured", *lines)])
+
+
+def of_prompts(found: dict[str, Any] | None) -> list[str]:
+    """The price of a prompt, and right answers, with both schedulers."""
+    if found is None:
+        return []
+    over, every = found["over_stock"], Schedule(sink=4, recent=32).rhythm(SMALL_BUDGET).every
+    rows = [
+        [
+            f"{row['lines']}",
+            f"{row['budget']:,}",
+            str(row["bits"]),
+            f"{row['page_bytes']:,}",
+            str(row["full"]),
+            str(row["pieces"]),
+        ]
+        for row in found["rows"]
+    ]
+    names = ["lines", "budget", "bits", "bytes of a request", "vLLM's scheduler", "PageScheduler"]
+    return [
+        f"One prompt of {found['tokens']:,} tokens, budget 1,024: {over['full']:.2f} times vLLM's "
+        f"own time with vLLM's scheduler, with which a page is compressed every {every} tokens, "
+        f"and {over['pieces']:.2f} times with `PageScheduler` and pieces of {found['piece']:,} "
+        f"tokens (medians of {found['rounds']} runs of each in turn).",
+        f"Right answers to {found['cases']} LongEval questions with both, the same budget for "
+        "every head, in bfloat16:",
+        table(names, rows),
+    ]
 
 
 def _as_on_cuda(found: dict[str, Any] | None) -> list[str]:

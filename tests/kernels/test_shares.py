@@ -34,10 +34,11 @@ def _whole():
     scale=st.sampled_from([0.1, 1.0, 30.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
     compiled=st.booleans(),
+    massive=st.booleans(),
 )
 @settings(max_examples=120)
 def test_shares_are_those_of_all_scores(
-    seed, level, batch, kv_heads, group, q, n, dim, scale, dtype, compiled
+    seed, level, batch, kv_heads, group, q, n, dim, scale, dtype, compiled, massive
 ):
     made = torch.Generator().manual_seed(seed)
     queries = torch.randn(batch, kv_heads * group, q, dim, generator=made).to(dtype)
@@ -47,9 +48,17 @@ def test_shares_are_those_of_all_scores(
     with native.switched(compiled), pytest.MonkeyPatch.context() as patch:
         patch.setattr(shares, "_SCORES", 1)
         patch.setattr(shares, "_QUERIES", 8)  # several blocks
-        found = shares.largest_shares(Observed(queries, scale, after=True), keys)
+        mass = None
+        if massive:  # some slots are dead, and not all of a head
+            mass = torch.rand(batch, kv_heads, n, generator=made) * 8 + 0.1
+            mass *= torch.rand(mass.shape, generator=made) < 0.7
+            mass[:, :, 0] = 1.0
+        found = shares.largest_shares(Observed(queries, scale, after=True), keys, mass)
     grouped = queries.double().view(batch, kv_heads, group, q, dim)
-    exact = (scale * grouped @ keys.double().unsqueeze(2).mT).softmax(-1).amax((2, 3))
+    scores = scale * grouped @ keys.double().unsqueeze(2).mT
+    if mass is not None:
+        scores += mass.double().log()[:, :, None, None]
+    exact = scores.softmax(-1).amax((2, 3))
     assert found.shape == (batch, kv_heads, n)
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     # a score of hundreds is a rounded number itself

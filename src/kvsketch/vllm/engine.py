@@ -6,9 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.logger import init_logger
+
 from kvsketch.vllm.checks import check_settings
-from kvsketch.vllm.scheduler import piece_of
-from kvsketch.vllm.settings import PageSettings, read
+from kvsketch.vllm.scheduler import NAME, piece_of
+from kvsketch.vllm.settings import EXACT, PageSettings, read
 from kvsketch.vllm.states import Blocks
 
 
@@ -61,6 +63,10 @@ def begin(config: Any) -> Engine:
     check_settings(config, settings)
     context = int(config.model_config.max_model_len)
     piece = piece_of(config, settings)
+    if not piece and settings.method != EXACT:
+        init_logger("vllm.kvsketch").info(
+            "Prompts are compressed faster and answered better with --scheduler-cls %s", NAME
+        )
     _RUNNING[:] = [Engine(config, settings, context, first, piece=piece)]
     return _RUNNING[0]
 
