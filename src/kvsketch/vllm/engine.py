@@ -8,7 +8,7 @@ from typing import Any
 
 from kvsketch.vllm.checks import check_settings
 from kvsketch.vllm.scheduler import piece_of
-from kvsketch.vllm.settings import PageSettings, read
+from kvsketch.vllm.settings import PageSettings, settings_of
 from kvsketch.vllm.states import Blocks
 
 
@@ -54,8 +54,7 @@ def begin(config: Any) -> Engine:
     """
     if _RUNNING and _RUNNING[0].config is config:
         return _RUNNING[0]
-    extra = config.additional_config
-    settings = read(extra.get("kvsketch") if isinstance(extra, dict) else None)
+    settings = settings_of(config)
     assert settings is not None
     first, _ = config.model_config.get_layers_start_end_indices(config.parallel_config)
     check_settings(config, settings)
