@@ -84,6 +84,8 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         done: dict[str, dict[str, Any]] = {}
+        first: dict[str, float] = {}  # seconds to the first token
+        begun = time.perf_counter()
         for number, request in enumerate(requests):
             prompt = request["prompt"]
             given = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
@@ -107,12 +109,17 @@ class Engine:
             self.steps.append((time.perf_counter() - start, running, len(outputs)))
             step += 1
             for output in outputs:
+                first.setdefault(output.request_id, time.perf_counter() - begun)
                 if output.finished:
                     tokens = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids)
                     self.longest = max(self.longest, tokens)
                     self.reused += output.num_cached_tokens or 0
                     one = output.outputs[0]
-                    done[output.request_id] = {"text": one.text, "tokens": list(one.token_ids)}
+                    done[output.request_id] = {
+                        "text": one.text,
+                        "tokens": list(one.token_ids),
+                        "first_seconds": first[output.request_id],
+                    }
                     if len(output.outputs) > 1:
                         done[output.request_id]["all"] = [o.text for o in output.outputs]
             if self.preempt and step % self.preempt == 0 and len(self.scheduler.running) > 1:

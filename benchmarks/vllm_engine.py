@@ -29,6 +29,7 @@ parallel     Answers of two ranks of tensor parallelism equal to those of one.
 runner       Answers equal to those of vLLM's first model runner with what vLLM uses on CUDA, in
              Triton's interpreter (``benchmarks/interpreter``): the model runner V2, two stages of
              pipeline parallelism, and pages that are read by our Triton kernels.
+loaded       Documents compressed beforehand that are loaded, see ``benchmarks.vllm_documents``.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ PARTS = (
     "throughput",
     "parallel",
     "runner",
+    "loaded",
 )
 OURS = {"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "1536"}
 SMALL = {"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "1024"}
@@ -103,8 +105,8 @@ def run(
     preempt: int = 0,
     **engine: Any,
 ) -> Job:
-    """Run a job in a new engine, and return its result. With ``preempt``, a request is preempted
-    every so many steps.
+    """Run a job in a new engine, and return its result, with what the engine has "said". With
+    ``preempt``, a request is preempted every so many steps.
 
     Raises:
         RuntimeError: the engine failed. The message is its output.
@@ -124,8 +126,9 @@ def run(
     )
     if done.returncode:
         raise RuntimeError(done.stdout[-20_000:] + done.stderr[-20_000:])
-    found: Job = jsonlib.loads(done.stdout.splitlines()[-1])
-    return found
+    *said, last = done.stdout.splitlines()
+    found: Job = jsonlib.loads(last)
+    return {**found, "said": "\n".join([*said, done.stderr])}
 
 
 def drawn(sizes: Iterable[int], new: int, seed: int = 0) -> list[Job]:
@@ -555,6 +558,8 @@ def main(
         before = jsonlib.loads(out.read_text(encoding="utf-8"))
         found, processors = before["results"], before.get("processors", {})
         models = before.get("models", {})
+    from benchmarks.vllm_documents import loaded  # which imports this
+
     small = min(count, 12)
     todo = {
         "answers": lambda: answers(count),
@@ -567,6 +572,7 @@ def main(
         "throughput": lambda: throughput(rounds, seed),
         "parallel": lambda: parallel(small),
         "runner": lambda: runner(small, seed),
+        "loaded": lambda: loaded(min(count, 30)),
     }
     for part in chosen:
         with console.status(part):

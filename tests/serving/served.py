@@ -17,7 +17,7 @@ from kvsketch.page.schedule import Rhythm
 from kvsketch.slots import Slots
 from kvsketch.vllm.pages import Counts, Pages
 from kvsketch.vllm.rounds import Copies, rounds
-from kvsketch.vllm.states import Blocks
+from kvsketch.vllm.states import KnownPages
 
 DIM, KV, GROUP = 8, 2, 2
 METHODS = ["streaming_llm", "heavy_merge", "cluster_merge", "h2o", "tova", "snapkv", "keydiff"]
@@ -95,7 +95,7 @@ class Served:
         self.rhythm, self.counts, self.queries = rhythm, Counts(), queries
         self.middle = max(layout.middle, default=0)
         self.pages = Pages(layout, made, rhythm, 0.5, softcap, self.counts)
-        self.blocks = Blocks()
+        self.blocks = KnownPages()
 
     def parts(self) -> list[torch.Tensor]:
         """The tensors of all pages."""

@@ -18,7 +18,7 @@ from kvsketch.page.quantized import FULL, Bits
 from kvsketch.page.schedule import Rhythm
 from kvsketch.slots import Slots
 from kvsketch.vllm.rounds import Copies, rounds
-from kvsketch.vllm.states import Blocks, States
+from kvsketch.vllm.states import KnownPages, States
 
 
 def alone(method, rhythm, kept, request, prompt, piece, budget):
@@ -164,7 +164,7 @@ def test_a_needle_that_the_last_queries_do_not_ask_for_is_kept():
 
 def test_states_of_blocks():
     """A page of which nothing is known was compressed wherever it was full."""
-    rhythm, blocks = Rhythm(24, 8), Blocks()
+    rhythm, blocks = Rhythm(24, 8), KnownPages()
     one, seen = np.array([5]), np.array([50])
     regular = States.regular(rhythm, seen)
     assert (regular.last[0], regular.times[0]) == (48, 4)

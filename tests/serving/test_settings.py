@@ -51,6 +51,9 @@ def test_variables_and_the_engines_configuration():
         ({}, {**RIGHT, "KVSKETCH_TOLERANCE": "0"}, "tolerance=0 must be a number > 0"),
         ({"tolerance": "some"}, RIGHT, "tolerance='some'"),
         ({}, {**RIGHT, "KVSKETCH_SEED": "1.5"}, "seed=1.5 must be an int"),
+        ({}, {**RIGHT, "KVSKETCH_DOCUMENTS": "/no/such"}, "documents='/no/such' must be a folder"),
+        ({"documents": 0}, RIGHT, "documents=0 must be a folder"),
+        ({}, {**RIGHT, "KVSKETCH_SQUEEZE": "2"}, "squeeze=2 must be 0 or 1"),
     ],
 )
 def test_what_is_wrong_is_said(config, environment, said):

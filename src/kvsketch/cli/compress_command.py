@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +25,9 @@ from kvsketch.cli.eval_command import console_for
 from kvsketch.errors import InputError
 from kvsketch.method_names import NEED_REREAD
 from kvsketch.models import PACKAGED_MODELS
+
+if TYPE_CHECKING:
+    from kvsketch.vllm.settings import PageSettings
 
 EPILOG = "Example: kvsketch compress --model YOUR_MODEL report.txt -o report.kvs --budget 0.25"
 
@@ -85,6 +88,16 @@ def compress_command(
     max_tokens: Annotated[
         int | None, typer.Option(help="Read only this many first tokens of the document.")
     ] = None,
+    for_vllm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SETTINGS",
+            help="Instead of a budget: JSON, or a file of it, of the plugin's settings and the "
+            "engine's max_model_len. The file then has the sizes of its pages (docs/vllm.md); "
+            "method, bits, sink, recent and seed are those of the settings. --out may be a "
+            "folder.",
+        ),
+    ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="Use no chat template, even if the tokenizer has one.")
     ] = False,
@@ -98,6 +111,17 @@ def compress_command(
 
     if budget is not None and tolerance is not None:
         raise InputError(f"--budget {budget} and --tolerance {tolerance} exclude each other")
+    engine = None
+    if for_vllm is not None:
+        if any(given is not None for given in (budget, tolerance, allocation, bits)):
+            raise InputError(
+                "--for-vllm says how much is kept; leave --budget, --tolerance, --allocation and "
+                "--bits out"
+            )
+        from kvsketch.vllm.offline import engine_of
+
+        engine = engine_of(for_vllm)
+        out = out if out.suffix == ".kvs" else out / f"{document.stem}.kvs"
     amount = 0.25 if budget is None and tolerance is None else None
     amount = parse_budget(budget) if budget is not None else amount
     stored: Any = int(bits) if bits is not None and bits.isdecimal() else bits
@@ -115,7 +139,7 @@ def compress_command(
     check_out(out)
     text = text_of(document, "FILE")
     found = _compressed(text, document, model, method, queries, settings, max_tokens, plain, seed,
-                        device, dtype, out)  # fmt: skip
+                        device, dtype, out, engine)  # fmt: skip
     console = console_for(as_json)
     console.print(
         f"{found['tokens']:,} tokens in {found['seconds']:.1f} s "
@@ -149,6 +173,7 @@ def _compressed(
     device: str,
     dtype: str,
     out: Path,
+    engine: tuple[PageSettings, int] | None,
 ) -> dict[str, Any]:
     from kvsketch.evaluation.runner import loading
     from kvsketch.evaluation.runner.settings import Settings
@@ -157,13 +182,22 @@ def _compressed(
     folder = loading.resolve_model(model)
     from kvsketch.documents import document as documents
     from kvsketch.documents.wording import Wording
+    from kvsketch.files.tokens import told
     from kvsketch.hf import SketchCache
     from kvsketch.hf.saving import summary_of
     from kvsketch.hf.size import predicted_size
 
     loading.check_device(device)
     config, tokenizer = loading.load_config(folder), loading.load_tokenizer(folder)
-    cache = SketchCache(config, method, seed=seed, **settings)  # raises, before weights are loaded
+
+    def made(config: Any, tokens: int) -> SketchCache:
+        if engine is not None:
+            from kvsketch.vllm.offline import cache_for
+
+            return cache_for(*engine, config, tokens)
+        return SketchCache(config, method, seed=seed, **settings)
+
+    cache = made(config, 1)  # raises, before weights are loaded
     wording = Wording.of(tokenizer, plain)
     loaded = loading.load_model(folder, device, dtype)
     ids = documents.encoded(loaded, tokenizer, wording.before + text, not wording.chat)
@@ -171,7 +205,7 @@ def _compressed(
     around = documents.encoded(loaded, tokenizer, wording.asking + wording.answering, False)
     least = around.shape[1] + 2  # a token of a question, and one of an answer
     documents.check_positions(ids.shape[1], cache, f"FILE {source}", least)
-    cache = SketchCache(loaded.config, method, seed=seed, **settings)
+    cache = made(loaded.config, ids.shape[1])
     start = time.perf_counter()
     with reading(cache) as advance:
         documents.read(loaded, tokenizer, ids, cache, queries, advance)
@@ -179,6 +213,7 @@ def _compressed(
     named = model if model in PACKAGED_MODELS else folder
     named = str(Path(named).resolve()) if Path(named).is_dir() else named
     about = {"model": named, "source": source.name, "queries": queries, "tokens": ids.shape[1]}
+    about["ids"] = told(ids[0].tolist())
     document = documents.Document(loaded, tokenizer, cache, wording, about)
     save(document, out)
     left = document.positions_left

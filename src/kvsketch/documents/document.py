@@ -44,9 +44,14 @@ class Document:
     answered: bool = False
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file, see ``SketchCache.save``."""
+        """Write it to a file, see ``SketchCache.save``. Which tokens it holds is left out if it
+        holds others by now."""
         more = {"wording": self.wording.values(), "answered": self.answered}
-        self.cache.save(path, tokenizer=self.tokenizer, about={**self.about, **more})
+        about = {**self.about, **more}
+        said = about.pop("ids", None)
+        if isinstance(said, dict) and said.get("count") == self.cache.get_seq_length():
+            about["ids"] = said
+        self.cache.save(path, tokenizer=self.tokenizer, about=about)
 
     @staticmethod
     def load(path: str | Path, model: Any, tokenizer: Any) -> Document:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kvsketch.errors import InputError
@@ -40,15 +40,19 @@ def config_mark(config: PretrainedConfig) -> str:
 def module_mark(module: nn.Module) -> str:
     """Name and hash of an attention module's weights: some elements of each, in bfloat16, so that
     it is the same in other dtypes."""
+    own = ((name, p) for name, p in sorted(module.named_parameters()) if not p.is_meta)
+    return f"{type(module).__name__}:{mark_of(own)}"
+
+
+def mark_of(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """The hash of a module's weights, which are given with their names in it, in order."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(module.named_parameters()):
-        if parameter.is_meta:
-            continue
+    for name, parameter in weights:
         flat = parameter.detach().flatten()
         step = max(1, flat.numel() // _SAMPLED)
         some = flat[::step][:_SAMPLED].to(torch.bfloat16).float().cpu()
         digest.update(f"{name}{tuple(parameter.shape)}".encode() + some.numpy().tobytes())
-    return f"{type(module).__name__}:{digest.hexdigest()[:32]}"
+    return digest.hexdigest()[:32]
 
 
 def dtype_of(module: nn.Module) -> str | None:

@@ -123,7 +123,7 @@ class PageImpl(AttentionImpl[PageMetadata]):
         engine.middle = max(max(layer) for layer in sizes)
         for module in ours:
             layer = sizes[module.impl.number]
-            mine = tuple(_of_rank(layer, rank, ranks) for rank in range(ranks))
+            mine = tuple(of_rank(layer, rank, ranks) for rank in range(ranks))
             module.attn_backend = type("PageBackend", (module.attn_backend,), {"sizes": mine})
             impl = module.impl
             shape = impl.num_kv_heads, impl.group, impl.head_size, act_dtype
@@ -196,7 +196,7 @@ class PageImpl(AttentionImpl[PageMetadata]):
         return self._pages, self._layout.views(raw)
 
 
-def _of_rank(heads: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
+def of_rank(heads: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
     """The sizes of the KV heads of one of ``ranks``: an equal part of them, or one head that
     several ranks share."""
     number = max(1, len(heads) // ranks)

@@ -81,6 +81,11 @@ class PageBackend(AttentionBackend):
                 "kvsketch does not serve models with sliding windows with pipeline parallelism: "
                 "unset --pipeline-parallel-size"
             )
+        if hybrid and engine.settings.documents is not None:
+            raise UnsupportedError(
+                "kvsketch does not load documents for models with sliding windows: unset "
+                "KVSKETCH_DOCUMENTS"
+            )
         if hybrid:  # all groups of layers have blocks of one size: those of tokens
             blocks = -(-max(size, engine.largest) // spec.page_size_bytes)
             size = spec.page_size_bytes

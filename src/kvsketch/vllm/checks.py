@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from kvsketch.errors import UnsupportedError
 from kvsketch.vllm.settings import DRAWING, PageSettings
+
+#: vLLM's configuration with which documents are loaded
+CONNECTOR = {
+    "kv_connector": "DocumentConnector",
+    "kv_connector_module_path": "kvsketch.vllm.documents",
+    "kv_role": "kv_consumer",
+    "kv_load_failure_policy": "recompute",
+}
 
 
 def check_engine(config: Any) -> None:
@@ -20,7 +29,6 @@ def check_engine(config: Any) -> None:
     parallel, cache = config.parallel_config, config.cache_config
     refused = [
         (config.speculative_config is not None, "speculative decoding", "--speculative-config"),
-        (config.kv_transfer_config is not None, "KV transfer", "--kv-transfer-config"),
         (
             getattr(cache, "kv_offloading_size", None) is not None,
             "KV offloading",
@@ -60,6 +68,19 @@ def check_settings(config: Any, settings: PageSettings) -> None:
     Raises:
         UnsupportedError: it does not.
     """
+    transfer = config.kv_transfer_config
+    if settings.documents is None and transfer is not None:
+        raise UnsupportedError(
+            "kvsketch does not serve KV transfer from its pages, except of documents: unset "
+            "--kv-transfer-config, or set KVSKETCH_DOCUMENTS"
+        )
+    if settings.documents is not None and not (
+        transfer and all(getattr(transfer, name) == value for name, value in CONNECTOR.items())
+    ):
+        raise UnsupportedError(
+            f"kvsketch loads documents={settings.documents!r} only with --kv-transfer-config "
+            f"'{json.dumps(CONNECTOR)}'"
+        )
     if settings.method in DRAWING and config.parallel_config.tensor_parallel_size > 1:
         raise UnsupportedError(
             f"kvsketch does not serve method={settings.method!r}, which draws random numbers, with "

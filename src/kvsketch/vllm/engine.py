@@ -10,8 +10,8 @@ from vllm.logger import init_logger
 
 from kvsketch.vllm.checks import check_settings
 from kvsketch.vllm.scheduler import NAME, piece_of
-from kvsketch.vllm.settings import EXACT, PageSettings, read
-from kvsketch.vllm.states import Blocks
+from kvsketch.vllm.settings import EXACT, PageSettings, settings_of
+from kvsketch.vllm.states import KnownPages
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Engine:
     largest: int = 0
     middle: int = 0
     batch: tuple[list[Any], Any] | None = None
-    pages: Blocks = field(default_factory=Blocks)
+    pages: KnownPages = field(default_factory=KnownPages)
     piece: int = 0
 
 
@@ -56,8 +56,7 @@ def begin(config: Any) -> Engine:
     """
     if _RUNNING and _RUNNING[0].config is config:
         return _RUNNING[0]
-    extra = config.additional_config
-    settings = read(extra.get("kvsketch") if isinstance(extra, dict) else None)
+    settings = settings_of(config)
     assert settings is not None
     first, _ = config.model_config.get_layers_start_end_indices(config.parallel_config)
     check_settings(config, settings)

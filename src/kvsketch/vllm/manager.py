@@ -59,11 +59,12 @@ class PageManager(CircularBufferManager):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """Keep the copy that was found until the request ends."""
-        self.block_pool.touch(new_computed_blocks)
-        if new_computed_blocks:
+        """Keep the copy that was found until the request ends, unless a document is loaded, which
+        holds more tokens."""
+        if new_computed_blocks and not num_external_computed_tokens:
+            self.block_pool.touch(new_computed_blocks)
             self._found[request_id] = list(new_computed_blocks)
-        self._seen[request_id] = num_local_computed_tokens
+        self._seen[request_id] = num_local_computed_tokens + num_external_computed_tokens
 
     def _claim_ring_block(self, request_id: str, record_for_zeroing: bool = True) -> list[Any]:
         held = self.req_to_blocks[request_id]

@@ -24,6 +24,7 @@ NAMES = {
     "compressions": "Compressions of a page, in all layers and on all ranks.",
     "error": "Relative error that compressions add to the output of the last query, summed.",
     "above": "Compressions that add more error than the tolerance.",
+    "documents": "Requests that started behind a compressed document.",
     "slots": "Slots that the requests of the last step hold per KV head.",
 }
 _LAST = "slots"  # a gauge; all others are counters

@@ -21,7 +21,7 @@ from kvsketch.vllm.states import States
 
 
 @dataclass(frozen=True)
-class Kept:
+class Queried:
     """Which queries are kept for the next compression, int64 ``[n]`` each: rows of the batch, and
     the pages and places to which they are written."""
 
@@ -43,7 +43,7 @@ class Writes:
     tokens: Tensor | None
     pages: Tensor
     slots: Tensor
-    queried: Kept | None
+    queried: Queried | None
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def rounds(
                 answered if not beyond[rows].any() else tensor(token[written]),
                 tensor(page[written]),
                 tensor(slot[written]),
-                Kept(tensor(token[queried]), tensor(page[queried]), tensor(place[queried]))
+                Queried(tensor(token[queried]), tensor(page[queried]), tensor(place[queried]))
                 if queried.any()
                 else None,
             )

@@ -15,7 +15,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from kvsketch.errors import InputError, UnsupportedError
-from kvsketch.vllm.settings import PageSettings, read
+from kvsketch.vllm.settings import PageSettings, settings_of
 
 #: the name for ``--scheduler-cls``
 NAME = "kvsketch.vllm.scheduler.PageScheduler"
@@ -71,8 +71,7 @@ class PageScheduler(AsyncScheduler):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        extra = vllm_config.additional_config
-        settings = read(extra.get("kvsketch") if isinstance(extra, dict) else None)
+        settings = settings_of(vllm_config)
         self._piece = 0 if settings is None else piece_of(vllm_config, settings)
         if self._piece:
             self.need_mamba_block_aligned_split = True

@@ -83,6 +83,10 @@ class PageSettings:
         tolerance: the largest relative error that a compression should add. Compressions above it
             are counted, because a page cannot grow. None: they are not counted.
         seed: of methods that draw random numbers.
+        documents: a folder of compressed documents, which are loaded for requests whose prompts
+            begin with their tokens (``DocumentConnector``). None: none are.
+        squeeze: whether documents that do not fit a page are compressed again when they are loaded.
+            Otherwise their prompts are read.
 
     Raises:
         InputError: an unknown method, a number out of range, or a file without curves.
@@ -98,6 +102,8 @@ class PageSettings:
     allocation: str | None = None
     tolerance: float | None = None
     seed: int = 0
+    documents: str | None = None
+    squeeze: bool = True
 
     def __post_init__(self) -> None:
         if self.method not in SERVED:
@@ -107,6 +113,11 @@ class PageSettings:
         at_least("piece", self.piece, 2)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InputError(f"seed={self.seed!r} must be an int")
+        folder = self.documents
+        if folder is not None and not (isinstance(folder, str) and os.path.isdir(folder)):
+            raise InputError(f"documents={self.documents!r} must be a folder")
+        if self.squeeze not in (0, 1):
+            raise InputError(f"squeeze={self.squeeze!r} must be 0 or 1")
         if self.tolerance is not None:
             number = self.tolerance
             if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
@@ -203,14 +214,24 @@ class PageSettings:
             sizes: slots of each KV head between sinks and recent window; None: the same for all.
         """
         rhythm, method = self.rhythm(context), self.windowed()
-        queries = 0
-        if method is not None:
-            queries = rhythm.queries(method.window) if method.requires.queries else 1
         scored = method is not None and method.requires.queries
         if self.split and sizes is None:
             sizes = [rhythm.middle] * kv_heads
+        queries = self.queries(context)
         shape = (kv_heads, group, rhythm.slots, head_dim, head_dim, queries, scored, dtype)
         return Layout(*shape, tuple(sizes or ()), Bits(self.bits, self.bits))
+
+    def queries(self, context: int) -> int:
+        """How many of the last queries before a compression a page keeps, per query head."""
+        method = self.windowed()
+        if method is None:
+            return 0
+        return self.rhythm(context).queries(method.window) if method.requires.queries else 1
+
+    def whole(self, context: int) -> int:
+        """Tokens of the longest document whose slots are all put into the window: it leaves room
+        for the queries before the first compression."""
+        return self.rhythm(context).slots - self.queries(context)
 
     def pages(self, layout: Layout, context: int, layer: int, *args: Any) -> Pages:
         """The pages of one layer. The arguments after ``layer`` are those of ``Pages`` from
@@ -257,9 +278,19 @@ def read(
     return PageSettings(**given) if given else None
 
 
+def settings_of(config: Any) -> PageSettings | None:
+    """The settings of an engine, as ``read``.
+
+    Args:
+        config: ``VllmConfig``.
+    """
+    extra = config.additional_config
+    return read(extra.get("kvsketch") if isinstance(extra, dict) else None)
+
+
 def _number(name: str, text: str) -> str | int | float:
     """The value of a variable."""
-    if name in ("method", "allocation"):
+    if name in ("method", "allocation", "documents"):
         return text
     try:
         return int(text)

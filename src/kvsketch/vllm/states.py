@@ -52,7 +52,7 @@ class States:
         self.copied = np.where(some, self.last, last), np.where(some, self.times, times)
 
 
-class Blocks:
+class KnownPages:
     """The states of the pages in an engine's blocks, of requests as well as of copies."""
 
     def __init__(self) -> None:

@@ -1,0 +1,142 @@
+"""The part ``loaded`` of ``benchmarks.vllm_engine``: documents that were compressed by
+transformers after they were read exactly, and that vLLM loads.
+
+    python -m benchmarks.vllm_engine --parts loaded --count 30 --json
+
+LongEval cases of 200 lines, of which the document is all but the question: right answers with
+``spread`` and 512 slots per KV head in 16, 8 and 4 bits, compared with the same pages compressed
+by vLLM while it reads, and with vLLM's own cache. Then the time to the first token of a prompt of
+about 6,000 tokens, over that of vLLM's own cache: of a document that is loaded for the first time,
+and later.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import vllm_engine as engine
+from benchmarks.longeval import cases
+from kvsketch.documents import document as documents
+from kvsketch.documents.wording import Wording
+from kvsketch.evaluation.runner.loading import load_model, load_tokenizer, resolve_model
+from kvsketch.files.tokens import told
+from kvsketch.vllm.checks import CONNECTOR
+from kvsketch.vllm.offline import cache_for, engine_of
+
+CONTEXT = 8192
+#: where a question begins
+MARK = "\nNow the record is over."
+_LONG, _REPEATS = 750, 5  # lines of about 6,000 tokens; how often it is asked about
+
+
+class Documents:
+    """LongEval documents in a folder, compressed for an engine.
+
+    Args:
+        folder: of the files.
+        variables: of the engine.
+        lines, count: of the cases.
+        share: the part of a document's tokens that its file holds; the rest is read.
+
+    Attributes:
+        rows: the cases.
+        ids: the tokens of the documents.
+        requests: a question about each.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        variables: dict[str, str],
+        lines: int,
+        count: int,
+        share: float = 1.0,
+    ) -> None:
+        self.folder, self.variables = folder, variables
+        path = resolve_model(engine.MODEL)
+        self.model, tokenizer = load_model(path, "cpu", "float32"), load_tokenizer(path)
+        said = {name.removeprefix("KVSKETCH_").lower(): v for name, v in variables.items()}
+        given: dict[str, Any] = {k: int(v) if v.isdecimal() else v for k, v in said.items()}
+        sizes = engine_of(json.dumps({**given, "max_model_len": CONTEXT}))
+        self.source, self.rows = cases(lines, count, 0)
+        self.ids, self.requests = [], []
+        for number, row in enumerate(self.rows):
+            cut = row["prompt"].rfind(MARK)
+            ids = tokenizer(row["prompt"][:cut])["input_ids"]
+            ids, rest = ids[: int(share * len(ids))], ids[int(share * len(ids)) :]
+            rest += tokenizer(row["prompt"][cut:], add_special_tokens=False)["input_ids"]
+            cache = cache_for(*sizes, self.model.config, len(ids))
+            documents.read(self.model, tokenizer, torch.tensor([ids]), cache, "sample")
+            about = {"ids": told(ids)}
+            one = documents.Document(self.model, tokenizer, cache, Wording(), about)
+            one.save(folder / f"{number}.kvs")
+            self.ids.append(ids)
+            self.requests.append({"prompt": ids + rest, "max_tokens": 12})
+
+    def load(self, requests: list[engine.Job] | None = None, **more: Any) -> engine.Job:
+        """The result of an engine that loads them."""
+        asked = self.requests if requests is None else requests
+        return load(self.folder, self.variables, asked, **more)
+
+
+def load(
+    folder: Path, variables: dict[str, str], requests: list[engine.Job], **more: Any
+) -> engine.Job:
+    """The result of an engine that loads documents."""
+    given = {"KVSKETCH_DOCUMENTS": str(folder), "VLLM_LOGGING_LEVEL": "WARNING", **variables}
+    more = {"max_num_seqs": 8, **more}
+    return engine.run(requests, given, kv_transfer_config=CONNECTOR, **more)
+
+
+def loaded(count: int) -> engine.Job:
+    """The part loaded."""
+    found: engine.Job = {"cases": count, "budget": 512, "right": {}}
+
+    def right(made: Documents, result: engine.Job) -> int:
+        return engine.right(made.rows, [one["text"] for one in result["answers"]])
+
+    for bits in ("16", "8", "4"):
+        variables = {"KVSKETCH_BUDGET": "512", "KVSKETCH_BITS": bits}
+        with tempfile.TemporaryDirectory() as folder:
+            made = Documents(Path(folder), variables, 200, count)
+            result = made.load()
+            assert result["metrics"]["documents"] == len(made.rows)
+            streamed = engine.run(made.requests, variables, max_num_seqs=8)
+            found["right"][bits] = {"loaded": right(made, result), "read": right(made, streamed)}
+            found["right"][bits]["file_bytes"] = (Path(folder) / "0.kvs").stat().st_size
+    found["source"] = made.source
+    stock = engine.run(made.requests, {}, max_num_seqs=8)
+    found["right"]["stock"] = right(made, stock)
+    found["first_token"] = _first_token()
+    return found
+
+
+def _first_token() -> engine.Job:
+    """Seconds to the first token of a long prompt."""
+    variables = {"KVSKETCH_BUDGET": "1024", "KVSKETCH_BITS": "8"}
+    with tempfile.TemporaryDirectory() as folder:
+        made = Documents(Path(folder), variables, _LONG, 2)
+        other, one = made.requests  # the first warms up
+        asked = [other] + [one] * _REPEATS
+        given = {"together": False, "enable_prefix_caching": False, "max_num_seqs": 8}
+        results = {
+            "stock": engine.run(asked, {}, **given),
+            "read": engine.run(asked, variables, **given),
+            "loaded": made.load(asked, **given),
+        }
+    times = {n: [a["first_seconds"] for a in r["answers"][1:]] for n, r in results.items()}
+    stock = statistics.median(times["stock"])
+    return {
+        "tokens": len(one["prompt"]),
+        "stock_seconds": stock,
+        "read_over_stock": statistics.median(times["read"]) / stock,
+        "loaded_first_over_stock": times["loaded"][0] / stock,
+        "loaded_later_over_stock": statistics.median(times["loaded"][1:]) / stock,
+        "seconds": times,
+    }

@@ -1,0 +1,160 @@
+"""Writes compressed documents into the pages of requests, in the process that holds the pages."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.logger import init_logger
+
+from kvsketch.errors import InputError, UnsupportedError
+from kvsketch.files.format import read
+from kvsketch.hf.saving import KIND, pages_of
+from kvsketch.vllm import metrics
+from kvsketch.vllm.attention import PageImpl, of_rank
+from kvsketch.vllm.conversion import Converted, converted
+from kvsketch.vllm.engine import running
+from kvsketch.vllm.shelf import Found, stamp_of
+
+_LOGGER = init_logger("vllm.kvsketch")
+# Bytes of converted documents that are kept for later requests.
+_KEPT = 1 << 30
+
+
+@dataclass(frozen=True)
+class Load:
+    """A document to write.
+
+    Attributes:
+        request: its id.
+        found: the document.
+        block: the page of the request.
+    """
+
+    request: str
+    found: Found
+    block: int
+
+
+class Loader:
+    """Reads documents in a thread of its own, and writes them into the pages of this process's
+    layers, in the thread that calls it.
+
+    Args:
+        config: ``VllmConfig``.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self._thread = ThreadPoolExecutor(1, "kvsketch-documents")
+        self._waiting: list[Load] = []
+        self._reading: dict[Found, Future[Converted]] = {}
+        self._kept: OrderedDict[Found, Converted] = OrderedDict()
+
+    def step(self, loads: Sequence[Load], patience: float) -> Iterator[tuple[str, bool]]:
+        """Begin to load documents, and write those that were read.
+
+        Args:
+            loads: the new ones.
+            patience: seconds to wait if none was read yet.
+
+        Yields:
+            The id of a request whose load is over, and whether its page holds the document.
+        """
+        layers = self._layers()
+        for load in loads:
+            if load.found not in self._kept and load.found not in self._reading:
+                self._reading[load.found] = self._thread.submit(self._read, load.found, layers)
+        self._waiting += loads
+        if self._reading and patience:
+            wait(self._reading.values(), patience, FIRST_COMPLETED)
+        over = {found: future for found, future in self._reading.items() if future.done()}
+        for found, future in over.items():
+            del self._reading[found]
+            error = future.exception()
+            if error is None:
+                self._kept[found] = future.result()
+            else:
+                _LOGGER.warning("%s is not used: %s", found.name, error)
+        waiting, self._waiting = self._waiting, []
+        for load in waiting:
+            if load.found in self._reading:
+                self._waiting.append(load)
+                continue
+            document = self._kept.get(load.found)
+            if document is not None:
+                self._kept.move_to_end(load.found)
+                self._write(load.block, document, layers)
+            yield load.request, document is not None
+        while len(self._kept) > 1 and sum(one.bytes for one in self._kept.values()) > _KEPT:
+            self._kept.popitem(last=False)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _write(self, block: int, document: Converted, layers: dict[int, Any]) -> None:
+        engine = running()
+        for number, layer in layers.items():
+            row, pages = document.rows[number], layer.kv_cache.view(torch.uint8).flatten(1)
+            pages[block, : row.numel()].copy_(row)
+        state = document.tokens, document.last, int(document.last > 0)
+        engine.pages.put(np.array([block]), *(np.array([number]) for number in state))
+        engine.batch = None  # an equal batch of an earlier request of this page says nothing now
+        if get_tensor_model_parallel_rank() == 0 and get_pp_group().is_first_rank:
+            metrics.add(documents=1)
+
+    def _layers(self) -> dict[int, Any]:
+        """Our layers by their number in the model."""
+        modules = self._config.compilation_config.static_forward_context.values()
+        impls = [(getattr(module, "impl", None), module) for module in modules]
+        return {impl.number: module for impl, module in impls if isinstance(impl, PageImpl)}
+
+    def _read(self, found: Found, layers: dict[int, Any]) -> Converted:
+        """A document as pages.
+
+        Raises:
+            KVSketchError: the file changed, is damaged or does not fit.
+        """
+        engine, model = running(), self._config.model_config
+        settings = engine.settings
+        assert settings.documents is not None
+        path = Path(settings.documents) / os.path.basename(found.name)
+        _, state = read(path, KIND)
+        if stamp_of(path) != found.stamp:
+            raise InputError(f"{found.name} changed while it was read")
+        seen, pages = pages_of(state, model.get_total_num_hidden_layers())
+        if seen != found.tokens:
+            raise InputError(f"{found.name} holds {seen} tokens, and says {found.tokens}")
+        layouts = {}
+        for number, layer in layers.items():
+            impl = layer.impl
+            shape = impl.num_kv_heads, impl.group, impl.head_size, model.dtype
+            layouts[number] = layer.attn_backend.layout(*shape)
+        every = range(model.get_total_num_kv_heads())
+        heads = of_rank(
+            every, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        )
+        own = slice(heads[0], heads[-1] + 1)
+        document = converted(seen, pages, layouts, own, settings, engine.context)
+        if document.squeezed:
+            said = (
+                f"{found.name} does not fit the pages ({document.squeezed}); "
+                "`kvsketch compress --for-vllm` makes files that do"
+            )
+            if not settings.squeeze:
+                raise UnsupportedError(said)
+            _LOGGER.warning("%s. It was compressed again, which costs accuracy.", said)
+        return document

@@ -1,0 +1,178 @@
+"""Documents that are compressed for an engine: which tokens they hold, of which model, and that
+nothing of them is squeezed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvsketch import InputError, SketchCache, UnsupportedError
+from kvsketch.cli.app import app
+from kvsketch.files.format import read
+from kvsketch.files.tokens import mark_of, told
+from kvsketch.hf.checkpoint import Checkpoint
+from kvsketch.hf.saving import pages_of
+from kvsketch.vllm.conversion import converted
+from kvsketch.vllm.offline import engine_of
+from kvsketch.vllm.shelf import header_of
+from tiny_model import save_tiny_model, tiny_case, tiny_model, tiny_tokenizer
+
+CONTEXT = 1000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "doc.txt"
+    path.write_text(tiny_case(30).prompt)
+    return path
+
+
+def kvsketch(*words: Any, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == code, result.output
+    return result.stdout if code == 0 else result.stderr
+
+
+def test_a_file_says_which_tokens_it_holds(model, text, tmp_path):
+    path, more = tmp_path / "doc.kvs", tmp_path / "more.kvs"
+    text.write_text(tiny_case(20).prompt)
+    kvsketch("compress", text, "-o", path, "--model", model)
+    ids = tiny_tokenizer()(text.read_text())["input_ids"]
+    assert mark_of(header_of(path)) == (len(ids), told(ids)["sha256"])
+    kvsketch("append", path, text, "-o", more)
+    with pytest.raises(InputError, match="does not say which tokens it holds"):
+        mark_of(header_of(more))
+    kvsketch("merge", path, path, "-o", more)
+    with pytest.raises(InputError, match="does not say which tokens it holds"):
+        mark_of(header_of(more))
+    mark_of(header_of(path))
+
+
+def fits(path: Path, given: str, layers: int = 2, heads: int = 2) -> dict[str, Any]:
+    """Convert a document for the engine of these settings."""
+    settings, context = engine_of(given)
+    _, state = read(path, "cache")
+    seen, pages = pages_of(state, layers)
+    sizes = [None] * layers
+    if settings.allocation is not None:
+        sizes = settings.sizes(context, layers, heads, "llama")
+    shape = context, heads, 2, 8, torch.float32
+    layouts = {number: settings.layout(*shape, sizes[number]) for number in range(layers)}
+    found = converted(seen, pages, layouts, slice(0, heads), settings, context)
+    rhythm = settings.rhythm(context)
+    first = rhythm.slots - rhythm.every
+    room = [[first + m for m in (layouts[n].middle or [0] * heads)] for n in range(layers)]
+    return {"found": found, "held": [page.held[0].tolist() for page in pages], "room": room}
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("method", ["heavy_merge", "snapkv", "streaming_llm"])
+def test_a_document_for_an_engine_fills_its_pages(model, text, tmp_path, bits, method):
+    given = json.dumps({"method": method, "budget": 100, "bits": bits, "max_model_len": CONTEXT})
+    (tmp_path / "settings.json").write_text(given)
+    folder = tmp_path / "documents"  # it is made
+    kvsketch("compress", text, "--model", model, "-o", folder, "--for-vllm",
+             tmp_path / "settings.json")  # fmt: skip
+    found = fits(folder / "doc.kvs", given)
+    assert found["found"].squeezed == ""
+    assert found["held"] == found["room"]
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_document_for_an_engine_with_curves(tmp_path, text, model, bits):
+    levels = torch.tensor([1 / 16, 1 / 4, 1.0], dtype=torch.float64)
+    need = torch.tensor([[1.0, 2.0], [1.0, 9.0]], dtype=torch.float64)
+    error = need.unsqueeze(-1) * torch.tensor([1.0, 0.5, 0.0], dtype=torch.float64)
+    from kvsketch.cache import Curves
+
+    Curves(error, levels, model=None).save(tmp_path / "curves.json")
+    given = {"budget": 120, "bits": bits, "max_model_len": CONTEXT}
+    given = json.dumps({**given, "allocation": str(tmp_path / "curves.json")})
+    kvsketch("compress", text, "--model", model, "-o", tmp_path, "--for-vllm", given)
+    found = fits(tmp_path / "doc.kvs", given)
+    assert found["found"].squeezed == ""
+    assert found["held"] == found["room"]
+    assert len({size for layer in found["room"] for size in layer}) > 1
+    # the budgets are part of the file
+    cache = SketchCache.load(tmp_path / "doc.kvs", loaded(model))
+    assert [layer.stream.held[0].tolist() for layer in cache.layers] == found["room"]
+    budgets = [layer.stream.budget.slots(700)[0].tolist() for layer in cache.layers]
+    assert budgets == found["room"]
+
+
+def loaded(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize("given", [{"budget": 800}, {"method": "exact"}])
+def test_a_short_document_is_kept_whole(model, text, tmp_path, given):
+    given = json.dumps({**given, "max_model_len": CONTEXT})
+    kvsketch("compress", text, "--model", model, "-o", tmp_path, "--for-vllm", given)
+    found = fits(tmp_path / "doc.kvs", given)
+    tokens = mark_of(header_of(tmp_path / "doc.kvs"))[0]
+    assert found["found"].last == 0
+    assert found["held"] == [[tokens] * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "said"),
+    [
+        ("{", [], "is no JSON"),
+        ("none.json", [], "no file of it"),
+        ('{"budget": 100}', [], "JSON object with max_model_len"),
+        ('{"budget": 100, "max_model_len": 1}', [], "max_model_len=1 must be"),
+        ('{"bugdet": 100, "max_model_len": 900}', [], "did you mean 'budget'"),
+        ('{"budget": 20, "max_model_len": 900}', [], "at least"),
+        ('{"budget": 100, "max_model_len": 300}', [], "leaves none to a question"),
+        ('{"budget": 100, "max_model_len": 900}', ["--bits", "8"], "leave --budget"),
+    ],
+)
+def test_what_is_wrong_is_said(model, text, tmp_path, given, more, said):
+    words = ["compress", text, "--model", model, "-o", tmp_path, "--for-vllm", given, *more]
+    assert said in kvsketch(*words, code=2)
+    assert not (tmp_path / "doc.kvs").exists()
+
+
+def test_only_files_of_the_same_weights_fit_a_checkpoint(model, text, tmp_path):
+    path = tmp_path / "doc.kvs"
+    kvsketch("compress", text, "-o", path, "--model", model)
+    config, header = loaded(model).config, header_of(path)["model"]
+    Checkpoint(str(model), config).check(header)
+    other = tmp_path / "other"
+    tiny_model(config.vocab_size, seed=1).save_pretrained(other)
+    with pytest.raises(InputError, match="other weights"):
+        Checkpoint(str(other), config).check(header)
+    tiny_model(config.vocab_size).save_pretrained(tmp_path / "shards", max_shard_size="10kB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    Checkpoint(str(tmp_path / "shards"), config).check(header)
+    with pytest.raises(InputError, match="of another model"):
+        Checkpoint(str(model), config).check({**header, "config": "0"})
+    with pytest.raises(InputError, match="does not say with which weights"):
+        Checkpoint(str(model), loaded(model).config).check({**header, "layers": None})
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(InputError, match=r"has no model\.safetensors"):
+        Checkpoint(str(tmp_path / "nothing"), loaded(model).config).check(header)
+
+
+def test_what_is_no_row_of_slots_is_refused(model, tmp_path):
+    tokenizer, path = tiny_tokenizer(), tmp_path / "doc.kvs"
+    net = loaded(model)
+    for method, rows, said in (("snapkv", 2, "2 rows"), ("subgen", 1, "a streaming sketch")):
+        cache = SketchCache(net.config, method, budget=40)
+        with torch.no_grad():
+            net(torch.full((rows, 90), 7), past_key_values=cache)
+        cache.save(path, tokenizer=tokenizer)
+        with pytest.raises(UnsupportedError, match=said):
+            pages_of(read(path, "cache")[1], 2)
