@@ -195,8 +195,8 @@ def lead(result: dict[str, Any]) -> str:
         f"{fp8['right']} with {fp8['bytes'] / whole['bytes']:.0%}. Of {many['requests']} requests "
         f"of {many['tokens']:,} tokens, {many['ran']['ours']} run at once in "
         f"{many['memory'] / 2**20:.0f} MiB (budget 1,024 in 32 bits), against "
-        f"{many['ran']['stock']} with vLLM's own cache; their prompts are compressed while they "
-        f"are read, so that all together take {took:.1f} times as long."
+        f"{many['ran']['stock']} with vLLM's own cache; all together take {took:.1f} times as "
+        "long, and their prompts are compressed while they are read, in pieces."
     )
 
 

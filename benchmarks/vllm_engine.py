@@ -18,7 +18,8 @@ documents    Questions about documents that were sent before, with and without p
 chunks       Equal answers of heavy_merge with prompts in chunks of 64, 300 and 4,096 tokens.
 mixed        Requests of mixed length at once, some aborted, with so few pages that others are
              preempted: answers equal to those of one request after the other.
-concurrency  Requests of 12,000 tokens in the same memory: how many run at once.
+concurrency  Requests of 12,000 tokens in the same memory: how many run at once, and the time of all
+             of them, ours with ``PageScheduler``.
 prompts      The time of one prompt of 12,000 tokens over that of vLLM's own backend, and the right
              answers to LongEval questions, in bfloat16, with vLLM's own scheduler, with which pages
              are compressed wherever they are full, and with ``PageScheduler``, with which they are
@@ -408,10 +409,10 @@ def mixed(count: int, seed: int) -> Job:
 
 
 def concurrency(seed: int) -> Job:
-    """The part concurrency: requests of 12,000 tokens in 300 MiB."""
+    """The part concurrency: requests of 12,000 tokens in 300 MiB, ours with ``PageScheduler``."""
     asked = drawn([12_000] * 32, 250, seed)
     engine = {"max_model_len": 12_288, "max_num_seqs": 64, "kv_cache_memory_bytes": 300 * 2**20}
-    stock, ours = run(asked, {}, **engine), run(asked, SMALL, **engine)
+    stock, ours = run(asked, {}, **engine), run(asked, SMALL, **engine, **PIECES)
     sizes = {}
     for context in (2048, 16_000):
         page = run([], SMALL, **{**engine, "max_model_len": context})
