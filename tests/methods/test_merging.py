@@ -269,6 +269,10 @@ def test_a_fit_is_to_a_prompt_and_not_to_decoded_queries():
     never = HeavyMerge(correct=False)(slots, 20, observed)
     assert torch.equal(plain.values, never.values)
     assert not torch.equal(fitted.values, plain.values)
+    later = replace(observed, after=True)  # which say how much to keep, but need not be fitted to
+    plain = HeavyMerge()(slots, 20, later, fit=False)
+    never = HeavyMerge(correct=False)(slots, 20, later)
+    assert torch.equal(plain.values, never.values)
     few = asked(2, 15)  # too few to fit anything to
     assert torch.equal(
         HeavyMerge()(slots, 20, few).values, HeavyMerge(correct=False)(slots, 20, few).values

@@ -43,7 +43,7 @@ def alone(method, rhythm, kept, request, prompt, piece, budget):
         if (seen <= prompt and not ends) or (not whole and held < rhythm.slots):
             start = seen if ends else start
             continue
-        last = min(made.window or seen, seen - start) if whole else kept
+        last = seen - start if whole else kept
         asked = Observed(torch.cat(waiting[-last:], dim=2), 0.5)
         given = asked
         if made.requires.queries:

@@ -127,8 +127,6 @@ class Pages:
                         asked = self._asked(q.nan_to_num(0.0, 0.0, 0.0))
                         if self.method.requires.echo:
                             again = replace(asked, after=True)
-                        last = min(self.method.window or k.shape[2], k.shape[2])
-                        asked = asked.narrow(k.shape[2] - last, last)
                     self._compress(self.method, rows, page, before, asked, again)
             if now.after is not None:
                 _copy(held, now.after)
