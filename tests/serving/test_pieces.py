@@ -126,6 +126,7 @@ def test_a_request_goes_on_from_the_copy_after_a_piece(middle, at):
     given = rhythm, 8, CPU, copies, served.middle, states, np.array([20])
     out = torch.empty_like(request[0])
     served.pages.attend(*request, served.held, rounds(starts, seen, pages, *given), out)
+    assert (int(states.copied[0][0]), int(states.last[0])) == (at, 70)
     served.blocks.put(np.array([7, 5]), np.array([at, at]), *(c.repeat(2) for c in states.copied))
     start = Copies(*(np.array([n]) for n in (7, 0, 0)))
     (found,) = served.step([(5, at, [t[at:] for t in second])], start, [20])
