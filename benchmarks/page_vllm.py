@@ -100,7 +100,8 @@ def of_prompts(found: dict[str, Any] | None) -> list[str]:
         f"One prompt of {found['tokens']:,} tokens, budget 1,024: {over['full']:.2f} times vLLM's "
         f"own time with vLLM's scheduler, with which a page is compressed every {every} tokens, "
         f"and {over['pieces']:.2f} times with `PageScheduler` and pieces of {found['piece']:,} "
-        f"tokens (medians of {found['rounds']} runs of each in turn).",
+        f"tokens (medians of {found['rounds']} runs of each in turn, threads: "
+        f"{found['threads']}).",
         f"Right answers to {found['cases']} LongEval questions with both, the same budget for "
         "every head, in bfloat16:",
         table(names, rows),
@@ -197,6 +198,20 @@ def lead(result: dict[str, Any]) -> str:
         f"{many['memory'] / 2**20:.0f} MiB (budget 1,024 in 32 bits), against "
         f"{many['ran']['stock']} with vLLM's own cache; all together take {took:.1f} times as "
         "long, and their prompts are compressed while they are read, in pieces."
+        f"{_documents(result['results'].get('loaded'))}"
+    )
+
+
+def _documents(found: dict[str, Any] | None) -> str:
+    """A sentence about documents that were compressed before."""
+    if found is None:
+        return ""
+    bits, first = min(found["right"].keys() - {"stock"}, key=int), found["first_token"]
+    return (
+        " Documents that were compressed before are loaded: "
+        f"{found['budget']} slots in {bits} bits answer {found['right'][bits]['loaded']} of "
+        f"{found['cases']} questions, and the first token comes after "
+        f"{first['loaded_first_over_stock']:.2f} of vLLM's own time."
     )
 
 

@@ -460,6 +460,7 @@ def prompts(count: int, rounds: int, seed: int) -> Job:
         "tokens": 12_000,
         "piece": 1024,
         "rounds": rounds,
+        "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)),
         "over_stock": {
             name: statistics.median(
                 a / b for a, b in zip(seconds[name], seconds["stock"], strict=True)

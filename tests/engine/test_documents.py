@@ -17,7 +17,6 @@ from kvsketch import SketchCache
 from kvsketch.documents.answering import Sampling, next_tokens
 from kvsketch.files.tokens import told
 from kvsketch.vllm.checks import CONNECTOR
-from kvsketch.vllm.scheduler import NAME
 from kvsketch.vllm.settings import PageSettings
 
 pytestmark = pytest.mark.skipif(
@@ -180,7 +179,7 @@ def test_the_rest_of_a_prompt_is_read_in_pieces(shelf):
         {**one, "prompt": ids + one["prompt"]} for one, ids in zip(more, shelf.ids, strict=True)
     ]
     pieces = {**shelf.variables, "KVSKETCH_PIECE": "128"}
-    given = {"scheduler_cls": NAME, "max_num_batched_tokens": 300}
+    given = {**engine.PIECES, "max_num_batched_tokens": 300}
     alone = load(shelf.folder, pieces, requests, together=False, **given)
     together = load(shelf.folder, pieces, requests, **given)
     assert engine.same(alone, together) == COUNT
