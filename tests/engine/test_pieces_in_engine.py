@@ -95,6 +95,18 @@ def test_two_ranks_with_budgets_by_curves_answer_as_one(curves):
     assert engine.same(one, two) == 3
 
 
+def test_a_server_reads_in_pieces(tmp_path):
+    """With its scheduler in a process of its own, and scheduling ahead."""
+    requests = asked(4)
+    flags = ["--scheduler-cls", PIECES["scheduler_cls"], "--max-num-seqs", "8"]
+    with engine.served(SMALL, tmp_path / "log", *flags) as address:
+        texts = engine.told(address, [one["prompt"] for one in requests])
+    offline = engine.run(requests, SMALL, max_num_seqs=8, **PIECES)
+    assert texts == [answer["text"] for answer in offline["answers"]]
+    log = (tmp_path / "log").read_text()
+    assert "Prompts are compressed faster" not in log  # what is said to those without it
+
+
 REFUSED = {
     "step": ({}, {"max_num_batched_tokens": 260}, "piece=256 is more than the 252 tokens"),
     "blocks": ({"KVSKETCH_PIECE": "200"}, {}, "piece=200 must be a multiple of vLLM's block size"),
