@@ -127,9 +127,11 @@ def run(
     )
     if done.returncode:
         raise RuntimeError(done.stdout[-20_000:] + done.stderr[-20_000:])
-    *said, last = done.stdout.splitlines()
+    lines = done.stdout.splitlines()
+    # vLLM may still log after the result, about workers that end slowly.
+    last = next(line for line in reversed(lines) if line.startswith("{"))
     found: Job = jsonlib.loads(last)
-    return {**found, "said": "\n".join([*said, done.stderr])}
+    return {**found, "said": "\n".join([*lines, done.stderr])}
 
 
 def drawn(sizes: Iterable[int], new: int, seed: int = 0) -> list[Job]:
