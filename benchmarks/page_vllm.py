@@ -197,7 +197,8 @@ def lead(result: dict[str, Any]) -> str:
         f"of {many['tokens']:,} tokens, {many['ran']['ours']} run at once in "
         f"{many['memory'] / 2**20:.0f} MiB (budget 1,024 in 32 bits), against "
         f"{many['ran']['stock']} with vLLM's own cache; all together take {took:.1f} times as "
-        "long, and their prompts are compressed while they are read, in pieces."
+        f"long (threads: {many['threads']}), and their prompts are compressed while they are read, "
+        "in pieces."
         f"{_documents(result['results'].get('loaded'))}"
     )
 

@@ -134,6 +134,11 @@ def run(
     return {**found, "said": "\n".join([*lines, done.stderr])}
 
 
+def threads() -> int:
+    """How many threads an engine has."""
+    return int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
+
+
 def drawn(sizes: Iterable[int], new: int, seed: int = 0) -> list[Job]:
     """Requests with random prompts of these sizes, for ``new`` tokens each."""
     numbers = random.Random(seed)
@@ -427,6 +432,7 @@ def concurrency(seed: int) -> Job:
         "times": ours["most_running"] / stock["most_running"],
         "logged": {"stock": stock["concurrency"], "ours": ours["concurrency"]},
         "preemptions": {"stock": stock["preemptions"], "ours": ours["preemptions"]},
+        "threads": threads(),
         "seconds": {"stock": stock["seconds"], "ours": ours["seconds"]},
         "page_bytes_by_context": sizes,
     }
@@ -462,7 +468,7 @@ def prompts(count: int, rounds: int, seed: int) -> Job:
         "tokens": 12_000,
         "piece": 1024,
         "rounds": rounds,
-        "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)),
+        "threads": threads(),
         "over_stock": {
             name: statistics.median(
                 a / b for a, b in zip(seconds[name], seconds["stock"], strict=True)

@@ -94,14 +94,18 @@ class Rhythm:
     middle: int = 0
 
     @property
+    def first(self) -> int:
+        """Slots per KV head after a compression, without the middle."""
+        return self.slots - self.every
+
+    @property
     def kept(self) -> int:
         """Slots per KV head after a compression."""
-        return self.slots - self.every + self.middle
+        return self.first + self.middle
 
     def held(self, seen: Numbers) -> Numbers:
         """Slots in use after ``seen`` tokens, without the middle."""
-        first = self.slots - self.every
-        return np.where(seen < self.slots, seen, first + (seen - self.slots) % self.every)
+        return np.where(seen < self.slots, seen, self.first + (seen - self.slots) % self.every)
 
     def all_held(self, seen: Numbers) -> Numbers:
         """As ``held``, plus the slots of the middle."""

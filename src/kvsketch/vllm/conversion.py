@@ -111,8 +111,7 @@ def _compressed(
         before: the page of these slots in the file.
         number: of the layer.
     """
-    first = rhythm.slots - rhythm.every
-    room = torch.full(slots.keys.shape[:2], first)
+    room = torch.full(slots.keys.shape[:2], rhythm.first)
     if layout.middle:
         room += layout.sizes(1, torch.device("cpu"))
     live = (slots.masses() != 0).sum(-1)

@@ -64,7 +64,7 @@ def begin(config: Any) -> Engine:
     piece = piece_of(config, settings)
     if not piece and settings.method != EXACT:
         init_logger("vllm.kvsketch").info(
-            "Prompts are compressed faster and answered better with --scheduler-cls %s", NAME
+            "Prompts are compressed faster with --scheduler-cls %s (docs/vllm.md)", NAME
         )
     _RUNNING[:] = [Engine(config, settings, context, first, piece=piece)]
     return _RUNNING[0]

@@ -67,7 +67,6 @@ def cache_for(settings: PageSettings, context: int, config: Any, tokens: int) ->
     window: dict[str, Any] = {"sink": settings.sink, "recent": settings.recent}
     if settings.method == EXACT or tokens <= settings.whole(context):
         return SketchCache(config, budget=1.0, bits=16, **window)
-    first = rhythm.slots - rhythm.every
     sizes = [[rhythm.middle] * heads] * layers
     if settings.allocation is not None:
         sizes = settings.sizes(context, layers, heads, model_shape(config))
@@ -81,7 +80,7 @@ def cache_for(settings: PageSettings, context: int, config: Any, tokens: int) ->
         **window,
     )
     for layer, own in zip(cache._sketches(), sizes, strict=True):
-        slots = [min(tokens, first + size) for size in own]
+        slots = [min(tokens, rhythm.first + size) for size in own]
         value = min(max(slots), tokens - 1)  # a share applies to longer texts only
         budgets = HeadBudgets([[Budget(value, n / value) for n in slots]], measured=True)
         layer.stream._given = None  # so that a file has these budgets

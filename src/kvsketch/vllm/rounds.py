@@ -152,8 +152,6 @@ def rounds(
     found = []
     at, left, seen = starts[:-1].copy(), np.diff(starts), seen.copy()
 
-    first = rhythm.slots - rhythm.every
-
     def tensor(values: Any) -> Tensor:
         found = torch.from_numpy(values)  # faster than as_tensor, once per token and part
         return found if device.type == "cpu" else found.to(device)
@@ -167,7 +165,7 @@ def rounds(
         # A piece of a prompt is scored and stored at its end, and compressed if it has no room. A
         # single token is written first: after it the page is full at most.
         beyond = whole & (count > 1)
-        due = (held + count > first) & beyond | (held + count == rhythm.slots) & (count > 0)
+        due = (held + count > rhythm.first) & beyond | (held + count == rhythm.slots) & (count > 0)
         for some in (count == 1, count > 1):
             rows = some.nonzero()[0]
             if not len(rows):

@@ -33,12 +33,11 @@ class States:
 
     def held(self, rhythm: Rhythm, seen: Numbers) -> Numbers:
         """Slots in use after ``seen`` tokens, without the middle."""
-        first = rhythm.slots - rhythm.every
-        return np.where(self.last > 0, seen - self.last + first, seen)
+        return np.where(self.last > 0, seen - self.last + rhythm.first, seen)
 
     def filled(self, rhythm: Rhythm, middle: int) -> Numbers:
         """Slots in use in a middle of ``middle`` slots."""
-        found: Numbers = np.clip(self.last - (rhythm.slots - rhythm.every), 0, middle)
+        found: Numbers = np.clip(self.last - rhythm.first, 0, middle)
         return found
 
     def compress(self, some: Numbers, seen: Numbers) -> None:
