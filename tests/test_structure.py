@@ -46,6 +46,12 @@ def test_a_name_is_that_of_one_class():
     assert structure.names_twice() == []
 
 
+def test_files_of_tests_have_names_of_their_own():
+    """pytest imports them by name: two of one name pass folder by folder and fail together."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_there_is_one_schedule_and_one_compression():
     assert structure.schedules() == ["Rhythm"]
     assert structure.compressions() == ["cache/compress.py"]
