@@ -88,7 +88,7 @@ PAGES: dict[str, tuple[str, Callable[[], str], dict[str, Callable[[dict[str, Any
             "speed_gpu_token": page_speed.on_gpu,
             "prefill_peak": page_speed.prefill_peak,
             "streaming_memory": page_speed.streaming_memory,
-            "buffer_rule": page_speed.buffer_rule,
+            "streaming_accuracy": page_speed.streaming_accuracy,
             "sketch_budget": page_balance.sketch_budget,
             "ray_throughput": page_speed.ray_throughput,
         },

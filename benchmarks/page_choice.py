@@ -104,7 +104,7 @@ def needs() -> str:
         ],
         [
             "The prompt does not fit into memory uncompressed",
-            '`prefill="streaming"` and `generate(prefill_chunk_size=512)`',
+            '`prefill="streaming"` and `generate(prefill_chunk_size=1024)`',
             f"peak {default_peak:.1%} of the exact cache with `heavy_merge`, "
             f"{loaded('streaming_memory')['results'][0]['tokens']:,} tokens",
         ],

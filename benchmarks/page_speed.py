@@ -276,30 +276,37 @@ def streaming_memory(result: dict[str, Any]) -> str:
     )
 
 
-def buffer_rule(result: dict[str, Any]) -> str:
-    """The rules of ``benchmarks.buffer_rule`` side by side."""
-    found = {(r["slots"], r["rule"]): r for r in result["results"]}
+def streaming_accuracy(result: dict[str, Any]) -> str:
+    """Right answers after a prompt that was compressed while it was read."""
+    budgets = sorted({r["budget"] for r in result["results"]}, reverse=True)
+    ways: dict[tuple[Any, ...], list[Any]] = {}
+    for r in result["results"]:
+        way = tuple(r.get(name) for name in ("method", "prefill", "allocation", "bits", "chunk"))
+        ways.setdefault(way, []).append(r)
     rows = []
-    for slots in sorted({slots for slots, _ in found}, reverse=True):
-        often, rarely = found[slots, "often"], found[slots, "rarely"]
+    for (method, prefill, allocation, bits, chunk), found in ways.items():
+        by = {r["budget"]: r for r in found}
+        given = [f'prefill="{prefill}"', f'allocation="{allocation}"', f"bits={bits}"]
+        said = [text for text, is_ in zip(given, (True, allocation, bits), strict=True) if is_]
         rows.append(
             [
-                f"{slots:,}",
-                *(f"{r['compressions']:.0f}" for r in (often, rarely)),
-                *(f"{r['right']} of {r['cases']}" for r in (often, rarely)),
-                f"{often['seconds'] / rarely['seconds']:.2f}",
+                method,
+                f"`{', '.join(said)}`",
+                f"{chunk:,}" if chunk else "all",
+                *(str(by[budget]["right"]) for budget in budgets),
+                " / ".join(f"{by[budget]['peak']:.2f}" for budget in budgets),
+                f"{max(r['seconds_over_exact'] for r in found):.2f}",
             ]
         )
-    names = ["slots of a full layer", "compressions: often", "rarely", "right: often", "rarely"]
-    names.append("time / rarely")
+    names = ["method", "settings", "chunk", *(f"right at {budget}" for budget in budgets)]
     return (
-        "## How often to compress\n\n"
-        "A layer of a given size can be compressed often and a little, or rarely and to fewer "
-        f"slots. LongEval, {result['results'][0]['cases']} cases of 200 lines on "
-        f"`{result['model']}`, with a streaming prefill. *Often* is what both engines do: at 41/40 "
-        "of a budget, to 37/40 of it. *Rarely* is what pages of vLLM did before: at 5/4 of a "
-        "budget, to the budget. Time is that of the prefill.\n\n"
-        + table(names, rows)
+        "## Compressed while it is read\n\n"
+        f"LongEval, {result['cases']} cases of {result['lines']} lines on `{result['model']}`; the "
+        f"exact cache answers {result['exact_right']}. A streaming prefill is compressed in pieces "
+        "of at most 1,024 tokens, all of whose queries are asked again. The peak is that of the "
+        "cache, over the exact cache's bytes; time is that of prompts and answers over the exact "
+        "cache's, at the budget where it is longest.\n\n"
+        + table([*names, "peak / exact", "time / exact"], rows)
         + f"\n\n{made_with(result)}\n"
     )
 

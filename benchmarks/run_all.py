@@ -52,7 +52,7 @@ COMMANDS = {
     "speed_gpu_token": "speed_gpu --part token",
     "prefill_peak": "prefill_peak",
     "streaming_memory": "streaming_memory",
-    "buffer_rule": "buffer_rule",
+    "streaming_accuracy": "streaming_accuracy",
     "compression_time": "compression_time",
     "ray_throughput": "ray_throughput",
     "document_files": "document_files --lines 800 --count 2",

@@ -214,13 +214,17 @@ def names_twice() -> list[str]:
 
 
 def schedules() -> list[str]:
-    """Classes of the engine that say when a layer is compressed: those with a verb ``left``."""
+    """Classes of the engine that say when a layer is compressed: those that
+    name the tokens from one compression to the next."""
     return sorted(
         node.name
         for path in modules().values()
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef)
-        and "left" in {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+        and any(
+            isinstance(one, ast.AnnAssign) and ast.unparse(one.target) == "every"
+            for one in node.body
+        )
     )
 
 

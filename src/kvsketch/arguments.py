@@ -14,6 +14,8 @@ from kvsketch.errors import InputError, unknown_name
 from kvsketch.method_names import METHOD_NAMES, unknown_method
 
 PREFILL_MODES = ("exact", "streaming")
+#: so many tokens of a prompt are compressed together while it is read
+PIECE = 1024
 #: sources of the queries that a compression uses, besides the user's own texts
 QUERY_SOURCES = ("prompt", "reread", "local", "sample")
 BITS = (16, 8, 4, "measured")

@@ -110,7 +110,9 @@ def test_standard_input_and_reread(model: str, text: Path, tmp_path: Path) -> No
     assert made["tokens"] == 200
     kvzip = ["--method", "kvzip", "--queries", "local", "--budget", "64"]
     assert told("compress", text, *words, *kvzip)["slots"] <= 70
-    streamed = told("compress", text, *words, "--prefill", "streaming", "--budget", "100")
+    streamed = told(
+        "compress", text, *words, "--prefill", "streaming", "--budget", "100", "--bits", 16
+    )
     assert streamed["slots"] <= 110
     tolerant = told("compress", text, *words, "--tolerance", "0.2", "--bits", "16")
     assert tolerant["tolerance"] == 0.2

@@ -1,4 +1,4 @@
-"""A streaming prefill is compressed at fixed tokens, whatever its chunks."""
+"""A streaming prefill is compressed in pieces, which end at fixed tokens or with a chunk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from kvsketch import SketchCache
 from tiny_models import build, with_buffer
 
-TOKENS, WINDOW = 70, {"sink": 2, "recent": 6}
+TOKENS, PIECE, WINDOW = 70, 20, {"sink": 2, "recent": 6}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,14 @@ def read(model, cache: SketchCache, ids: torch.Tensor, sizes: list[int], mask=No
 def cache_of(model, method: str, bits: int = 16, buffer: int | None = 2) -> SketchCache:
     settings = {"budget": 24, "bits": bits, "prefill": "streaming", "allocation": "even"}
     cache = SketchCache(model.config, method, **settings, **WINDOW)
-    return cache if buffer is None else with_buffer(cache, buffer)
+    return in_pieces(cache if buffer is None else with_buffer(cache, buffer))
+
+
+def in_pieces(cache: SketchCache) -> SketchCache:
+    for layer in cache.layers:
+        if hasattr(layer, "stream"):
+            layer.stream.piece = PIECE
+    return cache
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -49,15 +56,15 @@ def cache_of(model, method: str, bits: int = 16, buffer: int | None = 2) -> Sket
         ("gpt_oss", "heavy_merge"),
     ],
 )
-def test_chunks_of_any_size_are_the_same(family, method, bits):
+def test_chunks_of_whole_pieces_are_the_same(family, method, bits):
     model = build(family)
     ids = ids_of(2)
     caches = [cache_of(model, method, bits) for _ in range(3)]
-    sizes = ([TOKENS], [1] * TOKENS, [3, 20, 1, 1, 30, 15])
+    sizes = ([TOKENS], [20, 20, 20, 10], [40, 30])
     one, *others = (read(model, c, ids, s) for c, s in zip(caches, sizes, strict=True))
     stream = caches[0].layers[-1].stream
     assert stream.rhythm is not None
-    assert stream.rhythm.slots + 2 * stream.rhythm.every < TOKENS
+    assert stream.compressed
     for found, cache in zip(others, caches[1:], strict=True):
         torch.testing.assert_close(found, one, rtol=2e-3, atol=2e-3)
         for ours, first in zip(cache.layers, caches[0].layers, strict=True):
@@ -75,20 +82,41 @@ def test_padding_takes_no_part(model):
     ids, mask = ids_of(2), torch.ones(2, TOKENS, dtype=torch.long)
     mask[0, :9] = 0
     one = read(model, cache_of(model, "heavy_merge"), ids, [TOKENS], mask)
-    other = read(model, cache_of(model, "heavy_merge"), ids, [12, 40, 18], mask)
+    other = read(model, cache_of(model, "heavy_merge"), ids, [20, 40, 10], mask)
     torch.testing.assert_close(one[:, 9:], other[:, 9:], rtol=2e-3, atol=2e-3)
     alone = read(model, cache_of(model, "heavy_merge"), ids[1:], [TOKENS])
     torch.testing.assert_close(one[1:], alone, rtol=2e-3, atol=2e-3)
 
 
-def test_a_chunk_that_fits_is_not_compressed(model):
+def test_a_piece_that_fits_is_not_compressed(model):
+    """Decoded tokens then fill the buffer."""
     cache = cache_of(model, "snapkv")
-    slots = cache.layers[0].stream.rhythm.slots
-    read(model, cache, ids_of(1), [slots - 1])
+    rhythm = cache.layers[0].stream.rhythm
+    assert (rhythm.first, rhythm.slots) == (24 - 3 * 2, 24 + 2)
+    read(model, cache, ids_of(1), [rhythm.first])
     assert not cache.layers[0].stream.compressed
-    assert cache.summary()["slots"] == slots - 1
+    read(model, cache, ids_of(1), [1] * (rhythm.every - 1))
+    assert not cache.layers[0].stream.compressed
+    assert cache.summary()["slots"] == rhythm.slots - 1
     read(model, cache, ids_of(1), [1])
-    assert cache.summary()["slots"] == cache.layers[0].stream.rhythm.kept == 24 - 3 * 2
+    assert cache.summary()["slots"] == rhythm.kept
+    cache.reset()
+    read(model, cache, ids_of(1), [rhythm.first + 1])
+    assert cache.summary()["slots"] == rhythm.kept
+
+
+@pytest.mark.parametrize(
+    "settings", [{"budget": 0.4}, {"budget": 24, "allocation": "measured", "bits": 4}]
+)
+def test_budgets_that_grow_or_differ_stream_in_pieces_too(model, settings):
+    cache = in_pieces(SketchCache(model.config, prefill="streaming", **settings, **WINDOW))
+    most = 0
+    for start in range(0, TOKENS, 35):
+        read(model, cache, ids_of(1)[:, start:], [35])
+        most = max(most, max(int(layer.stream.held.max()) for layer in cache.layers))
+        assert all(layer.stream.compressed for layer in cache.layers)
+    assert cache.layers[0].stream.rhythm is None
+    assert most < TOKENS
 
 
 def test_a_failed_chunk_of_a_compressed_stream_asks_for_a_reset(model):
@@ -112,7 +140,7 @@ def test_a_saved_stream_goes_on_at_the_same_tokens(model, tmp_path):
     cache = cache_of(model, "heavy_merge", buffer=None)
     read(model, cache, ids_of(1), [40])
     cache.save(tmp_path / "a.kvs")
-    again = SketchCache.load(tmp_path / "a.kvs", model)
+    again = in_pieces(SketchCache.load(tmp_path / "a.kvs", model))
     assert again.layers[0].stream.rhythm is not None
     found = read(model, again, ids_of(1)[:, 40:], [30])
     torch.testing.assert_close(found, expected[:, 40:], rtol=2e-3, atol=2e-3)
@@ -122,7 +150,7 @@ def test_tokens_that_may_be_removed_are_not_compressed(model):
     """Assisted decoding: a chunk of guesses goes beyond a compression, and some are taken back."""
     cache = cache_of(model, "heavy_merge")
     slots = cache.layers[0].stream.rhythm.slots
-    read(model, cache, ids_of(1), [slots - 3])
+    read(model, cache, ids_of(1), [1] * (slots - 3))
     for layer in cache.layers:
         layer.activate_past_recording()
     read(model, cache, ids_of(1)[:, slots - 3 :], [9])

@@ -116,7 +116,7 @@ class Served:
         states = self.blocks.states(pages, seen, self.rhythm)
         given = self.rhythm, self.queries, CPU, copies, self.middle, states
         todo = rounds(starts, seen, pages, *given, None if pieces is None else np.array(pieces))
-        self.blocks.put(pages, seen + np.array(sizes), states.last, states.times)
+        self.blocks.put(pages, seen + np.array(sizes), states.last)
         q, k, v = (torch.cat([part[2][i] for part in parts]) for i in range(3))
         out = torch.full_like(q, torch.nan)
         self.pages.attend(q, k, v, self.held, todo, out)

@@ -1,5 +1,5 @@
 """The same method, budget, bits and seed keep the same slots in transformers' streaming prefill and
-in pages of vLLM, to the bit, after every compression."""
+in pages of vLLM, to the bit, after every compression of a prompt in pieces and of an answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvsketch.page.schedule import Schedule
 from kvsketch.slots import Slots
 from tests.serving.served import KV, Served, drawn, queries_of
 
-BUDGET, BUFFER = 40, 3
+BUDGET, BUFFER, PIECE = 40, 3, 48
 METHODS = ["streaming_llm", "heavy_merge", "cluster_merge", "h2o", "tova", "snapkv", "keydiff"]
 METHODS += ["knorm", "balancekv", "uniform"]
 
@@ -52,13 +52,13 @@ def kept_in(served: Served, row: int, held: int) -> Slots:
     return together.take((together.masses() != 0).long().argsort(dim=-1, stable=True))
 
 
-def cut_up(tokens: int, generator: torch.Generator) -> list[int]:
-    """Random sizes of chunks that add up to ``tokens``."""
-    sizes: list[int] = []
-    while sum(sizes) < tokens:
-        most = min(tokens - sum(sizes), int(torch.randint(1, 60, (), generator=generator)))
-        sizes.append(int(torch.randint(1, most + 1, (), generator=generator)))
-    return sizes
+def cut_up(seen: int, until: int, generator: torch.Generator) -> list[int]:
+    """Random sizes of chunks from ``seen`` to ``until`` that end at multiples of ``PIECE``, but for
+    the last."""
+    ends = [*range((seen // PIECE + 1) * PIECE, until, PIECE), until]
+    some = torch.rand(len(ends), generator=generator).lt(0.5).tolist()
+    chosen = [end for end, is_ in zip(ends, some, strict=True) if is_ or end == until]
+    return [end - start for start, end in zip([seen, *chosen], chosen, strict=False)]
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -67,17 +67,28 @@ def cut_up(tokens: int, generator: torch.Generator) -> list[int]:
 def test_slots_are_equal_to_the_bit(method, dtype, bits):
     generator = torch.Generator().manual_seed(METHODS.index(method))
     rhythm = Schedule(2, 6, BUFFER, bits != 16).rhythm(BUDGET)
-    tokens = 3 * BUDGET
+    prompt, answer, turn = 2 * PIECE + 9, 2 * rhythm.every + 1, 50
+    tokens = prompt + answer + turn
     request = [t.to(dtype) for t in drawn(bits, tokens)]
     middle = None if bits == 16 else ((rhythm.middle,) * KV, Bits(bits, bits))
     served = Served(method, rhythm, queries_of(method, rhythm), None, dtype, middle)
     stream = Stream(windowed(method, 2, 6), Budget(BUDGET), BUFFER, bits=bits, streaming=True)
-    found = streamed(stream, request, cut_up(tokens, generator))
-    assert [at for at, _ in found] == list(range(rhythm.slots, tokens + 1, rhythm.every))
+    stream.piece = PIECE
+    begun, until = prompt + answer, tokens
+    sizes = [*cut_up(0, prompt, generator), *[1] * answer, *cut_up(begun, until, generator)]
+    found = streamed(stream, request, sizes)
+    decoded = [prompt + rhythm.every, prompt + 2 * rhythm.every]
+    ends = [end for end in range(PIECE, until, PIECE) if end < prompt or end > begun]
+    assert [at for at, _ in found] == sorted([*ends, prompt, *decoded, until])
     seen = 0
     for at, slots in found:
-        for size in cut_up(at - seen, generator):
-            served.step([(4, seen, [t[seen : seen + size] for t in request])])
+        reads = at <= prompt or at > begun
+        if reads and at > begun > seen:  # the rest of the answer
+            served.step([(4, seen, [t[seen:begun] for t in request])], pieces=[0])
+            seen = begun
+        for size in cut_up(seen, at, generator) if reads else [1] * (at - seen):
+            part = [t[seen : seen + size] for t in request]
+            served.step([(4, seen, part)], pieces=[PIECE if reads else 0])
             seen += size
         other = kept_in(served, 4, rhythm.slots - rhythm.every)
         theirs, ours = other.masses() != 0, slots.masses() != 0

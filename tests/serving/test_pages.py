@@ -16,6 +16,7 @@ from kvsketch.page.quantized import FULL, Bits
 from kvsketch.page.schedule import Rhythm
 from kvsketch.slots import Slots
 from kvsketch.vllm.rounds import Copies, rounds
+from kvsketch.vllm.states import States
 
 
 @pytest.mark.parametrize("method", [None, *METHODS])
@@ -186,8 +187,8 @@ def test_slots_follow_from_tokens(slots, buffer, seen):
         held += 1
         if held == slots:
             held -= buffer
-    assert rhythm.held(np.array([seen])) == held
-    assert rhythm.left(np.array([seen])) == slots - held
+    states = States.regular(rhythm, np.array([seen]))
+    assert states.held(rhythm, np.array([seen])) == held
 
 
 @pytest.mark.parametrize(

@@ -126,8 +126,8 @@ def test_a_request_goes_on_from_the_copy_after_a_piece(middle, at):
     given = rhythm, 8, CPU, copies, served.middle, states, np.array([20])
     out = torch.empty_like(request[0])
     served.pages.attend(*request, served.held, rounds(starts, seen, pages, *given), out)
-    assert (int(states.copied[0][0]), int(states.last[0])) == (at, 70)
-    served.blocks.put(np.array([7, 5]), np.array([at, at]), *(c.repeat(2) for c in states.copied))
+    assert (int(states.copied[0]), int(states.last[0])) == (at, 70)
+    served.blocks.put(np.array([7, 5]), np.array([at, at]), states.copied.repeat(2))
     start = Copies(*(np.array([n]) for n in (7, 0, 0)))
     (found,) = served.step([(5, at, [t[at:] for t in second])], start, [20])
     (expected,) = own.step([(5, 0, second)], pieces=[20])
@@ -168,10 +168,10 @@ def test_states_of_blocks():
     rhythm, blocks = Rhythm(24, 8), KnownPages()
     one, seen = np.array([5]), np.array([50])
     regular = States.regular(rhythm, seen)
-    assert (regular.last[0], regular.times[0]) == (48, 4)
+    assert regular.last[0] == 48
     assert blocks.states(one, seen, rhythm).last[0] == 48
-    blocks.put(one, seen, np.array([45]), np.array([2]))
+    blocks.put(one, seen, np.array([45]))
     known = blocks.states(one, seen, rhythm)
-    assert (known.last[0], known.times[0], known.held(rhythm, seen)[0]) == (45, 2, 21)
+    assert (known.last[0], known.held(rhythm, seen)[0]) == (45, 21)
     assert blocks.states(one, np.array([49]), rhythm).last[0] == 48
     assert blocks.tokens(np.array([5, 6])).tolist() == [50, 0]

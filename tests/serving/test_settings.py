@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvsketch import InputError
 from kvsketch.cache import Curves
 from kvsketch.vllm.settings import SERVED, PageSettings, read
+from kvsketch.vllm.states import States
 
 RIGHT = {"KVSKETCH_METHOD": "snapkv", "KVSKETCH_BUDGET": "0.25", "KVSKETCH_RECENT": "16"}
 
@@ -141,7 +142,9 @@ def test_all_slots_follow_from_tokens(budget, buffer, seen):
         if window == rhythm.slots:
             middle = min(middle + rhythm.every, rhythm.kept - 36)
             window -= rhythm.every
-    assert rhythm.all_held(np.array([seen])) == window + middle
+    states = States.regular(rhythm, np.array([seen]))
+    filled = states.filled(rhythm, rhythm.middle)
+    assert (states.held(rhythm, np.array([seen])), filled) == (window, middle)
     assert window + middle <= budget + buffer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -113,6 +114,26 @@ def compress_newest(
         return None
     ends = Slots.cat([tokens.narrow(0, sink), tokens.narrow(sink + left, recent)])
     return page.with_parts(exact.refilled(ends, None, room, page.dtype), between)
+
+
+def scored(method: Compressor, slots: Slots, asked: Observed, again: Observed | None) -> Slots:
+    """Slots with scores.
+
+    Args:
+        method: one that has scores.
+        slots: as left by the compression before, with the tokens since then.
+        asked: the last queries.
+        again: at the end of a piece of a prompt, all of its queries, asked again after it: the
+            largest score of any piece counts.
+    """
+    if again is None:
+        return method.observe(slots, asked)
+    before = slots.score
+    found = method.echo(method.observe(replace(slots, score=None), asked), again, None, alone=False)
+    assert found.score is not None
+    if before is None:
+        return found
+    return replace(slots, score=torch.maximum(before, found.score))
 
 
 def _sizes_of(before: Slots, budget: Tensor, kept: Slots) -> Tensor | None:

@@ -184,7 +184,8 @@ class Plan:
         if hold:
             return False
         if not self.ready(stream, prefill):
-            stream.echo = None
+            if not (prefill and stream.streaming):  # another piece of the prompt may follow
+                stream.echo = None
             return False
         if prefill and stream.ask_again():
             self.read_again(True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from kvsketch.arguments import PIECE
 from kvsketch.budget import Budget
 from kvsketch.cache.budgets import HeadBudgets
-from kvsketch.cache.compress import compress, compress_newest
+from kvsketch.cache.compress import compress, compress_newest, scored
 from kvsketch.cache.echo import Echo, some_of
 from kvsketch.cache.error import QUERIES, Errors
 from kvsketch.cache.queries import Queries
@@ -26,7 +26,7 @@ from kvsketch.page.fields import owned
 from kvsketch.page.page import Page
 from kvsketch.page.part import Part
 from kvsketch.page.quantized import FULL, Bits
-from kvsketch.page.schedule import Rhythm, Schedule
+from kvsketch.page.schedule import Rhythm, Schedule, pieces
 from kvsketch.slots import Slots, compute_dtype
 
 
@@ -40,8 +40,9 @@ class Stream:
     page: every head has its budget and a buffer, which decoding fills; when it is full, all heads
     are compressed to a buffer below their budgets. No token allocates in between.
 
-    A stream with ``rhythm`` is compressed at fixed tokens, those of a prompt included: ``settle``
-    must then be called where ``cuts`` says.
+    A stream that is ``streaming`` reads a prompt in pieces: each is attended to together with what
+    is held, and compressed with it. ``settle`` must then be called where ``cuts`` says. With
+    ``rhythm``, it holds what a page of a serving engine would hold.
 
     Args:
         method: a method with its sink and recent window.
@@ -60,13 +61,14 @@ class Stream:
             buffer, masses and scores stay unchanged. Not with a sketch, whose state has the dtype
             of the tokens. "measured": 16 until a plan gives other bits with the budget.
         track_error: keep the exact outputs of a few queries up to date (``running_error``).
-        streaming: compress at fixed tokens, if the budget is a number that all heads share and the
-            method is a compressor.
+        streaming: compress prompts in pieces, if the method is a compressor.
 
     Attributes:
         streaming: as given.
+        piece: pieces of a prompt end at multiples of so many tokens.
         sketch, compressor: the method, if it is one.
-        rhythm: the tokens at which it compresses; None: at the end of prompts, and while decoding.
+        rhythm: of a stream that compresses prompts in pieces to a budget that is a number of slots
+            and the same for all heads; None: of another.
         seen: tokens so far.
         compressed: whether any token was ever compressed.
         errors: the measured errors of the slots.
@@ -107,6 +109,7 @@ class Stream:
         self._given = HeadBudgets([[budget]]) if isinstance(budget, Budget) else budget
         self.one_shot = one_shot
         self._bits, self._buffer, self.streaming = known or FULL, buffer, streaming
+        self.piece = PIECE
         self.queries, self.errors = Queries(), Errors(track_error)
         self.echo: Echo | None = None
         self.reset()
@@ -115,7 +118,7 @@ class Stream:
         """Remove all tokens, and a budget that a plan has given."""
         self.budget = self._given
         self._store(self._bits)
-        self.seen = 0
+        self.seen = self._newest = 0  # tokens, and how many of them were appended last
         self.padded = False  # whether any token was padding, so that slots may be dead
         self.compressed = False
         self.held_page: Page | SketchPage | None = None
@@ -138,8 +141,8 @@ class Stream:
         self.schedule = Schedule(sink, recent, *given)
 
     def _begin(self) -> None:
-        """Set the rhythm that follows from the budget, and the token of the next compression."""
-        self.rhythm, self._next, budget = None, 0, self.budget
+        """Set the rhythm that follows from the budget."""
+        self.rhythm, budget = None, self.budget
         if budget is None or budget.even is None or not self.streaming or self.one_shot:
             return
         if isinstance(budget.value, float) or not self.method.recompresses:
@@ -147,10 +150,6 @@ class Stream:
         slots = budget.slots(budget.value + 1)
         assert isinstance(slots, int)
         self.rhythm = self.schedule.rhythm(slots)
-        self._next = self.rhythm.slots
-
-    def _set_next(self, rhythm: Rhythm) -> None:
-        self._next = self.seen + int(rhythm.left(np.array(self.seen)))
 
     def wants_queries(self, count: int) -> bool:
         """Whether ``settle`` needs the queries of the newest ``count`` tokens."""
@@ -233,31 +232,25 @@ class Stream:
         self._begin()
 
     def resume(self) -> None:
-        """Go on from a page that was restored, at the same tokens if it was made at them."""
+        """Go on from a page that was restored."""
         rhythm = self.rhythm
-        if rhythm is None or not self.compressed:
-            return
-        if bool((self.held > int(rhythm.all_held(np.array(self.seen)))).any()):
-            self.rhythm = None  # it was put together from others
-        else:
-            self._set_next(rhythm)
+        if rhythm is not None and self.compressed:
+            most = rhythm.kept + self.page.appended
+            if bool((self.held > most).any()):
+                self.rhythm = None  # it was put together from others
 
-    def cuts(self, tokens: int) -> list[int]:
+    def cuts(self, tokens: int, soon: bool = False) -> list[int]:
         """The numbers of tokens after which ``settle`` has to be called, if the last ``tokens``
-        were appended one after another: their sum is ``tokens``."""
-        before = self.seen - tokens
-        if self.rhythm is None or self._next >= self.seen or self._next <= before:
+        were appended one after another: their sum is ``tokens``. ``soon``: if there is no budget
+        yet, the first piece may bring it."""
+        if not self.streaming or self.compressor is None or (self.waits and not soon):
             return [tokens]
-        sizes, left = [self._next - before], self.seen - self._next
-        while left:
-            sizes.append(min(left, self.rhythm.every))
-            left -= sizes[-1]
-        return sizes
+        return pieces(self.seen - tokens, tokens, self.piece)
 
     @property
     def undue(self) -> int:
         """How many decoded tokens can be appended before more is due than to keep their queries and
-        ``fold`` them. Before the first compression, after it at fixed tokens, and in a sketch, more
+        ``fold`` them. Before the first compression, after it with a rhythm, and in a sketch, more
         is always due."""
         if not self.compressed or self.rhythm is not None or not self.method.recompresses:
             return 0
@@ -270,7 +263,7 @@ class Stream:
 
     def extend(self, new: Slots) -> None:
         """Append tokens, ``[batch, num_key_value_heads, q, ...]``."""
-        q = new.keys.shape[2]
+        q = self._newest = new.keys.shape[2]
         self.seen += q
         if self.held_page is None:
             self.held_page = Page.of_tokens(new)
@@ -305,6 +298,9 @@ class Stream:
         Returns:
             Whether it compressed.
         """
+        piece = prefill and self._newest > 1 and not hold
+        if piece and self.streaming and self.compressor is not None and not self.waits:
+            return self._settle_piece(observed)
         if self.rhythm is not None:
             return self._settle_at(self.rhythm, observed, hold)
         budget = self.budget
@@ -337,11 +333,11 @@ class Stream:
         return False
 
     def _settle_at(self, rhythm: Rhythm, observed: Observed | None, hold: bool) -> bool:
-        """``settle`` of a stream that compresses at fixed tokens. Queries become scores only
-        there, and only the last ones, which is all that a page in an engine's memory keeps."""
+        """``settle`` of decoded tokens with a rhythm. Queries become scores where it compresses,
+        and only the last ones, which is all that a page in an engine's memory keeps."""
         assert self.budget is not None
         kept = rhythm.queries(self.method.window)
-        due = self.seen >= self._next and not hold
+        due = self.due(prefill=False) and not hold
         if observed is not None and self.method.requires.queries:
             count = observed.queries.shape[2]
             last = observed.narrow(max(0, count - kept), min(count, kept))
@@ -350,6 +346,32 @@ class Stream:
                 self.queries.keep_last(kept)
         if due:
             self._compress(self.budget, prefill=False, last=observed)
+        self.page.release()
+        return due
+
+    @torch.no_grad()
+    def _settle_piece(self, observed: Observed | None) -> bool:
+        """``settle`` at the end of a piece of a prompt: all of its queries are asked again after
+        it, if the method can use them, and it is compressed unless all fits."""
+        method = self.compressor
+        assert method is not None
+        assert self.budget is not None
+        self.queries.clear()
+        if observed is not None and method.requires.queries:
+            asked = observed
+            if method.requires.echo:
+                asked = replace(observed, after=True)
+                page = self.parted
+                slots = page.read(exactly=page.middle is not None)
+                score = scored(method, slots, observed, asked).score
+                assert score is not None
+                page.set_score(score)
+            self.queries.add(asked)
+        due = self.due(prefill=True)
+        if due:
+            self._compress(self.budget, prefill=self.rhythm is None, last=observed)
+        else:
+            self.fold()
         self.page.release()
         return due
 
@@ -390,8 +412,10 @@ class Stream:
         """Whether ``settle`` would compress now."""
         if self.budget is None:
             return False
-        if self.rhythm is not None:
-            return self.seen >= self._next
+        if self.rhythm is not None and not self.compressed:
+            return self.seen > self.rhythm.first if prefill else self.seen >= self.rhythm.slots
+        if self.rhythm is not None and prefill:
+            return True
         if self.compressed and not self.one_shot:
             return self.page.appended >= self._limit
         if self.one_shot and not prefill:
@@ -470,11 +494,9 @@ class Stream:
             if provisional:  # the queries of the final compression must attend to the same tokens
                 recent = max(recent, method.window or 0)
             if rhythm is not None:  # random choices depend on this number, and not on other rows
-                times = int(rhythm.times(np.array(self.seen))) - 1
-                method.restart(torch.full((len(self.held),), times))
-            page = self._slotted(method, budget, limit, room, (sink, recent), fit=prefill)
-        if rhythm is not None:
-            self._set_next(rhythm)
+                method.restart(torch.full((len(self.held),), self.seen))
+            fit = prefill and not self.streaming  # to the whole prompt's queries
+            page = self._slotted(method, budget, limit, room, (sink, recent), fit)
         self._limit = page.appended + page.room
         # All heads of groups equally, independently of their sizes.
         if page.places is not None:

@@ -177,7 +177,7 @@ def eval_command(
     ] = "exact",
     prefill_chunk_size: Annotated[
         int | None,
-        typer.Option(help="Tokens read at once. [default: the whole prompt; streaming: 512]"),
+        typer.Option(help="Tokens read at once. [default: the whole prompt; streaming: 1024]"),
     ] = None,
     one_shot: Annotated[
         bool,

@@ -53,6 +53,8 @@ class LayerTurn:
         reading: whether ``prefill`` reads a context.
         again: the part of it that is read a second time now; None: none is.
         compresses: whether the layer is compressed, or will be after this.
+        soon: whether its budget, if it is not known, follows from its own first tokens.
+        settle: ends a piece of its prompt, whose queries it is called with.
     """
 
     masks: Masks
@@ -61,6 +63,8 @@ class LayerTurn:
     reading: bool
     again: Again | None
     compresses: Callable[[], bool]
+    soon: bool
+    settle: Callable[[Observed], None]
 
 
 def attention(
@@ -124,9 +128,9 @@ def attention(
     scale = dim**-0.5 if scaling is None else scaling
     seen = queries.detach() if queries.requires_grad else queries
     observed = Observed(seen, scale, softcap, live=view.causal, sinks=s_aux)
-    sizes = [q] if turn.reading or q == 1 else layer.cuts(view)
+    sizes = [q] if turn.reading or q == 1 else layer.cuts(view, turn.soon)
     if len(sizes) > 1:
-        out, observed = attend_in_pieces(layer, observed, view, sizes)
+        out, observed = attend_in_pieces(layer, observed, view, sizes, turn.settle)
         return layer.from_slots(module, out).transpose(1, 2).contiguous(), None, observed
     if stream.compressed:
         asked = observed if seen is queries else replace(observed, queries=queries)
@@ -141,14 +145,19 @@ def attention(
 
 
 def attend_in_pieces(
-    layer: SketchLayer, asked: Observed, view: View, sizes: Sequence[int]
+    layer: SketchLayer,
+    asked: Observed,
+    view: View,
+    sizes: Sequence[int],
+    settle: Callable[[Observed], None],
 ) -> tuple[Tensor, Observed]:
-    """Attention of the newest tokens, which are compressed at fixed tokens in between.
+    """Attention of the newest tokens, which are compressed in pieces.
 
     Args:
         asked: their queries ``[batch, num_attention_heads, q, head_dim]``.
         view: the model's mask, of padding alone.
         sizes: of the pieces.
+        settle: ends a piece.
 
     Returns:
         ``[batch, num_attention_heads, q, value_dim]``, and the queries of the last piece, which is
@@ -167,7 +176,7 @@ def attend_in_pieces(
         at += size
         if at < count:
             layer.pending = 0
-            stream.settle(piece, prefill=True)
+            settle(piece)
     layer.pending = count
     return torch.cat(outs, dim=2), piece
 

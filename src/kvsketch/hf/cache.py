@@ -70,11 +70,12 @@ class SketchCache(Cache):  # type: ignore[misc]
         prefill: "exact": every token of the prompt attends to all earlier ones. Each layer is
             compressed as soon as its attention is computed, so that only one layer's full cache
             exists at a time (for budgets that are measured on this prompt, see ``allocation``).
-            "streaming": the prompt is compressed while it is read, so that the cache never holds
+            "streaming": the prompt is compressed while it is read, in pieces of at most 1,024
+            tokens that end at multiples of 1,024 or with a forward, so that the cache never holds
             more than the budget, a buffer of 2.5% of it, and the tokens of one forward (read it
-            with ``generate(prefill_chunk_size=...)``). If the budget is a number of tokens,
-            compressions are at fixed tokens whatever the chunks, as in vLLM; if it is a fraction,
-            or with a streaming sketch, each chunk is compressed. A number: "exact", for a first
+            with ``generate(prefill_chunk_size=1024)``). With ``bits`` and a budget that are
+            numbers, slots are those of vLLM's pages with ``PageScheduler``. With a streaming
+            sketch, each chunk is compressed. A number: "exact", for a first
             prompt of so many tokens that is read in chunks: compression waits for the last one (a
             cache cannot see how many chunks follow). With "exact", chunks after the first attend to
             compressed ones; a UserWarning is given if they can be distinguished from questions
@@ -82,12 +83,12 @@ class SketchCache(Cache):  # type: ignore[misc]
         bits: 16: slots are stored in the model's dtype, whichever it is. 8 or 4: slots between
             sinks and recent window are stored in this many bits (keys per channel, values per
             token), as many of them as the bytes of ``budget`` hold; ``budget=1.0`` then only
-            quantises. "measured" (heavy_merge's default with an exact prefill): chooses, for each
-            layer, the bits of keys and of values and the number of slots with the smallest error on
-            the first prompt, within the same bytes; if budgets follow from scores, the most bits in
-            which all tokens fit, or else the fewest. ``summary`` reports the choice. A budget that
-            is a number of tokens leaves prompts that fit it unchanged. Fewer bits make decoding
-            slower. Not with a streaming sketch.
+            quantises. "measured" (heavy_merge's default): chooses, for each layer, the bits of keys
+            and of values and the number of slots with the smallest error on the first prompt (its
+            first piece, if it streams), within the same bytes; if budgets follow from scores, the
+            most bits in which all tokens fit, or else the fewest. ``summary`` reports the choice. A
+            budget that is a number of tokens leaves prompts that fit it unchanged. Not with a
+            streaming sketch.
         tolerance: every KV head keeps the fewest slots (a fraction of the tokens) whose measured
             relative error stays within it; heads that cannot be compressed keep all tokens. The
             error is measured on queries of the first prompt that the method has not seen.
@@ -184,7 +185,7 @@ class SketchCache(Cache):  # type: ignore[misc]
                 "does not; use a Compressor, such as 'streaming_llm'"
             )
         if bits is None:
-            bits = default_bits(method) if not (streaming or heads_told) else 16
+            bits = 16 if heads_told else default_bits(method)
         # a fraction of 1: nothing to choose
         exact = isinstance(budget, Real) and not isinstance(budget, Integral) and budget == 1
         stored = bits_of(bits) or FULL

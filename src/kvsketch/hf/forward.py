@@ -97,6 +97,8 @@ class Forward:
             reading is not None,
             again,
             functools.partial(self._compresses, layer),
+            self.soon,
+            functools.partial(self.settle, layer, prefill=True),
         )
         try:
             before = layer.stream.compressed
@@ -133,12 +135,17 @@ class Forward:
             counts = reading is None or reading.first_counts
             if reading is not None and reading.echoed and asked is not None:
                 layer.stream.hear(asked, reading.echoed)
-            self._settle(layer, asked if counts else None, prefill=q > 1)
+            self.settle(layer, asked if counts else None, prefill=q > 1)
         if layer in self._open:
             self._open.remove(layer)
         self._end()
 
-    def _settle(self, layer: SketchLayer, observed: Observed | None, prefill: bool) -> None:
+    @property
+    def soon(self) -> bool:
+        """Whether a layer's budget, if it is not known, follows from its own first tokens."""
+        return not self.plan.solver.needs_prompt
+
+    def settle(self, layer: SketchLayer, observed: Observed | None, prefill: bool) -> None:
         """Let a layer compress, or the plan give budgets that follow from its prompt."""
         stream = layer.stream
         hold = layer.holds or self.reading is not None
@@ -162,7 +169,7 @@ class Forward:
         for layer in self.sketches:
             if sample is not None:
                 layer.stream.complete(sample)
-            self._settle(layer, None, prefill=True)
+            self.settle(layer, None, prefill=True)
         self.warn_of_error()
 
     def begin(self, index: int) -> None:
@@ -253,7 +260,8 @@ class Forward:
                 layer.crop(tokens_to_remove)
             if isinstance(layer, SketchLayer):
                 for observed in layer.verified():
-                    self._settle(layer, observed, prefill=layer.stream.above_budget)
+                    above = layer.stream.rhythm is None and layer.stream.above_budget
+                    self.settle(layer, observed, prefill=above)
         self.note_bytes()
         self.masks.cut(self.tokens)
 

@@ -195,7 +195,8 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         """Let a prompt's queries be asked again after it, if the method wants them and the model's
         positions allow it. A stream that compresses while it reads does not see all of them."""
         stream = self.stream
-        if self.settings.exact_prefill and stream.method.requires.echo and stream.rhythm is None:
+        whole = self.settings.exact_prefill or stream.waits
+        if whole and stream.method.requires.echo:
             turn = turn_at(module)
             stream.echo = None if turn is None else Echo(turn)
 
@@ -245,13 +246,13 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             live = torch.ones(rows, self.stream.seen, dtype=torch.bool, device=self.device)
             self.stream.mark_padding(live)
 
-    def cuts(self, view: View) -> list[int]:
+    def cuts(self, view: View, soon: bool) -> list[int]:
         """The sizes of the pieces in which the new tokens are attended to, as ``Stream.cuts``. They
         are one piece for layers whose keys other layers read, too, for masks that say more than
         padding, and for tokens that ``crop`` may remove."""
         if self.settings.readers > 1 or self.record_past or not view.plain:
             return [self.pending]
-        return self.stream.cuts(self.pending)
+        return self.stream.cuts(self.pending, soon)
 
     def attended(self, observed: Observed | None, asking: bool) -> bool:
         """Take note of one reader's attention to the tokens just appended.

@@ -77,16 +77,22 @@ class Schedule:
         return Rhythm(window + every, every, kept - window)
 
 
+def pieces(seen: int, tokens: int, piece: int) -> list[int]:
+    """The sizes of the pieces of ``tokens`` tokens of a prompt, after ``seen`` others: they end at
+    multiples of ``piece``, and with the tokens."""
+    ends = [*range((seen // piece + 1) * piece, seen + tokens, piece), seen + tokens]
+    return [end - start for start, end in zip([seen, *ends], ends, strict=False)]
+
+
 @dataclass(frozen=True)
 class Rhythm:
-    """The tokens at which a layer is compressed: a function of the number of tokens seen, and
-    nothing else. Prompts come in chunks of any size, requests are preempted and read again, and
-    several run in one batch. An answer depends on none of this, because chunks are split where a
-    layer is full.
+    """When a layer is compressed: wherever it is full, and at the end of each piece of a prompt
+    (``pieces``) that does not fit what a compression leaves. Both depend on the request alone:
+    prompts come in several chunks, requests are preempted and read again, and several run in one
+    batch.
 
-    A layer of ``slots`` slots per KV head is full, and is compressed to ``slots - every``, at token
-    number ``slots`` and every ``every`` tokens after it. A layer in two parts has ``middle`` more
-    slots, on average over KV heads, for what is compressed.
+    A layer of ``slots`` slots per KV head is full, and is compressed to ``slots - every``. A layer
+    in two parts has ``middle`` more slots, on average over KV heads, for what is compressed.
     """
 
     slots: int
@@ -102,25 +108,6 @@ class Rhythm:
     def kept(self) -> int:
         """Slots per KV head after a compression."""
         return self.first + self.middle
-
-    def held(self, seen: Numbers) -> Numbers:
-        """Slots in use after ``seen`` tokens, without the middle."""
-        return np.where(seen < self.slots, seen, self.first + (seen - self.slots) % self.every)
-
-    def all_held(self, seen: Numbers) -> Numbers:
-        """As ``held``, plus the slots of the middle."""
-        held = self.held(seen)
-        both: Numbers = held + np.minimum(seen - held, self.middle)
-        return both
-
-    def left(self, seen: Numbers) -> Numbers:
-        """Tokens that are left until the next compression."""
-        later = self.every - (seen - self.slots) % self.every
-        return np.where(seen < self.slots, self.slots - seen, later)
-
-    def times(self, seen: Numbers) -> Numbers:
-        """How often a layer was compressed after ``seen`` tokens."""
-        return np.where(seen < self.slots, 0, (seen - self.slots) // self.every + 1)
 
     def queries(self, window: int | None) -> int:
         """How many of the last queries before a compression it uses.

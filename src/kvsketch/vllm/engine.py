@@ -63,8 +63,10 @@ def begin(config: Any) -> Engine:
     context = int(config.model_config.max_model_len)
     piece = piece_of(config, settings)
     if not piece and settings.method != EXACT:
-        init_logger("vllm.kvsketch").info(
-            "Prompts are compressed faster with --scheduler-cls %s (docs/vllm.md)", NAME
+        init_logger("vllm.kvsketch").warning(
+            "Prompts are compressed faster, and answers are more accurate, with --scheduler-cls %s "
+            "(docs/vllm.md)",
+            NAME,
         )
     _RUNNING[:] = [Engine(config, settings, context, first, piece=piece)]
     return _RUNNING[0]

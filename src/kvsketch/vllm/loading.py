@@ -110,7 +110,7 @@ class Loader:
         for number, layer in layers.items():
             row, pages = document.rows[number], layer.kv_cache.view(torch.uint8).flatten(1)
             pages[block, : row.numel()].copy_(row)
-        state = document.tokens, document.last, int(document.last > 0)
+        state = document.tokens, document.last
         engine.pages.put(np.array([block]), *(np.array([number]) for number in state))
         engine.batch = None  # an equal batch of an earlier request of this page says nothing now
         if get_tensor_model_parallel_rank() == 0 and get_pp_group().is_first_rank:

@@ -94,9 +94,9 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         pieces = np.where(reading, engine.piece, 0)
         given = rhythm, layout.queries, self.device, copies, middle, states, pieces
         todo = rounds(starts, seen, pages, *given)
-        engine.pages.put(own, seen + new, states.last, states.times)
+        engine.pages.put(own, seen + new, states.last)
         if copies is not None:
-            engine.pages.put(target, copies.at[keep], *(known[keep] for known in states.copied))
+            engine.pages.put(target, copies.at[keep], states.copied[keep])
         if get_tensor_model_parallel_rank() == 0 and get_pp_group().is_first_rank:
             # All ranks see the same.
             slots = states.held(rhythm, seen + new) + states.filled(rhythm, rhythm.middle)
@@ -127,7 +127,6 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         start = np.where((source != 0) & (made == seen), source, -1)
         theirs, begun = running().pages.states(source, made, rhythm), start >= 0
         states.last = np.where(begun, theirs.last, states.last)
-        states.times = np.where(begun, theirs.times, states.times)
         if self.kv_cache_spec.piece:  # decoded tokens that the model runner V2 reads again
             reading = reading & (after - seen > 1)
         at = after // every * every

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.attention import attend_to
-from kvsketch.cache.compress import compress
+from kvsketch.cache.compress import compress, scored
 from kvsketch.methods.base import Compressor
 from kvsketch.observed import Observed
 from kvsketch.page.layout import Layout
@@ -111,9 +111,9 @@ class Pages:
                 out[now.answered] = found
             if self.method is not None:
                 for full in now.full:
-                    # Random numbers depend on how often a page was compressed, so that a request
-                    # gets the same ones whatever else is in the batch.
-                    self.method.restart(full.times)
+                    # Random numbers depend on the tokens of a page, so that a request gets the same
+                    # ones whatever else is in the batch.
+                    self.method.restart(full.seen)
                     rows, again = now.rows.pages[full.which], None
                     before = page.rows(rows, full.window, *self.method.around, full.between)
                     if full.tokens is None:
@@ -179,7 +179,7 @@ class Pages:
             before.exact.fields[name].nan_to_num_(0.0, 0.0, 0.0)
         slots = before.read(exactly=before.middle is not None)
         if method.requires.queries:
-            slots = _scored(method, slots, asked, again)
+            slots = scored(method, slots, asked, again)
         kept: int | Tensor = rhythm.kept
         if layout.uneven:
             kept = layout.sizes(len(rows), torch.device("cpu")) + sum(around)
@@ -213,19 +213,6 @@ class Pages:
         each = error.mean(1)
         counts.errors += float(each.sum())
         counts.above += int((each > counts.tolerance).sum())
-
-
-def _scored(method: Compressor, slots: Slots, asked: Observed, again: Observed | None) -> Slots:
-    """Slots with scores, by the last queries or, at the end of a piece of a prompt, by all of its
-    queries: the largest of any piece counts."""
-    if again is None:
-        return method.observe(slots, asked)
-    before = slots.score
-    found = method.echo(method.observe(replace(slots, score=None), asked), again, None, alone=False)
-    assert found.score is not None
-    if before is None:
-        return found
-    return replace(slots, score=torch.maximum(before, found.score))
 
 
 def _copy(held: tuple[Page, Tensor], pages: Tensor) -> None:

@@ -78,14 +78,14 @@ class Full:
         tokens: rows of the batch that are compressed with them and are not written before, int64
             ``[requests, n]``; None: the window holds all tokens.
         which: of the requests of the round, int64.
-        times: how often they were compressed before, int64.
+        seen: the tokens that each has seen then, int64.
     """
 
     between: int
     window: int
     tokens: Tensor | None
     which: Tensor
-    times: Tensor
+    seen: Tensor
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def rounds(
                             int(window),
                             tensor(token[where, :more]) if more else None,
                             tensor(where),
-                            tensor(states.times[rows[where]]),
+                            tensor((seen + count)[rows[where]]),
                         )
                         for between, window, more, where in _alike(
                             np.stack(

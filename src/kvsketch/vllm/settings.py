@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from kvsketch.arguments import PIECE
 from kvsketch.budget import Budget
 from kvsketch.cache.curves import Curves
 from kvsketch.cache.window import windowed
@@ -97,7 +98,7 @@ class PageSettings:
     sink: int = 4
     recent: int = 32
     buffer: int | None = None
-    piece: int = 1024
+    piece: int = PIECE
     bits: int = 16
     allocation: str | None = None
     tolerance: float | None = None

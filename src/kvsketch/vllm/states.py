@@ -15,21 +15,19 @@ class States:
 
     Attributes:
         last: number of tokens at the last compression; 0: nothing was compressed.
-        times: number of compressions.
-        copied: of copies of these pages, ``(last, times)``.
+        copied: the same of copies of these pages.
     """
 
     last: Numbers
-    times: Numbers
 
     def __post_init__(self) -> None:
-        self.copied = self.last.copy(), self.times.copy()
+        self.copied = self.last.copy()
 
     @staticmethod
     def regular(rhythm: Rhythm, seen: Numbers) -> States:
         """The states after ``seen`` tokens of pages compressed wherever they were full."""
-        times = rhythm.times(seen)
-        return States(np.where(times > 0, rhythm.slots + (times - 1) * rhythm.every, 0), times)
+        since = (seen - rhythm.slots) % rhythm.every
+        return States(np.where(seen < rhythm.slots, 0, seen - since))
 
     def held(self, rhythm: Rhythm, seen: Numbers) -> Numbers:
         """Slots in use after ``seen`` tokens, without the middle."""
@@ -43,19 +41,17 @@ class States:
     def compress(self, some: Numbers, seen: Numbers) -> None:
         """Pages were compressed (bool ``[R]``) after ``seen`` tokens."""
         self.last = np.where(some, seen, self.last)
-        self.times = self.times + some
 
     def copy(self, some: Numbers) -> None:
         """Pages were copied (bool ``[R]``)."""
-        last, times = self.copied
-        self.copied = np.where(some, self.last, last), np.where(some, self.times, times)
+        self.copied = np.where(some, self.last, self.copied)
 
 
 class KnownPages:
     """The states of the pages in an engine's blocks, of requests as well as of copies."""
 
     def __init__(self) -> None:
-        self._known = np.zeros((3, 0), dtype=np.int64)  # tokens, last, times
+        self._known = np.zeros((2, 0), dtype=np.int64)  # tokens, last
 
     def tokens(self, blocks: Numbers) -> Numbers:
         """The number of tokens of the page in each block; 0: there is none."""
@@ -67,19 +63,17 @@ class KnownPages:
         of the requests that vLLM makes up to warm up, were compressed wherever they were full."""
         known, default = self._of(blocks), States.regular(rhythm, seen)
         valid = (known[0] == seen) & (seen > 0)
-        return States(
-            np.where(valid, known[1], default.last), np.where(valid, known[2], default.times)
-        )
+        return States(np.where(valid, known[1], default.last))
 
-    def put(self, blocks: Numbers, tokens: Numbers, last: Numbers, times: Numbers) -> None:
+    def put(self, blocks: Numbers, tokens: Numbers, last: Numbers) -> None:
         """Pages of these states are in these blocks now."""
         self._of(blocks)
-        self._known[:, blocks] = np.stack([tokens, last, times])
+        self._known[:, blocks] = np.stack([tokens, last])
 
     def _of(self, blocks: Numbers) -> Numbers:
         most = int(blocks.max(initial=-1)) + 1
         if most > self._known.shape[1]:
-            more = np.zeros((3, most - self._known.shape[1]), dtype=np.int64)
+            more = np.zeros((2, most - self._known.shape[1]), dtype=np.int64)
             self._known = np.concatenate([self._known, more], axis=1)
         found: Numbers = self._known[:, blocks]
         return found

@@ -25,10 +25,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedModel
 
+from kvsketch.arguments import PIECE
 from kvsketch.errors import InputError, UnsupportedError, unknown_name
 from kvsketch.evaluation.runner import hub
 from kvsketch.evaluation.runner.harness_arguments import check_model_args
-from kvsketch.evaluation.runner.settings import STREAMING_CHUNK
 from kvsketch.evaluation.runner.setups import EXACT
 from kvsketch.hf import SketchCache
 
@@ -53,7 +53,7 @@ class SketchLM(HFLM):  # type: ignore[misc]
         pretrained: as for ``--model hf``; so are all arguments not named here.
         method: as for ``SketchCache``, or "exact": as ``--model hf`` in every respect.
         budget: as for ``SketchCache``, like all that follow. ``prefill="streaming"`` reads prompts
-            in chunks of 512 tokens.
+            in chunks of 1,024 tokens.
 
     Raises:
         InputError: an unknown argument or a bad value, before any weights are loaded.
@@ -134,7 +134,7 @@ class SketchLM(HFLM):  # type: ignore[misc]
             return exact
         cache = self._new_cache(self.model.config)
         if self._sketch["prefill"] == "streaming":
-            kwargs["prefill_chunk_size"] = STREAMING_CHUNK
+            kwargs["prefill_chunk_size"] = PIECE
         ids: Tensor = super()._model_generate(
             context, max_length, stop, past_key_values=cache, **kwargs
         )
@@ -184,7 +184,7 @@ class SketchLM(HFLM):  # type: ignore[misc]
         assert self._sketch is not None
         record = torch.tensor([context[:-1]], device=self.device)
         streaming = self._sketch["prefill"] == "streaming"
-        chunk = STREAMING_CHUNK if streaming else max(1, record.shape[1])
+        chunk = PIECE if streaming else max(1, record.shape[1])
         found: list[tuple[float, bool]] = []
         half = self.mixed_precision_dtype
         with torch.no_grad(), torch.autocast(self.device.type, half, half is not None):

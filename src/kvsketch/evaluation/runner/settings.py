@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvsketch.arguments import PREFILL_MODES, QUERY_SOURCES
+from kvsketch.arguments import PIECE, PREFILL_MODES, QUERY_SOURCES
 from kvsketch.errors import InputError
 from kvsketch.evaluation.runner.devices import check_device_name
 
 DTYPES = ("float32", "bfloat16", "float16")
-STREAMING_CHUNK = 512  # tokens; streaming prefill without a chunk size would be one chunk
 #: settings that no answer depends on
 _NOT_IDENTITY = ("batch_size", "max_new_tokens")
 
@@ -20,7 +19,7 @@ class Settings:
     """The settings shared by all answers of a run, besides the model.
 
     Attributes:
-        prefill_chunk_size: tokens; None prefills the prompt in one piece (512 when streaming).
+        prefill_chunk_size: tokens; None prefills the prompt in one piece (1,024 when streaming).
         queries: the queries that a compression uses: "prompt", or "reread", "local" or "sample",
             those of a second reading of the context (``kvsketch.prefill``), with the question
             unseen.
@@ -79,7 +78,7 @@ class Settings:
                 "compressed: it needs --question unseen and --prefill exact"
             )
         if self.prefill == "streaming" and self.prefill_chunk_size is None:
-            object.__setattr__(self, "prefill_chunk_size", STREAMING_CHUNK)
+            object.__setattr__(self, "prefill_chunk_size", PIECE)
 
     def new_tokens(self, most: int) -> int:
         """Longest answer to a case that asks for ``most`` tokens."""

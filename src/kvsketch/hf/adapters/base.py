@@ -82,9 +82,10 @@ def wrap(
             view = running.masks.read(mask, batch, q, layer.stream.seen)
             layer.mark(view)
             observed = replace(asked, queries=asked.queries.detach(), live=view.causal)
-            sizes = layer.cuts(view)
+            sizes = layer.cuts(view, running.soon)
             if len(sizes) > 1:
-                out, observed = attend_in_pieces(layer, observed, view, sizes)
+                settle = functools.partial(running.settle, layer, prefill=True)
+                out, observed = attend_in_pieces(layer, observed, view, sizes, settle)
             elif compressed:
                 out = attend_slots(layer, asked, view)
             if compressed or len(sizes) > 1:
