@@ -34,8 +34,8 @@ _SHARE, _SHARE_ASKED = 0.25, 0.9
 _RECENT = 4.0
 # Heads are compared by what stands out: tokens that a head attends to like most others can share
 # slots. A token stands out whose weight is so many times that of the head's median token, or whose
-# score exceeds the second number, since a head may need most of its tokens. The weights of all
-# others are multiplied by the last one.
+# score exceeds the second number, as do all of a head whose median score exceeds it, since a head
+# may need most of its tokens. The weights of all others are multiplied by the last number.
 _TYPICAL, _DECISIVE, _LESS = 3.0, 0.3, 1e-3
 # Scores of decoded queries that are computed at a time: 2 MB in float32.
 _FEW_SCORES = 1 << 19
@@ -51,9 +51,9 @@ class HeavyMerge(Compressor):
     queries of a prompt are asked again after it (``cache.echo``), and the largest share of
     attention that one of them gives a token is added to four times the former. The weight of a
     token is its attention times the norm of its value. Heads are compared by the tokens of more
-    than three times the weight of their median token, and those with a share above 0.3
-    (``importance``). A group's slot is (mean key, mass times mean value, mass), the means weighted
-    by attention.
+    than three times the weight of their median token, and those with a share above 0.3; a head
+    whose median token has such a share needs all of them (``importance``). A group's slot is (mean
+    key, mass times mean value, mass), the means weighted by attention.
 
     With ``correct``, u and m of the slots are then fitted to the last ``window`` queries of the
     prompt, or of the given part of it (``fit.fitted``: ridge least squares). A head uses the fit
@@ -146,12 +146,9 @@ class HeavyMerge(Compressor):
         return replace(slots, score=found)
 
     def importance(self, slots: Slots) -> Tensor:
-        worth, live = self._worth(slots), slots.live()
-        count = torch.full_like(worth[..., 0], slots.count) if live is None else live.sum(-1)
-        real = worth if live is None else worth.masked_fill(~live, torch.inf)
-        place = (count // 2).long().clamp(max=slots.count - 1).unsqueeze(-1)
-        median = real.sort(-1).values.gather(-1, place)
-        out = (worth > _TYPICAL * median) | (score_of(slots, self.name) > _DECISIVE)
+        worth, score, live = self._worth(slots), score_of(slots, self.name), slots.live()
+        out = (worth > _TYPICAL * _median(worth, live)) | (score > _DECISIVE)
+        out |= _median(score, live) > _DECISIVE
         return torch.where(out, worth, _LESS * worth)
 
     def _worth(self, slots: Slots) -> Tensor:
@@ -204,6 +201,15 @@ class HeavyMerge(Compressor):
         kept = merge(slots, groups, pull, True, others, ahead=first, width=most)
         asked = Asked.of(seen, self.window) if seen is not None and self.correct else None
         return kept if asked is None else fitted(kept, slots, asked, self.ridge)
+
+
+def _median(numbers: Tensor, live: Tensor | None) -> Tensor:
+    """The median of the live ones of ``[batch, heads, n]``, ``[batch, heads, 1]``."""
+    n = numbers.shape[-1]
+    count = torch.full_like(numbers[..., 0], n) if live is None else live.sum(-1)
+    real = numbers if live is None else numbers.masked_fill(~live, torch.inf)
+    place = (count // 2).long().clamp(max=n - 1).unsqueeze(-1)
+    return real.sort(-1).values.gather(-1, place)
 
 
 def _in_turn(first: Tensor, second: Tensor) -> Tensor:
