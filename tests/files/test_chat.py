@@ -169,6 +169,40 @@ def test_a_chat_without_a_terminal(model: str, tmp_path: Path) -> None:
     assert header(path)["summary"]["tokens"] > 24
 
 
+def test_what_the_model_is_told_first_is_never_compressed(model: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from kvsketch import SketchCache
+
+    path, told = tmp_path / "talk.kvs", "brave calm dark early fair glad huge idle " * 5
+    words = [sys.executable, "-m", "kvsketch", "chat", "--model", model, "--system", told]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    more = ["--save", str(path), "--budget", "160", "--max-new-tokens", "300"]
+    said: dict[str, Any] = {
+        "input": "glad huge\n",
+        "capture_output": True,
+        "text": True,
+        "env": env,
+    }
+    run = subprocess.run([*words, *more], **said)
+    assert run.returncode == 0, run.stderr
+    loaded, tokenizer = (c.from_pretrained(model) for c in (AutoModelForCausalLM, AutoTokenizer))
+    ids = tokenizer(told + "\n", return_tensors="pt").input_ids
+    cache = SketchCache.load(path, loaded)
+    assert cache.arguments["sink"] == ids.shape[1] > 40
+    assert cache.get_seq_length() > 300
+    with torch.no_grad():
+        exact = loaded(ids, use_cache=True).past_key_values
+    for ours, theirs in zip(cache.layers, exact.layers, strict=True):
+        found = ours.stream.slots.narrow(0, ids.shape[1])
+        torch.testing.assert_close(found.keys, theirs.keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.values, theirs.values, rtol=1e-4, atol=1e-5)
+    run = subprocess.run([*words, "--budget", "60"], **said)
+    assert run.returncode == 2
+    said_of = r"--system has \d+ tokens, which are never compressed: --budget 60 must be a number"
+    assert re.search(said_of, run.stderr)
+
+
 def test_a_chat_says_how_to_leave_and_sends_no_commands_to_the_model(
     model: str, tmp_path: Path
 ) -> None:

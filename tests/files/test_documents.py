@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from kvsketch import SketchCache
 from kvsketch.cli.app import app
 from kvsketch.documents.wording import Wording
+from kvsketch.errors import InputError
 from kvsketch.evaluation.runner import loading
 from kvsketch.evaluation.runner.longeval_cases import QUESTION, generate_cases
 from kvsketch.hf.saving import summary_of
@@ -270,8 +272,16 @@ def test_a_chat_template_goes_around_document_and_question() -> None:
     )
     assert Wording.read(wording.values()) == wording
     assert Wording.of(tokenizer, plain=True) == Wording()
+    told = Wording.of(tokenizer, system="Be brief.")
+    assert told == replace(wording, before="<|system|>Be brief.<|end|>\n<|user|>")
+    assert Wording.of(tokenizer, plain=True, system="Be brief.").before == "Be brief.\n"
+    tokenizer.chat_template = tokenizer.chat_template.replace("messages %}", "messages[-3:] %}")
+    with pytest.raises(InputError, match=r"'Be brief\.': the model's chat template has no place"):
+        Wording.of(tokenizer, system="Be brief.")
     tokenizer.chat_template = "{{ raise_exception('no') }}"
     assert Wording.of(tokenizer) == Wording()
+    with pytest.raises(InputError, match="has no place for it"):
+        Wording.of(tokenizer, system="Be brief.")
 
 
 _ASK = """

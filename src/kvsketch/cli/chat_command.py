@@ -38,6 +38,8 @@ EPILOG = (
     "Example: kvsketch chat --context report.kvs --save talk.kvs\n\n"
     "Ctrl-C stops an answer but not the session; Ctrl-D or /exit ends the session."
 )
+# First tokens that are kept in any case, and slots that a budget must leave beside them.
+_SINK, _ROOM = 4, 64
 _LEAVE = ("/exit", "/quit")
 _COMMANDS = (*_LEAVE, "/help")
 _HELP = "/exit, /quit or Ctrl-D ends the session, Ctrl-C stops an answer, /help shows this."
@@ -51,6 +53,10 @@ def chat_command(
     context: Annotated[
         Path | None,
         typer.Option(metavar="DOC.kvs", help="A compressed document or a saved chat."),
+    ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(help="What the model is told first. It is never compressed."),
     ] = None,
     save: Annotated[
         Path | None, typer.Option(metavar="TALK.kvs", help="Save the cache here on exit.")
@@ -82,9 +88,11 @@ def chat_command(
         check_out(save, "--save")
     check_temperature(temperature)
     if context is None:
-        document = _fresh(model or "packaged", budget, method, seed, device, dtype or "float32")
+        named = model or "packaged"
+        document = _fresh(named, budget, method, seed, device, dtype or "float32", system)
     else:
-        for name, given in (("budget", budget), ("method", method), ("dtype", dtype)):
+        told = ("budget", budget), ("method", method), ("dtype", dtype), ("system", system)
+        for name, given in told:
             if given is not None:
                 raise InputError(f"--{name} {given} and --context {context} exclude each other: "
                                  "the file determines it")  # fmt: skip
@@ -142,9 +150,16 @@ def _save(document: Document, path: Path) -> None:
 
 
 def _fresh(
-    model: str, budget: str | None, method: str | None, seed: int, device: str, dtype: str
+    model: str,
+    budget: str | None,
+    method: str | None,
+    seed: int,
+    device: str,
+    dtype: str,
+    system: str | None,
 ) -> Document:
-    """An empty document."""
+    """An empty document. What stands in front of the first thing said, the system message of a chat
+    template, is kept unchanged within a budget of tokens."""
     from kvsketch.evaluation.runner import loading
     from kvsketch.evaluation.runner.settings import Settings
     from kvsketch.evaluation.runner.setups import parse_budget
@@ -159,11 +174,20 @@ def _fresh(
 
     loading.check_device(device)
     tokenizer = loading.load_tokenizer(folder)
+    wording = Wording.of(tokenizer, system=system)
+    first = len(tokenizer(wording.before, add_special_tokens=not wording.chat)["input_ids"])
+    fits = isinstance(amount, int) and first + _ROOM <= amount
+    if system is not None and not fits:
+        raise InputError(
+            f"--system has {first} tokens, which are never compressed: --budget "
+            f"{budget or amount} must be a number of at least {first + _ROOM} tokens"
+        )
+    sink = max(_SINK, first if fits else 0)
     loaded = loading.load_model(folder, device, dtype)
-    cache = SketchCache(loaded.config, method, budget=amount, seed=seed, keep=["errors"])
+    cache = SketchCache(loaded.config, method, budget=amount, sink=sink, seed=seed, keep=["errors"])
     named = model if model in PACKAGED_MODELS else folder
     named = str(Path(named).resolve()) if Path(named).is_dir() else named
-    return Document(loaded, tokenizer, cache, Wording.of(tokenizer), {"model": named})
+    return Document(loaded, tokenizer, cache, wording, {"model": named})
 
 
 def _talk(conversation: Conversation, console: Console) -> None:

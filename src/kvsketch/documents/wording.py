@@ -29,12 +29,22 @@ class Wording:
     between: str = "\n"
 
     @staticmethod
-    def of(tokenizer: Any, plain: bool = False) -> Wording:
+    def of(tokenizer: Any, plain: bool = False, system: str | None = None) -> Wording:
         """The tokenizer's chat template, if it has one and it puts all it is told in order; else,
-        and if ``plain``, lines."""
+        and if ``plain``, lines.
+
+        Args:
+            system: a message in front of the first thing said.
+
+        Raises:
+            InputError: the template leaves it out.
+        """
+        lines = Wording(before="" if system is None else system + "\n")
         if plain or not getattr(tokenizer, "chat_template", None):
-            return Wording()
+            return lines
         said = [("user", _ONE), ("assistant", _TWO), ("user", _THREE)]
+        if system is not None:
+            said.insert(0, ("system", system))
         try:
             text = tokenizer.apply_chat_template(
                 [{"role": role, "content": content} for role, content in said],
@@ -45,7 +55,13 @@ class Wording:
             answering, rest = rest.split(_TWO)
             between, end = rest.split(_THREE)
         except Exception:  # errors that a template raises, or missing fields
-            return Wording()
+            if system is None:
+                return lines
+            before = ""
+        if system is not None and system.strip() not in before:
+            raise InputError(
+                f"system={system!r:.60}: the model's chat template has no place for it"
+            )
         # The end opens an answer; what is between the first two may say more of one that is past.
         return Wording(True, before, "\n\n", end or answering, between)
 
