@@ -295,7 +295,6 @@ def streaming_accuracy(result: dict[str, Any]) -> str:
                 f"{chunk:,}" if chunk else "all",
                 *(str(by[budget]["right"]) for budget in budgets),
                 " / ".join(f"{by[budget]['peak']:.2f}" for budget in budgets),
-                f"{max(r['seconds_over_exact'] for r in found):.2f}",
             ]
         )
     names = ["method", "settings", "chunk", *(f"right at {budget}" for budget in budgets)]
@@ -304,9 +303,8 @@ def streaming_accuracy(result: dict[str, Any]) -> str:
         f"LongEval, {result['cases']} cases of {result['lines']} lines on `{result['model']}`; the "
         f"exact cache answers {result['exact_right']}. A streaming prefill is compressed in pieces "
         "of at most 1,024 tokens, all of whose queries are asked again. The peak is that of the "
-        "cache, over the exact cache's bytes; time is that of prompts and answers over the exact "
-        "cache's, at the budget where it is longest.\n\n"
-        + table([*names, "peak / exact", "time / exact"], rows)
+        "cache, over the exact cache's bytes.\n\n"
+        + table([*names, "peak / exact"], rows)
         + f"\n\n{made_with(result)}\n"
     )
 

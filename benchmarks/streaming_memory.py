@@ -40,7 +40,7 @@ def main(
     methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = ",".join(METHODS),
     tokens: Annotated[int, typer.Option(help="Prompt tokens.")] = 16_000,
     budget: Annotated[int, typer.Option(help="Slots per KV head.")] = 1024,
-    chunk: Annotated[int, typer.Option(help="Tokens per chunk.")] = 512,
+    chunk: Annotated[int, typer.Option(help="Tokens per chunk.")] = 1024,
     seed: int = 0,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,

@@ -30,6 +30,8 @@ parallel     Answers of two ranks of tensor parallelism equal to those of one.
 runner       Answers equal to those of vLLM's first model runner with what vLLM uses on CUDA, in
              Triton's interpreter (``benchmarks/interpreter``): the model runner V2, two stages of
              pipeline parallelism, and pages that are read by our Triton kernels.
+guesses      The same answers with tokens guessed by n-grams (speculative decoding) as without, and
+             the number of steps of the engine.
 loaded       Documents compressed beforehand that are loaded, see ``benchmarks.vllm_documents``.
 """
 
@@ -80,6 +82,7 @@ PARTS = (
     "throughput",
     "parallel",
     "runner",
+    "guesses",
     "loaded",
 )
 OURS = {"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "1536"}
@@ -87,6 +90,15 @@ SMALL = {"KVSKETCH_METHOD": "heavy_merge", "KVSKETCH_BUDGET": "1024"}
 Job = dict[str, Any]
 #: Of an engine whose prompts are compressed in pieces.
 PIECES: Job = {"scheduler_cls": "kvsketch.vllm.scheduler.PageScheduler"}
+#: with which an engine guesses tokens
+GUESSES: Job = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_max": 4,
+        "prompt_lookup_min": 2,
+    }
+}
 #: On CUDA, vLLM's configuration selects our backend for layers of full attention.
 FULL_ATTENTION: Job = {"backend_per_kind": {"full_attention": "CUSTOM"}}
 
@@ -235,9 +247,11 @@ def answers(count: int, budget: int = 768) -> Job:
     texts = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, variables in kinds.items():
-            with served(variables, Path(folder) / name) as address:
+            flags = ["--scheduler-cls", PIECES["scheduler_cls"]] if variables is ours else []
+            with served(variables, Path(folder) / name, *flags) as address:
                 texts[name] = told(address, prompts)
-    offline = run([{"prompt": p, "max_tokens": 12} for p in prompts], ours, max_num_seqs=16)
+    asked = [{"prompt": p, "max_tokens": 12} for p in prompts]
+    offline = run(asked, ours, max_num_seqs=16, **PIECES)
     theirs = transformers_answers(prompts, budget)
     differing = [
         {
@@ -438,6 +452,30 @@ def concurrency(seed: int) -> Job:
     }
 
 
+def guesses(count: int) -> Job:
+    """The part guesses: answers of 60 tokens, vLLM's own and ours, with and without guesses."""
+    _, found = cases(200, count, 0)
+    asked = [{"prompt": r["prompt"], "max_tokens": 60, "ignore_eos": True} for r in found]
+    rows = []
+    for budget, bits in ((0, 16), (1024, 16), (512, 16), (512, 4)):
+        ours = {**OURS, "KVSKETCH_BUDGET": str(budget), "KVSKETCH_BITS": str(bits)}
+        variables, more = (ours, PIECES) if budget else ({}, {})
+        plain, guessed = (
+            run(asked, variables, max_num_seqs=16, **more, **given) for given in ({}, GUESSES)
+        )
+        texts = [[answer["text"] for answer in one["answers"]] for one in (plain, guessed)]
+        rows.append(
+            {
+                "budget": budget,
+                "bits": bits,
+                "equal": same(plain, guessed),
+                "right": [right(found, each) for each in texts],
+                "steps": [len(one["steps"]) for one in (plain, guessed)],
+            }
+        )
+    return {"cases": count, "tokens": 60, "guesses": GUESSES, "rows": rows}
+
+
 def prompts(count: int, rounds: int, seed: int) -> Job:
     """The part prompts: the time of one prompt, and right answers."""
     seconds: dict[str, list[float]] = {"stock": [], "full": [], "pieces": []}
@@ -582,6 +620,7 @@ def main(
         "throughput": lambda: throughput(rounds, seed),
         "parallel": lambda: parallel(small),
         "runner": lambda: runner(small, seed),
+        "guesses": lambda: guesses(count),
         "loaded": lambda: loaded(min(count, 30)),
     }
     for part in chosen:

@@ -206,7 +206,7 @@ REFUSED = {
     "speculation": (
         HEAVY,
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-        "speculative decoding",
+        "serves speculative decoding only with --scheduler-cls",
     ),
 }
 

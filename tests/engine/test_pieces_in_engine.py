@@ -124,3 +124,16 @@ def test_what_cannot_be_read_in_pieces_is_refused(name):
     variables, more, message = REFUSED[name]
     with pytest.raises(RuntimeError, match=message):
         engine.run([], {**SMALL, **variables}, **{"max_num_seqs": 8, **PIECES, **more})
+
+
+def test_answers_with_guesses_are_those_without():
+    """By n-grams. Pages are compressed behind no guess, however many are right."""
+    requests = [{**one, "max_tokens": 60, "ignore_eos": True} for one in asked(4)]
+    requests.append({**drawn((5,), 200)[0], "prompt": "line one: REGISTER is <43514>\n" * 20})
+    given = {"max_num_seqs": 8, **PIECES}
+    plain = engine.run(requests, SMALL, **given)
+    guessed = engine.run(requests, SMALL, **given, **engine.GUESSES)
+    assert engine.same(plain, guessed) == len(requests)
+    assert plain["metrics"]["compressions"] == guessed["metrics"]["compressions"]
+    assert len(guessed["steps"]) < 0.6 * len(plain["steps"])
+    assert guessed["free_before"] == guessed["free_after"]

@@ -28,7 +28,16 @@ def check_engine(config: Any) -> None:
     """
     parallel, cache = config.parallel_config, config.cache_config
     refused = [
-        (config.speculative_config is not None, "speculative decoding", "--speculative-config"),
+        (
+            config.speculative_config is not None and config.speculative_config.method != "ngram",
+            "speculative decoding by another model",
+            "--speculative-config",
+        ),
+        (
+            config.speculative_config is not None and config.use_v2_model_runner,
+            "speculative decoding with vLLM's model runner V2",
+            "--speculative-config",
+        ),
         (
             getattr(cache, "kv_offloading_size", None) is not None,
             "KV offloading",
@@ -68,6 +77,11 @@ def check_settings(config: Any, settings: PageSettings) -> None:
     Raises:
         UnsupportedError: it does not.
     """
+    if config.speculative_config is not None and settings.documents is not None:
+        raise UnsupportedError(
+            "kvsketch does not load documents with speculative decoding: unset "
+            "--speculative-config or KVSKETCH_DOCUMENTS"
+        )
     transfer = config.kv_transfer_config
     if settings.documents is None and transfer is not None:
         raise UnsupportedError(

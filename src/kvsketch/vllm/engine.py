@@ -23,12 +23,12 @@ class Engine:
         context: the longest context, in tokens.
         layers: the number of the next layer of full attention; a later stage of pipeline
             parallelism starts where the one before it ends.
+        pages: the states of the pages in all blocks.
         groups: by KV heads and head_dim, the largest number of query heads per KV head.
         largest: bytes of the largest page if layers differ.
         middle: slots of the largest head in the middle of a page if layers differ.
         batch: the inputs of the last metadata and the metadata: layers whose pages differ have
             their own builders.
-        pages: the states of the pages in all blocks.
         piece: prompts are compressed at multiples of so many tokens; 0: where their pages are full.
     """
 
@@ -36,11 +36,11 @@ class Engine:
     settings: PageSettings
     context: int
     layers: int
+    pages: KnownPages
     groups: dict[tuple[int, int], int] = field(default_factory=dict)
     largest: int = 0
     middle: int = 0
     batch: tuple[list[Any], Any] | None = None
-    pages: KnownPages = field(default_factory=KnownPages)
     piece: int = 0
 
 
@@ -68,7 +68,8 @@ def begin(config: Any) -> Engine:
             "(docs/vllm.md)",
             NAME,
         )
-    _RUNNING[:] = [Engine(config, settings, context, first, piece=piece)]
+    guesses = int(config.num_speculative_tokens)
+    _RUNNING[:] = [Engine(config, settings, context, first, KnownPages(guesses), piece=piece)]
     return _RUNNING[0]
 
 

@@ -15,7 +15,9 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from kvsketch.errors import InputError, UnsupportedError
+from kvsketch.page.schedule import Rhythm
 from kvsketch.vllm.settings import PageSettings, settings_of
+from kvsketch.vllm.states import alone
 
 #: the name for ``--scheduler-cls``
 NAME = "kvsketch.vllm.scheduler.PageScheduler"
@@ -34,6 +36,10 @@ def piece_of(config: Any, settings: PageSettings) -> int:
     """
     given = config.scheduler_config.scheduler_cls
     name = given if isinstance(given, str | None) else f"{given.__module__}.{given.__qualname__}"
+    if name != NAME and config.speculative_config is not None:
+        raise UnsupportedError(
+            "kvsketch serves speculative decoding only with --scheduler-cls " + NAME
+        )
     if name != NAME or settings.windowed() is None:
         if name is not None and name != NAME and not name.startswith("vllm."):
             raise UnsupportedError(
@@ -66,7 +72,9 @@ class PageScheduler(AsyncScheduler):
 
     vLLM's scheduler has a place for this, of which it makes use itself for the states of Mamba. A
     request that was preempted reads its decoded tokens again: in a chunk of their own, or, with the
-    model runner V2, to which they look like a prompt, one by one.
+    model runner V2, to which they look like a prompt, one by one. Where tokens are guessed
+    (``--speculative-config``), steps end in front of the token at which a page is compressed, so
+    that no guess has part in a compression.
     """
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -75,6 +83,9 @@ class PageScheduler(AsyncScheduler):
         self._piece = 0 if settings is None else piece_of(vllm_config, settings)
         if self._piece:
             self.need_mamba_block_aligned_split = True
+        self._rhythm: Rhythm | None = None  # where tokens are guessed
+        if settings is not None and self.num_spec_tokens:
+            self._rhythm = settings.rhythm(int(vllm_config.model_config.max_model_len))
 
     def _mamba_block_aligned_split(
         self,
@@ -87,6 +98,8 @@ class PageScheduler(AsyncScheduler):
         more = num_new_local_computed_tokens + num_external_computed_tokens
         start = int(request.num_computed_tokens) + more
         end, prompt = start + num_new_tokens, int(request.num_prompt_tokens)
+        if start >= prompt and self._rhythm is not None:
+            return alone(self._rhythm, prompt, self._piece, start, num_new_tokens)
         if start >= prompt:
             return min(num_new_tokens, 1) if self.use_v2_model_runner else num_new_tokens
         if end < prompt:

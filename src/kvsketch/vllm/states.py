@@ -47,10 +47,34 @@ class States:
         self.copied = np.where(some, self.last, self.copied)
 
 
-class KnownPages:
-    """The states of the pages in an engine's blocks, of requests as well as of copies."""
+def alone(rhythm: Rhythm, prompt: int, piece: int, seen: int, tokens: int) -> int:
+    """How many of ``tokens`` tokens a request may decode at once, some of which are guesses that
+    may be rejected: so few that its page is compressed behind none of them, or a single one, which
+    is no guess.
 
-    def __init__(self) -> None:
+    Args:
+        prompt: number of tokens of its prompt, which was read in pieces of ``piece`` tokens.
+        seen: tokens of the request before these, >= ``prompt``.
+    """
+    start = (prompt - 1) // piece * piece
+    last = prompt if prompt - start > 1 else start  # a piece of one token is decoded
+    if last > rhythm.first:
+        left = rhythm.every - (seen - last) % rhythm.every
+    else:
+        late = (seen - rhythm.slots) % rhythm.every
+        left = rhythm.slots - seen if seen < rhythm.slots else rhythm.every - late
+    return max(1, min(tokens, left - 1))
+
+
+class KnownPages:
+    """The states of the pages in an engine's blocks, of requests as well as of copies.
+
+    Args:
+        guesses: of the tokens that a request has decoded last, so many may be rejected.
+    """
+
+    def __init__(self, guesses: int = 0) -> None:
+        self._guesses = guesses
         self._known = np.zeros((2, 0), dtype=np.int64)  # tokens, last
 
     def tokens(self, blocks: Numbers) -> Numbers:
@@ -62,7 +86,8 @@ class KnownPages:
         """The states of pages after ``seen`` tokens. Pages of which nothing is known, such as those
         of the requests that vLLM makes up to warm up, were compressed wherever they were full."""
         known, default = self._of(blocks), States.regular(rhythm, seen)
-        valid = (known[0] == seen) & (seen > 0)
+        valid = (seen <= known[0]) & (known[0] <= seen + self._guesses) & (seen > 0)
+        valid &= known[1] <= seen
         return States(np.where(valid, known[1], default.last))
 
     def put(self, blocks: Numbers, tokens: Numbers, last: Numbers) -> None:
