@@ -53,6 +53,7 @@ def block(result: dict[str, Any]) -> str:
         *of_sizes(found["sizes"]),
         of_documents(found["documents"]),
         *_loaded(found.get("loaded")),
+        *_guesses(found.get("guesses")),
         f"Prompts in chunks of {cut} tokens: {chunks['equal']} of {chunks['requests']} answers are "
         "the same.",
         f"{crowd['requests']} requests of 100 to 6,000 tokens at once, with memory for "
@@ -126,6 +127,28 @@ def _loaded(found: dict[str, Any] | None) -> list[str]:
         f"{first['loaded_first_over_stock']:.2f} of the time that vLLM's own cache takes when the "
         f"document is loaded for the first time, and {first['loaded_later_over_stock']:.2f} later "
         f"(budget 1,024 in 8 bits; compressed while it is read: {first['read_over_stock']:.1f})."
+    ]
+
+
+def _guesses(found: dict[str, Any] | None) -> list[str]:
+    """Answers with guessed tokens against those without."""
+    if found is None:
+        return []
+    most = found["guesses"]["speculative_config"]["num_speculative_tokens"]
+    each = [
+        [
+            "vLLM's own" if not row["budget"] else f"budget {row['budget']:,}, {row['bits']} bits",
+            f"{row['equal']} of {found['cases']}",
+            " / ".join(map(str, row["right"])),
+            " / ".join(map(str, row["steps"])),
+        ]
+        for row in found["rows"]
+    ]
+    return [
+        f"Tokens guessed by n-grams, {most} at a time, {found['cases']} LongEval cases of 200 "
+        f"lines, answers of {found['tokens']} tokens, without and with guesses (differences of "
+        "rounding decide between equally likely tokens behind the end of an answer):",
+        table(["cache", "equal answers", "right", "steps of the engine"], each),
     ]
 
 
