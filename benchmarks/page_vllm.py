@@ -139,6 +139,7 @@ def _guesses(found: dict[str, Any] | None) -> list[str]:
         [
             "vLLM's own" if not row["budget"] else f"budget {row['budget']:,}, {row['bits']} bits",
             f"{row['equal']} of {found['cases']}",
+            row["equal_beyond"],
             " / ".join(map(str, row["right"])),
             " / ".join(map(str, row["steps"])),
         ]
@@ -146,9 +147,9 @@ def _guesses(found: dict[str, Any] | None) -> list[str]:
     ]
     return [
         f"Tokens guessed by n-grams, {most} at a time, {found['cases']} LongEval cases of 200 "
-        f"lines, answers of {found['tokens']} tokens, without and with guesses (differences of "
-        "rounding decide between equally likely tokens behind the end of an answer):",
-        table(["cache", "equal answers", "right", "steps of the engine"], each),
+        f"lines, {found['tokens']} tokens each, without and with guesses. Behind the end of an "
+        "answer, differences of rounding decide between equally likely tokens:",
+        table(["cache", "equal answers", "all tokens equal", "right", "steps"], each),
     ]
 
 

@@ -454,9 +454,15 @@ def concurrency(seed: int) -> Job:
 
 def guesses(count: int) -> Job:
     """The part guesses: answers of 60 tokens, vLLM's own and ours, with and without guesses."""
+    from transformers import AutoTokenizer
+
     _, found = cases(200, count, 0)
     asked = [{"prompt": r["prompt"], "max_tokens": 60, "ignore_eos": True} for r in found]
-    rows = []
+    end, rows = AutoTokenizer.from_pretrained(resolve_model(MODEL)).eos_token_id, []
+
+    def until_end(tokens: list[int]) -> list[int]:
+        return tokens[: tokens.index(end)] if end in tokens else tokens
+
     for budget, bits in ((0, 16), (1024, 16), (512, 16), (512, 4)):
         ours = {**OURS, "KVSKETCH_BUDGET": str(budget), "KVSKETCH_BITS": str(bits)}
         variables, more = (ours, PIECES) if budget else ({}, {})
@@ -464,11 +470,13 @@ def guesses(count: int) -> Job:
             run(asked, variables, max_num_seqs=16, **more, **given) for given in ({}, GUESSES)
         )
         texts = [[answer["text"] for answer in one["answers"]] for one in (plain, guessed)]
+        ended = [[until_end(tokens) for tokens in tokens_of(one)] for one in (plain, guessed)]
         rows.append(
             {
                 "budget": budget,
                 "bits": bits,
-                "equal": same(plain, guessed),
+                "equal": sum(a == b for a, b in zip(*ended, strict=True)),
+                "equal_beyond": same(plain, guessed),
                 "right": [right(found, each) for each in texts],
                 "steps": [len(one["steps"]) for one in (plain, guessed)],
             }

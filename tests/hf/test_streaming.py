@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from kvsketch import SketchCache
+from kvsketch.cache.stream import Stream
+from kvsketch.page.quantized import FULL
 from tiny_models import build, with_buffer
 
+spend = Stream.spend
 TOKENS, PIECE, WINDOW = 70, 20, {"sink": 2, "recent": 6}
 
 
@@ -108,7 +111,9 @@ def test_a_piece_that_fits_is_not_compressed(model):
 @pytest.mark.parametrize(
     "settings", [{"budget": 0.4, "bits": 16}, {"budget": 24, "allocation": "measured", "bits": 4}]
 )
-def test_budgets_that_grow_or_differ_stream_in_pieces_too(model, settings):
+def test_budgets_that_grow_or_differ_stream_in_pieces_too(model, settings, monkeypatch):
+    """Without a fit, as all pieces."""
+    monkeypatch.setattr("kvsketch.methods.heavy_merge.fitted", lambda *_: 1 / 0)
     cache = in_pieces(SketchCache(model.config, prefill="streaming", **settings, **WINDOW))
     most = 0
     for start in range(0, TOKENS, 35):
@@ -117,6 +122,23 @@ def test_budgets_that_grow_or_differ_stream_in_pieces_too(model, settings):
         assert all(layer.stream.compressed for layer in cache.layers)
     assert cache.layers[0].stream.rhythm is None
     assert most < TOKENS
+
+
+def test_bits_are_chosen_on_the_first_piece_of_any_forward(model, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(
+        "kvsketch.cache.stream.Stream.spend",
+        lambda self, *given: (chosen.append((self.seen, self.asked_again)), spend(self, *given)),
+    )
+    ids = ids_of(1, 400)
+    for sizes in ([400], [200, 200], [150, 250]):
+        cache = SketchCache(model.config, budget=0.3, prefill="streaming")
+        for layer in cache.layers:
+            layer.stream.piece = 200
+        read(model, cache, ids, sizes)
+        assert chosen == [(sizes[0] if sizes[0] < 200 else 200, True)] * len(cache.layers)
+        assert cache.layers[0].stream.bits != FULL
+        chosen.clear()
 
 
 def test_a_failed_chunk_of_a_compressed_stream_asks_for_a_reset(model):
@@ -150,6 +172,8 @@ def test_tokens_that_may_be_removed_are_not_compressed(model):
     """Assisted decoding: a chunk of guesses goes beyond a compression, and some are taken back."""
     cache = cache_of(model, "heavy_merge")
     slots = cache.layers[0].stream.rhythm.slots
+    for layer in cache.layers:
+        layer.stream.piece = slots + 2
     read(model, cache, ids_of(1), [1] * (slots - 3))
     for layer in cache.layers:
         layer.activate_past_recording()

@@ -64,10 +64,17 @@ def cut_up(seen: int, until: int, generator: torch.Generator) -> list[int]:
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", METHODS)
-def test_slots_are_equal_to_the_bit(method, dtype, bits):
+@pytest.mark.parametrize("prompt", [2 * PIECE + 9, 2 * PIECE + 1, 3])
+def test_slots_are_equal_to_the_bit(prompt, method, dtype, bits):
+    """Of a prompt that ends with a piece, with a single token behind one, and before a layer is
+    full."""
     generator = torch.Generator().manual_seed(METHODS.index(method))
     rhythm = Schedule(2, 6, BUFFER, bits != 16).rhythm(BUDGET)
-    prompt, answer, turn = 2 * PIECE + 9, 2 * rhythm.every + 1, 50
+    last = prompt - (prompt % PIECE == 1)  # a piece of one token is decoded
+    decoded = [last + rhythm.every, last + 2 * rhythm.every]
+    if prompt < rhythm.first:
+        decoded = [rhythm.slots, rhythm.slots + rhythm.every]
+    answer, turn = decoded[-1] + 1 - prompt, 50
     tokens = prompt + answer + turn
     request = [t.to(dtype) for t in drawn(bits, tokens)]
     middle = None if bits == 16 else ((rhythm.middle,) * KV, Bits(bits, bits))
@@ -77,19 +84,17 @@ def test_slots_are_equal_to_the_bit(method, dtype, bits):
     begun, until = prompt + answer, tokens
     sizes = [*cut_up(0, prompt, generator), *[1] * answer, *cut_up(begun, until, generator)]
     found = streamed(stream, request, sizes)
-    decoded = [prompt + rhythm.every, prompt + 2 * rhythm.every]
-    ends = [end for end in range(PIECE, until, PIECE) if end < prompt or end > begun]
-    assert [at for at, _ in found] == sorted([*ends, prompt, *decoded, until])
+    ends = {end for end in range(PIECE, until, PIECE) if end < prompt or end > begun}
+    ends |= {prompt} if prompt == last > rhythm.first else set()
+    assert [at for at, _ in found] == sorted({*ends, *decoded, until})
     seen = 0
     for at, slots in found:
-        reads = at <= prompt or at > begun
-        if reads and at > begun > seen:  # the rest of the answer
-            served.step([(4, seen, [t[seen:begun] for t in request])], pieces=[0])
-            seen = begun
-        for size in cut_up(seen, at, generator) if reads else [1] * (at - seen):
-            part = [t[seen : seen + size] for t in request]
-            served.step([(4, seen, part)], pieces=[PIECE if reads else 0])
-            seen += size
+        for end, whole in ((min(at, prompt), True), (min(at, begun), False), (at, True)):
+            sizes = cut_up(seen, end, generator) if whole and seen < end else [1] * (end - seen)
+            for size in sizes:
+                part = [t[seen : seen + size] for t in request]
+                served.step([(4, seen, part)], pieces=[PIECE if whole else 0])
+                seen += size
         other = kept_in(served, 4, rhythm.slots - rhythm.every)
         theirs, ours = other.masses() != 0, slots.masses() != 0
         assert torch.equal(theirs.sum(-1), ours.sum(-1))

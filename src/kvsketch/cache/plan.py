@@ -184,10 +184,11 @@ class Plan:
         if hold:
             return False
         if not self.ready(stream, prefill):
-            if not (prefill and stream.streaming):  # another piece of the prompt may follow
-                stream.echo = None
+            stream.echo = None
+            if stream.asked_again:  # they are in the scores
+                stream.queries.clear()
             return False
-        if prefill and stream.ask_again():
+        if prefill and (stream.asked_again or stream.ask_again()):
             self.read_again(True)
         number = next(i for i, other in enumerate(streams) if other is stream)
         found = self._given(number, streams)

@@ -356,17 +356,12 @@ class Stream:
         method = self.compressor
         assert method is not None
         assert self.budget is not None
-        self.queries.clear()
-        if observed is not None and method.requires.queries:
-            asked = observed
-            if method.requires.echo:
-                asked = replace(observed, after=True)
-                page = self.parted
-                slots = page.read(exactly=page.middle is not None)
-                score = scored(method, slots, observed, asked).score
-                assert score is not None
-                page.set_score(score)
-            self.queries.add(asked)
+        if observed is not None and method.requires.echo:
+            self.ask_piece_again(observed)
+        else:
+            self.queries.clear()
+            if observed is not None and method.requires.queries:
+                self.queries.add(observed)
         due = self.due(prefill=True)
         if due:
             self._compress(self.budget, prefill=self.rhythm is None, last=observed)
@@ -374,6 +369,24 @@ class Stream:
             self.fold()
         self.page.release()
         return due
+
+    @torch.no_grad()
+    def ask_piece_again(self, observed: Observed) -> None:
+        """Ask the queries of the newest piece of a prompt again after it: they become scores, and
+        wait instead of all others; if there is no budget yet, a few of them, to measure on."""
+        method, page, asked = self.compressor, self.parted, replace(observed, after=True)
+        assert method is not None
+        slots = page.read(exactly=page.middle is not None)
+        score = scored(method, slots, observed, asked).score
+        assert score is not None
+        page.set_score(score)
+        self.queries.clear()
+        if self.waits:
+            self.queries.add(observed)
+            self._last, self.asked_again = self.queries.last(QUERIES), True
+            self.queries.clear()
+            asked = some_of(asked)
+        self.queries.add(asked)
 
     @torch.no_grad()
     def hear(self, observed: Observed, tokens: int) -> None:

@@ -152,6 +152,10 @@ class Forward:
         sampled = self.reading is not None and self.reading.echoed > 0
         if prefill and stream.echo is not None and not (sampled or self.plan.asks_again(stream)):
             stream.echo = None
+        waits = stream.streaming and stream.waits and stream.method.requires.echo
+        if prefill and waits and observed is not None and self.plan.asks_again(stream):
+            stream.ask_piece_again(observed)
+            observed = None
         done = stream.settle(observed, prefill, hold)
         if stream.waits:
             streams = [sketch.stream for sketch in self.sketches]

@@ -195,8 +195,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         """Let a prompt's queries be asked again after it, if the method wants them and the model's
         positions allow it. A stream that compresses while it reads does not see all of them."""
         stream = self.stream
-        whole = self.settings.exact_prefill or stream.waits
-        if whole and stream.method.requires.echo:
+        if self.settings.exact_prefill and stream.method.requires.echo:
             turn = turn_at(module)
             stream.echo = None if turn is None else Echo(turn)
 

@@ -87,7 +87,6 @@ class KnownPages:
         of the requests that vLLM makes up to warm up, were compressed wherever they were full."""
         known, default = self._of(blocks), States.regular(rhythm, seen)
         valid = (seen <= known[0]) & (known[0] <= seen + self._guesses) & (seen > 0)
-        valid &= known[1] <= seen
         return States(np.where(valid, known[1], default.last))
 
     def put(self, blocks: Numbers, tokens: Numbers, last: Numbers) -> None:
