@@ -276,7 +276,7 @@ def test_what_cannot_choose_is_refused(llama: Any, tmp_path: Any) -> None:
     with pytest.raises(InputError, match="bits='measured' and a tolerance"):
         SketchCache(llama.config, tolerance=0.1, allocation=path, bits="measured")
     streamed = SketchCache(llama.config, budget=60, prefill="streaming")
-    assert streamed.bits == 16
+    assert streamed.bits == "measured"
     assert SketchCache(llama.config, "snapkv", budget=60).bits == 16
     assert SketchCache(llama.config, budget=60).bits == "measured"
 

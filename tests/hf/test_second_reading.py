@@ -226,14 +226,14 @@ def test_a_second_reading_is_the_same_however_the_first_went(llama, small, score
 
 def test_after_a_sample_every_token_has_a_score(llama, small, monkeypatch):
     found = []
-    finish = Forward._settle
+    finish = Forward.settle
 
     def settle(self, layer, *args, **kwargs):
         found.append(layer.stream.slots.score)
         finish(self, layer, *args, **kwargs)
 
     ids = ids_of(1, 250)
-    monkeypatch.setattr(Forward, "_settle", settle)
+    monkeypatch.setattr(Forward, "settle", settle)
     for method in ("kvzip", "heavy_merge"):
         read(llama, ids, "sample", method)
         assert all((score > 0).all() for score in found[-2:])
