@@ -139,7 +139,7 @@ def _guesses(found: dict[str, Any] | None) -> list[str]:
         [
             "vLLM's own" if not row["budget"] else f"budget {row['budget']:,}, {row['bits']} bits",
             f"{row['equal']} of {found['cases']}",
-            row["equal_beyond"],
+            f"{row['equal_beyond']}",
             " / ".join(map(str, row["right"])),
             " / ".join(map(str, row["steps"])),
         ]
