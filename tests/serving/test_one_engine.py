@@ -64,10 +64,10 @@ def cut_up(seen: int, until: int, generator: torch.Generator) -> list[int]:
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("prompt", [2 * PIECE + 9, 2 * PIECE + 1, 3])
+@pytest.mark.parametrize("prompt", [2 * PIECE + 9, 2 * PIECE + 1, BUDGET - 1, 3])
 def test_slots_are_equal_to_the_bit(prompt, method, dtype, bits):
-    """Of a prompt that ends with a piece, with a single token behind one, and before a layer is
-    full."""
+    """Of a prompt that ends with a piece, with a single token behind one, within the budget, and
+    before a layer is full."""
     generator = torch.Generator().manual_seed(METHODS.index(method))
     rhythm = Schedule(2, 6, BUFFER, bits != 16).rhythm(BUDGET)
     last = prompt - (prompt % PIECE == 1)  # a piece of one token is decoded
