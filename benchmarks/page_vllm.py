@@ -148,7 +148,8 @@ def _guesses(found: dict[str, Any] | None) -> list[str]:
     return [
         f"Tokens guessed by n-grams, {most} at a time, {found['cases']} LongEval cases of 200 "
         f"lines, {found['tokens']} tokens each, without and with guesses. Behind the end of an "
-        "answer, differences of rounding decide between equally likely tokens:",
+        "answer, differences of rounding decide between equally likely tokens. Time was not "
+        "measured; a step with guesses takes longer than one without:",
         table(["cache", "equal answers", "all tokens equal", "right", "steps"], each),
     ]
 

@@ -215,7 +215,7 @@ def names_twice() -> list[str]:
 
 def schedules() -> list[str]:
     """Classes of the engine that say when a layer is compressed: those that
-    name the tokens from one compression to the next."""
+    hold the number of tokens from one compression to the next."""
     return sorted(
         node.name
         for path in modules().values()

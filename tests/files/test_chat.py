@@ -203,6 +203,26 @@ def test_what_the_model_is_told_first_is_never_compressed(model: str, tmp_path: 
     assert re.search(said_of, run.stderr)
 
 
+def test_a_templates_own_system_message_is_kept_if_the_budget_has_room(
+    model: str, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from kvsketch.cli.chat_command import _fresh
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "brave calm dark early fair glad {% for m in messages %}{{ m.content }}\n{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(tmp_path)
+    own = len(tokenizer("brave calm dark early fair glad ", add_special_tokens=False).input_ids)
+    for budget, sink in ((None, own), (str(own + 64), own), (str(own + 63), 4), ("0.5", 4)):
+        document = _fresh(str(tmp_path), budget, None, 0, "cpu", "float32", None)
+        assert document.wording.chat
+        assert document.cache.arguments["sink"] == sink
+
+
 def test_a_chat_says_how_to_leave_and_sends_no_commands_to_the_model(
     model: str, tmp_path: Path
 ) -> None:

@@ -141,6 +141,19 @@ def test_bits_are_chosen_on_the_first_piece_of_any_forward(model, monkeypatch):
         chosen.clear()
 
 
+def test_answers_of_a_prompt_that_fits_are_listened_to(model):
+    """While there is no budget yet: bits are chosen by the queries of the answer, if it is long
+    enough to measure on."""
+    cache = SketchCache(model.config, budget=120, prefill="streaming")
+    read(model, cache, ids_of(1, 50), [50])
+    streams = [layer.stream for layer in cache.layers]
+    assert all(stream.waits and not stream.queries.count for stream in streams)
+    read(model, cache, ids_of(1, 50), [1] * 50)
+    assert [stream.queries.count for stream in streams] == [50] * len(streams)
+    read(model, cache, ids_of(1, 30), [1] * 30)
+    assert all(stream.compressed and stream.bits != FULL for stream in streams)
+
+
 def test_a_failed_chunk_of_a_compressed_stream_asks_for_a_reset(model):
     cache = cache_of(model, "snapkv")
     read(model, cache, ids_of(1), [TOKENS])

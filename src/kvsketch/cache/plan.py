@@ -185,7 +185,7 @@ class Plan:
             return False
         if not self.ready(stream, prefill):
             stream.echo = None
-            if stream.asked_again:  # they are in the scores
+            if stream.asked_again and stream.queries.after:  # a piece's, which are in the scores
                 stream.queries.clear()
             return False
         if prefill and (stream.asked_again or stream.ask_again()):

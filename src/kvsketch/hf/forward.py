@@ -264,7 +264,7 @@ class Forward:
                 layer.crop(tokens_to_remove)
             if isinstance(layer, SketchLayer):
                 for observed in layer.verified():
-                    above = layer.stream.rhythm is None and layer.stream.above_budget
+                    above = layer.stream.above_budget and not layer.stream.streaming
                     self.settle(layer, observed, prefill=above)
         self.note_bytes()
         self.masks.cut(self.tokens)
