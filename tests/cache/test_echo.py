@@ -137,10 +137,13 @@ def test_the_attention_of_the_last_queries_counts_four_times() -> None:
         assert found is not None
         mean, _ = recent_attention(slots, asked, 64)
         torch.testing.assert_close(found, 4 * mean)
-    fading = HeavyMerge().fading(asked)
-    assert fading is not None
-    assert fading[1] == pytest.approx((1 - 1 / 64) ** 5)
-    torch.testing.assert_close(fading[0][-1], torch.tensor(4 / 64))
+        low, high = found - 0.1, found + 0.1  # what is larger stays
+        for before, after in ((low, found), (high, high)):
+            again = HeavyMerge().observe(Slots(keys, values, score=before), asked).score
+            torch.testing.assert_close(again, after)
+    weights = HeavyMerge().weights_of(asked)
+    assert weights is not None
+    torch.testing.assert_close(weights, 4 / 64 * (1 - 1 / 64) ** torch.arange(4.0, -1.0, -1.0))
 
 
 def test_tokens_outside_the_runs_get_predicted_scores() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvsketch.cache.curves import spend
 
@@ -20,7 +21,8 @@ def by_need(
     Every head keeps its sinks and its recent window; the other slots compete.
 
     Args:
-        scores: of every layer, float ``[heads, n]``, -inf for slots that are not there.
+        scores: of every layer, float ``[heads, n]``, -inf for slots that are not there; n may
+            differ.
         budget: slots per head on average, including sinks and recent window.
         sink: number of first slots that a head keeps regardless of their score.
         recent: the same for last slots.
@@ -29,22 +31,38 @@ def by_need(
             between instead, and mixes counts where this fills up). 0: none.
 
     Returns:
-        int64 ``[heads]`` for every layer; they sum to budget x heads x layers, or to all slots.
+        int64 ``[heads]`` for every layer; they sum to budget x heads x layers, or to all slots. What
+        no slot needs is the same for all heads.
     """
-    n = scores[0].shape[-1]
+    n = max(layer.shape[-1] for layer in scores)
     first = min(sink, budget, n)
     last = min(recent, budget - first, n - first)
-    between = torch.cat([layer[:, first : n - last] for layer in scores]).float()
-    free = min(budget - first - last, between.shape[1])
+    between = torch.cat(
+        [
+            pad(competing(layer, first, last), (n - layer.shape[-1], 0), value=-torch.inf)
+            for layer in scores
+        ]
+    ).float()
+    free = min(budget - first - last, n - first - last)
     counts = torch.zeros(len(between), dtype=torch.int64)
     if free > 0:
         safe = min(int(budget * safeguard) - first - last, free)
         if safe > 0:
             best = between.topk(safe, dim=-1).indices
             between = between.scatter(-1, best, torch.inf)
-        chosen = between.flatten().topk(free * len(between)).indices // between.shape[1]
+        best = between.flatten().topk(free * len(between))
+        chosen = best.indices[best.values > -torch.inf] // n
         counts = torch.bincount(chosen, minlength=len(between)).cpu()
+        counts += (free * len(between) - len(chosen)) // len(between)  # which no slot needs
     return list(torch.split(counts + first + last, [len(layer) for layer in scores]))
+
+
+def competing(scores: Tensor, sink: int, recent: int) -> Tensor:
+    """``scores`` ``[..., n]`` with -inf for the first and the last slots that are there."""
+    there = scores > -torch.inf
+    number = there.cumsum(-1)
+    between = there & (number > sink) & (number <= number[..., -1:] - recent)
+    return scores.masked_fill(~between, -torch.inf)
 
 
 def by_variance(scores: Sequence[Tensor], budget: int, window: int) -> list[Tensor]:

@@ -14,7 +14,7 @@ from kvsketch.cache.error import QUERIES
 from kvsketch.cache.measure import Measurements, measurable
 from kvsketch.cache.retrieval_heads import RetrievalHeads
 from kvsketch.cache.shard import Shard
-from kvsketch.cache.solvers import LayerBudgets, Prompt, Solver, price_of
+from kvsketch.cache.solvers import LayerBudgets, Prompt, Solver, fitting, price_of
 from kvsketch.cache.stream import Stream
 from kvsketch.page.quantized import FULL, Bits
 
@@ -114,9 +114,16 @@ class Plan:
     def asks_again(self, stream: Stream) -> bool:
         """Whether a prompt's own queries are to be asked again: the budgets that follow then
         neither come from measured errors nor need the heads of other processes."""
-        solver, heads = self._solvers[True], stream.slots.keys.shape[1]
+        solver = self._solvers[True]
         measures = solver.measures or solver.curves is not None
-        return not measures and not (solver.compares and Shard.of(heads, self._heads).ranks > 1)
+        sharded = solver.compares and Shard.of(stream.heads, self._heads).ranks > 1
+        return not measures and not sharded
+
+    @property
+    def renews(self) -> bool:
+        """Whether the budget is divided anew where more of a prompt is compressed: by scores of its
+        own queries, which are alike in all parts of it."""
+        return self.again and self.solver.compares
 
     @property
     def chooses(self) -> bool:
@@ -135,7 +142,16 @@ class Plan:
             budget = self.budget.slots(stream.seen)
             above = 0 if prefill else stream.schedule.buffer(budget)
             return stream.seen > budget and stream.seen >= budget + above
-        return not self._needs_prompt or measurable(stream) or self._all_window(stream)
+        return not self._needs_prompt or self._enough(stream) or self._all_window(stream)
+
+    def _enough(self, stream: Stream) -> bool:
+        """Whether errors can be measured on a stream, or scores compared that it has already."""
+        if self._solvers[stream.asked_again].compares and stream.asked_again:
+            return self._long(stream)
+        return measurable(stream)
+
+    def _long(self, stream: Stream) -> bool:
+        return stream.seen >= least_tokens(*stream.method.around)
 
     @property
     def _needs_prompt(self) -> bool:
@@ -183,12 +199,12 @@ class Plan:
                 stream.queries.keep_last(most)
         if hold:
             return False
+        if prefill:
+            stream.ask_again()
         if not self.ready(stream, prefill):
-            stream.echo = None
-            if stream.asked_again and stream.queries.after:  # a piece's, which are in the scores
-                stream.queries.clear()
+            stream.put_off()
             return False
-        if prefill and (stream.asked_again or stream.ask_again()):
+        if stream.asked_again:
             self.read_again(True)
         number = next(i for i, other in enumerate(streams) if other is stream)
         found = self._given(number, streams)
@@ -196,7 +212,7 @@ class Plan:
             if given.above is not None:
                 self.above[given.layer] = given.above
             bits = given.bits if self.prices else None
-            streams[given.layer].spend(given.budgets, given.provisional, bits)
+            streams[given.layer].spend(given.budgets, given.provisional, bits, prefill)
         if stream.waits and window is not None:
             stream.queries.keep_last(window)  # it has been measured
         elif stream.waits and number in self._measured.layers:
@@ -205,13 +221,14 @@ class Plan:
 
     def _given(self, number: int, streams: Sequence[Stream]) -> list[LayerBudgets]:
         """What to pass on, now that layer ``number`` has its prompt."""
-        stream = streams[number]
-        heads = stream.slots.keys.shape[1]
+        stream, heads = streams[number], streams[number].heads
         shard = Shard.of(heads, self._heads)
-        if self._needs_prompt and not measurable(stream):
+        if self._needs_prompt and not self._enough(stream):
             # a number of slots, which must not be exceeded, or nothing to allocate
             assert self.budget is not None
-            return [LayerBudgets(number, HeadBudgets([[self.budget] * heads]), stream.bits)]
+            choices = self._measured.choices if self._long(stream) else [stream.bits]
+            bits, price = fitting(self.budget, choices, stream, self.itemsize)
+            return [LayerBudgets(number, HeadBudgets([[self.budget] * heads], price=price), bits)]
         if self.solver.measures or (self.chooses and not self.solver.compares):
             own = None if self.solver.alone else shard
             self._measured.take(number, stream, own, self.itemsize)

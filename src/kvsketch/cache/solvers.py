@@ -14,13 +14,13 @@ from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.curves import Curves, of_layers
 from kvsketch.cache.goal import Goal
 from kvsketch.cache.measure import Measurements
-from kvsketch.cache.needs import by_need, by_variance
+from kvsketch.cache.needs import by_need, by_variance, competing
 from kvsketch.cache.retrieval_heads import RetrievalHeads
 from kvsketch.cache.shard import Shard
-from kvsketch.cache.storage import Price, best_at, choose, priced
+from kvsketch.cache.storage import PLAIN, Price, best_at, choose, priced
 from kvsketch.cache.stream import Stream
 from kvsketch.errors import UnsupportedError
-from kvsketch.page.quantized import Bits
+from kvsketch.page.quantized import FULL, Bits
 
 # A bound on a head is worth a compression if it removes this fraction of the head's slots.
 _WORTH = 0.9
@@ -245,13 +245,7 @@ class ByScores(Solver):
         return given
 
     def _stored(self, prompt: Prompt, numbers: Sequence[int]) -> tuple[Bits, Price]:
-        stream = prompt.stream
-        average = torch.tensor(float(self.budget.slots(stream.seen)))
-        for bits in prompt.measured.choices:
-            price = price_of(stream, bits, prompt.itemsize)
-            if float(price.buys(average)) >= stream.seen:
-                break
-        return bits, price
+        return fitting(self.budget, prompt.measured.choices, prompt.stream, prompt.itemsize)
 
     def _slots(
         self, scores: Sequence[Tensor], prompt: Prompt, price: Price, average: int
@@ -285,10 +279,10 @@ class ByScores(Solver):
             budgets = [[Budget(1.0, x / tokens) for x in row] for row in slots.tolist()]
             given.append(LayerBudgets(n, HeadBudgets(budgets, True), bits, provisional=True))
             # What a head cannot keep any more, besides sinks and recent window, is no need of it.
-            between = self._scores[n][..., sink : tokens - recent]
+            between = competing(self._scores[n], sink, recent)
             ranks = between.argsort(-1, descending=True).argsort(-1)
             gone = ranks >= (slots - sink - recent).to(ranks.device).unsqueeze(-1)
-            gone = torch.nn.functional.pad(gone, (sink, recent))
+            gone &= between > -torch.inf
             self._scores[n] = self._scores[n].masked_fill(gone, -torch.inf)
         return given
 
@@ -396,10 +390,24 @@ class ByErrors(Solver):
         return given
 
 
+def fitting(
+    budget: Budget, choices: Sequence[Bits], stream: Stream, itemsize: int | None
+) -> tuple[Bits, Price]:
+    """The most bits in which all tokens fit a budget, or the fewest, and the price of a slot."""
+    average = torch.tensor(float(budget.slots(stream.seen)))
+    for bits in choices:
+        price = price_of(stream, bits, itemsize)
+        if float(price.buys(average)) >= stream.seen:
+            break
+    return bits, price
+
+
 def price_of(stream: Stream, bits: Bits, itemsize: int | None) -> Price:
     """The price of a stream's slots in bits that were not measured. Each slot counts with a mass,
     and with a score if the method has one."""
-    schedule, slots = stream.schedule, stream.slots
+    if bits == FULL:
+        return PLAIN
+    schedule, slots = stream.schedule, stream.parted.newest(1)
     columns = set(slots.tensors()) - {"keys", "values"} | {"mass"}
     columns |= {"score"} if stream.method.requires.queries else set()
     return Price.of(slots, bits, schedule.sink + schedule.recent, len(columns), itemsize)

@@ -73,8 +73,9 @@ class Stream:
         compressed: whether any token was ever compressed.
         errors: the measured errors of the slots.
         echo: a prompt's queries, if they can be asked again after it; None: they cannot.
+        begun: whether a first prompt, or a first token, is read to its end.
         held_page: ``page``; None: there is no token yet.
-        asked_again: whether the queries that wait for the compression of a prompt are such.
+        asked_again: whether the scores of a prompt are those of its queries, asked again.
 
     Raises:
         InputError: buffer < 1, bits not as above, or not 16 with a sketch.
@@ -124,7 +125,7 @@ class Stream:
         self.held_page: Page | SketchPage | None = None
         self.rhythm: Rhythm | None
         self.echo = None
-        self.asked_again = False
+        self.asked_again = self._anew = self.begun = False
         self._last: Observed | None = None  # the prompt's last queries, if others wait
         self._heard: Tensor | None = None  # scores by an echo, during a second reading
         self.queries.clear()
@@ -163,6 +164,12 @@ class Stream:
     def waits(self) -> bool:
         """Whether a plan still has to give the budget."""
         return self.budget is None
+
+    @property
+    def heads(self) -> int:
+        """The number of KV heads."""
+        return self.page.held.shape[1]
+
 
     @property
     def slots(self) -> Slots:
@@ -226,6 +233,16 @@ class Stream:
         # The same for all heads and rows, independently of their sizes.
         return buffer + average - self.budget.average(self.seen - 1)
 
+    def reopen(self) -> None:
+        """Wait for a plan to divide the budget anew, because more of a prompt was read."""
+        self.budget, self._anew = None, True
+
+    def put_off(self) -> None:
+        """Go on without a budget, after a prompt that is too short for one."""
+        self.echo = self._last = None
+        if self.queries.after:  # these are in the scores
+            self.queries.clear()
+
     def start(self, budget: HeadBudgets) -> None:
         """Take a budget that a plan gives while nothing is compressed."""
         self.budget = budget
@@ -233,6 +250,7 @@ class Stream:
 
     def resume(self) -> None:
         """Go on from a page that was restored."""
+        self.begun = True
         rhythm = self.rhythm
         if rhythm is not None and self.compressed:
             most = rhythm.kept + self.page.appended
@@ -241,9 +259,9 @@ class Stream:
 
     def cuts(self, tokens: int, soon: bool = False) -> list[int]:
         """The numbers of tokens after which ``settle`` has to be called, if the last ``tokens``
-        were appended one after another: their sum is ``tokens``. ``soon``: if there is no budget
-        yet, the first piece may bring it."""
-        if not self.streaming or self.compressor is None or (self.waits and not soon):
+        were appended one after another: their sum is ``tokens``. ``soon``: a piece can be compressed
+        before other layers have read it."""
+        if not self.streaming or self.compressor is None or not soon:
             return [tokens]
         return pieces(self.seen - tokens, tokens, self.piece)
 
@@ -298,8 +316,9 @@ class Stream:
         Returns:
             Whether it compressed.
         """
-        piece = prefill and self._newest > 1 and not hold
-        if piece and self.streaming and self.compressor is not None and not self.waits:
+        piece = prefill and self._newest > 1 and not hold and self.compressor is not None
+        self.begun |= not hold
+        if piece and not self.waits and (self.streaming or self.asks_piece):
             return self._settle_piece(observed)
         if self.rhythm is not None:
             return self._settle_at(self.rhythm, observed, hold)
@@ -369,6 +388,11 @@ class Stream:
             self.fold()
         self.page.release()
         return due
+
+    @property
+    def asks_piece(self) -> bool:
+        """Whether more of a prompt, read after a compression, is asked again and compressed now."""
+        return self.compressed and self.method.requires.echo and self.due(prefill=True)
 
     @torch.no_grad()
     def ask_piece_again(self, observed: Observed) -> None:
@@ -441,7 +465,11 @@ class Stream:
         return bool((above >= (1 if prefill else self.buffer)).any())
 
     def spend(
-        self, budget: HeadBudgets, provisional: bool = False, bits: Bits | None = None
+        self,
+        budget: HeadBudgets,
+        provisional: bool = False,
+        bits: Bits | None = None,
+        fit: bool = True,
     ) -> None:
         """Compress to a budget that a plan gives, with the waiting queries.
 
@@ -449,6 +477,7 @@ class Stream:
             budget: of every head.
             provisional: it is an upper bound; the final one will follow.
             bits: bits of the slots from now on; None: unchanged.
+            fit: slots may be fitted to the waiting queries, which are those of a prompt.
         """
         if not provisional:
             self.budget = budget
@@ -460,13 +489,14 @@ class Stream:
             pass  # to that bound already
         elif provisional or not (budget.whole and self.bits == FULL and fits):
             last = self._last or self.queries.all()
-            self._compress(budget, prefill=True, last=last, provisional=provisional)
+            self._compress(budget, prefill=True, last=last, provisional=provisional, fit=fit)
         elif not provisional:
             self.fold()
         if provisional:
             self.queries.keep_last(self.method.window or 0)
         else:
             self.queries.clear()
+            self._anew = False
 
     @torch.no_grad()
     def _compress(
@@ -475,6 +505,7 @@ class Stream:
         prefill: bool,
         last: Observed | None,
         provisional: bool = False,
+        fit: bool = True,
     ) -> None:
         """Compress to the budgets now; ``last``: queries to measure the error on."""
         begins = not self.compressed
@@ -508,7 +539,8 @@ class Stream:
                 recent = max(recent, method.window or 0)
             if rhythm is not None:  # random choices depend on this number, and not on other rows
                 method.restart(torch.full((len(self.held),), self.seen))
-            fit = prefill and not self.streaming  # to the whole prompt's queries
+            # To the queries of a whole prompt; those of more of it are not asked for all of it.
+            fit = fit and prefill and not self.streaming and not self._anew
             page = self._slotted(method, budget, limit, room, (sink, recent), fit)
         self._limit = page.appended + page.room
         # All heads of groups equally, independently of their sizes.
@@ -655,12 +687,12 @@ class Stream:
         asked = self.queries.all()
         if asked is None or not self.compressed or self.rhythm is not None:
             return False  # with a rhythm, slots are to be those of an engine
-        fading = self.method.fading(asked) if cpu.takes(asked.queries) else None
-        if fading is None:
+        weights = self.method.weights_of(asked) if cpu.takes(asked.queries) else None
+        if weights is None:
             return False
-        parts, (weights, fade) = self.page.scored(), fading
+        parts = self.page.scored()
         group = asked.queries.shape[1] // parts[0].heads
-        if not cpu.receive(asked, parts, weights / group, fade):
+        if not cpu.receive(asked, parts, weights / group):
             return False
         self.queries.clear()
         return True
@@ -689,7 +721,7 @@ class Stream:
             budget: budget of every head from now on.
             bits: of the slots between sinks and recent window.
         """
-        page = Page.of_tokens(slots)
+        page, self.begun = Page.of_tokens(slots), True
         self.held_page, self.seen, self.budget, self._limit = page, seen, budget, 0
         self.compressed, before, self.rhythm = False, self.compressed, None
         self.queries.clear()

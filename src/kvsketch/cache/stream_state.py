@@ -37,6 +37,7 @@ def stream_state(stream: Stream) -> State:
             "bits": list(stream.bits),
             "bytes": stream._bytes,
             "compressed": stream.compressed,
+            "asked_again": stream.asked_again,
             "left": stream._limit - (page.appended if stream.compressed else 0),
             "form": form,
         }
@@ -98,6 +99,8 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
             raise reader.wrong("budget", slots, f"about the {page.count} slots that are held")
         stream._limit += page.appended
     stream.resume()
+    if reader.has("asked_again"):  # not in older files
+        stream.asked_again = reader.flag("asked_again")
     if reader.has("queries"):
         stream.queries.restore(reader.part("queries"), kind)
     stream.errors.restore(reader.part("errors"), kind, seen)

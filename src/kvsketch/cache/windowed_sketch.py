@@ -108,7 +108,7 @@ class WindowedSketch:
         """Return ``slots`` unchanged, likewise."""
         return slots
 
-    def fading(self, observed: Observed) -> None:
+    def weights_of(self, observed: Observed) -> None:
         """None: a sketch has no scores."""
 
     def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:

@@ -53,7 +53,7 @@ class LayerTurn:
         reading: whether ``prefill`` reads a context.
         again: the part of it that is read a second time now; None: none is.
         compresses: whether the layer is compressed, or will be after this.
-        soon: whether its budget, if it is not known, follows from its own first tokens.
+        soon: whether it can be compressed while other layers have not read the same tokens.
         settle: ends a piece of its prompt, whose queries it is called with.
     """
 

@@ -59,6 +59,7 @@ class Forward:
         self._before = 0  # tokens before this forward
         self._torn = False  # some layers have tokens that others lack
         self.reading: Reading | None = None
+        self._renews = False  # whether the budget is divided anew at the end of this forward
         self.measured = False  # whether a prompt was compressed, so that there are new errors
 
     def watch(self, layers: list[Any]) -> None:
@@ -97,7 +98,7 @@ class Forward:
             reading is not None,
             again,
             functools.partial(self._compresses, layer),
-            self.soon,
+            self.soon(layer),
             functools.partial(self.settle, layer, prefill=True),
         )
         try:
@@ -140,10 +141,11 @@ class Forward:
             self._open.remove(layer)
         self._end()
 
-    @property
-    def soon(self) -> bool:
-        """Whether a layer's budget, if it is not known, follows from its own first tokens."""
-        return not self.plan.solver.needs_prompt
+    def soon(self, layer: SketchLayer) -> bool:
+        """Whether a layer can be compressed while others have not read the same tokens: its budget,
+        if it is not known, follows from its own first ones, and is not divided anew."""
+        plan = self.plan
+        return not (plan.solver.needs_prompt if layer.stream.waits else plan.renews)
 
     def settle(self, layer: SketchLayer, observed: Observed | None, prefill: bool) -> None:
         """Let a layer compress, or the plan give budgets that follow from its prompt."""
@@ -152,10 +154,15 @@ class Forward:
         sampled = self.reading is not None and self.reading.echoed > 0
         if prefill and stream.echo is not None and not (sampled or self.plan.asks_again(stream)):
             stream.echo = None
-        waits = stream.streaming and stream.waits and stream.method.requires.echo
-        if prefill and waits and observed is not None and self.plan.asks_again(stream):
-            stream.ask_piece_again(observed)
-            observed = None
+        if prefill and not hold and observed is not None:
+            if layer is self.first:
+                self._renews = self.plan.renews and stream.asks_piece
+            if self._renews:
+                stream.reopen()
+            piece = stream.waits and (stream.streaming or stream.begun)
+            if piece and stream.method.requires.echo and self.plan.asks_again(stream):
+                stream.ask_piece_again(observed)
+                observed = None
         done = stream.settle(observed, prefill, hold)
         if stream.waits:
             streams = [sketch.stream for sketch in self.sketches]

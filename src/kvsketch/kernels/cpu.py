@@ -117,9 +117,9 @@ class Prepared:
         return _launched(library, self._call, asked, self._shape)
 
 
-def receive(asked: Observed, parts: Sequence[Part], weights: Tensor, fade: float) -> bool:
-    """Multiply the scores of all slots by ``fade`` and add the attention that the slots receive
-    from queries.
+def receive(asked: Observed, parts: Sequence[Part], weights: Tensor) -> bool:
+    """Raise the scores of all slots to the attention that the slots receive from queries, where it
+    is larger.
 
     Args:
         asked: queries of the newest tokens, ``[batch, num_attention_heads, q, head_dim]``, without
@@ -141,7 +141,7 @@ def receive(asked: Observed, parts: Sequence[Part], weights: Tensor, fade: float
     columns = [sinks, None, None, None]
     call = _call(described[0], queries, parts[0].heads, queries.shape[2], None, columns, False)
     wrong = library.kvsketch_receive(
-        call, queries.data_ptr(), weights.data_ptr(), fade, asked.scaling, asked.softcap or 0.0
+        call, queries.data_ptr(), weights.data_ptr(), asked.scaling, asked.softcap or 0.0
     )
     assert not wrong
     return True

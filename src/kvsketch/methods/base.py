@@ -210,10 +210,11 @@ class Compressor(ABC):
         """
         raise NotImplementedError
 
-    def fading(self, observed: Observed) -> tuple[Tensor, float] | None:
-        """For a method whose ``observe`` adds up the attention that slots receive: the weight of
-        each query, float32 ``[q]``, and the factor of the scores before, if these queries of
-        decoded tokens are added so. A page can then be scored where it is. None: they are not."""
+    def weights_of(self, observed: Observed) -> Tensor | None:
+        """For a method whose ``observe`` adds up the attention that slots receive, and keeps the
+        scores before where they are larger: the weight of each query, float32 ``[q]``, if these
+        queries of decoded tokens count so. A page can then be scored where it is. None: they do
+        not."""
         return None
 
     def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:

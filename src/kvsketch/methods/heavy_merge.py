@@ -46,10 +46,11 @@ class HeavyMerge(Compressor):
     unchanged; the others are grouped by rounds of merging the closest (weighted by the root of
     attention), and each group becomes one slot.
 
-    Attention is that of the last ``window`` queries, with older queries fading (``SnapKV``'s,
-    without pooling), or the largest of a second reading. Where the model's positions allow it, all
-    queries of a prompt are asked again after it (``cache.echo``), and the largest share of
-    attention that one of them gives a token is added to four times the former. The weight of a
+    Attention is that of the last ``window`` queries (``SnapKV``'s, without pooling), or the largest
+    of a second reading. Where the model's positions allow it, all queries of a prompt are asked
+    again after it (``cache.echo``), and the largest share of attention that one of them gives a
+    token is added to four times the former. Queries that come later raise the attention of a token
+    and never lower it: what was important may be asked for at any later time. The weight of a
     token is its attention times the norm of its value. Heads are compared by the tokens of more
     than three times the weight of their median token, and those with a share above 0.3; a head
     whose median token has such a share needs all of them (``importance``). A group's slot is (mean
@@ -119,19 +120,17 @@ class HeavyMerge(Compressor):
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
         if observed is None:
             return scored_before(slots, self.name)
-        received, fade = _decoded_attention(slots, observed, self.window)
-        received = received * _RECENT
+        received = _decoded_attention(slots, observed, self.window) * _RECENT
         if slots.score is not None:
-            received = received + slots.score * fade
+            received = torch.maximum(received, slots.score)
         return replace(slots, score=received)
 
-    def fading(self, observed: Observed) -> tuple[Tensor, float] | None:
-        q = observed.queries.shape[2]
+    def weights_of(self, observed: Observed) -> Tensor | None:
         if not _decoded(observed, self.window):
             return None
-        keep = 1 - 1 / self.window
-        weights = _RECENT / self.window * keep ** torch.arange(q - 1, -1, -1).float()
-        return weights, keep**q
+        newer = torch.arange(observed.queries.shape[2] - 1, -1, -1)
+        weights: Tensor = _RECENT / self.window * (1 - 1 / self.window) ** newer.float()
+        return weights
 
     def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
         return reread_attention(slots, observed, about)
@@ -227,16 +226,14 @@ def _decoded(observed: Observed, window: int) -> bool:
     return few and observed.plain and observed.live is None and not observed.after
 
 
-def _decoded_attention(
-    slots: Slots, observed: Observed, window: int
-) -> tuple[Tensor, Tensor | float]:
+def _decoded_attention(slots: Slots, observed: Observed, window: int) -> Tensor:
     """``recent_attention`` in fewer operations for decoded queries without padding, soft-capping or
     ALiBi, because decoding computes this every few tokens."""
     batch, heads, q, dim = observed.queries.shape
     if not _decoded(observed, window):
         # Converted once and not in every block of queries.
         full = replace(slots, keys=slots.keys.to(compute_dtype(slots.keys.dtype)))
-        return recent_attention(full, observed, window)
+        return recent_attention(full, observed, window)[0]
     check_queries(observed.queries, slots, None)
     kv_heads, n = slots.keys.shape[1:3]
     rows, shared = batch * kv_heads, heads // kv_heads
@@ -270,4 +267,4 @@ def _decoded_attention(
             total += (sink[part] - highest).exp_().squeeze(-1)
         found = (weights / total.clamp_(min=1e-30)).unsqueeze(1) @ share
         received[part] = found.squeeze(1)
-    return received.view(batch, kv_heads, n), keep**q
+    return received.view(batch, kv_heads, n)

@@ -44,6 +44,8 @@ class Answerer:
     def _answer(self, cases: Sequence[EncodedCase], setup: Setup) -> list[Reply]:
         if cases[0].measure:
             return [self._follower.reply(case, setup) for case in cases]
+        if cases[0].turns:
+            return [self._session(case, setup) for case in cases]
         if not self._warm:  # the first call of a process includes initialisation
             self._generate(torch.tensor([list(cases[0].ids[:8])]), None, DynamicCache(), None, 2)
             self._warm = True
@@ -59,6 +61,42 @@ class Answerer:
         tokens = output[:, ids.shape[1] :].tolist()
         end = self._clock()
         return self._replies(cases, tokens, cache, probe, start, end)
+
+    def _session(self, case: EncodedCase, setup: Setup) -> Reply:
+        """The answers to the turns of a session, in one cache; its bytes at the end."""
+        first = len(case.turns[0].text) or len(case.turns[0].question)
+        cache = new_cache(self.model.config, self.settings, setup, first)
+        said: list[int] = []
+        answers, asked, made, reading, decoding = [], 0, 0, 0.0, 0.0
+        for turn in case.turns:
+            start = self._clock()
+            for part in (turn.text, turn.question):
+                said += part
+                asked += len(part)
+                if part is turn.text and part:
+                    ids = torch.tensor([said])
+                    self._read(ids, torch.ones_like(ids), cache)
+            ids = torch.tensor([said])
+            probe = _Probe(cache, self._clock)
+            output = self._generate(ids, torch.ones_like(ids), cache, probe, case.new_tokens)
+            tokens = output[0, len(said) :].tolist()
+            end, tokens = self._clock(), tokens[: self._length(tokens)]
+            reading += probe.prefilled - start
+            decoding += end - probe.resumed
+            made += len(tokens) - 1
+            said += tokens
+            answers.append(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        final = footprint(cache)
+        return Reply(
+            text="\n".join(answers),
+            prompt_tokens=asked,
+            new_tokens=made + len(answers),
+            **costs(final, final),
+            prefill_seconds=reading,
+            decode_tokens=made,
+            decode_seconds=decoding,
+            turns=tuple(answers),
+        )
 
     def _read(self, ids: Tensor, mask: Tensor, cache: Any) -> None:
         """The context alone, before the question is known."""

@@ -11,17 +11,27 @@ from kvsketch.evaluation.runner.settings import Settings
 
 
 @dataclass(frozen=True)
+class EncodedTurn:
+    """Token ids of a turn of a session: what is read before the question is known, and the rest."""
+
+    text: Sequence[int]
+    question: Sequence[int]
+
+
+@dataclass(frozen=True)
 class EncodedCase:
     """Token ids of a prompt. The first `record` of them are compressed before the question is
     seen; with the question seen, that is all of them. `new_tokens`: longest answer.
 
     With a `measure`, nothing is answered: the ids continue after the prompt, and the last
-    `new_tokens` of them are measured (`following`)."""
+    `new_tokens` of them are measured (`following`). With `turns`, it is a session: the ids are
+    theirs, and `new_tokens` the longest answer to one of them."""
 
     ids: Sequence[int]
     record: int
     new_tokens: int
     measure: str = ""
+    turns: Sequence[EncodedTurn] = ()
 
 
 class Encoder:

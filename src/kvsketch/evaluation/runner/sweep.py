@@ -274,6 +274,7 @@ class Sweep:
                 "answers": list(case.answers),
                 "made": made,
                 **reply.__dict__,
+                "measured": dict(task.measured(case, reply)),
             },
         )
 

@@ -20,7 +20,7 @@ class Options:
 
     Attributes:
         cases: longeval: case files instead of generated cases.
-        lines: longeval, and texts of form "line": record lengths.
+        lines: longeval, and texts of form "line": record lengths; sessions: of all records.
         num_cases: generated cases for each length, depth or subtask.
         limit: first so many of each file, data set, subtask or length.
         seed: of generated cases.
@@ -29,7 +29,8 @@ class Options:
         subtasks: ruler; none: all.
         lengths: needle, ruler, texts: tokens.
         depths: needle: 0 to 1.
-        form: needle: what is hidden; texts: what they are. None: "sandwich", "text".
+        form: needle: what is hidden; sessions, texts: what they are. None: "sandwich",
+            "documents", "text".
     """
 
     cases: Sequence[Path] = ()
@@ -110,12 +111,24 @@ def _texts(options: Options, name: str) -> Task:
     )
 
 
+def _sessions(options: Options) -> Task:
+    from kvsketch.evaluation.tasks.sessions import Sessions
+
+    return Sessions(
+        options.form or "documents",
+        options.lines or [330],
+        num_cases=min(n for n in (options.num_cases or 10, options.limit) if n is not None),
+        seed=options.seed,
+    )
+
+
 TASKS: dict[str, Callable[[Options], Task]] = {
     "longeval": _longeval,
     "longbench": _longbench,
     "longbench_e": partial(_longbench, extended=True),
     "needle": _needle,
     "ruler": _ruler,
+    "sessions": _sessions,
     "kl": partial(_texts, name="kl"),
     "perplexity": partial(_texts, name="perplexity"),
     "attention_error": partial(_texts, name="attention_error"),
@@ -130,6 +143,7 @@ USED: dict[str, set[str]] = {
     "longbench_e": _LONGBENCH,
     "needle": {"lengths", "depths", "num_cases", "limit", "form", "data", "seed"},
     "ruler": {"subtasks", "lengths", "num_cases", "limit", "data", "seed"},
+    "sessions": {"lines", "num_cases", "limit", "form", "seed"},
     "kl": _TEXTS,
     "perplexity": _TEXTS,
     "attention_error": _TEXTS,

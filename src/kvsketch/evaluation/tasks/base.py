@@ -52,7 +52,7 @@ class Reply:
 
     `slots` and the bytes are measured when the first answer token is out, `final_` ones after the
     last; the first token is the prefill's, `decode_tokens` come after it. `measured`: numbers by
-    name, for tasks without text answers (`following`)."""
+    name, for tasks without text answers (`following`). `turns`: the answers of a session."""
 
     text: str
     prompt_tokens: int
@@ -67,6 +67,7 @@ class Reply:
     decode_tokens: int
     decode_seconds: float
     measured: Mapping[str, float] = field(default_factory=dict)
+    turns: tuple[str, ...] = ()
 
 
 class Task(ABC):
@@ -90,6 +91,10 @@ class Task(ABC):
     def graded(self, case: Case, reply: Reply) -> float:
         """The score of a reply; a task without text answers uses the measured numbers instead."""
         return self.score(case, reply.text)
+
+    def measured(self, case: Case, reply: Reply) -> Mapping[str, float]:
+        """Numbers by name that are stored beside the score."""
+        return reply.measured
 
     def encoded(self, case: Case, encoder: Encoder, limit: int, new_tokens: int) -> EncodedCase:
         """The case as token ids, with ``limit`` positions for the prompt.

@@ -82,7 +82,7 @@ def wrap(
             view = running.masks.read(mask, batch, q, layer.stream.seen)
             layer.mark(view)
             observed = replace(asked, queries=asked.queries.detach(), live=view.causal)
-            sizes = layer.cuts(view, running.soon)
+            sizes = layer.cuts(view, running.soon(layer))
             if len(sizes) > 1:
                 settle = functools.partial(running.settle, layer, prefill=True)
                 out, observed = attend_in_pieces(layer, observed, view, sizes, settle)

@@ -58,7 +58,7 @@ enum { FLOAT32 = 32, BFLOAT16 = 17, FLOAT16 = 16 };
 
 typedef void (*Job)(void*);
 typedef void (*Parallel)(Job, void*, unsigned, unsigned);
-typedef int (*Run)(const Call*, const void*, void*, const float*, double, double, double, Parallel);
+typedef int (*Run)(const Call*, const void*, void*, const float*, double, double, Parallel);
 
 #ifdef KV_ISA
 #define KV_JOIN2(a, b) a##b
@@ -520,7 +520,6 @@ struct Turn {
   float* states;
   int64_t state;                          // floats of a state
   const float* weights;                   // of the queries, to add attention to scores; else null
-  float fade;
   std::atomic<int64_t> next;
   int64_t all;
 };
@@ -771,9 +770,9 @@ void attend_some(Asking& asking, int64_t from, int64_t to, State state) {
   }
 }
 
-// For every slot of a KV head: its score times ``fade``, plus the attention that it receives from all
+// For every slot of a KV head: the larger of its score and the attention that it receives from all
 // queries, each times its weight.
-void receive(Asking& asking, const float* weights, float fade) {
+void receive(Asking& asking, const float* weights) {
   const Turn& turn = asking.turn;
   const Call& call = *turn.call;
   const int each = turn.each;
@@ -804,7 +803,7 @@ void receive(Asking& asking, const float* weights, float fade) {
         for (int i = 0; i < full; i += W)
           store(sums + i, load(sums + i) + exped(load(s + i) - state.most[j]) * state.total[j]);
       }
-      for (int i = 0; i < n; i++) held[at + i] = held[at + i] * fade + sums[i];
+      for (int i = 0; i < n; i++) held[at + i] = std::max(held[at + i], sums[i]);
     }
   }
 }
@@ -826,7 +825,7 @@ void work(void* given) {
         std::upper_bound(turn.tasks, turn.tasks + owners, task) - turn.tasks - 1;
     const int64_t from = (task - turn.tasks[owner]) * turn.chunk;
     Asking asking(turn, owner / call.heads, owner % call.heads);
-    if (turn.weights) receive(asking, turn.weights, turn.fade);
+    if (turn.weights) receive(asking, turn.weights);
     else attend_some(asking, from, from + turn.chunk, state_at(turn, task));
   }
 }
@@ -875,8 +874,8 @@ inline int padded_to(int64_t dim) { return (int)((dim + W - 1) / W * W); }
 }  // namespace
 
 extern "C" int KV_JOIN(kvsketch_run_, KV_ISA)(const Call* call, const void* queries, void* out,
-                                              const float* weights, double fade, double scaling,
-                                              double softcap, Parallel parallel) {
+                                              const float* weights, double scaling, double softcap,
+                                               Parallel parallel) {
   const Part* const* parts = (const Part* const*)call->parts;
   int64_t dims[2] = {0, 0};
   for (int64_t number = 0; number < call->count; number++) {
@@ -896,7 +895,6 @@ extern "C" int KV_JOIN(kvsketch_run_, KV_ISA)(const Call* call, const void* quer
   turn.softcap = softcap;
   turn.each = (int)call->each;
   turn.weights = weights;
-  turn.fade = (float)fade;
   turn.pad = padded_to(dims[0]);
   turn.value_pad = padded_to(dims[1]);
   const int64_t owners = call->rows * call->heads;
@@ -940,7 +938,7 @@ extern "C" int KV_JOIN(kvsketch_run_, KV_ISA)(const Call* call, const void* quer
 #ifdef KV_DISPATCH
 #define KV_RUN(isa)                                                                            \
   extern "C" int kvsketch_run_##isa(const Call*, const void*, void*, const float*, double, double, \
-                                    double, Parallel);                                         \
+                                    Parallel);                                         \
   extern "C" void kvsketch_pair_##isa(void*, int64_t, Parallel);                               \
   extern "C" void kvsketch_share_##isa(void*, int64_t, Parallel);                              \
   static const Copy of_##isa = {kvsketch_run_##isa, kvsketch_pair_##isa, kvsketch_share_##isa};
@@ -991,13 +989,13 @@ KV_EXPORT int kvsketch_limit(int most) {
 }
 KV_EXPORT int kvsketch_attend(const Call* call, const void* queries, void* out, double scaling,
                                double softcap) {
-  return chosen->run(call, queries, out, nullptr, 0, scaling, softcap, parallel);
+  return chosen->run(call, queries, out, nullptr, scaling, softcap, parallel);
 }
-// Multiplies the scores of all slots by ``fade`` and adds the attention that the slots receive from
-// the queries, times their weights, float32 [newest].
+// Raises the scores of all slots to the attention that the slots receive from the queries, times
+// their weights, float32 [newest], where it is larger.
 KV_EXPORT int kvsketch_receive(const Call* call, const void* queries, const float* weights,
-                               double fade, double scaling, double softcap) {
-  return chosen->run(call, queries, nullptr, weights, fade, scaling, softcap, parallel);
+                               double scaling, double softcap) {
+  return chosen->run(call, queries, nullptr, weights, scaling, softcap, parallel);
 }
 // See ``Pairs`` in pairs.h.
 KV_EXPORT void kvsketch_pair(void* pairs, int64_t threads) {

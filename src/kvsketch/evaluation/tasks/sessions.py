@@ -1,0 +1,237 @@
+"""Sessions: many turns with one cache, which is compressed as the session goes on.
+
+All are made of LongEval's records of lines (Li et al. 2023), so that nothing said is like anything
+else and every answer is right or wrong:
+
+- ``turns``: fifty questions about one record, one after the other;
+- ``documents``: eleven records. A question about the newest follows each, and one about a record
+  that was read some records before. In the end, questions about the first record: what is
+  forgotten, and when;
+- ``instruction``: the same, and the session begins with an instruction for all answers;
+- ``repeat``: a record, which is then repeated line by line: one long answer, whose later parts need
+  its earlier ones to know what comes next.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from kvsketch.errors import InputError, at_least, unknown_name
+from kvsketch.evaluation.runner.encoding import EncodedCase, EncodedTurn, Encoder
+from kvsketch.evaluation.runner.longeval import read_answer
+from kvsketch.evaluation.runner.longeval_cases import (
+    HEADER,
+    QUESTION,
+    format_line,
+    make_record,
+    word_lists,
+)
+from kvsketch.evaluation.tasks.base import Case, Reply, Task, mean
+
+FORMS = ("turns", "documents", "instruction", "repeat")
+INSTRUCTION = "Begin every answer with the word {word}.\n"
+REPEAT = "\nRepeat all of the above.\n"
+QUESTIONS, DOCUMENTS = 50, 11
+#: after each document but the first and the last, how many documents ago another one was read that
+#: is asked about; about the first document, in the end
+AGES, LAST = (1, 1, 2, 1, 3, 5, 2, 4, 8), 4
+_NUMBER_TOKENS, _LINE_TOKENS = 32, 12
+#: the last part of a session, in which an instruction must still hold
+_END = 0.25
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a session.
+
+    Attributes:
+        text: what is read first, such as a document; "": nothing.
+        question: what is said then.
+        answer: the right answer.
+        about: the point of the session's curve to which the answer counts.
+    """
+
+    text: str
+    question: str
+    answer: str
+    about: str
+
+
+class Sessions(Task):
+    """Sessions by form and number of lines.
+
+    Args:
+        form: in ``FORMS``.
+        lines: of all records of a session together.
+        num_cases: sessions for each number of lines.
+        seed: of everything random.
+
+    Raises:
+        InputError: an unknown form, or a number out of range.
+    """
+
+    name = "sessions"
+
+    def __init__(
+        self,
+        form: str = "documents",
+        lines: Sequence[int] = (330,),
+        num_cases: int = 10,
+        seed: int = 0,
+    ) -> None:
+        if form not in FORMS:
+            raise unknown_name("form", form, FORMS)
+        least = {"turns": QUESTIONS, "repeat": 1}.get(form, DOCUMENTS * LAST)
+        self.lines = [at_least("lines", count, least) for count in dict.fromkeys(lines)]
+        self.num_cases = at_least("num_cases", num_cases, 1)
+        self.form, self.seed = form, seed
+        self._turns: dict[str, list[Turn]] = {}
+
+    def cases(self) -> list[Case]:
+        """By lines and number.
+
+        Raises:
+            InputError: the words of the records are missing (``wonderwords``).
+        """
+        try:
+            word_lists()
+        except ImportError as error:
+            raise InputError(str(error)) from error
+        return [self._case(lines, i) for lines in self.lines for i in range(self.num_cases)]
+
+    def _case(self, lines: int, number: int) -> Case:
+        rng = random.Random(f"sessions/{self.form}/{lines}/{self.seed}/{number}")
+        turns = list(_MADE[self.form](lines, rng))
+        case = Case(
+            task=self.name,
+            context="".join(turn.text + turn.question for turn in turns),
+            question="",
+            answers=tuple(turn.answer for turn in turns),
+            max_new_tokens=lines * _LINE_TOKENS if self.form == "repeat" else _NUMBER_TOKENS,
+            group={"form": self.form, "lines": lines},
+            where=f"sessions {self.form} lines={lines} seed={self.seed} case {number}",
+        )
+        self._turns[case.id] = turns
+        return case
+
+    def encoded(self, case: Case, encoder: Encoder, limit: int, new_tokens: int) -> EncodedCase:
+        """The turns as token ids. A text is read before its question is known, if questions are
+        unseen.
+
+        Raises:
+            InputError: the session does not fit the model's positions.
+        """
+        unseen = encoder.settings.question == "unseen"
+        turns = []
+        for turn in self._turns[case.id]:
+            first = not turns
+            if unseen and turn.text:
+                text, asked = encoder.ids(turn.text, first), encoder.ids(turn.question, False)
+                turns.append(EncodedTurn(text, asked))
+            else:
+                turns.append(EncodedTurn([], encoder.ids(turn.text + turn.question, first)))
+        tokens = sum(len(turn.text) + len(turn.question) for turn in turns)
+        most = tokens + len(turns) * new_tokens
+        if self.form != "repeat":  # answers are short, whatever they may be
+            most = tokens + len(turns) * _NUMBER_TOKENS // 2
+        if most > limit + new_tokens:
+            raise InputError(
+                f"{case.where}: about {most} tokens are beyond the model's positions: give fewer "
+                "--lines"
+            )
+        return EncodedCase((), 0, new_tokens, turns=turns)
+
+    def graded(self, case: Case, reply: Reply) -> float:
+        """The mean over turns; of an instruction, over the last quarter of them."""
+        scores = [score for _, score in self._scores(case, reply)]
+        if self.form == "instruction":
+            scores = scores[-max(1, round(_END * len(scores))) :]
+        return mean(scores)
+
+    def measured(self, case: Case, reply: Reply) -> Mapping[str, float]:
+        """The curve of the session: the mean score of each of its points."""
+        points: dict[str, list[float]] = {}
+        for about, score in self._scores(case, reply):
+            points.setdefault(about, []).append(score)
+        return {about: mean(scores) for about, scores in sorted(points.items())}
+
+    def score(self, case: Case, text: str) -> float:
+        raise TypeError("the turns of a session are scored one by one")
+
+    def _scores(self, case: Case, reply: Reply) -> list[tuple[str, float]]:
+        turns = self._turns[case.id]
+        if self.form == "repeat":
+            return _repeated(turns[0], reply.turns[0])
+        return [
+            (turn.about, float(_right(turn.answer, said)))
+            for turn, said in zip(turns, reply.turns, strict=True)
+        ]
+
+
+def _right(answer: str, said: str) -> bool:
+    if answer.isdecimal():
+        return read_answer(said) == int(answer)
+    return said.strip().partition(" ")[0].rstrip(".,:") == answer
+
+
+def _repeated(turn: Turn, said: str) -> list[tuple[str, float]]:
+    """Which lines were repeated in their order, by quarters of the record."""
+    wanted, told = turn.answer.splitlines(), [line.strip() for line in said.splitlines()]
+    blocks = SequenceMatcher(None, wanted, told, autojunk=False).get_matching_blocks()
+    found = {block.a + i for block in blocks for i in range(block.size)}
+    return [
+        (f"quarter {4 * i // len(wanted) + 1}", float(i in found)) for i in range(len(wanted))
+    ]
+
+
+def _read(record: Mapping[str, int]) -> str:
+    return HEADER + "".join(format_line(*item) for item in record.items())
+
+
+def _asked(record: Mapping[str, int], key: str, about: str, text: str = "") -> Turn:
+    return Turn(text, QUESTION.format(key=key), str(record[key]), about)
+
+
+def _questions(lines: int, rng: random.Random) -> Iterator[Turn]:
+    record = make_record(lines, rng)
+    for i, key in enumerate(rng.sample(list(record), QUESTIONS)):
+        about = f"turns {i // 10 * 10 + 1:02}-{i // 10 * 10 + 10}"
+        yield _asked(record, key, about, "" if i else _read(record))
+
+
+def _documents(lines: int, rng: random.Random) -> Iterator[Turn]:
+    every = list(make_record(lines, rng).items())
+    size = lines // DOCUMENTS
+    records = [dict(every[i * size : (i + 1) * size]) for i in range(DOCUMENTS)]
+    left = [rng.sample(list(record), len(record)) for record in records]  # nothing is asked twice
+    for i, record in enumerate(records):
+        yield _asked(record, left[i].pop(), "documents ago 00", _read(record))
+        if 0 < i <= len(AGES):
+            old = i - AGES[i - 1]
+            yield _asked(records[old], left[old].pop(), f"documents ago {AGES[i - 1]:02}")
+    for _ in range(LAST):
+        yield _asked(records[0], left[0].pop(), f"documents ago {DOCUMENTS - 1:02}")
+
+
+def _instruction(lines: int, rng: random.Random) -> Iterator[Turn]:
+    word = rng.choice([noun for noun in word_lists()[1] if noun.isalpha()])
+    for i, turn in enumerate(_documents(lines, rng)):
+        before = INSTRUCTION.format(word=word) if not i else ""
+        yield Turn(before + turn.text, turn.question, word, f"answers {i // 6 * 6 + 1:02}-")
+
+
+def _repeat(lines: int, rng: random.Random) -> Iterator[Turn]:
+    record = make_record(lines, rng)
+    answer = "".join(format_line(*item) for item in record.items())
+    yield Turn(_read(record), REPEAT, answer, "")
+
+
+_MADE = {
+    "turns": _questions,
+    "documents": _documents,
+    "instruction": _instruction,
+    "repeat": _repeat,
+}
