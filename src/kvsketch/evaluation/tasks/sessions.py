@@ -7,7 +7,8 @@ else and every answer is right or wrong:
 - ``documents``: eleven records. A question about the newest follows each, and one about a record
   that was read some records before. In the end, questions about the first record: what is
   forgotten, and when;
-- ``instruction``: the same, and the session begins with an instruction for all answers;
+- ``system``: the session begins with a message that says one thing more, which is asked for in the
+  end, after all documents: what a system message is for;
 - ``repeat``: a record, which is then repeated line by line: one long answer, whose later parts need
   its earlier ones to know what comes next.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 from kvsketch.errors import InputError, at_least, unknown_name
@@ -26,21 +27,22 @@ from kvsketch.evaluation.runner.longeval_cases import (
     HEADER,
     QUESTION,
     format_line,
+    make_key,
     make_record,
     word_lists,
 )
 from kvsketch.evaluation.tasks.base import Case, Reply, Task, mean
 
-FORMS = ("turns", "documents", "instruction", "repeat")
-INSTRUCTION = "Begin every answer with the word {word}.\n"
+FORMS = ("turns", "documents", "system", "repeat")
+SYSTEM = "The code for {key} is {value}.\n"
+CODE = "\nWhat is the code for {key}? It is "
 REPEAT = "\nRepeat all of the above.\n"
 QUESTIONS, DOCUMENTS = 50, 11
 #: after each document but the first and the last, how many documents ago another one was read that
 #: is asked about; about the first document, in the end
 AGES, LAST = (1, 1, 2, 1, 3, 5, 2, 4, 8), 4
 _NUMBER_TOKENS, _LINE_TOKENS = 32, 12
-#: the last part of a session, in which an instruction must still hold
-_END = 0.25
+_MOST_CODE = 10**7
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,9 @@ class Sessions(Task):
         return EncodedCase((), 0, new_tokens, turns=turns)
 
     def graded(self, case: Case, reply: Reply) -> float:
-        """The mean over turns; of an instruction, over the last quarter of them."""
+        """The mean over turns; of a system message, that of the last turn."""
         scores = [score for _, score in self._scores(case, reply)]
-        if self.form == "instruction":
-            scores = scores[-max(1, round(_END * len(scores))) :]
-        return mean(scores)
+        return scores[-1] if self.form == "system" else mean(scores)
 
     def measured(self, case: Case, reply: Reply) -> Mapping[str, float]:
         """The curve of the session: the mean score of each of its points."""
@@ -166,15 +166,9 @@ class Sessions(Task):
         if self.form == "repeat":
             return _repeated(turns[0], reply.turns[0])
         return [
-            (turn.about, float(_right(turn.answer, said)))
+            (turn.about, float(read_answer(said) == int(turn.answer)))
             for turn, said in zip(turns, reply.turns, strict=True)
         ]
-
-
-def _right(answer: str, said: str) -> bool:
-    if answer.isdecimal():
-        return read_answer(said) == int(answer)
-    return said.strip().partition(" ")[0].rstrip(".,:") == answer
 
 
 def _repeated(turn: Turn, said: str) -> list[tuple[str, float]]:
@@ -216,11 +210,13 @@ def _documents(lines: int, rng: random.Random) -> Iterator[Turn]:
         yield _asked(records[0], left[0].pop(), f"documents ago {DOCUMENTS - 1:02}")
 
 
-def _instruction(lines: int, rng: random.Random) -> Iterator[Turn]:
-    word = rng.choice([noun for noun in word_lists()[1] if noun.isalpha()])
-    for i, turn in enumerate(_documents(lines, rng)):
-        before = INSTRUCTION.format(word=word) if not i else ""
-        yield Turn(before + turn.text, turn.question, word, f"answers {i // 6 * 6 + 1:02}-")
+def _system(lines: int, rng: random.Random) -> Iterator[Turn]:
+    key, value = make_key(rng), str(rng.randrange(_MOST_CODE // 10, _MOST_CODE))
+    before = SYSTEM.format(key=key, value=value)
+    for turn in _documents(lines, rng):
+        yield replace(turn, text=before + turn.text)
+        before = ""
+    yield Turn("", CODE.format(key=key), value, "system")
 
 
 def _repeat(lines: int, rng: random.Random) -> Iterator[Turn]:
@@ -232,6 +228,6 @@ def _repeat(lines: int, rng: random.Random) -> Iterator[Turn]:
 _MADE = {
     "turns": _questions,
     "documents": _documents,
-    "instruction": _instruction,
+    "system": _system,
     "repeat": _repeat,
 }
