@@ -237,10 +237,12 @@ class ByScores(Solver):
         average = self.budget.slots(prompt.stream.seen)
         scores = [self._scores.pop(n) for n in numbers]
         told = self._slots(scores, prompt, price, average)
-        value, given = self.budget.value, []
-        for n, rows in zip(numbers, told, strict=True):
-            shares = [[x / average for x in price.cost(row).tolist()] for row in rows]
-            own = [[Budget(value, x) for x in row] for row in shares]
+        costs = torch.stack([price.cost(torch.stack(rows)) for rows in told]).double()
+        if isinstance(self.budget.value, int):  # what is left serves the tokens that follow
+            costs += (average - costs.mean((0, 2), keepdim=True)).clamp(min=0)
+        given = []
+        for n, shares in zip(numbers, (costs / average).tolist(), strict=True):
+            own = [[Budget(self.budget.value, x) for x in row] for row in shares]
             given.append(LayerBudgets(n, HeadBudgets(own, True, price=price), bits))
         return given
 

@@ -170,7 +170,6 @@ class Stream:
         """The number of KV heads."""
         return self.page.held.shape[1]
 
-
     @property
     def slots(self) -> Slots:
         """All slots ``[batch, num_key_value_heads, n, ...]``; where heads differ in size, the

@@ -176,9 +176,7 @@ def _repeated(turn: Turn, said: str) -> list[tuple[str, float]]:
     wanted, told = turn.answer.splitlines(), [line.strip() for line in said.splitlines()]
     blocks = SequenceMatcher(None, wanted, told, autojunk=False).get_matching_blocks()
     found = {block.a + i for block in blocks for i in range(block.size)}
-    return [
-        (f"quarter {4 * i // len(wanted) + 1}", float(i in found)) for i in range(len(wanted))
-    ]
+    return [(f"quarter {4 * i // len(wanted) + 1}", float(i in found)) for i in range(len(wanted))]
 
 
 def _read(record: Mapping[str, int]) -> str:
