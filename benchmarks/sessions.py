@@ -15,7 +15,6 @@ Methods are named as in ``kvsketch eval --methods``.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
 

@@ -68,3 +68,32 @@ def test_a_number_of_slots_is_kept_to_the_slot(allocation, tokens):
         model(ids, past_key_values=cache)
     held = torch.stack([layer.stream.held for layer in cache.layers])
     assert int(held.sum()) == 300 * held.numel()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.lists(st.integers(9, 30), min_size=2, max_size=2), min_size=1, max_size=3),
+    budget=st.integers(9, 35),
+    seed=st.integers(0, 9),
+)
+def test_heads_of_any_size_compete_with_what_they_have(sizes, budget, seed):
+    """The first and the last slots of every head that are there are kept, and the others compete,
+    wherever they are. What no slot needs is the same for all heads."""
+    sink, recent = 2, 4
+    generator = torch.Generator().manual_seed(seed)
+    layers, own = [], []
+    for heads in sizes:
+        width = max(heads)
+        scores = torch.rand(len(heads), width, generator=generator)
+        own += [scores[h, width - size :].tolist() for h, size in enumerate(heads)]
+        there = torch.arange(width) >= width - torch.tensor(heads).unsqueeze(1)
+        layers.append(scores.masked_fill(~there, -torch.inf))
+    widest = max(map(max, sizes))
+    free = (min(budget, widest) - sink - recent) * len(own)
+    rest = sorted(
+        ((x, h) for h, row in enumerate(own) for x in row[sink : len(row) - recent]), reverse=True
+    )
+    wanted = [sink + recent + max(0, free - len(rest)) // len(own)] * len(own)
+    for _, head in rest[:free]:
+        wanted[head] += 1
+    assert torch.cat(by_need(layers, budget, sink, recent)).tolist() == wanted

@@ -31,8 +31,8 @@ def by_need(
             between instead, and mixes counts where this fills up). 0: none.
 
     Returns:
-        int64 ``[heads]`` for every layer; they sum to budget x heads x layers, or to all slots. What
-        no slot needs is the same for all heads.
+        int64 ``[heads]`` for every layer; they sum to budget x heads x layers, or to all slots.
+        What no slot needs is the same for all heads.
     """
     n = max(layer.shape[-1] for layer in scores)
     first = min(sink, budget, n)
@@ -50,8 +50,8 @@ def by_need(
         if safe > 0:
             best = between.topk(safe, dim=-1).indices
             between = between.scatter(-1, best, torch.inf)
-        best = between.flatten().topk(free * len(between))
-        chosen = best.indices[best.values > -torch.inf] // n
+        best, chosen = between.flatten().topk(free * len(between))
+        chosen = chosen[best > -torch.inf] // n
         counts = torch.bincount(chosen, minlength=len(between)).cpu()
         counts += (free * len(between) - len(chosen)) // len(between)  # which no slot needs
     return list(torch.split(counts + first + last, [len(layer) for layer in scores]))

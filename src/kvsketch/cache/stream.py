@@ -258,8 +258,8 @@ class Stream:
 
     def cuts(self, tokens: int, soon: bool = False) -> list[int]:
         """The numbers of tokens after which ``settle`` has to be called, if the last ``tokens``
-        were appended one after another: their sum is ``tokens``. ``soon``: a piece can be compressed
-        before other layers have read it."""
+        were appended one after another: their sum is ``tokens``. ``soon``: a piece can be
+        compressed before other layers have read it."""
         if not self.streaming or self.compressor is None or not soon:
             return [tokens]
         return pieces(self.seen - tokens, tokens, self.piece)

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
+from kvsketch.documents.wording import Wording
 from kvsketch.errors import InputError, at_least, unknown_name
 from kvsketch.evaluation.runner.encoding import EncodedCase, EncodedTurn, Encoder
 from kvsketch.evaluation.runner.longeval import read_answer
@@ -86,7 +87,7 @@ class Sessions(Task):
     ) -> None:
         if form not in FORMS:
             raise unknown_name("form", form, FORMS)
-        least = {"turns": QUESTIONS, "repeat": 1}.get(form, DOCUMENTS * LAST)
+        least = {"turns": QUESTIONS, "repeat": 1}.get(form, DOCUMENTS * (LAST + 2))
         self.lines = [at_least("lines", count, least) for count in dict.fromkeys(lines)]
         self.num_cases = at_least("num_cases", num_cases, 1)
         self.form, self.seed = form, seed
@@ -120,21 +121,26 @@ class Sessions(Task):
         return case
 
     def encoded(self, case: Case, encoder: Encoder, limit: int, new_tokens: int) -> EncodedCase:
-        """The turns as token ids. A text is read before its question is known, if questions are
-        unseen.
+        """The turns as token ids, in the tokenizer's chat template if it has one. A text is read
+        before its question is known, if questions are unseen.
 
         Raises:
             InputError: the session does not fit the model's positions.
         """
         unseen = encoder.settings.question == "unseen"
-        turns = []
+        turns: list[EncodedTurn] = []
+        wording = Wording.of(encoder.tokenizer)
         for turn in self._turns[case.id]:
-            first = not turns
+            text, asked, special = turn.text, turn.question, not turns
+            if wording.chat:
+                special = False
+                text = (wording.between if turns else wording.before) + text
+                asked = asked + wording.answering
             if unseen and turn.text:
-                text, asked = encoder.ids(turn.text, first), encoder.ids(turn.question, False)
-                turns.append(EncodedTurn(text, asked))
+                own = encoder.ids(text, special)
+                turns.append(EncodedTurn(own, encoder.ids(asked, False)))
             else:
-                turns.append(EncodedTurn([], encoder.ids(turn.text + turn.question, first)))
+                turns.append(EncodedTurn([], encoder.ids(text + asked, special)))
         tokens = sum(len(turn.text) + len(turn.question) for turn in turns)
         most = tokens + len(turns) * new_tokens
         if self.form != "repeat":  # answers are short, whatever they may be
