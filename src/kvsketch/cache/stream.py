@@ -256,7 +256,7 @@ class Stream:
             if bool((self.held > most).any()):
                 self.rhythm = None  # it was put together from others
 
-    def cuts(self, tokens: int, soon: bool = False) -> list[int]:
+    def cuts(self, tokens: int, soon: bool) -> list[int]:
         """The numbers of tokens after which ``settle`` has to be called, if the last ``tokens``
         were appended one after another: their sum is ``tokens``. ``soon``: a piece can be
         compressed before other layers have read it."""
