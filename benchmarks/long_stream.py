@@ -6,7 +6,8 @@ The packaged model, told that it has positions enough, is fed the text of sessio
 (``kvsketch eval sessions --form documents``), one token at a time, again and again with other
 records. ``bytes`` is the largest size of the slots in a block of tokens over that of the budget,
 scores and masses included; ``held`` that of all tensors, waiting queries included. ``time`` is the
-median time of a token in a block over that of the first block after the budget was reached.
+mean time of the processor for a token in a block over that in the first block; the median is that
+of a token without a compression.
 ``error`` is the relative error of 32 queries of the first tokens over all tokens so far, as
 ``SketchCache.error`` measures it: what the model would be told if it asked for the beginning again.
 """
@@ -54,12 +55,13 @@ def streamed(model: Any, tokenizer: Any, method: str, budget: int, length: int, 
     with torch.inference_mode():
         model(torch.tensor([prompt]), past_key_values=cache, use_cache=True, logits_to_keep=1)
         for block in range(blocks):
-            seconds, slots, held = [], 0, 0
+            seconds: list[float] = []
+            slots, held = 0, 0
             for i in range(length // blocks):
                 ids = torch.tensor([[next(source)]])
-                start = time.perf_counter()
+                start = time.thread_time()
                 model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                seconds.append(time.perf_counter() - start)
+                seconds.append(time.thread_time() - start)
                 if i % 7 == 0:
                     slots = max(slots, slot_bytes(cache))
                     held = max(held, cache.nbytes())

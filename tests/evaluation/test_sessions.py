@@ -178,7 +178,7 @@ def test_the_command_prints_a_curve_and_resumes(tmp_path: Any) -> None:
         assert run.exit_code == 0, run.output
     rows = json.loads(runs[0].stdout.splitlines()[-1])["results"]
     assert [row["method"] for row in rows] == ["exact", "streaming_llm"]
-    assert list(rows[0]["measured"])[0] == "turns 01-10"
+    assert next(iter(rows[0]["measured"])) == "turns 01-10"
     assert rows[0]["measured"]["turns 01-10"] > rows[1]["measured"]["turns 41-50"]
     assert json.loads(runs[1].stdout.splitlines()[-1])["results"] == rows
     assert len(out.read_text().splitlines()) == 2

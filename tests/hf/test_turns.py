@@ -1,5 +1,5 @@
-"""More of a prompt, read after a compression or after a first prompt that fits: its queries are asked
-again after it, and the budget is divided anew by the scores of all slots."""
+"""More of a prompt, read after a compression or after a first prompt that fits: its queries are
+asked again after it, and the budget is divided anew by the scores of all slots."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def measurable(stream: Stream) -> bool:
     """Whether there are enough tokens and queries to measure errors. Queries that were read after
     the prompt are all that there will be."""
     queries = stream.queries
-    enough = stream.seen >= least_tokens(*stream.method.around)
+    enough = stream.seen >= least_tokens(*stream.around)
     return enough and queries.count >= (2 if queries.after else min(stream.seen, 64))
 
 
@@ -42,7 +42,7 @@ def measure(
     grows. For a shard: its heads' part of the error of the whole layer. ``itemsize``: as for
     ``Price.of``."""
     method = stream.method
-    sink, recent = method.around
+    sink, recent = stream.around
     slots, observed = stream.slots, stream.queries.all()
     assert observed is not None
     if slots.count > _MEASURED_TOKENS:

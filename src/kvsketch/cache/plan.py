@@ -151,7 +151,7 @@ class Plan:
         return measurable(stream)
 
     def _long(self, stream: Stream) -> bool:
-        return stream.seen >= least_tokens(*stream.method.around)
+        return stream.seen >= least_tokens(*stream.around)
 
     @property
     def _needs_prompt(self) -> bool:
@@ -173,7 +173,7 @@ class Plan:
         measured, so that nothing is left to allocate."""
         if self.budget is None:
             return False
-        sink, recent = stream.method.around
+        sink, recent = stream.around
         slots = self.budget.slots(stream.seen)
         least = least_tokens(sink, min(recent, max(32, slots - sink)))
         return slots <= sink + recent and stream.seen >= least

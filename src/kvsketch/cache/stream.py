@@ -14,6 +14,7 @@ from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.compress import compress, compress_newest, scored
 from kvsketch.cache.echo import Echo, some_of
 from kvsketch.cache.error import QUERIES, Errors
+from kvsketch.cache.pins import Pins
 from kvsketch.cache.queries import Queries
 from kvsketch.cache.sketch_page import SketchPage
 from kvsketch.cache.storage import bits_of
@@ -112,12 +113,14 @@ class Stream:
         self._bits, self._buffer, self.streaming = known or FULL, buffer, streaming
         self.piece = PIECE
         self.queries, self.errors = Queries(), Errors(track_error)
+        self.pins = Pins(*method.around)
         self.echo: Echo | None = None
         self.reset()
 
     def reset(self) -> None:
         """Remove all tokens, and a budget that a plan has given."""
         self.budget = self._given
+        self.pins.clear()
         self._store(self._bits)
         self.seen = self._newest = 0  # tokens, and how many of them were appended last
         self.padded = False  # whether any token was padding, so that slots may be dead
@@ -137,7 +140,7 @@ class Stream:
 
     def _store(self, bits: Bits) -> None:
         self.bits = bits
-        (sink, recent), sketch = self.method.around, not self.method.recompresses
+        (sink, recent), sketch = self.around, not self.method.recompresses
         given = self._buffer, bits != FULL, sketch, self.one_shot
         self.schedule = Schedule(sink, recent, *given)
 
@@ -146,7 +149,7 @@ class Stream:
         self.rhythm, budget = None, self.budget
         if budget is None or budget.even is None or not self.streaming or self.one_shot:
             return
-        if isinstance(budget.value, float) or not self.method.recompresses:
+        if isinstance(budget.value, float) or not self.method.recompresses or self.pins:
             return
         slots = budget.slots(budget.value + 1)
         assert isinstance(slots, int)
@@ -164,6 +167,24 @@ class Stream:
     def waits(self) -> bool:
         """Whether a plan still has to give the budget."""
         return self.budget is None
+
+    @property
+    def around(self) -> tuple[int, int]:
+        """Slots at the start and at the end of a head that a compression now keeps unchanged."""
+        sink, recent = self.method.around
+        return sink + (self.pins.count(self.seen) if self.pins else 0), recent
+
+    def pin(self, start: int, end: int) -> None:
+        """Never compress the tokens from ``start`` to ``end``, see ``Pins.add``."""
+        self.pins.add(start, end)
+        self.rhythm = None  # an engine's pages have none
+        self._count_pins()
+
+    def _count_pins(self) -> None:
+        """Let the pinned tokens that were read count in the budget."""
+        self._store(self.bits)
+        if self.budget is not None and self.budget.price.fixed:
+            self.budget.price = replace(self.budget.price, window=sum(self.around))
 
     @property
     def heads(self) -> int:
@@ -317,6 +338,8 @@ class Stream:
         """
         piece = prefill and self._newest > 1 and not hold and self.compressor is not None
         self.begun |= not hold
+        if self.pins:
+            self._count_pins()
         if piece and not self.waits and (self.streaming or self.asks_piece):
             return self._settle_piece(observed)
         if self.rhythm is not None:
@@ -533,7 +556,9 @@ class Stream:
         else:
             method = self.compressor
             assert method is not None
-            sink, recent = method.around
+            sink, recent = self.around
+            if self.pins:  # they are kept, whatever the budget is
+                limit, budget = (_at_least(x, sink + recent + 1) for x in (limit, budget))
             if provisional:  # the queries of the final compression must attend to the same tokens
                 recent = max(recent, method.window or 0)
             if rhythm is not None:  # random choices depend on this number, and not on other rows
@@ -546,6 +571,7 @@ class Stream:
         if page.places is not None:
             self._limit = page.appended + self.schedule.period * room
         self.page, self.compressed = page, True
+        self.pins.passed(self.seen)
         self._last = None
         if not provisional:
             self.queries.clear()
@@ -566,7 +592,9 @@ class Stream:
         """The next page of a compressor's."""
         page = self.parted
         asked = self.queries.all()
-        if method.local and page.middle is not None and not fit and self.rhythm is None:
+        moves = self.pins.reached(self.seen)
+        newest_only = method.local and not fit and not moves and self.rhythm is None
+        if newest_only and page.middle is not None:
             self.fold()
             each = torch.as_tensor(budget).expand(page.held.shape)
             often = self.schedule.period * room
@@ -579,6 +607,8 @@ class Stream:
             slots = replace(slots, values=slots.values.to(compute_dtype(slots.values.dtype)))
         # Scored before: where nothing is compressed, the queries must not be lost either.
         slots = self._scored(slots)
+        if self.pins:
+            slots, fit = self.pins.gathered(slots, self.seen), fit and not moves
 
         def space(kept: Slots) -> int:
             often = self.schedule.period * room
@@ -776,6 +806,10 @@ class Stream:
         held += [] if self._heard is None else [self._heard]
         parts = (self.method, self.errors, self.queries, self.echo)
         return held + [tensor for part in parts if part is not None for tensor in part.tensors()]
+
+
+def _at_least(slots: int | Tensor, least: int) -> int | Tensor:
+    return max(slots, least) if isinstance(slots, int) else slots.clamp(min=least)
 
 
 def _bytes(tensors: list[Tensor]) -> int:

@@ -38,6 +38,7 @@ def stream_state(stream: Stream) -> State:
             "bytes": stream._bytes,
             "compressed": stream.compressed,
             "asked_again": stream.asked_again,
+            "pins": stream.pins.values(),
             "left": stream._limit - (page.appended if stream.compressed else 0),
             "form": form,
         }
@@ -62,6 +63,8 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
         InputError: tensors or numbers that are inconsistent or do not fit the stream.
     """
     method = stream.method
+    if reader.has("pins"):  # not in older files
+        stream.pins.restore(reader)
     seen = reader.whole("seen", 1, most or 1 << 31)
     stream.padded = reader.flag("padded")
     bits = reader.anything("bits")

@@ -79,6 +79,13 @@ def compress_command(
     ] = None,
     sink: Annotated[int, typer.Option(help="Number of first tokens that are always kept.")] = 4,
     recent: Annotated[int, typer.Option(help="Number of last tokens that are always kept.")] = 32,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="A part of the document, word for word, that is never compressed (repeatable).",
+        ),
+    ] = None,
     prefill: Annotated[
         str,
         typer.Option(
@@ -134,12 +141,15 @@ def compress_command(
         raise InputError(
             f"--method {method} scores a text by a second reading and needs --queries reread"
         )
+    if pin and for_vllm is not None:
+        raise InputError("--pin and --for-vllm exclude each other: an engine's pages have no pins")
     if max_tokens is not None and max_tokens < 1:
         raise InputError(f"--max-tokens {max_tokens} must be at least 1")
     check_out(out)
     text = text_of(document, "FILE")
+    spans = [_span(text, part) for part in pin or []]
     found = _compressed(text, document, model, method, queries, settings, max_tokens, plain, seed,
-                        device, dtype, out, engine)  # fmt: skip
+                        device, dtype, out, engine, spans)  # fmt: skip
     console = console_for(as_json)
     console.print(
         f"{found['tokens']:,} tokens in {found['seconds']:.1f} s "
@@ -160,6 +170,15 @@ def compress_command(
         print(dumps({"command": "compress", "out": str(out), **found}))
 
 
+def _span(text: str, part: str) -> tuple[int, int]:
+    """Where a part of a text is, in characters."""
+    if not part.strip() or text.count(part) != 1:
+        often = f"{text.count(part)} times" if part.strip() else "nothing"
+        raise InputError(f"--pin {part!r:.60} must be in the document exactly once, it is {often}")
+    start = text.index(part)
+    return start, start + len(part)
+
+
 def _compressed(
     text: str,
     source: Path,
@@ -174,6 +193,7 @@ def _compressed(
     dtype: str,
     out: Path,
     engine: tuple[PageSettings, int] | None,
+    spans: list[tuple[int, int]],
 ) -> dict[str, Any]:
     from kvsketch.evaluation.runner import loading
     from kvsketch.evaluation.runner.settings import Settings
@@ -206,6 +226,11 @@ def _compressed(
     least = around.shape[1] + 2  # a token of a question, and one of an answer
     documents.check_positions(ids.shape[1], cache, f"FILE {source}", least)
     cache = made(loaded.config, ids.shape[1])
+    for span in spans:
+        shifted = (span[0] + len(wording.before), span[1] + len(wording.before))
+        given = wording.before + text, shifted, not wording.chat
+        first, end = documents.tokens_of(tokenizer, *given)
+        cache.pin(first, min(end, ids.shape[1]))
     start = time.perf_counter()
     with reading(cache) as advance:
         documents.read(loaded, tokenizer, ids, cache, queries, advance)

@@ -118,6 +118,23 @@ def encoded(model: Any, tokenizer: Any, text: str, special: bool) -> Tensor:
     return torch.tensor([ids], dtype=torch.int64, device=model.device)
 
 
+def tokens_of(tokenizer: Any, text: str, span: tuple[int, int], special: bool) -> tuple[int, int]:
+    """The first and the end of the tokens that hold some characters of a text.
+
+    Raises:
+        InputError: the tokenizer does not say where its tokens are.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise InputError("pinned text needs a fast tokenizer, which knows where its tokens are")
+    where = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)[
+        "offset_mapping"
+    ]
+    found = [i for i, (a, b) in enumerate(where) if a < span[1] and b > span[0]]
+    if not found:
+        raise InputError(f"no token holds the pinned text {text[slice(*span)]!r:.60}")
+    return found[0], found[-1] + 1
+
+
 def check_positions(tokens: int, cache: SketchCache, what: str, least: int) -> None:
     """Raise InputError where a document leaves fewer than ``least`` of the model's positions to a
     question and its answer."""

@@ -408,6 +408,7 @@ class SketchCache(Cache):  # type: ignore[misc]
             "bits": self.bits,
             "kernel": paged.kernel_on(self._device),
             "tokens": self.get_seq_length(),
+            "pinned": self._forward.first.stream.pins.tokens,
             "slots": accounting.mean_held(self.layers),
             "kv_bytes": size,
             "exact_kv_bytes": exact,
@@ -433,6 +434,38 @@ class SketchCache(Cache):  # type: ignore[misc]
         compression was during decoding.
         """
         return accounting.measured(self.layers)
+
+    def pin(self, start: int, end: int) -> None:
+        """Never compress the tokens from ``start`` to ``end`` of the text (padding included), such
+        as an instruction: they are kept as sinks are, and count in the budget; while a fraction of
+        few tokens is less than what is pinned, it is exceeded. Tokens that will be read later can
+        be pinned, and those that no compression has reached yet.
+
+        Raises:
+            InputError: an empty span, one that overlaps another, or more than a budget in tokens
+                holds. Nothing is changed.
+            UnsupportedError: some of the tokens are compressed already, a streaming sketch, or the
+                middle of a forward. Nothing is changed.
+        """
+        if not self._forward.over:
+            raise UnsupportedError("pin() in the middle of a forward: call it before or after one")
+        streams = [layer.stream for layer in self._sketches()]
+        if streams[0].compressor is None:
+            raise UnsupportedError(
+                f"pin(): method={self.method!r} is a streaming sketch, which keeps no token"
+            )
+        for stream in streams:
+            tried = copy.deepcopy(stream.pins)
+            tried.add(start, end)
+            budget = None if self.budget is None else self.budget.value
+            needed = sum(stream.method.around) + tried.tokens + 1
+            if isinstance(budget, int) and needed > budget:
+                raise InputError(
+                    f"pin({start}, {end}): sinks, recent and pinned tokens are {needed - 1}, and "
+                    f"budget={budget} must be larger"
+                )
+        for stream in streams:
+            stream.pin(start, end)
 
     def save(
         self, path: str | Path, *, tokenizer: Any = None, about: Mapping[str, Any] | None = None

@@ -84,6 +84,8 @@ def _check(first: SketchCache, second: SketchCache, model: PreTrainedModel) -> N
                     f"method={cache.method!r}: the state of a streaming sketch cannot be rotated "
                     "to later positions; use a compressor, such as heavy_merge"
                 )
+            if layer.stream.pins:
+                raise UnsupportedError("a cache with pinned tokens cannot be joined with another")
             if layer.stream.padded:
                 raise UnsupportedError("a padded cache cannot be joined with another")
     a, b = first._sketches()[0], second._sketches()[0]

@@ -118,6 +118,8 @@ def pages_of(state: State, layers: int) -> tuple[int, list[Page]]:
             raise UnsupportedError(f"the file has {kind.batch} rows or padding; one text is needed")
         if stream.word("form") != "page":
             raise UnsupportedError("the file holds a streaming sketch, whose slots change")
+        if stream.has("pins") and len(stream.anything("pins")) > 1:
+            raise UnsupportedError("the file has pinned tokens, which an engine's pages have not")
         counts.add(stream.whole("seen", 1, 1 << 31))
         pages.append(Page.from_state(stream.part("page"), kind))
     (seen,) = counts if len(counts) == 1 else (0,)

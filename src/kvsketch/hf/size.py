@@ -56,7 +56,7 @@ def _layer(layer: SketchLayer) -> int:
     given = (key_dim + value_dim) * layer.dtype.itemsize + 4 * columns
     total, tensors = int(held.sum()) * given, 5 + columns
     if page.middle is not None:
-        window = sum(stream.method.around)
+        window = sum(stream.around)
         middle = int((held - window - page.appended).clamp(min=0).sum())
         few = slot_bytes(key_dim, stream.bits.keys) + slot_bytes(value_dim, stream.bits.values)
         total += middle * (few + 4 * columns - given)
