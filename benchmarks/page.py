@@ -1,5 +1,5 @@
-"""Writes docs/benchmarks.md, docs/guarantees.md, docs/errors.md and docs/which-method.md from the
-JSON that benchmarks left in docs/results/.
+"""Writes docs/benchmarks.md, docs/sessions.md, docs/guarantees.md, docs/errors.md and
+docs/which-method.md from the JSON that benchmarks left in docs/results/.
 
     python -m benchmarks.page
 
@@ -21,6 +21,7 @@ from benchmarks import (
     page_readme,
     page_reread,
     page_ruler,
+    page_sessions,
     page_speed,
     page_vllm,
 )
@@ -75,6 +76,12 @@ def of_guarantees() -> str:
     return page_guarantees.opening(growth, guarantee) if growth and guarantee else ""
 
 
+def of_sessions() -> str:
+    """How docs/sessions.md opens."""
+    found = [loaded(f"sessions_{form}") for form in page_sessions.TITLES]
+    return page_sessions.opening([x for x in found if x], loaded("long_stream"))
+
+
 PAGES: dict[str, tuple[str, Callable[[], str], dict[str, Callable[[dict[str, Any]], str]]]] = {
     "benchmarks.md": (
         "# Speed and memory",
@@ -91,6 +98,14 @@ PAGES: dict[str, tuple[str, Callable[[], str], dict[str, Callable[[dict[str, Any
             "streaming_accuracy": page_speed.streaming_accuracy,
             "sketch_budget": page_balance.sketch_budget,
             "ray_throughput": page_speed.ray_throughput,
+        },
+    ),
+    "sessions.md": (
+        "# Sessions: what is forgotten over many turns",
+        of_sessions,
+        {
+            **{f"sessions_{form}": page_sessions.sessions for form in page_sessions.TITLES},
+            "long_stream": page_sessions.long_stream,
         },
     ),
     "guarantees.md": (

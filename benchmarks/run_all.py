@@ -54,6 +54,11 @@ COMMANDS = {
     "streaming_memory": "streaming_memory",
     "streaming_accuracy": "streaming_accuracy",
     "compression_time": "compression_time",
+    "sessions_documents": "sessions --forms documents",
+    "sessions_turns": "sessions --forms turns",
+    "sessions_system": "sessions --forms system --methods exact,heavy_merge,heavy_merge:16:32,"
+    "h2o+int4,h2o:16:32+int4,streaming_llm,streaming_llm:16:32",
+    "long_stream": "long_stream",
     "ray_throughput": "ray_throughput",
     "document_files": "document_files --lines 800 --count 2",
     "document_merge": "document_merge --cases ../shared/data/longeval/200_lines.jsonl",

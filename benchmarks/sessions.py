@@ -40,8 +40,8 @@ from kvsketch.evaluation.tasks.sessions import FORMS, Sessions
 
 MODEL = "spread"
 METHODS = (
-    "exact,heavy_merge,heavy_merge@even,heavy_merge+16bit,h2o,tova,snapkv,snapkv+int4,keydiff,"
-    "streaming_llm,cluster_merge,merge_reduce,subgen,balancekv_streaming"
+    "exact,heavy_merge,heavy_merge@even,heavy_merge+16bit,h2o,h2o+int4,tova,snapkv,snapkv+int4,"
+    "keydiff,streaming_llm,cluster_merge,merge_reduce"
 )
 
 
@@ -107,9 +107,9 @@ def _token_bytes(config: Any) -> int:
 
 
 def main(
-    forms: Annotated[str, typer.Option(help=f"Of {', '.join(FORMS)}.")] = "turns,documents",
+    forms: Annotated[str, typer.Option(help=f"Of {', '.join(FORMS)}.")] = "documents",
     lines: Annotated[int, typer.Option(help="Lines of all records of a session.")] = 330,
-    count: Annotated[int, typer.Option(help="Sessions.")] = 10,
+    count: Annotated[int, typer.Option(help="Sessions.")] = 12,
     budgets: Annotated[str, typer.Option(help="Kept fractions.")] = "0.25,0.125,0.0625",
     methods: Annotated[str, typer.Option(help="Comma-separated.")] = METHODS,
     model_name: Annotated[str, typer.Option("--model", help="A packaged model.")] = MODEL,

@@ -105,7 +105,8 @@ class SketchCache(Cache):  # type: ignore[misc]
             "measured" if the questions differ from the text that was read. "layer" and "global":
             keep the slots of highest score among all heads of a layer (AdaKV) or of the model
             (KVzip); with "global" and "variance" all layers stay uncompressed until the prompt is
-            read, except after an echo. "variance" (d2o's default): more for layers whose tokens are
+            read, except after an echo. Scores of an echo divide the budget anew where more of a
+            prompt is compressed. "variance" (d2o's default): more for layers whose tokens are
             attended to more evenly. These three need a method that scores by queries.
             ``RetrievalHeads``: a fraction ``budget`` of the heads keep all tokens, the others sinks
             and recent window (DuoAttention). "measured", and a tolerance with a budget, compare all

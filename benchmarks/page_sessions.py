@@ -1,0 +1,170 @@
+"""The page on sessions: what is forgotten over many turns, and when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.markdown import made_with, table
+
+Result = dict[str, Any]
+TITLES = {
+    "documents": "## Documents one after the other, and questions about old ones",
+    "turns": "## Fifty questions about one record",
+    "system": "## What a system message says must be known in the end",
+}
+WHAT = {
+    "documents": "Eleven records are read one after the other. A question about the newest follows "
+    "each, and one about a record that was read some records before. In the end there are four "
+    "questions about the first record.",
+    "turns": "A record, and fifty questions about it, one after the other. Questions and answers "
+    "stay in the cache.",
+    "system": "As above, but the session begins with a message that says one thing more, which is "
+    "asked for in the end. With `:16:32` the first 16 tokens, which hold it, are never compressed "
+    "(`SketchCache(sink=16)`, `cache.pin`, `kvsketch chat --system`).",
+}
+
+
+def opening(results: list[Result], streamed: Result | None) -> str:
+    """How the page begins."""
+    parts = [
+        "The same cache serves a whole session: it is compressed as the session goes on, and holds "
+        "the bytes of a fixed number of tokens from the first turn to the last. Which of them are "
+        "kept decides what can still be answered later. Everything here is measured with "
+        "`kvsketch eval sessions`, which anyone can run with a model of their own."
+    ]
+    for result in results:
+        form = result["forms"][0]
+        parts.append(f"- {_summary(form, result)}")
+    if streamed is not None:
+        first = next(row for row in streamed["results"] if row["method"] == "heavy_merge")
+        blocks = first["blocks"]
+        parts.append(
+            f"- {streamed['length']:,} decoded tokens in the bytes of {streamed['budget']}: at "
+            f"most {max(row['bytes'] for row in blocks):.2f} of them, and the last "
+            f"{streamed['length'] // streamed['blocks']:,} tokens took "
+            f"{blocks[-1]['time']:.2f} times as long as the first."
+        )
+    return "\n".join(parts) + "\n"
+
+
+def _summary(form: str, result: Result) -> str:
+    rows = {(row["method"], row["budget"]): row for row in result["results"]}
+    exact = rows["exact", 1.0]
+    share = 0.125
+    ours = rows["heavy_merge", share]
+    others = [
+        row
+        for (name, budget), row in rows.items()
+        if budget == share and not name.startswith("heavy_merge")
+    ]
+    best = max(others, key=lambda row: float(row["accuracy"]))
+    told = (
+        f"{_NAMES[form]}: with an eighth of the bytes the default answers {ours['accuracy']:.2f} "
+        f"(the exact cache {exact['accuracy']:.2f}, the best of the others, `{best['method']}`, "
+        f"{best['accuracy']:.2f})"
+    )
+    old = "documents ago 10"
+    if form == "documents":
+        told += (
+            f"; of the questions about the first record after ten others {ours['curve'][old]:.2f} "
+            f"(exact {exact['curve'][old]:.2f})"
+        )
+    if form == "system":
+        pinned = rows["heavy_merge:16:32", share]["accuracy"]
+        told += f"; {pinned:.2f} if the message is never compressed"
+    return told + "."
+
+
+_NAMES = {
+    "documents": "Eleven documents",
+    "turns": "Fifty questions about one record",
+    "system": "A system message",
+}
+
+
+def sessions(result: Result) -> str:
+    """The accuracies of one form, and its curve."""
+    form = result["forms"][0]
+    budgets = sorted({row["budget"] for row in result["results"]} - {1.0}, reverse=True)
+    names = list(dict.fromkeys(row["method"] for row in result["results"]))
+    by = {(row["method"], row["budget"]): row for row in result["results"]}
+    seconds = by["exact", 1.0]["seconds"]
+    rows = []
+    for name in names:
+        if name == "exact":
+            row = by[name, 1.0]
+            rows.append([f"`{name}`", *[_score(row)] * len(budgets), "1.0"])
+            continue
+        found = [by.get((name, budget)) for budget in budgets]
+        cost = [row["seconds"] / seconds for row in found if row]
+        rows.append(
+            [
+                f"`{name}`",
+                *("" if row is None else _score(row) for row in found),
+                f"{min(cost):.1f} - {max(cost):.1f}",
+            ]
+        )
+    shares = [f"{budget:g} of the bytes" for budget in budgets]
+    scores = table(["kept", *shares, "time / exact"], rows)
+    points = list(by["exact", 1.0]["curve"])
+    share = 0.125
+    curves = [
+        [f"`{name}`", *(f"{row['curve'][point]:.2f}" for point in points)]
+        for name in names
+        if (row := by.get((name, 1.0 if name == "exact" else share)))
+    ]
+    curve = table([f"kept {share:g}", *points], curves)
+    return (
+        f"{TITLES[form]}\n\n{WHAT[form]}\n\n{scores}\n\n{curve}\n\n"
+        f"`python -m benchmarks.sessions --forms {form}`: {result['count']} sessions of "
+        f"{result['lines']} lines on `{result['model']}`, the questions unseen when a record is "
+        "compressed. A budget is the bytes of a share of the tokens of the whole session in 16 "
+        "bits, the same from the first turn on. In brackets: the 95% interval over sessions. Time: "
+        "of all turns, on a model so small that most of it is Python's own. The second table is "
+        f"the mean by turn with {share:g} of the bytes. {made_with(result)}\n"
+    )
+
+
+def _score(row: Result) -> str:
+    low, high = row["ci95"]
+    return f"{row['accuracy']:.2f} ({low:.2f}-{high:.2f})"
+
+
+def long_stream(result: Result) -> str:
+    """Bytes, time and error over a long stream, in ten rows."""
+    parts = ["## Two hundred thousand decoded tokens\n"]
+    if result["length"] != 200_000:
+        parts = [f"## {result['length']:,} decoded tokens\n"]
+    for row in result["results"]:
+        blocks = row["blocks"]
+        step = max(1, len(blocks) // 8)
+        shown = [*blocks[::step][:-1], blocks[-1]] if len(blocks) > 1 else blocks
+        rows = [
+            [
+                f"{block['tokens']:,}",
+                f"{block['bytes']:.3f}",
+                f"{block['held']:.3f}",
+                f"{block['time']:.2f}",
+                f"{block['mean_milliseconds'] / block['milliseconds']:.2f}",
+                "" if block["error"] is None else f"{block['error']:.2f}",
+            ]
+            for block in shown
+        ]
+        header = [
+            f"`{row['method']}`, tokens",
+            "bytes of the slots / budget",
+            "of all tensors",
+            "time of a token / first block",
+            "time / without compressions",
+            "error of the first queries",
+        ]
+        parts.append(table(header, rows) + "\n")
+    parts.append(
+        f"`python -m benchmarks.long_stream`: text of sessions, one token at a time, on "
+        f"`{result['model']}` with budget={result['budget']}, in blocks of "
+        f"{result['length'] // result['blocks']:,} tokens. The slots' bytes are the largest in a "
+        "block: a layer grows to a buffer above its budget before it is compressed. Time is that "
+        "of one processor. The error is that of 32 queries of the first tokens over all tokens so "
+        f"far. {made_with(result)}\n"
+    )
+    return "\n".join(parts)
