@@ -129,10 +129,12 @@ def test_a_chat_template_surrounds_every_turn(question: str) -> None:
     encoder = Encoder(tokenizer, config, Settings(question=question))
     task = Sessions("documents", [LINES], 1)
     (case,) = task.cases()
+    turns = task.encoded(case, encoder, 10**6, 32).turns
     texts = [
-        "".join(tokenizer.decode(part) for part in (turn.text, turn.question))
-        for turn in task.encoded(case, encoder, 10**6, 32).turns
+        "".join(tokenizer.decode(part) for part in (turn.text, turn.question)) for turn in turns
     ]
+    apart = [bool(turn.text) and question == "unseen" for turn in task._turns[case.id]]
+    assert [bool(turn.text) for turn in turns] == apart
     for turn, text in zip(task._turns[case.id], texts, strict=True):
         said = turn.text + turn.question
         assert text.endswith(f"<user>{said}</user><assistant>")

@@ -151,8 +151,8 @@ def test_rows_of_a_batch_are_those_of_one(llama: Any) -> None:
 
 
 def test_a_saved_session_goes_on_as_one_that_was_not(llama: Any, tmp_path: Any) -> None:
-    for tokens in (120, 200):  # which fit the budget, or do not
-        cache = SketchCache(llama.config, budget=150)
+    for tokens, bits in ((120, 16), (120, "measured"), (200, "measured")):  # which fit, or do not
+        cache = SketchCache(llama.config, budget=150, bits=bits)
         read(llama, cache, ids_of(1, tokens))
         cache.save(tmp_path / "cache.kvs")
         loaded = SketchCache.load(tmp_path / "cache.kvs", llama)

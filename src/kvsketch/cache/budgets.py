@@ -59,6 +59,11 @@ class HeadBudgets:
             else None
         )
 
+    def of(self, value: int | float) -> HeadBudgets:
+        """The same shares of another budget."""
+        rows = [[Budget(value, budget.share) for budget in row] for row in self.rows]
+        return HeadBudgets(rows, self.by_row, self.bound, self.measured, self.price)
+
     def slots(self, tokens: int, batch: int | None = None) -> int | Tensor:
         """Slots that may be kept after ``tokens`` tokens: a number, or int64 ``[batch, heads]``
         where heads differ (without ``batch``: 1 row if all are the same). As ``Budget.slots``, head

@@ -14,7 +14,14 @@ from kvsketch.cache.error import QUERIES
 from kvsketch.cache.measure import Measurements, measurable
 from kvsketch.cache.retrieval_heads import RetrievalHeads
 from kvsketch.cache.shard import Shard
-from kvsketch.cache.solvers import LayerBudgets, Prompt, Solver, fitting, price_of
+from kvsketch.cache.solvers import (
+    ByScores,
+    LayerBudgets,
+    Prompt,
+    Solver,
+    fitting,
+    price_of,
+)
 from kvsketch.cache.stream import Stream
 from kvsketch.page.quantized import FULL, Bits
 
@@ -218,6 +225,29 @@ class Plan:
         elif stream.waits and number in self._measured.layers:
             stream.fold()  # all queries count, and scores are smaller
         return bool(found)
+
+    @torch.no_grad()
+    def compact(self, streams: Sequence[Stream], to: Budget) -> None:
+        """Compress all layers to a budget once: by their scores, if budgets follow from these, else
+        with the shares that they have."""
+        assert self.budget is not None
+        solver, found = self._solvers[True], []
+        if isinstance(solver, ByScores) and all(s.asked_again or self.again for s in streams):
+            solver = ByScores(solver.name, to)
+            shard, size = Shard.of(streams[0].heads, self._heads), (self._layers, self._heads)
+            for number in range(len(streams)):
+                prompt = Prompt(number, streams, shard, *size, self._measured, self.itemsize)
+                found += [given for given in solver.solve(prompt) if not given.provisional]
+            self.read_again(True)
+        for number, stream in enumerate(streams) if not found else ():
+            budgets, bits = stream.budget, stream.bits
+            if budgets is None:
+                bits, price = fitting(to, self._measured.choices, stream, self.itemsize)
+                budgets = HeadBudgets([[self.budget] * stream.heads], price=price)
+            found.append(LayerBudgets(number, budgets.of(to.value), bits))
+        for given in found:
+            own = given.budgets.of(self.budget.value)
+            streams[given.layer].compact(given.budgets, own, given.bits)
 
     def _given(self, number: int, streams: Sequence[Stream]) -> list[LayerBudgets]:
         """What to pass on, now that layer ``number`` has its prompt."""

@@ -259,7 +259,7 @@ class Stream:
 
     def put_off(self) -> None:
         """Go on without a budget, after a prompt that is too short for one."""
-        self.echo = self._last = None
+        self._last = None
         if self.queries.after:  # these are in the scores
             self.queries.clear()
 
@@ -519,6 +519,21 @@ class Stream:
         else:
             self.queries.clear()
             self._anew = False
+
+    @torch.no_grad()
+    def compact(self, smaller: HeadBudgets, own: HeadBudgets, bits: Bits) -> None:
+        """Compress to a budget once.
+
+        Args:
+            smaller: that budget.
+            own: the budget from now on.
+            bits: of the slots from now on.
+        """
+        self.fold()
+        self.rhythm, self.begun = None, True
+        self._store(bits)
+        self._compress(smaller, prefill=True, last=self._last, fit=False)
+        self.budget = own
 
     @torch.no_grad()
     def _compress(

@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 )
 
 from kvsketch.arguments import check_budget, check_former, check_prefill, check_types
-from kvsketch.budget import plain
+from kvsketch.budget import Budget, plain
 from kvsketch.cache import HeadBudgets, RetrievalHeads, Stream, make_plan, windowed
 from kvsketch.cache.curves import model_shape
 from kvsketch.cache.make_plan import Allocation
@@ -448,13 +448,8 @@ class SketchCache(Cache):  # type: ignore[misc]
             UnsupportedError: some of the tokens are compressed already, a streaming sketch, or the
                 middle of a forward. Nothing is changed.
         """
-        if not self._forward.over:
-            raise UnsupportedError("pin() in the middle of a forward: call it before or after one")
+        self._check_idle("pin()")
         streams = [layer.stream for layer in self._sketches()]
-        if streams[0].compressor is None:
-            raise UnsupportedError(
-                f"pin(): method={self.method!r} is a streaming sketch, which keeps no token"
-            )
         for stream in streams:
             tried = copy.deepcopy(stream.pins)
             tried.add(start, end)
@@ -467,6 +462,57 @@ class SketchCache(Cache):  # type: ignore[misc]
                 )
         for stream in streams:
             stream.pin(start, end)
+
+    def compact(self, budget: int | float) -> dict[str, Any]:
+        """Compress to a budget now, once, such as at the end of a turn, or before a cache is kept
+        for later. The cache's own budget holds from then on: what comes next fills it again. A
+        ``fork`` made before is a way back.
+
+        Args:
+            budget: as of the cache: a number of tokens, or a fraction of the tokens seen.
+
+        Returns:
+            ``slots`` per KV head and ``kv_bytes``, before and after, and ``error``, the mean error
+            of the prompt's last queries over all tokens so far (with ``keep=["errors"]``, else
+            None).
+
+        Raises:
+            InputError: a budget out of range, too small for sinks, recent and pinned tokens, or an
+                empty cache. Nothing is changed.
+            UnsupportedError: a streaming sketch, a cache with a tolerance, or the middle of a
+                forward. Nothing is changed.
+        """
+        to = Budget(plain(budget))
+        self._check_idle("compact()")
+        if self.budget is None:
+            raise UnsupportedError("compact() needs a cache with a budget, not with a tolerance")
+        streams = [layer.stream for layer in self._sketches()]
+        if not streams[0].seen:
+            raise InputError("compact(): the cache is empty")
+        least, slots = sum(streams[0].around) + 1, to.slots(streams[0].seen)
+        if slots < least:
+            raise InputError(
+                f"compact({budget!r}) keeps {slots} tokens, and sinks, recent and pinned tokens "
+                f"are {least - 1}"
+            )
+        before = accounting.mean_held(self.layers), self.nbytes()
+        self.plan.compact(streams, to)
+        self._forward.masks.settled = True
+        error, now = accounting.known_error(self.layers)
+        return {
+            "slots": (before[0], accounting.mean_held(self.layers)),
+            "kv_bytes": (before[1], self.nbytes()),
+            "error": sum(error) / len(error) if error and now else None,
+        }
+
+    def _check_idle(self, what: str) -> None:
+        """Raise UnsupportedError in the middle of a forward, and for a streaming sketch."""
+        if not self._forward.over:
+            raise UnsupportedError(f"{what} in the middle of a forward: call it before or after")
+        if self._sketches()[0].stream.compressor is None:
+            raise UnsupportedError(
+                f"{what}: method={self.method!r} is a streaming sketch, which keeps no token"
+            )
 
     def save(
         self, path: str | Path, *, tokenizer: Any = None, about: Mapping[str, Any] | None = None

@@ -156,7 +156,8 @@ class Forward:
             stream.echo = None
         if prefill and not hold and observed is not None:
             if layer is self.first:
-                self._renews = self.plan.renews and stream.asks_piece
+                ready = self.plan.renews and stream.asks_piece
+                self._renews = ready and self.plan.ready(stream, prefill)
             if self._renews:
                 stream.reopen()
             piece = stream.waits and (stream.streaming or stream.begun)

@@ -1,0 +1,115 @@
+"""A cache is compressed once, to a budget smaller than its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvsketch import InputError, SketchCache, UnsupportedError
+from tiny_models import build
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return build("llama")
+
+
+def ids_of(tokens: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 60, (2, tokens), generator=generator)
+
+
+def read(model: Any, cache: SketchCache, ids: torch.Tensor, each: int | None = None) -> None:
+    with torch.no_grad():
+        for part in ids.split(each or ids.shape[1], dim=1):
+            model(part, past_key_values=cache, use_cache=True)
+
+
+def held(cache: SketchCache) -> torch.Tensor:
+    return torch.stack([layer.stream.held for layer in cache._sketches()]).double()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"budget": 120},
+        {"budget": 120, "bits": 16},
+        {"budget": 0.4, "bits": 16},
+        {"budget": 500},
+        {"budget": 500, "bits": 16},
+        {"budget": 120, "bits": 16, "prefill": "streaming"},
+        {"budget": 120, "allocation": "even", "bits": 8},
+        {"budget": 120, "method": "snapkv"},
+        {"budget": 500, "method": "uniform"},
+    ],
+    ids=str,
+)
+def test_what_comes_next_fills_the_budget_again(llama: Any, given: dict[str, Any]) -> None:
+    cache = SketchCache(llama.config, **given)
+    read(llama, cache, ids_of(300))
+    way_back, before = cache.fork(), cache.nbytes()
+    found = cache.compact(60)
+    assert found["kv_bytes"] == (before, cache.nbytes())
+    assert found["slots"][1] == float(held(cache).mean()) < found["slots"][0]
+    assert found["error"] is None
+    assert cache.get_seq_length() == 300
+    if all(layer.stream.bits.keys == 16 for layer in cache._sketches()):
+        assert found["slots"][1] == pytest.approx(60, abs=1)
+    limit = {0.4: 0.4 * 500, 500: 260}.get(given["budget"], 120)
+    for one in (cache, way_back):
+        read(llama, one, ids_of(200, seed=3), 100)
+    if all(layer.stream.bits.keys == 16 for layer in cache._sketches()):
+        assert float(held(cache).mean()) == pytest.approx(limit, abs=4)
+    if given["budget"] != 500:
+        assert cache.nbytes() == pytest.approx(way_back.nbytes(), rel=0.1)
+
+
+def test_it_takes_from_the_heads_by_their_scores(llama: Any) -> None:
+    for budget in (120, 500):
+        cache = SketchCache(llama.config, budget=budget, bits=16)
+        read(llama, cache, ids_of(300))
+        cache.compact(60)
+        sizes = held(cache)[:, 0]
+        assert float(sizes.mean()) == pytest.approx(60, abs=1)
+        assert float(sizes.max() - sizes.min()) > 5
+
+
+def test_a_compacted_cache_is_saved_and_goes_on(llama: Any, tmp_path: Any) -> None:
+    cache = SketchCache(llama.config, budget=500, keep=["errors"])
+    read(llama, cache, ids_of(300))
+    cache.compact(0.25)
+    cache.save(tmp_path / "cache.kvs")
+    loaded = SketchCache.load(tmp_path / "cache.kvs", llama)
+    for one in (cache, loaded):
+        read(llama, one, ids_of(60, seed=4), 30)
+        read(llama, one, ids_of(20, seed=5), 1)
+    for mine, theirs in zip(cache._sketches(), loaded._sketches(), strict=True):
+        assert torch.equal(mine.stream.slots.keys, theirs.stream.slots.keys)
+
+
+def test_the_error_is_that_of_the_prompt_s_queries(llama: Any) -> None:
+    cache = SketchCache(llama.config, budget=150, keep=["errors"])
+    read(llama, cache, ids_of(300))
+    least = cache.fork().compact(100)["error"]
+    assert 0 < least < cache.compact(45)["error"]
+
+
+def test_what_it_cannot_do_changes_nothing(llama: Any) -> None:
+    cache = SketchCache(llama.config, budget=120)
+    with pytest.raises(InputError, match="empty"):
+        cache.compact(60)
+    cache.pin(50, 60)
+    read(llama, cache, ids_of(300))
+    slots = held(cache)
+    for budget, named in ((40, "pinned tokens are 46"), (0.1, "keeps 30 tokens"), (0, "positive")):
+        with pytest.raises(InputError, match=named):
+            cache.compact(budget)
+    assert torch.equal(held(cache), slots)
+    sketch = SketchCache(llama.config, "subgen", budget=100)
+    tolerant = SketchCache(llama.config, tolerance=0.3)
+    for one, named in ((sketch, "streaming sketch"), (tolerant, "tolerance")):
+        read(llama, one, ids_of(200))
+        with pytest.raises(UnsupportedError, match=named):
+            one.compact(60)
