@@ -55,7 +55,8 @@ COMMANDS = {
     "streaming_accuracy": "streaming_accuracy",
     "compression_time": "compression_time",
     "sessions_documents": "sessions --forms documents",
-    "sessions_turns": "sessions --forms turns",
+    "sessions_turns": "sessions --forms turns --methods "
+    "exact,heavy_merge,h2o+int4,snapkv+int4,streaming_llm",
     "sessions_system": "sessions --forms system --methods exact,heavy_merge,heavy_merge:16:32,"
     "h2o+int4,h2o:16:32+int4,streaming_llm,streaming_llm:16:32",
     "long_stream": "long_stream",

@@ -405,7 +405,7 @@ class Stream:
                 self.queries.add(observed)
         due = self.due(prefill=True)
         if due:
-            self._compress(self.budget, prefill=self.rhythm is None, last=observed)
+            self._compress(self.budget, prefill=self.rhythm is None, last=observed, fit=False)
         else:
             self.fold()
         self.page.release()
@@ -578,7 +578,7 @@ class Stream:
                 recent = max(recent, method.window or 0)
             if rhythm is not None:  # random choices depend on this number, and not on other rows
                 method.restart(torch.full((len(self.held),), self.seen))
-            # To the queries of a whole prompt; those of more of it are not asked for all of it.
+            # Only to the queries of a whole prompt: those of a part do not ask for all of it.
             fit = fit and prefill and not self.streaming and not self._anew
             page = self._slotted(method, budget, limit, room, (sink, recent), fit)
         self._limit = page.appended + page.room

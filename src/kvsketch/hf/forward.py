@@ -227,6 +227,7 @@ class Forward:
             )
         self._before = lengths.pop() if lengths else 0
         self._updated.clear()
+        self._renews = False
         self._thread = thread
 
     def updated(self, index: int) -> None:
