@@ -127,7 +127,7 @@ REFUSED = [
     (
         "eval longbench ruler --num-cases 2 --lines 9",
         "--lines has no effect on longbench, ruler",
-        "use it: longeval, kl, perplexity, attention_error",
+        "use it: longeval, sessions, kl, perplexity, attention_error",
     ),
     (
         "eval longeval --budgets 0.5 --tolerances 0.1",

@@ -239,7 +239,7 @@ class ByScores(Solver):
         told = self._slots(scores, prompt, price, average)
         costs = torch.stack([price.cost(torch.stack(rows)) for rows in told]).double()
         if isinstance(self.budget.value, int):  # what is left serves the tokens that follow
-            costs += (average - costs.mean((0, 2), keepdim=True)).clamp(min=0)
+            costs += (average - costs.mean((0, 2), keepdim=True)).floor().clamp(min=0)
         given = []
         for n, shares in zip(numbers, (costs / average).tolist(), strict=True):
             own = [[Budget(self.budget.value, x) for x in row] for row in shares]

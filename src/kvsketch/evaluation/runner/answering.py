@@ -95,7 +95,7 @@ class Answerer:
             prefill_seconds=reading,
             decode_tokens=made,
             decode_seconds=decoding,
-            turns=tuple(answers),
+            turns=answers,
         )
 
     def _read(self, ids: Tensor, mask: Tensor, cache: Any) -> None:

@@ -273,7 +273,8 @@ class Sweep:
                 "kept": setup.kept,
                 "answers": list(case.answers),
                 "made": made,
-                **reply.__dict__,
+                # as the results of before there were sessions
+                **{k: v for k, v in reply.__dict__.items() if k != "turns" or v},
                 "measured": dict(task.measured(case, reply)),
             },
         )

@@ -67,7 +67,7 @@ class Reply:
     decode_tokens: int
     decode_seconds: float
     measured: Mapping[str, float] = field(default_factory=dict)
-    turns: tuple[str, ...] = ()
+    turns: Sequence[str] = field(default_factory=list)
 
 
 class Task(ABC):

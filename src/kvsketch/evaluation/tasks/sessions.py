@@ -47,7 +47,7 @@ _MOST_CODE = 10**7
 
 
 @dataclass(frozen=True)
-class Turn:
+class SessionTurn:
     """One turn of a session.
 
     Attributes:
@@ -91,7 +91,7 @@ class Sessions(Task):
         self.lines = [at_least("lines", count, least) for count in dict.fromkeys(lines)]
         self.num_cases = at_least("num_cases", num_cases, 1)
         self.form, self.seed = form, seed
-        self._turns: dict[str, list[Turn]] = {}
+        self._turns: dict[str, list[SessionTurn]] = {}
 
     def cases(self) -> list[Case]:
         """By lines and number.
@@ -177,7 +177,7 @@ class Sessions(Task):
         ]
 
 
-def _repeated(turn: Turn, said: str) -> list[tuple[str, float]]:
+def _repeated(turn: SessionTurn, said: str) -> list[tuple[str, float]]:
     """Which lines were repeated in their order, by quarters of the record."""
     wanted, told = turn.answer.splitlines(), [line.strip() for line in said.splitlines()]
     blocks = SequenceMatcher(None, wanted, told, autojunk=False).get_matching_blocks()
@@ -189,18 +189,18 @@ def _read(record: Mapping[str, int]) -> str:
     return HEADER + "".join(format_line(*item) for item in record.items())
 
 
-def _asked(record: Mapping[str, int], key: str, about: str, text: str = "") -> Turn:
-    return Turn(text, QUESTION.format(key=key), str(record[key]), about)
+def _asked(record: Mapping[str, int], key: str, about: str, text: str = "") -> SessionTurn:
+    return SessionTurn(text, QUESTION.format(key=key), str(record[key]), about)
 
 
-def _questions(lines: int, rng: random.Random) -> Iterator[Turn]:
+def _questions(lines: int, rng: random.Random) -> Iterator[SessionTurn]:
     record = make_record(lines, rng)
     for i, key in enumerate(rng.sample(list(record), QUESTIONS)):
         about = f"turns {i // 10 * 10 + 1:02}-{i // 10 * 10 + 10}"
         yield _asked(record, key, about, "" if i else _read(record))
 
 
-def _documents(lines: int, rng: random.Random) -> Iterator[Turn]:
+def _documents(lines: int, rng: random.Random) -> Iterator[SessionTurn]:
     every = list(make_record(lines, rng).items())
     size = lines // DOCUMENTS
     records = [dict(every[i * size : (i + 1) * size]) for i in range(DOCUMENTS)]
@@ -214,19 +214,19 @@ def _documents(lines: int, rng: random.Random) -> Iterator[Turn]:
         yield _asked(records[0], left[0].pop(), f"documents ago {DOCUMENTS - 1:02}")
 
 
-def _system(lines: int, rng: random.Random) -> Iterator[Turn]:
+def _system(lines: int, rng: random.Random) -> Iterator[SessionTurn]:
     key, value = make_key(rng), str(rng.randrange(_MOST_CODE // 10, _MOST_CODE))
     before = SYSTEM.format(key=key, value=value)
     for turn in _documents(lines, rng):
         yield replace(turn, text=before + turn.text)
         before = ""
-    yield Turn("", CODE.format(key=key), value, "system")
+    yield SessionTurn("", CODE.format(key=key), value, "system")
 
 
-def _repeat(lines: int, rng: random.Random) -> Iterator[Turn]:
+def _repeat(lines: int, rng: random.Random) -> Iterator[SessionTurn]:
     record = make_record(lines, rng)
     answer = "".join(format_line(*item) for item in record.items())
-    yield Turn(_read(record), REPEAT, answer, "")
+    yield SessionTurn(_read(record), REPEAT, answer, "")
 
 
 _MADE = {
