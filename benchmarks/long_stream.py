@@ -94,7 +94,7 @@ def cache_token_bytes(config: Any) -> int:
 
 
 def main(
-    methods: Annotated[str, typer.Option(help="Comma-separated.")] = "heavy_merge,streaming_llm",
+    methods: Annotated[str, typer.Option(help="Comma-separated.")] = "heavy_merge",
     budget: Annotated[int, typer.Option(help="Tokens.")] = 512,
     length: Annotated[int, typer.Option(help="Decoded tokens.")] = 200_000,
     blocks: Annotated[int, typer.Option(help="Rows of the result.")] = 40,
