@@ -55,7 +55,7 @@ def _summary(form: str, result: Result) -> str:
     others = [
         row
         for (name, budget), row in rows.items()
-        if budget == share and not name.startswith("heavy_merge")
+        if budget == share and not name.startswith("heavy_merge") and ":" not in name
     ]
     best = max(others, key=lambda row: float(row["accuracy"]))
     told = (
@@ -88,24 +88,16 @@ def sessions(result: Result) -> str:
     budgets = sorted({row["budget"] for row in result["results"]} - {1.0}, reverse=True)
     names = list(dict.fromkeys(row["method"] for row in result["results"]))
     by = {(row["method"], row["budget"]): row for row in result["results"]}
-    seconds = by["exact", 1.0]["seconds"]
     rows = []
     for name in names:
         if name == "exact":
             row = by[name, 1.0]
-            rows.append([f"`{name}`", *[_score(row)] * len(budgets), "1.0"])
+            rows.append([f"`{name}`", *[_score(row)] * len(budgets)])
             continue
         found = [by.get((name, budget)) for budget in budgets]
-        cost = [row["seconds"] / seconds for row in found if row]
-        rows.append(
-            [
-                f"`{name}`",
-                *("" if row is None else _score(row) for row in found),
-                f"{min(cost):.1f} - {max(cost):.1f}",
-            ]
-        )
+        rows.append([f"`{name}`", *("" if row is None else _score(row) for row in found)])
     shares = [f"{budget:g} of the bytes" for budget in budgets]
-    scores = table(["kept", *shares, "time / exact"], rows)
+    scores = table(["kept", *shares], rows)
     points = list(by["exact", 1.0]["curve"])
     share = 0.125
     curves = [
@@ -119,9 +111,8 @@ def sessions(result: Result) -> str:
         f"`python -m benchmarks.sessions --forms {form}`: {result['count']} sessions of "
         f"{result['lines']} lines on `{result['model']}`, the questions unseen when a record is "
         "compressed. A budget is the bytes of a share of the tokens of the whole session in 16 "
-        "bits, the same from the first turn on. In brackets: the 95% interval over sessions. Time: "
-        "of all turns, on a model so small that most of it is Python's own. The second table is "
-        f"the mean by turn with {share:g} of the bytes. {made_with(result)}\n"
+        "bits, the same from the first turn on. In brackets: the 95% interval over sessions. The "
+        f"second table is the mean by turn with {share:g} of the bytes. {made_with(result)}\n"
     )
 
 

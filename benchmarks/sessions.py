@@ -7,7 +7,7 @@ compressed. A budget is the bytes of a share of the tokens of the whole session 
 (``benchmarks.equal_bytes``), the same from the first turn to the last. ``accuracy`` is the mean
 over sessions and turns, ``ci95`` its interval over sessions, ``curve`` the mean by turn, or by how
 many documents ago the one that is asked about was read. ``kept`` is the share of the slots' bytes
-at the end, ``time`` that of all turns over the exact cache's.
+at the end.
 
 Methods are named as in ``kvsketch eval --methods``.
 """
@@ -70,7 +70,7 @@ class Bench:
         self, task: Sessions, cases: list[tuple[Case, EncodedCase]], setup: Setup, share: float
     ) -> Row:
         """A row of the results."""
-        scores, kept, seconds, curves = [], 0.0, 0.0, []
+        scores, kept, curves = [], 0.0, []
         for case, encoded in cases:
             tokens = sum(len(turn.text) + len(turn.question) for turn in encoded.turns)
             mine = Setup(
@@ -84,7 +84,6 @@ class Bench:
                 (reply,) = self.answerer.answer([encoded], mine)
             scores.append(task.graded(case, reply))
             curves.append(task.measured(case, reply))
-            seconds += reply.prefill_seconds + reply.decode_seconds
             cache = self.made.pop()
             if isinstance(cache, SketchCache):
                 whole = cache.get_seq_length() * _token_bytes(self.config)
@@ -95,7 +94,6 @@ class Bench:
         row["curve"] = {
             point: round(sum(curve[point] for curve in curves) / count, 4) for point in curves[0]
         }
-        row["seconds"] = round(seconds, 2)
         if setup.method != EXACT:
             row["kept"] = round(kept / count, 4)
         return row
