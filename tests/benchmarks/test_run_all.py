@@ -9,7 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import longeval, options, run_all
+from benchmarks import longeval, options, run_all, sessions
+from kvsketch.evaluation.runner.setups import parse_method
 
 #: Options whose values are in the result under the same name.
 PLAIN = ("preset", "question", "lines", "count", "texts", "seed", "budgets", "shares")
@@ -50,7 +51,10 @@ def test_a_result_was_measured_by_its_command(name):
             value = result[option]
             values = value if isinstance(value, list) else [value]
             assert words[option].split(",") == [str(x) for x in values], option
-    if words.get("methods") or name == "longeval_unseen":
+    if result["command"] == "sessions":  # methods as `kvsketch eval` reads them
+        asked = words.get("methods", sessions.METHODS).split(",")
+        assert [parse_method(text).label for text in asked] == result["methods"]
+    elif words.get("methods") or name == "longeval_unseen":
         asked = options.methods(words.get("methods", longeval.METHODS), others=["exact"])
         assert {method.label for method in asked} == set(result["methods"])
 
