@@ -135,7 +135,7 @@ class Stream:
         self.errors.reset()
         self._limit = 0  # appended tokens at which the page is due
         self._begin()
-        self._bytes = 0  # of the page
+        self._bytes = 0  # beside which queries wait
         self.method.reset()
 
     def _store(self, bits: Bits) -> None:
@@ -316,7 +316,6 @@ class Stream:
                 before = page.appended
                 page = self.held_page = page.grown(grown)
                 self._limit += page.appended - before  # some count from 0 again
-                self._bytes = _bytes(self.tensors())
         page.append(new)
 
     def mark_padding(self, live: Tensor) -> None:
@@ -593,7 +592,15 @@ class Stream:
         if first:
             self.errors.compressed(self.open(), final=not provisional)
         page.release(lookups=True)  # of the errors; many decode without them
-        self._bytes = _bytes(self.tensors())
+        self._bytes = self._allowed(budgets)
+
+    def _allowed(self, budgets: HeadBudgets) -> int:
+        """The bytes of a budget in the dtype of the tokens. Queries become scores together by their
+        number beside these bytes: by what is held, it would depend on the other rows of a batch."""
+        if not isinstance(self.page, Page):
+            return sum(tensor.nbytes for tensor in self.tensors())
+        token = self.page.newest(1)
+        return budgets.average(self.seen) * (token.keys.nbytes + token.values.nbytes)
 
     def _slotted(
         self,
@@ -825,7 +832,3 @@ class Stream:
 
 def _at_least(slots: int | Tensor, least: int) -> int | Tensor:
     return max(slots, least) if isinstance(slots, int) else slots.clamp(min=least)
-
-
-def _bytes(tensors: list[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
