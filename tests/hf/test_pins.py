@@ -65,12 +65,12 @@ def check(model: Any, cache: SketchCache, ids: torch.Tensor) -> None:
         {},
         {"bits": 16},
         {"budget": 0.3},
-        {"prefill": "streaming"},
         {"prefill": "streaming", "bits": 16},
         {"allocation": "even", "bits": 4},
-        {"method": "snapkv"},
-        {"method": "uniform", "bits": 8},
-        {"method": "cluster_merge"},
+        pytest.param({"prefill": "streaming"}, marks=pytest.mark.slow),
+        pytest.param({"method": "snapkv"}, marks=pytest.mark.slow),
+        pytest.param({"method": "uniform", "bits": 8}, marks=pytest.mark.slow),
+        pytest.param({"method": "cluster_merge"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -82,6 +82,9 @@ def test_they_stay_through_prompts_and_answers(llama: Any, given: dict[str, Any]
     read(llama, cache, ids, 90, 110, 100, 100, *[1] * 60)
     check(llama, cache, ids)
     assert cache.summary()["pinned"] == 44
+    for layer in cache._sketches():
+        assert sum(layer.stream.around) == 80
+        assert layer.stream.budget.price.window == (80 if layer.stream.budget.price.fixed else 0)
     if "budget" not in given:
         held = torch.stack([x.stream.held for x in cache._sketches()]).double()
         free = SketchCache(llama.config, **{"budget": BUDGET, **given})
@@ -90,6 +93,22 @@ def test_they_stay_through_prompts_and_answers(llama: Any, given: dict[str, Any]
         most = max(float(other.mean()), BUDGET)
         assert float(held.mean()) <= most + 3, "they count in the budget"
         assert cache.nbytes() <= 1.1 * free.nbytes()
+
+
+@pytest.mark.slow
+def test_decoded_tokens_stay_where_only_the_newest_are_compressed(llama: Any) -> None:
+    ids = ids_of(1, 1400)
+    cache = SketchCache(llama.config, budget=230, bits=4, allocation="even")
+    cache.pin(1300, 1310)
+    read(llama, cache, ids, 500, *[1] * 900)
+    assert cache._sketches()[0].stream.page.middle.count >= 512
+    exact = DynamicCache(config=llama.config)
+    with torch.no_grad():
+        for one in ids.split(1, dim=1):
+            llama(one, past_key_values=exact, use_cache=True)
+    keys = cache._sketches()[0].stream.page.read().keys
+    wanted = exact.layers[0].keys[:, :, [*range(4), *range(1300, 1310)]]
+    torch.testing.assert_close(keys[:, :, :14], wanted, rtol=0, atol=1e-6)
 
 
 def test_padding_does_not_move_them(llama: Any) -> None:

@@ -90,11 +90,9 @@ class Pins:
         device = slots.keys.device
         if live is None:
             live = torch.ones(slots.keys.shape[:3], dtype=torch.bool, device=device)
-        number = live.cumsum(-1)
-        order = torch.where(number <= before, 1, 3)
+        order = (live.cumsum(-1) > before).to(torch.uint8)  # dead slots are first, and stay there
         columns = slots.count - seen + torch.tensor(new, device=device)
-        order[..., columns] = 2
-        order = torch.where(live, order, 0)  # dead slots come first
+        order[..., columns] = 0
         return slots.take(order.argsort(dim=-1, stable=True))
 
     def _within(self, first: int, last: int) -> int:

@@ -597,9 +597,9 @@ class Stream:
     def _allowed(self, budgets: HeadBudgets) -> int:
         """The bytes of a budget in the dtype of the tokens. Queries become scores together by their
         number beside these bytes: by what is held, it would depend on the other rows of a batch."""
-        if not isinstance(self.page, Page):
+        if self.sketch is not None:
             return sum(tensor.nbytes for tensor in self.tensors())
-        token = self.page.newest(1)
+        token = self.parted.newest(1)
         return budgets.average(self.seen) * (token.keys.nbytes + token.values.nbytes)
 
     def _slotted(
