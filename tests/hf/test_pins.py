@@ -95,7 +95,6 @@ def test_they_stay_through_prompts_and_answers(llama: Any, given: dict[str, Any]
         assert cache.nbytes() <= 1.1 * free.nbytes()
 
 
-@pytest.mark.slow
 def test_decoded_tokens_stay_where_only_the_newest_are_compressed(llama: Any) -> None:
     ids = ids_of(1, 1400)
     cache = SketchCache(llama.config, budget=230, bits=4, allocation="even")
