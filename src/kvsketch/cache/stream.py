@@ -614,8 +614,7 @@ class Stream:
         """The next page of a compressor's."""
         page = self.parted
         asked = self.queries.all()
-        moves = self.pins.reached(self.seen)
-        newest_only = method.local and not fit and not moves and self.rhythm is None
+        newest_only = method.local and not fit and self.rhythm is None
         if newest_only and page.middle is not None:
             self.fold()
             each = torch.as_tensor(budget).expand(page.held.shape)
@@ -630,7 +629,8 @@ class Stream:
         # Scored before: where nothing is compressed, the queries must not be lost either.
         slots = self._scored(slots)
         if self.pins:
-            slots, fit = self.pins.gathered(slots, self.seen), fit and not moves
+            fit = fit and not self.pins.reached(self.seen)
+            slots = self.pins.gathered(slots, self.seen)
 
         def space(kept: Slots) -> int:
             often = self.schedule.period * room
