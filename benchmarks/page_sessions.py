@@ -29,7 +29,7 @@ def opening(results: list[Result], streamed: Result | None) -> str:
     parts = [
         "The same cache serves a whole session: it is compressed as the session goes on, and holds "
         "the bytes of a fixed number of tokens from the first turn to the last. Which of them are "
-        "kept decides what can still be answered later. Everything here is measured with "
+        "kept decides what can still be answered later. The sessions are those of "
         "`kvsketch eval sessions`, which anyone can run with a model of their own."
     ]
     for result in results:
@@ -38,11 +38,11 @@ def opening(results: list[Result], streamed: Result | None) -> str:
     if streamed is not None:
         first = next(row for row in streamed["results"] if row["method"] == "heavy_merge")
         blocks = first["blocks"]
+        low, high = (f(row["bytes"] for row in blocks) for f in (min, max))
         parts.append(
-            f"- {streamed['length']:,} decoded tokens in the bytes of {streamed['budget']}: at "
-            f"most {max(row['bytes'] for row in blocks):.2f} of them, and the last "
-            f"{streamed['length'] // streamed['blocks']:,} tokens took "
-            f"{blocks[-1]['time']:.2f} times as long as the first."
+            f"- {streamed['length']:,} decoded tokens in the bytes of {streamed['budget']}: the "
+            f"slots take at most {high:.3f} of them, and {low:.3f} in the smallest of "
+            f"{streamed['blocks']} blocks."
         )
     return "\n".join(parts) + "\n"
 

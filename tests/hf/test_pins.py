@@ -187,6 +187,21 @@ def test_what_cannot_keep_them_refuses_them(llama: Any, tmp_path: Any) -> None:
         pages_of(state, llama.config.num_hidden_layers)
 
 
+def test_tokens_that_are_slots_no_more_are_refused(llama: Any) -> None:
+    """A budget too small for the recent window keeps fewer of the last tokens, and of slots that
+    were made elsewhere it is not known which are tokens."""
+    small = SketchCache(llama.config, budget=0.1, bits=16, allocation="even")
+    read(llama, small, ids_of(1, 200), 200)
+    with pytest.raises(UnsupportedError, match="compressed already"):
+        small.pin(175, 178)
+    small.pin(190, 195)
+    stream = SketchCache(llama.config, budget=60)._sketches()[0].stream
+    given = small._sketches()[0].stream
+    stream.adopt(given.slots, 200, given.budget, given.bits)
+    with pytest.raises(UnsupportedError, match="compressed already"):
+        stream.pin(190, 195)
+
+
 def test_where_they_are_is_counted_once() -> None:
     pins = Pins(4, 32)
     pins.add(0, 10)
@@ -194,7 +209,7 @@ def test_where_they_are_is_counted_once() -> None:
     assert [pins.count(n) for n in (30, 42, 90, 200)] == [0, 6, 14, 16]
     assert pins.tokens == 16
     assert pins.reached(60)
-    pins.passed(60)
+    pins.passed(60, 32)
     assert not pins.reached(80)
     assert pins.reached(83)
 

@@ -60,9 +60,9 @@ class Pins:
         """Whether the compression after ``seen`` tokens reaches pinned tokens that none did yet."""
         return self._within(max(self.sink, self.tail), seen - self.recent) > 0
 
-    def passed(self, seen: int) -> None:
-        """There was a compression after ``seen`` tokens."""
-        self.tail = max(self.tail, seen - self.recent)
+    def passed(self, seen: int, recent: int) -> None:
+        """A compression after ``seen`` tokens kept the last ``recent`` of them in every head."""
+        self.tail = max(self.tail, seen - recent)
 
     @property
     def tokens(self) -> int:

@@ -585,7 +585,8 @@ class Stream:
         if page.places is not None:
             self._limit = page.appended + self.schedule.period * room
         self.page, self.compressed = page, True
-        self.pins.passed(self.seen)
+        within = torch.as_tensor(self.schedule.recent_within(budget))  # few slots leave no room
+        self.pins.passed(self.seen, int(within.min()))
         self._last = None
         if not provisional:
             self.queries.clear()
@@ -773,6 +774,7 @@ class Stream:
             bits: of the slots between sinks and recent window.
         """
         page, self.begun = Page.of_tokens(slots), True
+        self.pins.tail = seen  # which slots are tokens is not known
         self.held_page, self.seen, self.budget, self._limit = page, seen, budget, 0
         self.compressed, before, self.rhythm = False, self.compressed, None
         self.queries.clear()

@@ -63,7 +63,8 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
         InputError: tensors or numbers that are inconsistent or do not fit the stream.
     """
     method = stream.method
-    if reader.has("pins"):  # not in older files
+    pinned = reader.has("pins")  # not in older files
+    if pinned:
         stream.pins.restore(reader)
     seen = reader.whole("seen", 1, most or 1 << 31)
     stream.padded = reader.flag("padded")
@@ -89,6 +90,8 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
     if held > seen or (not compressed and page.count != seen):
         raise reader.wrong("seen", seen, "the number of tokens that are held")
     stream.seen = seen
+    if compressed and not pinned:
+        stream.pins.tail = seen
     stream._bytes = reader.whole("bytes")
     stream._limit = left = reader.whole("left", -(1 << 31))
     if compressed:
