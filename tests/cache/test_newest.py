@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from families import VOCABULARY, build
 from kvsketch import SketchCache, Slots
 from kvsketch.cache import Stream, compress
+from kvsketch.cache import stream as stream_module
 from kvsketch.kernels import cpu, native
 from kvsketch.methods.h2o import H2O
 from kvsketch.methods.heavy_merge import HeavyMerge
@@ -206,6 +207,32 @@ def test_merging_keeps_every_token_and_every_size(
         torch.testing.assert_close(tokens, others)  # the fit of the prompt has moved both
 
 
+@pytest.mark.parametrize("method", ["h2o", "heavy_merge"])
+def test_where_nothing_must_go_new_tokens_are_only_added(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    cache = cache_of(llama, method, budget=0.5, bits=4)
+    decoded(llama, cache, 20)
+    streams = [layer.stream for layer in cache._sketches()]
+    before = [stream.page.middle for stream in streams]
+
+    def whole(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the whole page is read and rounded again")
+
+    monkeypatch.setattr(stream_module, "compress", whole)
+    with torch.no_grad():
+        for number in range(30):
+            llama(torch.full((2, 1), 5 + number), past_key_values=cache)
+    for stream, old in zip(streams, before, strict=True):
+        new = stream.page.middle
+        assert new is not old
+        assert stream.seen == int(stream.held.min()) == int(stream.held.max())  # all tokens
+        for name, packed in new.packed.items():
+            kept = packed.codes[:, :, : old.count]
+            assert torch.equal(kept, old.packed[name].codes)
+            assert torch.equal(packed.unit, old.packed[name].unit)
+
+
 def test_a_whole_page_is_scored_where_it_is(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where all of it is compressed, the waiting queries go through the compiled kernel."""
     if native.library() is None:
@@ -258,7 +285,7 @@ def test_much_less_is_for_all_slots_together(llama: Any, monkeypatch: pytest.Mon
 
     def made(budget: int) -> Page | None:
         each = torch.full((2, 3), budget)
-        return compress.compress_newest(page, method, each, around=(2, 4), limit=each, room=12)
+        return compress.compress_newest(page, method, each, around=(2, 4), limit=each, room=lambda kept: 12)
 
     assert made(20) is None
     found = made(60)

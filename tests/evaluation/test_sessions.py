@@ -93,14 +93,26 @@ def test_a_system_message_is_scored_alone() -> None:
     assert task.graded(case, replied(task, case, most)) == 0
 
 
-def test_lines_that_are_left_out_cost_only_themselves() -> None:
-    task = Sessions("repeat", [8], 1)
+def test_what_is_left_out_of_a_list_costs_only_itself() -> None:
+    task = Sessions("list", [24], 1)
     (case,) = task.cases()
-    lines = case.answers[0].splitlines()
-    said = "\n".join(lines[:2] + lines[3:6] + ["line x: REGISTER_CONTENT is <1>", lines[7]])
+    (turn,) = task._turns[case.id]
+    told = case.answers[0].split(",")
+    assert len(told) == 8
+    for one in told:
+        assert f"One of the special magic numbers for{one}." in turn.text
+        assert one.partition(" is: ")[0].strip() in turn.question
+    key = told[2].partition(" is: ")[0]
+    said = ",".join([*told[:2], f"{key} is: 1234567", *told[3:7]]) + "."
     assert task.graded(case, replied(task, case, [said])) == 6 / 8
     curve = task.measured(case, replied(task, case, [said]))
     assert curve == {"quarter 1": 1, "quarter 2": 0.5, "quarter 3": 1, "quarter 4": 0.5}
+    least = encoded_length(case.answers[0])
+    assert least < case.max_new_tokens < 3 * least
+
+
+def encoded_length(text: str) -> int:
+    return len(load_tokenizer(resolve_model("spread")).encode(text))
 
 
 def test_bad_input_is_named() -> None:

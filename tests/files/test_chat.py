@@ -281,6 +281,35 @@ def test_a_chat_that_cannot_be_saved_asks_for_another_file(model: str, tmp_path:
     assert header(other)["summary"]["tokens"] >= 4
 
 
+def test_every_answer_is_saved_and_a_turn_that_cannot_be_leaves_the_file_before(
+    model: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "folder" / "talk.kvs"
+    words = ["chat", "--model", model, "--save", str(path), "--max-new-tokens", "5"]
+    terminal = Terminal(*words)
+    terminal.until(PROMPT)
+    sizes = []
+    for _ in range(2):
+        terminal.type("brave calm dark\n")
+        assert "error:" not in terminal.until(PROMPT)
+        sizes.append(header(path)["summary"]["tokens"])  # while the chat runs
+    assert 4 <= sizes[0] < sizes[1]
+    whole, hidden = path.read_bytes(), tmp_path / "hidden"
+    path.parent.rename(hidden)
+    path.parent.write_text("a file takes the folder's place")
+    terminal.type("glad huge\n")
+    assert "this turn is not saved, the chat goes on" in terminal.until(PROMPT)
+    assert (hidden / "talk.kvs").read_bytes() == whole
+    path.parent.unlink()
+    hidden.rename(path.parent)
+    terminal.type("glad huge\n")
+    assert "error:" not in terminal.until(PROMPT)
+    assert header(path)["summary"]["tokens"] > sizes[1] + 4
+    terminal.process.kill()  # what was said is there, whatever happens then
+    terminal.process.wait(30)
+    assert header(path)["summary"]["tokens"] > sizes[1] + 4
+
+
 def test_a_character_of_several_tokens_is_shown_once_it_is_whole() -> None:
     from kvsketch.documents.conversation import _Pieces
 

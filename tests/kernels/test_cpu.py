@@ -158,8 +158,21 @@ def test_totals_join_what_is_computed_apart(s, parts):
 @given(shapes)
 def test_scores_receive_attention_where_they_are(s):
     """As from the reference's own attention over slots."""
+    check_received({**s, "bent": "softcap" if s["bent"] else ""})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bits", [(16, 16), (4, 8)])
+def test_scores_of_more_queries_than_are_kept_at_once(level, bits):
+    """360 queries of a KV head, and more scores than ``HEARD`` of attention.cpp."""
+    many = {"q": 40, "group": 9, "n": 2000, "heads": 1, "bits": bits, "sinks": True}
+    check_received(plain(level=level, weighted=True, **many))
+    check_received(plain(level=level, batch=2, ragged=True, **{**many, "heads": 2, "q": 33}))
+
+
+def check_received(s):
     native.library().kvsketch_limit(s["level"])
-    page, asked = made({**s, "bent": "softcap" if s["bent"] else ""})
+    page, asked = made(s)
     q, batch, heads = s["q"], s["batch"], s["heads"]
     slots = page.read(exactly=True).map(torch.Tensor.double)
     before = torch.rand(batch, heads, slots.count) ** 8

@@ -30,7 +30,7 @@ def compress(
     *,
     around: tuple[int, int],
     limit: int | Tensor,
-    room: Callable[[Slots], int],
+    room: Callable[[int], int],
     bits: Bits = FULL,
     apart: bool = False,
     fit: bool = False,
@@ -44,7 +44,8 @@ def compress(
         observed: the queries that were scored, to which a method may fit.
         around: numbers of first and of last tokens that stay unchanged.
         limit: in few bits, heads that hold at most so many slots keep all of them.
-        room: from the slots that are kept to the number that can be appended to every head.
+        room: from the number of slots of the largest head to the number that can be appended to
+            every head.
         bits: of the slots between sinks and recent tokens.
         apart: these slots are a part of their own in any number of bits.
         fit: see ``Compressor.compress``.
@@ -61,7 +62,7 @@ def compress(
     kept = method.compress(slots, budget, observed, sink=sink, recent=recent, scored=True, fit=fit)
     if isinstance(budget, Tensor):
         sizes = _sizes_of(slots, budget, kept)
-    return Page(kept, sizes, room(kept), bits, sink, recent, page, apart)
+    return Page(kept, sizes, room(kept.count), bits, sink, recent, page, apart)
 
 
 def compress_newest(
@@ -71,7 +72,7 @@ def compress_newest(
     *,
     around: tuple[int, int],
     limit: int | Tensor,
-    room: int,
+    room: Callable[[int], int],
 ) -> Page | None:
     """The next page of a layer in few bits while it decodes, as ``compress``, by a method that is
     ``local``: only the tokens that have left the recent window and the slots of the lowest scores
@@ -79,7 +80,7 @@ def compress_newest(
 
     Args:
         budget: of every head, int64 ``[batch, num_key_value_heads]``.
-        limit, room: as for ``compress``, and slots that can be appended to every head.
+        limit, room: as for ``compress``.
 
     Returns:
         None: the page is small, or too much of it must go; ``compress`` does it then.
@@ -95,16 +96,20 @@ def compress_newest(
     fewer = (held + left - wanted).clamp(min=0)
     most = max(_TOGETHER, _PER_TOKEN * left)
     lowest = torch.minimum(held, torch.where(fewer > 0, most - left, 0))
-    if bool((2 * fewer > lowest + left).any()) or not bool(fewer.any()):
+    if bool((2 * fewer > lowest + left).any()):
         return None
     count, device = lowest + left - fewer, exact.fields["keys"].device
     old = Lowest(middle, lowest.to(device))
     tokens = exact.read(torch.float32)
-    together = Slots.cat([tokens.narrow(sink, left), old.slots])  # dead slots are last
+    together = tokens.narrow(sink, left)
+    if bool(lowest.any()):
+        together = Slots.cat([together, old.slots])  # dead slots are last
     live = together.live()
     if live is not None and bool((live.sum(-1).cpu() < lowest + left).any()):
         return None  # padding, which ``compress`` removes
-    if method.ragged and bool((fewer > 0).all()):
+    if not bool(fewer.any()):
+        kept = together
+    elif method.ragged and bool((fewer > 0).all()):
         check_input(together, count)
         kept = method.reduce(together, count.to(device), None)
     else:
@@ -113,7 +118,8 @@ def compress_newest(
     if between is None:
         return None
     ends = Slots.cat([tokens.narrow(0, sink), tokens.narrow(sink + left, recent)])
-    return page.with_parts(exact.refilled(ends, None, room, page.dtype), between)
+    most = int((held + left - fewer).max()) + window
+    return page.with_parts(exact.refilled(ends, None, room(most), page.dtype), between)
 
 
 def scored(method: Compressor, slots: Slots, asked: Observed, again: Observed | None) -> Slots:

@@ -615,12 +615,19 @@ class Stream:
         """The next page of a compressor's."""
         page = self.parted
         asked = self.queries.all()
+
+        def space(kept: int) -> int:
+            often = self.schedule.period * room
+            if self.rhythm is not None or isinstance(limit, Tensor):
+                return often if self.rhythm is None else self.rhythm.every
+            above = max(limit, kept) + room - kept
+            return above if self.bits == FULL else min(often, above)
+
         newest_only = method.local and not fit and self.rhythm is None
         if newest_only and page.middle is not None:
             self.fold()
             each = torch.as_tensor(budget).expand(page.held.shape)
-            often = self.schedule.period * room
-            newest = compress_newest(page, method, each, around=around, limit=limit, room=often)
+            newest = compress_newest(page, method, each, around=around, limit=limit, room=space)
             if newest is not None:
                 return newest
         self._received()
@@ -632,13 +639,6 @@ class Stream:
         if self.pins:
             fit = fit and not self.pins.reached(self.seen)
             slots = self.pins.gathered(slots, self.seen)
-
-        def space(kept: Slots) -> int:
-            often = self.schedule.period * room
-            if self.rhythm is not None or isinstance(limit, Tensor):
-                return often if self.rhythm is None else self.rhythm.every
-            above = max(limit, kept.count) + room - kept.count
-            return above if self.bits == FULL else min(often, above)
 
         return compress(
             page,

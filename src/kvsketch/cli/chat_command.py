@@ -59,7 +59,8 @@ def chat_command(
         typer.Option(help="What the model is told first. It is never compressed."),
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(metavar="TALK.kvs", help="Save the cache here on exit.")
+        Path | None,
+        typer.Option(metavar="TALK.kvs", help="Save the cache here after every answer."),
     ] = None,
     budget: Annotated[
         str | None,
@@ -107,7 +108,7 @@ def chat_command(
     about = "" if context is None else f" about {context}"
     print(f"chat with {named}{about}; {_HELP}", file=sys.stderr)
     try:
-        _talk(conversation, Console())
+        _talk(conversation, Console(), save)
     except _HangUp:
         pass
     finally:  # keep the conversation in any case
@@ -190,8 +191,19 @@ def _fresh(
     return Document(loaded, tokenizer, cache, wording, {"model": named})
 
 
-def _talk(conversation: Conversation, console: Console) -> None:
-    """Turn after turn, until the end of the input."""
+def _keep(conversation: Conversation, path: Path) -> None:
+    """Save a conversation that goes on. Where that fails, the file of the turn before stays whole,
+    and the next turn tries again."""
+    try:
+        check_out(path, "--save")
+        with _stopping(conversation):
+            save_document(conversation.settle(), path, "--save")
+    except KVSketchError as error:
+        print(f"error: this turn is not saved, the chat goes on: {error}", file=sys.stderr)
+
+
+def _talk(conversation: Conversation, console: Console, save: Path | None) -> None:
+    """Turn after turn, until the end of the input; each is saved."""
     while True:
         try:
             said = input("you> ")
@@ -218,6 +230,9 @@ def _talk(conversation: Conversation, console: Console) -> None:
             _turn(conversation, said, console)
         except KVSketchError as error:
             print("error:", error, file=sys.stderr)
+            continue
+        if save is not None:
+            _keep(conversation, save)
 
 
 def _turn(conversation: Conversation, said: str, console: Console) -> None:

@@ -27,7 +27,8 @@ class Lowest:
     """
 
     def __init__(self, part: Part, count: Tensor) -> None:
-        self._part, self._count, most = part, count, int(count.max())
+        # At least one column, which is dead where nothing is exchanged but only added.
+        self._part, self._count, most = part, count, max(1, int(count.max()))
         start, self._held = part.spans()
         row = torch.arange(part.batch, device=start.device).view(-1, 1, 1)
         column = torch.arange(part.count, device=start.device)

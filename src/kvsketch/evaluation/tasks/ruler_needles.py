@@ -36,6 +36,9 @@ class Needles:
     def single(self) -> bool:
         return self.num_queries * self.num_values == 1
 
+    def needle(self, key: str, value: str) -> str:
+        return f"One of the special magic {self.values} for {key} is: {value}."
+
 
 NEEDLES = {
     "niah_single_1": Needles("noise"),
@@ -60,7 +63,7 @@ def needles(kind: Needles, rng: random.Random, haystack: Callable[[], Haystack])
         new(kind.keys): [new(kind.values) for _ in range(kind.num_values)]
         for _ in range(kind.num_keys)
     }
-    hidden = [_needle(kind, key, value) for key, values in record.items() for value in values]
+    hidden = [kind.needle(key, value) for key, values in record.items() for value in values]
     rng.shuffle(hidden)
     asked = rng.sample(list(record), kind.num_queries)
     if kind.haystack == "essay":
@@ -81,10 +84,21 @@ def needles(kind: Needles, rng: random.Random, haystack: Callable[[], Haystack])
 
         def body(units: int) -> str:
             while kind.haystack == "needle" and len(others) < units:
-                others.append(_needle(kind, new(kind.keys), new(kind.values)))
+                others.append(kind.needle(new(kind.keys), new(kind.values)))
             lines = noise_lines(units) if kind.haystack == "noise" else others[:units]
             return "\n".join(inserted(lines, hidden, shares))
 
+    head, question = question_about(kind, asked)
+    return Draft(
+        context=lambda units: head + body(units),
+        question=question,
+        answers=tuple(value for key in asked for value in record[key]),
+        max_new_tokens=_TOKENS,
+    )
+
+
+def question_about(kind: Needles, asked: list[str]) -> tuple[str, str]:
+    """What stands before the needles, and the question about these keys after them."""
     what = kind.values.removesuffix("s") if kind.single else kind.values
     some, be, be_all = ("A", "is", "is") if kind.single else ("Some", "are", "are all")
     query = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
@@ -93,16 +107,7 @@ def needles(kind: Needles, rng: random.Random, haystack: Callable[[], Haystack])
         f"memorize it. I will quiz you about the {what} afterwards.\n"
     )
     about = f"the special magic {what} for {query} mentioned in the provided text"
-    return Draft(
-        context=lambda units: head + body(units),
-        question=f"\nWhat {be_all} {about}? The{about[3:]} {be}",
-        answers=tuple(value for key in asked for value in record[key]),
-        max_new_tokens=_TOKENS,
-    )
-
-
-def _needle(kind: Needles, key: str, value: str) -> str:
-    return f"One of the special magic {kind.values} for {key} is: {value}."
+    return head, f"\nWhat {be_all} {about}? The{about[3:]} {be}"
 
 
 class _Fresh:

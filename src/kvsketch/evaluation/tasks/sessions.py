@@ -1,7 +1,7 @@
 """Sessions: many turns with one cache, which is compressed as the session goes on.
 
-All are made of LongEval's records of lines (Li et al. 2023), so that nothing said is like anything
-else and every answer is right or wrong:
+All but the last are made of LongEval's records of lines (Li et al. 2023), so that nothing said is
+like anything else and every answer is right or wrong:
 
 - ``turns``: fifty questions about one record, one after the other;
 - ``documents``: eleven records. A question about the newest follows each, and one about a record
@@ -9,8 +9,8 @@ else and every answer is right or wrong:
   forgotten, and when;
 - ``system``: the session begins with a message that says one thing more, which is asked for in the
   end, after all documents: what a system message is for;
-- ``repeat``: a record, which is then repeated line by line: one long answer, whose later parts need
-  its earlier ones to know what comes next.
+- ``list``: a text of needles (RULER, Hsieh et al. 2024). A third of them are asked for at once, in
+  another order: one long answer, whose later parts need its earlier ones to know what comes next.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import SequenceMatcher
 
 from kvsketch.documents.wording import Wording
 from kvsketch.errors import InputError, at_least, unknown_name
@@ -33,16 +32,18 @@ from kvsketch.evaluation.runner.longeval_cases import (
     word_lists,
 )
 from kvsketch.evaluation.tasks.base import Case, Reply, Task, mean
+from kvsketch.evaluation.tasks.ruler_needles import Needles, question_about
 
-FORMS = ("turns", "documents", "system", "repeat")
+FORMS = ("turns", "documents", "system", "list")
 SYSTEM = "The code for {key} is {value}.\n"
 CODE = "\nWhat is the code for {key}? It is "
-REPEAT = "\nRepeat all of the above.\n"
+LISTED = " {key} is: {value}"
 QUESTIONS, DOCUMENTS = 50, 11
 #: after each document but the first and the last, how many documents ago another one was read that
 #: is asked about; about the first document, in the end
 AGES, LAST = (1, 1, 2, 1, 3, 5, 2, 4, 8), 4
-_NUMBER_TOKENS, _LINE_TOKENS = 32, 12
+_NUMBER_TOKENS, _LISTED_TOKENS = 32, 20
+_PART = 3  # of the needles of a text, one in so many is asked for
 _MOST_CODE = 10**7
 
 
@@ -87,7 +88,7 @@ class Sessions(Task):
     ) -> None:
         if form not in FORMS:
             raise unknown_name("form", form, FORMS)
-        least = {"turns": QUESTIONS, "repeat": 1}.get(form, DOCUMENTS * (LAST + 2))
+        least = {"turns": QUESTIONS, "list": 4 * _PART}.get(form, DOCUMENTS * (LAST + 2))
         self.lines = [at_least("lines", count, least) for count in dict.fromkeys(lines)]
         self.num_cases = at_least("num_cases", num_cases, 1)
         self.form, self.seed = form, seed
@@ -113,7 +114,7 @@ class Sessions(Task):
             context="".join(turn.text + turn.question for turn in turns),
             question="",
             answers=tuple(turn.answer for turn in turns),
-            max_new_tokens=lines * _LINE_TOKENS if self.form == "repeat" else _NUMBER_TOKENS,
+            max_new_tokens=_answer_tokens(lines) if self.form == "list" else _NUMBER_TOKENS,
             group={"form": self.form, "lines": lines},
             where=f"sessions {self.form} lines={lines} seed={self.seed} case {number}",
         )
@@ -143,7 +144,7 @@ class Sessions(Task):
                 turns.append(EncodedTurn([], encoder.ids(text + asked, special)))
         tokens = sum(len(turn.text) + len(turn.question) for turn in turns)
         most = tokens + len(turns) * new_tokens
-        if self.form != "repeat":  # answers are short, whatever they may be
+        if self.form != "list":  # answers are short, whatever they may be
             most = tokens + len(turns) * _NUMBER_TOKENS // 2
         if most > limit + new_tokens:
             raise InputError(
@@ -169,20 +170,25 @@ class Sessions(Task):
 
     def _scores(self, case: Case, reply: Reply) -> list[tuple[str, float]]:
         turns = self._turns[case.id]
-        if self.form == "repeat":
-            return _repeated(turns[0], reply.turns[0])
+        if self.form == "list":
+            return _listed(turns[0], reply.turns[0])
         return [
             (turn.about, float(read_answer(said) == int(turn.answer)))
             for turn, said in zip(turns, reply.turns, strict=True)
         ]
 
 
-def _repeated(turn: SessionTurn, said: str) -> list[tuple[str, float]]:
-    """Which lines were repeated in their order, by quarters of the record."""
-    wanted, told = turn.answer.splitlines(), [line.strip() for line in said.splitlines()]
-    blocks = SequenceMatcher(None, wanted, told, autojunk=False).get_matching_blocks()
-    found = {block.a + i for block in blocks for i in range(block.size)}
-    return [(f"quarter {4 * i // len(wanted) + 1}", float(i in found)) for i in range(len(wanted))]
+def _listed(turn: SessionTurn, said: str) -> list[tuple[str, float]]:
+    """Which values were told with their keys, by quarters of the answer."""
+    wanted = turn.answer.split(",")
+    told = {part.strip(" .") for part in said.split(",")}
+    found = [float(one.strip() in told) for one in wanted]
+    return [(f"quarter {4 * i // len(wanted) + 1}", score) for i, score in enumerate(found)]
+
+
+def _answer_tokens(lines: int) -> int:
+    """Most tokens of the answer to a list."""
+    return lines // _PART * _LISTED_TOKENS
 
 
 def _read(record: Mapping[str, int]) -> str:
@@ -223,15 +229,19 @@ def _system(lines: int, rng: random.Random) -> Iterator[SessionTurn]:
     yield SessionTurn("", CODE.format(key=key), value, "system")
 
 
-def _repeat(lines: int, rng: random.Random) -> Iterator[SessionTurn]:
-    record = make_record(lines, rng)
-    answer = "".join(format_line(*item) for item in record.items())
-    yield SessionTurn(_read(record), REPEAT, answer, "")
+def _list(lines: int, rng: random.Random) -> Iterator[SessionTurn]:
+    kind, keys = Needles("needle", num_queries=lines // _PART), list(make_record(lines, rng))
+    record = {key: str(rng.randrange(_MOST_CODE // 10, _MOST_CODE)) for key in keys}
+    asked = rng.sample(keys, kind.num_queries)
+    head, question = question_about(kind, asked)
+    text = head + "\n".join(kind.needle(key, value) for key, value in record.items())
+    answer = ",".join(LISTED.format(key=key, value=record[key]) for key in asked)
+    yield SessionTurn(text, question, answer, "")
 
 
 _MADE = {
     "turns": _questions,
     "documents": _documents,
     "system": _system,
-    "repeat": _repeat,
+    "list": _list,
 }

@@ -75,6 +75,8 @@ constexpr int W = 4, HELD = 8;
 #endif
 constexpr int SLOTS = 32;   // of a tile
 constexpr int BLOCK = 128;  // slots whose weights are computed together
+constexpr int MANY = 16;    // queries for which keys are turned, so that no vector is summed across
+constexpr int HEARD = 1 << 19;  // scores that ``receive`` keeps, or those of MANY queries
 constexpr int MOST = 256;  // channels
 constexpr float NOTHING = -1e30f;
 
@@ -421,6 +423,32 @@ inline void scored(const float* queries, const float* tile, int pad, int n, floa
   }
 }
 
+// Scores of R queries and V * W keys, which ``keys`` has channel by channel, with ``extra`` for each.
+template <int R, int V>
+inline void scores_of(const float* queries, const float* keys, const float* extra, int dim,
+                      int wide, float* out, int64_t across) {
+  vf sums[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) sums[r][v] = load(extra + v * W);
+  for (int c = 0; c < dim; c++) {
+    vf y[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) y[v] = load(keys + (size_t)c * wide + v * W);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const vf x = all(queries[(size_t)r * dim + c]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) sums[r][v] += x * y[v];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) store(out + r * across + v * W, sums[r][v]);
+}
+
 // Adds C vectors of the values of ``n`` slots, times the weights of R queries, to the outputs.
 template <int R, int C, typename RowOf>
 inline void added_columns(const float* weights, RowOf row_of, int pad, int n, int at, float* out) {
@@ -579,26 +607,45 @@ inline bool in_place(const Side& side, int64_t row, int64_t first, int each, F r
   return false;
 }
 
-// The queries of a KV head, as floats times the scaling, and room for scores.
+// Scores of all queries and the BLOCK keys that ``turned`` has channel by channel.
+inline void scored_turned(const float* queries, const float* turned, int pad, int each, int n,
+                          float* scores) {
+  static const float zeros[BLOCK] = {};
+  for (int i = 0; i < n; i += 2 * W) {
+    int r = 0;
+    for (; r + 8 <= each; r += 8)
+      scores_of<8, 2>(queries + (size_t)r * pad, turned + i, zeros, pad, BLOCK,
+                      scores + (size_t)r * BLOCK + i, BLOCK);
+    for (; r < each; r++)
+      scores_of<1, 2>(queries + (size_t)r * pad, turned + i, zeros, pad, BLOCK,
+                      scores + (size_t)r * BLOCK + i, BLOCK);
+  }
+}
+
+// Queries of a KV head, ``each`` from number ``first`` on, as floats times the scaling, and room for
+// scores.
 struct Asking {
   const Turn& turn;
   const int64_t row, head, page;
-  float *tile, *queries, *in_units, *scores, *constant;
+  const int first, each;
+  float *tile, *queries, *in_units, *scores, *constant, *turned;
 
-  Asking(const Turn& turn, int64_t row, int64_t head)
-      : turn(turn), row(row), head(head), page(page_of(*turn.call, row)) {
+  Asking(const Turn& turn, int64_t row, int64_t head, int first, int each)
+      : turn(turn), row(row), head(head), page(page_of(*turn.call, row)), first(first), each(each) {
     const Call& call = *turn.call;
-    const int each = turn.each, pad = turn.pad, dim = (int)turn.parts[0]->keys.dim;
+    const int pad = turn.pad, dim = (int)turn.parts[0]->keys.dim;
     const size_t rows_of_tile = (size_t)SLOTS * std::max(pad, turn.value_pad);
-    const size_t need = (size_t)each * (2 * pad + BLOCK + 1) + rows_of_tile;
+    const size_t block = each < MANY ? 0 : (size_t)BLOCK * pad;
+    const size_t need = (size_t)each * (2 * pad + BLOCK + 1) + rows_of_tile + block;
     tile = Memory::atleast(memory.working, need);
-    queries = tile + rows_of_tile;
+    turned = tile + rows_of_tile;
+    queries = turned + block;
     in_units = queries + (size_t)each * pad;
     scores = in_units + (size_t)each * pad;
     constant = scores + (size_t)each * BLOCK;
     const float scaling = (float)turn.scaling;
     for (int j = 0; j < each; j++) {
-      const int64_t at = ((row * call.heads + head) * each + j) * dim;
+      const int64_t at = ((row * call.heads + head) * turn.each + first + j) * dim;
       float* q = queries + (size_t)j * pad;
       for (int c = 0; c < dim; c++) {
         float x;
@@ -613,7 +660,7 @@ struct Asking {
 
   // Queries and constants of scores for the units of a part's keys; what its keys are multiplied by.
   const float* for_part(const Part& part) const {
-    const int each = turn.each, pad = turn.pad, dim = (int)part.keys.dim;
+    const int pad = turn.pad, dim = (int)part.keys.dim;
     for (int j = 0; j < each; j++) constant[j] = 0;
     if (!part.keys.unit) return queries;
     const float* unit =
@@ -636,23 +683,30 @@ struct Asking {
   // for slots that a query does not see, and up to the end of a vector.
   void score(const Part& part, const float* asked, bool final, int64_t size, int64_t at, int n) {
     const Call& call = *turn.call;
-    const int each = turn.each, pad = turn.pad, full = (n + W - 1) / W * W;
+    const int pad = turn.pad, full = (n + W - 1) / W * W;
     const int64_t start = start_of(part, row, head);
     const float cap = (float)turn.softcap;
-    const bool done = in_place(part.keys, page, start + at, each, [&](const auto& codes) {
+    const bool many = each >= MANY;
+    const bool done = !many && in_place(part.keys, page, start + at, each, [&](const auto& codes) {
       for_each_query(each, [&](auto count, int j) {
         scored_in_place<decltype(count)::value>(asked + (size_t)j * pad, codes, pad, n,
                                                 scores + (size_t)j * BLOCK);
       });
     });
-    for (int first = 0; first < n && !done; first += SLOTS) {
-      const int some = std::min(SLOTS, n - first);
-      const float* rows = floats_of(part.keys, page, start + at + first, some, pad, tile);
+    for (int next = 0; next < n && !done; next += SLOTS) {
+      const int some = std::min(SLOTS, n - next);
+      const float* rows = floats_of(part.keys, page, start + at + next, some, pad, tile);
+      if (many) {
+        for (int c = 0; c < pad; c++)
+          for (int i = 0; i < some; i++) turned[(size_t)c * BLOCK + next + i] = rows[i * pad + c];
+        continue;
+      }
       for_each_query(each, [&](auto count, int j) {
         scored<count.value>(asked + (size_t)j * pad, rows, pad, some,
-                            scores + (size_t)j * BLOCK + first);
+                            scores + (size_t)j * BLOCK + next);
       });
     }
+    if (many) scored_turned(asked, turned, pad, each, n, scores);
     const float* mass =
         part.mass ? (const float*)part.mass + page * part.mass_row + start + at : nullptr;
     const float* position =
@@ -666,13 +720,13 @@ struct Asking {
       if (mass)
         for (int i = 0; i < n; i++) s[i] += mass[i];
       if (position) {
-        const float slope = ((const float*)call.slopes)[asks_of(call, head, j)];
+        const float slope = ((const float*)call.slopes)[asks_of(call, head, first + j)];
         const float last = ((const float*)call.last)[row];
         for (int i = 0; i < n; i++) s[i] += slope * (position[i] - last);
       }
       int seen = n;  // the newest tokens do not look ahead
       if (final && call.newest > 1) {
-        const int64_t limit = size - call.newest + j % call.newest + 1 - at;
+        const int64_t limit = size - call.newest + (first + j) % call.newest + 1 - at;
         seen = (int)std::max<int64_t>(0, std::min<int64_t>(n, limit));
       }
       for (int i = seen; i < full; i++) s[i] = -std::numeric_limits<float>::infinity();
@@ -681,9 +735,11 @@ struct Asking {
 
 };
 
-inline float greatest_of(const float* s, int full) {
+inline int64_t padded_to(int64_t count) { return (count + W - 1) / W * W; }
+
+inline float greatest_of(const float* s, int64_t full) {
   vf greatest = load(s);
-  for (int i = W; i < full; i += W) {
+  for (int64_t i = W; i < full; i += W) {
     const vf x = load(s + i);
     greatest = x > greatest ? x : greatest;
   }
@@ -693,13 +749,12 @@ inline float greatest_of(const float* s, int full) {
 }
 
 // Attention of all queries of a KV head over the slots ``from`` to ``to`` of all parts together.
-// Without outputs, only the sums of the weights.
 void attend_some(Asking& asking, int64_t from, int64_t to, State state) {
   const Turn& turn = asking.turn;
   const Call& call = *turn.call;
-  const int each = turn.each, wide = turn.value_pad;
+  const int each = asking.each, wide = turn.value_pad;
   for (int j = 0; j < each; j++) {
-    if (state.out) std::fill_n(state.out + (size_t)j * wide, wide, 0.0f);
+    std::fill_n(state.out + (size_t)j * wide, wide, 0.0f);
     state.total[j] = 0;
     state.most[j] = -std::numeric_limits<float>::infinity();
   }
@@ -732,7 +787,7 @@ void attend_some(Asking& asking, int64_t from, int64_t to, State state) {
         }
         if (most > state.most[j]) {
           const float less = state.total[j] > 0 ? std::exp(state.most[j] - most) : 0.0f;
-          if (state.out && state.total[j] > 0)
+          if (state.total[j] > 0)
             for (int c = 0; c < wide; c += W) {
               float* out = state.out + (size_t)j * wide + c;
               store(out, load(out) * less);
@@ -748,7 +803,6 @@ void attend_some(Asking& asking, int64_t from, int64_t to, State state) {
         }
         for (int k = 0; k < W; k++) state.total[j] += sum[k];
       }
-      if (!state.out) continue;
       const bool done =
           in_place(part.values, asking.page, start + at, each, [&](const auto& codes) {
             for_each_query(each, [&](auto count, int j) {
@@ -771,40 +825,60 @@ void attend_some(Asking& asking, int64_t from, int64_t to, State state) {
 }
 
 // For every slot of a KV head: the larger of its score and the attention that it receives from all
-// queries, each times its weight.
-void receive(Asking& asking, const float* weights) {
-  const Turn& turn = asking.turn;
+// queries, each times its weight. The scores of some queries over all slots are kept, since a share
+// is relative to the sum over all slots.
+void receive(const Turn& turn, int64_t row, int64_t head) {
   const Call& call = *turn.call;
-  const int each = turn.each;
+  int64_t across = 0;  // of all parts, each up to the end of a vector
+  for (int64_t number = 0; number < call.count; number++)
+    across += padded_to(size_of(*turn.parts[number], row, head));
+  if (!across) return;
+  const int most_queries = (int)std::max<int64_t>(MANY, HEARD / across);
+  const int some = std::min(turn.each, most_queries);
   std::vector<float>& room = memory.sums;
-  if (room.size() < 2 * (size_t)each) room.resize(2 * (size_t)each);
-  State state = {nullptr, room.data(), room.data() + each};
-  attend_some(asking, 0, std::numeric_limits<int64_t>::max(), state);
-  for (int j = 0; j < each; j++) {  // the factor of exp(score - most)
-    float total = state.total[j];
-    if (call.sinks && total > 0)
-      total += std::exp(((const float*)call.sinks)[asks_of(call, asking.head, j)] - state.most[j]);
-    state.total[j] = total != 0 ? weights[j % call.newest] / total : 0.0f;
+  if (room.size() < (size_t)across * (some + 1)) room.resize((size_t)across * (some + 1));
+  float *sums = room.data(), *kept = sums + across;
+  std::fill_n(sums, across, 0.0f);
+  for (int first = 0; first < turn.each; first += some) {
+    Asking asking(turn, row, head, first, std::min(some, turn.each - first));
+    int64_t before = 0;
+    for (int64_t number = 0; number < call.count; number++) {
+      const Part& part = *turn.parts[number];
+      const int64_t size = size_of(part, row, head);
+      const float* asked = asking.for_part(part);
+      for (int64_t at = 0; at < size; at += BLOCK) {
+        const int n = (int)std::min<int64_t>(BLOCK, size - at);
+        asking.score(part, asked, number == call.count - 1, size, at, n);
+        for (int j = 0; j < asking.each; j++)
+          memcpy(kept + j * across + before + at, asking.scores + (size_t)j * BLOCK,
+                 sizeof(float) * padded_to(n));
+      }
+      before += padded_to(size);
+    }
+    for (int j = 0; j < asking.each; j++) {
+      float* own = kept + j * across;
+      const float most = greatest_of(own, across);
+      if (most == -std::numeric_limits<float>::infinity()) continue;  // it sees nothing
+      vf sum = vf{};
+      for (int64_t i = 0; i < across; i += W) {
+        const vf x = exped(load(own + i) - most);
+        sum += x;
+        store(own + i, x);
+      }
+      float total = 0;
+      for (int k = 0; k < W; k++) total += sum[k];
+      if (call.sinks)
+        total += std::exp(((const float*)call.sinks)[asks_of(call, head, first + j)] - most);
+      const float weight = turn.weights[(first + j) % call.newest] / total;
+      for (int64_t i = 0; i < across; i += W) store(sums + i, load(sums + i) + load(own + i) * weight);
+    }
   }
   for (int64_t number = 0; number < call.count; number++) {
     const Part& part = *turn.parts[number];
-    const int64_t size = size_of(part, asking.row, asking.head);
-    const float* asked = asking.for_part(part);
-    float* held = (float*)part.score + asking.page * part.score_row +
-                  start_of(part, asking.row, asking.head);
-    for (int64_t at = 0; at < size; at += BLOCK) {
-      const int n = (int)std::min<int64_t>(BLOCK, size - at), full = (n + W - 1) / W * W;
-      asking.score(part, asked, number == call.count - 1, size, at, n);
-      alignas(64) float sums[BLOCK];
-      std::fill_n(sums, full, 0.0f);
-      for (int j = 0; j < each; j++) {
-        if (state.total[j] == 0) continue;
-        const float* s = asking.scores + (size_t)j * BLOCK;
-        for (int i = 0; i < full; i += W)
-          store(sums + i, load(sums + i) + exped(load(s + i) - state.most[j]) * state.total[j]);
-      }
-      for (int i = 0; i < n; i++) held[at + i] = std::max(held[at + i], sums[i]);
-    }
+    const int64_t size = size_of(part, row, head);
+    float* held = (float*)part.score + page_of(call, row) * part.score_row + start_of(part, row, head);
+    for (int64_t i = 0; i < size; i++) held[i] = std::max(held[i], sums[i]);
+    sums += padded_to(size);
   }
 }
 
@@ -824,9 +898,13 @@ void work(void* given) {
     const int64_t owner =
         std::upper_bound(turn.tasks, turn.tasks + owners, task) - turn.tasks - 1;
     const int64_t from = (task - turn.tasks[owner]) * turn.chunk;
-    Asking asking(turn, owner / call.heads, owner % call.heads);
-    if (turn.weights) receive(asking, turn.weights);
-    else attend_some(asking, from, from + turn.chunk, state_at(turn, task));
+    const int64_t row = owner / call.heads, head = owner % call.heads;
+    if (turn.weights) {
+      receive(turn, row, head);
+      continue;
+    }
+    Asking asking(turn, row, head, 0, turn.each);
+    attend_some(asking, from, from + turn.chunk, state_at(turn, task));
   }
 }
 
@@ -869,8 +947,6 @@ void finish(const Turn& turn, int64_t owner) {
   }
 }
 
-inline int padded_to(int64_t dim) { return (int)((dim + W - 1) / W * W); }
-
 }  // namespace
 
 extern "C" int KV_JOIN(kvsketch_run_, KV_ISA)(const Call* call, const void* queries, void* out,
@@ -895,8 +971,8 @@ extern "C" int KV_JOIN(kvsketch_run_, KV_ISA)(const Call* call, const void* quer
   turn.softcap = softcap;
   turn.each = (int)call->each;
   turn.weights = weights;
-  turn.pad = padded_to(dims[0]);
-  turn.value_pad = padded_to(dims[1]);
+  turn.pad = (int)padded_to(dims[0]);
+  turn.value_pad = (int)padded_to(dims[1]);
   const int64_t owners = call->rows * call->heads;
   memory.numbers.resize(owners + 1);
   int64_t slots = 0;

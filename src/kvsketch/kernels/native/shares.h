@@ -17,32 +17,6 @@ struct Shares {
 constexpr int ASKING = 32;  // queries of a block
 constexpr int TURNED = 256;  // keys whose scores with all of them are computed together
 
-// Scores of R queries and V * W keys, which ``keys`` has channel by channel, with ``extra`` for each.
-template <int R, int V>
-inline void scores_of(const float* queries, const float* keys, const float* extra, int dim,
-                      int wide, float* out, int64_t across) {
-  vf sums[R][V];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; v++) sums[r][v] = load(extra + v * W);
-  for (int c = 0; c < dim; c++) {
-    vf y[V];
-#pragma GCC unroll 4
-    for (int v = 0; v < V; v++) y[v] = load(keys + (size_t)c * wide + v * W);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      const vf x = all(queries[(size_t)r * dim + c]);
-#pragma GCC unroll 4
-      for (int v = 0; v < V; v++) sums[r][v] += x * y[v];
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; v++) store(out + r * across + v * W, sums[r][v]);
-}
-
 // The keys of a row, tile by tile, each channel by channel; in the last tile, 0 after the last key.
 void turn_keys(const float* keys, int64_t size, int dim, float* turned) {
   for (int64_t first = 0; first < size; first += TURNED, turned += (size_t)TURNED * dim)
