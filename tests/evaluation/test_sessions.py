@@ -196,3 +196,13 @@ def test_the_command_prints_a_curve_and_resumes(tmp_path: Any) -> None:
     assert rows[0]["measured"]["turns 01-10"] > rows[1]["measured"]["turns 41-50"]
     assert json.loads(runs[1].stdout.splitlines()[-1])["results"] == rows
     assert len(out.read_text().splitlines()) == 2
+    page = tmp_path / "page.html"
+    shown = CliRunner().invoke(app, ["report", str(out), "--out", str(page), "--json"])
+    assert shown.exit_code == 0, shown.output
+    figures = json.loads(shown.stdout.splitlines()[-1])["figures"]
+    (curve,) = [one["title"] for one in figures if "in its course" in one["title"]]
+    assert "turns" in curve
+    text = page.read_text()
+    for row in rows:
+        for point, score in row["measured"].items():
+            assert f"{row['method']}, {point}: {score:.2f}" in text

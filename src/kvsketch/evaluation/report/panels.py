@@ -23,6 +23,7 @@ def sections(run: Run, book: Sketchbook) -> list[Section]:
         _errors(run, book),
         _needles(run, book),
         _by_lines(run, book),
+        _by_turn(run, book),
         _by_data_set(run, book),
         _beside(run),
         _cost(run, book),
@@ -187,6 +188,48 @@ def _by_lines(run: Run, book: Sketchbook) -> Section:
     return Section(
         "LongEval by lines",
         "Accuracy of line retrieval; bars are 95% intervals.",
+        figures,
+    )
+
+
+def _by_turn(run: Run, book: Sketchbook) -> Section:
+    """The curves of sessions, of each form and budget."""
+    rows, figures = [row for row in run.rows if row["task"] == "sessions"], []
+    scale = scale_of("sessions")
+    for title, found in grouped(rows, lambda row: row["title"]).items():
+        points = sorted({point for row in found for point in row["measured"]})
+        for goal in goals(found):
+            series = [
+                Series(
+                    row["series"],
+                    row["method"],
+                    [points.index(point) for point in row["measured"]],
+                    list(row["measured"].values()),
+                    [
+                        f"{'exact' if is_exact(row) else row['series']}, {point}: {score:.2f}"
+                        for point, score in row["measured"].items()
+                    ],
+                )
+                for row in found
+                if row["goal"] in ("exact", goal)
+            ]
+            figures.append(
+                book.lines(
+                    f"{title} in its course, {goal} kept",
+                    f"Score by turn, or by how long ago what is asked for was read. "
+                    f"{_listed(series)}",
+                    series,
+                    xlabel="",
+                    ylabel=scale.label,
+                    top=scale.top,
+                    labels=points,
+                    task="sessions",
+                )
+            )
+    return Section(
+        "Sessions in their course",
+        "Mean score of the turns of a session, in order, or by how many documents ago the one that "
+        "is asked about was read.",
         figures,
     )
 
