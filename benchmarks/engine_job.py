@@ -12,6 +12,12 @@ is:
                    "n": number of answers, sampled at a temperature of 0.01 if more than 1}],
      "together": false,     # one request after the other instead of all at once
      "preempt": 10}         # preempt a request every 10 steps
+
+    python -m benchmarks.engine_job --forks
+
+reads lines of ``{"job": ..., "variables": ..., "said": a file}``. Every job runs in a fork of this
+process, which has imported vLLM, and writes what it says to the file. The answer to each line is a
+line with the status of that process.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from importlib import metadata
 from typing import Any
 
@@ -137,9 +144,35 @@ class Engine:
         self.scheduler._preempt_request(request, time.monotonic())
 
 
-def main() -> None:
-    """Read a job, run it, write its result."""
-    job = json.load(sys.stdin)
+def forks() -> None:
+    """Run jobs in forks of this process."""
+    import vllm
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    assert vllm.LLM  # imported lazily
+    for line in sys.stdin:
+        given = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            os.environ.update(given["variables"])
+            out = os.open(given["said"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for stream in (1, 2):
+                os.dup2(out, stream)
+            code = 1
+            try:
+                run(given["job"])
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def run(job: dict[str, Any]) -> None:
+    """Run a job and write its result."""
     if "kv_cache_memory_bytes" not in job["engine"]:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     start = time.perf_counter()
@@ -183,4 +216,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    forks() if "--forks" in sys.argv else run(json.load(sys.stdin))

@@ -285,7 +285,9 @@ def test_much_less_is_for_all_slots_together(llama: Any, monkeypatch: pytest.Mon
 
     def made(budget: int) -> Page | None:
         each = torch.full((2, 3), budget)
-        return compress.compress_newest(page, method, each, around=(2, 4), limit=each, room=lambda kept: 12)
+        return compress.compress_newest(
+            page, method, each, around=(2, 4), limit=each, room=lambda kept: 12
+        )
 
     assert made(20) is None
     found = made(60)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import subprocess
+from collections.abc import Iterator
+
 import pytest
 
 from benchmarks import vllm_engine as engine
@@ -38,3 +43,38 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(resolve_model("longeval-one-head")).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Engines that need no process of their own are forks of one that has imported vLLM: an import
+    takes longer than most tests. Ranks, and what vLLM reads while it is imported, need one."""
+    if importlib.util.find_spec("vllm") is None:
+        yield
+        return
+    said = tmp_path_factory.mktemp("engines") / "said"
+    server: list[subprocess.Popen[str]] = []
+
+    def process(job: engine.Job, variables: dict[str, str]) -> tuple[int, str]:
+        ranks = any(name.endswith("_parallel_size") for name in job["engine"])
+        if ranks or not all(name.startswith("KVSKETCH_") for name in variables):
+            return engine.new_process(job, variables)
+        if not server or server[0].poll() is not None:
+            command = [str(engine.PYTHON), "-m", "benchmarks.engine_job", "--forks"]
+            given = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            server[:] = [subprocess.Popen(command, cwd=engine.ROOT, env=engine.clean(), **given)]
+        stdin, stdout = server[0].stdin, server[0].stdout
+        assert stdin is not None and stdout is not None
+        line = {"job": job, "variables": variables, "said": str(said)}
+        stdin.write(json.dumps(line) + "\n")
+        stdin.flush()
+        answer = stdout.readline()
+        while answer and not answer.strip().lstrip("-").isdecimal():  # a warning of an import
+            answer = stdout.readline()
+        return int(answer or 1), said.read_text()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "process", process)
+        yield
+    for one in server:
+        one.communicate()

@@ -215,7 +215,7 @@ REFUSED = {
 def test_what_cannot_be_served_is_refused_at_start_up(name):
     variables, arguments, said = REFUSED[name]
     with pytest.raises(RuntimeError, match=re.escape(said)):
-        engine.run(asked(1), {**variables, "VLLM_LOGGING_LEVEL": "ERROR"}, **arguments)
+        engine.run(asked(1), variables, **arguments)
 
 
 @pytest.fixture(scope="module")
