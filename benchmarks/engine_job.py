@@ -147,7 +147,7 @@ class Engine:
 def forks() -> None:
     """Run jobs in forks of this process."""
     import vllm
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+    import vllm.v1.worker.cpu_worker
 
     assert vllm.LLM  # imported lazily
     for line in sys.stdin:

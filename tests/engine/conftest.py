@@ -64,7 +64,8 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             given = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             server[:] = [subprocess.Popen(command, cwd=engine.ROOT, env=engine.clean(), **given)]
         stdin, stdout = server[0].stdin, server[0].stdout
-        assert stdin is not None and stdout is not None
+        assert stdin is not None
+        assert stdout is not None
         line = {"job": job, "variables": variables, "said": str(said)}
         stdin.write(json.dumps(line) + "\n")
         stdin.flush()
