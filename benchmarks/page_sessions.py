@@ -10,12 +10,16 @@ Result = dict[str, Any]
 TITLES = {
     "documents": "## Documents one after the other, and questions about old ones",
     "turns": "## Fifty questions about one record",
+    "list": "## One long answer",
     "system": "## What a system message says must be known in the end",
 }
 WHAT = {
     "documents": "Eleven records are read one after the other. A question about the newest follows "
     "each, and one about a record that was read some records before. In the end there are four "
     "questions about the first record.",
+    "list": "A text of needles, and then a fifth of them is asked for at once, in another order. "
+    "The answer of several hundred tokens is compressed while it is told, and every part of it "
+    "needs those before it to know what comes next. The curve is by quarters of the answer.",
     "turns": "A record, and fifty questions about it, one after the other. Questions and answers "
     "stay in the cache.",
     "system": "As above, but the session begins with a message that says one thing more, which is "
@@ -44,7 +48,33 @@ def opening(results: list[Result], streamed: Result | None) -> str:
             f"slots take at most {high:.3f} of them, and {low:.3f} in the smallest of "
             f"{streamed['blocks']} blocks."
         )
-    return "\n".join(parts) + "\n"
+    return "\n".join(parts) + f"\n\n{_choice(results)}\n"
+
+
+def _choice(results: list[Result]) -> str:
+    """Which method for which kind of session: the best at each budget, and the default beside it
+    where it is another."""
+    shares = sorted({r["budget"] for x in results for r in x["results"]} - {1.0}, reverse=True)
+    rows = []
+    for result in results:
+        row = [_NAMES[result["forms"][0]]]
+        for share in shares:
+            # What pins has been told beforehand what will be asked for.
+            found = [
+                r for r in result["results"] if r["budget"] == share and ":" not in r["method"]
+            ]
+            best = max(found, key=lambda r: float(r["accuracy"]))
+            ours = next(r for r in found if r["method"] == "heavy_merge")
+            if ours["accuracy"] >= best["accuracy"]:
+                row.append(f"the default ({ours['accuracy']:.2f})")
+                continue
+            row.append(
+                f"`{best['method']}` ({best['accuracy']:.2f}; the default {ours['accuracy']:.2f}"
+                f"{', within its interval' if ours['ci95'][1] >= best['accuracy'] else ''})"
+            )
+        rows.append(row)
+    header = ["best, of the methods below", *(f"{share:g} of the bytes" for share in shares)]
+    return table(header, rows)
 
 
 def _summary(form: str, result: Result) -> str:
@@ -78,6 +108,7 @@ def _summary(form: str, result: Result) -> str:
 _NAMES = {
     "documents": "Eleven documents",
     "turns": "Fifty questions about one record",
+    "list": "One long answer",
     "system": "A system message",
 }
 

@@ -73,6 +73,8 @@ class Bench:
         scores, kept, curves = [], 0.0, []
         for case, encoded in cases:
             tokens = sum(len(turn.text) + len(turn.question) for turn in encoded.turns)
+            if task.form == "list":  # the answer is a good part of the session
+                tokens += len(self.tokenizer.encode(case.answers[0]))
             mine = Setup(
                 setup.method,
                 math.ceil(share * tokens),

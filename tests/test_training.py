@@ -110,6 +110,9 @@ def test_an_exported_model_is_gone_on_from(tmp_path):
     assert len(other.optimizers) == 1  # AdamW for all
     for name, value in run.model.state_dict().items():
         assert torch.equal(other.model.state_dict()[name], value), name
+    lists = train.Run(arguments(tmp_path / "lists", "lists"), RECIPES["lists"])  # begins with it
+    lists.start(tmp_path / "model", "lists")
+    assert torch.equal(lists.model.lm_head.weight, run.model.lm_head.weight)
     wrong = train.Run(arguments(tmp_path / "wrong", "longeval"), RECIPES["longeval"])
     with pytest.raises(SystemExit, match=r"--start: .* was trained by --model spread"):
         wrong.start(tmp_path / "model")

@@ -14,6 +14,7 @@ from kvsketch.evaluation.runner.longeval_cases import generate_cases
 from kvsketch.evaluation.tasks.haystack import filler
 from kvsketch.evaluation.tasks.ruler import SUBTASKS, Ruler
 from kvsketch.evaluation.tasks.ruler_words import all_words
+from kvsketch.evaluation.tasks.sessions import Sessions
 from kvsketch.hf.interface import watched
 from training.ahead import Ahead
 from training.data import CHAINS
@@ -163,6 +164,30 @@ def test_every_answer_is_in_the_text(kind, sequences):
             for part in question:
                 if part.kind:
                     assert re.sub("[>.]+$", "", part.text) in document.text
+
+
+def test_lists_are_asked_for_as_in_a_session(sequences):
+    """Keys in one order in the text and in another in the question, whose answer has that order."""
+    (case,) = Sessions("list", [200], 1).cases()
+    rng, most = random.Random(2), 0
+    for _ in range(20):
+        document = sequences.documents.make("list", rng.randrange(100, 1500), rng)
+        assert document.head == case.context[: len(document.head)]
+        for asked, *told in document.questions:
+            keys = [part.text for part in told if part.kind == "next"]
+            values = [part.text for part in told if part.kind == "listed"]
+            assert keys == re.split(", and |, ", asked.text.split(" for ")[1].split(" men")[0])
+            for key, value in zip(keys, values, strict=True):
+                assert f"One of the special magic numbers for {key} is: {value}." in document.text
+            answer = "".join(part.text for part in told)
+            assert (
+                answer
+                == ",".join(f" {key} is: {value}" for key, value in zip(keys, values, strict=True))
+                + "."
+            )
+            most = max(most, len(keys))
+        assert shape(asked.text) in shape(case.context)
+    assert most > 40
 
 
 def test_first_names_of_chains_are_asked_for_by_their_value(sequences):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
@@ -28,6 +28,7 @@ class Recipe:
         cases: from the tokenizer, a name and a number to held-out cases.
         score: from the model, the tokenizer and cases to a mean score.
         new_tokens: longest answer, for the generation config.
+        parent: the recipe of the model that it may start from, besides its own; "": none.
     """
 
     build_tokenizer: Callable[[], Any]
@@ -38,9 +39,10 @@ class Recipe:
     cases: Callable[[Any, str, int], list[Any]]
     score: Callable[[Any, Any, list[Any]], float]
     new_tokens: int
+    parent: str = ""
 
 
-RECIPES: Mapping[str, Recipe] = {
+RECIPES: dict[str, Recipe] = {
     "longeval": Recipe(
         build_tokenizer,
         data.Sequences,
@@ -64,3 +66,6 @@ RECIPES: Mapping[str, Recipe] = {
         new_tokens=128,
     ),
 }
+RECIPES["lists"] = replace(
+    RECIPES["spread"], stages=ruler_schedule.LISTS_STAGES, parent="spread", new_tokens=1024
+)

@@ -34,6 +34,7 @@ class Mixture:
     gaps: float = 0.0  # share of rows with random position gaps between sentences
     span: int = 0  # largest position that gaps reach
     spelled: float = 0.02  # share of key words that nobody knows
+    listed: float = 0.0  # share of the texts of several keys that are asked for in lists
     firsts: float = 0.0  # share of the texts of chains that are asked for first names only
 
 
@@ -86,6 +87,8 @@ class Sequences:
         room = size - 50 if kind == "counts" and not verbatim else int(size * (1 - share))
         firsts = kind == "chains" and mix.firsts > 0 and rng.random() < mix.firsts
         made = "firsts" if firsts else kind
+        if kind == "several" and mix.listed > 0 and rng.random() < mix.listed:
+            made, room = "list", int(size * 0.45)
         document: Document = self.documents.make(made, max(room, 24), rng, mix.spelled)
         end = len(row.ids) + size
         if verbatim:

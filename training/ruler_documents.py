@@ -228,6 +228,35 @@ class Documents:
             found.questions.append([Part(question), *_told(pairs, kind)])
         return found
 
+    def _list(self, room: int, rng: random.Random, spelled: float) -> Document:
+        """Keys with one value each, which are asked for in lists of few or of many: one long
+        answer, of which every part must see from those before it where it stands."""
+        count = max(4, min(self._count(room, rng) * rng.choice([1, 3]), room // 9))
+        keys = self._keys(count, rng, spelled)
+        record = {key: [_number(rng)] for key in keys}
+        head = (
+            "Some special magic numbers are hidden within the following text. Make sure to "
+            "memorize it. I will quiz you about the numbers afterwards.\n"
+        )
+        found = Document(head, *self._needles(record, room, rng))
+        rng.shuffle(keys)
+        while len(keys) > 2:
+            many = int(3 * (max(len(keys), 3) / 3) ** rng.random())
+            some, keys = keys[:many], keys[many:]
+            query = f"{', '.join(some[:-1])}, and {some[-1]}"
+            about = f"the special magic numbers for {query} mentioned in the provided text"
+            told: list[Part] = []
+            for key in some:
+                told += [
+                    Part(f"{',' if told else ''} ", True),
+                    Part(key, True, "next"),
+                    Part(" is: ", True),
+                    Part(record[key][0], True, "listed"),
+                ]
+            told.append(Part(".", True))
+            found.questions.append([Part(f"\nWhat are all {about}? The{about[3:]} are"), *told])
+        return found
+
     def _chains(self, room: int, rng: random.Random, spelled: float) -> Document:
         if room > 250 and rng.random() < 0.5:  # the official form: an example, then one chain
             # One chain is little to learn from in a long text: more of them in half the texts.

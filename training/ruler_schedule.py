@@ -117,3 +117,52 @@ STAGES: tuple[Stage, ...] = (
         **SETTLED,
     ),
 )
+
+# Long answers, from the finished model: many keys are asked for at once.
+SEVERAL = (0.0, 0.0, 1.0, 0.0, 0.0)
+LISTS = Mixture(
+    1024, 8, 0.0, 0.0, 0.0, SEVERAL, whole=0.4, least=150, gaps=0.4, span=7000, listed=0.9
+)
+LONGER_LISTS = replace(LISTS, length=2048, rows=4, whole=0.6, least=300)
+LONGEST_LISTS = replace(LISTS, length=4096, rows=2, whole=0.8, least=500, gaps=0.3)
+LISTS_STAGES: tuple[Stage, ...] = tuple(
+    Stage(
+        name,
+        (
+            (0.4, LISTS),
+            (0.2, LONGER_LISTS),
+            (0.15, LONGEST_LISTS),
+            (0.15, LONG),
+            (0.1, MIDDLE),
+        ),
+        steps,
+        steps,
+        goal=2.0,
+        rate=0.4,
+        decay=name == "lists-settle",
+        rest=REST,
+        drop=(0.05, 0.0),
+        few=0.1,
+        adamw=True,
+    )
+    for name, steps in (("lists", 200), ("lists-settle", 300))
+)
+# With all heads: where too few could answer none was to be given, and some answers ended early.
+LISTS_STAGES += (
+    replace(
+        LISTS_STAGES[-1],
+        name="lists-whole",
+        mixtures=(
+            (0.2, LISTS),
+            (0.25, LONGER_LISTS),
+            (0.35, LONGEST_LISTS),
+            (0.15, LONG),
+            (0.05, MIDDLE),
+        ),
+        least=110,
+        most=110,
+        rate=0.3,
+        drop=(0.0, 0.0),
+        few=0.0,
+    ),
+)

@@ -135,7 +135,10 @@ class Run:
         self.renew(self.stage)
 
     def _take(self, saved: dict, named: str) -> dict:
-        if saved.get("recipe", self.arguments.model) != self.arguments.model:
+        if saved.get("recipe", self.arguments.model) not in (
+            self.arguments.model,
+            self.recipe.parent,
+        ):
             raise SystemExit(
                 f"{named} was trained by --model {saved.get('recipe')}, "
                 f"got --model {self.arguments.model}"

@@ -13,18 +13,23 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
 
 import kvsketch
+from kvsketch.evaluation.runner.answering import Answerer
+from kvsketch.evaluation.runner.encoding import Encoder
 from kvsketch.evaluation.runner.loading import resolve_model
 from kvsketch.evaluation.runner.longeval import load_case_files, read_answer
 from kvsketch.evaluation.runner.longeval_cases import generate_cases
+from kvsketch.evaluation.runner.settings import Settings
+from kvsketch.evaluation.runner.setups import Setup
 from kvsketch.evaluation.tasks.ruler import Ruler
+from kvsketch.evaluation.tasks.sessions import FORMS, Sessions
 from kvsketch.models import PACKAGED_MODELS, packaged_model
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFICIAL = Path(os.environ.get("KVSKETCH_DATA", ROOT.parent / "shared" / "data")) / "longeval"
 
 
-LINES = ("longeval-one-head", "spread")
-RULERS = ("ruler-one-layer", "spread")
+LINES = ("longeval-one-head", "spread", "lists")
+RULERS = ("ruler-one-layer", "spread", "lists")
 
 
 @functools.cache
@@ -128,6 +133,23 @@ def test_answers_ruler(name, subtask):
         ids = model.generate(**inputs, max_new_tokens=case.max_new_tokens, do_sample=False)
         scores.append(task.score(case, tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :])))
     assert sum(scores) / len(scores) >= 0.75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_the_lists_model_holds_sessions(form):
+    """With the exact cache, the text read before its question is known."""
+    folder, settings_ = packaged_model("lists"), Settings(question="unseen")
+    model, tokenizer = of("lists")
+    answerer = Answerer(model, tokenizer, settings_)
+    assert str(folder) == resolve_model("lists")
+    task, scores = Sessions(form, [330], 4, seed=11), []
+    encoder = Encoder(tokenizer, model.config, settings_)
+    for case in task.cases():
+        encoded = task.encoded(case, encoder, 16_384, case.max_new_tokens)
+        (reply,) = answerer.answer([encoded], Setup("exact", 1.0))
+        scores.append(task.graded(case, reply))
+    assert sum(scores) / len(scores) >= 0.9
 
 
 def test_the_default_is_the_spread_model_and_another_name_is_refused():

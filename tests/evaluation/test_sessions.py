@@ -94,7 +94,7 @@ def test_a_system_message_is_scored_alone() -> None:
 
 
 def test_what_is_left_out_of_a_list_costs_only_itself() -> None:
-    task = Sessions("list", [24], 1)
+    task = Sessions("list", [40], 1)
     (case,) = task.cases()
     (turn,) = task._turns[case.id]
     told = case.answers[0].split(",")

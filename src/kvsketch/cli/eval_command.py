@@ -76,7 +76,8 @@ def eval_command(
         str,
         typer.Option(
             help="Model folder or Hugging Face id. In this package: spread (packaged) and "
-            "ruler-one-layer for longeval and ruler, longeval-one-head for longeval."
+            "ruler-one-layer for longeval and ruler, longeval-one-head for longeval, lists for "
+            "sessions."
         ),
     ] = "packaged",
     methods: Annotated[

@@ -12,6 +12,7 @@ PACKAGED = "packaged"
 PACKAGED_MODELS: Mapping[str, str] = {
     PACKAGED: "spread",
     "spread": "spread",
+    "lists": "lists",
     "longeval-one-head": "longeval",
     "ruler-one-layer": "ruler",
 }
@@ -23,6 +24,7 @@ def packaged_model(name: str = PACKAGED) -> Path:
     Args:
         name: "spread" answers questions of LongEval and RULER, and reads with many heads in several
             layers; "packaged" is another name of it, since commands use it unless another is named.
+            "lists" is "spread", trained further to give long answers (``kvsketch eval sessions``).
             "longeval-one-head" retrieves lines (LongEval), and one of its KV heads reads them;
             "ruler-one-layer" also answers questions of RULER, and reads in one of its layers.
 

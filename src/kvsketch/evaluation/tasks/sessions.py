@@ -9,8 +9,9 @@ like anything else and every answer is right or wrong:
   forgotten, and when;
 - ``system``: the session begins with a message that says one thing more, which is asked for in the
   end, after all documents: what a system message is for;
-- ``list``: a text of needles (RULER, Hsieh et al. 2024). A third of them are asked for at once, in
-  another order: one long answer, whose later parts need its earlier ones to know what comes next.
+- ``list``: a text of needles (RULER, Hsieh et al. 2024). A fifth of them are asked for at once,
+  in another order: one long answer, whose later parts need its earlier ones to know what comes
+  next.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ QUESTIONS, DOCUMENTS = 50, 11
 #: is asked about; about the first document, in the end
 AGES, LAST = (1, 1, 2, 1, 3, 5, 2, 4, 8), 4
 _NUMBER_TOKENS, _LISTED_TOKENS = 32, 20
-_PART = 3  # of the needles of a text, one in so many is asked for
+_PART = 5  # of the needles of a text, one in so many is asked for
 _MOST_CODE = 10**7
 
 
