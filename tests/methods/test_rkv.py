@@ -102,10 +102,10 @@ def test_importance_is_its_definition(
     q = data.draw(st.integers(1, n))
     slots, observed, live = case(seed, n, q, group, min(padding, n - 1), gaps, softcap)
     before = None
-    if known:  # the newest have none
+    if known:  # the newest have none, nor those that were in the window so far
         g = torch.Generator().manual_seed(1)
         before = torch.rand(BATCH, HEADS, n, generator=g)
-        before[..., n - min(q, n - 1) :] = 0.0
+        before[..., n - min(q + window, n - 1) :] = 0.0
     method = RKV(window=window, kernel_size=kernel)
     found = method.observe(replace(slots, score=before), observed).score
     assert found.dtype == torch.float32

@@ -43,8 +43,9 @@ def paired(x, pairs, neighbours):
     return torch.complex(turned[:pairs], turned[pairs:]), x[2 * pairs :]
 
 
-def case(seed, n, group, padding=0, rest=0, neighbours=False):
-    """Queries and keys before RoPE in float64, and frequencies. Row 0 begins with padding."""
+def case(seed, n, group, padding=0, rest=0, gaps=False):
+    """Queries and keys before RoPE in float64, and frequencies. Row 0 begins with padding; with
+    ``gaps`` there is some between tokens, too, as between the turns of a chat."""
     g = torch.Generator().manual_seed(seed)
     dim = 6 + rest
     before = torch.randn(BATCH, group * HEADS, n, dim, generator=g, dtype=torch.float64)
@@ -53,6 +54,8 @@ def case(seed, n, group, padding=0, rest=0, neighbours=False):
     frequencies = torch.tensor([1.0, 0.13, 0.004], dtype=torch.float64)
     live = torch.ones(BATCH, n, dtype=torch.bool)
     live[0, :padding] = False
+    if gaps:
+        live[:, :-1] &= torch.rand(BATCH, n - 1, generator=g) < 0.7
     return before, keys, frequencies, live
 
 
@@ -119,6 +122,7 @@ CASES = {
     "n": st.integers(2, 16),
     "group": st.integers(1, 3),
     "padding": st.integers(0, 5),
+    "gaps": st.booleans(),
     "rest": st.sampled_from([0, 3]),
     "neighbours": st.booleans(),
     "window": st.integers(1, 9),
@@ -130,14 +134,14 @@ CASES = {
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), **CASES)
 def test_it_is_the_formula_of_the_paper(
-    seed, n, group, padding, rest, neighbours, window, farthest, aggregation, data
+    seed, n, group, padding, gaps, rest, neighbours, window, farthest, aggregation, data
 ):
     q = data.draw(st.integers(1, n))
     padding = min(padding, n - 1)
-    before, keys, frequencies, live = case(seed, n, group, padding, rest)
+    before, keys, frequencies, live = case(seed, n, group, padding, rest, gaps)
     queries, after = after_rope(before, keys, frequencies, live, neighbours)
     slots = Slots(after.float(), after.float())
-    if padding:
+    if not bool(live.all()):
         slots = slots.only(live[:, None])
     method = TriAttention(window, farthest, aggregation)
     method.turn = turned(frequencies, neighbours)
