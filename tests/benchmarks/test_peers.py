@@ -556,6 +556,24 @@ def test_rkv_keeps_the_tokens_of_its_authors(setting, shape):
         assert torch.equal(ours(compressor, shape, 0, recent, shape[-1]), theirs)
 
 
+def test_rkv_keeps_the_tokens_of_its_authors_while_decoding():
+    """Of what is held and 16 new tokens, twelve times; both get the tokens in their order."""
+    reason = rkv.available()
+    if reason is not None:
+        pytest.skip(reason)
+    queries, keys, values = tensors((2, 8, 2, 256, 32, 0))
+    places = torch.arange(256.0).expand(keys.shape[:3])
+    every, method = Slots(keys, values, positions=places), METHODS["rkv"]()
+    held, seen = every.narrow(0, 0), 0
+    for end in range(64, 257, 16):
+        held = Slots.cat([held, every.narrow(seen, end - seen)])
+        theirs = rkv.kept(queries[:, :, end - 8 : end], held.keys, 48)
+        observed = Observed(queries[:, :, seen:end], 32**-0.5)
+        expected = held.positions.gather(-1, theirs)
+        held, seen = method.compress(held, 48, observed, sink=0, recent=8), end
+        assert torch.equal(held.positions, expected)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("aggregation", ["mean", "max"])

@@ -21,21 +21,25 @@ class RKV(Scoring):
     """Keep the last ``window`` tokens, and of the others those of the highest ``mix`` * importance
     - (1 - ``mix``) * redundancy.
 
-    The paper's joint selection, as its authors' code computes it (``R1KV.update_kv``; the kept
-    tokens are the same, with ``sink = 0``). Importance: of the last ``window`` queries, the largest
-    logit of the query heads of each KV head, softmax over the tokens before the window, averaged
-    over these queries and max-pooled over ``kernel_size`` neighbours. Redundancy: see
-    ``redundancy``, over all slots, sinks and window included.
+    The joint selection of importance and redundancy, as the authors' code computes it
+    (``R1KV.update_kv``; the kept tokens are the same, with ``sink = 0``). Importance: of the last
+    ``window`` queries, the largest logit of the query heads of each KV head, softmax over the
+    tokens before the window, averaged over these queries and max-pooled over ``kernel_size``
+    neighbours. Redundancy: see ``redundancy``, over all slots, sinks and window included.
 
-    Redundancy is computed whenever a compression is due, in a time that grows with the square of
-    the number of slots: the method is made for decoding with a small budget. The authors compress
-    every 128 decoded tokens, and a prompt when it is longer than the budget, like ``SketchCache``.
-    If fewer than ``window`` queries come at a time, importance is averaged over about the last
-    ``window`` queries as in ``snapkv``; a token that had no importance before has that of the new
-    queries. The authors' code has one row in a batch, a scaling of 1 / sqrt(head_dim), and no
-    soft-capping: here rows are independent, and logits are those of the model. Attention sinks in
-    the softmax (gpt-oss) take no share. The paper's threshold and ``mix`` are 0.5 and 0.1; the
-    authors' script has 0.07 for the latter.
+    Redundancy is computed whenever a compression is due, in a time that grows with the square
+    of the number of slots: the method is made for decoding with a small budget. The authors
+    compress every 128 decoded tokens, and a prompt when it is longer than the budget, like
+    ``SketchCache``. If fewer than ``window`` queries come at a time, importance is averaged
+    over about the last ``window`` queries as in ``snapkv``; a token that had no importance
+    before has that of the new queries.
+
+    Where their code differs: it goes on with the kept tokens in the order of their scores, so
+    that at the next compression neighbours and newest tokens are others; here the order stays
+    that of the tokens. It takes one row of a batch, scales by 1 / sqrt(head_dim) and has no
+    soft-capping; here rows are independent, and logits are those of the model. Attention sinks
+    in the softmax (gpt-oss) take no share. Their code has ``mix`` 0.07; 0.1 is that of
+    TriAttention's authors, who compare with this method.
 
     Args:
         window: number of last queries whose attention counts, and of last tokens that are kept
