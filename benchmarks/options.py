@@ -16,7 +16,13 @@ from kvsketch import ALL_METHODS, InputError
 from kvsketch.arguments import QUERY_SOURCES
 from kvsketch.errors import unknown_name
 from kvsketch.evaluation.runner.setups import BITS
-from kvsketch.methods.registry import PROJECTING, REREADING, default_allocation, default_bits
+from kvsketch.methods.registry import (
+    PROJECTING,
+    REREADING,
+    ROTATING,
+    default_allocation,
+    default_bits,
+)
 
 #: How a budget is allocated to heads and layers, named as in ``kvsketch eval --methods``: the same
 #: for every head; by errors measured on this prompt; by the method's scores, over a layer or the
@@ -37,7 +43,7 @@ SECOND = QUERY_SOURCES[1:]
 #: The names for a cache that keeps all tokens, in this many bits.
 ALONE = {"int8": 8, "int4": 4}
 #: one_dimensional needs head_dim 1. The others need a model, not only its activations.
-LEFT_OUT = ("one_dimensional", *PROJECTING)
+LEFT_OUT = ("one_dimensional", *PROJECTING, *ROTATING)
 #: The variants of our default method that are compared, besides the bare name.
 OURS = tuple(
     f"heavy_merge{ending}"

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from kvsketch.methods.registry import ALL_METHODS, REREADING
+from kvsketch.methods.registry import ALL_METHODS, REREADING, ROTATING
 from kvsketch.methods.sketches import Sketch
 
 VOCABULARY = 101
@@ -82,28 +82,39 @@ def build(family: str, attention: str | None = None) -> Any:
     return model.float().eval()
 
 
+def runs(family: str, method: str) -> bool:
+    """Whether a family has what a method requires: rotary positions, if it needs them."""
+    return method not in ROTATING or family not in ("opt", "mpt")
+
+
 def capability(method: str) -> tuple[object, ...]:
     """What a cache must do for a method: methods that are alike in this take the same way."""
     cls = ALL_METHODS[method]
     asked = cls.requires
     names = ("ragged", "allocation", "bits")
     return (
-        issubclass(cls, Sketch), asked.queries, asked.output, asked.whole_prompt,
+        issubclass(cls, Sketch), asked.queries, asked.output, asked.rotary,
+        asked.whole_prompt,
         *(getattr(cls, name, None) for name in names),
     )  # fmt: skip
 
 
 def crossed(families: Iterable[str], methods: Iterable[str]) -> list[Any]:
-    """Parameters (family, method). By default every method runs with one family, and every family
-    with one method of each capability; all other pairs are slow tests."""
+    """Parameters (family, method), of those that run together. By default every method runs with
+    one family, and every family with one method of each capability; all other pairs are slow
+    tests."""
     families, methods = list(families), list(methods)
     alike: dict[tuple[object, ...], list[str]] = {}
     for method in methods:
         alike.setdefault(capability(method), []).append(method)
-    chosen = {(families[i % len(families)], method) for i, method in enumerate(methods)}
+    chosen = set()
+    for i, method in enumerate(methods):
+        able = [family for family in families if runs(family, method)]
+        chosen.add((able[i % len(able)], method))
     for i, family in enumerate(families):
         chosen |= {(family, some[i % len(some)]) for some in alike.values()}
     return [
         pytest.param(*pair, marks=[] if pair in chosen else pytest.mark.slow)
         for pair in itertools.product(families, methods)
+        if runs(*pair)
     ]

@@ -23,7 +23,9 @@ from benchmarks.peers import (
     goodpoints,
     kvpress,
     quantized_cache,
+    rkv,
     thinformer,
+    triattention,
 )
 from benchmarks.peers.exchange import ENVIRONMENT, VARIABLE, VERSIONS, _missing, interpreter
 
@@ -35,6 +37,8 @@ PEERS = {
     "BalanceKV": (balancekv.available, "the authors' balanced_walk"),
     "Attention Matching": (attention_matching.available, "slots fitted to a second reading"),
     "Thinformer": (thinformer.available, "kernel halving"),
+    "R-KV": (rkv.available, "which tokens it keeps"),
+    "TriAttention": (triattention.available, "which tokens it keeps"),
 }
 
 

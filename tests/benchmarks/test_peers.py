@@ -7,10 +7,13 @@ from __future__ import annotations
 import copy
 import itertools
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from benchmarks import attention_error
 from benchmarks.equal_bytes import Fit
@@ -21,8 +24,10 @@ from benchmarks.peers import (
     goodpoints,
     kvpress,
     quantized_cache,
+    rkv,
     setup,
     thinformer,
+    triattention,
 )
 from benchmarks.peers.exchange import PeerError
 from benchmarks.peers.kvpress import Job
@@ -30,6 +35,7 @@ from kvsketch import InputError, Observed, Slots, attend
 from kvsketch.hf.activations import Activations
 from kvsketch.methods import METHODS, pyramid_shares
 from kvsketch.methods.registry import ALL_METHODS
+from kvsketch.methods.rotation import Turn
 
 #: batch, query heads, KV heads, tokens, head_dim, kept: equal heads, GQA, MQA, odd numbers
 SHAPES = [
@@ -489,7 +495,7 @@ def test_attention_matching_is_attended_to_as_by_its_authors(monkeypatch, tmp_pa
         method.reduce(slots, count, None)
 
 
-@pytest.mark.parametrize("peer", [attention_matching, balancekv, thinformer])
+@pytest.mark.parametrize("peer", [attention_matching, balancekv, thinformer, rkv, triattention])
 def test_a_folder_that_is_not_the_peer_is_named(monkeypatch, tmp_path, peer):
     *_, file, function, _ = peer._WHERE
     monkeypatch.delenv(peer.VARIABLE, raising=False)
@@ -529,6 +535,87 @@ def test_bad_jobs_are_named_before_work_starts(changes, message):
     job = {"press": "knorm", "queries": queries, "keys": keys, "values": values, "kept": 5}
     with pytest.raises(InputError, match=message):
         Job(**{**job, **changes})
+
+
+#: window, kernel size and weight of the importance
+JOINT = [(8, 7, 0.1), (4, 3, 0.5), (5, 1, 0.9), (8, 7, 0.0)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("setting", JOINT, ids=str)
+def test_rkv_keeps_the_tokens_of_its_authors(setting, shape):
+    """Whether the cache keeps the window as its recent tokens or leaves it to the method."""
+    reason = rkv.available()
+    if reason is not None:
+        pytest.skip(reason)
+    window, kernel, mix = setting
+    queries, keys, _ = tensors(shape)
+    theirs = rkv.kept(queries, keys, shape[-1], window=window, kernel_size=kernel, mix=mix)
+    for recent in (0, window):
+        compressor = METHODS["rkv"](window=window, kernel_size=kernel, mix=mix)
+        assert torch.equal(ours(compressor, shape, 0, recent, shape[-1]), theirs)
+
+
+def test_rkv_keeps_the_tokens_of_its_authors_while_decoding():
+    """Of what is held and 16 new tokens, twelve times; both get the tokens in their order."""
+    reason = rkv.available()
+    if reason is not None:
+        pytest.skip(reason)
+    queries, keys, values = tensors((2, 8, 2, 256, 32, 0))
+    places = torch.arange(256.0).expand(keys.shape[:3])
+    every, method = Slots(keys, values, positions=places), METHODS["rkv"]()
+    held, seen = every.narrow(0, 0), 0
+    for end in range(64, 257, 16):
+        held = Slots.cat([held, every.narrow(seen, end - seen)])
+        theirs = rkv.kept(queries[:, :, end - 8 : end], held.keys, 48)
+        observed = Observed(queries[:, :, seen:end], 32**-0.5)
+        expected = held.positions.gather(-1, theirs)
+        held, seen = method.compress(held, 48, observed, sink=0, recent=8), end
+        assert torch.equal(held.positions, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("aggregation", ["mean", "max"])
+def test_triattention_keeps_the_tokens_of_its_authors(aggregation, scaled, shape):
+    """Given statistics of the same queries, with plain RoPE and with YaRN, which also scales. Their
+    float32 phases of up to 65,536 positions may exchange tokens of almost equal scores."""
+    reason = triattention.available()
+    if reason is not None:
+        pytest.skip(reason)
+    heads, n, dim = shape[1], shape[3], shape[4]
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    config = LlamaConfig(hidden_size=heads * dim, num_attention_heads=heads, head_dim=dim)
+    config.rope_parameters |= yarn if scaled else {}
+    rotary = LlamaRotaryEmbedding(config)
+    turn = Turn(rotary.inv_freq, neighbours=False)
+    queries, keys, values = tensors(shape)
+    here = torch.arange(n)
+    slots = Slots(rotary.attention_scaling * turn(keys, here), values)
+    observed = Observed(rotary.attention_scaling * turn(queries, here), 0.1)
+    assert (rotary.attention_scaling != 1) == scaled
+    for farthest, window in [(65536, 512), (1, 20), (100, 20)]:
+        compressor = ALL_METHODS["triattention"](window, farthest, aggregation)
+        compressor.turn = turn
+        scored = compressor.observe(slots, observed)
+        kept = compressor.compress(
+            replace(scored, positions=here.expand(scored.score.shape).float()),
+            shape[-1],
+            observed,
+            scored=True,
+        )
+        theirs = triattention.kept(
+            queries[:, :, -window:],
+            slots.keys,
+            shape[-1],
+            rotary,
+            farthest=farthest,
+            aggregation=aggregation,
+        )
+        own, other = kept.score, scored.score.gather(-1, theirs)
+        torch.testing.assert_close(own.sort(-1).values, other.sort(-1).values, atol=1e-4, rtol=0)
+        same = (kept.positions.long() == theirs).all(-1)
+        assert float(same.float().mean()) > 0.8
 
 
 def cam_case(shape, neighbours):

@@ -19,6 +19,7 @@ from kvsketch.budget import Budget
 from kvsketch.cache import Stream, windowed
 from kvsketch.methods import HALVINGS, METHODS, make
 from kvsketch.methods.registry import ALL_METHODS, REREADING, SKETCHES
+from kvsketch.methods.rotation import Turn
 from kvsketch.methods.sketches import (
     BalanceKVStreaming,
     MergeReduce,
@@ -104,10 +105,12 @@ TOKENS = sum(size * times for size, times in CHUNKS)
 
 
 def projected(method):
-    """The method, with an output projection if it needs one."""
+    """The method, with an output projection or rotary frequencies if it needs them."""
     if method.requires.output:
         g = torch.Generator().manual_seed(0)
         method.output = torch.randn(QUERY_HEADS, 3, 7, generator=g)
+    if method.requires.rotary:
+        method.turn = Turn(torch.tensor([1.0, 0.1]), neighbours=False)
     return method
 
 

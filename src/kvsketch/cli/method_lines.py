@@ -20,6 +20,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "chunkkv": "SnapKV, in chunks of successive tokens",
         "criticalkv": "SnapKV, and how much values add to the output",
         "tova": "most attended by the newest query, in all heads",
+        "rkv": "most attended by the last queries, least repeated later",
+        "triattention": "most attended by the mean query from later positions",
         "expected_attention": "largest expected contribution to later outputs",
         "compactor": "attention within blocks, and keys unlike the others",
     },

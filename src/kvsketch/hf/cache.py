@@ -31,6 +31,7 @@ from kvsketch.hf.forward import Forward
 from kvsketch.hf.hybrid_layer import HybridSketchLayer
 from kvsketch.hf.latent import LatentSketchLayer
 from kvsketch.hf.layer import LayerSettings, SketchLayer
+from kvsketch.hf.rotary import check_rotary
 from kvsketch.kernels import paged
 from kvsketch.methods.registry import (
     Method,
@@ -212,6 +213,8 @@ class SketchCache(Cache):  # type: ignore[misc]
         models.check_supported(config)
         if cls.requires.output:
             models.check_projection(config, cls.name)
+        if cls.requires.rotary:
+            check_rotary(config, cls.name)
         self.max_positions = models.max_positions(config)
         layers, chosen = models.layers_of(config)
         readers = models.readers_of(config, layers)

@@ -18,7 +18,7 @@ from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.hf.checks import BEHIND, check_config, check_queries, check_tokens
 from kvsketch.hf.masks import View
 from kvsketch.hf.output import output_weight
-from kvsketch.hf.rotary import turn_at
+from kvsketch.hf.rotary import rotation_of, turn_at
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
 
@@ -169,6 +169,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             )
         if module is None:
             self._project(None)
+            self._rotate(None)
         elif self.module is None or self.module() is not module:
             self.claim(module)
 
@@ -183,6 +184,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         if self.module is None:
             check_config(self.settings.config, module)
             self._project(module)
+            self._rotate(module)
             self._prepare_echo(module)
             self.module = weakref.ref(module)
         elif self.module() is not module:
@@ -218,6 +220,24 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
                 return
             heads, dim = self.token_shape[1], self.stream.slots.values.shape[3]
             method.output = output_weight(module, heads, dim, name)
+
+    def _rotate(self, module: nn.Module | None) -> None:
+        """Pass the frequencies of the module's rotary embedding to a method that needs them.
+
+        Raises:
+            UnsupportedError: it has none, or they are not known.
+        """
+        method = self.stream.compressor
+        if method is None or not method.requires.rotary:
+            return
+        if module is not None:
+            method.turn = rotation_of(module, method.name)
+        elif method.turn is None:
+            raise UnsupportedError(
+                f"method={method.name!r} needs the frequencies of the rotary position embedding, "
+                "which a compiled graph does not show: read the prompt with the model as it was "
+                "before torch.compile, or use another method"
+            )
 
     def check_queries(self, queries: Tensor) -> None:
         """Raise InputError unless queries ``[batch, num_attention_heads, q, head_dim]`` fit the

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
-from kvsketch.hf.turning import FIXED, Turn
+from kvsketch.errors import UnsupportedError
+from kvsketch.hf.turning import FIXED
+from kvsketch.methods.rotation import Turn
 
 # Families of transformers by how queries and keys of full attention depend on the position, named
 # by the type of the text model's configuration. tests/hf/test_rotary.py measures it in a model of
@@ -53,6 +56,40 @@ def turn_at(module: nn.Module) -> Callable[[Tensor, int], Tensor] | None:
     return _turn(home, config, kind in NEIGHBOURS)
 
 
+def check_rotary(config: PretrainedConfig, method: str) -> None:
+    """Raise unless queries and keys of full attention are rotated by frequencies that do not depend
+    on the length of the text.
+
+    Raises:
+        UnsupportedError: other positions, or a family that is in no list.
+    """
+    text = config.get_text_config(decoder=True)
+    kind = getattr(text, "model_type", None)
+    if kind not in HALVES | NEIGHBOURS:
+        raise _no_rotary(method, f"{kind!r} models")
+    if (found := _parameters(text).get("rope_type", "default")) not in FIXED:
+        raise _no_rotary(method, f"{kind!r} models with rope_type={found!r}")
+
+
+def rotation_of(module: nn.Module, method: str) -> Turn:
+    """How an attention module rotates queries and keys, for a method that needs it.
+
+    Raises:
+        UnsupportedError: it does not rotate them, or by frequencies that are not known here.
+    """
+    turn = turn_at(module)
+    if not isinstance(turn, Turn):
+        raise _no_rotary(method, f"{type(module).__module__}.{type(module).__qualname__}")
+    return turn
+
+
+def _no_rotary(method: str, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"method={method!r} needs the frequencies of a rotary position embedding, and {what} have "
+        "none that kvsketch knows; use another method"
+    )
+
+
 def _unmoved(queries: Tensor, by: int) -> Tensor:
     return queries
 
@@ -66,9 +103,7 @@ def _turn(home: str, config: Any, neighbours: bool) -> Turn | None:
         if name.endswith("RotaryEmbedding") and "Vision" not in name
         if isinstance(found, type) and found.__module__ == home
     ]
-    parameters: Any = getattr(config, "rope_parameters", None) or {}
-    parameters = parameters.get("full_attention", parameters)
-    if len(classes) != 1 or parameters.get("rope_type", "default") not in FIXED:
+    if len(classes) != 1 or _parameters(config).get("rope_type", "default") not in FIXED:
         return None
     rotary = classes[0](config=config)
     for name in ("inv_freq", "full_attention_inv_freq"):
@@ -76,3 +111,9 @@ def _turn(home: str, config: Any, neighbours: bool) -> Turn | None:
         if isinstance(found, Tensor) and found.dim() == 1:
             return Turn(found, neighbours)
     return None
+
+
+def _parameters(config: Any) -> Any:
+    """Those of the rotary embedding of full attention."""
+    found: Any = getattr(config, "rope_parameters", None) or {}
+    return found.get("full_attention", found)

@@ -8,7 +8,6 @@ frequencies and everything else do not depend on the position, which is tested o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,42 +15,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from kvsketch.errors import UnsupportedError
+from kvsketch.methods.rotation import Turn
 
 #: rope types whose frequencies do not depend on the position
 FIXED = ("default", "linear", "llama3", "yarn")
 # Rounding error that is allowed, as a fraction of a key's norm.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Rotates keys by a number of positions.
-
-    Attributes:
-        frequencies: radians per position, float ``[pairs]``.
-        neighbours: pairs are channels 2i and 2i + 1, else i and i + pairs.
-    """
-
-    frequencies: Tensor
-    neighbours: bool
-
-    def __call__(self, keys: Tensor, by: int) -> Tensor:
-        """``[..., head_dim]`` keys ``by`` positions further on, in their dtype. Channels beyond the
-        pairs are not rotated."""
-        pairs = len(self.frequencies)
-        angle = self.frequencies.double().to(keys.device) * by
-        cos, sin = (f(angle).to(torch.promote_types(keys.dtype, torch.float32)) for f in _BOTH)
-        turned, rest = keys[..., : 2 * pairs].to(cos.dtype), keys[..., 2 * pairs :]
-        if self.neighbours:
-            a, b = turned[..., 0::2], turned[..., 1::2]
-            both = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-        else:
-            a, b = turned[..., :pairs], turned[..., pairs:]
-            both = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-        return torch.cat([both.to(keys.dtype), rest], dim=-1)
-
-
-_BOTH = (torch.cos, torch.sin)
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from kvsketch.methods.knorm import KNorm
 from kvsketch.methods.lagkv import LagKV
 from kvsketch.methods.observed_attention import ObservedAttention
 from kvsketch.methods.pyramidkv import PyramidKV, pyramid_shares
+from kvsketch.methods.rkv import RKV
 from kvsketch.methods.snapkv import SnapKV
 from kvsketch.methods.streaming_llm import StreamingLLM
 from kvsketch.methods.tova import TOVA
@@ -37,6 +38,7 @@ _CLASSES: tuple[type[Compressor], ...] = (
     PyramidKV,
     ChunkKV,
     TOVA,
+    RKV,
     ExpectedAttention,
     Compactor,
     KNorm,
@@ -75,6 +77,7 @@ __all__ = [
     "H2O",
     "HALVINGS",
     "METHODS",
+    "RKV",
     "TOVA",
     "BalanceKV",
     "CaM",

@@ -15,6 +15,7 @@ from kvsketch import random_numbers
 from kvsketch.errors import InputError
 from kvsketch.methods.ragged import compress_ragged
 from kvsketch.methods.requirements import FORMER, Requirements
+from kvsketch.methods.rotation import Turn
 from kvsketch.methods.seen import Seen
 from kvsketch.methods.window import check_window, split
 from kvsketch.observed import Observed
@@ -85,6 +86,9 @@ class Compressor(ABC):
     #: weight of the layer's output projection W_O, ``[num_attention_heads, value_dim, hidden]``,
     #: if it ``requires`` it: the model's own tensor, not a copy
     output: Tensor | None = None
+
+    #: how the model rotates queries and keys by their positions, if it ``requires`` it
+    turn: Turn | None = None
 
     # places in the batch of the heads of a call, int64 ``[batch, heads]``, if not in order
     _places: Tensor | None = None

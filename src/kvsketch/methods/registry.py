@@ -16,6 +16,7 @@ from kvsketch.methods.sketches.merge_reduce import MergeReduce
 from kvsketch.methods.sketches.one_dimensional import OneDimensional
 from kvsketch.methods.sketches.sliding_window import SlidingWindow, SlidingWindowSampled
 from kvsketch.methods.sketches.subgen import SubGen, SubGenCoupled
+from kvsketch.methods.triattention import TriAttention
 
 #: The streaming sketches, by name. To add one: write its file, add its class here.
 SKETCHES: dict[str, type[Sketch]] = {
@@ -34,6 +35,9 @@ SKETCHES: dict[str, type[Sketch]] = {
 #: The methods that need the weight of every layer's output projection, so a model.
 PROJECTING: dict[str, type[Compressor]] = {CriticalKV.name: CriticalKV}
 
+#: The methods that need the frequencies of the model's rotary embedding, so a model.
+ROTATING: dict[str, type[Compressor]] = {TriAttention.name: TriAttention}
+
 #: The methods that need a second reading of the context (``kvsketch.prefill``).
 REREADING: dict[str, type[Compressor]] = {cls.name: cls for cls in (KVzip, KVzipPlus, KVgrad)}
 
@@ -41,6 +45,7 @@ REREADING: dict[str, type[Compressor]] = {cls.name: cls for cls in (KVzip, KVzip
 ALL_METHODS: dict[str, type[Compressor] | type[Sketch]] = {
     **METHODS,
     **PROJECTING,
+    **ROTATING,
     **SKETCHES,
     **REREADING,
 }

@@ -23,6 +23,8 @@ class Requirements:
         part: tokens of the context in one part of a second reading; None: KVzip's number.
         output: whether it uses the contribution of values to the layer's output, and therefore
             ``Compressor.output``.
+        rotary: whether it uses how the model rotates queries and keys by their positions, and
+            therefore ``Compressor.turn``.
     """
 
     queries: bool = False
@@ -33,6 +35,7 @@ class Requirements:
     weights: Literal["hidden", "gradient"] | None = None
     part: int | None = None
     output: bool = False
+    rotary: bool = False
 
 
 #: Attributes of classes that became parts of ``requires``, and what they are called there.

@@ -1,0 +1,59 @@
+"""How rotary position embeddings rotate queries and keys (Su et al., RoFormer, 2104.09864)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Rotates keys or queries by a number of positions.
+
+    Attributes:
+        frequencies: radians per position, float ``[pairs]``.
+        neighbours: pairs are channels 2i and 2i + 1, else i and i + pairs.
+    """
+
+    frequencies: Tensor
+    neighbours: bool
+
+    def __call__(self, keys: Tensor, by: int | Tensor) -> Tensor:
+        """``[..., head_dim]`` keys ``by`` positions further on, in their dtype. Channels beyond the
+        pairs are not rotated.
+
+        Args:
+            by: the same number for all, or numbers that are broadcast with ``keys[..., 0]``.
+        """
+        frequencies = self.frequencies.double().to(keys.device)
+        if isinstance(by, Tensor):
+            by = by.to(keys.device, torch.float64).unsqueeze(-1)
+        angle = frequencies * by
+        cos, sin = (f(angle).to(torch.promote_types(keys.dtype, torch.float32)) for f in _BOTH)
+        a, b, rest = self._parts(keys)
+        a, b = a.to(cos.dtype), b.to(cos.dtype)
+        both = torch.stack(
+            [a * cos - b * sin, b * cos + a * sin], dim=-1 if self.neighbours else -2
+        )
+        both = both.flatten(-2).to(keys.dtype)
+        return torch.cat([both, rest.expand(*both.shape[:-1], -1)], dim=-1)
+
+    def norms(self, keys: Tensor) -> Tensor:
+        """The lengths of the pairs of channels that are rotated together, and the absolute values
+        of channels that are not rotated: ``[..., pairs + channels not rotated]``. They do not
+        depend on the position."""
+        a, b, rest = self._parts(keys)
+        return torch.cat([torch.hypot(a, b), rest.abs()], dim=-1)
+
+    def _parts(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The first and the second channel of every pair, and the channels that are not rotated."""
+        pairs = len(self.frequencies)
+        turned, rest = keys[..., : 2 * pairs], keys[..., 2 * pairs :]
+        if self.neighbours:
+            return turned[..., 0::2], turned[..., 1::2], rest
+        return turned[..., :pairs], turned[..., pairs:], rest
+
+
+_BOTH = (torch.cos, torch.sin)
