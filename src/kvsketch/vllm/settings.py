@@ -58,7 +58,9 @@ _OTHERS = {
     "KVSKETCH_PEERS_PYTHON",
     "KVSKETCH_STATS_DIR",
     "KVSKETCH_NATIVE",
+    "KVSKETCH_RKV",
     "KVSKETCH_THINFORMER",
+    "KVSKETCH_TRIATTENTION",
 }
 # Curves distinguish heads for budgets of at least this multiple of their smallest measured one.
 _TOLD = 2.0
