@@ -56,7 +56,10 @@ COMMANDS = {
     "compression_time": "compression_time",
     "sessions_documents": "sessions --forms documents",
     "sessions_turns": "sessions --forms turns --methods "
-    "exact,heavy_merge,h2o+int4,snapkv+int4,streaming_llm",
+    "exact,heavy_merge,h2o+int4,snapkv+int4,streaming_llm,rkv+int4,triattention+int4",
+    "sessions_list": "sessions --forms list --model lists --count 8 --methods exact,heavy_merge,"
+    "heavy_merge+16bit,h2o+int4,snapkv+int4,tova+int4,rkv+int4,triattention+int4,streaming_llm,"
+    "merge_reduce",
     "sessions_system": "sessions --forms system --methods exact,heavy_merge,heavy_merge:16:32,"
     "h2o+int4,h2o:16:32+int4,streaming_llm,streaming_llm:16:32",
     "long_stream": "long_stream",

@@ -41,7 +41,7 @@ from kvsketch.evaluation.tasks.sessions import FORMS, Sessions
 MODEL = "spread"
 METHODS = (
     "exact,heavy_merge,heavy_merge@even,heavy_merge+16bit,h2o,h2o+int4,tova,snapkv,snapkv+int4,"
-    "keydiff,streaming_llm,cluster_merge,merge_reduce"
+    "keydiff,streaming_llm,cluster_merge,merge_reduce,rkv+int4,triattention+int4"
 )
 
 
