@@ -103,13 +103,13 @@ def test_two_stages_of_a_model_with_sliding_windows_are_refused(hybrid):
 def test_triton_kernels_read_the_pages(bits):
     """Questions, since the tokens that follow random ones are nearly equally likely: a sum in
     another order may then change the answer."""
-    requests, variables = asked(3, 8, lines=20), {**FEW, "KVSKETCH_BITS": bits}
+    requests, variables = asked(2, 5, lines=20), {**FEW, "KVSKETCH_BITS": bits}
     given = {"max_num_seqs": 8, "max_model_len": 1024}
     plain = engine.run(requests, variables, **given)
     cuda = {"attention_config": engine.FULL_ATTENTION, **given}
     kernels = engine.run(requests, {**variables, **KERNELS}, **cuda)
     assert plain["metrics"]["compressions"] > 0
-    assert engine.same(plain, kernels) == 3
+    assert engine.same(plain, kernels) == 2
 
 
 def test_layers_with_a_sliding_window_have_vllms_triton_backend(hybrid):
