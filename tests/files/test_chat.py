@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -308,6 +309,25 @@ def test_every_answer_is_saved_and_a_turn_that_cannot_be_leaves_the_file_before(
     terminal.process.kill()  # what was said is there, whatever happens then
     terminal.process.wait(30)
     assert header(path)["summary"]["tokens"] > sizes[1] + 4
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals of Unix")
+def test_a_signal_while_an_answer_is_saved_ends_the_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvsketch.cli import chat_command
+
+    saved = []
+
+    def save(document: Any, path: Path, option: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        saved.append(path)  # to its end
+
+    monkeypatch.setattr(chat_command, "save_document", save)
+    conversation: Any = SimpleNamespace(stop=False, settle=lambda: None)
+    with pytest.raises(chat_command._HangUp):
+        chat_command._keep(conversation, tmp_path / "talk.kvs")
+    assert saved == [tmp_path / "talk.kvs"]
 
 
 def test_a_character_of_several_tokens_is_shown_once_it_is_whole() -> None:

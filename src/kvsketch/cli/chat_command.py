@@ -194,12 +194,14 @@ def _fresh(
 def _keep(conversation: Conversation, path: Path) -> None:
     """Save a conversation that goes on. Where that fails, the file of the turn before stays whole,
     and the next turn tries again."""
-    try:
-        check_out(path, "--save")
-        with _stopping(conversation):
+    with _stopping(conversation) as stopping:
+        try:
+            check_out(path, "--save")
             save_document(conversation.settle(), path, "--save")
-    except KVSketchError as error:
-        print(f"error: this turn is not saved, the chat goes on: {error}", file=sys.stderr)
+        except KVSketchError as error:
+            print(f"error: this turn is not saved, the chat goes on: {error}", file=sys.stderr)
+    if stopping.ends:
+        raise _HangUp
 
 
 def _talk(conversation: Conversation, console: Console, save: Path | None) -> None:

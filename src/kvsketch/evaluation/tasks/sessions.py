@@ -115,7 +115,9 @@ class Sessions(Task):
             context="".join(turn.text + turn.question for turn in turns),
             question="",
             answers=tuple(turn.answer for turn in turns),
-            max_new_tokens=_answer_tokens(lines) if self.form == "list" else _NUMBER_TOKENS,
+            max_new_tokens=lines // _PART * _LISTED_TOKENS
+            if self.form == "list"
+            else _NUMBER_TOKENS,
             group={"form": self.form, "lines": lines},
             where=f"sessions {self.form} lines={lines} seed={self.seed} case {number}",
         )
@@ -185,11 +187,6 @@ def _listed(turn: SessionTurn, said: str) -> list[tuple[str, float]]:
     told = {part.strip(" .") for part in said.split(",")}
     found = [float(one.strip() in told) for one in wanted]
     return [(f"quarter {4 * i // len(wanted) + 1}", score) for i, score in enumerate(found)]
-
-
-def _answer_tokens(lines: int) -> int:
-    """Most tokens of the answer to a list."""
-    return lines // _PART * _LISTED_TOKENS
 
 
 def _read(record: Mapping[str, int]) -> str:
