@@ -93,6 +93,8 @@ PAGES: dict[str, tuple[str, Callable[[], str], dict[str, Callable[[dict[str, Any
                 for preset in ("decode", "bits", "compress", "prefill", "end_to_end", "layers")
             },
             "speed_gpu_token": page_speed.on_gpu,
+            "speed_gpu_model": page_speed.model_on_gpu,
+            "speed_gpu_requests": page_speed.model_on_gpu,
             "prefill_peak": page_speed.prefill_peak,
             "streaming_memory": page_speed.streaming_memory,
             "streaming_accuracy": page_speed.streaming_accuracy,

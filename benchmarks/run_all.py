@@ -50,6 +50,8 @@ COMMANDS = {
     "speed_end_to_end": "speed --preset end_to_end",
     "speed_layers": "speed --preset layers",
     "speed_gpu_token": "speed_gpu --part token",
+    "speed_gpu_model": "speed_gpu --part model --requests 1",
+    "speed_gpu_requests": "speed_gpu --part model --requests 16 --tokens 8192",
     "prefill_peak": "prefill_peak",
     "streaming_memory": "streaming_memory",
     "streaming_accuracy": "streaming_accuracy",
@@ -113,7 +115,7 @@ COMMANDS = {
     "vllm": "vllm_engine",
 }
 #: Results that need a GPU; a run without one leaves them out.
-ON_GPU = ("speed_gpu_token",)
+ON_GPU = ("speed_gpu_token", "speed_gpu_model", "speed_gpu_requests")
 #: Benchmarks that write their result and their page in docs themselves, by the name of the result.
 WITH_PAGE = {
     "longeval": "longeval_table",

@@ -12,10 +12,11 @@ model   A model of Llama 3 8B's shape (32 layers, random bfloat16 weights): seco
         milliseconds of a decoded token of all requests together, and bytes beside the weights (the
         most of the prefill, and those held after it), with the exact cache (``DynamicCache``) and
         with the default method. The exact cache decodes with torch's flash attention;
-        ``token_cudnn_ms`` is its time with cuDNN's, which torch prefers and which makes a plan for
-        every new length.
+        ``token_cudnn_ms`` is its time with cuDNN's, which torch prefers, at lengths for which it
+        has its plans; it makes one for every new length.
 
-Times of ``token`` are medians, those of ``model`` one run, after another one that does not count.
+Times of ``token`` are medians, those of ``model`` one run, after one of the same length that does
+not count, in which kernels are compiled.
 With ``--out``, the rows so far are kept, and the same command resumes.
 """
 
@@ -158,7 +159,7 @@ def model(
             part = {"layers": layers, "tokens": n, "requests": batch, "cache": name}
             if results.has(**part):
                 continue
-            _run(built, make(), ids[:, :2048], 4, weights)  # compiles the kernels
+            _run(built, make(), ids, 4, weights)  # compiles the kernels
             row = _run(built, make(), ids, new, weights)
             kept = None if name == "exact" else budget
             results.add([{**part, "budget": kept, **row}])

@@ -131,6 +131,7 @@ def test_a_model_that_retrieves_answers_right(spread: Any, queries: str, dtype: 
     model, tokenizer = spread
     model = model.to("cuda", dtype)
     right = {"exact": 0, "kept": 0}
+    pytest.importorskip("wonderwords", reason="needs wonderwords, which names the lines")
     for case in make_cases([200], 6, 0):
         ids = tokenizer(case.prompt, return_tensors="pt").input_ids.to("cuda")
         cache = SketchCache(model.config, budget=0.2)

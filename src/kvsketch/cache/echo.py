@@ -49,15 +49,19 @@ class Echo:
         if seen - count != self.covered:
             return  # some are missing
         self.covered = seen
-        self._parts.append(self._thinned(observed, torch.arange(seen - count, seen)))
-        while sum(len(places) for _, places in self._parts) > MOST:
+        self._parts.append((observed, torch.arange(seen - count, seen)))
+        while sum(len(self._kept(places)) for _, places in self._parts) > MOST:
             self._every *= 2
-            self._parts = [self._thinned(*part) for part in self._parts]
+        self._parts = [self._thinned(*part) for part in self._parts]
+
+    def _kept(self, places: Tensor) -> Tensor:
+        """Which of the queries of some tokens are kept."""
+        return (places // RUN % self._every == 0).nonzero().flatten()
 
     def _thinned(self, observed: Observed, places: Tensor) -> tuple[Observed, Tensor]:
-        if self._every == 1:
+        kept = self._kept(places)
+        if len(kept) == len(places):
             return observed, places
-        kept = (places // RUN % self._every == 0).nonzero().flatten()
         where = kept.to(observed.queries.device)
         live = None if observed.live is None else observed.live[:, where]
         queries = observed.queries.index_select(2, where)

@@ -273,8 +273,14 @@ class ByScores(Solver):
         if kept is None or not stream.asked_again:
             return []
         bits, price = self._stored(prompt, numbers)
+        average = max(1, int(kept * tokens))
+        if float(price.buys(torch.tensor(float(average)))) >= tokens:  # every slot, in few bits
+            every = [[Budget(1.0)] * stream.heads] * len(self._scores[prompt.number])
+            bound = HeadBudgets(every, True)
+            rest = [n for n in numbers if not prompt.streams[n].compressed]
+            return [LayerBudgets(n, bound, bits, provisional=True) for n in rest]
         scores = [self._scores[n] for n in numbers]
-        told = self._slots(scores, prompt, price, max(1, int(kept * tokens)))
+        told = self._slots(scores, prompt, price, average)
         sink, recent, given = stream.schedule.sink, stream.schedule.recent, []
         for n, rows in zip(numbers, told, strict=True):
             slots = torch.stack([row.cpu() for row in rows])
