@@ -281,8 +281,33 @@ def test_what_cannot_choose_is_refused(llama: Any, tmp_path: Any) -> None:
     assert SketchCache(llama.config, budget=60).bits == "measured"
 
 
-@pytest.mark.parametrize("bits", ["measured", 8, 4])
-def test_no_head_loses_what_it_holds_while_the_others_are_measured(llama: Any, bits: Any) -> None:
+def test_layers_of_which_every_slot_fits_are_bounded_once(llama: Any) -> None:
+    """In few bits: the time of a layer does not grow with the layers before it."""
+    config = LlamaConfig(**{**llama.config.to_dict(), "num_hidden_layers": 6})
+    torch.manual_seed(0)
+    model, bounds = LlamaForCausalLM(config).eval(), []
+    cache = SketchCache(config, budget=0.2, bits=4)
+    for layer in cache.layers:
+        stream = layer.stream
+
+        def spend(*arguments: Any, stream: Any = stream, before: Any = stream.spend) -> None:
+            if arguments[1]:
+                bounds.append(stream)
+                assert stream.held.tolist() == [[700, 700]]
+            before(*arguments)
+
+        stream.spend = spend
+    read(model, ids_of(1, 700), cache)
+    assert len(bounds) == len(set(map(id, bounds))) > 1
+    assert float(cache.nbytes()) < 0.25 * cache.exact_nbytes()
+
+
+@pytest.mark.parametrize(
+    ("bits", "by"), [("measured", "measured"), (8, "measured"), (4, "measured"), (16, "global")]
+)
+def test_no_head_loses_what_it_holds_while_the_others_are_measured(
+    llama: Any, bits: Any, by: str
+) -> None:
     """Layers that are compressed to one bound, to another one and finally to their budgets have as
     many live slots in every head as counted, and never fewer than sinks and recent tokens."""
     config = LlamaConfig(**{**llama.config.to_dict(), "num_hidden_layers": 6})
@@ -291,7 +316,7 @@ def test_no_head_loses_what_it_holds_while_the_others_are_measured(llama: Any, b
     for layer in model.model.layers:  # so that heads differ
         layer.self_attn.k_proj.weight.data[:32] *= 6
     spent: list[Any] = []
-    cache = with_buffer(SketchCache(config, budget=0.2, bits=bits), 2)
+    cache = with_buffer(SketchCache(config, budget=0.2, bits=bits, allocation=by), 2)
     for layer in cache.layers:
         stream = layer.stream
 

@@ -156,6 +156,22 @@ def test_the_lists_model_holds_sessions(form, count, least):
     assert sum(scores) / len(scores) >= least
 
 
+@pytest.mark.slow
+def test_a_long_question_is_kept_while_it_is_answered():
+    """The list of what is asked for, as long as the answer, is needed to the end of it."""
+    model, tokenizer = of("lists")
+    settings_ = Settings(question="unseen")
+    answerer, encoder = (
+        Answerer(model, tokenizer, settings_),
+        Encoder(tokenizer, model.config, settings_),
+    )
+    task = Sessions("list", [330], 2)
+    for case in task.cases():
+        encoded = task.encoded(case, encoder, 16_384, case.max_new_tokens)
+        (reply,) = answerer.answer([encoded], Setup("heavy_merge", 0.125))  # of 32 bits a number
+        assert task.graded(case, reply) >= 0.9
+
+
 def test_the_default_is_the_spread_model_and_another_name_is_refused():
     assert kvsketch.packaged_model() == packaged_model("packaged") == packaged_model("spread")
     with pytest.raises(kvsketch.InputError, match="'packagd' is unknown; did you mean 'packaged'"):

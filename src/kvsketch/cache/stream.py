@@ -30,6 +30,9 @@ from kvsketch.page.quantized import FULL, Bits
 from kvsketch.page.schedule import Rhythm, Schedule, pieces
 from kvsketch.slots import Slots, compute_dtype
 
+#: Added to the scores of a question's tokens while it is answered; scores are far below it.
+MARK = 64.0
+
 
 class Stream:
     """Slots of one attention layer as a stream.
@@ -129,6 +132,7 @@ class Stream:
         self.rhythm: Rhythm | None
         self.echo = None
         self.asked_again = self._anew = self.begun = False
+        self.answers = False  # whether tokens are decoded after the newest piece of a prompt
         self._last: Observed | None = None  # the prompt's last queries, if others wait
         self._heard: Tensor | None = None  # scores by an echo, during a second reading
         self.queries.clear()
@@ -415,15 +419,28 @@ class Stream:
         """Whether more of a prompt, read after a compression, is asked again and compressed now."""
         return self.compressed and self.method.requires.echo and self.due(prefill=True)
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether the tokens just appended can wait until it is known what follows them: they take
+        at most half of the slots."""
+        if not self.compressed or self.streaming or self.budget is None:
+            return False
+        slots = torch.as_tensor(self.budget.slots(self.seen)).double().mean()
+        return self.method.requires.echo and 2 * self._newest <= float(slots)
+
     @torch.no_grad()
     def ask_piece_again(self, observed: Observed) -> None:
         """Ask the queries of the newest piece of a prompt again after it: they become scores, and
-        wait instead of all others; if there is no budget yet, a few of them, to measure on."""
+        wait instead of all others; if there is no budget yet, a few of them, to measure on. Of a
+        piece that is answered next, the tokens are marked, until the next piece."""
         method, page, asked = self.compressor, self.parted, replace(observed, after=True)
         assert method is not None
         slots = page.read(exactly=page.middle is not None)
         score = scored(method, slots, observed, asked).score
         assert score is not None
+        score = unmarked(score)
+        if self.answers:
+            score[..., -self._newest :] += MARK
         page.set_score(score)
         self.queries.clear()
         if self.waits:
@@ -529,6 +546,8 @@ class Stream:
             bits: of the slots from now on.
         """
         self.fold()
+        if (score := self.slots.score) is not None:  # the answer has been given
+            self.page.set_score(unmarked(score))
         self.rhythm, self.begun = None, True
         self._store(bits)
         self._compress(smaller, prefill=True, last=self._last, fit=False)
@@ -773,6 +792,8 @@ class Stream:
             budget: budget of every head from now on.
             bits: of the slots between sinks and recent window.
         """
+        if slots.score is not None:
+            slots = replace(slots, score=unmarked(slots.score))
         page, self.begun = Page.of_tokens(slots), True
         self.pins.tail = seen  # which slots are tokens is not known
         self.held_page, self.seen, self.budget, self._limit = page, seen, budget, 0
@@ -830,6 +851,11 @@ class Stream:
         held += [] if self._heard is None else [self._heard]
         parts = (self.method, self.errors, self.queries, self.echo)
         return held + [tensor for part in parts if part is not None for tensor in part.tensors()]
+
+
+def unmarked(score: Tensor) -> Tensor:
+    """Scores without ``MARK``, which are summed where slots are merged."""
+    return torch.where(score >= MARK, score.remainder(MARK), score)
 
 
 def _at_least(slots: int | Tensor, least: int) -> int | Tensor:

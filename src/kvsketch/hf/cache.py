@@ -129,6 +129,11 @@ class SketchCache(Cache):  # type: ignore[misc]
     it is not longer than what was read (without padding), and cannot be noticed if it is: call
     ``reset``, or make a new cache for it.
 
+    More of a text that is read after a compression, and takes at most half of the slots, waits for
+    the next forward (methods with an echo, exact prefill). If that decodes a token, the part is a
+    question, whose tokens are kept while it is answered; a document that more text follows is
+    compressed like any other.
+
     Raises:
         InputError: an argument is out of range, or two exclude each other.
         UnsupportedError: the model's attention cannot be replaced, or it has no layer to compress.
@@ -273,6 +278,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         """As ``Cache.update``; see ``take``."""
         if not torch.compiler.is_compiling():
             if layer_idx == 0:
+                self._settle_part(key_states)
                 self._decoding = self._run(key_states)
             if self._decoding is not None:
                 taken = self._decoding.take(layer_idx, key_states, value_states)
@@ -283,6 +289,12 @@ class SketchCache(Cache):  # type: ignore[misc]
             compiled.traced(self._number, layer_idx, key_states)
             return key_states, value_states
         return self._outside(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _settle_part(self, keys: Tensor) -> None:
+        """Settle what waits for the forward that begins with these keys."""
+        if self._forward.part_waits:
+            decoded = keys.dim() < 4 or keys.shape[2] == 1 or self._first.record_past
+            self._forward.settle_part(answers=decoded)
 
     def _run(self, keys: Tensor) -> Decoding | None:
         """The run of decoded tokens to which a forward belongs that begins with these keys."""
@@ -317,6 +329,7 @@ class SketchCache(Cache):  # type: ignore[misc]
                 f"{len(self.layers)} layers, which is not this model's"
             )
         layer = self.layers[layer_idx]
+        self._settle_part(key_states)
         q = key_states.shape[2] if key_states.dim() == 4 else 0
         if q > 1 and layer is self._first:
             self._chunks.note(q, layer.get_seq_length(), self._forward.masks.settled)
@@ -365,16 +378,19 @@ class SketchCache(Cache):  # type: ignore[misc]
         return self._forward.attend(layer, *args, **kwargs)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._forward.settle_part(answers=True)
         super().reorder_cache(beam_idx)
         self._decoding = None  # which holds the pages before
         self._forward.masks.map_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self._forward.settle_part(answers=True)
         super().batch_repeat_interleave(repeats)
         self._decoding = None
         self._forward.masks.map_batch(lambda t: t.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        self._forward.settle_part(answers=True)
         super().batch_select_indices(indices)
         self._decoding = None
         self._forward.masks.map_batch(lambda t: t[indices.to(t.device)])
@@ -498,6 +514,7 @@ class SketchCache(Cache):  # type: ignore[misc]
                 f"compact({budget!r}) keeps {slots} tokens, and sinks, recent and pinned tokens "
                 f"are {least - 1}"
             )
+        self._forward.settle_part(answers=False)
         before = accounting.mean_held(self.layers), self.nbytes()
         self.plan.compact(streams, to)
         self._forward.masks.settled = True
@@ -534,6 +551,8 @@ class SketchCache(Cache):  # type: ignore[misc]
             UnsupportedError: a cache that cannot be saved, with the reason: an empty cache, a
                 user-defined method, the middle of a forward, assisted decoding. Nothing is written.
         """
+        if self._forward.over:
+            self._forward.settle_part(answers=False)
         saving.save(self, path, tokenizer, about)
 
     @classmethod

@@ -60,6 +60,8 @@ class Forward:
         self._torn = False  # some layers have tokens that others lack
         self.reading: Reading | None = None
         self._renews = False  # whether the budget is divided anew at the end of this forward
+        self._waits = False  # whether the part of this forward waits
+        self._part: list[tuple[SketchLayer, Observed]] = []  # the newest, if it waits
         self.measured = False  # whether a prompt was compressed, so that there are new errors
 
     def watch(self, layers: list[Any]) -> None:
@@ -148,7 +150,32 @@ class Forward:
         return not (plan.solver.needs_prompt if layer.stream.waits else plan.renews)
 
     def settle(self, layer: SketchLayer, observed: Observed | None, prefill: bool) -> None:
-        """Let a layer compress, or the plan give budgets that follow from its prompt."""
+        """Let a layer compress, or the plan give budgets that follow from its prompt. Of more of a
+        prompt, a short part waits for the next forward (``settle_part``)."""
+        if prefill and observed is not None:
+            if layer is self.first:
+                hold = layer.holds or self.reading is not None
+                self._waits = layer.stream.may_wait and not hold
+            if self._waits:
+                self._part.append((layer, observed))
+                return
+        layer.stream.answers = False
+        self._settle(layer, observed, prefill)
+
+    def settle_part(self, answers: bool) -> None:
+        """Settle the newest part of the text, if it waits.
+
+        Args:
+            answers: tokens will be decoded after it. Then it is a question, whose tokens are kept
+                while it is answered: a long answer needs the end of a long question late. A
+                document that is followed by another one must not displace those before it so.
+        """
+        part, self._part = self._part, []
+        for layer, observed in part:
+            layer.stream.answers = answers
+            self._settle(layer, observed, True)
+
+    def _settle(self, layer: SketchLayer, observed: Observed | None, prefill: bool) -> None:
         stream = layer.stream
         hold = layer.holds or self.reading is not None
         sampled = self.reading is not None and self.reading.echoed > 0
@@ -274,13 +301,18 @@ class Forward:
             if isinstance(layer, SketchLayer):
                 for observed in layer.verified():
                     above = layer.stream.above_budget and not layer.stream.streaming
-                    self.settle(layer, observed, prefill=above)
+                    self._settle(layer, observed, prefill=above)
         self.note_bytes()
         self.masks.cut(self.tokens)
 
     def _is_last(self, layer: SketchLayer) -> bool:
         """Whether the forward ends with the attention of ``layer``."""
         return self._open == [layer] and len(self._updated) == len(self._counted)
+
+    @property
+    def part_waits(self) -> bool:
+        """Whether the newest part of the text waits for what follows it."""
+        return self.over and bool(self._part)
 
     @property
     def over(self) -> bool:
@@ -341,7 +373,7 @@ class Forward:
         for index in range(len(self.layers)):
             self.reset_layer(index)
         self.masks.reset()
-        self._torn = False
+        self._torn, self._part = False, []
         self._close()
 
     def reset_layer(self, index: int) -> None:
@@ -372,6 +404,7 @@ class Forward:
     def nbytes(self) -> int:
         """Bytes of all tensors now."""
         own = 0 if self.masks.live is None else self.masks.live.nbytes
+        own += sum(observed.queries.nbytes for _, observed in self._part)
         return own + sum(accounting.layer_nbytes(layer) for layer in self.layers)
 
     def note_bytes(self) -> None:
