@@ -28,8 +28,10 @@ RUN = ("versions", "hardware")
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """The values of ``KEYS`` that identify a row."""
-    return tuple(row.get(name) for name in KEYS)
+    """The values of ``KEYS`` that identify a row. Where there is a budget, what is kept is
+    measured."""
+    names = [name for name in KEYS if name != "kept" or "budget" not in row]
+    return tuple(row.get(name) for name in names)
 
 
 def replaced(before: dict[str, Any], later: dict[str, Any], control: list[str]) -> dict[str, Any]:
