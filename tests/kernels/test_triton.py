@@ -31,7 +31,7 @@ from kvsketch.kernels import triton_support
 from kvsketch.kernels.flat_page import FlatQuantized
 from kvsketch.observed import Observed
 from kvsketch.page.part import Part
-from kvsketch.page.quantized import Quantized, quantize
+from kvsketch.page.quantized import Bits, Quantized, quantize
 from kvsketch.partial import NOTHING, log_mass
 from kvsketch.slots import Slots
 
@@ -855,6 +855,38 @@ def test_what_is_kept_of_a_part_is_of_its_tensors_and_the_queries() -> None:
         gpu.attend(replace(asked, queries=asked.queries.requires_grad_()), [held])
 
 
+def test_a_prepared_launch_follows_the_tokens_that_are_appended() -> None:
+    """Over slots in few bits and the tokens since, while tokens are appended: as without."""
+    gpu = importlib.import_module("kvsketch.kernels.gpu")
+    random = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return on(torch.randn(1, *shape, generator=random))
+
+    few = Part(Slots(drawn(2, 60, 16), drawn(2, 60, 16)), bits=Bits(8, 4))
+    newest = Part(Slots(drawn(2, 5, 16), drawn(2, 5, 16)), room=6)
+    for parts in ([few, newest], [newest]):
+        first = Observed(drawn(4, 1, 16), 0.3)
+        prepared = gpu.PreparedLaunches(first, parts)
+        for _ in range(3):
+            newest.put(drawn(2, 1, 16), drawn(2, 1, 16))
+            asked = Observed(drawn(4, 1, 16), 0.3)
+            found = prepared.attend(asked)
+            wanted, _ = gpu.attend(asked, parts)
+            assert torch.equal(found, wanted)
+            whole = [part.slots.map(lambda t: t.double().cpu()) for part in parts]
+            exact = attend(asked.queries.double().cpu(), Slots.cat(whole), scaling=0.3)
+            torch.testing.assert_close(found.double().cpu(), exact, rtol=0, atol=1e-5)
+        for other in (
+            replace(asked, scaling=0.4),
+            replace(asked, softcap=5.0),
+            replace(asked, queries=asked.queries.bfloat16()),
+            replace(asked, queries=drawn(6, 1, 16)),
+            replace(asked, sinks=on(torch.zeros(4))),
+        ):
+            assert prepared.attend(other) is None
+
+
 # Imports and the compiler -------------------------------------------------------------------------
 
 
@@ -907,7 +939,7 @@ JITFunction.run = compiled
 from kvsketch.page.quantized import quantize
 from kvsketch.kernels import triton_support
 from kvsketch.kernels.flat_page import FlatQuantized
-from kvsketch.page.quantized import Quantized, quantize
+from kvsketch.page.quantized import Bits, Quantized, quantize
 from kvsketch.partial import NOTHING, log_mass
 triton_support._missing = lambda device: None
 from kvsketch.kernels.triton_decode import decode

@@ -278,7 +278,8 @@ class SketchCache(Cache):  # type: ignore[misc]
         """As ``Cache.update``; see ``take``."""
         if not torch.compiler.is_compiling():
             if layer_idx == 0:
-                self._settle_part(key_states)
+                if self._decoding is None:  # else the last forward was a decoded token
+                    self._settle_part(key_states)
                 self._decoding = self._run(key_states)
             if self._decoding is not None:
                 taken = self._decoding.take(layer_idx, key_states, value_states)

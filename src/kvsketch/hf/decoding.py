@@ -15,7 +15,7 @@ from kvsketch.hf.attention import OF_THE_FORWARD
 from kvsketch.hf.forward import Forward
 from kvsketch.hf.interface import Kernel
 from kvsketch.hf.layer import SketchLayer
-from kvsketch.kernels import cpu
+from kvsketch.kernels import paged
 from kvsketch.observed import Observed
 from kvsketch.page.part import Part
 from kvsketch.slots import Slots
@@ -45,7 +45,7 @@ class _Turn:
     parts: Sequence[Part]
     appended: int
     keeps: bool
-    kernel: cpu.Prepared | None = None
+    kernel: paged.PreparedAttention | None = None
     most: int = 0
 
 
@@ -161,7 +161,7 @@ class Decoding:
         asked = Observed(query, scale, softcap, sinks=s_aux)
         stream = layer.stream
         if turn.kernel is None:
-            turn.kernel = cpu.Prepared(asked, turn.parts, stream.padded)
+            turn.kernel = paged.prepared(asked, turn.parts, stream.padded)
             turn.most = stream.most_queries(query.nbytes)
         out = turn.kernel.attend(asked)
         if out is None:

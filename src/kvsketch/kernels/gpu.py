@@ -19,6 +19,52 @@ from kvsketch.observed import Observed
 from kvsketch.page.part import Part
 
 
+class PreparedLaunches:
+    """``attend`` of queries like the first ones, over parts whose tensors stay and whose last one
+    grows. What does not change is made once: a token's time is that of Python and of the launches.
+
+    Args:
+        asked: queries ``[batch, num_attention_heads, 1, head_dim]``.
+        parts: the slots.
+    """
+
+    def __init__(self, asked: Observed, parts: Sequence[Part]) -> None:
+        queries = asked.queries
+        launches = [_pieces(part, asked) for part in parts]
+        splits = sum(pieces.splits for pieces, _ in launches)
+        dim = launches[0][1]
+        self._like = queries.dtype, asked.scaling, asked.softcap
+        self._shape = *queries.shape[:3], dim
+        self._logs = torch.empty(queries.shape[:3], dtype=torch.float32, device=queries.device)
+        self._parts: tuple[Tensor, Tensor] | None = None
+        self._launches: list[tuple[Pieces, Tensor | None, Tensor]] = []
+        if splits == 1:
+            self._launches = [(launches[0][0], None, self._logs)]
+            return
+        self._parts = every, totals = scratch_for(queries, dim, splits)
+        first = 0
+        for pieces, _ in launches:
+            mine = slice(first, first + pieces.splits)
+            self._launches.append((pieces, every[:, :, mine], totals[:, :, mine]))
+            first += pieces.splits
+
+    def attend(self, asked: Observed) -> Tensor | None:
+        """The attention; None: these queries are not like the first ones."""
+        like = asked.queries.dtype, asked.scaling, asked.softcap
+        if asked.queries.shape[:3] != self._shape[:3] or like != self._like:
+            return None
+        return None if asked.sinks is not None else self.found(asked.queries)[0]
+
+    def found(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``attend``. The logs are overwritten by the next call."""
+        out = queries.new_empty(self._shape)
+        for pieces, into, logs in self._launches:
+            pieces(queries, None, out if into is None else into, logs, into is None)
+        if self._parts is not None:
+            combined(*self._parts, out, self._logs)
+        return out, self._logs
+
+
 def attend(asked: Observed, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
     """Attention over all parts together, without attention sinks and ALiBi.
 
@@ -30,23 +76,7 @@ def attend(asked: Observed, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
         ``[batch, num_attention_heads, 1, value_dim]`` in the dtype of the queries, and the logs of
         the summed weights, float32 ``[batch, num_attention_heads, 1]``.
     """
-    queries = asked.queries
-    launches = [_pieces(part, asked) for part in parts]
-    splits = sum(pieces.splits for pieces, _ in launches)
-    dim = launches[0][1]
-    out = queries.new_empty((*queries.shape[:3], dim))
-    logs = torch.empty(queries.shape[:3], dtype=torch.float32, device=queries.device)
-    if splits == 1:
-        launches[0][0](queries, None, out, logs, True)
-        return out, logs
-    every, totals = scratch_for(queries, dim, splits)
-    first = 0
-    for pieces, _ in launches:
-        mine = slice(first, first + pieces.splits)
-        pieces(queries, None, every[:, :, mine], totals[:, :, mine], False)
-        first += pieces.splits
-    combined(every, totals, out, logs)
-    return out, logs
+    return PreparedLaunches(asked, parts).found(asked.queries)
 
 
 def flat_of(part: Part) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,13 @@ from kvsketch.page.part import Part
 from kvsketch.page.quantized import Quantized
 from kvsketch.partial import NOTHING, partial, together
 from kvsketch.slots import compute_dtype
+
+
+class PreparedAttention(Protocol):
+    """A kernel for a run of tokens; see ``prepared``."""
+
+    def attend(self, asked: Observed) -> Tensor | None: ...
+
 
 # The number of keys (and values) in few bits that are turned into floats at a time, and of scores
 # at a time. 4 MB stay in the processor's cache. A new tensor for all of them would cost more than
@@ -57,6 +65,16 @@ def decode(asked: Observed, parts: Sequence[Part], padded: bool) -> Tensor:
     if padded or asked.sinks is not None:
         out = _finished(out, total, asked, page.heads, padded)
     return out.reshape(batch, heads, 1, out.shape[-1]).to(asked.queries.dtype)
+
+
+def prepared(asked: Observed, parts: Sequence[Part], padded: bool) -> PreparedAttention:
+    """What computes ``decode`` for a run of tokens, over parts whose tensors stay and whose last
+    one grows: its ``attend`` returns None where it cannot."""
+    if triton_fits(asked) and asked.slopes is None and asked.sinks is None and not padded:
+        from kvsketch.kernels import gpu
+
+        return gpu.PreparedLaunches(asked, parts)
+    return cpu.Prepared(asked, parts, padded)
 
 
 def prefill(asked: Observed, parts: Sequence[Part], padded: bool) -> Tensor:
