@@ -281,6 +281,22 @@ def test_what_cannot_choose_is_refused(llama: Any, tmp_path: Any) -> None:
     assert SketchCache(llama.config, budget=60).bits == "measured"
 
 
+@pytest.mark.parametrize(("bits", "allocation"), [(4, "global"), (4, "even"), (8, "global")])
+def test_decoding_takes_a_fortieth_more_than_the_budget_at_most(
+    llama: Any, bits: int, allocation: str
+) -> None:
+    """In few bits the tokens since the last compression take the bytes of several slots each."""
+    cache = SketchCache(llama.config, budget=160, bits=bits, allocation=allocation)
+    read(llama, ids_of(1, 360), cache)
+    of_a_token = cache.exact_nbytes() / 360
+    sizes = []
+    for token in ids_of(1, 140, seed=4)[0].tolist():
+        read(llama, torch.tensor([[token]]), cache)
+        streams = [layer.stream for layer in cache._sketches()]
+        sizes.append(sum(t.nbytes for s in streams for t in s.page.tensors()) / of_a_token)
+    assert 160 * 0.9 < max(sizes) <= 160 * 1.025 + 0.5
+
+
 def test_layers_of_which_every_slot_fits_are_bounded_once(llama: Any) -> None:
     """In few bits: the time of a layer does not grow with the layers before it."""
     config = LlamaConfig(**{**llama.config.to_dict(), "num_hidden_layers": 6})

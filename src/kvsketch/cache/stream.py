@@ -573,9 +573,13 @@ class Stream:
             room = rhythm.every // self.schedule.period
         elif not prefill:
             room = self.buffer
-            budget = self.schedule.below(budget, room)
+            budget = self.schedule.below(budget, room, budgets.price.slot, budgets.price.whole)
             if isinstance(limit, Tensor):  # heads that keep every token have no use for room
                 budget = torch.where(limit >= self.seen, limit, budget)
+            elif self.schedule.few_bits and limit >= self.seen:
+                budget = limit
+            if self.schedule.few_bits:  # new tokens cost more bytes than the slots they become
+                limit = budget
         first = prefill or (begins and rhythm is not None)
         if begins and first and last is not None:
             recent = int(torch.as_tensor(self.schedule.recent_within(budget)).min())
@@ -639,8 +643,7 @@ class Stream:
             often = self.schedule.period * room
             if self.rhythm is not None or isinstance(limit, Tensor):
                 return often if self.rhythm is None else self.rhythm.every
-            above = max(limit, kept) + room - kept
-            return above if self.bits == FULL else min(often, above)
+            return often if self.bits != FULL else max(limit, kept) + room - kept
 
         newest_only = method.local and not fit and self.rhythm is None
         if newest_only and page.middle is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +58,17 @@ class Schedule:
             return min(self.recent, budget - min(self.sink, budget))
         return (budget - budget.clamp(max=self.sink)).clamp(max=self.recent)
 
-    def below(self, budget: int | Tensor, buffer: int) -> int | Tensor:
-        """The size after a compression."""
-        less, least = budget - buffer * (self.period - 1), self.least(budget)
+    def below(
+        self, budget: int | Tensor, buffer: int, slot: float = 1.0, token: float = 1.0
+    ) -> int | Tensor:
+        """The size after a compression, from which a layer grows to one buffer above the budget.
+
+        Args:
+            slot, token: bytes of a slot in few bits, and of a token since the last compression,
+                over those of a token of the budget.
+        """
+        above = math.ceil(buffer * (self.period * token - 1) / slot)
+        less, least = budget - above, self.least(budget)
         if isinstance(less, int) and isinstance(least, int):
             return max(less, least, 1)
         return torch.maximum(torch.as_tensor(less), torch.as_tensor(least)).clamp(min=1)
