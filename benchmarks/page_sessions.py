@@ -20,8 +20,8 @@ WHAT = {
     "list": "A text of needles, and then a fifth of them is asked for at once, in another order. "
     "The answer of several hundred tokens is compressed while it is told, and every part of it "
     "needs those before it to know what comes next. The curve is by quarters of the answer. The "
-    "default keeps the question while it is answered, if it takes at most half of the slots, "
-    "which here it does at the two larger budgets ([Limits](limits.md)).",
+    "default keeps the question while it is answered, if it takes at most half of the slots "
+    "([Limits](limits.md)).",
     "turns": "A record, and fifty questions about it, one after the other. Questions and answers "
     "stay in the cache.",
     "system": "As above, but the session begins with a message that says one thing more, which is "

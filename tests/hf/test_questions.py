@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvsketch import SketchCache
+from kvsketch import SketchCache, UnsupportedError
 from kvsketch.cache.stream import MARK, Stream
 from tiny_models import build
 
@@ -144,6 +144,27 @@ def test_whatever_comes_between_sees_the_same(llama: Any, tmp_path: Path) -> Non
     cache = asked(llama)
     cache.reset()
     assert not cache._forward.part_waits
+    assert torch.equal(
+        read(llama, cache, ids_of(9)), read(llama, SketchCache(llama.config), ids_of(9))
+    )
+
+
+def test_a_forward_that_fails_leaves_no_part(llama: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Some layers have read the part then, and others have not: the cache has to be reset."""
+    cache = SketchCache(llama.config, budget=BUDGET)
+    read(llama, cache, ids_of(380))
+
+    def fails(*_: Any) -> None:
+        raise UnsupportedError("as a mask that cannot be applied")
+
+    monkeypatch.setattr(cache._sketches()[1], "check_queries", fails)
+    with pytest.raises(UnsupportedError, match="as a mask"):
+        read(llama, cache, ids_of(QUESTION, 1))
+    assert not cache._forward.part_waits
+    with pytest.raises(UnsupportedError):
+        cache.save(tmp_path / "cache.kvs")
+    monkeypatch.undo()
+    cache.reset()
     assert torch.equal(
         read(llama, cache, ids_of(9)), read(llama, SketchCache(llama.config), ids_of(9))
     )

@@ -373,7 +373,7 @@ class Forward:
         for index in range(len(self.layers)):
             self.reset_layer(index)
         self.masks.reset()
-        self._torn, self._part = False, []
+        self._torn = False
         self._close()
 
     def reset_layer(self, index: int) -> None:
@@ -384,6 +384,7 @@ class Forward:
             self.layers[index] = DynamicCache(config=self._config).layers[index]
 
     def _close(self) -> None:
+        self._part = []  # of a forward that failed
         self._updated.clear()
         self._open.clear()
         self._thread = None
