@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from families import VOCABULARY, build
 from kvsketch import SketchCache, Slots
-from kvsketch.cache import Stream, compress
+from kvsketch.cache import Stream, newest, together
 from kvsketch.cache import stream as stream_module
 from kvsketch.kernels import cpu, native
 from kvsketch.methods.h2o import H2O
@@ -26,8 +26,8 @@ from tiny_models import with_buffer
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pages, too."""
-    monkeypatch.setattr(compress, "_TOGETHER", 24)
-    monkeypatch.setattr(compress, "_SMALL", 1)
+    monkeypatch.setattr(newest, "_TOGETHER", 24)
+    monkeypatch.setattr(newest, "_SMALL", 1)
 
 
 def slots_of(generator: torch.Generator, heads: int, n: int, mass: bool, dim: int = 8) -> Slots:
@@ -66,13 +66,13 @@ def test_the_rest_keeps_its_bits(
     held = part.held
     count = (torch.rand(2, 3, generator=generator) * (held + 1)).long()
     count[0, 0] = max(1, int(count[0, 0]))
-    old = Lowest(part, count)
+    old = Lowest([part], count)
     new = slots_of(generator, 3, 7, others)
     for tensor in (new.keys, new.values):  # within what the few old ones say
         tensor *= 0.2
     own = torch.randint(0, 8, (2, 3), generator=generator)
     own = torch.maximum(own, (held == count).long())  # no head is empty
-    found = old.exchanged(new, own)
+    (found,) = old.exchanged(new, own)
     assert found is not None
     assert torch.equal(found.held, held - count + own)
     before, after = part.read(torch.float32), found.read(torch.float32)
@@ -99,9 +99,16 @@ def test_new_slots_are_rounded_as_the_others() -> None:
     generator = torch.Generator().manual_seed(0)
     part = Part(slots_of(generator, 3, 200, True, 16), None, 0, Bits(8, 8))
     new = slots_of(generator, 3, 20, True, 16)
-    found = Lowest(part, torch.full((2, 3), 20)).exchanged(new, torch.full((2, 3), 20))
+    own = torch.full((2, 3), 20)
+    own[1, 1] = 19  # of other sizes: new slots are the last ones
+    new = new.only(torch.arange(20) < own.unsqueeze(-1))
+    (found,) = Lowest([part], torch.full((2, 3), 20)).exchanged(new, own)
     assert found is not None
-    read = found.read(torch.float32).narrow(180, 20)
+    slots = found.read(torch.float32)
+    read = slots.narrow(180, 20)
+    old, other = (s.map(lambda t: t[1:, 1:2]) for s in (slots.narrow(181, 19), new.narrow(0, 19)))
+    torch.testing.assert_close(old.masses(), other.masses())
+    read, new = (s.map(lambda t: t[:1]) for s in (read, new))
     assert float((read.keys - new.keys).abs().max()) < 0.03
     assert float((read.mean_values() - new.mean_values()).abs().max()) < 0.2  # u / m, of small m
     torch.testing.assert_close(read.masses(), new.masses())
@@ -114,10 +121,10 @@ def test_what_the_common_unit_cannot_hold_is_said(side: str) -> None:
     new = slots_of(generator, 3, 7, False)
     getattr(new, side)[1, 2, 3, 4] = 1e7
     some = torch.full((2, 3), 7)
-    assert Lowest(part, some).exchanged(new, some) is None
+    assert Lowest([part], some).exchanged(new, some) == [None]
     own = some.clone()
     own[1, 2] = 3  # the large one is no slot
-    assert Lowest(part, some).exchanged(new, own) is not None
+    assert Lowest([part], some).exchanged(new, own) != [None]
 
 
 def test_a_channel_that_grew_gets_another_unit() -> None:
@@ -127,7 +134,7 @@ def test_a_channel_that_grew_gets_another_unit() -> None:
     for factor, fits in ((1.0, True), (20.0, False)):
         new = slots_of(generator, 3, 7, False)
         new.keys[..., 5] *= factor
-        assert (Lowest(part, some).exchanged(new, some) is not None) == fits
+        assert (Lowest([part], some).exchanged(new, some) != [None]) == fits
 
 
 @torch.no_grad()
@@ -163,13 +170,13 @@ def test_selection_by_score_is_the_same(
 ) -> None:
     """H2O drops the lowest scores: these are among the lowest and the newest."""
     calls = []
-    real = compress.Lowest
+    real = newest.Lowest
 
     def lowest(*args: Any) -> Any:
         calls.append(0)
         return real(*args)
 
-    monkeypatch.setattr(compress, "Lowest", lowest)
+    monkeypatch.setattr(newest, "Lowest", lowest)
     cache = cache_of(llama, "h2o", bits=bits, budget=budget)
     found = decoded(llama, cache, 60, padded)
     assert len(calls) > 4
@@ -285,12 +292,95 @@ def test_much_less_is_for_all_slots_together(llama: Any, monkeypatch: pytest.Mon
 
     def made(budget: int) -> Page | None:
         each = torch.full((2, 3), budget)
-        return compress.compress_newest(
-            page, method, each, around=(2, 4), limit=each, room=lambda kept: 12
-        )
+        one = newest.Newest.of(page, each, around=(2, 4), limit=each, room=lambda kept: 12)
+        return None if one is None else newest.compress_newest(method, [one])[0]
 
     assert made(20) is None
     found = made(60)
     assert found is not None
     assert bool((found.held == 60).all())
     assert found.room == 12
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 20),
+    uneven=st.lists(st.booleans(), min_size=2, max_size=4),
+    same=st.booleans(),
+    far=st.booleans(),
+)
+def test_parts_together_are_as_alone(seed: int, uneven: list[bool], same: bool, far: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(low: int, high: int) -> torch.Tensor:
+        return torch.randint(low, high, (2, 3), generator=generator)
+
+    parts, counts, news, owns = [], [], [], []
+    for number, ragged in enumerate(uneven):
+        slots = slots_of(generator, 3, 30 + 5 * number, True)
+        parts.append(Part(slots, numbers(20, 30) if ragged else None, 0, Bits(4, 4)))
+        counts.append(numbers(1, 9))
+        new = slots_of(generator, 3, 8, True)
+        news.append(new.map(lambda t: 0.2 * t if t.dim() == 4 else t))
+        owns.append(counts[-1] if same else numbers(1, 9))
+    if far:
+        news[1].keys[0, 0, 0] = 1e6
+    together_ = Lowest(parts, torch.cat(counts))
+    cat = Slots(**{n: torch.cat([x.tensors()[n] for x in news]) for n in news[0].tensors()})
+    found = together_.exchanged(cat, torch.cat(owns))
+    for i, (part, count, new, own) in enumerate(zip(parts, counts, news, owns, strict=True)):
+        alone = Lowest([part], count)
+        (expected,) = alone.exchanged(new, own)
+        mine = together_.slots.map(lambda t, i=i: t[2 * i : 2 * i + 2])
+        most = int(count.max())
+        for name, tensor in alone.slots.tensors().items():
+            real = torch.arange(most) < count.unsqueeze(-1)
+            assert torch.equal(getattr(mine, name)[:, :, :most][real], tensor[real])
+        got = found[i]
+        assert (got is None) == (expected is None) == (far and i == 1)
+        if got is None or expected is None:
+            continue
+        assert torch.equal(got.held, part.held - count + own)
+        assert got.layout is None or got.layout.total == expected.layout.total
+        for one, other in zip(got.contents(), expected.contents(), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("given", [{"budget": 0.3}, {"budget": 40}, {"budget": 40, "bits": 8}])
+def test_layers_together_are_as_alone(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    sizes: list[int] = []
+    real = together.compress_newest
+
+    def counted(method: Any, some: Any) -> Any:
+        sizes.append(len(some))
+        return real(method, some)
+
+    monkeypatch.setattr(together, "compress_newest", counted)
+    cache = cache_of(llama, "heavy_merge", **given)
+    found = decoded(llama, cache, 60)
+    assert max(sizes) > 1
+    sizes.clear()
+    monkeypatch.setattr(together, "_BYTES", 1)
+    other = cache_of(llama, "heavy_merge", **given)
+    expected = decoded(llama, other, 60)
+    assert max(sizes) == 1
+    assert torch.equal(found, expected)
+    for mine, theirs in zip(cache._sketches(), other._sketches(), strict=True):
+        for one, two in zip(mine.stream.tensors(), theirs.stream.tensors(), strict=True):
+            assert torch.equal(one, two)
+
+
+def test_a_copy_does_not_share_scores(llama: Any) -> None:
+    cache = cache_of(llama, "heavy_merge", budget=0.3)
+    decoded(llama, cache, 60)
+    twin = cache.fork()
+    before = [layer.stream.page.middle.fields["score"].clone() for layer in twin._sketches()]
+    with torch.no_grad():
+        for number in range(9):
+            llama(torch.full((2, 1), 5 + number), past_key_values=cache)
+    for layer in cache._sketches():
+        layer.stream.fold()
+    for layer, old in zip(twin._sketches(), before, strict=True):
+        assert torch.equal(layer.stream.page.middle.fields["score"], old)

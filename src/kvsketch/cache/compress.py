@@ -8,17 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvsketch.methods.base import Compressor, check_input
+from kvsketch.methods.base import Compressor
 from kvsketch.observed import Observed
-from kvsketch.page.exchange import Lowest
 from kvsketch.page.page import Page
 from kvsketch.page.quantized import FULL, Bits
 from kvsketch.slots import Slots
-
-# Where only the newest tokens are compressed: how many slots of a head are reduced together, at
-# least and for each of these tokens, so that one round of merging is enough, and the least size of
-# a page, in so many of the former.
-_TOGETHER, _PER_TOKEN, _SMALL = 256, 6, 2
 
 
 def compress(
@@ -63,63 +57,6 @@ def compress(
     if isinstance(budget, Tensor):
         sizes = _sizes_of(slots, budget, kept)
     return Page(kept, sizes, room(kept.count), bits, sink, recent, page, apart)
-
-
-def compress_newest(
-    page: Page,
-    method: Compressor,
-    budget: Tensor,
-    *,
-    around: tuple[int, int],
-    limit: int | Tensor,
-    room: Callable[[int], int],
-) -> Page | None:
-    """The next page of a layer in few bits while it decodes, as ``compress``, by a method that is
-    ``local``: only the tokens that have left the recent window and the slots of the lowest scores
-    are read and reduced. All others keep their bits.
-
-    Args:
-        budget: of every head, int64 ``[batch, num_key_value_heads]``.
-        limit, room: as for ``compress``.
-
-    Returns:
-        None: the page is small, or too much of it must go; ``compress`` does it then.
-    """
-    middle, exact, (sink, recent) = page.middle, page.exact, around
-    left = exact.count - sink - recent
-    if middle is None or "score" not in middle.fields or exact.sizes is not None or left < 1:
-        return None
-    if exact.appended != left or middle.count < _SMALL * _TOGETHER:
-        return None
-    held, window = middle.held.cpu(), sink + recent
-    wanted = torch.where(held + left + window <= limit, held + left, budget - window)
-    fewer = (held + left - wanted).clamp(min=0)
-    most = max(_TOGETHER, _PER_TOKEN * left)
-    lowest = torch.minimum(held, torch.where(fewer > 0, most - left, 0))
-    if bool((2 * fewer > lowest + left).any()):
-        return None
-    count, device = lowest + left - fewer, exact.fields["keys"].device
-    old = Lowest(middle, lowest.to(device))
-    tokens = exact.read(torch.float32)
-    together = tokens.narrow(sink, left)
-    if bool(lowest.any()):
-        together = Slots.cat([together, old.slots])  # dead slots are last
-    live = together.live()
-    if live is not None and bool((live.sum(-1).cpu() < lowest + left).any()):
-        return None  # padding, which ``compress`` removes
-    if not bool(fewer.any()):
-        kept = together
-    elif method.ragged and bool((fewer > 0).all()):
-        check_input(together, count)
-        kept = method.reduce(together, count.to(device), None)
-    else:
-        kept = method.compress(together, count, None, sink=0, recent=0, scored=True, fit=False)
-    between = old.exchanged(kept, count.to(device))
-    if between is None:
-        return None
-    ends = Slots.cat([tokens.narrow(0, sink), tokens.narrow(sink + left, recent)])
-    most = int((held + left - fewer).max()) + window
-    return page.with_parts(exact.refilled(ends, None, room(most), page.dtype), between)
 
 
 def scored(method: Compressor, slots: Slots, asked: Observed, again: Observed | None) -> Slots:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +13,10 @@ from torch import Tensor
 from kvsketch.arguments import PIECE
 from kvsketch.budget import Budget
 from kvsketch.cache.budgets import HeadBudgets
-from kvsketch.cache.compress import compress, compress_newest, scored
+from kvsketch.cache.compress import compress, scored
 from kvsketch.cache.echo import Echo, some_of
 from kvsketch.cache.error import QUERIES, Errors
+from kvsketch.cache.newest import Newest, compress_newest
 from kvsketch.cache.pins import Pins
 from kvsketch.cache.queries import Queries
 from kvsketch.cache.sketch_page import SketchPage
@@ -32,6 +35,22 @@ from kvsketch.slots import Slots, compute_dtype
 
 #: Added to the scores of a question's tokens while it is answered; scores are far below it.
 MARK = 64.0
+
+
+class _Aim(NamedTuple):
+    """What a compression of a page aims at.
+
+    Attributes:
+        budget: slots per KV head, or of every head, int64 ``[batch, num_key_value_heads]``.
+        limit: heads of at most so many slots need not be reduced.
+        room: the buffer.
+        around: numbers of first and of last tokens that stay unchanged.
+    """
+
+    budget: int | Tensor
+    limit: int | Tensor
+    room: int
+    around: tuple[int, int]
 
 
 class Stream:
@@ -291,13 +310,13 @@ class Stream:
 
     @property
     def undue(self) -> int:
-        """How many decoded tokens can be appended before more is due than to keep their queries and
-        ``fold`` them. Before the first compression, after it with a rhythm, and in a sketch, more
-        is always due."""
+        """How many decoded tokens can be appended until a compression is ``due``, and nothing else
+        than to keep their queries and ``fold`` them. Before the first compression, after it with a
+        rhythm, and in a sketch, more is always due."""
         if not self.compressed or self.rhythm is not None or not self.method.recompresses:
             return 0
         page = self.page
-        return min(page.room, self._limit - page.appended - 1)
+        return min(page.room, self._limit - page.appended)
 
     def most_queries(self, each: int) -> int:
         """How many queries of decoded tokens, of ``each`` bytes, become scores together."""
@@ -327,7 +346,9 @@ class Stream:
         self.padded = True
         self.page.mark_last(live)
 
-    def settle(self, observed: Observed | None, prefill: bool, hold: bool = False) -> bool:
+    def settle(
+        self, observed: Observed | None, prefill: bool, hold: bool = False, later: bool = False
+    ) -> bool:
         """Record the queries of the newest tokens and compress if due.
 
         Args:
@@ -335,9 +356,11 @@ class Stream:
             prefill: the tokens are a chunk of a prompt: the first compression is now if they
                 exceed the budget, and every compression is to the budget.
             hold: do not compress yet (more of the prompt will follow).
+            later: ``compress_due`` follows, or ``together.compress_together``, if decoded tokens
+                make a compression due.
 
         Returns:
-            Whether it compressed.
+            Whether it compressed, or would have.
         """
         piece = prefill and self._newest > 1 and not hold and self.compressor is not None
         self.begun |= not hold
@@ -356,6 +379,8 @@ class Stream:
         if budget is None:
             return False
         if not hold and self.due(prefill):
+            if later and not prefill:
+                return True
             last = (observed or self.queries.all()) if prefill else None
             if prefill:
                 self.ask_again()
@@ -561,16 +586,44 @@ class Stream:
         last: Observed | None,
         provisional: bool = False,
         fit: bool = True,
+        whole: bool = False,
     ) -> None:
-        """Compress to the budgets now; ``last``: queries to measure the error on."""
-        begins = not self.compressed
+        """Compress to the budgets now; ``last``: queries to measure the error on; ``whole``: all
+        slots, also if the newest would do."""
+        begins, rhythm = not self.compressed, self.rhythm
         if self.errors.probing:
             self.errors.update(self.slots, self.seen)
+        aim = self._aim(budgets, prefill, provisional)
+        first = prefill or (begins and rhythm is not None)
+        if begins and first and last is not None:
+            recent = int(torch.as_tensor(self.schedule.recent_within(aim.budget)).min())
+            self.errors.ask(self.open(), last, recent, self.padded)
+            if self.errors.track:
+                self.errors.probe(self.slots, last, self.seen)
+        page: Page | SketchPage
+        if self.sketch is not None:
+            held = self.page, self.slots
+            page = SketchPage.after(*held, self.sketch, budgets, aim.budget, aim.limit, aim.room)
+        else:
+            method = self.compressor
+            assert method is not None
+            if rhythm is not None:  # random choices depend on this number, and not on other rows
+                method.restart(torch.full((len(self.held),), self.seen))
+            # Only to the queries of a whole prompt: those of a part do not ask for all of it.
+            fit = fit and prefill and not self.streaming and not self._anew
+            page = self._slotted(method, aim, fit, whole)
+        self._turn_to(page, aim, budgets, provisional)
+        if first:
+            self.errors.compressed(self.open(), final=not provisional)
+        page.release(lookups=True)  # of the errors; many decode without them
+
+    def _aim(self, budgets: HeadBudgets, prefill: bool, provisional: bool = False) -> _Aim:
+        """What a compression to these budgets aims at now."""
         limit = budget = budgets.slots(self.seen, len(self.held))
-        room, rhythm = 0, self.rhythm
-        if rhythm is not None:
-            limit = budget = rhythm.kept
-            room = rhythm.every // self.schedule.period
+        room, (sink, recent) = 0, self.around
+        if self.rhythm is not None:
+            limit = budget = self.rhythm.kept
+            room = self.rhythm.every // self.schedule.period
         elif not prefill:
             room = self.buffer
             budget = self.schedule.below(budget, room, budgets.price.slot, budgets.price.whole)
@@ -580,43 +633,57 @@ class Stream:
                 budget = limit
             if self.schedule.few_bits:  # new tokens cost more bytes than the slots they become
                 limit = budget
-        first = prefill or (begins and rhythm is not None)
-        if begins and first and last is not None:
-            recent = int(torch.as_tensor(self.schedule.recent_within(budget)).min())
-            self.errors.ask(self.open(), last, recent, self.padded)
-            if self.errors.track:
-                self.errors.probe(self.slots, last, self.seen)
-        page: Page | SketchPage
-        if self.sketch is not None:
-            held = self.page, self.slots
-            page = SketchPage.after(*held, self.sketch, budgets, budget, limit, room)
-        else:
-            method = self.compressor
-            assert method is not None
-            sink, recent = self.around
-            if self.pins:  # they are kept, whatever the budget is
-                limit, budget = (_at_least(x, sink + recent + 1) for x in (limit, budget))
-            if provisional:  # the queries of the final compression must attend to the same tokens
-                recent = max(recent, method.window or 0)
-            if rhythm is not None:  # random choices depend on this number, and not on other rows
-                method.restart(torch.full((len(self.held),), self.seen))
-            # Only to the queries of a whole prompt: those of a part do not ask for all of it.
-            fit = fit and prefill and not self.streaming and not self._anew
-            page = self._slotted(method, budget, limit, room, (sink, recent), fit)
+        if self.pins:  # they are kept, whatever the budget is
+            limit, budget = (_at_least(x, sink + recent + 1) for x in (limit, budget))
+        if provisional:  # the queries of the final compression must attend to the same tokens
+            recent = max(recent, self.method.window or 0)
+        return _Aim(budget, limit, room, (sink, recent))
+
+    def _turn_to(
+        self, page: Page | SketchPage, aim: _Aim, budgets: HeadBudgets, provisional: bool = False
+    ) -> None:
+        """Go on from a page that was compressed now."""
         self._limit = page.appended + page.room
         # All heads of groups equally, independently of their sizes.
         if page.places is not None:
-            self._limit = page.appended + self.schedule.period * room
+            self._limit = page.appended + self.schedule.period * aim.room
         self.page, self.compressed = page, True
-        within = torch.as_tensor(self.schedule.recent_within(budget))  # few slots leave no room
+        within = torch.as_tensor(self.schedule.recent_within(aim.budget))  # few leave no room
         self.pins.passed(self.seen, int(within.min()))
         self._last = None
         if not provisional:
             self.queries.clear()
-        if first:
-            self.errors.compressed(self.open(), final=not provisional)
-        page.release(lookups=True)  # of the errors; many decode without them
         self._bytes = self._allowed(budgets)
+
+    def _newest_of(self, page: Page, aim: _Aim) -> Newest | None:
+        """What becomes of the newest tokens, if no others need be compressed."""
+        method = self.compressor
+        if method is None or not method.local or page.middle is None or self.rhythm is not None:
+            return None
+        self.fold()
+        room = functools.partial(self._space, aim)
+        return Newest.of(page, aim.budget, around=aim.around, limit=aim.limit, room=room)
+
+    def newest(self) -> tuple[Newest, Callable[[Page], None]] | None:
+        """What becomes of the newest tokens now that a compression is due while it decodes, and
+        what takes the next page. None: more than these must be compressed (``compress_due``)."""
+        budget, page = self.budget, self.page
+        assert budget is not None
+        if self.errors.probing or not isinstance(page, Page):
+            return None
+        aim = self._aim(budget, prefill=False)
+        newest = self._newest_of(page, aim)
+
+        def turn_to(page: Page) -> None:
+            self._turn_to(page, aim, budget)
+            page.release(lookups=True)
+
+        return None if newest is None else (newest, turn_to)
+
+    def compress_due(self) -> None:
+        """Compress all slots while it decodes."""
+        assert self.budget is not None
+        self._compress(self.budget, prefill=False, last=None, whole=True)
 
     def _allowed(self, budgets: HeadBudgets) -> int:
         """The bytes of a budget in the dtype of the tokens. Queries become scores together by their
@@ -626,32 +693,23 @@ class Stream:
         token = self.parted.newest(1)
         return budgets.average(self.seen) * (token.keys.nbytes + token.values.nbytes)
 
-    def _slotted(
-        self,
-        method: Compressor,
-        budget: int | Tensor,
-        limit: int | Tensor,
-        room: int,
-        around: tuple[int, int],
-        fit: bool,
-    ) -> Page:
+    def _space(self, aim: _Aim, kept: int) -> int:
+        """How many slots can be appended to every head of a page of ``kept`` slots."""
+        often = self.schedule.period * aim.room
+        if self.rhythm is not None:
+            return self.rhythm.every
+        if isinstance(aim.limit, Tensor) or self.bits != FULL:
+            return often
+        return max(aim.limit, kept) + aim.room - kept
+
+    def _slotted(self, method: Compressor, aim: _Aim, fit: bool, whole: bool) -> Page:
         """The next page of a compressor's."""
         page = self.parted
         asked = self.queries.all()
-
-        def space(kept: int) -> int:
-            often = self.schedule.period * room
-            if self.rhythm is not None or isinstance(limit, Tensor):
-                return often if self.rhythm is None else self.rhythm.every
-            return often if self.bits != FULL else max(limit, kept) + room - kept
-
-        newest_only = method.local and not fit and self.rhythm is None
-        if newest_only and page.middle is not None:
-            self.fold()
-            each = torch.as_tensor(budget).expand(page.held.shape)
-            newest = compress_newest(page, method, each, around=around, limit=limit, room=space)
-            if newest is not None:
-                return newest
+        newest = None if fit or whole else self._newest_of(page, aim)
+        smaller = None if newest is None else compress_newest(method, [newest])[0]
+        if smaller is not None:
+            return smaller
         self._received()
         slots = page.read(exactly=page.middle is not None)
         if self.rhythm is not None:  # as in an engine's memory, where every slot has a mass
@@ -666,13 +724,13 @@ class Stream:
             page,
             slots,
             method,
-            budget,
+            aim.budget,
             asked,
-            limit=limit,
-            room=space,
+            limit=aim.limit,
+            room=functools.partial(self._space, aim),
             bits=self.bits,
             fit=fit,
-            around=around,
+            around=aim.around,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Decoded tokens at which nothing is due: each layer appends them, attends, and keeps the query."""
+"""Decoded tokens until a compression is due: each layer appends, attends and keeps the query."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ class _Turn:
 
 class Decoding:
     """A run of decoded tokens at which no layer has to do more than append, attend and keep the
-    query: nothing is compressed, scored, allocated, masked or read again. For such a run everything
-    that does not change is looked up once. ``Forward`` runs all other tokens, and takes over in the
-    middle of one whose arguments are not those of a plain token.
+    query: nothing is scored, allocated, masked or read again, and nothing compressed before the
+    last of them. For such a run everything that does not change is looked up once. ``Forward``
+    runs all other tokens, and takes over in the middle of one whose arguments are not those of a
+    plain token.
 
     Attributes:
         left: tokens that are left of the run.
@@ -174,6 +175,8 @@ class Decoding:
         self._at += 1
         if self._at == len(self._turns):
             self._at, self._done, self.left = 0, self._done + 1, self.left - 1
+            if not self.left:
+                self._forward.compress_due([turn.layer.stream for turn in self._turns])
         batch, heads, _, dim = out.shape
         return out.view(batch, 1, heads, dim), None
 

@@ -17,6 +17,8 @@ from transformers.cache_utils import (
 )
 
 from kvsketch.cache.plan import Plan
+from kvsketch.cache.stream import Stream
+from kvsketch.cache.together import compress_together
 from kvsketch.errors import AccuracyWarning, KVSketchError, UnsupportedError
 from kvsketch.hf import accounting, interface
 from kvsketch.hf.attention import LayerTurn, attention
@@ -62,6 +64,7 @@ class Forward:
         self._renews = False  # whether the budget is divided anew at the end of this forward
         self._waits = False  # whether the part of this forward waits
         self._part: list[tuple[SketchLayer, Observed]] = []  # the newest, if it waits
+        self._due: list[Stream] = []  # to be compressed at the end of this forward
         self.measured = False  # whether a prompt was compressed, so that there are new errors
 
     def watch(self, layers: list[Any]) -> None:
@@ -191,7 +194,10 @@ class Forward:
             if piece and stream.method.requires.echo and self.plan.asks_again(stream):
                 stream.ask_piece_again(observed)
                 observed = None
-        done = stream.settle(observed, prefill, hold)
+        done = stream.settle(observed, prefill, hold, later=True)
+        if done and not prefill and stream.due(prefill):
+            self._due.append(stream)
+            return
         if stream.waits:
             streams = [sketch.stream for sketch in self.sketches]
             done = self.plan.hand_down(stream, streams, prefill, hold)
@@ -302,6 +308,7 @@ class Forward:
                 for observed in layer.verified():
                     above = layer.stream.above_budget and not layer.stream.streaming
                     self._settle(layer, observed, prefill=above)
+        self.compress_due(self._due)
         self.note_bytes()
         self.masks.cut(self.tokens)
 
@@ -321,10 +328,19 @@ class Forward:
 
     def _end(self) -> None:
         if not self._open and len(self._updated) == len(self._counted):
+            self.compress_due(self._due)
             self._thread = None
             self.masks.forget()
             if self.measured:
                 self.warn_of_error()
+
+    def compress_due(self, streams: Sequence[Stream]) -> None:
+        """Compress the layers that decoded tokens have made due, together."""
+        due, self._due = [stream for stream in streams if stream.due(prefill=False)], []
+        if due:
+            compress_together(due)
+            self.note_bytes()
+            self.masks.settled = True
 
     def warn_of_error(self) -> None:
         """Warn if the error that was measured when a prompt was compressed is large."""
@@ -384,7 +400,7 @@ class Forward:
             self.layers[index] = DynamicCache(config=self._config).layers[index]
 
     def _close(self) -> None:
-        self._part = []  # of a forward that failed
+        self._part, self._due = [], []  # of a forward that failed
         self._updated.clear()
         self._open.clear()
         self._thread = None

@@ -36,7 +36,7 @@ class Part:
     number, ``appended``, is the growth of all of them.
 
     There are three kinds. Exact slots are extended in place, so that decoding allocates nothing.
-    Slots in few bits are only read; what replaces their scores are new tensors. The tokens of a
+    Slots in few bits are only read, except for their scores. The tokens of a
     context that is not compressed (``of_tokens``) grow by copies, as in transformers' own cache.
 
     Args:
@@ -216,9 +216,9 @@ class Part:
         int64 ``[batch, heads]`` on the device of the part. The counts are a tensor that appending
         writes into, so that a recorded launch sees the new counts."""
         if self._spans is None:
-            device = self._lead[1]
+            device = self.lead[1]
             if self.layout is None:
-                start = torch.arange(self.heads, device=device) * self._lead[0][2]
+                start = torch.arange(self.heads, device=device) * self.lead[0][2]
                 start = start.expand(self.batch, -1).contiguous()
             else:
                 start = self.layout.start
@@ -226,7 +226,7 @@ class Part:
         return self._spans
 
     @property
-    def _lead(self) -> tuple[torch.Size, torch.device]:
+    def lead(self) -> tuple[torch.Size, torch.device]:
         """The axes of the fields before the channels, and their device."""
         keys = self.packed["keys"].codes if self.packed else self.fields["keys"]
         return keys.shape[:-1], keys.device
@@ -397,7 +397,7 @@ class Part:
         """Make a field that can be written into."""
         if name not in self.fields:
             self.fields[name] = self.filled(name)
-        elif self.grows or self.packed:
+        elif self.grows:
             self.fields[name] = self.fields[name].clone()
 
     def _now_at(self) -> tuple[Tensor, Tensor]:
@@ -410,7 +410,7 @@ class Part:
 
     def filled(self, name: str) -> Tensor:
         """A field as it is before anything was said of it."""
-        shape, device = self._lead
+        shape, device = self.lead
         dtype = torch.float32 if self.packed else compute_dtype(self.fields["values"].dtype)
         if self.blocks is not None and name in EMPTY:
             live = self.blocks.live(self.appended)
@@ -443,7 +443,7 @@ class Part:
 
         twin.fields = {name: own(tensor) for name, tensor in self.fields.items()}
         twin.packed = {name: few.map(own) for name, few in self.packed.items()}
-        twin.batch = twin._lead[0][0]
+        twin.batch = twin.lead[0][0]
         if self.sizes is not None:
             twin.sizes = fn(self.sizes)
         if self.blocks is not None:
@@ -458,12 +458,12 @@ class Part:
         return {**self.__dict__, "for_kernel": None}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Part:
-        """Shares the tensors that are never written into."""
+        """Shares the tensors that are never written into: in few bits, all but the scores."""
         twin = copy.copy(self)
         twin._spans = twin._places = None
-        shared = self.grows or bool(self.packed)
         twin.packed = dict(self.packed)
-        twin.fields = {n: t if shared else t.clone() for n, t in self.fields.items()}
+        own = set() if self.grows else {"score"} if self.packed else set(self.fields)
+        twin.fields = {n: t.clone() if n in own else t for n, t in self.fields.items()}
         if self.blocks is not None and not self.packed:
             twin._next = self._next.clone()
         return twin
