@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from families import VOCABULARY, build
 from kvsketch import SketchCache, Slots
-from kvsketch.cache import Stream, newest, together
+from kvsketch.cache import Stream, compress, together
 from kvsketch.cache import stream as stream_module
 from kvsketch.kernels import cpu, native
 from kvsketch.methods.h2o import H2O
@@ -26,8 +26,8 @@ from tiny_models import with_buffer
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pages, too."""
-    monkeypatch.setattr(newest, "_TOGETHER", 24)
-    monkeypatch.setattr(newest, "_SMALL", 1)
+    monkeypatch.setattr(compress, "_TOGETHER", 24)
+    monkeypatch.setattr(compress, "_SMALL", 1)
 
 
 def slots_of(generator: torch.Generator, heads: int, n: int, mass: bool, dim: int = 8) -> Slots:
@@ -170,13 +170,13 @@ def test_selection_by_score_is_the_same(
 ) -> None:
     """H2O drops the lowest scores: these are among the lowest and the newest."""
     calls = []
-    real = newest.Lowest
+    real = compress.Lowest
 
     def lowest(*args: Any) -> Any:
         calls.append(0)
         return real(*args)
 
-    monkeypatch.setattr(newest, "Lowest", lowest)
+    monkeypatch.setattr(compress, "Lowest", lowest)
     cache = cache_of(llama, "h2o", bits=bits, budget=budget)
     found = decoded(llama, cache, 60, padded)
     assert len(calls) > 4
@@ -292,8 +292,8 @@ def test_much_less_is_for_all_slots_together(llama: Any, monkeypatch: pytest.Mon
 
     def made(budget: int) -> Page | None:
         each = torch.full((2, 3), budget)
-        one = newest.Newest.of(page, each, around=(2, 4), limit=each, room=lambda kept: 12)
-        return None if one is None else newest.compress_newest(method, [one])[0]
+        one = compress.Newest.of(page, each, around=(2, 4), limit=each, room=lambda kept: 12)
+        return None if one is None else compress.compress_newest(method, [one])[0]
 
     assert made(20) is None
     found = made(60)

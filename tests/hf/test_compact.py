@@ -114,3 +114,34 @@ def test_what_it_cannot_do_changes_nothing(llama: Any) -> None:
         read(llama, one, ids_of(200))
         with pytest.raises(UnsupportedError, match=named):
             one.compact(60)
+
+
+@pytest.mark.parametrize("method", ["h2o", "heavy_merge"])
+def test_it_says_which_tokens_it_drops(llama: Any, method: str) -> None:
+    cache = SketchCache(llama.config, method, budget=120, keep=["positions"], bits=16)
+    ids = ids_of(300)
+    read(llama, cache, ids)
+    before = _own(cache)
+    found = cache.compact(60)["dropped"]
+    now = _own(cache)
+    assert len(found) == len(ids)
+    for row, dropped in enumerate(found):
+        assert 20 < len(dropped) < 260
+        assert dropped == sorted(before[row] - now[row])
+        assert not {0, 1, 2, 3, 298, 299} & set(dropped)
+    assert SketchCache(llama.config, budget=120).arguments["keep"] == []
+
+
+def _own(cache: SketchCache) -> list[set[int]]:
+    """The tokens of each row whose keys, as they are, are in some head."""
+    found: list[set[int]] = []
+    for layer in cache._sketches():
+        slots = layer.stream.slots
+        for row in range(len(slots.keys)):
+            whole = (slots.masses()[row] > 0) & (slots.masses()[row] < 1.5)
+            places = slots.positions[row][whole]
+            own = {int(p) for p in places.tolist() if p == int(p)}
+            if len(found) <= row:
+                found.append(set())
+            found[row] |= own
+    return found

@@ -13,10 +13,9 @@ from torch import Tensor
 from kvsketch.arguments import PIECE
 from kvsketch.budget import Budget
 from kvsketch.cache.budgets import HeadBudgets
-from kvsketch.cache.compress import compress, scored
+from kvsketch.cache.compress import Newest, compress, compress_newest, scored
 from kvsketch.cache.echo import Echo, some_of
 from kvsketch.cache.error import QUERIES, Errors
-from kvsketch.cache.newest import Newest, compress_newest
 from kvsketch.cache.pins import Pins
 from kvsketch.cache.queries import Queries
 from kvsketch.cache.sketch_page import SketchPage

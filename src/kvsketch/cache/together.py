@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from kvsketch.cache.newest import Newest, compress_newest
+from kvsketch.cache.compress import Newest, compress_newest
 from kvsketch.cache.stream import Stream
 from kvsketch.page.page import Page
 from kvsketch.pieces import at_once

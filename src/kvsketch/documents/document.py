@@ -172,6 +172,7 @@ def read(
             cache,
             queries=queries,
             tokenizer=tokenizer,
+            pin_system=False,  # merged documents and an engine's pages have no pins
             chunk_size=size,
             progress=advance,
         )

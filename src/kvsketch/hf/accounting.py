@@ -76,6 +76,26 @@ def mean_held(layers: Sequence[Any]) -> float:
     return sum(found) / len(found)
 
 
+def alone(layers: Sequence[Any]) -> Tensor | None:
+    """The share of KV heads, over compressible layers, in which each token has a slot of its own,
+    float32 ``[batch, tokens]``. None: positions are not stored."""
+    found = []
+    for layer in layers:
+        if not isinstance(layer, SketchLayer):
+            continue
+        slots, seen = layer.stream.slots, layer.stream.seen
+        if slots.positions is None:
+            return None
+        # Where several tokens share a slot, it is at their mean position and has their mass.
+        place = slots.positions.round()
+        own = (place == slots.positions) & (slots.masses() > 0) & (slots.masses() < 1.5)
+        place = torch.where(own, place, seen).long().flatten(1)
+        count = torch.zeros(len(place), seen + 1, device=place.device)
+        count.scatter_add_(1, place, own.float().flatten(1))
+        found.append(count[:, :seen].cpu() / slots.keys.shape[1])
+    return torch.stack(found).mean(0)
+
+
 def by_layer(layers: Sequence[Any], above: Mapping[int, Tensor] | None) -> list[dict[str, Any]]:
     """What ``SketchCache.summary`` says of every layer.
 

@@ -494,7 +494,9 @@ class SketchCache(Cache):  # type: ignore[misc]
         Returns:
             ``slots`` per KV head and ``kv_bytes``, before and after, and ``error``, the mean error
             of the prompt's last queries over all tokens so far (with ``keep=["errors"]``, else
-            None).
+            None). ``dropped``: of each row, the positions of the tokens that had a slot of their
+            own in some KV head before and have none now; a slot of several tokens may stand for
+            them (with ``keep=["positions"]``, else None).
 
         Raises:
             InputError: a budget out of range, too small for sinks, recent and pinned tokens, or an
@@ -517,6 +519,7 @@ class SketchCache(Cache):  # type: ignore[misc]
             )
         self._forward.settle_part(answers=False)
         before = accounting.mean_held(self.layers), self.nbytes()
+        own = accounting.alone(self.layers)
         self.plan.compact(streams, to)
         self._forward.masks.settled = True
         error, now = accounting.known_error(self.layers)
@@ -524,7 +527,14 @@ class SketchCache(Cache):  # type: ignore[misc]
             "slots": (before[0], accounting.mean_held(self.layers)),
             "kv_bytes": (before[1], self.nbytes()),
             "error": sum(error) / len(error) if error and now else None,
+            "dropped": None if own is None else self._dropped(own),
         }
+
+    def _dropped(self, before: Tensor) -> list[list[int]]:
+        """The tokens of each row without a slot of their own that had one ``before``."""
+        now = accounting.alone(self.layers)
+        assert now is not None
+        return [row.nonzero().flatten().tolist() for row in (before > 0) & (now == 0)]
 
     def _check_idle(self, what: str) -> None:
         """Raise UnsupportedError in the middle of a forward, and for a streaming sketch."""

@@ -18,6 +18,7 @@ from kvsketch.errors import AccuracyWarning, InputError, UnsupportedError, at_le
 from kvsketch.hf.cache import SketchCache
 from kvsketch.hf.layer import SketchLayer
 from kvsketch.hf.second_reading import Again, ReadEnough, Reading
+from kvsketch.hf.system_message import pin_system_message
 from kvsketch.hf.weighing import weighed
 from kvsketch.methods.registry import class_of
 
@@ -56,6 +57,7 @@ def prefill(
     tokenizer: Any = None,
     attention_mask: Tensor | None = None,
     chunk_size: int | None = None,
+    pin_system: bool = True,
     progress: bool | Callable[[int, int], None] = False,
 ) -> None:
     """Read a context into ``cache`` and compress it, by a choice of queries. Then call
@@ -84,6 +86,10 @@ def prefill(
             the uncompressed context, in at most 32 tokens, and the queries of question and answer
             are used: many models look at the evidence only while they answer.
         tokenizer: the model's tokenizer; needed except for "prompt".
+        pin_system: with a tokenizer that has a chat template, never compress the system message
+            with which the context begins (``cache.pin``), if it takes at most half of the budget.
+            Not with padding or a streaming sketch, nor if the template marks the end of the message
+            by white space only.
         attention_mask: int or bool ``[batch, tokens]``, 0 for padding on the left.
         chunk_size: number of tokens of the context to read at a time; default: all at once.
         progress: True shows a progress bar; or a function that is called with the number of tokens
@@ -97,7 +103,7 @@ def prefill(
     Warns:
         AccuracyWarning: ``allocation="measured"`` was asked for and there is a second reading:
             errors on its queries predict those on later ones badly (docs/errors.md); or the
-            measured error is large.
+            measured error is large; or the system message is too long to be pinned.
 
     Example:
         >>> cache = SketchCache(model.config, budget=0.1)                       # doctest: +SKIP
@@ -131,6 +137,8 @@ def prefill(
         better = getattr(method, "allocation_reread", None)
         if better and cache.arguments["allocation"] == "measured" and not asked:
             _warn_of_measured(cache.method, better, str(queries))
+    if pin_system and tokenizer is not None:
+        pin_system_message(cache, tokenizer, input_ids, mask)
     forward, inner = cache._forward, model.base_model
     if all(layer.settings.lossless for layer in forward.sketches):
         parts = []  # nothing will be compressed, so no queries are needed
