@@ -666,12 +666,12 @@ class Stream:
     def newest(self) -> tuple[Newest, Callable[[Page], None]] | None:
         """What becomes of the newest tokens now that a compression is due while it decodes, and
         what takes the next page. None: more than these must be compressed (``compress_due``)."""
-        budget, page = self.budget, self.page
+        budget = self.budget
         assert budget is not None
-        if self.errors.probing or not isinstance(page, Page):
+        if self.errors.probing or self.sketch is not None:
             return None
         aim = self._aim(budget, prefill=False)
-        newest = self._newest_of(page, aim)
+        newest = self._newest_of(self.parted, aim)
 
         def turn_to(page: Page) -> None:
             self._turn_to(page, aim, budget)
