@@ -106,7 +106,13 @@ PAGES: dict[str, tuple[str, Callable[[], str], dict[str, Callable[[dict[str, Any
         "# Sessions: what is forgotten over many turns",
         of_sessions,
         {
-            **{f"sessions_{form}": page_sessions.sessions for form in page_sessions.TITLES},
+            **{
+                f"sessions_{form}{long}": page_sessions.sessions
+                for form in page_sessions.TITLES
+                for long in ("", "_long")
+                if not long or form in page_sessions.LONG
+            },
+            "compaction": page_sessions.compaction,
             "long_stream": page_sessions.long_stream,
         },
     ),

@@ -13,6 +13,8 @@ TITLES = {
     "list": "## One long answer",
     "system": "## What a system message says must be known in the end",
 }
+#: Forms of which there are longer sessions, too.
+LONG = ("documents", "system")
 WHAT = {
     "documents": "Eleven records are read one after the other. A question about the newest follows "
     "each, and one about a record that was read some records before. In the end there are four "
@@ -139,8 +141,15 @@ def sessions(result: Result) -> str:
         if (row := by.get((name, 1.0 if name == "exact" else share)))
     ]
     curve = table([f"kept {share:g}", *points], curves)
+    opening = f"{TITLES[form]}\n\n{WHAT[form]}"
+    if result["lines"] != 330:
+        opening = (
+            f"### The same with {result['count']} longer sessions\n\nRecords of {result['lines']} "
+            f"instead of 330 lines, about 4,100 tokens in all, on `{result['model']}`; the methods "
+            "that decide."
+        )
     return (
-        f"{TITLES[form]}\n\n{WHAT[form]}\n\n{scores}\n\n{curve}\n\n"
+        f"{opening}\n\n{scores}\n\n{curve}\n\n"
         f"`python -m benchmarks.sessions --forms {form}`: {result['count']} sessions of "
         f"{result['lines']} lines on `{result['model']}`, the questions unseen when a record is "
         "compressed. A budget is the bytes of a share of the tokens of the whole session in 16 "
@@ -152,6 +161,37 @@ def sessions(result: Result) -> str:
 def _score(row: Result) -> str:
     low, high = row["ci95"]
     return f"{row['accuracy']:.2f} ({low:.2f}-{high:.2f})"
+
+
+def compaction(result: Result) -> str:
+    """The time of a token with compressions over one without."""
+    rows = [
+        [
+            row["model"],
+            str(row["budget"]),
+            f"{row['time']:.2f}",
+            f"{row['scores']:.2f}",
+            f"{row['compressions']:.2f}",
+            f"{row['tokens'] / max(1, row['tokens_with_compressions']):.0f}",
+        ]
+        for row in result["results"]
+    ]
+    header = [
+        "model",
+        "budget",
+        "time / without",
+        "of it scores",
+        "of it compressions",
+        "tokens from one to the next",
+    ]
+    return (
+        "## What compressions cost while a model decodes\n\n"
+        f"{table(header, rows)}\n\n"
+        "`python -m benchmarks.compaction`: the mean time of a decoded token over that of a token "
+        "at which nothing is compressed and no query becomes a score, in the same cache, whole "
+        "layers included. Prompts have five times the tokens of the budget, so that every compression has "
+        f"to reduce. Time is that of one processor. {made_with(result)}\n"
+    )
 
 
 def long_stream(result: Result) -> str:

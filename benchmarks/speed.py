@@ -390,7 +390,7 @@ def end_to_end(repeats: int, tokens: int, seed: int) -> Rows:
     return rows
 
 
-def layers(repeats: int, tokens: list[int], seed: int) -> Rows:
+def wide_model(seed: int) -> Any:
     """Two random layers of Llama 3 8B's shape in bfloat16."""
     config = LlamaConfig(
         vocab_size=1000,
@@ -402,7 +402,12 @@ def layers(repeats: int, tokens: list[int], seed: int) -> Rows:
         max_position_embeddings=40_000,
     )
     torch.manual_seed(seed)
-    wide = _in_bfloat16(AutoModelForCausalLM.from_config(config))
+    return _in_bfloat16(AutoModelForCausalLM.from_config(config))
+
+
+def layers(repeats: int, tokens: list[int], seed: int) -> Rows:
+    """``wide_model``."""
+    wide = wide_model(seed)
     rows = [_same_bytes(_WIDE, wide, 1024, repeats, seed)]
     as_many = {"budget": 1.0, "bits": 4, "allocation": "even"}
     for n in tokens:

@@ -292,7 +292,7 @@ def test_much_less_is_for_all_slots_together(llama: Any, monkeypatch: pytest.Mon
 
     def made(budget: int) -> Page | None:
         each = torch.full((2, 3), budget)
-        one = compress.Newest.of(page, each, around=(2, 4), limit=each, room=lambda kept: 12)
+        one = compress.Newest.of(page, each, around=(2, 4), room=12)
         return None if one is None else compress.compress_newest(method, [one])[0]
 
     assert made(20) is None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from kvsketch import InputError, SketchCache, UnsupportedError
+from kvsketch.hf import accounting
+from kvsketch.page.page import Page
 from tiny_models import build
 
 
@@ -130,6 +133,19 @@ def test_it_says_which_tokens_it_drops(llama: Any, method: str) -> None:
         assert dropped == sorted(before[row] - now[row])
         assert not {0, 1, 2, 3, 298, 299} & set(dropped)
     assert SketchCache(llama.config, budget=120).arguments["keep"] == []
+
+
+def test_a_token_that_shares_a_slot_has_none_of_its_own(llama: Any) -> None:
+    cache = SketchCache(llama.config, budget=60, keep=["positions"], bits=16)
+    read(llama, cache, ids_of(5))
+    for layer in cache._sketches():
+        slots = layer.stream.slots.narrow(0, 3)
+        positions = torch.tensor([0.0, 2.0, 4.0]).expand(slots.keys.shape[:3])
+        mass = torch.tensor([1.0, 3.0, 1.0]).expand(slots.keys.shape[:3])
+        layer.stream.page = Page.of_tokens(replace(slots, positions=positions, mass=mass))
+    found = accounting.alone(cache.layers)
+    assert found is not None
+    assert found.tolist() == [[1.0, 0.0, 0.0, 0.0, 1.0]] * len(found)
 
 
 def _own(cache: SketchCache) -> list[set[int]]:

@@ -92,12 +92,7 @@ class Newest:
 
     @staticmethod
     def of(
-        page: Page,
-        budget: int | Tensor,
-        *,
-        around: tuple[int, int],
-        limit: int | Tensor,
-        room: Callable[[int], int],
+        page: Page, budget: int | Tensor, *, around: tuple[int, int], room: int
     ) -> Newest | None:
         """What becomes of the tokens with these arguments of ``compress``. None: the page is small,
         or too much of it must go, and ``compress`` has to read all of it."""
@@ -107,15 +102,13 @@ class Newest:
             return None
         if exact.appended != left or middle.count < _SMALL * _TOGETHER:
             return None
-        held, budget = middle.held.cpu(), torch.as_tensor(budget)
-        wanted = torch.where(held + left + window <= limit, held + left, budget - window)
-        fewer = (held + left - wanted).clamp(min=0)
+        held = middle.held.cpu()
+        fewer = (held + left + window - budget).clamp(min=0)
         most = max(_TOGETHER, _PER_TOKEN * left)
         lowest = torch.minimum(held, torch.where(fewer > 0, most - left, 0))
         if bool((2 * fewer > lowest + left).any()):
             return None
-        most = int((held + left - fewer).max()) + window
-        return Newest(page, around, left, lowest, fewer, room(most))
+        return Newest(page, around, left, lowest, fewer, room)
 
     @property
     def kind(self) -> Hashable:

@@ -660,16 +660,18 @@ class Stream:
         if method is None or not method.local or page.middle is None or self.rhythm is not None:
             return None
         self.fold()
-        room = functools.partial(self._space, aim)
-        return Newest.of(page, aim.budget, around=aim.around, limit=aim.limit, room=room)
+        room = self.schedule.period * aim.room
+        return Newest.of(page, aim.budget, around=aim.around, room=room)
 
     def newest(self) -> tuple[Newest, Callable[[Page], None]] | None:
         """What becomes of the newest tokens now that a compression is due while it decodes, and
         what takes the next page. None: more than these must be compressed (``compress_due``)."""
         budget = self.budget
         assert budget is not None
-        if self.errors.probing or self.sketch is not None:
+        if self.sketch is not None:
             return None
+        if self.errors.probing:
+            self.errors.update(self.slots, self.seen)
         aim = self._aim(budget, prefill=False)
         newest = self._newest_of(self.parted, aim)
 
