@@ -189,8 +189,8 @@ def compaction(result: Result) -> str:
         f"{table(header, rows)}\n\n"
         "`python -m benchmarks.compaction`: the mean time of a decoded token over that of a token "
         "at which nothing is compressed and no query becomes a score, in the same cache, whole "
-        "layers included. Prompts have five times the tokens of the budget, so that every compression has "
-        f"to reduce. Time is that of one processor. {made_with(result)}\n"
+        "layers included. Prompts have five times the tokens of the budget, so that every "
+        f"compression has to reduce. Time is that of one processor. {made_with(result)}\n"
     )
 
 
