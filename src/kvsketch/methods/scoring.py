@@ -36,21 +36,12 @@ class Scoring(Compressor):
 
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
         if observed is None:
-            return scored_before(slots, self.name)
+            score_of(slots, self.name)  # raises
+            return slots
         return replace(slots, score=self.scores(slots, observed))
 
     def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
         return keep_top(slots, score_of(slots, self.name), budget)
-
-
-def scored_before(slots: Slots, name: str) -> Slots:
-    """``slots`` if they have a score.
-
-    Raises:
-        InputError: they have none, because no queries were observed.
-    """
-    score_of(slots, name)
-    return slots
 
 
 def score_of(slots: Slots, name: str) -> Tensor:

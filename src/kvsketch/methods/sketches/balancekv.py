@@ -59,17 +59,6 @@ class BalanceKVStreaming(Sketch):
         "eps |softmax(Kq)|_2 |V|_F; within a budget: unbiased numerator and denominator"
     )
     least_slots = BalanceKVBounded.least_slots
-    parameters = (
-        "r",
-        "batch_size",
-        "levels",
-        "eps",
-        "max_tokens",
-        "delta",
-        "constant",
-        "on_fail",
-        "scaling",
-    )
 
     def __init__(
         self,

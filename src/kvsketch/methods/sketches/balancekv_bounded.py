@@ -67,17 +67,6 @@ class BalanceKVBounded(Bounded):
     name = "balancekv_bounded"
     paper = "ours, after Han et al., BalanceKV Algorithm 1 (2502.07861)"
     columns = 2
-    parameters = (
-        "capacity",
-        "batch_size",
-        "r",
-        "eps",
-        "max_tokens",
-        "delta",
-        "constant",
-        "on_fail",
-        "scaling",
-    )
 
     def __init__(
         self,

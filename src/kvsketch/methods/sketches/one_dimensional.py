@@ -50,7 +50,6 @@ class OneDimensional(Sketch):
     guarantee = "each draw of sample() has the softmax law while its reservoir suffices"
     least_slots = 3
     grows = False  # tokens that left the extremes or the sample do not return
-    parameters = ("max_tokens", "buffer", "reservoir")
 
     def __init__(
         self,

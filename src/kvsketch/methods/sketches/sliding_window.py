@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ class SlidingWindow(Sketch):
     guarantee = "exact for the attention that equation 20 defines"
     randomised = False
     least_slots = 2
-    parameters: ClassVar[tuple[str, ...]] = ("window",)
 
     def __init__(self, window: int, seed: int = 0) -> None:
         super().__init__(seed)
@@ -165,7 +164,6 @@ class SlidingWindowSampled(SlidingWindow):
         "docstring repairs it, with enough samples"
     )
     randomised = True
-    parameters = ("window", "samples")
 
     def __init__(self, window: int, samples: int = 1, seed: int = 0) -> None:
         super().__init__(window, seed)

@@ -50,7 +50,6 @@ class SubGen(ClusterSamples):
         "Theorem 1, at the sizes that kvsketch.theory.subgen calculates: error at most "
         "eps |softmax(Kq)|_2 |V|_op with probability 0.99"
     )
-    parameters = ("delta", "s", "t", "max_clusters", "overflow")
 
     def __init__(
         self,
@@ -202,16 +201,6 @@ class SubGenCoupled(ClusterSamples):
     paper = "ours, after SubGen Algorithm 1 (2402.06082)"
     guarantee = "numerator and denominator are unbiased"
     keeps_values = True
-
-    def __init__(
-        self,
-        delta: float | None = None,
-        t: int = 4,
-        max_clusters: int | None = None,
-        overflow: str = "widen",
-        seed: int = 0,
-    ) -> None:
-        super().__init__(delta, t, max_clusters, overflow, seed)
 
     @classmethod
     def for_budget(cls, slots: int, seed: int = 0, **options: Any) -> SubGenCoupled:
