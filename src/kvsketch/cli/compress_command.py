@@ -12,7 +12,6 @@ import typer
 from kvsketch.arguments import QUERY_SOURCES, check_arguments
 from kvsketch.cli.document_options import (
     DeviceOption,
-    JsonOption,
     check_out,
     error_of,
     kept_of,
@@ -21,7 +20,7 @@ from kvsketch.cli.document_options import (
     save,
     text_of,
 )
-from kvsketch.cli.eval_command import console_for
+from kvsketch.cli.printing import JsonOption, console_for, print_json
 from kvsketch.errors import InputError
 from kvsketch.method_names import NEED_REREAD
 from kvsketch.models import PACKAGED_MODELS
@@ -165,9 +164,7 @@ def compress_command(
     )
     console.print(f'Next: kvsketch ask {out} "YOUR QUESTION"', highlight=False, soft_wrap=True)
     if as_json:
-        from kvsketch.evaluation.report.report import dumps
-
-        print(dumps({"command": "compress", "out": str(out), **found}))
+        print_json("compress", out=str(out), **found)
 
 
 def _span(text: str, part: str) -> tuple[int, int]:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from kvsketch.cli.document_options import JsonOption, error_of, kept_of, mb, opened
-from kvsketch.cli.eval_command import console_for
+from kvsketch.cli.document_options import error_of, kept_of, mb, opened
+from kvsketch.cli.printing import JsonOption, console_for, print_json
 from kvsketch.errors import InputError
 from kvsketch.files import container
 
@@ -30,9 +30,7 @@ def info_command(
     and the kernel that this installation uses."""
     found = _installed() if file is None else info(file)
     if as_json:
-        from kvsketch.evaluation.report.report import dumps
-
-        print(dumps({"command": "info", **found}))
+        print_json("info", **found)
         return
     table = Table(show_header=False)
     table.add_column(no_wrap=True)

@@ -17,8 +17,8 @@ from rich.padding import Padding
 from rich.table import Table
 
 from kvsketch.cli.method_lines import DEFAULT, GROUPS, LINES
+from kvsketch.cli.printing import print_json
 
-#: register it with ``app.command("methods", epilog=EPILOG)(methods_command)``
 EPILOG = "Examples: kvsketch methods; kvsketch methods heavy_merge; kvsketch methods --json"
 
 
@@ -43,12 +43,11 @@ def methods_command(
         console.print("`kvsketch methods NAME` explains a method and its options.", highlight=False)
         return
 
-    from kvsketch.evaluation.report.report import dumps
     from kvsketch.methods.registry import ALL_METHODS
 
     rows = [_row(name, ALL_METHODS[name]) for name in names or METHOD_NAMES]
     if as_json:
-        print(dumps({"command": "methods", "default": DEFAULT, "methods": rows}))
+        print_json("methods", default=DEFAULT, methods=rows)
         return
     for row in rows:
         _show(row, console)

@@ -286,20 +286,10 @@ def check_block(name: str, block: int | None) -> None:
         raise InputError(f"{name}={block!r} must be a power of two >= 16")
 
 
-def given(
-    name: str, given: Tensor | None, queries: Tensor, shape: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
-    """``given``, or a new tensor if it is None.
-
-    Raises:
-        InputError: it has another shape, dtype or device.
-    """
-    if given is None:
-        return torch.empty(shape, dtype=dtype, device=queries.device)
-    if tuple(given.shape) != shape or given.dtype != dtype:
-        raise InputError(f"{name} must be {dtype} {shape}, got {given.dtype} {tuple(given.shape)}")
-    check_together(queries, given)
-    return given
+def results_for(queries: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """Tensors for the results of ``queries`` and, in float32, for the logs of their totals."""
+    logs = torch.empty(queries.shape[:3], dtype=torch.float32, device=queries.device)
+    return queries.new_empty(*logs.shape, sizes.value_dim), logs
 
 
 def _check_page(name: str, page: Page, kv_heads: int) -> None:

@@ -6,6 +6,7 @@ a launch needs to know of a part is made once and kept with the part.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,7 +104,7 @@ def _pieces(part: Part, asked: Observed) -> tuple[Pieces, int]:
     known = part.for_kernel
     if known is not None and len(known[0]) == 2:  # and not what the CPU's kernel keeps
         (held, before), found = known
-        same = len(held) == len(contents) and all(map(_is, held, contents))
+        same = len(held) == len(contents) and all(map(operator.is_, held, contents))
         if same and before == like:
             made: tuple[Pieces, int] = found
             return made
@@ -123,7 +124,3 @@ def _pieces(part: Part, asked: Observed) -> tuple[Pieces, int]:
     )
     part.for_kernel = (contents, like), (pieces, sizes.value_dim)
     return pieces, sizes.value_dim
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b

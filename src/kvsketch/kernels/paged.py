@@ -116,8 +116,8 @@ def _chunk(
     newest tokens, with the logs of its totals, ``[batch, heads, group * q]``."""
     q = asked.queries.shape[2]
     group, shape = packed.shape[2] // q, packed.shape[:3]
-    keys, values, logs = _padded(page)
-    before = page.count - q
+    fields, before = page.of_heads(), page.count - q
+    keys, values, logs = fields["keys"], fields["values"], fields.get("log_mass")
     wide = [t[:, :, before:].repeat_interleave(group, dim=1) for t in (keys, values)]
     weight = None if logs is None else logs[:, :, before:]
     found = []
@@ -199,12 +199,6 @@ def _prefill_by_triton(asked: Observed, page: Part) -> tuple[Tensor, Tensor]:
         softcap=asked.softcap,
         sinks=None if asked.sinks is None else asked.sinks.float(),
     )
-
-
-def _padded(page: Part) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys, mean values and log masses ``[batch, heads, count, ...]``, the newest tokens last."""
-    fields = page.of_heads()
-    return fields["keys"], fields["values"], fields.get("log_mass")
 
 
 def over(

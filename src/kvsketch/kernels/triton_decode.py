@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.errors import InputError
-from kvsketch.kernels.flat_page import Page, Sizes, check, check_block, check_together, given
+from kvsketch.kernels.flat_page import Page, Sizes, check, check_block, check_together, results_for
 from kvsketch.kernels.triton_combine import combine
 from kvsketch.kernels.triton_slots import (
     LOG2E,
@@ -92,9 +92,6 @@ def decode(
     most: int | None = None,
     splits: int | None = None,
     block: int | None = None,
-    out: Tensor | None = None,
-    log_total: Tensor | None = None,
-    scratch: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``estimator.attend`` of one query per head over a flat page, computed in float32.
 
@@ -124,8 +121,6 @@ def decode(
             it is too small, the call is slower, but no slot is left out.
         splits: pieces per head; None: ``splits_for(batch, num_key_value_heads, most)``.
         block: slots per tile, a power of two >= 16. None: chosen by the size of the heads.
-        out, log_total: tensors into which the results are written.
-        scratch: ``scratch_for(queries, value_dim, splits)``. Not used for one split.
 
     Returns:
         ``[batch, num_attention_heads, 1, value_dim]`` in the dtype of the queries, and the
@@ -157,9 +152,7 @@ def decode(
     if sinks is not None and slopes is not None and query_positions is None:
         raise InputError("sinks beside slopes (ALiBi) need query_positions")
     _check_launch(sizes, queries, positions, query_positions, most, splits, block)
-    shape = (sizes.batch, sizes.heads, sizes.queries)
-    out = given("out", out, queries, (*shape, sizes.value_dim), queries.dtype)
-    log_total = given("log_total", log_total, queries, shape, torch.float32)
+    out, log_total = results_for(queries, sizes)
     if out.numel() == 0:
         return out, log_total
     most = sizes.total if most is None else min(most, sizes.total)
@@ -172,10 +165,7 @@ def decode(
     if splits == 1:
         piecewise(queries, query_positions, out, log_total, True)
         return out, log_total
-    parts, logs = scratch_for(queries, sizes.value_dim, splits) if scratch is None else scratch
-    wanted = (sizes.batch, sizes.heads, splits)
-    given("scratch[0]", parts, queries, (*wanted, sizes.value_dim), torch.float32)
-    given("scratch[1]", logs, queries, wanted, torch.float32)
+    parts, logs = scratch_for(queries, sizes.value_dim, splits)
     piecewise(queries, query_positions, parts, logs, False)
     combined(parts, logs, out, log_total)
     return out, log_total

@@ -11,7 +11,6 @@ of a GPU idle, since slots are not split here, unlike in ``triton_decode``.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,7 +23,7 @@ from kvsketch.kernels.flat_page import (
     check_column,
     check_new,
     check_together,
-    given,
+    results_for,
 )
 from kvsketch.kernels.triton_slots import (
     LOG2E,
@@ -79,9 +78,6 @@ def prefill(
     pages: Tensor | None = None,
     rows: int | None = None,
     block: int | None = None,
-    precision: str = "tf32x3",
-    out: Tensor | None = None,
-    log_total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``estimator.attend`` of q queries per head over a flat page and, causally, over q new tokens.
 
@@ -98,9 +94,6 @@ def prefill(
         rows: (query, head of the group) pairs per tile, a power of two >= 16. None:
             chosen by the size of the heads.
         block: slots or new tokens per tile, a power of two >= 16. None: likewise.
-        precision: of products of float32 numbers on a GPU: "tf32x3" (three products of the tensor
-            cores for each) or "ieee" (without tensor cores).
-        out, log_total: tensors into which the results are written.
 
     Returns:
         ``[batch, num_attention_heads, q, value_dim]`` in the dtype of the queries, and the
@@ -136,13 +129,9 @@ def prefill(
         shape = (sizes.batch, sizes.queries)
         check_column("new_positions", new_positions, shape, (positions.dtype,))
         check_together(queries, new_positions)
-    if precision not in ("ieee", "tf32x3"):
-        raise InputError(f"precision={precision!r} must be 'ieee' or 'tf32x3'")
     check_block("rows", rows)
     check_block("block", block)
-    shape3 = (sizes.batch, sizes.heads, sizes.queries)
-    out = given("out", out, queries, (*shape3, sizes.value_dim), queries.dtype)
-    log_total = given("log_total", log_total, queries, shape3, torch.float32)
+    out, log_total = results_for(queries, sizes)
     if out.numel() == 0:
         return out, log_total
     pairs, both = sizes.queries * sizes.group, sizes.batch * sizes.kv_heads
@@ -175,7 +164,7 @@ def prefill(
             sizes.queries,
             HEAD_BLOCK=width_of(page.key),
             VALUE_BLOCK=width_of(page.value),
-            PRECISION=precision,
+            PRECISION="tf32x3",  # three products of the tensor cores for each of float32 numbers
             enable_fp_fusion=True,
             **tile,
         )
