@@ -948,7 +948,7 @@ def test_kernels_compile(target: int, tmp_path: Path) -> None:
     large = "wgmma" if target == 90 else "mma"
     assert [line.strip() for line in lines] == [
         "_attend_piece mma",
-        "combine",
+        "_combine",
         "_attend_piece mma",
         f"_attend_rows {large}",
         f"_totals {large}",

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group
@@ -306,14 +305,9 @@ class _Screen:
         said = Text(_said(status), style="dim", no_wrap=True, overflow="ellipsis")
         self._live.update(Group(Text(self._line), said), refresh=True)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._live is not None:
-            self._live.__exit__(kind, error, trace)
+            self._live.__exit__(*error)
             self._console.print(Text(self._line), soft_wrap=True)
         elif self._status is not None:
             print()

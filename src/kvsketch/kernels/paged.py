@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -258,7 +258,10 @@ def _over_few_bits(
     if blocks is not None:
         owner, axis = blocks.found()[0], 0
         scaled = scaled.flatten(0, 1).index_select(0, owner).unsqueeze(1)
-        keys, values = (few.map_slots(_in_blocks(len(owner))) for few in (keys, values))
+        shape = len(owner), 1, blocks.size
+        keys, values = (
+            few.map_slots(lambda t: t.view(*shape, t.shape[-1])) for few in (keys, values)
+        )
     length, rows = keys.codes.shape[axis], keys.codes[..., 0].numel()
     most = max(keys.channels, values.channels, scaled.shape[2])
     step = max(1, min(length, _PIECE * length // (rows * most)))
@@ -283,11 +286,6 @@ def _over_few_bits(
     if keys.offset is not None and not whole:
         total = total + asked.scaling * (queries @ keys.offset.to(dtype).mT).squeeze(-1)
     return out[..., : values.dim] * values.unit.to(dtype), total
-
-
-def _in_blocks(blocks: int) -> Callable[[Tensor], Tensor]:
-    """From ``[batch, total, ...]`` to ``[blocks, 1, slots of a block, ...]``."""
-    return lambda t: t.view(blocks, 1, -1, t.shape[-1])
 
 
 def _in_units(few: Quantized, axis: int, some: slice, dtype: torch.dtype) -> Tensor:

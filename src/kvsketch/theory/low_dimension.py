@@ -110,7 +110,8 @@ def clusters_in_ball(d: int, delta: float, radius: float = 1.0) -> int:
         return 1
     if d == 1:
         return math.ceil(2 * ratio)
-    bounds = [_volume(d, delta, radius)]
+    covering_number(d, delta, radius)  # raises an error if the number is too large
+    bounds = [math.exp(d * math.log1p(2 * ratio))]
     if d == 2:
         bounds.append(2 / math.sqrt(3) * math.pi * ratio**2 + math.pi * ratio + 1)
     if ratio > math.sqrt(0.5):
@@ -151,12 +152,6 @@ def low_dimensional(
     clusters = clusters_in_ball(d, delta, radius)
     dim = d if value_dim is None else value_dim
     return subgen(eps, delta, r, clusters, dim, failure, m=clusters)
-
-
-def _volume(d: int, delta: float, radius: float) -> float:
-    """(1 + 2 radius/delta)^d: Lemma 13's argument, with balls half as large."""
-    covering_number(d, delta, radius)  # raises an error if the number is too large
-    return math.exp(d * math.log1p(2 * radius / delta))
 
 
 def _on_half_a_sphere(n: int, ratio: float) -> float:

@@ -125,7 +125,9 @@ class Follower:
             self._ask(ids[:, at:asked], cache)
             for at in range(asked, len(case.ids) - 1):
                 self._forward(ids[:, at : at + 1], cache)
-        layers = [layer for layer in right if _compressible(cache, layer)]
+        # Sliding-window layers stay unchanged; with the exact cache, all do.
+        exact = not isinstance(cache, SketchCache)
+        layers = [n for n in right if exact or isinstance(cache.layers[n], SketchLayer)]
         pairs = [(float(wrong[layer]), float(right[layer])) for layer in layers]
         errors = [(w / r) ** 0.5 if r else 0.0 for w, r in pairs]
         return {"error": sum(errors) / len(errors), "worst_layer": max(errors)}
@@ -167,8 +169,3 @@ class Follower:
 
     def _forward(self, ids: Tensor, cache: Any, keep: int = 1) -> Any:
         return self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=keep)
-
-
-def _compressible(cache: Any, layer: int) -> bool:
-    """Sliding-window layers stay unchanged; with the exact cache, all do."""
-    return not isinstance(cache, SketchCache) or isinstance(cache.layers[layer], SketchLayer)
