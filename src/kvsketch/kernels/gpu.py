@@ -116,7 +116,7 @@ def _pieces(part: Part, asked: Observed) -> tuple[Pieces, int]:
     page = flat(*given[:3], None, start, count)
     pieces = Pieces(
         page,
-        KernelScores(float(asked.scaling), asked.softcap, None, (0,), None, (0,)),
+        KernelScores(float(asked.scaling), asked.softcap, None, None),
         sizes,
         queries.element_size(),
         most,

@@ -13,7 +13,6 @@ happen before a CUDA graph is recorded.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -28,13 +27,13 @@ from kvsketch.kernels.triton_slots import (
     LOG2E,
     Flat,
     KernelScores,
-    at,
     attend_slots,
     columns,
     finished,
     flat,
     owned,
     place,
+    strided,
     width_of,
 )
 from kvsketch.kernels.triton_support import Launches, require
@@ -159,7 +158,7 @@ def decode(
     if splits is None:
         splits = splits_for(sizes.batch, sizes.kv_heads, most)
     page = flat(keys, values, log_mass, positions, start, count, pages)
-    scoring = KernelScores(float(scaling), softcap, sinks, at(sinks), slopes, at(slopes))
+    scoring = KernelScores(float(scaling), softcap, strided(sinks), strided(slopes))
     size = queries.element_size()
     piecewise = Pieces(page, scoring, sizes, size, most, splits, block)
     if splits == 1:
@@ -225,16 +224,12 @@ class Pieces:
         """Write the results into ``out`` and ``logs``, whose third axis is the pieces, or if
         ``whole``, the queries."""
         arguments = (
-            queries,
-            at(queries),
+            strided(queries),
             self._page,
             self._scoring,
-            query_positions,
-            at(query_positions),
-            out,
-            at(out),
-            logs,
-            at(logs),
+            strided(query_positions),
+            strided(out),
+            strided(logs),
             *self._numbers,
         )
         changing = [t for t in (queries, query_positions, out, logs) if t is not None]
@@ -249,26 +244,22 @@ _COMBINED = Launches()
 def combined(parts: Tensor, logs: Tensor, out: Tensor, log_total: Tensor) -> None:
     """Write the attention over all pieces into ``out`` and ``log_total``, see ``decode``."""
     (batch, heads, splits, dim), width = parts.shape, min(padded(parts.shape[3]), 64)
-    pairs = [(t, at(t)) for t in (parts, logs, out, log_total)]
+    tensors = parts, logs, out, log_total
     _COMBINED(
         _combine,
         (batch * heads, -(-dim // width)),
-        (parts, logs, out, log_total),
-        (*itertools.chain(*pairs), heads, splits),
+        tensors,
+        (*map(strided, tensors), heads, splits),
         {"VALUE_DIM": dim, "VALUE_BLOCK": width, "SPLITS_BLOCK": padded(splits, 2)},
     )
 
 
 @triton.jit
 def _combine(
-    parts: tl.tensor,
-    parts_at: tl.tuple,
-    logs: tl.tensor,
-    logs_at: tl.tuple,
-    out: tl.tensor,
-    out_at: tl.tuple,
-    log_total: tl.tensor,
-    log_total_at: tl.tuple,
+    parts: tl.tuple,
+    logs: tl.tuple,
+    out: tl.tuple,
+    log_total: tl.tuple,
     heads: tl.tensor,
     splits: tl.tensor,
     VALUE_DIM: tl.constexpr,
@@ -280,40 +271,36 @@ def _combine(
     row, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     channels = tl.program_id(1) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK).to(tl.int64)
     split = tl.arange(0, SPLITS_BLOCK).to(tl.int64)
-    at = logs + row * logs_at[0] + head * logs_at[1] + split * logs_at[2]
+    at = logs.tensor + row * logs.at[0] + head * logs.at[1] + split * logs.at[2]
     log = tl.load(at, mask=split < splits, other=float("-inf"))
     highest = tl.max(log, axis=0)
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     weight = tl.exp2((log - shift) * LOG2E)
     total = tl.sum(weight, axis=0)
-    at = parts + row * parts_at[0] + head * parts_at[1] + split[:, None] * parts_at[2]
+    at = parts.tensor + row * parts.at[0] + head * parts.at[1] + split[:, None] * parts.at[2]
     mean = tl.load(
-        at + channels[None, :] * parts_at[3],
+        at + channels[None, :] * parts.at[3],
         mask=(log != float("-inf"))[:, None] & (channels < VALUE_DIM)[None, :],
         other=0.0,
     )
     nothing = total == 0
     mean = tl.sum(mean * weight[:, None], axis=0) / tl.where(nothing, 1.0, total)
-    at = out + row * out_at[0] + head * out_at[1] + channels * out_at[3]
-    tl.store(at, mean.to(out.dtype.element_ty), mask=channels < VALUE_DIM)
+    at = out.tensor + row * out.at[0] + head * out.at[1] + channels * out.at[3]
+    tl.store(at, mean.to(out.tensor.dtype.element_ty), mask=channels < VALUE_DIM)
     if tl.program_id(1) == 0:
         both = shift + tl.log2(tl.where(nothing, 1.0, total)) * LN2
-        place = log_total + row * log_total_at[0] + head * log_total_at[1]
+        place = log_total.tensor + row * log_total.at[0] + head * log_total.at[1]
         tl.store(place, tl.where(nothing, float("-inf"), both))
 
 
 @triton.jit
 def _attend_piece(
-    queries: tl.tensor,
-    queries_at: tl.tuple,
+    queries: tl.tuple,
     page: tl.tuple,
     scoring: tl.tuple,
-    query_positions: tl.tensor,
-    query_positions_at: tl.tuple,
-    out: tl.tensor,
-    out_at: tl.tuple,
-    logs: tl.tensor,
-    logs_at: tl.tuple,
+    query_positions: tl.tuple,
+    out: tl.tuple,
+    logs: tl.tuple,
     kv_heads: tl.tensor,
     group: tl.tensor,
     piece: tl.tensor,
@@ -342,30 +329,34 @@ def _attend_piece(
     if split == splits - 1:  # no slot is left out if ``most`` is too small
         end = number
 
-    at = queries + row * queries_at[0] + heads[:, None] * queries_at[1]
+    at = queries.tensor + row * queries.at[0] + heads[:, None] * queries.at[1]
     q = tl.load(
-        at + head_channels[None, :] * queries_at[3],
+        at + head_channels[None, :] * queries.at[3],
         mask=is_member[:, None] & (head_channels < page.key.dim)[None, :],
         other=0.0,
     )
     highest = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
     weight = tl.zeros([GROUP_BLOCK], tl.float32)
     if scoring.sinks is not None:  # a slot without a value, in the first piece
-        sink = tl.load(scoring.sinks + heads * scoring.sinks_at[0], mask=is_member, other=0.0)
+        sink = tl.load(
+            scoring.sinks.tensor + heads * scoring.sinks.at[0], mask=is_member, other=0.0
+        )
         highest = tl.where(split == 0, sink.to(tl.float32) * LOG2E, highest)
         weight = tl.where(highest != float("-inf"), 1.0, weight)
     slope = None
     here = None
     if scoring.slopes is not None:
-        slope = tl.load(scoring.slopes + heads * scoring.slopes_at[0], mask=is_member, other=0.0)
+        slope = tl.load(
+            scoring.slopes.tensor + heads * scoring.slopes.at[0], mask=is_member, other=0.0
+        )
         slope = slope.to(tl.float32)
         if query_positions is not None:
-            places = query_positions + row * query_positions_at[0] + tl.zeros_like(heads)
+            places = query_positions.tensor + row * query_positions.at[0] + tl.zeros_like(heads)
             here = tl.load(places)
         else:
             last = first + number - 1 + tl.zeros_like(heads)
-            places = page.positions + stored_at * page.positions_at[0]
-            places += last * page.positions_at[1]
+            places = page.positions.tensor + stored_at * page.positions.at[0]
+            places += last * page.positions.at[1]
             here = tl.load(places, mask=is_member & (last >= first), other=0)
     highest, weight, summed = attend_slots(
         highest,
@@ -390,13 +381,13 @@ def _attend_piece(
     is_wanted = is_member
     if not WHOLE:  # of a piece without slots, only the logarithm is written
         is_wanted = is_member & (log != float("-inf"))
-    outs = out + row * out_at[0] + heads[:, None] * out_at[1] + piece_at * out_at[2]
+    outs = out.tensor + row * out.at[0] + heads[:, None] * out.at[1] + piece_at * out.at[2]
     tl.store(
-        outs + value_channels[None, :] * out_at[3],
-        mean.to(out.dtype.element_ty),
+        outs + value_channels[None, :] * out.at[3],
+        mean.to(out.tensor.dtype.element_ty),
         mask=is_wanted[:, None] & (value_channels < page.value.dim)[None, :],
     )
-    totals = logs + row * logs_at[0] + heads * logs_at[1] + piece_at * logs_at[2]
+    totals = logs.tensor + row * logs.at[0] + heads * logs.at[1] + piece_at * logs.at[2]
     tl.store(totals, log, mask=is_member)
 
 

@@ -30,7 +30,6 @@ from kvsketch.kernels.triton_slots import (
     KernelScores,
     New,
     against,
-    at,
     attend_slots,
     columns,
     finished,
@@ -39,6 +38,7 @@ from kvsketch.kernels.triton_slots import (
     owned,
     place,
     scored,
+    strided,
     weigh,
     width_of,
 )
@@ -147,18 +147,15 @@ def prefill(
     tile.update({k: v for k, v in (("ROWS", rows), ("BLOCK", block)) if v is not None})
     grid = (both * -(-pairs // max(16, tile["ROWS"] // each)),)
 
-    given_new = (new_log_mass, at(new_log_mass), new_positions, at(new_positions))
+    tokens = (new_keys, new_values, new_log_mass, new_positions)
     with launching(queries):
         _attend_rows[grid](
-            queries,
-            at(queries),
+            strided(queries),
             page,
-            New(new_keys, at(new_keys), new_values, at(new_values), *given_new),
-            KernelScores(float(scaling), softcap, sinks, at(sinks), slopes, at(slopes)),
-            out,
-            at(out),
-            log_total,
-            at(log_total),
+            New(*map(strided, tokens)),
+            KernelScores(float(scaling), softcap, strided(sinks), strided(slopes)),
+            strided(out),
+            strided(log_total),
             sizes.kv_heads,
             sizes.group,
             sizes.queries,
@@ -173,15 +170,12 @@ def prefill(
 
 @triton.jit
 def _attend_rows(
-    queries: tl.tensor,
-    queries_at: tl.tuple,
+    queries: tl.tuple,
     page: tl.tuple,
     new: tl.tuple,
     scoring: tl.tuple,
-    out: tl.tensor,
-    out_at: tl.tuple,
-    log_total: tl.tensor,
-    log_total_at: tl.tuple,
+    out: tl.tuple,
+    log_total: tl.tuple,
     kv_heads: tl.tensor,
     group: tl.tensor,
     number_new: tl.tensor,
@@ -207,24 +201,26 @@ def _attend_rows(
     token = (pair // group).to(tl.int64)
     heads = head * group + pair % group
     first, number, wrong = owned(page, row, head)
-    at = queries + row * queries_at[0] + heads * queries_at[1] + token * queries_at[2]
+    at = queries.tensor + row * queries.at[0] + heads * queries.at[1] + token * queries.at[2]
     q = tl.load(
-        at[:, None] + head_channels[None, :] * queries_at[3],
+        at[:, None] + head_channels[None, :] * queries.at[3],
         mask=is_pair[:, None] & (head_channels < page.key.dim)[None, :],
         other=0.0,
     )
     highest = tl.full([PAIRS], float("-inf"), tl.float32)
     weight = tl.zeros([PAIRS], tl.float32)
     if scoring.sinks is not None:
-        sink = tl.load(scoring.sinks + heads * scoring.sinks_at[0], mask=is_pair, other=0.0)
+        sink = tl.load(scoring.sinks.tensor + heads * scoring.sinks.at[0], mask=is_pair, other=0.0)
         highest = sink.to(tl.float32) * LOG2E
         weight = tl.where(highest != float("-inf"), 1.0, weight)
     slope = None
     here = None
     if scoring.slopes is not None:
-        slope = tl.load(scoring.slopes + heads * scoring.slopes_at[0], mask=is_pair, other=0.0)
+        slope = tl.load(
+            scoring.slopes.tensor + heads * scoring.slopes.at[0], mask=is_pair, other=0.0
+        )
         slope = slope.to(tl.float32)
-        places = new.positions + row * new.positions_at[0] + token * new.positions_at[1]
+        places = new.positions.tensor + row * new.positions.at[0] + token * new.positions.at[1]
         here = tl.load(places, mask=is_pair, other=0)
     highest, weight, summed = attend_slots(
         highest,
@@ -269,14 +265,14 @@ def _attend_rows(
             part == 1,
         )
     mean, log = finished(highest, weight, summed, wrong)
-    outs = out + row * out_at[0] + heads * out_at[1] + token * out_at[2]
+    outs = out.tensor + row * out.at[0] + heads * out.at[1] + token * out.at[2]
     tl.store(
-        outs[:, None] + value_channels[None, :] * out_at[3],
-        mean.to(out.dtype.element_ty),
+        outs[:, None] + value_channels[None, :] * out.at[3],
+        mean.to(out.tensor.dtype.element_ty),
         mask=is_pair[:, None] & (value_channels < page.value.dim)[None, :],
     )
-    totals = log_total + row * log_total_at[0] + heads * log_total_at[1]
-    tl.store(totals + token * log_total_at[2], log, mask=is_pair)
+    totals = log_total.tensor + row * log_total.at[0] + heads * log_total.at[1]
+    tl.store(totals + token * log_total.at[2], log, mask=is_pair)
 
 
 @triton.jit
@@ -303,30 +299,30 @@ def _attend_new(
     """The streaming softmax over the new tokens ``begin .. end - 1`` of a head."""
     head_channels = columns(key, q.shape[1])
     value_channels = columns(value, summed.shape[1])
-    keys = new.key + row * new.key_at[0] + head * new.key_at[1]
-    values = new.value + row * new.value_at[0] + head * new.value_at[1]
+    keys = new.key.tensor + row * new.key.at[0] + head * new.key.at[1]
+    values = new.value.tensor + row * new.value.at[0] + head * new.value.at[1]
     for offset in range(begin, end, BLOCK):
         tokens = (offset + tl.arange(0, BLOCK)).to(tl.int64)
         there = tokens < end
         k = tl.load(
-            keys + tokens[:, None] * new.key_at[2] + head_channels[None, :] * new.key_at[3],
+            keys + tokens[:, None] * new.key.at[2] + head_channels[None, :] * new.key.at[3],
             mask=there[:, None] & (head_channels < key.dim)[None, :],
             other=0.0,
         )
         distance = None
         if slope is not None:
-            places = new.positions + row * new.positions_at[0] + tokens * new.positions_at[1]
+            places = new.positions.tensor + row * new.positions.at[0] + tokens * new.positions.at[1]
             position = tl.load(places, mask=there, other=0)
             distance = (position[None, :] - here[:, None]).to(tl.float32)
         scores = against(q, k, PRECISION)
         scores = scored(scores, None, slope, distance, scoring)
         if new.mass is not None:
-            masses = new.mass + row * new.mass_at[0] + head * new.mass_at[1]
-            scores += log2_of(masses + tokens * new.mass_at[2], there)[None, :]
+            masses = new.mass.tensor + row * new.mass.at[0] + head * new.mass.at[1]
+            scores += log2_of(masses + tokens * new.mass.at[2], there)[None, :]
         if CAUSAL:
             scores = tl.where(tokens[None, :] <= token[:, None], scores, float("-inf"))
         v = tl.load(
-            values + tokens[:, None] * new.value_at[2] + value_channels[None, :] * new.value_at[3],
+            values + tokens[:, None] * new.value.at[2] + value_channels[None, :] * new.value.at[3],
             mask=there[:, None] & (value_channels < value.dim)[None, :],
             other=0.0,
         )
