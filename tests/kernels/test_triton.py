@@ -951,8 +951,8 @@ def test_kernels_compile(target: int, tmp_path: Path) -> None:
         "_combine",
         "_attend_piece mma",
         f"_attend_rows {large}",
-        f"_totals {large}",
-        f"_largest {large}",
+        f"_shares {large}",
+        f"_shares {large}",
         "_attend_piece mma",
         f"_attend_rows {large}",
     ]

@@ -28,12 +28,14 @@ from kvsketch.kernels.triton_slots import (
     Flat,
     KernelScores,
     attend_slots,
+    begun,
     columns,
     finished,
     flat,
     owned,
     place,
     strided,
+    vectors,
     width_of,
 )
 from kvsketch.kernels.triton_support import Launches, require
@@ -329,27 +331,14 @@ def _attend_piece(
     if split == splits - 1:  # no slot is left out if ``most`` is too small
         end = number
 
-    at = queries.tensor + row * queries.at[0] + heads[:, None] * queries.at[1]
-    q = tl.load(
-        at + head_channels[None, :] * queries.at[3],
-        mask=is_member[:, None] & (head_channels < page.key.dim)[None, :],
-        other=0.0,
-    )
-    highest = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
-    weight = tl.zeros([GROUP_BLOCK], tl.float32)
-    if scoring.sinks is not None:  # a slot without a value, in the first piece
-        sink = tl.load(
-            scoring.sinks.tensor + heads * scoring.sinks.at[0], mask=is_member, other=0.0
-        )
-        highest = tl.where(split == 0, sink.to(tl.float32) * LOG2E, highest)
-        weight = tl.where(highest != float("-inf"), 1.0, weight)
+    at = queries.tensor + row * queries.at[0] + heads * queries.at[1]
+    q = vectors(at, queries.at[3], is_member, head_channels, page.key.dim)
+    highest, weight = begun(scoring, heads, is_member, split == 0)
     slope = None
     here = None
     if scoring.slopes is not None:
-        slope = tl.load(
-            scoring.slopes.tensor + heads * scoring.slopes.at[0], mask=is_member, other=0.0
-        )
-        slope = slope.to(tl.float32)
+        slopes = scoring.slopes.tensor + heads * scoring.slopes.at[0]
+        slope = tl.load(slopes, mask=is_member, other=0.0).to(tl.float32)
         if query_positions is not None:
             places = query_positions.tensor + row * query_positions.at[0] + tl.zeros_like(heads)
             here = tl.load(places)

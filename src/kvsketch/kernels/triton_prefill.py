@@ -26,11 +26,11 @@ from kvsketch.kernels.flat_page import (
     results_for,
 )
 from kvsketch.kernels.triton_slots import (
-    LOG2E,
     KernelScores,
     New,
     against,
     attend_slots,
+    begun,
     columns,
     finished,
     flat,
@@ -39,6 +39,7 @@ from kvsketch.kernels.triton_slots import (
     place,
     scored,
     strided,
+    vectors,
     weigh,
     width_of,
 )
@@ -202,24 +203,13 @@ def _attend_rows(
     heads = head * group + pair % group
     first, number, wrong = owned(page, row, head)
     at = queries.tensor + row * queries.at[0] + heads * queries.at[1] + token * queries.at[2]
-    q = tl.load(
-        at[:, None] + head_channels[None, :] * queries.at[3],
-        mask=is_pair[:, None] & (head_channels < page.key.dim)[None, :],
-        other=0.0,
-    )
-    highest = tl.full([PAIRS], float("-inf"), tl.float32)
-    weight = tl.zeros([PAIRS], tl.float32)
-    if scoring.sinks is not None:
-        sink = tl.load(scoring.sinks.tensor + heads * scoring.sinks.at[0], mask=is_pair, other=0.0)
-        highest = sink.to(tl.float32) * LOG2E
-        weight = tl.where(highest != float("-inf"), 1.0, weight)
+    q = vectors(at, queries.at[3], is_pair, head_channels, page.key.dim)
+    highest, weight = begun(scoring, heads, is_pair, True)
     slope = None
     here = None
     if scoring.slopes is not None:
-        slope = tl.load(
-            scoring.slopes.tensor + heads * scoring.slopes.at[0], mask=is_pair, other=0.0
-        )
-        slope = slope.to(tl.float32)
+        slopes = scoring.slopes.tensor + heads * scoring.slopes.at[0]
+        slope = tl.load(slopes, mask=is_pair, other=0.0).to(tl.float32)
         places = new.positions.tensor + row * new.positions.at[0] + token * new.positions.at[1]
         here = tl.load(places, mask=is_pair, other=0)
     highest, weight, summed = attend_slots(
@@ -304,11 +294,8 @@ def _attend_new(
     for offset in range(begin, end, BLOCK):
         tokens = (offset + tl.arange(0, BLOCK)).to(tl.int64)
         there = tokens < end
-        k = tl.load(
-            keys + tokens[:, None] * new.key.at[2] + head_channels[None, :] * new.key.at[3],
-            mask=there[:, None] & (head_channels < key.dim)[None, :],
-            other=0.0,
-        )
+        at = keys + tokens * new.key.at[2]
+        k = vectors(at, new.key.at[3], there, head_channels, key.dim)
         distance = None
         if slope is not None:
             places = new.positions.tensor + row * new.positions.at[0] + tokens * new.positions.at[1]
@@ -321,11 +308,8 @@ def _attend_new(
             scores += log2_of(masses + tokens * new.mass.at[2], there)[None, :]
         if CAUSAL:
             scores = tl.where(tokens[None, :] <= token[:, None], scores, float("-inf"))
-        v = tl.load(
-            values + tokens[:, None] * new.value.at[2] + value_channels[None, :] * new.value.at[3],
-            mask=there[:, None] & (value_channels < value.dim)[None, :],
-            other=0.0,
-        )
+        at = values + tokens * new.value.at[2]
+        v = vectors(at, new.value.at[3], there, value_channels, value.dim)
         highest, weight, keep, share = weigh(highest, weight, scores)
         summed = product(share.to(v.dtype), v, summed * keep[:, None], PRECISION)
     return highest, weight, summed

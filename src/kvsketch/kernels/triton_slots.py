@@ -145,6 +145,32 @@ def log2_of(log_masses: tl.tensor, there: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def vectors(
+    at: tl.tensor, stride: tl.tensor, there: tl.tensor, channels: tl.tensor, dim: tl.tensor
+) -> tl.tensor:
+    """The vectors that begin at some places, ``[places, channels]``, 0 where there is none."""
+    return tl.load(
+        at[:, None] + channels[None, :] * stride,
+        mask=there[:, None] & (channels < dim)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def begun(scoring: tl.tuple, heads: tl.tensor, there: tl.tensor, first: tl.tensor) -> tl.tuple:
+    """The maximum and the total of a streaming softmax, with the attention sinks, slots without a
+    value, where ``first``."""
+    highest = tl.full([heads.shape[0]], float("-inf"), tl.float32)
+    weight = tl.zeros([heads.shape[0]], tl.float32)
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.tensor + heads * scoring.sinks.at[0]
+        sink = tl.load(sinks, mask=there, other=0.0).to(tl.float32)
+        highest = tl.where(first, sink * LOG2E, highest)
+        weight = tl.where(highest != float("-inf"), 1.0, weight)
+    return highest, weight
+
+
+@triton.jit
 def columns(page: tl.tuple, WIDTH: tl.constexpr) -> tl.tensor:
     """The channel of every column of a tile, int64 ``[WIDTH]``, ``dim`` or more where there is
     none. The lower halves of all bytes of 4-bit codes come before the upper ones."""
@@ -187,9 +213,9 @@ def attend_slots(
     if page.key.bits != 0:  # <q, offset + unit x> = <q, offset> + <unit q, x>
         wide = q.to(tl.float32)
         if page.key.offset is not None:
-            centre = _offset(page.key, row, head, key_columns)
+            centre = _of_head(page.key.offset, page.key.dim, row, head, key_columns)
             constant = tl.sum(wide * centre[None, :], axis=1) * scoring.scaling
-        q = wide * _unit(page.key, row, head, key_columns)[None, :]
+        q = wide * _of_head(page.key.unit, page.key.dim, row, head, key_columns)[None, :]
         peak = tl.max(tl.abs(q), axis=1)
         if not WIDE:
             q = (q / tl.where(peak > 0, peak, 1.0)[:, None]).to(tl.float16)
@@ -259,7 +285,7 @@ def attend_slots(
             summed *= 1 / SMALL
         each = tl.reshape(summed, (TILES, ROWS, WIDTH)) + base[:, :, None]
         summed = tl.sum(tl.where(_own(page.value, value_columns), each, 0.0), axis=0)
-        summed *= _unit(page.value, row, head, value_columns)[None, :]
+        summed *= _of_head(page.value.unit, page.value.dim, row, head, value_columns)[None, :]
     return highest, weight, summed
 
 
@@ -338,17 +364,12 @@ def _scales(page: tl.tuple, row: tl.tensor, slots: tl.tensor, there: tl.tensor) 
 
 
 @triton.jit
-def _unit(page: tl.tuple, row: tl.tensor, head: tl.tensor, channels: tl.tensor) -> tl.tensor:
-    """The unit of each channel of a quantised page in one head."""
-    places = page.unit.tensor + row * page.unit.at[0] + head * page.unit.at[1]
-    return tl.load(places + channels * page.unit.at[3], mask=channels < page.dim, other=0.0)
-
-
-@triton.jit
-def _offset(page: tl.tuple, row: tl.tensor, head: tl.tensor, channels: tl.tensor) -> tl.tensor:
-    """The centre of each channel of a quantised page in one head."""
-    places = page.offset.tensor + row * page.offset.at[0] + head * page.offset.at[1]
-    return tl.load(places + channels * page.offset.at[3], mask=channels < page.dim, other=0.0)
+def _of_head(
+    numbers: tl.tuple, dim: tl.tensor, row: tl.tensor, head: tl.tensor, channels: tl.tensor
+) -> tl.tensor:
+    """The unit or the centre of each channel of a quantised page in one head."""
+    places = numbers.tensor + row * numbers.at[0] + head * numbers.at[1]
+    return tl.load(places + channels * numbers.at[3], mask=channels < dim, other=0.0)
 
 
 @triton.jit

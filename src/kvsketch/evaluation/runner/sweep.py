@@ -295,16 +295,8 @@ def _made(elsewhere: bool) -> dict[str, Any]:
 def _check(setup: Setup, settings: Settings) -> None:
     if setup.method != EXACT:
         sink, recent = setup.window_of(settings.sink, settings.recent, 0)
-        check_arguments(
-            setup.method,
-            budget=setup.budget,
-            tolerance=setup.tolerance,
-            allocation=setup.allocation,
-            bits=setup.bits,
-            sink=sink,
-            recent=recent,
-            prefill=settings.prefill,
-        )
+        given = setup.goal() | {"sink": sink, "recent": recent, "prefill": settings.prefill}
+        check_arguments(setup.method, **given)
 
 
 def aggregate(records: Iterable[Record]) -> list[dict[str, Any]]:
