@@ -15,6 +15,7 @@ import typer
 
 from kvsketch.cli.exit_codes import INTERRUPTED
 from kvsketch.cli.printing import JsonOption, console_for
+from kvsketch.errors import InputError
 
 if TYPE_CHECKING:
     from kvsketch.evaluation.runner.preset_run import PresetRun
@@ -226,7 +227,6 @@ def eval_command(
     as_json: JsonOption = False,
 ) -> None:
     """Answer the cases of one or more tasks with every method at every budget."""
-    from kvsketch.errors import InputError
     from kvsketch.evaluation.runner.settings import Settings
     from kvsketch.evaluation.runner.setups import make_setups, parse_budget
     from kvsketch.evaluation.runner.sweep import Sweep
@@ -421,8 +421,6 @@ def _names(text: str) -> list[str]:
 
 
 def _counts(option: str, text: str) -> list[int]:
-    from kvsketch.errors import InputError
-
     counts = []
     for part in _names(text):
         if not part.isdecimal() or int(part) < 1:
@@ -434,8 +432,6 @@ def _counts(option: str, text: str) -> list[int]:
 
 
 def _numbers(option: str, text: str, whole: bool = False) -> list[float]:
-    from kvsketch.errors import InputError
-
     try:
         return [int(part) if whole else float(part) for part in _names(text)]
     except ValueError as error:
