@@ -28,7 +28,7 @@ from torch import Tensor
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.estimator import attend, attention_scores
 from kvsketch.kernels import triton_support
-from kvsketch.kernels.flat_page import FlatQuantized
+from kvsketch.kernels.flat_page import FlatQuantized, FlatSlots
 from kvsketch.observed import Observed
 from kvsketch.page.part import Part
 from kvsketch.page.quantized import Bits, Quantized, quantize
@@ -49,7 +49,6 @@ with pytest.MonkeyPatch.context() as patch:
     decode_module = importlib.import_module("kvsketch.kernels.triton_decode")
     prefill_module = importlib.import_module("kvsketch.kernels.triton_prefill")
     shares_module = importlib.import_module("kvsketch.kernels.triton_shares")
-decode, prefill = decode_module.decode, prefill_module.prefill
 assert triton_support.available(DEVICE), "Triton was imported before, without its interpreter"
 
 # Logarithms of 0 and maxima of NaN are intended; on a GPU there is no warning.
@@ -57,6 +56,25 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 #: largest error of an output, relative to the largest value, by rounding it and the weights
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def called(
+    kernel: Any, queries: Tensor, keys: Any, values: Any, log_mass: Any, start: Tensor,
+    count: Tensor, *new: Tensor, scaling: float, softcap: Any = None, sinks: Any = None,
+    slopes: Any = None, positions: Any = None, pages: Any = None, **more: Any,
+) -> Any:  # fmt: skip
+    asked = Observed(queries, scaling, softcap, slopes, sinks=sinks)
+    slots = FlatSlots(keys, values, log_mass, start, count, positions, pages)
+    new = new or tuple(more.pop(name) for name in ("new_keys", "new_values") if name in more)
+    return kernel(asked, slots, *new, **more)
+
+
+def decode(*given: Any, **more: Any) -> Any:
+    return called(decode_module.decode, *given, **more)
+
+
+def prefill(*given: Any, **more: Any) -> Any:
+    return called(prefill_module.prefill, *given, **more)
 
 
 @pytest.fixture(autouse=True)
@@ -907,14 +925,22 @@ JITFunction.run = compiled
 
 from kvsketch.page.quantized import quantize
 from kvsketch.kernels import triton_support
-from kvsketch.kernels.flat_page import FlatQuantized
+from kvsketch.kernels.flat_page import FlatQuantized, FlatSlots
+from kvsketch.observed import Observed
 from kvsketch.page.quantized import Bits, Quantized, quantize
 from kvsketch.partial import NOTHING, log_mass
 triton_support._missing = lambda device: None
-from kvsketch.kernels.triton_decode import decode
-from kvsketch.kernels.triton_prefill import prefill
+from kvsketch.kernels import triton_decode, triton_prefill
 from kvsketch.kernels.triton_shares import largest_shares
 
+def called(kernel, queries, keys, values, log_mass, start, count, *new, scaling, softcap=None,
+           sinks=None, slopes=None, positions=None, pages=None, **more):
+    asked = Observed(queries, scaling, softcap, slopes, sinks=sinks)
+    slots = FlatSlots(keys, values, log_mass, start, count, positions, pages)
+    return kernel(asked, slots, *new, **more)
+
+def decode(*given, **more): return called(triton_decode.decode, *given, **more)
+def prefill(*given, **more): return called(triton_prefill.prefill, *given, **more)
 def normal(*shape): return torch.randn(shape, dtype=torch.bfloat16)
 start = torch.zeros(2, 2, dtype=torch.int64)
 slots = (torch.rand(2, 64), start, start.int())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -154,38 +154,32 @@ def triton_fits(asked: Observed) -> bool:
 def _by_triton(asked: Observed, part: Part, newest: Tensor | None) -> tuple[Tensor, Tensor]:
     """The attention ``[batch, num_attention_heads, 1, value_dim]`` and the logs of its totals, in
     one launch for all heads, whatever their sizes."""
+    from kvsketch.kernels.gpu import flat_of
     from kvsketch.kernels.triton_decode import decode as launch
 
-    given, here = _for_triton(asked, part), None if newest is None else newest.flatten().float()
-    if asked.slopes is not None:
-        from kvsketch.kernels.gpu import flat_of
-
-        given["slopes"] = asked.slopes.float()
-        given["positions"] = flat_of(part)["positions"].float()
-    return launch(asked.queries, **given, query_positions=here, most=part.count + part.room)
+    slots, here = flat_of(part, asked.slopes is not None), newest
+    if here is not None:
+        here = here.flatten().float()
+    return launch(_wide(asked), slots, query_positions=here, most=part.count + part.room)
 
 
 def _prefill_by_triton(asked: Observed, page: Part) -> tuple[Tensor, Tensor]:
     """The attention over the slots before the new tokens and, causally, over the new tokens, and
     the logs of its totals, in one launch."""
+    from kvsketch.kernels.gpu import flat_of
     from kvsketch.kernels.triton_prefill import prefill as launch
 
-    q = asked.queries.shape[2]
-    given, new = _for_triton(asked, page), page.last(q)
-    given["count"] = given["count"] - q
-    given |= {f"new_{name}": new.get(name) for name in ("keys", "values", "log_mass")}
-    return launch(asked.queries, **given)
+    q, slots = asked.queries.shape[2], flat_of(page)
+    slots, new = replace(slots, count=slots.count - q), page.last(q)
+    pair = new["keys"], new["values"]
+    wide = replace(_wide(asked), slopes=None)
+    return launch(wide, slots, *pair, new_log_mass=new.get("log_mass"))
 
 
-def _for_triton(asked: Observed, part: Part) -> dict[str, Any]:
-    """The slots of a part and the scores of queries, as arguments of the Triton kernels."""
-    from kvsketch.kernels.gpu import flat_of
-
-    flat, (start, count) = flat_of(part), part.spans()
-    found = {name: flat.get(name) for name in ("keys", "values", "log_mass")}
-    found |= {"start": start, "count": count, "scaling": asked.scaling, "softcap": asked.softcap}
-    found["sinks"] = None if asked.sinks is None else asked.sinks.float()
-    return found
+def _wide(asked: Observed) -> Observed:
+    """With sinks and slopes in float32, which the Triton kernels take."""
+    sinks, slopes = (None if x is None else x.float() for x in (asked.sinks, asked.slopes))
+    return replace(asked, sinks=sinks, slopes=slopes)
 
 
 def over(

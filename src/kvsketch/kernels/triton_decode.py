@@ -21,7 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.errors import InputError
-from kvsketch.kernels.flat_page import Page, Sizes, check, check_block, check_together, results_for
+from kvsketch.kernels.flat_page import (
+    FlatSlots,
+    Sizes,
+    check,
+    check_block,
+    check_together,
+    results_for,
+)
 from kvsketch.kernels.triton_slots import (
     LN2,
     LOG2E,
@@ -34,12 +41,14 @@ from kvsketch.kernels.triton_slots import (
     flat,
     owned,
     place,
+    scores_of,
     strided,
     vectors,
     width_of,
 )
 from kvsketch.kernels.triton_support import Launches, require
 from kvsketch.kernels.triton_tuning import fitting, padded
+from kvsketch.observed import Observed
 
 # Programs to aim for: a few per multiprocessor of the largest GPUs (132 in an H200), since heads
 # of different sizes leave some of them without work.
@@ -76,48 +85,26 @@ def scratch_for(queries: Tensor, value_dim: int, splits: int) -> tuple[Tensor, T
 
 
 def decode(
-    queries: Tensor,
-    keys: Page,
-    values: Page,
-    log_mass: Tensor | None,
-    start: Tensor,
-    count: Tensor,
+    asked: Observed,
+    slots: FlatSlots,
     *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
-    positions: Tensor | None = None,
     query_positions: Tensor | None = None,
-    pages: Tensor | None = None,
     most: int | None = None,
     splits: int | None = None,
     block: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``estimator.attend`` of one query per head over a flat page, computed in float32.
 
-    Head h of row b has the slots ``start[b, h] .. start[b, h] + count[b, h] - 1`` of row b. Counts
-    are not checked on the host. The output of a head whose slots do not lie within the page is NaN.
+    Counts are not checked on the host. The output of a head whose slots do not lie within the page
+    is NaN.
 
     Args:
-        queries: float32, float16 or bfloat16 ``[batch, num_attention_heads, 1, head_dim]`` (or 0
-            queries); query head h uses KV head ``h // (num_attention_heads /
-            num_key_value_heads)``. Any strides, as for all that follows.
-        keys: ``[batch, total, head_dim]``, or quantised.
-        values: means u / m, ``[batch, total, value_dim]``, or quantised.
-        log_mass: log m, float32 ``[batch, total]``; ``NOTHING`` or -inf: dead. None: all 0.
-        start, count: int32 or int64 ``[batch, num_key_value_heads]``.
-        scaling: multiplies the scores.
-        softcap: scores become ``softcap * tanh(scores / softcap)``.
-        sinks: ``[num_attention_heads]``, logits of attention sinks.
-        slopes: ``[num_attention_heads]``, ALiBi: adds ``slope * (position - query's position)``.
-        positions: of the slots, float32, int32 or int64 ``[batch, total]``. Needed for slopes.
+        asked: float32, float16 or bfloat16 queries ``[batch, num_attention_heads, 1, head_dim]``
+            (or 0 queries), of any strides, with their slopes and sinks.
+        slots: the page.
         query_positions: ``[batch]``, in the dtype of ``positions``. Needed for slopes with sinks.
             None: the position of the head's last slot, which does not change the output but shifts
             ``log_total``.
-        pages: for each row of ``queries``, the row of ``keys``, ``values``, ``log_mass`` and
-            ``positions`` that has its slots, int32 or int64 ``[batch]``, not checked on the host.
-            These tensors may then have any number of rows. None: row b of all of them.
         most: an upper bound of ``count``, which determines the number of programs. None: total. If
             it is too small, the call is slower, but no slot is left out.
         splits: pieces per head; None: ``splits_for(batch, num_key_value_heads, most)``.
@@ -133,36 +120,21 @@ def decode(
         UnsupportedError: float64, gradients, head_dim or value_dim above 1,024, tensors that are
             not on a CUDA device (outside of Triton's interpreter).
     """
-    sizes = check(
-        queries,
-        keys,
-        values,
-        log_mass,
-        start,
-        count,
-        scaling=scaling,
-        softcap=softcap,
-        sinks=sinks,
-        slopes=slopes,
-        positions=positions,
-        pages=pages,
-    )
+    sizes, queries = check(asked, slots), asked.queries
     require(queries)
     if sizes.queries > 1:
         raise InputError(f"queries has {sizes.queries} queries per head: decode takes one")
-    if sinks is not None and slopes is not None and query_positions is None:
+    if asked.sinks is not None and asked.slopes is not None and query_positions is None:
         raise InputError("sinks beside slopes (ALiBi) need query_positions")
-    _check_launch(sizes, queries, positions, query_positions, most, splits, block)
+    _check_launch(sizes, queries, slots.positions, query_positions, most, splits, block)
     out, log_total = results_for(queries, sizes)
     if out.numel() == 0:
         return out, log_total
     most = sizes.total if most is None else min(most, sizes.total)
     if splits is None:
         splits = splits_for(sizes.batch, sizes.kv_heads, most)
-    page = flat(keys, values, log_mass, positions, start, count, pages)
-    scoring = KernelScores(float(scaling), softcap, strided(sinks), strided(slopes))
     size = queries.element_size()
-    piecewise = Pieces(page, scoring, sizes, size, most, splits, block)
+    piecewise = Pieces(flat(slots), scores_of(asked), sizes, size, most, splits, block)
     if splits == 1:
         piecewise(queries, query_positions, out, log_total, True)
         return out, log_total

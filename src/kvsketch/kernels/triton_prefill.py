@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.kernels.flat_page import (
-    Page,
+    FlatSlots,
     check,
     check_block,
     check_column,
@@ -26,7 +26,6 @@ from kvsketch.kernels.flat_page import (
     results_for,
 )
 from kvsketch.kernels.triton_slots import (
-    KernelScores,
     New,
     against,
     attend_slots,
@@ -38,6 +37,7 @@ from kvsketch.kernels.triton_slots import (
     owned,
     place,
     scored,
+    scores_of,
     strided,
     vectors,
     weigh,
@@ -45,6 +45,7 @@ from kvsketch.kernels.triton_slots import (
 )
 from kvsketch.kernels.triton_support import launching, require
 from kvsketch.kernels.triton_tuning import fitting, product
+from kvsketch.observed import Observed
 
 # Tiles for many queries and for a few; smaller ones for wide heads.
 _MANY = (
@@ -60,32 +61,22 @@ _FEW = (
 
 
 def prefill(
-    queries: Tensor,
-    keys: Page,
-    values: Page,
-    log_mass: Tensor | None,
-    start: Tensor,
-    count: Tensor,
+    asked: Observed,
+    slots: FlatSlots,
     new_keys: Tensor,
     new_values: Tensor,
     *,
-    scaling: float,
     new_log_mass: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
-    positions: Tensor | None = None,
     new_positions: Tensor | None = None,
-    pages: Tensor | None = None,
     rows: int | None = None,
     block: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``estimator.attend`` of q queries per head over a flat page and, causally, over q new tokens.
 
     Args:
-        queries: float32, float16 or bfloat16 ``[batch, num_attention_heads, q, head_dim]``.
-        keys, values, log_mass, start, count, scaling, softcap, sinks, slopes, positions, pages:
-            as for ``triton_decode.decode``.
+        asked: queries ``[batch, num_attention_heads, q, head_dim]``; else as for
+            ``triton_decode.decode``.
+        slots: the page.
         new_keys: ``[batch, num_key_value_heads, q, head_dim]``, of the queries' own tokens.
         new_values: ``[batch, num_key_value_heads, q, value_dim]``.
         new_log_mass: float32 ``[batch, num_key_value_heads, q]``, ``NOTHING`` or -inf for
@@ -107,28 +98,15 @@ def prefill(
             queries times heads of a group, or tiles, tensors that are not on a CUDA device (outside
             of Triton's interpreter).
     """
-    sizes = check(
-        queries,
-        keys,
-        values,
-        log_mass,
-        start,
-        count,
-        scaling=scaling,
-        softcap=softcap,
-        sinks=sinks,
-        slopes=slopes,
-        positions=positions,
-        pages=pages,
-    )
+    sizes, queries = check(asked, slots), asked.queries
     require(queries)
     check_new(sizes, queries, new_keys, new_values, new_log_mass)
-    if slopes is not None:
-        assert positions is not None
+    if asked.slopes is not None:
+        assert slots.positions is not None
         if new_positions is None:
             raise InputError("slopes (ALiBi) need new_positions")
         shape = (sizes.batch, sizes.queries)
-        check_column("new_positions", new_positions, shape, (positions.dtype,))
+        check_column("new_positions", new_positions, shape, (slots.positions.dtype,))
         check_together(queries, new_positions)
     check_block("rows", rows)
     check_block("block", block)
@@ -139,7 +117,7 @@ def prefill(
     if max(pairs, both * -(-pairs // 16)) > 2**30:
         raise UnsupportedError(f"{pairs} queries x heads of a group, {both} rows x KV heads")
 
-    page = flat(keys, values, log_mass, positions, start, count, pages)
+    page = flat(slots)
     # A row of a tile is a query times a group of channels that has its own scale.
     each = max(page.key.tiles.value, page.value.tiles.value)
     width, size = width_of(page.key) + width_of(page.value), queries.element_size()
@@ -154,7 +132,7 @@ def prefill(
             strided(queries),
             page,
             New(*map(strided, tokens)),
-            KernelScores(float(scaling), softcap, strided(sinks), strided(slopes)),
+            scores_of(asked),
             strided(out),
             strided(log_total),
             sizes.kv_heads,

@@ -24,9 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvsketch.kernels.flat_page import FlatQuantized, Page
+from kvsketch.kernels.flat_page import FlatQuantized, FlatSlots, Page
 from kvsketch.kernels.triton_codes import halves, whole
 from kvsketch.kernels.triton_tuning import padded, product
+from kvsketch.observed import Observed
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -102,26 +103,24 @@ def stored(page: Page) -> Stored:
     return Stored(*tensors, strided(page.offset), *map(tl.constexpr, numbers))
 
 
-def flat(
-    keys: Page,
-    values: Page,
-    log_mass: Tensor | None,
-    positions: Tensor | None,
-    start: Tensor,
-    count: Tensor,
-    pages: Tensor | None = None,
-) -> Flat:
+def flat(slots: FlatSlots) -> Flat:
     """A flat page as arguments of a launch."""
     return Flat(
-        stored(keys),
-        stored(values),
-        strided(log_mass),
-        strided(positions),
-        strided(start),
-        strided(count),
-        keys.shape[1],
-        strided(pages),
+        stored(slots.keys),
+        stored(slots.values),
+        strided(slots.log_mass),
+        strided(slots.positions),
+        strided(slots.start),
+        strided(slots.count),
+        slots.keys.shape[1],
+        strided(slots.pages),
     )
+
+
+def scores_of(asked: Observed) -> KernelScores:
+    """What turns products of queries into scores, as arguments of a launch."""
+    given = strided(asked.sinks), strided(asked.slopes)
+    return KernelScores(float(asked.scaling), asked.softcap, *given)
 
 
 def width_of(page: Stored) -> int:
