@@ -157,15 +157,9 @@ def pooled(
 
     def kept(record: Record) -> Record:
         task, group = str(record.identity["task"]), record.result["group"]
-        return Record(
-            {**record.identity, "task": family(task) if by_family else task},
-            {
-                **record.result,
-                "group": {}
-                if by_family
-                else {name: value for name, value in group.items() if name not in without},
-            },
-        )
+        left = {} if by_family else {k: v for k, v in group.items() if k not in without}
+        identity = {**record.identity, "task": family(task) if by_family else task}
+        return Record(identity, {**record.result, "group": left})
 
     return rows_of([kept(record) for record in records])
 

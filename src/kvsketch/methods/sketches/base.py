@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -383,8 +383,3 @@ def lengthened(tensor: Tensor, extra: int) -> Tensor:
     """``[batch, heads, slots, ...]`` with zeros for ``extra`` more slots at the end."""
     shape = (*tensor.shape[:2], extra, *tensor.shape[3:])
     return torch.cat([tensor, tensor.new_zeros(shape)], dim=2)
-
-
-def merged_options(options: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """``defaults`` overridden by what the user gave."""
-    return {**defaults, **options}

@@ -62,7 +62,7 @@ class MergeReduceBounded(Bounded):
     @property
     def slots(self) -> Slots:
         self._require_tokens()
-        return self._held().scaled(self._live_weights()[..., 0])
+        return self.get("held").scaled(self._live_weights()[..., 0])
 
 
 class MergeReduce(Sketch):
