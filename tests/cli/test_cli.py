@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvsketch import SketchCache, __version__
 from kvsketch.cli.app import app
-from kvsketch.cli.method_lines import LINES
+from kvsketch.cli.methods_command import LINES
 from kvsketch.evaluation.runner import loading
 from kvsketch.evaluation.runner.store import Store
 from kvsketch.method_names import METHOD_NAMES

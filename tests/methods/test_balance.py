@@ -348,9 +348,9 @@ def test_buckets_hold_values_by_norm():
     sketch.extend(Slots(torch.randn(1, 1, 48, 3, generator=g), values))
     assert sketch.meta["lowest"] == 0
     assert sketch.buckets == 4  # [.5, 1), [1, 2), [2, 4), [4, 8)
-    fills = sketch._numerator().fill(0).view(-1).tolist()
+    fills = sketch._levels("numerator").fill(0).view(-1).tolist()
     assert fills == [8, 16, 8, 8]
-    assert sketch._denominator().fill(0).tolist() == [[48]]
+    assert sketch._levels("denominator").fill(0).tolist() == [[48]]
     slots = sketch.slots
     assert int((slots.mass == 0).sum()) == 40
     assert float(slots.mass.sum()) == 48

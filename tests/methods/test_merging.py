@@ -23,11 +23,12 @@ from kvsketch.cache import Stream, windowed
 from kvsketch.cache.curves import Curves
 from kvsketch.hf.measuring import measure_curves, measure_schedule
 from kvsketch.methods import ClusterMerge, HeavyMerge, make
-from kvsketch.methods.closest import group_closest, group_pairs
+from kvsketch.methods.closest import _groups, _Rows, group_closest
 from kvsketch.methods.groups import Groups, merge
 from kvsketch.methods.heavy_merge import _decoded_attention, _in_turn
 from kvsketch.methods.kmeans import group_keys
 from kvsketch.methods.nearest import SlotBlocks
+from kvsketch.methods.points import Given
 from kvsketch.methods.scoring import recent_attention
 
 
@@ -92,6 +93,17 @@ def test_cluster_merge_loses_no_value_and_no_mass(seed, n, budget, padding):
         torch.testing.assert_close(out.values.sum(2), slots.values.sum(2), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(out.masses().sum(2), slots.masses().sum(2))
     assert once.count == min(n, budget)
+
+
+def group_pairs(points, weight, count):
+    """One round of ``group_closest`` on given points: the groups, and which rows have enough
+    edges."""
+    rows, n = weight.shape
+    left = torch.as_tensor(count).expand(rows)
+    given, columns = Given(points), torch.arange(n).expand(rows, n)
+    whole = _Rows(given, given.places(columns), weight, torch.full_like(left, n), None)
+    edges, found = whole.edges(left, torch.ones_like(left, dtype=torch.bool))
+    return _groups(edges.number, left, found), found
 
 
 def reference_pairs(points, weight, count):

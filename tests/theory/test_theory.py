@@ -399,7 +399,7 @@ def test_break_even_is_the_first_n_that_saves_anything():
         return MergeAndReduceSize(t, max(1, math.ceil(math.log2(n / t))), 0.1)
 
     def stepped(n):  # one more level adds slots: there are 150 for n <= 160, then 180
-        return BalanceKVSize(10, max(1, math.ceil(math.log2(n / 10))), 2, 0.1)
+        return BalanceKVSize(10, max(1, math.ceil(math.log2(n / 10))), 0.1, 2)
 
     assert break_even(steep) == 7
     assert break_even(stepped) == 151

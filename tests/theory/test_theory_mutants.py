@@ -181,7 +181,7 @@ def test_break_even_looks_at_every_interval():
 
     assert break_even(size) == 451
     # (3 + 1) instances of 5 + 1 levels of 50
-    assert break_even(lambda n: BalanceKVSize(50, levels(n, 50), 3, 0.01)) == 1201
+    assert break_even(lambda n: BalanceKVSize(50, levels(n, 50), 0.01, 3)) == 1201
 
 
 # ---- Compression Barriers: few dimensions ----

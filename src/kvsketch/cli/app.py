@@ -17,35 +17,21 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from kvsketch.cli.append_command import EPILOG as APPEND_EXAMPLE
-from kvsketch.cli.append_command import append_command
-from kvsketch.cli.ask_command import EPILOG as ASK_EXAMPLE
-from kvsketch.cli.ask_command import ask_command
-from kvsketch.cli.chat_command import EPILOG as CHAT_EXAMPLE
-from kvsketch.cli.chat_command import chat_command
-from kvsketch.cli.compress_command import EPILOG as COMPRESS_EXAMPLE
-from kvsketch.cli.compress_command import compress_command
-from kvsketch.cli.eval_command import (
-    BUDGETS_DEFAULT,
-    METHODS_DEFAULT,
-    console_for,
+from kvsketch.cli import (
+    append_command,
+    ask_command,
+    chat_command,
+    compress_command,
     eval_command,
-    run_sweep,
+    info_command,
+    inspect_command,
+    merge_command,
+    methods_command,
+    plan_command,
+    report_command,
 )
-from kvsketch.cli.eval_command import EPILOG as EVAL_EXAMPLE
 from kvsketch.cli.exit_codes import INTERRUPTED, USAGE_ERROR
-from kvsketch.cli.info_command import EPILOG as INFO_EXAMPLE
-from kvsketch.cli.info_command import info_command
-from kvsketch.cli.inspect_command import EPILOG as INSPECT_EXAMPLE
-from kvsketch.cli.inspect_command import inspect_command
-from kvsketch.cli.merge_command import EPILOG as MERGE_EXAMPLE
-from kvsketch.cli.merge_command import merge_command
-from kvsketch.cli.methods_command import EPILOG as METHODS_EXAMPLE
-from kvsketch.cli.methods_command import methods_command
-from kvsketch.cli.plan_command import EPILOG as PLAN_EXAMPLE
-from kvsketch.cli.plan_command import plan_command
-from kvsketch.cli.report_command import EPILOG as REPORT_EXAMPLE
-from kvsketch.cli.report_command import report_command
+from kvsketch.cli.printing import JsonOption, console_for, print_json
 from kvsketch.errors import KVSketchError, unknown_name
 
 GO_ON = """
@@ -174,12 +160,9 @@ def calibrate(
     seed: Annotated[int, typer.Option(help="Seed of random methods.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure the error of each KV head at several sizes, for `--allocation` and SketchCache."""
-    from kvsketch.evaluation.report.report import dumps
     from kvsketch.evaluation.runner.calibration import calibrate_files
     from kvsketch.evaluation.runner.files import check_folder, try_folder
     from kvsketch.evaluation.runner.settings import Settings
@@ -202,39 +185,30 @@ def calibrate(
         soft_wrap=True,
     )
     if as_json:
-        print(
-            dumps(
-                {
-                    "command": "calibrate",
-                    "out": str(out),
-                    "method": method,
-                    "seed": seed,
-                    "layers": layers,
-                    "heads": heads,
-                    "kept_by_tolerance": {str(t): k for t, k in needed.items()},
-                }
-            )
-        )
+        given = {"out": str(out), "method": method, "seed": seed, "layers": layers, "heads": heads}
+        kept_by_tolerance = {str(t): k for t, k in needed.items()}
+        print_json("calibrate", **given, kept_by_tolerance=kept_by_tolerance)
 
 
-app.command("compress", epilog=COMPRESS_EXAMPLE)(compress_command)
-app.command("info", epilog=INFO_EXAMPLE)(info_command)
-app.command("ask", epilog=ASK_EXAMPLE)(ask_command)
-app.command("chat", epilog=CHAT_EXAMPLE)(chat_command)
-app.command("append", epilog=APPEND_EXAMPLE)(append_command)
-app.command("merge", epilog=MERGE_EXAMPLE)(merge_command)
-app.command("eval", epilog=EVAL_EXAMPLE)(eval_command)
-app.command("methods", epilog=METHODS_EXAMPLE)(methods_command)
-app.command("inspect", epilog=INSPECT_EXAMPLE)(inspect_command)
-app.command("report", epilog=REPORT_EXAMPLE)(report_command)
-app.command("plan", epilog=PLAN_EXAMPLE)(plan_command)
+for _name, _module in (
+    ("compress", compress_command),
+    ("info", info_command),
+    ("ask", ask_command),
+    ("chat", chat_command),
+    ("append", append_command),
+    ("merge", merge_command),
+    ("eval", eval_command),
+    ("methods", methods_command),
+    ("inspect", inspect_command),
+    ("report", report_command),
+    ("plan", plan_command),
+):
+    app.command(_name, epilog=_module.EPILOG)(getattr(_module, f"{_name}_command"))
 
 
 @app.command(epilog="Example: kvsketch demo --quick --json")
 def demo(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
-    ] = False,
+    as_json: JsonOption = False,
     seed: Annotated[int, typer.Option(help="Seed of the generated cases.")] = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help="Two cases instead of 20, for a first look.")
@@ -247,9 +221,8 @@ def demo(
     from kvsketch.evaluation.tasks import Options, make_tasks
 
     count = 2 if quick else 20
-    setups = make_setups(
-        METHODS_DEFAULT.split(","), [parse_budget(b) for b in BUDGETS_DEFAULT.split(",")]
-    )
+    budgets = [parse_budget(budget) for budget in eval_command.BUDGETS_DEFAULT.split(",")]
+    setups = make_setups(eval_command.METHODS_DEFAULT.split(","), budgets)
     tasks = make_tasks(["longeval"], Options(lines=[200], num_cases=count, seed=seed))
     sweep = Sweep.open("packaged", tasks, setups, Settings(), None)
     console_for(as_json).print(
@@ -258,5 +231,5 @@ def demo(
         "fraction in the column [bold]budget[/bold] and answers from that."
     )
     # JSON comes last on standard output; with --json this text goes to standard error.
-    run_sweep(sweep, "demo", as_json, {**sweep.base, "cases": "generated"}, seed)
+    eval_command.run_sweep(sweep, "demo", as_json, {**sweep.base, "cases": "generated"}, seed)
     console_for(as_json).print(GO_ON, soft_wrap=True, highlight=False)

@@ -11,7 +11,6 @@ import typer
 from kvsketch.cli.document_options import (
     DeviceOption,
     FileArgument,
-    JsonOption,
     ModelOfFile,
     check_out,
     header_of,
@@ -21,6 +20,7 @@ from kvsketch.cli.document_options import (
     save,
     text_of,
 )
+from kvsketch.cli.printing import JsonOption
 
 EPILOG = "Example: kvsketch append report.kvs appendix.txt"
 

@@ -12,13 +12,12 @@ from rich.markup import escape
 from kvsketch.cli.document_options import (
     DeviceOption,
     FileArgument,
-    JsonOption,
     ModelOfFile,
     check_temperature,
     open_document,
     text_of,
 )
-from kvsketch.cli.eval_command import console_for
+from kvsketch.cli.printing import JsonOption, console_for, print_json
 from kvsketch.errors import InputError, at_least
 
 EPILOG = 'Example: kvsketch ask report.kvs "Who signed it?" "When?" --json'
@@ -74,11 +73,9 @@ def ask_command(
             console.print(f"[dim]{escape(question)}[/dim]", highlight=False, soft_wrap=True)
         console.print(escape(answer), highlight=False, soft_wrap=True)
     if as_json:
-        from kvsketch.evaluation.report.report import dumps
-
         rows = [
             {"question": question, "answer": answer, "tokens": len(one)}
             for question, answer, one in zip(asked, found, ids, strict=True)
         ]
         settings = {"temperature": temperature, "seed": seed, "seconds": seconds}
-        print(dumps({"command": "ask", "file": str(file), "answers": rows, **settings}))
+        print_json("ask", file=str(file), answers=rows, **settings)

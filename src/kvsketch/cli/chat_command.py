@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group
@@ -102,21 +101,19 @@ def chat_command(
     from kvsketch.documents.conversation import Conversation
 
     conversation = Conversation(document, max_new_tokens, Sampling(temperature, seed))
-    before = {number: signal.signal(number, _hang_up) for number in _ENDS}
     model = str(document.about.get("model", "the model"))
     named = Path(PACKAGED_MODELS.get(model, model)).name
     about = "" if context is None else f" about {context}"
-    print(f"chat with {named}{about}; {_HELP}", file=sys.stderr)
-    try:
-        _talk(conversation, Console(), save)
-    except _HangUp:
-        pass
-    finally:  # keep the conversation in any case
-        if save is not None and conversation.document.cache.get_seq_length():
-            with _stopping(conversation):  # a second Ctrl-C would lose it
-                _save(conversation.settle(), save)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with _handled(_ENDS, _hang_up):
+        print(f"chat with {named}{about}; {_HELP}", file=sys.stderr)
+        try:
+            _talk(conversation, Console(), save)
+        except _HangUp:
+            pass
+        finally:  # keep the conversation in any case
+            if save is not None and conversation.document.cache.get_seq_length():
+                with _stopping(conversation):  # a second Ctrl-C would lose it
+                    _save(conversation.settle(), save)
 
 
 class _HangUp(Exception):
@@ -247,6 +244,17 @@ def _turn(conversation: Conversation, said: str, console: Console) -> None:
         raise _HangUp
 
 
+@contextmanager
+def _handled(numbers: Sequence[int], handler: Callable[..., None]) -> Iterator[None]:
+    """Signals with a handler, and afterwards with the ones they had."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
 @dataclass
 class _Stopping:
     """Whether a signal has asked for more than the end of an answer."""
@@ -264,12 +272,8 @@ def _stopping(conversation: Conversation) -> Iterator[_Stopping]:
         conversation.stop = True
         found.ends = found.ends or number in _ENDS
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, *_ENDS)}
-    try:
+    with _handled((signal.SIGINT, *_ENDS), stop):
         yield found
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Screen:
@@ -306,14 +310,9 @@ class _Screen:
         said = Text(_said(status), style="dim", no_wrap=True, overflow="ellipsis")
         self._live.update(Group(Text(self._line), said), refresh=True)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._live is not None:
-            self._live.__exit__(kind, error, trace)
+            self._live.__exit__(*error)
             self._console.print(Text(self._line), soft_wrap=True)
         elif self._status is not None:
             print()

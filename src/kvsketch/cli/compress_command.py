@@ -12,7 +12,6 @@ import typer
 from kvsketch.arguments import QUERY_SOURCES, check_arguments
 from kvsketch.cli.document_options import (
     DeviceOption,
-    JsonOption,
     check_out,
     error_of,
     kept_of,
@@ -21,7 +20,7 @@ from kvsketch.cli.document_options import (
     save,
     text_of,
 )
-from kvsketch.cli.eval_command import console_for
+from kvsketch.cli.printing import JsonOption, console_for, print_json
 from kvsketch.errors import InputError
 from kvsketch.method_names import NEED_REREAD
 from kvsketch.models import PACKAGED_MODELS
@@ -114,11 +113,13 @@ def compress_command(
     as_json: JsonOption = False,
 ) -> None:
     """Compress a document into a file that answers questions about it."""
+    from kvsketch.evaluation.runner import loading
+    from kvsketch.evaluation.runner.settings import Settings
     from kvsketch.evaluation.runner.setups import parse_budget
 
     if budget is not None and tolerance is not None:
         raise InputError(f"--budget {budget} and --tolerance {tolerance} exclude each other")
-    engine = None
+    engine: tuple[PageSettings, int] | None = None
     if for_vllm is not None:
         if any(given is not None for given in (budget, tolerance, allocation, bits)):
             raise InputError(
@@ -148,56 +149,6 @@ def compress_command(
     check_out(out)
     text = text_of(document, "FILE")
     spans = [_span(text, part) for part in pin or []]
-    found = _compressed(text, document, model, method, queries, settings, max_tokens, plain, seed,
-                        device, dtype, out, engine, spans)  # fmt: skip
-    console = console_for(as_json)
-    console.print(
-        f"{found['tokens']:,} tokens in {found['seconds']:.1f} s "
-        f"({found['tokens_per_s']:,.0f} tokens/s)",
-        highlight=False,
-    )
-    console.print(kept_of(found), highlight=False, soft_wrap=True)
-    said = error_of(found["error"], found["tokens"], found["tokens"])
-    console.print(
-        f"Measured error: {said}. {out}: {mb(found['file_bytes'])}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    console.print(f'Next: kvsketch ask {out} "YOUR QUESTION"', highlight=False, soft_wrap=True)
-    if as_json:
-        from kvsketch.evaluation.report.report import dumps
-
-        print(dumps({"command": "compress", "out": str(out), **found}))
-
-
-def _span(text: str, part: str) -> tuple[int, int]:
-    """Where a part of a text is, in characters."""
-    if not part.strip() or text.count(part) != 1:
-        often = f"{text.count(part)} times" if part.strip() else "nothing"
-        raise InputError(f"--pin {part!r:.60} must be in the document exactly once, it is {often}")
-    start = text.index(part)
-    return start, start + len(part)
-
-
-def _compressed(
-    text: str,
-    source: Path,
-    model: str,
-    method: str,
-    queries: str,
-    settings: dict[str, Any],
-    max_tokens: int | None,
-    plain: bool,
-    seed: int,
-    device: str,
-    dtype: str,
-    out: Path,
-    engine: tuple[PageSettings, int] | None,
-    spans: list[tuple[int, int]],
-) -> dict[str, Any]:
-    from kvsketch.evaluation.runner import loading
-    from kvsketch.evaluation.runner.settings import Settings
-
     Settings(device=device, dtype=dtype)  # raises
     folder = loading.resolve_model(model)
     from kvsketch.documents import document as documents
@@ -224,7 +175,7 @@ def _compressed(
     ids = ids[:, :max_tokens]
     around = documents.encoded(loaded, tokenizer, wording.asking + wording.answering, False)
     least = around.shape[1] + 2  # a token of a question, and one of an answer
-    documents.check_positions(ids.shape[1], cache, f"FILE {source}", least)
+    documents.check_positions(ids.shape[1], cache, f"FILE {document}", least)
     cache = made(loaded.config, ids.shape[1])
     for span in spans:
         shifted = (span[0] + len(wording.before), span[1] + len(wording.before))
@@ -237,20 +188,20 @@ def _compressed(
     seconds = time.perf_counter() - start
     named = model if model in PACKAGED_MODELS else folder
     named = str(Path(named).resolve()) if Path(named).is_dir() else named
-    about = {"model": named, "source": source.name, "queries": queries, "tokens": ids.shape[1]}
+    about = {"model": named, "source": document.name, "queries": queries, "tokens": ids.shape[1]}
     about["ids"] = told(ids[0].tolist())
-    document = documents.Document(loaded, tokenizer, cache, wording, about)
-    save(document, out)
-    left = document.positions_left
+    compressed = documents.Document(loaded, tokenizer, cache, wording, about)
+    save(compressed, out)
+    left = compressed.positions_left
     if left is not None and left < documents.ROOM:
         print(
             f"note: only {left} of the model's {cache.max_positions:,} positions are left for "
             "questions and answers; --max-tokens leaves more",
             file=sys.stderr,
         )
-    return {
+    found = {
         "model": named,
-        "source": str(source),
+        "source": str(document),
         "queries": queries,
         "seconds": seconds,
         "tokens_per_s": ids.shape[1] / seconds,
@@ -258,3 +209,28 @@ def _compressed(
         "file_bytes": out.stat().st_size,
         "predicted_file_bytes": predicted_size(cache),
     }
+    console = console_for(as_json)
+    console.print(
+        f"{found['tokens']:,} tokens in {found['seconds']:.1f} s "
+        f"({found['tokens_per_s']:,.0f} tokens/s)",
+        highlight=False,
+    )
+    console.print(kept_of(found), highlight=False, soft_wrap=True)
+    said = error_of(found["error"], found["tokens"], found["tokens"])
+    console.print(
+        f"Measured error: {said}. {out}: {mb(found['file_bytes'])}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(f'Next: kvsketch ask {out} "YOUR QUESTION"', highlight=False, soft_wrap=True)
+    if as_json:
+        print_json("compress", out=str(out), **found)
+
+
+def _span(text: str, part: str) -> tuple[int, int]:
+    """Where a part of a text is, in characters."""
+    if not part.strip() or text.count(part) != 1:
+        often = f"{text.count(part)} times" if part.strip() else "nothing"
+        raise InputError(f"--pin {part!r:.60} must be in the document exactly once, it is {often}")
+    start = text.index(part)
+    return start, start + len(part)

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from kvsketch.cli.eval_command import console_for
+from kvsketch.cli.printing import console_for, print_json
 from kvsketch.errors import InputError, KVSketchError
 from kvsketch.evaluation.runner.files import check_folder, read_text, try_folder
 from kvsketch.files import container
@@ -37,9 +37,6 @@ ModelOfFile = Annotated[
     typer.Option("--model", help="Model folder or Hugging Face id. [default: the file's own]"),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...")]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
-]
 
 
 def text_of(path: Path, what: str) -> str:
@@ -93,10 +90,7 @@ def report_saved(
     said = text.format(cache=mb(cache.nbytes()), file=f"{out}: {mb(size)}")
     console_for(as_json).print(said, highlight=False, markup=False, soft_wrap=True)
     if as_json:
-        from kvsketch.evaluation.report.report import dumps
-
-        sizes = {"kv_bytes": cache.nbytes(), "file_bytes": size}
-        print(dumps({"command": command, "out": str(out), **more, **sizes}))
+        print_json(command, out=str(out), **more, kv_bytes=cache.nbytes(), file_bytes=size)
 
 
 def check_temperature(temperature: float) -> None:

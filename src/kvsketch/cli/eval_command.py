@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from kvsketch.cli.exit_codes import INTERRUPTED
+from kvsketch.cli.printing import JsonOption, console_for
+from kvsketch.errors import InputError
 
 if TYPE_CHECKING:
     from kvsketch.evaluation.runner.preset_run import PresetRun
@@ -223,12 +224,9 @@ def eval_command(
         ),
     ] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Answer the cases of one or more tasks with every method at every budget."""
-    from kvsketch.errors import InputError
     from kvsketch.evaluation.runner.settings import Settings
     from kvsketch.evaluation.runner.setups import make_setups, parse_budget
     from kvsketch.evaluation.runner.sweep import Sweep
@@ -243,6 +241,7 @@ def eval_command(
     for name, value in (("workers", workers), ("gpus", gpus)):
         if ray is None and name in given_options(ctx):
             raise InputError(f"--{name} {value} is for Ray: give --ray local or an address")
+    cluster = None if ray is None else (ray, workers, gpus)
     named = None
     if preset is not None:
         from kvsketch.cli.preset_options import find_preset
@@ -263,19 +262,14 @@ def eval_command(
         dtype=dtype,
     )
     if named is not None:
-        _eval_preset(
-            named,
-            model,
-            settings,
-            data=data,
-            cases=cases or [],
-            datasets=_names(datasets),
-            limit=limit,
-            seeds=[int(x) for x in _numbers("--seeds", seeds, whole=True)],
-            ray=None if ray is None else (ray, workers, gpus),
-            out=out,
-            as_json=as_json,
-        )
+        asked: dict[str, Any] = {
+            "data": data,
+            "cases": cases or [],
+            "datasets": _names(datasets),
+            "limit": limit,
+        }
+        asked["seeds"] = [int(x) for x in _numbers("--seeds", seeds, whole=True)]
+        _eval_preset(named, model, settings, asked, cluster, out, as_json)
         return
     if budgets and tolerances:
         raise InputError(f"--budgets {budgets} and --tolerances {tolerances} exclude each other")
@@ -307,7 +301,7 @@ def eval_command(
         form=form,
     )
     chosen = make_tasks(tasks or [], options, given_options(ctx))
-    runner = _runner(None if ray is None else (ray, workers, gpus), model, settings)
+    runner = _runner(cluster, model, settings)
     sweep = Sweep.open(model, chosen, setups, settings, out)
     shown = {**sweep.base, "tasks": tasks, "cases": [str(f) for f in options.cases] or "generated"}
     run_sweep(sweep, f"eval {' '.join(t.name for t in chosen)}", as_json, shown, seed, runner)
@@ -338,39 +332,31 @@ def _eval_preset(
     preset: Preset,
     model: str,
     settings: Settings,
-    *,
-    data: Path | None,
-    cases: list[Path],
-    datasets: list[str],
-    limit: int | None,
-    seeds: list[int],
+    asked: dict[str, Any],
     ray: tuple[str, int, float] | None,
     out: Path | None,
     as_json: bool,
 ) -> None:
+    """``asked``: the arguments of ``preset_run.plan`` that are options of the command."""
     from kvsketch.evaluation.runner.loading import resolve_model
     from kvsketch.evaluation.runner.preset_run import fitted_prompts, plan
     from kvsketch.evaluation.runner.sweep import Sweep
     from kvsketch.evaluation.tasks import Options
 
-    Options(limit=limit)  # raises
+    Options(limit=asked["limit"])  # raises
     resolve_model(model)  # refuses a wrong name before any case is read
     new = settings.max_new_tokens
-    found = plan(
-        preset,
-        data=data,
-        cases=cases,
-        datasets=datasets,
-        limit=limit,
-        seeds=seeds,
-        max_new_tokens=new,
-    )
+    found = plan(preset, **asked, max_new_tokens=new)
     found, longest = fitted_prompts(found, model, new)
     # Every method has its own sink and recent window, so the run has none.
     settings = replace(settings, max_prompt_tokens=longest, sink=0, recent=0)
     runner = _runner(ray, model, settings)
     sweep = Sweep.open(model, found.tasks, found.setups, settings, out, preset.name)
-    shown = {**sweep.base, "tasks": [preset.task], "cases": str(data or "the published ones")}
+    shown = {
+        **sweep.base,
+        "tasks": [preset.task],
+        "cases": str(asked["data"] or "the published ones"),
+    }
     run_sweep(sweep, f"eval --preset {preset.name}", as_json, shown, 0, runner, found)
 
 
@@ -430,18 +416,11 @@ def _say_interrupted(sweep: Sweep) -> None:
     print(f"interrupted: {done} of {sweep.total()} answers are done, {kept}", file=sys.stderr)
 
 
-def console_for(as_json: bool) -> Console:
-    """Readable output goes to standard error if standard output is JSON."""
-    return Console(stderr=as_json)
-
-
 def _names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _counts(option: str, text: str) -> list[int]:
-    from kvsketch.errors import InputError
-
     counts = []
     for part in _names(text):
         if not part.isdecimal() or int(part) < 1:
@@ -453,8 +432,6 @@ def _counts(option: str, text: str) -> list[int]:
 
 
 def _numbers(option: str, text: str, whole: bool = False) -> list[float]:
-    from kvsketch.errors import InputError
-
     try:
         return [int(part) if whole else float(part) for part in _names(text)]
     except ValueError as error:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from kvsketch.cli.document_options import JsonOption, error_of, kept_of, mb, opened
-from kvsketch.cli.eval_command import console_for
+from kvsketch.cli.document_options import error_of, kept_of, mb, opened
+from kvsketch.cli.printing import JsonOption, console_for, print_json
 from kvsketch.errors import InputError
 from kvsketch.files import container
 
@@ -28,30 +28,23 @@ def info_command(
 ) -> None:
     """Show what a compressed document holds, and check that it is whole; without one, the versions
     and the kernel that this installation uses."""
-    found = _installed() if file is None else info(file)
-    if as_json:
-        from kvsketch.evaluation.report.report import dumps
+    if file is None:
+        from kvsketch.evaluation.report.report import environment
 
-        print(dumps({"command": "info", **found}))
+        found = environment()
+        every = {**found["versions"], **found["hardware"]}
+        rows = [(name.replace("_", " "), str(value)) for name, value in every.items()]
+    else:
+        found, rows = info(file), None
+    if as_json:
+        print_json("info", **found)
         return
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")  # the path of a model may be longer than a line
-    for name, value in rows_of(found) if file is not None else _installed_rows(found):
+    for name, value in rows or rows_of(found):
         table.add_row(name, value)
     console_for(False).print(table)
-
-
-def _installed() -> dict[str, Any]:
-    """Versions, hardware and kernel."""
-    from kvsketch.evaluation.report.report import environment
-
-    return environment()
-
-
-def _installed_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    every = {**found["versions"], **found["hardware"]}
-    return [(name.replace("_", " "), str(value)) for name, value in every.items()]
 
 
 def info(path: Path) -> dict[str, Any]:

@@ -10,27 +10,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Group
 
 from kvsketch.cli.eval_command import given_options
 from kvsketch.cli.inspect_retrieval import (
-    DEFAULTS,
+    bar,
     check_given,
+    check_result,
     retrieval_tables,
     run_retrieval,
     said,
+    save_result,
 )
+from kvsketch.cli.printing import JsonOption, console_for
 from kvsketch.errors import InputError
 from kvsketch.evaluation.report.terminal import tables_within
-from kvsketch.evaluation.runner.files import check_folder, read_text, try_folder
+from kvsketch.evaluation.runner.files import check_folder, read_text
 from kvsketch.models import PACKAGED_MODELS
-from kvsketch.writing import check_replaced, save_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: register it with ``app.command("inspect", epilog=EPILOG)(inspect_command)``
 EPILOG = "Example: kvsketch inspect YOUR_MODEL prompt1.txt prompt2.txt --out inspected"
 #: where no files are given: so many prompts, LongEval's with so many lines, others so many tokens
 _PROMPTS, _LINES, _SAMPLED = 2, 100, 1024
@@ -77,24 +77,16 @@ def inspect_command(
         typer.Option(
             help="With --retrieval: longeval, needle or a subtask of RULER.", show_default=True
         ),
-    ] = str(DEFAULTS["task"]),
-    lines: Annotated[int, typer.Option(help="With --task longeval: lines of a record.")] = int(
-        DEFAULTS["lines"]
-    ),
-    length: Annotated[int, typer.Option(help="With any other --task: tokens.")] = int(
-        DEFAULTS["length"]
-    ),
-    cases: Annotated[int, typer.Option(help="With --retrieval: cases that are answered.")] = int(
-        DEFAULTS["cases"]
-    ),
+    ] = "longeval",
+    lines: Annotated[int, typer.Option(help="With --task longeval: lines of a record.")] = 200,
+    length: Annotated[int, typer.Option(help="With any other --task: tokens.")] = 2000,
+    cases: Annotated[int, typer.Option(help="With --retrieval: cases that are answered.")] = 8,
     seed: Annotated[
         int, typer.Option(help="Seed of generated prompts, random methods and t-SNE.")
     ] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure a model's queries, keys and values: norms, clusters, attention, errors by method."""
     given = given_options(ctx)
@@ -138,7 +130,7 @@ def _show(
 ) -> None:
     from kvsketch.evaluation.report.report import dumps
 
-    console = Console(stderr=as_json)
+    console = console_for(as_json)
     for table in tables_of(result, console.width):
         console.print()
         console.print(table)
@@ -176,7 +168,7 @@ def run(
     """
 
     from kvsketch.evaluation.inspection.readings import LEAST_TOKENS
-    from kvsketch.evaluation.report.report import dumps, environment
+    from kvsketch.evaluation.report.report import environment
     from kvsketch.evaluation.runner import loading
     from kvsketch.evaluation.runner.encoding import max_positions
     from kvsketch.evaluation.runner.settings import Settings
@@ -185,10 +177,7 @@ def run(
         raise InputError(f"--limit {limit} must be at least {LEAST_TOKENS}")
     Settings(device=device, dtype=dtype)  # raises
     texts = [_read(file) for file in files]
-    if out is not None:
-        try_folder(out, "--out")
-        begins, kind = rb'\{"command": "inspect",', "a result of `kvsketch inspect`"
-        check_replaced(out / "inspect.json", "--out", begins, kind)
+    check_result(out, "inspect.json", "inspect")
     folder = loading.resolve_model(model_name)
 
     # The following imports torch and transformers; all checks that do not need them are done.
@@ -227,13 +216,7 @@ def run(
         inspection_measures.require("matplotlib", "sklearn")
         check_folder(out, "--out")
     model = loading.load_model(folder, device, dtype)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    ) as progress:
+    with bar() as progress:
         if not prompts:
             task = progress.add_task("sampling", total=None)
             prompts = sampled(model, _PROMPTS, min(limit, _SAMPLED), seed, chosen[:1])
@@ -267,8 +250,7 @@ def run(
         from kvsketch.evaluation.inspection.figures import draw
 
         result["figures"] = draw(result, out)
-        file = out / "inspect.json"
-        save_bytes(file, f"{dumps(result)}\n".encode(), str(file))
+        save_result(result, out / "inspect.json")
     return result
 
 

@@ -14,16 +14,14 @@ from kvsketch.evaluation.report.terminal import tables_within
 from kvsketch.evaluation.runner.files import check_folder, try_folder
 from kvsketch.writing import check_replaced, save_bytes
 
-#: options of `kvsketch inspect` that only `--retrieval` uses, with their defaults
-DEFAULTS: dict[str, Any] = {"task": "longeval", "lines": 200, "length": 2000, "cases": 8}
-#: and those that it does not use
-_OTHERS = ("files", "layers", "limit")
-_FILE, _BEGINS = "retrieval.json", rb'\{"command": "inspect --retrieval",'
+#: options of `kvsketch inspect` that only `--retrieval` uses, and those that it does not use
+_OWN, _OTHERS = ("task", "lines", "length", "cases"), ("files", "layers", "limit")
+_FILE = "retrieval.json"
 
 
 def check_given(retrieval: bool, given: Mapping[str, Any]) -> None:
     """Raise InputError for an option that has no effect."""
-    for name in _OTHERS if retrieval else DEFAULTS:
+    for name in _OTHERS if retrieval else _OWN:
         if name in given:
             shown = "FILE" if name == "files" else f"--{name}"
             raise InputError(
@@ -33,6 +31,27 @@ def check_given(retrieval: bool, given: Mapping[str, Any]) -> None:
         name = "length" if given.get("task", "longeval") == "longeval" else "lines"
         if name in given:
             raise InputError(f"--{name} has no effect on --task {given.get('task', 'longeval')}")
+
+
+def check_result(out: Path | None, name: str, command: str) -> None:
+    """Raise InputError, before any work, where a result cannot be written into a folder."""
+    if out is not None:
+        try_folder(out, "--out")
+        begins = rb'\{"command": "%s",' % command.encode()
+        check_replaced(out / name, "--out", begins, f"a result of `kvsketch {command}`")
+
+
+def save_result(result: Mapping[str, Any], path: Path) -> None:
+    """Write what was measured as JSON."""
+    from kvsketch.evaluation.report.report import dumps
+
+    save_bytes(path, f"{dumps(result)}\n".encode(), str(path))
+
+
+def bar() -> Progress:
+    """A progress bar on standard error, which is gone in the end."""
+    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def run_retrieval(
@@ -63,7 +82,7 @@ def run_retrieval(
         InputError, UnsupportedError: as ``measure_retrieval``; an unknown task, an option out of
             range or a folder that cannot be written, before the weights are loaded.
     """
-    from kvsketch.evaluation.report.report import dumps, environment
+    from kvsketch.evaluation.report.report import environment
     from kvsketch.evaluation.runner import loading
     from kvsketch.evaluation.runner.settings import Settings
     from kvsketch.evaluation.tasks import Options, make_tasks
@@ -76,9 +95,7 @@ def run_retrieval(
         if value < 1:
             raise InputError(f"{name} {value} must be at least 1")
     Settings(device=device, dtype=dtype)  # raises
-    if out is not None:
-        try_folder(out, "--out")
-        check_replaced(out / _FILE, "--out", _BEGINS, "a result of `kvsketch inspect --retrieval`")
+    check_result(out, _FILE, "inspect --retrieval")
     if task == "longeval":
         options = Options(lines=[lines], num_cases=cases, seed=seed)
     elif task == "needle":
@@ -102,16 +119,10 @@ def run_retrieval(
         check_folder(out, "--out")
     tokenizer = loading.load_tokenizer(folder)
     model = loading.load_model(folder, device, dtype)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    ) as progress:
-        bar = progress.add_task("removing heads", total=retrieval.steps(cases, heads))
+    with bar() as progress:
+        shown = progress.add_task("removing heads", total=retrieval.steps(cases, heads))
         measured = retrieval.measure_retrieval(
-            model, tokenizer, made, advance=lambda: progress.advance(bar)
+            model, tokenizer, made, advance=lambda: progress.advance(shown)
         )
     size = {"lines": lines} if task == "longeval" else {"length": length}
     result = {
@@ -129,7 +140,7 @@ def run_retrieval(
         from kvsketch.evaluation.inspection.figures import draw_retrieval
 
         draw_retrieval(result, out)
-        save_bytes(out / _FILE, f"{dumps(result)}\n".encode(), str(out / _FILE))
+        save_result(result, out / _FILE)
     return result
 
 

@@ -11,7 +11,6 @@ import typer
 from kvsketch.cli.document_options import (
     DeviceOption,
     FileArgument,
-    JsonOption,
     ModelOfFile,
     check_out,
     header_of,
@@ -19,6 +18,7 @@ from kvsketch.cli.document_options import (
     report_saved,
     save,
 )
+from kvsketch.cli.printing import JsonOption
 
 EPILOG = "Example: kvsketch merge part1.kvs part2.kvs -o both.kvs"
 

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvsketch.cli.printing import print_json
 from kvsketch.errors import InputError
 
 EPILOG = (
@@ -58,7 +59,6 @@ def plan_command(
         raise InputError(f"--dtype {dtype!r}: one of {', '.join(DTYPES)}")
     import torch
 
-    from kvsketch.evaluation.report.report import dumps
     from kvsketch.evaluation.runner.loading import load_config, resolve_model
     from kvsketch.vllm.plan import plan, size_of, tokens_of
     from kvsketch.vllm.settings import PageSettings
@@ -83,7 +83,7 @@ def plan_command(
     if as_json:
         given = {"model": model, "gpu_memory": memory, "context": tokens, "method": method}
         more = {"bits": bits, "dtype": dtype, "command_line": command, "warning": found.warning}
-        print(dumps({"command": "plan", **given, **more, **asdict(found)}))
+        print_json("plan", **{**given, **more, **asdict(found)})
         return
     gib = 2**30
     exact, small = found.request_bytes / gib, found.request_bytes / numbers.itemsize / gib

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-#: register it with ``app.command("report", epilog=EPILOG)(report_command)``
+from kvsketch.cli.printing import JsonOption, console_for, print_json
+
 EPILOG = "Example: kvsketch report run.jsonl -o report.html"
 
 
@@ -31,19 +31,16 @@ def report_command(
         Path | None,
         typer.Option(metavar="FOLDER", help="Also write every figure (.svg, .png) here."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write one self-contained HTML page of results: figures, heat maps, tables."""
     from kvsketch.evaluation.report.html import build, check_outputs, save
-    from kvsketch.evaluation.report.report import dumps
     from kvsketch.evaluation.report.summary import headline, summary
 
     check_outputs(out, figures)
     page = build(stores, inspect, png=figures is not None)
     files = save(page, out, figures)
-    console = Console(stderr=as_json)
+    console = console_for(as_json)
     for run in page.runs:
         console.print(
             f"run {run.number}: {run.title}\n  {headline(run)}",
@@ -57,26 +54,17 @@ def report_command(
         soft_wrap=True,
     )
     if as_json:
-        print(
-            dumps(
-                {
-                    "command": "report",
-                    "out": str(out),
-                    "stores": [str(path) for path in stores],
-                    "runs": [
-                        {
-                            **run.common,
-                            "rows": len(run.rows),
-                            "answers": len(run.records),
-                            "summary": [
-                                dict(zip(summary(run).header, line, strict=True))
-                                for line in summary(run).rows
-                            ],
-                        }
-                        for run in page.runs
-                    ],
-                    "figures": [{"name": f.name, "title": f.title} for f in page.figures],
-                    "files": files,
-                }
-            )
-        )
+        runs = [
+            {
+                **run.common,
+                "rows": len(run.rows),
+                "answers": len(run.records),
+                "summary": [
+                    dict(zip(summary(run).header, line, strict=True)) for line in summary(run).rows
+                ],
+            }
+            for run in page.runs
+        ]
+        drawn = [{"name": f.name, "title": f.title} for f in page.figures]
+        told = {"out": str(out), "stores": [str(path) for path in stores], "runs": runs}
+        print_json("report", **told, figures=drawn, files=files)

@@ -26,13 +26,8 @@ class Vectors(ABC):
 
     @property
     @abstractmethod
-    def rows(self) -> int:
-        """R, the number of sequences."""
-
-    @property
-    @abstractmethod
-    def count(self) -> int:
-        """n, the number of vectors of a sequence."""
+    def size(self) -> tuple[int, int]:
+        """R and n, the numbers of sequences and of vectors of each."""
 
     @abstractmethod
     def inner(self, first: slice, second: slice) -> Tensor:
@@ -46,12 +41,8 @@ class Plain(Vectors):
     vectors: Tensor
 
     @property
-    def rows(self) -> int:
-        return self.vectors.shape[0]
-
-    @property
-    def count(self) -> int:
-        return self.vectors.shape[1]
+    def size(self) -> tuple[int, int]:
+        return self.vectors.shape[0], self.vectors.shape[1]
 
     def inner(self, first: slice, second: slice) -> Tensor:
         return self.vectors[:, first] @ self.vectors[:, second].transpose(1, 2)
@@ -78,12 +69,8 @@ class Lifted(Vectors):
     groups: Tensor | None = None
 
     @property
-    def rows(self) -> int:
-        return self.keys.shape[0]
-
-    @property
-    def count(self) -> int:
-        return self.keys.shape[1]
+    def size(self) -> tuple[int, int]:
+        return self.keys.shape[0], self.keys.shape[1]
 
     def inner(self, first: slice, second: slice) -> Tensor:
         keys, others = self.keys[:, first], self.keys[:, second].transpose(1, 2)
@@ -105,12 +92,13 @@ def balance(vectors: Vectors, decide: Decide) -> Tensor:
         ``[R, n]`` of +1 and -1.
     """
     signs: list[Tensor] = []
-    for start in range(0, vectors.count, _PANEL):
-        panel = slice(start, min(start + _PANEL, vectors.count))
+    rows, count = vectors.size
+    for start in range(0, count, _PANEL):
+        panel = slice(start, min(start + _PANEL, count))
         width = panel.stop - panel.start
         within = vectors.inner(panel, panel)
         pending = torch.zeros_like(within[..., 0])
-        step = max(1, _HELD // max(1, vectors.rows * width))
+        step = max(1, _HELD // max(1, rows * width))
         if signs:
             past = torch.cat(signs, dim=1)
             for begin in range(0, start, step):
@@ -155,8 +143,9 @@ def walk(
         6). The probability is then clamped to 0 or 1, and the walk continues.
     """
     limit = (threshold * bound).clamp(min=torch.finfo(bound.dtype).tiny)
-    failed = torch.zeros(vectors.rows, dtype=torch.bool, device=bound.device)
-    limits = limit.unsqueeze(1).expand(-1, vectors.count) if limit.dim() == 1 else limit
+    rows, count = vectors.size
+    failed = torch.zeros(rows, dtype=torch.bool, device=bound.device)
+    limits = limit.unsqueeze(1).expand(-1, count) if limit.dim() == 1 else limit
 
     def decide(pending: Tensor, norm: Tensor, step: int) -> Tensor:
         limit = limits[:, step]

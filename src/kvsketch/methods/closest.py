@@ -21,7 +21,7 @@ def group_closest(
     chosen: Tensor | None = None,
     sizes: Tensor | None = None,
 ) -> tuple[Groups, Tensor]:
-    """Group slots by merging the closest in rounds (``group_pairs``). A round removes at most the
+    """Group slots by merging the closest in rounds (``_Rows.edges``). A round removes at most the
     share ``share`` of the slots: a page that is slightly above its budget takes one round, a prompt
     several. Rows that have reached ``count`` groups take no part in further rounds.
 
@@ -31,7 +31,8 @@ def group_closest(
 
     Args:
         slots: ``[batch, heads, N, ...]``, R = batch x heads.
-        weight: ``[R, n]``, float32 or float64, as for ``group_pairs``.
+        weight: ``[R, n]``, float32 or float64, >= 0. Slots of weight 0 are grouped with others only
+            if too few groups are left.
         count: groups per row, 1 <= count <= n, or int64 ``[R]``.
         share: in (0, 1/2].
         chosen: the slots that are grouped, int64 ``[R, n]``, ascending. None: all.
@@ -39,8 +40,8 @@ def group_closest(
             the others have weight 0. None: all.
 
     Returns:
-        The groups, and bool ``[R]``: False for a row in which ``group_pairs`` found too few edges
-        in some round, and whose groups are undefined.
+        The groups, and bool ``[R]``: False for a row in which a round found too few edges, because
+        more than half of its slots must go or many costs are equal, and whose groups are undefined.
     """
     live = (weight > 0).to(weight.dtype)
     if chosen is None:
@@ -61,34 +62,6 @@ def group_closest(
         if not bool(more.any()):
             return _groups(rows.grouped(edges), wanted, found), found
         rows = rows.merged(edges, left, more)
-
-
-def group_pairs(points: Tensor, weight: Tensor, count: int | Tensor) -> tuple[Groups, Tensor]:
-    """Group by merging only the closest slots, along n - count edges of the nearest-neighbour
-    forest.
-
-    The cost of merging two slots is the increase of the k-means objective (``nearest.cheapest``).
-    Each slot has an edge to its cheapest partner within its block. An edge counts only if it leads
-    to a slot whose own (cost, index) is smaller, so that there are no cycles. The cheapest edges
-    are taken, and each connected component is one group.
-
-    Args:
-        points: ``[R, n, d]``, float32 or float64. Their mean should be near 0.
-        weight: ``[R, n]``, >= 0. Slots of weight 0 are grouped with others only if too few groups
-            are left.
-        count: groups per row, 1 <= count <= n, or int64 ``[R]``.
-
-    Returns:
-        The groups, and bool ``[R]``: False for a row whose forest has too few edges, because more
-        than half of its slots must be removed or many costs are equal. Its groups are undefined.
-    """
-    rows, n = weight.shape
-    left = torch.as_tensor(count, device=weight.device).expand(rows)
-    found = torch.ones_like(left, dtype=torch.bool)
-    given, columns = Given(points), torch.arange(n, device=weight.device).expand(rows, n)
-    whole = _Rows(given, given.places(columns), weight, torch.full_like(left, n), None)
-    edges, found = whole.edges(left, found)
-    return _groups(edges.number, left, found), found
 
 
 def _groups(index: Tensor, count: Tensor, found: Tensor) -> Groups:
@@ -130,8 +103,12 @@ class _Rows:
     index: Tensor | None
 
     def edges(self, left: Tensor, found: Tensor) -> tuple[_Edges, Tensor]:
-        """The edges after whose merging ``left`` (``[R]``) slots of each row remain, and which of
-        the rows ``found`` (bool ``[R]``) have enough edges."""
+        """The edges of the nearest-neighbour forest after whose merging ``left`` (``[R]``) slots of
+        each row remain, and which of the rows ``found`` (bool ``[R]``) have enough edges.
+
+        Each slot has an edge to its cheapest partner within its block (``nearest.cheapest``). An
+        edge counts only if it leads to a slot whose own (cost, index) is smaller, so that there are
+        no cycles. The cheapest edges are taken, and each connected component is one group."""
         rows, n = self.weight.shape
         live = self.weight > 0
         total = live.sum(1, keepdim=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvsketch.errors import at_least
 from kvsketch.estimator import attention_scores, check_queries, per_group, query_blocks
-from kvsketch.methods.scoring import Scoring, query_weights
+from kvsketch.methods.scoring import Scoring, blended, first_counted, query_weights
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots, compute_dtype
 
@@ -66,11 +66,7 @@ class ExpectedAttention(Scoring):
         share = (exponent - total).clamp(max=_MAX_EXPONENT).exp().mean(2).float()
         wide = compute_dtype(slots.values.dtype)
         score: Tensor = share * torch.linalg.vector_norm(slots.values, dim=-1, dtype=wide).float()
-        if slots.score is not None:
-            old = slots.count - observed.queries.shape[2]
-            blend = slots.score * fade + score * (1 - fade)
-            score = torch.cat([blend[..., :old], score[..., old:]], dim=-1)
-        return score
+        return blended(score, slots, observed, fade)
 
 
 def log_expected(slots: Slots, observed: Observed, weights: Tensor) -> Tensor:
@@ -98,8 +94,7 @@ def log_expected(slots: Slots, observed: Observed, weights: Tensor) -> Tensor:
     mean = torch.einsum("bhqd,bq->bhd", queries.to(dtype), weights.to(dtype))
     centre = scores_of(mean.unsqueeze(2)).squeeze(3)
     first, second = torch.zeros_like(centre), torch.zeros_like(centre)
-    counted = (weights != 0).any(0).nonzero()
-    start = int(counted[0]) if len(counted) else queries.shape[2]
+    start = first_counted(weights)
     queries, weights = queries[:, :, start:], weights[:, start:]
     for rows in query_blocks(queries, slots.count):
         away = scores_of(queries[:, :, rows]) - centre.unsqueeze(3)

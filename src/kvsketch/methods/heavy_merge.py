@@ -17,7 +17,7 @@ from kvsketch.methods.keydiff import similarity
 from kvsketch.methods.learned import largest_attention, learned_scores
 from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.rereading import reread_attention
-from kvsketch.methods.scoring import recent_attention, score_of, scored_before
+from kvsketch.methods.scoring import recent_attention, score_of
 from kvsketch.methods.seen import Seen
 from kvsketch.observed import Observed
 from kvsketch.pieces import at_once
@@ -119,7 +119,8 @@ class HeavyMerge(Compressor):
 
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
         if observed is None:
-            return scored_before(slots, self.name)
+            score_of(slots, self.name)  # raises
+            return slots
         received = _decoded_attention(slots, observed, self.window) * _RECENT
         if slots.score is not None:
             received = torch.maximum(received, slots.score)

@@ -23,12 +23,9 @@ class _Pairs(Vectors):
     singles: Lifted
 
     @property
-    def rows(self) -> int:
-        return self.singles.rows
-
-    @property
-    def count(self) -> int:
-        return self.singles.count // 2
+    def size(self) -> tuple[int, int]:
+        rows, count = self.singles.size
+        return rows, count // 2
 
     def inner(self, first: slice, second: slice) -> Tensor:
         whole = self.singles.inner(_doubled(first), _doubled(second))
@@ -97,8 +94,9 @@ class KernelHalving(_PairHalving):
         self.delta = delta
 
     def decide(self, pairs: _Pairs, streams: Tensor) -> Decide:
-        chance = uniform(streams, pairs.count)
-        spread = pairs.singles.keys.new_zeros(pairs.rows)  # sigma^2 of the sub-Gaussian signed sum
+        rows, count = pairs.size
+        chance = uniform(streams, count)
+        spread = pairs.singles.keys.new_zeros(rows)  # sigma^2 of the sub-Gaussian signed sum
         factor = 2 * math.log(2 / self.delta)
 
         def rule(pending: Tensor, norm: Tensor, step: int) -> Tensor:
@@ -128,7 +126,7 @@ class GreedyHalving(_PairHalving):
     paper = "ours"
 
     def decide(self, pairs: _Pairs, streams: Tensor) -> Decide:
-        coin = uniform(streams, pairs.count) < 0.5
+        coin = uniform(streams, pairs.size[1]) < 0.5
 
         def rule(pending: Tensor, norm: Tensor, step: int) -> Tensor:
             tie = torch.where(coin[:, step], 1.0, -1.0).to(pending.dtype)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ _VALUES = 0.25
 _COLUMNS = 2048
 
 
-class Points(Protocol):
+class _Rows(ABC):
     """Points of R rows of slots, float32 or float64.
 
     Attributes:
@@ -24,11 +24,14 @@ class Points(Protocol):
     """
 
     dim: int
+    _step: int  # places from one row to the next
 
     def places(self, columns: Tensor) -> Tensor:
         """The places of the points of slots, int64 ``[R, m]``, given the columns of the slots in
         their rows, in the same shape."""
+        return columns + self._step * torch.arange(len(columns), device=columns.device)[:, None]
 
+    @abstractmethod
     def blocks(self, row: Tensor, places: Tensor, step: int) -> Iterator[Tensor]:
         """The points of ``step`` blocks at a time (fewer at the end), ``[step, s, dim]``.
 
@@ -38,25 +41,16 @@ class Points(Protocol):
             step: >= 1.
         """
 
-    def formed(self, row: Tensor, places: Tensor) -> Tensor:
-        """The points of some rows (int64 ``[R']``) at the given places (``[R', m]``)."""
 
-
-class Given:
+class Given(_Rows):
     """Points that are given explicitly, ``[R, n, dim]``."""
 
     def __init__(self, points: Tensor) -> None:
         self.points, self._step = points.flatten(0, 1), points.shape[1]
         self.dim = points.shape[2]
 
-    def places(self, columns: Tensor) -> Tensor:
-        return _places(columns, self._step)
-
     def blocks(self, row: Tensor, places: Tensor, step: int) -> Iterator[Tensor]:
         return (_rows(self.points, part) for part in torch.split(places, step))
-
-    def formed(self, row: Tensor, places: Tensor) -> Tensor:
-        return _rows(self.points, places)
 
     def merge(
         self, places: Tensor, targets: Tensor, group: Tensor, weight: Tensor, total: Tensor
@@ -75,7 +69,7 @@ class Given:
         self.points.index_copy_(0, targets, mean.div_(total.clamp(min=1e-30).unsqueeze(1)))
 
 
-class KeysAndValues:
+class KeysAndValues(_Rows):
     """Keys and values u / m, concatenated, minus their means over the live slots of a row, because
     large norms would cost digits in |x|^2 - 2<x, y> + |y|^2. Values are scaled to the spread of the
     keys and count for a quarter. Points are computed when they are used, because all of them
@@ -107,9 +101,6 @@ class KeysAndValues:
         self._value_mean = value_mean * scale
         self._share = (per_mass * scale).flatten()  # the factor of a value
 
-    def places(self, columns: Tensor) -> Tensor:
-        return _places(columns, self._step)
-
     def blocks(self, row: Tensor, places: Tensor, step: int) -> Iterator[Tensor]:
         parts = (torch.split(x, step) for x in (row, places))
         for of, mine in zip(*parts, strict=True):
@@ -118,6 +109,7 @@ class KeysAndValues:
             yield points
 
     def formed(self, row: Tensor, places: Tensor) -> Tensor:
+        """The points of some rows (int64 ``[R']``) at the given places (``[R', m]``)."""
         points: Tensor = self._share.new_empty(*places.shape, self.dim)
         for start in range(0, places.shape[1], _COLUMNS):
             part = slice(start, start + _COLUMNS)
@@ -135,8 +127,7 @@ class KeysAndValues:
         torch.addcmul(-self._value_mean[row].unsqueeze(1), values, weight, out=out[..., dim:])
 
 
-def _places(columns: Tensor, step: int) -> Tensor:
-    return columns + step * torch.arange(len(columns), device=columns.device).unsqueeze(1)
+Points = Given | KeysAndValues
 
 
 def _rows(flat: Tensor, places: Tensor) -> Tensor:

@@ -10,12 +10,16 @@ from kvsketch.methods.criticalkv import CriticalKV
 from kvsketch.methods.kvgrad import KVgrad
 from kvsketch.methods.kvzip import KVzip
 from kvsketch.methods.kvzip_plus import KVzipPlus
-from kvsketch.methods.sketches.balancekv import BalanceKVStreaming
-from kvsketch.methods.sketches.base import Sketch
-from kvsketch.methods.sketches.merge_reduce import MergeReduce
-from kvsketch.methods.sketches.one_dimensional import OneDimensional
-from kvsketch.methods.sketches.sliding_window import SlidingWindow, SlidingWindowSampled
-from kvsketch.methods.sketches.subgen import SubGen, SubGenCoupled
+from kvsketch.methods.sketches import (
+    BalanceKVStreaming,
+    MergeReduce,
+    OneDimensional,
+    Sketch,
+    SlidingWindow,
+    SlidingWindowSampled,
+    SubGen,
+    SubGenCoupled,
+)
 from kvsketch.methods.triattention import TriAttention
 
 #: The streaming sketches, by name. To add one: write its file, add its class here.

@@ -11,7 +11,7 @@ from kvsketch.estimator import attention_scores, check_queries, query_blocks
 from kvsketch.methods.base import keep_top
 from kvsketch.methods.beside import column_of, with_columns, without_columns
 from kvsketch.methods.requirements import Requirements
-from kvsketch.methods.scoring import Scoring, query_weights, score_of
+from kvsketch.methods.scoring import Scoring, first_counted, query_weights, score_of
 from kvsketch.methods.seen import Seen
 from kvsketch.observed import Observed, causal
 from kvsketch.slots import Slots, compute_dtype
@@ -147,10 +147,9 @@ def _attention(slots: Slots, observed: Observed, weights: Tensor, before: Tensor
     """
     total = torch.zeros_like(before, dtype=torch.float32)
     live, asked = slots.live(), observed.queries
-    counted = (weights != 0).any(0).nonzero()
-    if not len(counted):
+    start = first_counted(weights)
+    if start == weights.shape[1]:
         return total
-    start = int(counted[0])  # earlier queries do not affect any row
     hidden = ~before if live is None else ~(before & live)
     seen = None if observed.after else causal(asked.shape[2], slots.count, asked.device)
     settings = observed.scaling, observed.softcap, None, observed.slopes

@@ -36,21 +36,12 @@ class Scoring(Compressor):
 
     def observe(self, slots: Slots, observed: Observed | None) -> Slots:
         if observed is None:
-            return scored_before(slots, self.name)
+            score_of(slots, self.name)  # raises
+            return slots
         return replace(slots, score=self.scores(slots, observed))
 
     def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
         return keep_top(slots, score_of(slots, self.name), budget)
-
-
-def scored_before(slots: Slots, name: str) -> Slots:
-    """``slots`` if they have a score.
-
-    Raises:
-        InputError: they have none, because no queries were observed.
-    """
-    score_of(slots, name)
-    return slots
 
 
 def score_of(slots: Slots, name: str) -> Tensor:
@@ -89,6 +80,21 @@ def query_weights(observed: Observed, window: int) -> tuple[Tensor, Tensor]:
     return weights, fade.unsqueeze(-1)
 
 
+def first_counted(weights: Tensor) -> int:
+    """The first query that has a weight in any row; q if none has. Earlier ones affect no row."""
+    counted = (weights != 0).any(0).nonzero()
+    return int(counted[0]) if len(counted) else weights.shape[1]
+
+
+def blended(score: Tensor, slots: Slots, observed: Observed, fade: Tensor) -> Tensor:
+    """A new score and, weighted by ``fade``, the one before, which new slots do not have."""
+    if slots.score is None:
+        return score
+    old = slots.count - observed.queries.shape[2]
+    blend = slots.score * fade + score * (1 - fade)
+    return torch.cat([blend[..., :old], score[..., old:]], dim=-1)
+
+
 def recent_attention(slots: Slots, observed: Observed, window: int) -> tuple[Tensor, Tensor]:
     """Attention each slot received on average from the last ``window`` queries.
 
@@ -105,10 +111,9 @@ def recent_attention(slots: Slots, observed: Observed, window: int) -> tuple[Ten
     """
     check_queries(observed.queries, slots, observed.slopes)
     weights, fade = query_weights(observed, window)
-    counted = (weights != 0).any(0).nonzero()
-    if not len(counted):
+    start = first_counted(weights)
+    if start == weights.shape[1]:
         return torch.zeros(slots.keys.shape[:3], device=slots.keys.device), fade
-    start = int(counted[0])  # earlier slots do not affect any row
     live = None if observed.live is None else observed.live[:, start:]
     late = replace(observed, queries=observed.queries[:, :, start:], live=live)
     group = observed.queries.shape[1] // slots.keys.shape[1]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -13,31 +12,18 @@ from kvsketch.slots import Slots
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Queries and all slots they attended to, one row for each KV head that is compressed: R rows.
+class Seen(Observed):
+    """Queries and all slots they attended to, one row for each KV head that is compressed: R rows
+    of ``[R, group, q, head_dim]`` queries, with slopes and sinks ``[R, group]``.
 
     Attributes:
-        queries: ``[R, group, q, head_dim]``; query i of q sees the slots up to and including
-            number ``slots.count - q + i`` (causal).
         slots: ``[R, 1, n, ...]``, scored, sinks and recent tokens included.
-        scaling: as in ``Observed``, as are the others.
-        softcap: of the scores, or None.
-        slopes: ``[R, group]`` or None.
-        sinks: ``[R, group]`` or None.
-        live: bool ``[R, q]`` or None.
-        after: as in ``Observed``: every query sees all slots.
         fit: whether slots may be fitted to the queries, see ``Compressor.compress``.
+        others: as in ``Observed``.
     """
 
-    queries: Tensor
-    slots: Slots
-    scaling: float
-    softcap: float | None = None
-    slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    live: Tensor | None = None
-    after: bool = False
-    fit: bool = True
+    slots: Slots = field(kw_only=True)
+    fit: bool = field(default=True, kw_only=True)
 
     @staticmethod
     def of(slots: Slots, observed: Observed, fit: bool = True) -> Seen:
@@ -54,14 +40,14 @@ class Seen:
 
         return Seen(
             observed.queries.reshape(batch * heads, -1, *observed.queries.shape[2:]),
-            slots.map(lambda t: t.flatten(0, 1).unsqueeze(1)),
             observed.scaling,
             observed.softcap,
             by_head(observed.slopes),
-            by_head(observed.sinks),
             None if observed.live is None else observed.live.repeat_interleave(heads, 0),
+            by_head(observed.sinks),
             observed.after,
-            fit,
+            slots=slots.map(lambda t: t.flatten(0, 1).unsqueeze(1)),
+            fit=fit,
         )
 
     def select(self, rows: Tensor) -> Seen:
@@ -70,15 +56,7 @@ class Seen:
         def some(tensor: Tensor) -> Tensor:
             return tensor.index_select(0, rows)
 
-        return self._map(some, self.slots.map(some))
-
-    def _map(self, fn: Callable[[Tensor], Tensor], slots: Slots) -> Seen:
         optional = (self.slopes, self.sinks, self.live)
-        slopes, sinks, live = (None if t is None else fn(t) for t in optional)
-        queries = fn(self.queries)
+        slopes, sinks, live = (None if t is None else some(t) for t in optional)
+        queries, slots = some(self.queries), self.slots.map(some)
         return replace(self, queries=queries, slots=slots, slopes=slopes, sinks=sinks, live=live)
-
-    @property
-    def plain(self) -> bool:
-        """Whether scores are products of queries and keys and nothing else."""
-        return self.softcap is None and self.slopes is None

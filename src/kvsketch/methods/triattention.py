@@ -9,7 +9,7 @@ from kvsketch.errors import InputError, at_least
 from kvsketch.estimator import check_queries
 from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.rotation import Turn
-from kvsketch.methods.scoring import Scoring, query_weights
+from kvsketch.methods.scoring import Scoring, blended, first_counted, query_weights
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots, compute_dtype
 
@@ -82,11 +82,7 @@ class TriAttention(Scoring):
         )
         spread = (length - turn.norms(mean)).view(batch, heads, -1, length.shape[-1])
         score = _standard(met.amax(3) + spread @ turn.norms(keys).mT, slots.live()).amax(2).float()
-        if slots.score is None:
-            return score
-        old = n - observed.queries.shape[2]
-        blend = slots.score * fade + score * (1 - fade)
-        return torch.cat([blend[..., :old], score[..., old:]], dim=-1)
+        return blended(score, slots, observed, fade)
 
     def _checked_turn(self, slots: Slots) -> Turn:
         turn, dim = self.turn, slots.keys.shape[-1]
@@ -117,8 +113,7 @@ def statistics(observed: Observed, weights: Tensor, turn: Turn) -> tuple[Tensor,
     queries, live = observed.queries, observed.live
     if live is None:
         live = torch.ones(len(queries), queries.shape[2], dtype=torch.bool, device=queries.device)
-    counted = (weights != 0).any(0).nonzero()
-    start = int(counted[0]) if len(counted) else queries.shape[2]
+    start = first_counted(weights)
     to_the_end = live.long().flip(-1).cumsum(-1).flip(-1)[:, None, start:]
     share = (weights[:, start:] != 0).to(compute_dtype(queries.dtype))
     share = share / share.sum(-1, keepdim=True).clamp(min=1)

@@ -9,7 +9,6 @@ from kvsketch.theory.balance import (
     merge_and_reduce,
 )
 from kvsketch.theory.clusterability import ClusterCurve, clusterability
-from kvsketch.theory.coresets import coreset_size
 from kvsketch.theory.hard_instances import (
     IndexGame,
     NonAdaptivePair,
@@ -23,6 +22,7 @@ from kvsketch.theory.low_dimension import (
     Barrier,
     barrier,
     clusters_in_ball,
+    coreset_size,
     index_bits,
     low_dimensional,
 )

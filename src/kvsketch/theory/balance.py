@@ -32,26 +32,21 @@ class MergeAndReduceSize(Size):
 
 
 @dataclass(frozen=True)
-class BalanceKVSize(Size):
+class BalanceKVSize(MergeAndReduceSize):
     """Parameters for ``kvsketch.methods.sketches.BalanceKVStreaming``.
 
     Attributes:
-        t: batch size, even.
-        levels: T = log2(n/t), rounded up, at least 1.
         buckets: the largest number of value-norm buckets at once.
-        delta: the walk's failure parameter, c = constant log(t/delta).
+        others: as of ``MergeAndReduceSize``.
     """
 
-    t: int
-    levels: int
     buckets: int
-    delta: float
 
     @property
     def slots(self) -> int:
         """The slots if all cells of every bucket and of the denominator are full: (buckets + 1)
         (T + 1) t."""
-        return (self.buckets + 1) * (self.levels + 1) * self.t
+        return (self.buckets + 1) * super().slots
 
 
 def merge_and_reduce(
@@ -144,10 +139,10 @@ def balancekv(
     if norm_ratio is not None:
         norm_ratio = number("norm_ratio", norm_ratio, ">= 1", lambda x: x >= 1)
         buckets = min(buckets, math.ceil(math.log2(norm_ratio)) + 1)
-    return BalanceKVSize(size.t, size.levels, buckets, size.delta)
+    return BalanceKVSize(size.t, size.levels, size.delta, buckets)
 
 
-def break_even(size: Callable[[int], MergeAndReduceSize | BalanceKVSize]) -> int:
+def break_even(size: Callable[[int], MergeAndReduceSize]) -> int:
     """The smallest n for which ``size(n)`` requires fewer than n slots. This is a proof by
     calculation that the theorem saves nothing in shorter streams, for all n and not only a sample.
 

@@ -1,5 +1,6 @@
 """Few dimensions: the lower bounds (Theorem 1, Corollary 9) and upper bounds (Lemma 14, Theorem 15)
-of "Compression Barriers", with every constant."""
+of "Compression Barriers", with every constant; and how many tokens a subset needs that stands for
+all of them, by a bound that is newer than the papers' theorems."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvsketch.errors import at_least
-from kvsketch.theory.parameters import SubGenSize, covering_number, number, subgen
+from kvsketch.theory.parameters import (
+    SubGenSize,
+    covering_number,
+    eps_in_range,
+    exponential,
+    number,
+    subgen,
+)
 
 #: The cluster radius of Theorem 15 for keys of norm at most 1.
 UNIT_BALL_DELTA = math.e / 3
@@ -110,7 +118,8 @@ def clusters_in_ball(d: int, delta: float, radius: float = 1.0) -> int:
         return 1
     if d == 1:
         return math.ceil(2 * ratio)
-    bounds = [_volume(d, delta, radius)]
+    covering_number(d, delta, radius)  # raises an error if the number is too large
+    bounds = [math.exp(d * math.log1p(2 * ratio))]
     if d == 2:
         bounds.append(2 / math.sqrt(3) * math.pi * ratio**2 + math.pi * ratio + 1)
     if ratio > math.sqrt(0.5):
@@ -153,10 +162,28 @@ def low_dimensional(
     return subgen(eps, delta, r, clusters, dim, failure, m=clusters)
 
 
-def _volume(d: int, delta: float, radius: float) -> float:
-    """(1 + 2 radius/delta)^d: Lemma 13's argument, with balls half as large."""
-    covering_number(d, delta, radius)  # raises an error if the number is too large
-    return math.exp(d * math.log1p(2 * radius / delta))
+def coreset_size(d: int, eps: float, radius: float) -> float:
+    """The order of the smallest subset of keys and values with which attention is within ``eps`` of
+    that over all of them: sqrt(d) e^radius / eps.
+
+    Every set of keys and values of norm 1 has such a subset of size
+    O(sqrt(d) e^(radius + o(radius)) / eps), for all queries of norm at most ``radius`` at once, and
+    for some sets no subset of smaller order does (Liberty, Andoni and Kleiner 2026,
+    arXiv:2605.05602, abstract). The constants are not stated; here they are 1. Keys of norm at most
+    k and queries of norm at most q, scaled by 1/sqrt(d), are such a case with radius
+    q k / sqrt(d); eps is then relative to the largest norm of a value.
+
+    Args:
+        d: head_dim, >= 1.
+        eps: in (0, 1].
+        radius: >= 0.
+
+    Raises:
+        InputError: an argument out of range, or a radius above 600.
+    """
+    at_least("d", d, 1)
+    radius = number("radius", radius, ">= 0", lambda x: x >= 0)
+    return math.sqrt(d) * exponential("radius", radius) / eps_in_range(eps)
 
 
 def _on_half_a_sphere(n: int, ratio: float) -> float:

@@ -111,7 +111,7 @@ def test_the_oldest_are_halved_first_each_batch_with_coins_of_its_own(cls, monke
     assert positions.flatten().tolist() == list(range(64))
     assert len(streams.flatten().unique()) == 8
     weights = sketch._live_weights()[0, 0].amax(-1)
-    held = sketch._held().positions[0, 0]
+    held = sketch.get("held").positions[0, 0]
     assert set(held[weights == 1].tolist()) == set(range(64, 401))
 
 

@@ -88,7 +88,7 @@ def test_an_erased_bucket_is_empty_at_every_level_and_may_fill_again():
 
     def used():
         """The number of levels that hold slots of norm 0.3, in each of the two heads."""
-        held, bucket = sketch._numerator(), -1 - sketch.meta["lowest"]
+        held, bucket = sketch._levels("numerator"), -1 - sketch.meta["lowest"]
         fills = [sketch._split(held.fill(level))[0, :, bucket] for level in range(held.depth)]
         return (torch.stack(fills) > 0).sum(0).tolist()
 
@@ -109,7 +109,7 @@ def test_failures_of_erased_buckets_and_of_merged_sketches_are_not_forgotten():
     sketch, other = (build(BalanceKVStreaming, seed, **options) for seed in (1, 2))
     sketch.extend(tokens([0.3] * 64))
     before = int(sketch.failures.sum())
-    assert before > int(sketch._denominator().failed.sum()) > 0
+    assert before > int(sketch._levels("denominator").failed.sum()) > 0
     sketch.extend(tokens([40.0]))
     assert numerator(sketch) == [40.0]
     assert int(sketch.failures.sum()) == before

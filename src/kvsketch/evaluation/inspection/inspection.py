@@ -199,7 +199,7 @@ def _measure(
     # The share of the tokens that are neither sinks nor recent.
     level = (KEPT * before - SINK - RECENT) / (before - SINK - RECENT)
 
-    def measured(method: str, levels: Sequence[float]) -> Curves:
+    def measured(method: str, levels: Sequence[float]) -> tuple[Curves, Tensor]:
         def compress(tokens: Slots, budget: int, seen: Observed) -> Slots:
             reduce = windowed(method, SINK, RECENT, seed + caught.layer)
             return reduce(tokens, budget, seen, scored=True)
@@ -207,7 +207,8 @@ def _measure(
         observe = windowed(method, SINK, RECENT, seed + caught.layer).observe
         curves = measure_layer(slots, observed, compress, after, SINK, RECENT, levels, observe)
         advance()
-        return curves
+        assert curves.relative is not None  # measure_layer always has them
+        return curves, curves.relative[0, :, 0]
 
     tensors = {"query": queries, "key": keys, "value": values}
     return Layer(
@@ -225,11 +226,6 @@ def _measure(
                 queries, keys, caught.scaling, softcap, slopes=caught.slopes
             ).items()
         },
-        errors={name: _relative(measured(name, (level,)))[0, :, 0] for name in methods},
-        curves=measured(TOLERANCE_METHOD, LEVELS),
+        errors={name: measured(name, (level,))[1] for name in methods},
+        curves=measured(TOLERANCE_METHOD, LEVELS)[0],
     )
-
-
-def _relative(curves: Curves) -> Tensor:
-    assert curves.relative is not None  # measure_layer always has them
-    return curves.relative

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvsketch.evaluation.report.figures import Figure, Series, Sketchbook
 from kvsketch.evaluation.report.parts import Grid, Section
-from kvsketch.evaluation.report.published_panel import beside
+from kvsketch.evaluation.report.published_panel import beside, data_sets
 from kvsketch.evaluation.report.summary import Row, score_text
 from kvsketch.evaluation.runner.runs import Run, goals, grouped, is_exact, pooled
 from kvsketch.evaluation.runner.scales import Scale, scale_of
@@ -236,11 +236,7 @@ def _by_turn(run: Run, book: Sketchbook) -> Section:
 
 def _by_data_set(run: Run, book: Sketchbook) -> Section:
     """LongBench by data set. The lengths of a data set are taken together."""
-    rows = [
-        row
-        for row in pooled(run.records, without=("length",))
-        if row["task"].partition("/")[0] == "longbench"
-    ]
+    rows = data_sets(run, "longbench")
     names = list(grouped(rows, lambda row: row["task"]))
     sets = [name.partition("/")[2] or name for name in names]
     exact = [row for row in rows if is_exact(row)]

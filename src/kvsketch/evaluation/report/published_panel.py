@@ -80,7 +80,7 @@ def _longbench(
             which all tasks in ``_SPLITS`` count.
     """
     splits = [split] if preset is None else list(_SPLITS)
-    rows = [row for one in splits for row in _data_sets(run, one)]
+    rows = [row for one in splits for row in data_sets(run, one)]
     there = {row["group"]["dataset"] for row in rows}
     split = split or (preset.task if preset else "")
     ours = _by_type(rows, table)
@@ -134,7 +134,7 @@ def _without(names: Sequence[str]) -> str:
     return f"{NOT_RUN}: {', '.join(names)}" if names else NOT_RUN
 
 
-def _data_sets(run: Run, split: str) -> list[dict[str, Any]]:
+def data_sets(run: Run, split: str) -> list[dict[str, Any]]:
     """One row for each data set of LongBench (or LongBench-E) and setup."""
     rows = pooled(run.records, without=("length",))
     return [row for row in rows if row["task"].partition("/")[0] == split]

@@ -35,21 +35,26 @@ def results_tables(rows: Sequence[Mapping[str, Any]], width: int = 80) -> Iterat
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        groups.setdefault(_title(row), []).append(row)
+        groups.setdefault(in_words(row, ": "), []).append(row)
     for title, group in groups.items():
         yield _results_table(title, group, width)
 
 
-def _title(row: Mapping[str, Any]) -> str:
-    # The columns between the task and the protocol are the group.
+def group_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What lies between task and protocol in one of ``sweep.aggregate``'s rows."""
     names = list(row)[list(row).index("task") + 1 : list(row).index("question")]
-    within = str(row["task"]).partition("/")[2]  # the name of the task may contain a part of it
-    group = ", ".join(
-        f"{row[name]} {name}" if name == "lines" else f"{name} {row[name]}"
-        for name in names
-        if row[name] != within
-    )
-    return f"{row['task']}: {group}" if group else str(row["task"])
+    return {name: row[name] for name in names}
+
+
+def in_words(row: Mapping[str, Any], between: str = ", ") -> str:
+    """The task and the group of such a row."""
+    within = str(row["task"]).partition("/")[2]  # the task may say a part of the group already
+    more = [
+        f"{value} lines" if name == "lines" else f"{name} {value}"
+        for name, value in group_of(row).items()
+        if value != within
+    ]
+    return between.join(filter(None, [str(row["task"]), ", ".join(more)]))
 
 
 def _results_table(title: str, rows: Sequence[Mapping[str, Any]], width: int) -> Group:

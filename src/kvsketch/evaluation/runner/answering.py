@@ -58,9 +58,22 @@ class Answerer:
             self._read(ids[:, :record], mask[:, :record], cache)
         probe = _Probe(cache, self._clock)
         output = self._generate(ids, mask, cache, probe, cases[0].new_tokens)
-        tokens = output[:, ids.shape[1] :].tolist()
+        answers = output[:, ids.shape[1] :].tolist()
         end = self._clock()
-        return self._replies(cases, tokens, cache, probe, start, end)
+        rows, final = len(cases), footprint(cache)
+        lengths = [self._length(tokens) for tokens in answers]
+        return [
+            Reply(
+                text=self.tokenizer.decode(tokens[:length], skip_special_tokens=True),
+                prompt_tokens=len(case.ids),
+                new_tokens=length,
+                **costs(probe.footprint, final, rows),
+                prefill_seconds=(probe.prefilled - start) / rows,
+                decode_tokens=length - 1,
+                decode_seconds=(end - probe.resumed) / rows,
+            )
+            for case, tokens, length in zip(cases, answers, lengths, strict=True)
+        ]
 
     def _session(self, case: EncodedCase, setup: Setup) -> Reply:
         """The answers to the turns of a session, in one cache; its bytes at the end."""
@@ -149,32 +162,6 @@ class Answerer:
 
     def _clock(self) -> float:
         return clock(self.model.device)
-
-    def _replies(
-        self,
-        cases: Sequence[EncodedCase],
-        output: list[list[int]],
-        cache: SketchCache | DynamicCache,
-        probe: _Probe,
-        start: float,
-        end: float,
-    ) -> list[Reply]:
-        rows, final = len(cases), footprint(cache)
-        replies = []
-        for case, tokens in zip(cases, output, strict=True):
-            length = self._length(tokens)
-            replies.append(
-                Reply(
-                    text=self.tokenizer.decode(tokens[:length], skip_special_tokens=True),
-                    prompt_tokens=len(case.ids),
-                    new_tokens=length,
-                    **costs(probe.footprint, final, rows),
-                    prefill_seconds=(probe.prefilled - start) / rows,
-                    decode_tokens=length - 1,
-                    decode_seconds=(end - probe.resumed) / rows,
-                )
-            )
-        return replies
 
     def _length(self, tokens: list[int]) -> int:
         """Tokens up to and with the first end of sequence; what follows is padding."""

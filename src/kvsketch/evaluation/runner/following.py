@@ -66,27 +66,23 @@ class Follower:
         truth = self._truth(case)
         ids = torch.tensor([list(case.ids)], device=self.model.device)
         cache = new_cache(self.model.config, self.settings, setup, case.record)
-        start = self._clock()
+        start = clock(self.model.device)
         self._read(ids[:, : case.record], cache)
-        prefilled = self._clock()
+        prefilled = clock(self.model.device)
         after = footprint(cache)
-        resumed = self._clock()
+        resumed = clock(self.model.device)
         lean = not truth.attention
-        measured = (
-            self._predictions(ids, case, cache, truth)
-            if lean
-            else self._attention(ids, case, cache, truth)
-        )
-        end, final = self._clock(), footprint(cache)
+        measure = self._predictions if lean else self._attention
+        measured = measure(ids, case, cache, truth)
+        end, final = clock(self.model.device), footprint(cache)
         return Reply(
             text="",
             prompt_tokens=case.record,
             new_tokens=case.new_tokens,
             **costs(after, final),
             prefill_seconds=prefilled - start,
-            decode_tokens=case.new_tokens
-            if lean
-            else 0,  # the time of comparing layers is not counted
+            # the time of comparing layers is not counted
+            decode_tokens=case.new_tokens if lean else 0,
             decode_seconds=end - resumed if lean else 0.0,
             measured=measured,
         )
@@ -129,7 +125,9 @@ class Follower:
             self._ask(ids[:, at:asked], cache)
             for at in range(asked, len(case.ids) - 1):
                 self._forward(ids[:, at : at + 1], cache)
-        layers = [layer for layer in right if _compressible(cache, layer)]
+        # Sliding-window layers stay unchanged; with the exact cache, all do.
+        exact = not isinstance(cache, SketchCache)
+        layers = [n for n in right if exact or isinstance(cache.layers[n], SketchLayer)]
         pairs = [(float(wrong[layer]), float(right[layer])) for layer in layers]
         errors = [(w / r) ** 0.5 if r else 0.0 for w, r in pairs]
         return {"error": sum(errors) / len(errors), "worst_layer": max(errors)}
@@ -171,11 +169,3 @@ class Follower:
 
     def _forward(self, ids: Tensor, cache: Any, keep: int = 1) -> Any:
         return self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=keep)
-
-    def _clock(self) -> float:
-        return clock(self.model.device)
-
-
-def _compressible(cache: Any, layer: int) -> bool:
-    """Sliding-window layers stay unchanged; with the exact cache, all do."""
-    return not isinstance(cache, SketchCache) or isinstance(cache.layers[layer], SketchLayer)

@@ -9,7 +9,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from kvsketch.errors import InputError, KVSketchError
+from kvsketch.errors import InputError
 from kvsketch.evaluation.runner import hub
 from kvsketch.evaluation.runner.devices import DEVICE_MAPS, check_device_name, needs_accelerate
 from kvsketch.models import PACKAGED_MODELS, packaged_model
@@ -49,20 +49,14 @@ def load_config(model: str) -> Any:
     """Configuration of the model. Raises `KVSketchError` if it cannot be loaded."""
     from transformers import AutoConfig
 
-    try:
-        return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
-        raise _unavailable(model, error) from error
+    return _loaded(AutoConfig, model)
 
 
 def load_tokenizer(model: str) -> Any:
     """Tokenizer of the model. Raises `KVSketchError` if it cannot be loaded."""
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
-        raise _unavailable(model, error) from error
+    return _loaded(AutoTokenizer, model)
 
 
 def load_model(model: str, device: str, dtype: str) -> Any:
@@ -74,10 +68,7 @@ def load_model(model: str, device: str, dtype: str) -> Any:
     check_device(device)
     logging.disable_progress_bar()  # the dtype of the weights: commands have their own default
     placed = {"device_map": device} if device in DEVICE_MAPS else {}
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), **placed)
-    except (OSError, ValueError, KeyError) as error:
-        raise _unavailable(model, error) from error
+    loaded = _loaded(AutoModelForCausalLM, model, dtype=getattr(torch, dtype), **placed)
     return (loaded if placed else loaded.to(device)).eval()
 
 
@@ -121,8 +112,11 @@ def fingerprint(model: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _unavailable(model: str, error: Exception) -> KVSketchError:
-    reason = hub.reason_of(error)
-    if Path(model).is_dir():
-        return InputError(f"--model {model!r} cannot be loaded: {reason}")
-    return hub.not_fetched(model, reason)
+def _loaded(cls: Any, model: str, **options: Any) -> Any:
+    try:
+        return cls.from_pretrained(model, **options)
+    except (OSError, ValueError, KeyError) as error:
+        reason = hub.reason_of(error)
+        if Path(model).is_dir():
+            raise InputError(f"--model {model!r} cannot be loaded: {reason}") from error
+        raise hub.not_fetched(model, reason) from error

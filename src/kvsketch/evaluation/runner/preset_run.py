@@ -49,24 +49,20 @@ def plan(
     Raises:
         InputError: none of them is, or a data set that the paper's table does not have.
     """
-    found = _longeval if preset.task == "longeval" else _longbench
-    tasks, missing, notes = found(preset, data, cases, datasets, limit)
+    if preset.task == "longeval":
+        tasks, missing, notes = _longeval(preset, data, cases, datasets, limit)
+    else:
+        tasks, missing, notes = _longbench(preset, data, datasets, limit)
     notes = [*preset.notes, *notes]
     if limit is not None:
         notes.append(f"Only the first {limit:,} cases of each (--limit); the paper's are all.")
     if max_new_tokens is not None:
         notes.append(f"Answers of at most {max_new_tokens:,} tokens (--max-new-tokens), not the "
                      "benchmark's own lengths.")  # fmt: skip
-    if preset.task == "longeval":
-        return PresetRun(
-            preset,
-            tasks,
-            lambda case: preset.setups(case.group["lines"], seeds),
-            missing,
-            notes,
-        )
-    setups = preset.setups(seeds=seeds)
-    return PresetRun(preset, tasks, lambda case: setups, missing, notes)
+    by_lines = {lines: preset.setups(lines, seeds) for lines in preset.methods}
+    return PresetRun(
+        preset, tasks, lambda case: by_lines[case.group.get("lines", 0)], missing, notes
+    )
 
 
 def fitted_prompts(
@@ -132,11 +128,7 @@ def _longeval(
 
 
 def _longbench(
-    preset: Preset,
-    data: Path | None,
-    cases: Sequence[Path],
-    datasets: Sequence[str],
-    limit: int | None,
+    preset: Preset, data: Path | None, datasets: Sequence[str], limit: int | None
 ) -> Found:
     from kvsketch.evaluation.tasks.longbench import LongBench
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsketch.errors import InputError, KVSketchError
 from kvsketch.evaluation.runner.settings import Settings
-from kvsketch.evaluation.runner.sweep import Job
+from kvsketch.evaluation.runner.sweep import Job, answerer_of
 
 if TYPE_CHECKING:
     from kvsketch.evaluation.tasks.base import Reply
@@ -155,13 +155,8 @@ class _Worker:
     def __init__(self, model: str, settings: Settings, threads: int) -> None:
         import torch
 
-        from kvsketch.evaluation.runner import loading
-        from kvsketch.evaluation.runner.answering import Answerer
-
         torch.set_num_threads(threads)
-        tokenizer = loading.load_tokenizer(model)
-        loaded = loading.load_model(model, settings.device, settings.dtype)
-        self._answerer = Answerer(loaded, tokenizer, settings)
+        self._answerer = answerer_of(model, settings)
 
     def answer(self, cases: Any, setup: Any) -> list[Reply]:
         return self._answerer.answer(cases, setup)

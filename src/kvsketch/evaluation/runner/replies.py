@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,47 +12,30 @@ from kvsketch.evaluation.runner.settings import Settings
 from kvsketch.evaluation.runner.setups import EXACT, Setup
 from kvsketch.hf import SketchCache
 
-
-@dataclass(frozen=True)
-class Footprint:
-    """The size of a cache, for the whole batch. Bytes are of live tensors."""
-
-    slots: float
-    kv_bytes: int
-    exact_kv_bytes: int
-    peak_kv_bytes: int
+#: the size of a cache, for the whole batch: slots, and bytes of live tensors by name
+Footprint = dict[str, float]
 
 
 def costs(after: Footprint, final: Footprint, rows: int = 1) -> dict[str, Any]:
     """A ``Reply``'s bytes, of one of ``rows`` cases that were answered together."""
     return {
-        "slots": after.slots,
-        "kv_bytes": after.kv_bytes / rows,
-        "exact_kv_bytes": after.exact_kv_bytes / rows,
-        "final_kv_bytes": final.kv_bytes / rows,
-        "final_exact_kv_bytes": final.exact_kv_bytes / rows,
-        "peak_kv_bytes": max(after.peak_kv_bytes, final.peak_kv_bytes) / rows,
+        "slots": float(after["slots"]),
+        "kv_bytes": after["kv_bytes"] / rows,
+        "exact_kv_bytes": after["exact_kv_bytes"] / rows,
+        "final_kv_bytes": final["kv_bytes"] / rows,
+        "final_exact_kv_bytes": final["exact_kv_bytes"] / rows,
+        "peak_kv_bytes": max(after["peak_kv_bytes"], final["peak_kv_bytes"]) / rows,
     }
 
 
 def footprint(cache: SketchCache | DynamicCache) -> Footprint:
     """Measures `cache`. The exact size of an exact cache is its own."""
     if isinstance(cache, SketchCache):
-        summary = cache.summary()
-        return Footprint(
-            float(summary["slots"]),
-            int(summary["kv_bytes"]),
-            int(summary["exact_kv_bytes"]),
-            int(summary["peak_kv_bytes"]),
-        )
-    tensors = [
-        tensor
-        for layer in cache.layers
-        for tensor in (layer.keys, layer.values)
-        if tensor is not None
-    ]
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return Footprint(float(cache.get_seq_length()), size, size, size)
+        return cache.summary()
+    held = [t for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
+    size = sum(t.numel() * t.element_size() for t in held)
+    names = ("kv_bytes", "exact_kv_bytes", "peak_kv_bytes")
+    return {"slots": cache.get_seq_length(), **dict.fromkeys(names, size)}
 
 
 def new_cache(
@@ -70,10 +52,7 @@ def new_cache(
     return SketchCache(
         config,
         setup.method,
-        budget=setup.budget,
-        tolerance=setup.tolerance,
-        allocation=setup.allocation,
-        bits=setup.bits,
+        **setup.goal(),
         sink=sink,
         recent=recent,
         # A cache cannot know by itself that more chunks are to come.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.errors import InputError
+from kvsketch.evaluation.report.report import group_of, in_words
 from kvsketch.evaluation.runner.setups import EXACT, Setup
 from kvsketch.evaluation.runner.store import Record, Store
 from kvsketch.evaluation.runner.sweep import aggregate
@@ -136,11 +137,7 @@ def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
     rows = []
     for row in aggregate(records):
         row = {clean(key): clean(value) for key, value in row.items()}
-        names = list(row)[list(row).index("task") + 1 : list(row).index("question")]
-        row["group"] = {name: row[name] for name in names}
-        within = row["task"].partition("/")[2]  # the task may say a part of the group already
-        more = [_named(k, v) for k, v in row["group"].items() if v != within]
-        row["title"] = ", ".join([row["task"], *more])
+        row["group"], row["title"] = group_of(row), in_words(row)
         row["kept"] = row["kv_bytes"] / row["exact_kv_bytes"]
         row["goal"] = _goal(row)
         row["series"] = row["method"] + (" (tolerance)" if row["tolerance"] is not None else "")
@@ -160,15 +157,9 @@ def pooled(
 
     def kept(record: Record) -> Record:
         task, group = str(record.identity["task"]), record.result["group"]
-        return Record(
-            {**record.identity, "task": family(task) if by_family else task},
-            {
-                **record.result,
-                "group": {}
-                if by_family
-                else {name: value for name, value in group.items() if name not in without},
-            },
-        )
+        left = {} if by_family else {k: v for k, v in group.items() if k not in without}
+        identity = {**record.identity, "task": family(task) if by_family else task}
+        return Record(identity, {**record.result, "group": left})
 
     return rows_of([kept(record) for record in records])
 
@@ -200,10 +191,6 @@ def grouped(
     for row in rows:
         found.setdefault(key(row), []).append(row)
     return found
-
-
-def _named(name: str, value: Any) -> str:
-    return f"{value} lines" if name == "lines" else f"{name} {value}"
 
 
 def _goal(row: Mapping[str, Any]) -> str:

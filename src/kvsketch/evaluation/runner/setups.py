@@ -68,6 +68,11 @@ class Setup:
             last = min(last, self.budget - first)
         return first, last
 
+    def goal(self) -> dict[str, Any]:
+        """What it may keep, as arguments of ``SketchCache``."""
+        names = ("budget", "tolerance", "allocation", "bits")
+        return {name: getattr(self, name) for name in names}
+
     @property
     def kept(self) -> str:
         """What it may keep, for people."""

@@ -28,6 +28,7 @@ from kvsketch.evaluation.tasks.base import Case, Task
 from kvsketch.models import PACKAGED_MODELS
 
 if TYPE_CHECKING:
+    from kvsketch.evaluation.runner.answering import Answerer
     from kvsketch.evaluation.tasks.base import Reply
 
 #: setups of a case: the same for all, or depending on the case
@@ -57,13 +58,17 @@ class Local:
     settings: Settings
 
     def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, list[Reply]]]:
-        from kvsketch.evaluation.runner.answering import Answerer
-
-        tokenizer = loading.load_tokenizer(self.model)
-        model = loading.load_model(self.model, self.settings.device, self.settings.dtype)
-        answerer = Answerer(model, tokenizer, self.settings)
+        answerer = answerer_of(self.model, self.settings)
         for job in jobs:
             yield job, answerer.answer(job.cases, job.setup)
+
+
+def answerer_of(model: str, settings: Settings) -> Answerer:
+    """A model, loaded with its tokenizer."""
+    from kvsketch.evaluation.runner.answering import Answerer
+
+    tokenizer = loading.load_tokenizer(model)
+    return Answerer(loading.load_model(model, settings.device, settings.dtype), tokenizer, settings)
 
 
 @dataclass
@@ -237,12 +242,8 @@ class Sweep:
         """Up to ``batch_size`` neighbouring cases of one task and answer length at a time."""
 
         def together(part: tuple[Task, Case, Setup]) -> tuple[str, int, str]:
-            _, case, _ = part
-            return (
-                case.task,
-                self.settings.new_tokens(case.max_new_tokens),
-                repr(dict(case.group)),
-            )
+            case, new_tokens = part[1], self.settings.new_tokens(part[1].max_new_tokens)
+            return case.task, new_tokens, repr(dict(case.group))
 
         for _, group in groupby(left, key=together):
             members = list(group)
@@ -294,16 +295,8 @@ def _made(elsewhere: bool) -> dict[str, Any]:
 def _check(setup: Setup, settings: Settings) -> None:
     if setup.method != EXACT:
         sink, recent = setup.window_of(settings.sink, settings.recent, 0)
-        check_arguments(
-            setup.method,
-            budget=setup.budget,
-            tolerance=setup.tolerance,
-            allocation=setup.allocation,
-            bits=setup.bits,
-            sink=sink,
-            recent=recent,
-            prefill=settings.prefill,
-        )
+        given = setup.goal() | {"sink": sink, "recent": recent, "prefill": settings.prefill}
+        check_arguments(setup.method, **given)
 
 
 def aggregate(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -326,12 +319,8 @@ def _row(group: Sequence[Record]) -> dict[str, Any]:
     scale = scale_of(str(first.identity["task"]))
     score, low, high = scale.summary(scores)
 
-    def mean(name: str) -> float:
-        return math.fsum(float(result[name]) for result in results) / len(results)
-
-    def mean_of(name: str) -> float:
-        found = [result["measured"][name] for result in results]
-        return math.fsum(found) / len(found)
+    def mean(name: str, of: Sequence[Mapping[str, Any]] = results) -> float:
+        return math.fsum(float(result[name]) for result in of) / len(of)
 
     def rate(tokens: str, seconds: str) -> float | None:
         time = math.fsum(result[seconds] for result in results)
@@ -340,7 +329,8 @@ def _row(group: Sequence[Record]) -> dict[str, Any]:
 
     exact = first.identity["method"] == EXACT
     binary = not scale.is_error and all(score in (0.0, 1.0) for score in scores)
-    measured = {name: float(f"{mean_of(name):.6g}") for name in first.result.get("measured", {})}
+    numbers = [result.get("measured", {}) for result in results]
+    measured = {name: float(f"{mean(name, numbers):.6g}") for name in numbers[0]}
     return {
         "model": first.identity["model"],
         "task": first.identity["task"],

@@ -45,6 +45,11 @@ class Options:
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
     form: str | None = None
 
+    def count(self, usual: int) -> int:
+        """Generated cases of each kind: so many, unless told."""
+        most = self.num_cases or usual
+        return most if self.limit is None else min(most, self.limit)
+
     def __post_init__(self) -> None:
         for name, value in (("--limit", self.limit), ("--num-cases", self.num_cases)):
             if value is not None and value < 1:
@@ -59,8 +64,7 @@ def _longeval(options: Options) -> Task:
         if options.lines is not None or options.num_cases is not None:
             raise InputError("--cases reads files and --lines/--num-cases generate: give one")
         return LongEval(longeval.load_case_files(options.cases, options.limit))
-    count = min(n for n in (options.num_cases or 20, options.limit) if n is not None)
-    return LongEval(longeval.make_cases(options.lines or [200], count, options.seed))
+    return LongEval(longeval.make_cases(options.lines or [200], options.count(20), options.seed))
 
 
 def _longbench(options: Options, extended: bool = False) -> Task:
@@ -91,7 +95,7 @@ def _ruler(options: Options) -> Task:
     return Ruler(
         options.subtasks or list(SUBTASKS),
         options.lengths,
-        num_cases=min(n for n in (options.num_cases or 10, options.limit) if n is not None),
+        num_cases=options.count(10),
         haystack=options.data,
         seed=options.seed,
     )
@@ -117,7 +121,7 @@ def _sessions(options: Options) -> Task:
     return Sessions(
         options.form or "documents",
         options.lines or [330],
-        num_cases=min(n for n in (options.num_cases or 10, options.limit) if n is not None),
+        num_cases=options.count(10),
         seed=options.seed,
     )
 
@@ -129,13 +133,9 @@ TASKS: dict[str, Callable[[Options], Task]] = {
     "needle": _needle,
     "ruler": _ruler,
     "sessions": _sessions,
-    "kl": partial(_texts, name="kl"),
-    "perplexity": partial(_texts, name="perplexity"),
-    "attention_error": partial(_texts, name="attention_error"),
 }
 
 _LONGBENCH = {"data", "datasets", "limit"}
-_TEXTS = {"lengths", "num_cases", "limit", "form", "data", "lines", "seed"}
 #: the options that each task uses
 USED: dict[str, set[str]] = {
     "longeval": {"cases", "lines", "num_cases", "limit", "seed"},
@@ -144,10 +144,10 @@ USED: dict[str, set[str]] = {
     "needle": {"lengths", "depths", "num_cases", "limit", "form", "data", "seed"},
     "ruler": {"subtasks", "lengths", "num_cases", "limit", "data", "seed"},
     "sessions": {"lines", "num_cases", "limit", "form", "seed"},
-    "kl": _TEXTS,
-    "perplexity": _TEXTS,
-    "attention_error": _TEXTS,
 }
+for _name in ("kl", "perplexity", "attention_error"):
+    TASKS[_name] = partial(_texts, name=_name)
+    USED[_name] = {"lengths", "num_cases", "limit", "form", "data", "lines", "seed"}
 
 
 def _check_used(chosen: Sequence[str], given: Collection[str]) -> None:

@@ -7,11 +7,15 @@ that a model with N positions can be asked at length N.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from kvsketch.errors import InputError
+from kvsketch.errors import InputError, at_least
+from kvsketch.evaluation.tasks.base import Case, Task
+from kvsketch.evaluation.tasks.haystack import Haystack, load_haystack
 
 _CHARACTERS = 4  # per token: what English has with most tokenizers
 
@@ -63,6 +67,50 @@ class Draft:
     max_new_tokens: int
     least: int = 0
     most: int | None = None
+
+
+class Synthetic(Task):
+    """Base class of needle and RULER.
+
+    Args:
+        lengths: tokens of prompt and answer together (``fitting``).
+        num_cases: of each kind and length.
+        haystack: a folder of .txt files (``load_haystack``).
+        seed: of everything random.
+
+    Raises:
+        InputError: a length or num_cases below 1.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], num_cases: int, haystack: Path | None, seed: int
+    ) -> None:
+        self.lengths = list(dict.fromkeys(at_least("length", n, 1) for n in lengths))
+        self.num_cases = at_least("num_cases", num_cases, 1)
+        self.folder = haystack
+        self.seed = seed
+
+    @cached_property
+    def haystack(self) -> Haystack:
+        return load_haystack(self.folder)
+
+    def units(self, case: Case, draft: Draft, lengths: Lengths, limit: int) -> int:
+        """``filled`` to the case's length, if the prompt fits into ``limit`` positions.
+
+        Raises:
+            InputError: naming the case.
+        """
+        length: int = case.group["length"]
+        prompt = length - case.max_new_tokens
+        try:
+            if prompt > limit:
+                raise InputError(
+                    f"length={length} needs up to {prompt} tokens for the prompt, and the model "
+                    f"(or --max-prompt-tokens) has room for {limit}"
+                )
+            return filled(draft, length, lengths)
+        except InputError as error:
+            raise InputError(f"{case.where}: {error}") from error
 
 
 def largest(size: Callable[[int], int], limit: float, most: int | None = None) -> int | None:
@@ -124,12 +172,3 @@ def roughly_filled(draft: Draft, length: int) -> int:
         return filled(draft, length, Lengths())
     except InputError:
         return draft.least
-
-
-def check_room(length: int, max_new_tokens: int, limit: int) -> None:
-    """Raise InputError unless a prompt of this length fits into ``limit`` positions."""
-    if length - max_new_tokens > limit:
-        raise InputError(
-            f"length={length} needs up to {length - max_new_tokens} tokens for the prompt, and the "
-            f"model (or --max-prompt-tokens) has room for {limit}"
-        )

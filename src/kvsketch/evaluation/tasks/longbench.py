@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from kvsketch.errors import InputError, at_least, unknown_name
 from kvsketch.evaluation.runner import hub
-from kvsketch.evaluation.tasks.base import Case, Task, mean
+from kvsketch.evaluation.tasks.base import Case, Task
 from kvsketch.evaluation.tasks.longbench_metrics import METRICS, PARAGRAPH, require
 from kvsketch.evaluation.tasks.longbench_prompts import DATASETS
 
@@ -174,20 +174,6 @@ class LongBench(Task):
 def bucket(length: int) -> str:
     """LongBench-E's group of a record of ``length`` words."""
     return BUCKETS[(length >= 4000) + (length >= 8000)]
-
-
-def official(scored: Iterable[tuple[Case, float]]) -> dict[str, float | dict[str, float]]:
-    """Scores as the official ``eval.py`` writes them: 100 times the mean to two digits by data
-    set, for LongBench-E by data set and length (a length without cases is left out)."""
-    groups: dict[str, dict[str, list[float]]] = {}
-    for case, score in scored:
-        lengths = groups.setdefault(case.group["dataset"], {})
-        lengths.setdefault(case.group.get("length", ""), []).append(score)
-    table: dict[str, float | dict[str, float]] = {}
-    for name, lengths in groups.items():
-        means = {length: round(100 * mean(scores), 2) for length, scores in lengths.items()}
-        table[name] = means[""] if "" in means else {b: means[b] for b in BUCKETS if b in means}
-    return table
 
 
 def _kept_question(question: str, tokenizer: Any, last: str) -> str:

@@ -10,7 +10,7 @@ Prompts, lengths and metrics are those of ``config/dataset2prompt.json``,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,15 @@ class DataSet:
         return not self.few_shot and self.language != "code"
 
 
-# hotpotqa, 2wikimqa and musique ask alike.
 _PASSAGES = (
     "Answer the question based on the given passages. Only give me the answer and do not "
     "output any other words.\n\nThe following are given passages.\n{context}\n\n"
     "Answer the question based on the given passages. Only give me the answer and do not "
     "output any other words.\n\nQuestion: {input}\nAnswer:"
 )
+
+# hotpotqa, 2wikimqa and musique ask alike.
+_MULTI_HOP = DataSet(_PASSAGES, 32, "qa_f1", extended=True)
 
 DATASETS: Mapping[str, DataSet] = {
     "narrativeqa": DataSet(
@@ -91,23 +93,9 @@ DATASETS: Mapping[str, DataSet] = {
         "qa_f1_zh",
         language="zh",
     ),
-    "hotpotqa": DataSet(
-        _PASSAGES,
-        32,
-        "qa_f1",
-        extended=True,
-    ),
-    "2wikimqa": DataSet(
-        _PASSAGES,
-        32,
-        "qa_f1",
-        extended=True,
-    ),
-    "musique": DataSet(
-        _PASSAGES,
-        32,
-        "qa_f1",
-    ),
+    "hotpotqa": _MULTI_HOP,
+    "2wikimqa": _MULTI_HOP,
+    "musique": replace(_MULTI_HOP, extended=False),
     "dureader": DataSet(
         "请基于给定的文章回答下述问题。\n\n文章：{context}\n\n"
         "请基于上述文章回答下面的问题。\n\n问题：{input}\n回答：",

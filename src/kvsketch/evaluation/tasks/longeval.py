@@ -15,14 +15,12 @@ class LongEval(Task):
 
     Args:
         cases: of ``longeval.load_case_files`` or ``longeval.make_cases``.
-        max_new_tokens: longest answer.
     """
 
     name = "longeval"
 
-    def __init__(self, cases: Sequence[longeval.LinesCase], max_new_tokens: int = 32) -> None:
+    def __init__(self, cases: Sequence[longeval.LinesCase]) -> None:
         self._cases = list(cases)
-        self.max_new_tokens = max_new_tokens
 
     def cases(self) -> list[Case]:
         """In the order given.
@@ -47,7 +45,7 @@ class LongEval(Task):
             context=case.prompt[:cut],
             question=case.prompt[cut:],
             answers=(str(case.expected),),
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=32,
             group={"lines": case.lines},
             where=case.where,
         )

@@ -30,12 +30,10 @@ from kvsketch.evaluation.tasks.base import Case
 from kvsketch.evaluation.tasks.fitting import (
     Draft,
     Lengths,
-    check_room,
-    filled,
+    Synthetic,
     largest,
     roughly_filled,
 )
-from kvsketch.evaluation.tasks.synthetic import Synthetic
 
 _LINE = "line {key}: REGISTER_CONTENT is <{value}>\n"
 _BEFORE = "This is a very long story book: <book> "
@@ -121,11 +119,7 @@ class Needle(Synthetic):
         """
         length = case.group["length"]
         lengths = Lengths(tokenizer)
-        try:
-            check_room(length, case.max_new_tokens, limit)
-            units = filled(self._draft(case), length, lengths)
-        except InputError as error:
-            raise InputError(f"{case.where}: {error}") from error
+        units = self.units(case, self._draft(case), lengths, limit)
         while True:  # tokens at the seams of the needle differ from place to place
             context = self._context(case, units, lengths)
             if lengths.prompt(context, case.question) <= length - case.max_new_tokens or not units:

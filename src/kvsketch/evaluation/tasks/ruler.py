@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvsketch.errors import InputError, unknown_name
+from kvsketch.errors import unknown_name
 from kvsketch.evaluation.tasks.base import Case
-from kvsketch.evaluation.tasks.fitting import Draft, Lengths, check_room, filled, roughly_filled
+from kvsketch.evaluation.tasks.fitting import Draft, Lengths, Synthetic, roughly_filled
 from kvsketch.evaluation.tasks.ruler_chains import chains
 from kvsketch.evaluation.tasks.ruler_needles import NEEDLES, needles
 from kvsketch.evaluation.tasks.ruler_words import common_words, frequent_words
-from kvsketch.evaluation.tasks.synthetic import Synthetic
 
 SUBTASKS = (*NEEDLES, "vt", "cwe", "fwe")
 
@@ -74,11 +73,7 @@ class Ruler(Synthetic):
         """
         length, lengths = case.group["length"], Lengths(tokenizer)
         draft = self._draft(case.group["subtask"], length, case.details["index"], lengths)
-        try:
-            check_room(length, case.max_new_tokens, limit)
-            units = filled(draft, length, lengths)
-        except InputError as error:
-            raise InputError(f"{case.where}: {error}") from error
+        units = self.units(case, draft, lengths, limit)
         return dataclasses.replace(case, context=draft.context(units))
 
     def score(self, case: Case, text: str) -> float:

@@ -54,16 +54,13 @@ def _of_file(path: Path) -> Iterator[tuple[str, str]]:
         yield path.name, text
         return
     for number, line in enumerate(text.split("\n"), start=1):
+        where = f"{path}:{number}"
         if line.strip():
-            yield _of_record(line, f"{path}:{number}")
-
-
-def _of_record(line: str, where: str) -> tuple[str, str]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise InputError(f"--data {where} is not JSON: {error}") from error
-    return where, _text_of(record, where)
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise InputError(f"--data {where} is not JSON: {error}") from error
+            yield where, _text_of(record, where)
 
 
 def _text_of(record: Any, where: str) -> str:

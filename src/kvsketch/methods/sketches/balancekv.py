@@ -59,17 +59,6 @@ class BalanceKVStreaming(Sketch):
         "eps |softmax(Kq)|_2 |V|_F; within a budget: unbiased numerator and denominator"
     )
     least_slots = BalanceKVBounded.least_slots
-    parameters = (
-        "r",
-        "batch_size",
-        "levels",
-        "eps",
-        "max_tokens",
-        "delta",
-        "constant",
-        "on_fail",
-        "scaling",
-    )
 
     def __init__(
         self,
@@ -102,9 +91,9 @@ class BalanceKVStreaming(Sketch):
     def failures(self) -> Tensor:
         """Failed SoftmaxBalance calls, all instances together, int64 ``[batch, heads]``."""
         self._require_tokens()
-        total = self._denominator().failed
+        total = self._levels("denominator").failed
         if self.buckets:
-            total = total + self._split(self._numerator().failed).sum(-1)
+            total = total + self._split(self._levels("numerator").failed).sum(-1)
         return total + self.state["beyond"]
 
     @property
@@ -115,12 +104,6 @@ class BalanceKVStreaming(Sketch):
     def _levels(self, prefix: str) -> Levels:
         careful = self.on_fail == "raise"
         return Levels(self, prefix, self._balance, self.batch_size, self.levels, careful)
-
-    def _numerator(self) -> Levels:
-        return self._levels("numerator")
-
-    def _denominator(self) -> Levels:
-        return self._levels("denominator")
 
     def _split(self, tensor: Tensor) -> Tensor:
         """``[batch, heads * buckets, ...]`` to ``[batch, heads, buckets, ...]``."""
@@ -133,7 +116,7 @@ class BalanceKVStreaming(Sketch):
 
     def _extend(self, new: Slots, live: Tensor | None) -> None:
         there = torch.ones_like(new.keys[..., 0]).bool() if live is None else live
-        denominator = self._denominator()
+        denominator = self._levels("denominator")
         if not denominator.depth:
             self._erased.begin(self.state, new)
             denominator.start(_ones(new))
@@ -147,10 +130,10 @@ class BalanceKVStreaming(Sketch):
                 self._cover(lowest, highest)
             else:
                 self.meta["lowest"], self.meta["buckets"] = lowest, highest - lowest + 1
-                self._numerator().start(self._spread(new.narrow(0, 1)))
+                self._levels("numerator").start(self._spread(new.narrow(0, 1)))
             index = torch.arange(self.buckets, device=number.device) + self.meta["lowest"]
             mine = (number.unsqueeze(2) == index.view(1, 1, -1, 1)) & bucketed.unsqueeze(2)
-            self._numerator().push(
+            self._levels("numerator").push(
                 0, self._spread(new), mine.flatten(1, 2), self._bucket_keys(keys)
             )
         denominator.push(0, _ones(new), there, self.streams())
@@ -170,7 +153,7 @@ class BalanceKVStreaming(Sketch):
         gone = torch.exp2(index.double()) <= below.unsqueeze(-1)
         if not bool(gone.any()):
             return
-        levels = self._numerator()
+        levels = self._levels("numerator")
         levels.erase(gone.flatten(1, 2))
         unneeded = int(gone.all(0).all(0).long().cumprod(0).sum())
         if 0 < unneeded < self.buckets:
@@ -192,7 +175,7 @@ class BalanceKVStreaming(Sketch):
             return torch.cat([left, split, right], dim=2).flatten(1, 2)
 
         if below or above:
-            self._numerator().map_streams(widened)
+            self._levels("numerator").map_streams(widened)
             self.meta["buckets"] = self.buckets + below + above
             self.meta["lowest"] = self.meta["lowest"] - below
 
@@ -209,20 +192,20 @@ class BalanceKVStreaming(Sketch):
             other = copy.deepcopy(other)
             self._cover(other.meta["lowest"], other.meta["lowest"] + other.buckets - 1)
             other._cover(self.meta["lowest"], self.meta["lowest"] + self.buckets - 1)
-            self._numerator().absorb(other._numerator(), self._bucket_keys(keys))
-        self._denominator().absorb(other._denominator(), self.streams())
+            self._levels("numerator").absorb(other._levels("numerator"), self._bucket_keys(keys))
+        self._levels("denominator").absorb(other._levels("denominator"), self.streams())
         self._erase(self._erased.now(self.state, self.meta["token"]["head_dim"]))
 
     @property
     def slots(self) -> Slots:
         self._require_tokens()
-        below = self._denominator().slots()
+        below = self._levels("denominator").slots()
         width = self.meta["token"]["value_dim"]
         ones = below.values.new_zeros(*below.values.shape[:3], width)
         denominator = Slots(below.keys, ones, below.mass, below.positions)
         if not self.buckets:
             return denominator
-        above = self._numerator().slots().map(lambda t: self._split(t).flatten(2, 3))
+        above = self._levels("numerator").slots().map(lambda t: self._split(t).flatten(2, 3))
         numerator = Slots(
             above.keys, above.values, torch.zeros_like(above.masses()), above.positions
         )

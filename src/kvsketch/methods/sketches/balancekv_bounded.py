@@ -67,17 +67,6 @@ class BalanceKVBounded(Bounded):
     name = "balancekv_bounded"
     paper = "ours, after Han et al., BalanceKV Algorithm 1 (2502.07861)"
     columns = 2
-    parameters = (
-        "capacity",
-        "batch_size",
-        "r",
-        "eps",
-        "max_tokens",
-        "delta",
-        "constant",
-        "on_fail",
-        "scaling",
-    )
 
     def __init__(
         self,
@@ -117,7 +106,7 @@ class BalanceKVBounded(Bounded):
 
     def _erase(self, below: Tensor) -> None:
         """Line 9: erase the buckets with 2^i <= ``below``, ``[batch, heads]``."""
-        held, weights = self._held(), self._live_weights()
+        held, weights = self.get("held"), self._live_weights()
         gone = torch.exp2(norm_bucket(held.values).double()) <= below.unsqueeze(-1)
         if not bool((gone & (weights[..., 0] > 0)).any()):
             return
@@ -160,7 +149,7 @@ class BalanceKVBounded(Bounded):
     @property
     def slots(self) -> Slots:
         self._require_tokens()
-        held, weights = self._held(), self._live_weights()
+        held, weights = self.get("held"), self._live_weights()
         above, below = weights.unbind(-1)
         values = held.values * above.unsqueeze(-1).to(held.values.dtype)
         return Slots(held.keys, values, below, held.positions)

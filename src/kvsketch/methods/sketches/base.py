@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -49,7 +50,7 @@ class Sketch(ABC):
     guarantee: ClassVar[str] = ""
     #: what it requires from what calls it: nothing but tokens
     requires: ClassVar[Requirements] = Requirements()
-    #: constructor arguments, read back from attributes of the same name by ``save``
+    #: constructor arguments but the seed, read back from attributes of the same name by ``save``
     parameters: ClassVar[tuple[str, ...]] = ()
     #: whether it uses random numbers
     randomised: ClassVar[bool] = True
@@ -59,6 +60,10 @@ class Sketch(ABC):
     recompresses: ClassVar[bool] = False
     #: whether ``widen`` makes it larger
     grows: ClassVar[bool] = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.parameters = tuple(p for p in inspect.signature(cls).parameters if p != "seed")
 
     def __init__(self, seed: int = 0) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int):
@@ -378,8 +383,3 @@ def lengthened(tensor: Tensor, extra: int) -> Tensor:
     """``[batch, heads, slots, ...]`` with zeros for ``extra`` more slots at the end."""
     shape = (*tensor.shape[:2], extra, *tensor.shape[3:])
     return torch.cat([tensor, tensor.new_zeros(shape)], dim=2)
-
-
-def merged_options(options: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """``defaults`` overridden by what the user gave."""
-    return {**defaults, **options}

@@ -107,7 +107,7 @@ class Bounded(Sketch):
         return self.batch_size or min(BATCH, max(2, self.capacity // 16 * 2))
 
     def _check(self) -> None:
-        held, fill, weights = self._held(), self.state["fill"], self.state["weights"]
+        held, fill, weights = self.get("held"), self.state["fill"], self.state["weights"]
         shape = (*held.keys.shape[:3], self.columns)
         if weights.shape != shape:
             raise InputError(f"weights {tuple(weights.shape)} must be {shape}")
@@ -118,10 +118,6 @@ class Bounded(Sketch):
         if bool(lost.any()) or bool((weights < 0).any()) or not bool(weights.isfinite().all()):
             raise InputError("weights must be finite and >= 0, and those of a slot not all 0")
 
-    def _held(self) -> Slots:
-        """The slots, with unweighted keys and values. Places beyond ``fill`` are undefined."""
-        return self.get("held")
-
     def _extend(self, new: Slots, live: Tensor | None) -> None:
         there = torch.ones_like(new.keys[..., 0]).bool() if live is None else live
         if not self.state:
@@ -130,6 +126,7 @@ class Bounded(Sketch):
         self._take(Slots(new.keys, new.values, positions=new.positions), weights)
 
     def _begin(self, new: Slots) -> None:
+        # Unweighted keys and values; places beyond ``fill`` are undefined.
         self.put("held", Slots(new.keys, new.values, positions=new.positions).narrow(0, 0))
         batch, heads = new.keys.shape[:2]
         device = new.keys.device
@@ -149,7 +146,7 @@ class Bounded(Sketch):
         fill = self.state["fill"]
         # Tensors in use are not written to, because a halving may raise an error.
         width = min(self.capacity, int((fill + left).max()))
-        held, old = self._held(), self.state["weights"]
+        held, old = self.get("held"), self.state["weights"]
         extra = max(0, width - held.count)
         held = held.map(lambda t: lengthened(t, extra))
         old = lengthened(old, extra)
@@ -219,9 +216,9 @@ class Bounded(Sketch):
     def _merge(self, other: Sketch) -> None:
         assert isinstance(other, Bounded)
         self.state["failed"] = self.state["failed"] + other.state["failed"]
-        column = torch.arange(other._held().count, device=self.state["fill"].device)
+        column = torch.arange(other.get("held").count, device=self.state["fill"].device)
         there = column < other.state["fill"].unsqueeze(-1)
-        self._take(other._held(), other.state["weights"] * there.unsqueeze(-1))
+        self._take(other.get("held"), other.state["weights"] * there.unsqueeze(-1))
 
     def _live_weights(self) -> Tensor:
         """The weights, 0 beyond the slots of a head."""

@@ -28,16 +28,15 @@ class ClusterSamples(Sketch):
     apart.
     """
 
-    parameters: ClassVar[tuple[str, ...]] = ("delta", "t", "max_clusters", "overflow")
     keeps_values: ClassVar[bool] = False  # whether the cluster samples carry values
 
     def __init__(
         self,
-        delta: float | None,
-        t: int,
-        max_clusters: int | None,
-        overflow: str,
-        seed: int,
+        delta: float | None = None,
+        t: int = 4,
+        max_clusters: int | None = None,
+        overflow: str = "widen",
+        seed: int = 0,
     ) -> None:
         if delta is not None and (
             isinstance(delta, bool)

@@ -33,7 +33,6 @@ class MergeReduceBounded(Bounded):
 
     name = "merge_reduce_bounded"
     paper = "ours, after Han et al., BalanceKV Algorithm 3 (2502.07861)"
-    parameters = ("capacity", "halving", "batch_size", "options")
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class MergeReduceBounded(Bounded):
     @property
     def slots(self) -> Slots:
         self._require_tokens()
-        return self._held().scaled(self._live_weights()[..., 0])
+        return self.get("held").scaled(self._live_weights()[..., 0])
 
 
 class MergeReduce(Sketch):
@@ -96,7 +95,6 @@ class MergeReduce(Sketch):
     paper = "Han et al., BalanceKV Algorithm 3 (2502.07861)"
     guarantee = "Theorem 3.3, with halving='softmax_balance' at the theorem's batch size"
     least_slots = MergeReduceBounded.least_slots
-    parameters = ("halving", "batch_size", "levels", "options")
 
     def __init__(
         self,

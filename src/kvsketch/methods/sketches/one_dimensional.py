@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsketch.errors import InputError, at_least
 from kvsketch.estimator import attention_scores, check_queries
-from kvsketch.methods.sketches.base import Sketch, merged_options, token_bytes
+from kvsketch.methods.sketches.base import Sketch, token_bytes
 from kvsketch.slots import Slots, compute_dtype
 
 
@@ -50,7 +50,6 @@ class OneDimensional(Sketch):
     guarantee = "each draw of sample() has the softmax law while its reservoir suffices"
     least_slots = 3
     grows = False  # tokens that left the extremes or the sample do not return
-    parameters = ("max_tokens", "buffer", "reservoir")
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class OneDimensional(Sketch):
     def for_budget(cls, slots: int, seed: int = 0, **options: Any) -> OneDimensional:
         """``slots`` >= 3 slots per KV head, a third for each of the three parts."""
         k = at_least("slots", slots, 3) // 3
-        return cls(**merged_options(options, buffer=k, reservoir=slots - 2 * k), seed=seed)
+        return cls(**{"buffer": k, "reservoir": slots - 2 * k, **options}, seed=seed)
 
     def most_bytes(self, token: Slots) -> int:
         ends = 2 * self.buffer * token_bytes(token)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvsketch.errors import InputError, at_least
 from kvsketch.estimator import attend, attention_scores
-from kvsketch.methods.sketches.base import Sketch, merged_options, token_bytes
+from kvsketch.methods.sketches.base import Sketch, token_bytes
 from kvsketch.slots import Slots, compute_dtype
 
 
@@ -37,7 +37,6 @@ class SlidingWindow(Sketch):
     guarantee = "exact for the attention that equation 20 defines"
     randomised = False
     least_slots = 2
-    parameters: ClassVar[tuple[str, ...]] = ("window",)
 
     def __init__(self, window: int, seed: int = 0) -> None:
         super().__init__(seed)
@@ -47,7 +46,7 @@ class SlidingWindow(Sketch):
     def for_budget(cls, slots: int, seed: int = 0, **options: Any) -> SlidingWindow:
         """``slots`` >= 2 slots per KV head, one of them for the outside."""
         at_least("slots", slots, 2)
-        return cls(**merged_options(options, window=slots - 1), seed=seed)
+        return cls(**{"window": slots - 1, **options}, seed=seed)
 
     def most_bytes(self, token: Slots) -> int:
         return self.window * token_bytes(token) + 8 * token.values.shape[3] + 16
@@ -165,7 +164,6 @@ class SlidingWindowSampled(SlidingWindow):
         "docstring repairs it, with enough samples"
     )
     randomised = True
-    parameters = ("window", "samples")
 
     def __init__(self, window: int, samples: int = 1, seed: int = 0) -> None:
         super().__init__(window, seed)
@@ -176,7 +174,7 @@ class SlidingWindowSampled(SlidingWindow):
         """``slots`` slots per KV head, ``samples`` (default 1) of them for the outside."""
         samples = at_least("samples", options.get("samples", 1), 1)
         at_least("slots", slots, samples + 1)
-        return cls(**merged_options(options, window=slots - samples), seed=seed)
+        return cls(**{"window": slots - samples, **options}, seed=seed)
 
     def most_bytes(self, token: Slots) -> int:
         value = token.values.shape[3] * token.values.element_size()

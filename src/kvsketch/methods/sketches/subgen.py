@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.errors import at_least
-from kvsketch.methods.sketches.base import Sketch, merged_options, token_bytes
+from kvsketch.methods.sketches.base import Sketch, token_bytes
 from kvsketch.methods.sketches.cluster_samples import ClusterSamples
 from kvsketch.slots import Slots, compute_dtype
 from kvsketch.theory.low_dimension import UNIT_BALL_DELTA, low_dimensional
@@ -50,7 +50,6 @@ class SubGen(ClusterSamples):
         "Theorem 1, at the sizes that kvsketch.theory.subgen calculates: error at most "
         "eps |softmax(Kq)|_2 |V|_op with probability 0.99"
     )
-    parameters = ("delta", "s", "t", "max_clusters", "overflow")
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class SubGen(ClusterSamples):
         t = options.get("t", 2 if slots >= 8 else 1)
         s = options.get("s", max(1, slots // 2))
         cap = max(1, (slots - s) // t)
-        return cls(**merged_options(options, s=s, t=t, max_clusters=cap), seed=seed)
+        return cls(**{"s": s, "t": t, "max_clusters": cap, **options}, seed=seed)
 
     def most_bytes(self, token: Slots) -> int | None:
         """With ``max_clusters``, the bytes of the clusters and of the numerator's samples."""
@@ -203,22 +202,12 @@ class SubGenCoupled(ClusterSamples):
     guarantee = "numerator and denominator are unbiased"
     keeps_values = True
 
-    def __init__(
-        self,
-        delta: float | None = None,
-        t: int = 4,
-        max_clusters: int | None = None,
-        overflow: str = "widen",
-        seed: int = 0,
-    ) -> None:
-        super().__init__(delta, t, max_clusters, overflow, seed)
-
     @classmethod
     def for_budget(cls, slots: int, seed: int = 0, **options: Any) -> SubGenCoupled:
         """A sketch of at most ``slots`` clusters of one sample each. The delta is adapted to the
         keys."""
         t = options.get("t", 1)
-        return cls(**merged_options(options, t=t, max_clusters=max(1, slots // t)), seed=seed)
+        return cls(**{"t": t, "max_clusters": max(1, slots // t), **options}, seed=seed)
 
     @property
     def slots(self) -> Slots:
