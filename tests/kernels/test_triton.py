@@ -28,7 +28,7 @@ from torch import Tensor
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.estimator import attend, attention_scores
 from kvsketch.kernels import triton_support
-from kvsketch.kernels.flat_page import FlatQuantized, FlatSlots
+from kvsketch.kernels.flat_page import FlatQuantized
 from kvsketch.observed import Observed
 from kvsketch.page.part import Part
 from kvsketch.page.quantized import Bits, Quantized, quantize
@@ -49,6 +49,7 @@ with pytest.MonkeyPatch.context() as patch:
     decode_module = importlib.import_module("kvsketch.kernels.triton_decode")
     prefill_module = importlib.import_module("kvsketch.kernels.triton_prefill")
     shares_module = importlib.import_module("kvsketch.kernels.triton_shares")
+decode, prefill = decode_module.decode, prefill_module.prefill
 assert triton_support.available(DEVICE), "Triton was imported before, without its interpreter"
 
 # Logarithms of 0 and maxima of NaN are intended; on a GPU there is no warning.
@@ -56,25 +57,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 #: largest error of an output, relative to the largest value, by rounding it and the weights
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-
-
-def called(
-    kernel: Any, queries: Tensor, keys: Any, values: Any, log_mass: Any, start: Tensor,
-    count: Tensor, *new: Tensor, scaling: float, softcap: Any = None, sinks: Any = None,
-    slopes: Any = None, positions: Any = None, pages: Any = None, **more: Any,
-) -> Any:  # fmt: skip
-    asked = Observed(queries, scaling, softcap, slopes, sinks=sinks)
-    slots = FlatSlots(keys, values, log_mass, start, count, positions, pages)
-    new = new or tuple(more.pop(name) for name in ("new_keys", "new_values") if name in more)
-    return kernel(asked, slots, *new, **more)
-
-
-def decode(*given: Any, **more: Any) -> Any:
-    return called(decode_module.decode, *given, **more)
-
-
-def prefill(*given: Any, **more: Any) -> Any:
-    return called(prefill_module.prefill, *given, **more)
 
 
 @pytest.fixture(autouse=True)
@@ -414,6 +396,29 @@ def test_a_mass_that_is_not_a_number_shows() -> None:
         assert log.isnan().all()
 
 
+def test_what_is_given_is_written_and_nothing_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = page([70, 9], [1, 33], sinks=True)
+    wanted = reference(given)
+    out, log = torch.empty_like(given.queries), on(torch.empty(2, 4, 1))
+    scratch = decode_module.scratch_for(given.queries, 8, 3)
+    for part in scratch:
+        part.fill_(torch.nan)  # the output would be NaN if this were read
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", None)
+        got = decode(
+            *given.arguments,
+            **given.extras,
+            splits=3,
+            block=16,
+            out=out,
+            log_total=log,
+            scratch=scratch,
+        )
+    assert got[0] is out
+    assert got[1] is log
+    close(given, got, wanted)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
 def test_decode_in_a_cuda_graph() -> None:
     given = page([70, 9], [1, 33])
@@ -611,7 +616,10 @@ def test_prefill_of_quantised_slots() -> None:
 def test_prefill_as_it_is_called() -> None:
     given = page([100, 3], [0, 70], queries=70, group=3)
     pair, _, heads = new_tokens(given, 0, False, False)
-    got = prefill(*given.arguments, *pair, **given.extras)
+    out, log = torch.empty_like(given.queries), on(torch.empty(given.queries.shape[:3]))
+    got = prefill(*given.arguments, *pair, **given.extras, out=out, log_total=log)
+    assert got[0] is out
+    assert got[1] is log
     close(given, got, reference(given, heads))
 
 
@@ -674,6 +682,9 @@ BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     (wrong(slopes=torch.zeros(4), positions=torch.zeros(9)), InputError, "positions"),
     (wrong(block=24), InputError, "block=24"),
     (wrong(block=8), InputError, "block=8"),
+    (wrong(out=torch.zeros(1, 4, 1, 9)), InputError, "out must be"),
+    (wrong(out=torch.zeros(1, 4, 1, 8).half()), InputError, "out must be"),
+    (wrong(log_total=torch.zeros(1, 4)), InputError, "log_total must be"),
 ]
 
 
@@ -717,6 +728,7 @@ def test_refused_by_one() -> None:
         (wrong(query_positions=torch.zeros(1)), "need positions"),
         (wrong(sinks=torch.ones(4), slopes=torch.ones(4), **positions), "need query_positions"),
         (wrong(query_positions=torch.zeros(1).long(), **positions), "query_positions must be"),
+        (wrong(splits=2, scratch=(torch.zeros(1), torch.zeros(1))), r"scratch\[0\]"),
     ]:
         with pytest.raises(InputError, match=message):
             call(decode, changes)
@@ -725,6 +737,7 @@ def test_refused_by_one() -> None:
         (wrong(new_values=torch.zeros(1, 2, 1, 8).int()), "new_values must be float32"),
         (wrong(new_log_mass=torch.zeros(1, 1)), "new_log_mass must have shape"),
         (wrong(slopes=torch.zeros(4), **positions), "need new_positions"),
+        (wrong(precision="tf32"), "precision='tf32'"),
         (wrong(rows=3), "rows=3"),
     ]:
         with pytest.raises(InputError, match=message):
@@ -925,22 +938,14 @@ JITFunction.run = compiled
 
 from kvsketch.page.quantized import quantize
 from kvsketch.kernels import triton_support
-from kvsketch.kernels.flat_page import FlatQuantized, FlatSlots
-from kvsketch.observed import Observed
+from kvsketch.kernels.flat_page import FlatQuantized
 from kvsketch.page.quantized import Bits, Quantized, quantize
 from kvsketch.partial import NOTHING, log_mass
 triton_support._missing = lambda device: None
-from kvsketch.kernels import triton_decode, triton_prefill
+from kvsketch.kernels.triton_decode import decode
+from kvsketch.kernels.triton_prefill import prefill
 from kvsketch.kernels.triton_shares import largest_shares
 
-def called(kernel, queries, keys, values, log_mass, start, count, *new, scaling, softcap=None,
-           sinks=None, slopes=None, positions=None, pages=None, **more):
-    asked = Observed(queries, scaling, softcap, slopes, sinks=sinks)
-    slots = FlatSlots(keys, values, log_mass, start, count, positions, pages)
-    return kernel(asked, slots, *new, **more)
-
-def decode(*given, **more): return called(triton_decode.decode, *given, **more)
-def prefill(*given, **more): return called(triton_prefill.prefill, *given, **more)
 def normal(*shape): return torch.randn(shape, dtype=torch.bfloat16)
 start = torch.zeros(2, 2, dtype=torch.int64)
 slots = (torch.rand(2, 64), start, start.int())
@@ -974,11 +979,11 @@ def test_kernels_compile(target: int, tmp_path: Path) -> None:
     large = "wgmma" if target == 90 else "mma"
     assert [line.strip() for line in lines] == [
         "_attend_piece mma",
-        "_combine",
+        "combine",
         "_attend_piece mma",
         f"_attend_rows {large}",
-        f"_shares {large}",
-        f"_shares {large}",
+        f"_totals {large}",
+        f"_largest {large}",
         "_attend_piece mma",
         f"_attend_rows {large}",
     ]

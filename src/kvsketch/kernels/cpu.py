@@ -6,9 +6,7 @@ All rows, heads of any size and all parts, exact or in few bits, are one call.
 from __future__ import annotations
 
 import ctypes
-import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -207,34 +205,47 @@ def _numbers(part: Part) -> _Found:
     """What the kernel has to know of a part, in the order of ``Part`` in attention.cpp, its address
     before it and the channels of a value after it; None: the kernel cannot read the part. It is
     kept with the part as long as the part has the same tensors."""
-    fields, packed = part.fields, part.packed
+    fields, packed, blocks = part.fields, part.packed, part.blocks
     keys = packed["keys"] if packed else fields["keys"]
     values = packed["values"] if packed else fields["values"]
-    columns = (fields.get(name) for name in ("log_mass", "positions", "score"))
-    own = (keys, values, *columns, part.sizes, part.blocks)
-    if part.for_kernel is not None:
-        held, known = part.for_kernel
-        if all(map(operator.is_, held, own)):
-            kept: _Found = known
-            return kept
-    numbers, found = _describe(part, keys, values, own[2:5]), None
+    mass, positions, score = (fields.get(n) for n in ("log_mass", "positions", "score"))
+    held = part.for_kernel
+    found: _Found = None
+    if held is not None:
+        of, found = held
+        if (
+            of[0] is keys
+            and of[1] is values
+            and of[2] is mass
+            and of[3] is positions
+            and of[4] is score
+            and of[5] is part.sizes
+            and of[6] is blocks
+        ):
+            return found
+    numbers = _describe(part, keys, values, mass, positions, score)
+    found = None
     if numbers is not None:
         found = ctypes.addressof(numbers), numbers, numbers[_VALUE_DIM]
-    part.for_kernel = own, found
+    part.for_kernel = (keys, values, mass, positions, score, part.sizes, blocks), found
     return found
 
 
 def _describe(
-    part: Part, keys: Tensor | Quantized, values: Tensor | Quantized, of_slots: Sequence[Any]
+    part: Part,
+    keys: Tensor | Quantized,
+    values: Tensor | Quantized,
+    mass: Tensor | None,
+    positions: Tensor | None,
+    score: Tensor | None,
 ) -> Numbers | None:
-    """``of_slots``: the columns of log masses, positions and scores, or None."""
     even = part.blocks is None
     sides = [_side(keys, even), _side(values, even)]
     lead = keys.codes if isinstance(keys, Quantized) else keys
     other = values.codes if isinstance(values, Quantized) else values
     start, sizes = [0, 0], [0, 0, 0]
     capacity = _heads(lead) if even else 0
-    columns = [_column(column, even, capacity) for column in of_slots]
+    columns = [_column(column, even, capacity) for column in (mass, positions, score)]
     if None in sides or None in columns or (even and _heads(other) != capacity):
         return None
     if part.layout is not None:

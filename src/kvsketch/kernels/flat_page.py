@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from kvsketch.errors import InputError, UnsupportedError
-from kvsketch.observed import Observed
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int32, torch.int64)
@@ -113,31 +112,6 @@ Page = Tensor | FlatQuantized
 
 
 @dataclass(frozen=True)
-class FlatSlots:
-    """The slots of all heads, in tensors of any strides. Those of head h of row b are the
-    ``count[b, h]`` from ``start[b, h]`` of row b on.
-
-    Attributes:
-        keys: ``[batch, total, head_dim]``, or quantised.
-        values: means u / m, ``[batch, total, value_dim]``, or quantised.
-        log_mass: log m, float32 ``[batch, total]``; ``NOTHING`` or -inf: dead. None: all 0.
-        start, count: int32 or int64 ``[batch, num_key_value_heads]``.
-        positions: float32, int32 or int64 ``[batch, total]``. Needed for slopes (ALiBi).
-        pages: for each row of the queries, the row of the tensors above, but start and count, that
-            has its slots, int32 or int64 ``[batch]``, not checked on the host. These tensors may
-            then have any number of rows. None: row b of all of them.
-    """
-
-    keys: Page
-    values: Page
-    log_mass: Tensor | None
-    start: Tensor
-    count: Tensor
-    positions: Tensor | None = None
-    pages: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class Sizes:
     """The sizes of a launch."""
 
@@ -155,7 +129,21 @@ class Sizes:
         return self.heads // self.kv_heads
 
 
-def check(asked: Observed, slots: FlatSlots) -> Sizes:
+def check(
+    queries: Tensor,
+    keys: Page,
+    values: Page,
+    log_mass: Tensor | None,
+    start: Tensor,
+    count: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    positions: Tensor | None,
+    pages: Tensor | None = None,
+) -> Sizes:
     """Check the arguments of a kernel and return the sizes of the launch.
 
     Only shapes, dtypes and devices are checked: ``start`` and ``count`` stay on the device.
@@ -164,8 +152,6 @@ def check(asked: Observed, slots: FlatSlots) -> Sizes:
         InputError: shapes, dtypes or devices do not fit together.
         UnsupportedError: float64, gradients, heads wider than 1,024, or more than 2^30 slots.
     """
-    queries, pages, start, count = asked.queries, slots.pages, slots.start, slots.count
-    keys, values = slots.keys, slots.values
     if queries.dim() != 4:
         raise InputError(
             f"queries must be [batch, num_attention_heads, q, head_dim], got {tuple(queries.shape)}"
@@ -212,20 +198,19 @@ def check(asked: Observed, slots: FlatSlots) -> Sizes:
     _check_page("values", values, kv_heads)
     check_dtype("queries", queries)
     sizes = Sizes(batch, heads, number, head_dim, value_dim, kv_heads, total)
-    check_column("log_mass", slots.log_mass, (rows, total), (torch.float32,))
-    check_column("positions", slots.positions, (rows, total), (torch.float32, *_INTEGERS))
+    check_column("log_mass", log_mass, (rows, total), (torch.float32,))
+    check_column("positions", positions, (rows, total), (torch.float32, *_INTEGERS))
     check_column("pages", pages, (batch,), _INTEGERS)
-    check_column("sinks", asked.sinks, (heads,), DTYPES)
-    check_column("slopes", asked.slopes, (heads,), DTYPES)
-    if asked.slopes is not None and slots.positions is None:
+    check_column("sinks", sinks, (heads,), DTYPES)
+    check_column("slopes", slopes, (heads,), DTYPES)
+    if slopes is not None and positions is None:
         raise InputError("slopes (ALiBi) need positions")
-    if not math.isfinite(asked.scaling):
-        raise InputError(f"scaling={asked.scaling!r} must be a finite number")
-    if asked.softcap is not None and not (math.isfinite(asked.softcap) and asked.softcap > 0):
-        raise InputError(f"softcap={asked.softcap!r} must be a finite number > 0, or None")
+    if not math.isfinite(scaling):
+        raise InputError(f"scaling={scaling!r} must be a finite number")
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise InputError(f"softcap={softcap!r} must be a finite number > 0, or None")
     data = [t for page in (keys, values) for t in _tensors(page)]
-    columns = (slots.log_mass, start, count, asked.sinks, asked.slopes, slots.positions, pages)
-    check_together(queries, *data, *columns)
+    check_together(queries, *data, log_mass, start, count, sinks, slopes, positions, pages)
     return sizes
 
 
@@ -301,10 +286,20 @@ def check_block(name: str, block: int | None) -> None:
         raise InputError(f"{name}={block!r} must be a power of two >= 16")
 
 
-def results_for(queries: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """Tensors for the results of ``queries`` and, in float32, for the logs of their totals."""
-    logs = torch.empty(queries.shape[:3], dtype=torch.float32, device=queries.device)
-    return queries.new_empty(*logs.shape, sizes.value_dim), logs
+def given(
+    name: str, given: Tensor | None, queries: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """``given``, or a new tensor if it is None.
+
+    Raises:
+        InputError: it has another shape, dtype or device.
+    """
+    if given is None:
+        return torch.empty(shape, dtype=dtype, device=queries.device)
+    if tuple(given.shape) != shape or given.dtype != dtype:
+        raise InputError(f"{name} must be {dtype} {shape}, got {given.dtype} {tuple(given.shape)}")
+    check_together(queries, given)
+    return given
 
 
 def _check_page(name: str, page: Page, kv_heads: int) -> None:

@@ -6,16 +6,15 @@ a launch needs to know of a part is made once and kept with the part.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvsketch.kernels.flat_page import FlatQuantized, FlatSlots, check
+from kvsketch.kernels.flat_page import FlatQuantized, check
 from kvsketch.kernels.triton_decode import Pieces, combined, scratch_for, splits_for
-from kvsketch.kernels.triton_slots import flat, scores_of
+from kvsketch.kernels.triton_slots import KernelScores, flat
 from kvsketch.observed import Observed
 from kvsketch.page.part import Part
 
@@ -80,8 +79,8 @@ def attend(asked: Observed, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
     return PreparedLaunches(asked, parts).found(asked.queries)
 
 
-def flat_of(part: Part, positions: bool = False) -> FlatSlots:
-    """The slots of a part. Quantised keys and values stay quantised."""
+def flat_of(part: Part) -> dict[str, Any]:
+    """The fields of a part, ``[batch, total, ...]``. Quantised keys and values stay quantised."""
     even = part.blocks is None
     found: dict[str, Any] = {n: t.flatten(1, 2) if even else t for n, t in part.fields.items()}
     for name, few in part.packed.items():
@@ -89,8 +88,7 @@ def flat_of(part: Part, positions: bool = False) -> FlatSlots:
         found[name] = FlatQuantized(
             few.bits, few.dim, few.codes, few.low, few.step, few.unit, few.offset
         )
-    at = found["positions"].float() if positions else None
-    return FlatSlots(found["keys"], found["values"], found.get("log_mass"), *part.spans(), at)
+    return found
 
 
 def _pieces(part: Part, asked: Observed) -> tuple[Pieces, int]:
@@ -105,15 +103,27 @@ def _pieces(part: Part, asked: Observed) -> tuple[Pieces, int]:
     known = part.for_kernel
     if known is not None and len(known[0]) == 2:  # and not what the CPU's kernel keeps
         (held, before), found = known
-        same = len(held) == len(contents) and all(map(operator.is_, held, contents))
+        same = len(held) == len(contents) and all(map(_is, held, contents))
         if same and before == like:
             made: tuple[Pieces, int] = found
             return made
-    slots, plain = flat_of(part), Observed(queries, *scores)
-    sizes = check(plain, slots)
+    fields = flat_of(part)
+    given = (fields["keys"], fields["values"], fields.get("log_mass"), start, count)
+    extras: dict[str, Any] = dict.fromkeys(("sinks", "slopes", "positions"))
+    sizes = check(queries, *given, scaling=scores[0], softcap=scores[1], **extras)
     most = min(part.count + part.room, sizes.total)
-    splits = splits_for(sizes.batch, sizes.kv_heads, most)
-    size = queries.element_size()
-    pieces = Pieces(flat(slots), scores_of(plain), sizes, size, most, splits)
+    page = flat(*given[:3], None, start, count)
+    pieces = Pieces(
+        page,
+        KernelScores(float(asked.scaling), asked.softcap, None, (0,), None, (0,)),
+        sizes,
+        queries.element_size(),
+        most,
+        splits_for(sizes.batch, sizes.kv_heads, most),
+    )
     part.for_kernel = (contents, like), (pieces, sizes.value_dim)
     return pieces, sizes.value_dim
+
+
+def _is(a: object, b: object) -> bool:
+    return a is b

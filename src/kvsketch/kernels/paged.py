@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -116,8 +116,8 @@ def _chunk(
     newest tokens, with the logs of its totals, ``[batch, heads, group * q]``."""
     q = asked.queries.shape[2]
     group, shape = packed.shape[2] // q, packed.shape[:3]
-    fields, before = page.of_heads(), page.count - q
-    keys, values, logs = fields["keys"], fields["values"], fields.get("log_mass")
+    keys, values, logs = _padded(page)
+    before = page.count - q
     wide = [t[:, :, before:].repeat_interleave(group, dim=1) for t in (keys, values)]
     weight = None if logs is None else logs[:, :, before:]
     found = []
@@ -157,10 +157,24 @@ def _by_triton(asked: Observed, part: Part, newest: Tensor | None) -> tuple[Tens
     from kvsketch.kernels.gpu import flat_of
     from kvsketch.kernels.triton_decode import decode as launch
 
-    slots, here = flat_of(part, asked.slopes is not None), newest
-    if here is not None:
-        here = here.flatten().float()
-    return launch(_wide(asked), slots, query_positions=here, most=part.count + part.room)
+    (start, count), flat = part.spans(), flat_of(part)
+    sinks, slopes = (None if x is None else x.float() for x in (asked.sinks, asked.slopes))
+    positions = flat["positions"].float() if slopes is not None else None
+    return launch(
+        asked.queries,
+        flat["keys"],
+        flat["values"],
+        flat.get("log_mass"),
+        start,
+        count,
+        scaling=asked.scaling,
+        softcap=asked.softcap,
+        sinks=sinks,
+        slopes=slopes,
+        positions=positions,
+        query_positions=None if newest is None else newest.flatten().float(),
+        most=part.count + part.room,
+    )
 
 
 def _prefill_by_triton(asked: Observed, page: Part) -> tuple[Tensor, Tensor]:
@@ -169,17 +183,28 @@ def _prefill_by_triton(asked: Observed, page: Part) -> tuple[Tensor, Tensor]:
     from kvsketch.kernels.gpu import flat_of
     from kvsketch.kernels.triton_prefill import prefill as launch
 
-    q, slots = asked.queries.shape[2], flat_of(page)
-    slots, new = replace(slots, count=slots.count - q), page.last(q)
-    pair = new["keys"], new["values"]
-    wide = replace(_wide(asked), slopes=None)
-    return launch(wide, slots, *pair, new_log_mass=new.get("log_mass"))
+    q = asked.queries.shape[2]
+    (start, count), flat, new = page.spans(), flat_of(page), page.last(q)
+    return launch(
+        asked.queries,
+        flat["keys"],
+        flat["values"],
+        flat.get("log_mass"),
+        start,
+        count - q,
+        new["keys"],
+        new["values"],
+        scaling=asked.scaling,
+        new_log_mass=new.get("log_mass"),
+        softcap=asked.softcap,
+        sinks=None if asked.sinks is None else asked.sinks.float(),
+    )
 
 
-def _wide(asked: Observed) -> Observed:
-    """With sinks and slopes in float32, which the Triton kernels take."""
-    sinks, slopes = (None if x is None else x.float() for x in (asked.sinks, asked.slopes))
-    return replace(asked, sinks=sinks, slopes=slopes)
+def _padded(page: Part) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, mean values and log masses ``[batch, heads, count, ...]``, the newest tokens last."""
+    fields = page.of_heads()
+    return fields["keys"], fields["values"], fields.get("log_mass")
 
 
 def over(
@@ -239,10 +264,7 @@ def _over_few_bits(
     if blocks is not None:
         owner, axis = blocks.found()[0], 0
         scaled = scaled.flatten(0, 1).index_select(0, owner).unsqueeze(1)
-        shape = len(owner), 1, blocks.size
-        keys, values = (
-            few.map_slots(lambda t: t.view(*shape, t.shape[-1])) for few in (keys, values)
-        )
+        keys, values = (few.map_slots(_in_blocks(len(owner))) for few in (keys, values))
     length, rows = keys.codes.shape[axis], keys.codes[..., 0].numel()
     most = max(keys.channels, values.channels, scaled.shape[2])
     step = max(1, min(length, _PIECE * length // (rows * most)))
@@ -267,6 +289,11 @@ def _over_few_bits(
     if keys.offset is not None and not whole:
         total = total + asked.scaling * (queries @ keys.offset.to(dtype).mT).squeeze(-1)
     return out[..., : values.dim] * values.unit.to(dtype), total
+
+
+def _in_blocks(blocks: int) -> Callable[[Tensor], Tensor]:
+    """From ``[batch, total, ...]`` to ``[blocks, 1, slots of a block, ...]``."""
+    return lambda t: t.view(blocks, 1, -1, t.shape[-1])
 
 
 def _in_units(few: Quantized, axis: int, some: slice, dtype: torch.dtype) -> Tensor:

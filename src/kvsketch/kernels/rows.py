@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvsketch.kernels import cpu, triton_support
-from kvsketch.kernels.flat_page import FlatSlots
 from kvsketch.kernels.paged import over
 from kvsketch.observed import Observed
 from kvsketch.page.part import Part
@@ -39,9 +39,9 @@ def attend(asked: Observed, parts: Sequence[Part], rows: Rows, new: Part | None)
     if new is not None and triton_support.chosen(packed):
         from kvsketch.kernels.triton_prefill import prefill
 
-        plain = Observed(asked.queries, asked.scaling, asked.softcap)
         k, v = new.fields["keys"], new.fields["values"]
-        each.append(prefill(plain, _flat(window, rows), k, v))
+        flat = _flat(window, rows, asked)
+        each.append(prefill(asked.queries, new_keys=k, new_values=v, **flat))
     else:
         if rows.most:
             each.append(_over_window(packed, window, asked, rows))
@@ -71,8 +71,8 @@ def _over_window(
     if triton_support.chosen(packed):
         from kvsketch.kernels.triton_decode import decode
 
-        plain = Observed(packed.flatten(1, 2).unsqueeze(2), asked.scaling, asked.softcap)
-        out, total = decode(plain, _flat(window, rows), most=rows.most)
+        queries = packed.flatten(1, 2).unsqueeze(2)
+        out, total = decode(queries, **_flat(window, rows, asked), most=rows.most)
         return out.view(*packed.shape[:3], -1), total.view(packed.shape[:3])
     sizes = [len(range(run.start, run.stop, run.step)) for run in rows.runs]
     split = torch.split(packed.to(window.fields["keys"].dtype), sizes)
@@ -90,10 +90,18 @@ def _starts(heads: int, slots: int, device: torch.device) -> Tensor:
     return torch.arange(heads, device=device) * slots
 
 
-def _flat(window: Part, rows: Rows) -> FlatSlots:
-    """The heads of a page one after the other, and the page of each row."""
+def _flat(window: Part, rows: Rows, asked: Observed) -> dict[str, Any]:
+    """Arguments of the Triton kernels: the heads of a page one after the other, and the page of
+    each row."""
     starts = _starts(window.heads, window.base, rows.pages.device)
     shape = (len(rows.pages), window.heads)
-    keys, values, logs = (window.fields[n].flatten(1, 2) for n in ("keys", "values", "log_mass"))
-    owned = starts.expand(shape), rows.reads.unsqueeze(1).expand(shape)
-    return FlatSlots(keys, values, logs, *owned, pages=rows.pages)
+    return {
+        "keys": window.fields["keys"].flatten(1, 2),
+        "values": window.fields["values"].flatten(1, 2),
+        "log_mass": window.fields["log_mass"].flatten(1, 2),
+        "start": starts.expand(shape),
+        "count": rows.reads.unsqueeze(1).expand(shape),
+        "pages": rows.pages,
+        "scaling": asked.scaling,
+        "softcap": asked.softcap,
+    }

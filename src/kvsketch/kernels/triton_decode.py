@@ -13,6 +13,7 @@ happen before a CUDA graph is recorded.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -21,34 +22,23 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.errors import InputError
-from kvsketch.kernels.flat_page import (
-    FlatSlots,
-    Sizes,
-    check,
-    check_block,
-    check_together,
-    results_for,
-)
+from kvsketch.kernels.flat_page import Page, Sizes, check, check_block, check_together, given
+from kvsketch.kernels.triton_combine import combine
 from kvsketch.kernels.triton_slots import (
-    LN2,
     LOG2E,
     Flat,
     KernelScores,
+    at,
     attend_slots,
-    begun,
     columns,
     finished,
     flat,
     owned,
     place,
-    scores_of,
-    strided,
-    vectors,
     width_of,
 )
 from kvsketch.kernels.triton_support import Launches, require
 from kvsketch.kernels.triton_tuning import fitting, padded
-from kvsketch.observed import Observed
 
 # Programs to aim for: a few per multiprocessor of the largest GPUs (132 in an H200), since heads
 # of different sizes leave some of them without work.
@@ -85,30 +75,57 @@ def scratch_for(queries: Tensor, value_dim: int, splits: int) -> tuple[Tensor, T
 
 
 def decode(
-    asked: Observed,
-    slots: FlatSlots,
+    queries: Tensor,
+    keys: Page,
+    values: Page,
+    log_mass: Tensor | None,
+    start: Tensor,
+    count: Tensor,
     *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    positions: Tensor | None = None,
     query_positions: Tensor | None = None,
+    pages: Tensor | None = None,
     most: int | None = None,
     splits: int | None = None,
     block: int | None = None,
+    out: Tensor | None = None,
+    log_total: Tensor | None = None,
+    scratch: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``estimator.attend`` of one query per head over a flat page, computed in float32.
 
-    Counts are not checked on the host. The output of a head whose slots do not lie within the page
-    is NaN.
+    Head h of row b has the slots ``start[b, h] .. start[b, h] + count[b, h] - 1`` of row b. Counts
+    are not checked on the host. The output of a head whose slots do not lie within the page is NaN.
 
     Args:
-        asked: float32, float16 or bfloat16 queries ``[batch, num_attention_heads, 1, head_dim]``
-            (or 0 queries), of any strides, with their slopes and sinks.
-        slots: the page.
+        queries: float32, float16 or bfloat16 ``[batch, num_attention_heads, 1, head_dim]`` (or 0
+            queries); query head h uses KV head ``h // (num_attention_heads /
+            num_key_value_heads)``. Any strides, as for all that follows.
+        keys: ``[batch, total, head_dim]``, or quantised.
+        values: means u / m, ``[batch, total, value_dim]``, or quantised.
+        log_mass: log m, float32 ``[batch, total]``; ``NOTHING`` or -inf: dead. None: all 0.
+        start, count: int32 or int64 ``[batch, num_key_value_heads]``.
+        scaling: multiplies the scores.
+        softcap: scores become ``softcap * tanh(scores / softcap)``.
+        sinks: ``[num_attention_heads]``, logits of attention sinks.
+        slopes: ``[num_attention_heads]``, ALiBi: adds ``slope * (position - query's position)``.
+        positions: of the slots, float32, int32 or int64 ``[batch, total]``. Needed for slopes.
         query_positions: ``[batch]``, in the dtype of ``positions``. Needed for slopes with sinks.
             None: the position of the head's last slot, which does not change the output but shifts
             ``log_total``.
+        pages: for each row of ``queries``, the row of ``keys``, ``values``, ``log_mass`` and
+            ``positions`` that has its slots, int32 or int64 ``[batch]``, not checked on the host.
+            These tensors may then have any number of rows. None: row b of all of them.
         most: an upper bound of ``count``, which determines the number of programs. None: total. If
             it is too small, the call is slower, but no slot is left out.
         splits: pieces per head; None: ``splits_for(batch, num_key_value_heads, most)``.
         block: slots per tile, a power of two >= 16. None: chosen by the size of the heads.
+        out, log_total: tensors into which the results are written.
+        scratch: ``scratch_for(queries, value_dim, splits)``. Not used for one split.
 
     Returns:
         ``[batch, num_attention_heads, 1, value_dim]`` in the dtype of the queries, and the
@@ -120,25 +137,45 @@ def decode(
         UnsupportedError: float64, gradients, head_dim or value_dim above 1,024, tensors that are
             not on a CUDA device (outside of Triton's interpreter).
     """
-    sizes, queries = check(asked, slots), asked.queries
+    sizes = check(
+        queries,
+        keys,
+        values,
+        log_mass,
+        start,
+        count,
+        scaling=scaling,
+        softcap=softcap,
+        sinks=sinks,
+        slopes=slopes,
+        positions=positions,
+        pages=pages,
+    )
     require(queries)
     if sizes.queries > 1:
         raise InputError(f"queries has {sizes.queries} queries per head: decode takes one")
-    if asked.sinks is not None and asked.slopes is not None and query_positions is None:
+    if sinks is not None and slopes is not None and query_positions is None:
         raise InputError("sinks beside slopes (ALiBi) need query_positions")
-    _check_launch(sizes, queries, slots.positions, query_positions, most, splits, block)
-    out, log_total = results_for(queries, sizes)
+    _check_launch(sizes, queries, positions, query_positions, most, splits, block)
+    shape = (sizes.batch, sizes.heads, sizes.queries)
+    out = given("out", out, queries, (*shape, sizes.value_dim), queries.dtype)
+    log_total = given("log_total", log_total, queries, shape, torch.float32)
     if out.numel() == 0:
         return out, log_total
     most = sizes.total if most is None else min(most, sizes.total)
     if splits is None:
         splits = splits_for(sizes.batch, sizes.kv_heads, most)
+    page = flat(keys, values, log_mass, positions, start, count, pages)
+    scoring = KernelScores(float(scaling), softcap, sinks, at(sinks), slopes, at(slopes))
     size = queries.element_size()
-    piecewise = Pieces(flat(slots), scores_of(asked), sizes, size, most, splits, block)
+    piecewise = Pieces(page, scoring, sizes, size, most, splits, block)
     if splits == 1:
         piecewise(queries, query_positions, out, log_total, True)
         return out, log_total
-    parts, logs = scratch_for(queries, sizes.value_dim, splits)
+    parts, logs = scratch_for(queries, sizes.value_dim, splits) if scratch is None else scratch
+    wanted = (sizes.batch, sizes.heads, splits)
+    given("scratch[0]", parts, queries, (*wanted, sizes.value_dim), torch.float32)
+    given("scratch[1]", logs, queries, wanted, torch.float32)
     piecewise(queries, query_positions, parts, logs, False)
     combined(parts, logs, out, log_total)
     return out, log_total
@@ -198,12 +235,16 @@ class Pieces:
         """Write the results into ``out`` and ``logs``, whose third axis is the pieces, or if
         ``whole``, the queries."""
         arguments = (
-            strided(queries),
+            queries,
+            at(queries),
             self._page,
             self._scoring,
-            strided(query_positions),
-            strided(out),
-            strided(logs),
+            query_positions,
+            at(query_positions),
+            out,
+            at(out),
+            logs,
+            at(logs),
             *self._numbers,
         )
         changing = [t for t in (queries, query_positions, out, logs) if t is not None]
@@ -218,63 +259,28 @@ _COMBINED = Launches()
 def combined(parts: Tensor, logs: Tensor, out: Tensor, log_total: Tensor) -> None:
     """Write the attention over all pieces into ``out`` and ``log_total``, see ``decode``."""
     (batch, heads, splits, dim), width = parts.shape, min(padded(parts.shape[3]), 64)
-    tensors = parts, logs, out, log_total
+    pairs = [(t, at(t)) for t in (parts, logs, out, log_total)]
     _COMBINED(
-        _combine,
+        combine,
         (batch * heads, -(-dim // width)),
-        tensors,
-        (*map(strided, tensors), heads, splits),
+        (parts, logs, out, log_total),
+        (*itertools.chain(*pairs), heads, splits),
         {"VALUE_DIM": dim, "VALUE_BLOCK": width, "SPLITS_BLOCK": padded(splits, 2)},
     )
 
 
 @triton.jit
-def _combine(
-    parts: tl.tuple,
-    logs: tl.tuple,
-    out: tl.tuple,
-    log_total: tl.tuple,
-    heads: tl.tensor,
-    splits: tl.tensor,
-    VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    SPLITS_BLOCK: tl.constexpr,
-) -> None:
-    """The mean over the pieces of a query head, weighted by their totals. There is one program per
-    query head and ``VALUE_BLOCK`` channels. A piece whose logarithm is -inf is not read."""
-    row, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
-    channels = tl.program_id(1) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK).to(tl.int64)
-    split = tl.arange(0, SPLITS_BLOCK).to(tl.int64)
-    at = logs.tensor + row * logs.at[0] + head * logs.at[1] + split * logs.at[2]
-    log = tl.load(at, mask=split < splits, other=float("-inf"))
-    highest = tl.max(log, axis=0)
-    shift = tl.where(highest == float("-inf"), 0.0, highest)
-    weight = tl.exp2((log - shift) * LOG2E)
-    total = tl.sum(weight, axis=0)
-    at = parts.tensor + row * parts.at[0] + head * parts.at[1] + split[:, None] * parts.at[2]
-    mean = tl.load(
-        at + channels[None, :] * parts.at[3],
-        mask=(log != float("-inf"))[:, None] & (channels < VALUE_DIM)[None, :],
-        other=0.0,
-    )
-    nothing = total == 0
-    mean = tl.sum(mean * weight[:, None], axis=0) / tl.where(nothing, 1.0, total)
-    at = out.tensor + row * out.at[0] + head * out.at[1] + channels * out.at[3]
-    tl.store(at, mean.to(out.tensor.dtype.element_ty), mask=channels < VALUE_DIM)
-    if tl.program_id(1) == 0:
-        both = shift + tl.log2(tl.where(nothing, 1.0, total)) * LN2
-        place = log_total.tensor + row * log_total.at[0] + head * log_total.at[1]
-        tl.store(place, tl.where(nothing, float("-inf"), both))
-
-
-@triton.jit
 def _attend_piece(
-    queries: tl.tuple,
+    queries: tl.tensor,
+    queries_at: tl.tuple,
     page: tl.tuple,
     scoring: tl.tuple,
-    query_positions: tl.tuple,
-    out: tl.tuple,
-    logs: tl.tuple,
+    query_positions: tl.tensor,
+    query_positions_at: tl.tuple,
+    out: tl.tensor,
+    out_at: tl.tuple,
+    logs: tl.tensor,
+    logs_at: tl.tuple,
     kv_heads: tl.tensor,
     group: tl.tensor,
     piece: tl.tensor,
@@ -303,21 +309,30 @@ def _attend_piece(
     if split == splits - 1:  # no slot is left out if ``most`` is too small
         end = number
 
-    at = queries.tensor + row * queries.at[0] + heads * queries.at[1]
-    q = vectors(at, queries.at[3], is_member, head_channels, page.key.dim)
-    highest, weight = begun(scoring, heads, is_member, split == 0)
+    at = queries + row * queries_at[0] + heads[:, None] * queries_at[1]
+    q = tl.load(
+        at + head_channels[None, :] * queries_at[3],
+        mask=is_member[:, None] & (head_channels < page.key.dim)[None, :],
+        other=0.0,
+    )
+    highest = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+    weight = tl.zeros([GROUP_BLOCK], tl.float32)
+    if scoring.sinks is not None:  # a slot without a value, in the first piece
+        sink = tl.load(scoring.sinks + heads * scoring.sinks_at[0], mask=is_member, other=0.0)
+        highest = tl.where(split == 0, sink.to(tl.float32) * LOG2E, highest)
+        weight = tl.where(highest != float("-inf"), 1.0, weight)
     slope = None
     here = None
     if scoring.slopes is not None:
-        slopes = scoring.slopes.tensor + heads * scoring.slopes.at[0]
-        slope = tl.load(slopes, mask=is_member, other=0.0).to(tl.float32)
+        slope = tl.load(scoring.slopes + heads * scoring.slopes_at[0], mask=is_member, other=0.0)
+        slope = slope.to(tl.float32)
         if query_positions is not None:
-            places = query_positions.tensor + row * query_positions.at[0] + tl.zeros_like(heads)
+            places = query_positions + row * query_positions_at[0] + tl.zeros_like(heads)
             here = tl.load(places)
         else:
             last = first + number - 1 + tl.zeros_like(heads)
-            places = page.positions.tensor + stored_at * page.positions.at[0]
-            places += last * page.positions.at[1]
+            places = page.positions + stored_at * page.positions_at[0]
+            places += last * page.positions_at[1]
             here = tl.load(places, mask=is_member & (last >= first), other=0)
     highest, weight, summed = attend_slots(
         highest,
@@ -342,13 +357,13 @@ def _attend_piece(
     is_wanted = is_member
     if not WHOLE:  # of a piece without slots, only the logarithm is written
         is_wanted = is_member & (log != float("-inf"))
-    outs = out.tensor + row * out.at[0] + heads[:, None] * out.at[1] + piece_at * out.at[2]
+    outs = out + row * out_at[0] + heads[:, None] * out_at[1] + piece_at * out_at[2]
     tl.store(
-        outs + value_channels[None, :] * out.at[3],
-        mean.to(out.tensor.dtype.element_ty),
+        outs + value_channels[None, :] * out_at[3],
+        mean.to(out.dtype.element_ty),
         mask=is_wanted[:, None] & (value_channels < page.value.dim)[None, :],
     )
-    totals = logs.tensor + row * logs.at[0] + heads * logs.at[1] + piece_at * logs.at[2]
+    totals = logs + row * logs_at[0] + heads * logs_at[1] + piece_at * logs_at[2]
     tl.store(totals, log, mask=is_member)
 
 

@@ -37,58 +37,79 @@ def largest_shares(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
     """
     require(queries)
     queries, keys = queries.contiguous(), keys.contiguous()
-    rows, _, dim = queries.shape
-    totals, found = (t.new_empty(t.shape[:2], dtype=torch.float32) for t in (queries, keys))
+    (rows, q, dim), n = queries.shape, keys.shape[1]
+    totals = torch.empty(rows, q, dtype=torch.float32, device=queries.device)
+    found = torch.empty(rows, n, dtype=torch.float32, device=queries.device)
     width = padded(dim)
     tile = fitting(2 * width, queries.element_size(), 0, *_TILES)
     with launching(queries):
-        for mine, theirs, out in ((queries, keys, totals), (keys, queries, found)):
-            sizes = (mine.shape[1], theirs.shape[1], scaling * LOG2E.value, dim, width)
-            grid = (rows * -(-sizes[0] // tile["ROWS"]),)
-            _shares[grid](mine, theirs, totals, out, *sizes, out is totals, **tile)
+        for kernel, out, own in ((_totals, totals, q), (_largest, found, n)):
+            kernel[(rows * -(-own // tile["ROWS"]),)](
+                queries, keys, totals, out, q, n, scaling * LOG2E.value, dim, width, **tile
+            )
     return found
 
 
 @triton.jit
-def _shares(
-    vectors: tl.tensor,
-    others: tl.tensor,
+def _totals(
+    queries: tl.tensor,
+    keys: tl.tensor,
     totals: tl.tensor,
     out: tl.tensor,
-    count: tl.tensor,
-    count_others: tl.tensor,
+    q: tl.tensor,
+    n: tl.tensor,
     scaling: tl.tensor,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
-    TOTALS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """If ``TOTALS``, the base-2 logs of the summed weights of a tile of queries over all keys; else
-    the natural logs of the largest shares of a tile of keys over all queries."""
-    tiles = tl.cdiv(count, ROWS)
+    """The base-2 logs of the summed weights of a tile of queries."""
+    tiles = tl.cdiv(q, ROWS)
     row = (tl.program_id(0) // tiles).to(tl.int64)
     own = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    mine = _loaded(vectors + row * count * DIM, own, count, DIM, WIDTH)
+    mine = _loaded(queries + row * q * DIM, own, q, DIM, WIDTH)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
-    for start in range(0, count_others, BLOCK):
+    for start in range(0, n, BLOCK):
         other = start + tl.arange(0, BLOCK)
-        there = other < count_others
-        theirs = _loaded(others + row * count_others * DIM, other, count_others, DIM, WIDTH)
-        if TOTALS:
-            scores = product(mine, tl.trans(theirs), None, "tf32x3") * scaling
-            scores = tl.where(there[None, :], scores, float("-inf"))
-            higher = tl.maximum(highest, tl.max(scores, axis=1))
-            weight = weight * tl.exp2(highest - higher)
-            weight += tl.sum(tl.exp2(scores - higher[:, None]), axis=1)
-            highest = higher
-        else:
-            total = tl.load(totals + row * count_others + other, mask=there, other=float("inf"))
-            scores = product(mine, tl.trans(theirs), None, "tf32x3") * scaling - total[None, :]
-            highest = tl.maximum(highest, tl.max(scores, axis=1))
-    found = highest + tl.log2(weight) if TOTALS else highest * LN2
-    tl.store(out + row * count + own, found, mask=own < count)
+        theirs = _loaded(keys + row * n * DIM, other, n, DIM, WIDTH)
+        scores = product(mine, tl.trans(theirs), None, "tf32x3") * scaling
+        scores = tl.where((other < n)[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        weight = weight * tl.exp2(highest - higher)
+        weight += tl.sum(tl.exp2(scores - higher[:, None]), axis=1)
+        highest = higher
+    tl.store(totals + row * q + own, highest + tl.log2(weight), mask=own < q)
+
+
+@triton.jit
+def _largest(
+    queries: tl.tensor,
+    keys: tl.tensor,
+    totals: tl.tensor,
+    out: tl.tensor,
+    q: tl.tensor,
+    n: tl.tensor,
+    scaling: tl.tensor,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The natural logs of the largest shares of a tile of keys."""
+    tiles = tl.cdiv(n, ROWS)
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    own = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    mine = _loaded(keys + row * n * DIM, own, n, DIM, WIDTH)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    for start in range(0, q, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        theirs = _loaded(queries + row * q * DIM, other, q, DIM, WIDTH)
+        total = tl.load(totals + row * q + other, mask=other < q, other=float("inf"))
+        scores = product(mine, tl.trans(theirs), None, "tf32x3") * scaling - total[None, :]
+        highest = tl.maximum(highest, tl.max(scores, axis=1))
+    tl.store(out + row * n + own, highest * LN2, mask=own < n)
 
 
 @triton.jit

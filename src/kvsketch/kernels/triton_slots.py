@@ -24,10 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvsketch.kernels.flat_page import FlatQuantized, FlatSlots, Page
+from kvsketch.kernels.flat_page import FlatQuantized, Page
 from kvsketch.kernels.triton_codes import halves, whole
 from kvsketch.kernels.triton_tuning import padded, product
-from kvsketch.observed import Observed
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -35,21 +34,19 @@ LN2 = tl.constexpr(0.6931471805599453)
 SMALL = tl.constexpr(256.0)
 
 
-class Strided(NamedTuple):
-    """A tensor as a kernel argument, with its strides."""
-
-    tensor: Tensor
-    at: tuple[int, ...]
-
-
 class Stored(NamedTuple):
-    """Keys or values of a flat page as kernel arguments."""
+    """Keys or values of a flat page as kernel arguments: tensors and their strides (``at``)."""
 
-    data: Strided
-    low: Strided | None
-    step: Strided | None
-    unit: Strided | None
-    offset: Strided | None
+    data: Tensor
+    data_at: tuple[int, ...]
+    low: Tensor | None
+    low_at: tuple[int, ...]
+    step: Tensor | None
+    step_at: tuple[int, ...]
+    unit: Tensor | None
+    unit_at: tuple[int, ...]
+    offset: Tensor | None
+    offset_at: tuple[int, ...]
     dim: tl.constexpr
     bits: tl.constexpr  # 0: not quantised
     width: tl.constexpr
@@ -63,21 +60,30 @@ class Flat(NamedTuple):
 
     key: Stored  # not "keys" and "values": Triton uses the latter for the elements of a tuple
     value: Stored
-    mass: Strided | None
-    positions: Strided | None
-    starts: Strided
-    counts: Strided
+    mass: Tensor | None
+    mass_at: tuple[int, ...]
+    positions: Tensor | None
+    positions_at: tuple[int, ...]
+    starts: Tensor
+    starts_at: tuple[int, ...]
+    counts: Tensor
+    counts_at: tuple[int, ...]
     total: int
-    rows: Strided | None
+    rows: Tensor | None
+    rows_at: tuple[int, ...]
 
 
 class New(NamedTuple):
-    """The new tokens as kernel arguments."""
+    """The new tokens as kernel arguments: tensors and their strides (``at``)."""
 
-    key: Strided
-    value: Strided
-    mass: Strided | None
-    positions: Strided | None
+    key: Tensor
+    key_at: tuple[int, ...]
+    value: Tensor
+    value_at: tuple[int, ...]
+    mass: Tensor | None
+    mass_at: tuple[int, ...]
+    positions: Tensor | None
+    positions_at: tuple[int, ...]
 
 
 class KernelScores(NamedTuple):
@@ -85,42 +91,54 @@ class KernelScores(NamedTuple):
 
     scaling: float
     softcap: float | None
-    sinks: Strided | None
-    slopes: Strided | None
+    sinks: Tensor | None
+    sinks_at: tuple[int, ...]
+    slopes: Tensor | None
+    slopes_at: tuple[int, ...]
 
 
 def stored(page: Page) -> Stored:
     """``page`` as arguments of a launch."""
-    if not isinstance(page, FlatQuantized):
-        layout = map(tl.constexpr, (page.shape[2], 0, 1, 1, 1, 1))
-        return Stored(strided(page), None, None, None, None, *layout)
-    unit = strided(page.unit)
-    if page.unit.shape[3] == 1:  # the same for all channels
-        unit = Strided(page.unit, (*unit.at[:3], 0))
-    groups = page.low.shape[2]
-    numbers = page.dim, page.bits, page.width, page.codes.shape[2], groups, padded(groups, 1)
-    tensors = strided(page.codes), strided(page.low), strided(page.step), unit
-    return Stored(*tensors, strided(page.offset), *map(tl.constexpr, numbers))
+    codes = page.codes if isinstance(page, FlatQuantized) else page
+    quantised: tuple[Any, ...]
+    if isinstance(page, FlatQuantized):
+        unit_at = at(page.unit)
+        if page.unit.shape[3] == 1:  # the same for all channels
+            unit_at = (*unit_at[:3], 0)
+        quantised = (page.low, at(page.low), page.step, at(page.step), page.unit, unit_at)
+        quantised += (page.offset, at(page.offset))
+        groups = page.low.shape[2]
+        layout = (page.dim, page.bits, page.width, codes.shape[2], groups, padded(groups, 1))
+    else:
+        quantised, layout = (None, (0,)) * 4, (codes.shape[2], 0, 1, 1, 1, 1)
+    return Stored(codes, at(codes), *quantised, *map(tl.constexpr, layout))
 
 
-def flat(slots: FlatSlots) -> Flat:
+def flat(
+    keys: Page,
+    values: Page,
+    log_mass: Tensor | None,
+    positions: Tensor | None,
+    start: Tensor,
+    count: Tensor,
+    pages: Tensor | None = None,
+) -> Flat:
     """A flat page as arguments of a launch."""
     return Flat(
-        stored(slots.keys),
-        stored(slots.values),
-        strided(slots.log_mass),
-        strided(slots.positions),
-        strided(slots.start),
-        strided(slots.count),
-        slots.keys.shape[1],
-        strided(slots.pages),
+        stored(keys),
+        stored(values),
+        log_mass,
+        at(log_mass),
+        positions,
+        at(positions),
+        start,
+        at(start),
+        count,
+        at(count),
+        keys.shape[1],
+        pages,
+        at(pages),
     )
-
-
-def scores_of(asked: Observed) -> KernelScores:
-    """What turns products of queries into scores, as arguments of a launch."""
-    given = strided(asked.sinks), strided(asked.slopes)
-    return KernelScores(float(asked.scaling), asked.softcap, *given)
 
 
 def width_of(page: Stored) -> int:
@@ -130,9 +148,9 @@ def width_of(page: Stored) -> int:
     return padded(page.dim.value if page.bits.value == 0 else page.bytes.value)
 
 
-def strided(tensor: Tensor | None) -> Any:
-    """The tensor as a kernel argument, a ``Strided``; None for None."""
-    return None if tensor is None else Strided(tensor, tuple(tensor.stride()))
+def at(tensor: Tensor | None) -> tuple[int, ...]:
+    """The strides of a tensor; none for None."""
+    return (0,) if tensor is None else tuple(tensor.stride())
 
 
 @triton.jit
@@ -141,32 +159,6 @@ def log2_of(log_masses: tl.tensor, there: tl.tensor) -> tl.tensor:
     end."""
     log = tl.load(log_masses, mask=there, other=float("-inf"))
     return tl.where(log <= -1e29, float("-inf"), log * LOG2E)
-
-
-@triton.jit
-def vectors(
-    at: tl.tensor, stride: tl.tensor, there: tl.tensor, channels: tl.tensor, dim: tl.tensor
-) -> tl.tensor:
-    """The vectors that begin at some places, ``[places, channels]``, 0 where there is none."""
-    return tl.load(
-        at[:, None] + channels[None, :] * stride,
-        mask=there[:, None] & (channels < dim)[None, :],
-        other=0.0,
-    )
-
-
-@triton.jit
-def begun(scoring: tl.tuple, heads: tl.tensor, there: tl.tensor, first: tl.tensor) -> tl.tuple:
-    """The maximum and the total of a streaming softmax, with the attention sinks, slots without a
-    value, where ``first``."""
-    highest = tl.full([heads.shape[0]], float("-inf"), tl.float32)
-    weight = tl.zeros([heads.shape[0]], tl.float32)
-    if scoring.sinks is not None:
-        sinks = scoring.sinks.tensor + heads * scoring.sinks.at[0]
-        sink = tl.load(sinks, mask=there, other=0.0).to(tl.float32)
-        highest = tl.where(first, sink * LOG2E, highest)
-        weight = tl.where(highest != float("-inf"), 1.0, weight)
-    return highest, weight
 
 
 @triton.jit
@@ -212,9 +204,9 @@ def attend_slots(
     if page.key.bits != 0:  # <q, offset + unit x> = <q, offset> + <unit q, x>
         wide = q.to(tl.float32)
         if page.key.offset is not None:
-            centre = _of_head(page.key.offset, page.key.dim, row, head, key_columns)
+            centre = _offset(page.key, row, head, key_columns)
             constant = tl.sum(wide * centre[None, :], axis=1) * scoring.scaling
-        q = wide * _of_head(page.key.unit, page.key.dim, row, head, key_columns)[None, :]
+        q = wide * _unit(page.key, row, head, key_columns)[None, :]
         peak = tl.max(tl.abs(q), axis=1)
         if not WIDE:
             q = (q / tl.where(peak > 0, peak, 1.0)[:, None]).to(tl.float16)
@@ -244,15 +236,13 @@ def attend_slots(
                 scores *= peak[:, None]
         distance = None
         if slope is not None:
-            places = (
-                page.positions.tensor + row * page.positions.at[0] + slots * page.positions.at[1]
-            )
+            places = page.positions + row * page.positions_at[0] + slots * page.positions_at[1]
             position = tl.load(places, mask=there, other=0)
             distance = (position[None, :] - here[:, None]).to(tl.float32)
         scores = scored(scores, constant, slope, distance, scoring)
         # One addition applies both the mass and the end of the slots.
         if page.mass is not None:
-            masses = page.mass.tensor + row * page.mass.at[0] + slots * page.mass.at[1]
+            masses = page.mass + row * page.mass_at[0] + slots * page.mass_at[1]
             bias = log2_of(masses, there)
         else:
             bias = tl.where(there, 0.0, float("-inf"))
@@ -284,7 +274,7 @@ def attend_slots(
             summed *= 1 / SMALL
         each = tl.reshape(summed, (TILES, ROWS, WIDTH)) + base[:, :, None]
         summed = tl.sum(tl.where(_own(page.value, value_columns), each, 0.0), axis=0)
-        summed *= _of_head(page.value.unit, page.value.dim, row, head, value_columns)[None, :]
+        summed *= _unit(page.value, row, head, value_columns)[None, :]
     return highest, weight, summed
 
 
@@ -324,8 +314,8 @@ def _tile(
     mask = there[:, None]
     if channels.shape[0] != page.dim:
         mask = mask & (channels < page.dim)[None, :]
-    places = page.data.tensor + row * page.data.at[0] + slots[:, None] * page.data.at[1]
-    tile = tl.load(places + channels[None, :] * page.data.at[2], mask=mask, other=0)
+    places = page.data + row * page.data_at[0] + slots[:, None] * page.data_at[1]
+    tile = tl.load(places + channels[None, :] * page.data_at[2], mask=mask, other=0)
     if page.bits == 8:
         tile = whole(tile, WIDE)
     return tile
@@ -345,8 +335,8 @@ def _halves(
     mask = there[:, None]
     if byte.shape[0] != page.bytes:
         mask = mask & (byte < page.bytes)[None, :]
-    places = page.data.tensor + row * page.data.at[0] + slots[:, None] * page.data.at[1]
-    both = tl.load(places + byte[None, :] * page.data.at[2], mask=mask, other=0)
+    places = page.data + row * page.data_at[0] + slots[:, None] * page.data_at[1]
+    both = tl.load(places + byte[None, :] * page.data_at[2], mask=mask, other=0)
     return halves(both, WIDE)
 
 
@@ -355,20 +345,25 @@ def _scales(page: tl.tuple, row: tl.tensor, slots: tl.tensor, there: tl.tensor) 
     """Zero points and scales of the groups of slots, float32 ``[tiles, slots]``."""
     group = tl.arange(0, page.tiles)
     mask = there[None, :] & (group < page.groups)[:, None]
-    lows = page.low.tensor + row * page.low.at[0] + slots[None, :] * page.low.at[1]
-    steps = page.step.tensor + row * page.step.at[0] + slots[None, :] * page.step.at[1]
-    low = tl.load(lows + group[:, None] * page.low.at[2], mask=mask, other=0.0)
-    step = tl.load(steps + group[:, None] * page.step.at[2], mask=mask, other=0.0)
+    lows = page.low + row * page.low_at[0] + slots[None, :] * page.low_at[1]
+    steps = page.step + row * page.step_at[0] + slots[None, :] * page.step_at[1]
+    low = tl.load(lows + group[:, None] * page.low_at[2], mask=mask, other=0.0)
+    step = tl.load(steps + group[:, None] * page.step_at[2], mask=mask, other=0.0)
     return low.to(tl.float32), step.to(tl.float32)
 
 
 @triton.jit
-def _of_head(
-    numbers: tl.tuple, dim: tl.tensor, row: tl.tensor, head: tl.tensor, channels: tl.tensor
-) -> tl.tensor:
-    """The unit or the centre of each channel of a quantised page in one head."""
-    places = numbers.tensor + row * numbers.at[0] + head * numbers.at[1]
-    return tl.load(places + channels * numbers.at[3], mask=channels < dim, other=0.0)
+def _unit(page: tl.tuple, row: tl.tensor, head: tl.tensor, channels: tl.tensor) -> tl.tensor:
+    """The unit of each channel of a quantised page in one head."""
+    places = page.unit + row * page.unit_at[0] + head * page.unit_at[1]
+    return tl.load(places + channels * page.unit_at[3], mask=channels < page.dim, other=0.0)
+
+
+@triton.jit
+def _offset(page: tl.tuple, row: tl.tensor, head: tl.tensor, channels: tl.tensor) -> tl.tensor:
+    """The centre of each channel of a quantised page in one head."""
+    places = page.offset + row * page.offset_at[0] + head * page.offset_at[1]
+    return tl.load(places + channels * page.offset_at[3], mask=channels < page.dim, other=0.0)
 
 
 @triton.jit
@@ -417,7 +412,7 @@ def weigh(highest: tl.tensor, weight: tl.tensor, scores: tl.tensor) -> tl.tuple:
 def place(page: tl.tuple, row: tl.tensor) -> tl.tensor:
     """The row of the page's tensors that has the slots of a row of queries."""
     if page.rows is not None:
-        row = tl.load(page.rows.tensor + row * page.rows.at[0]).to(tl.int64)
+        row = tl.load(page.rows + row * page.rows_at[0]).to(tl.int64)
     return row
 
 
@@ -425,8 +420,8 @@ def place(page: tl.tuple, row: tl.tensor) -> tl.tensor:
 def owned(page: tl.tuple, row: tl.tensor, head: tl.tensor) -> tl.tuple:
     """A head's first slot, its number of slots, and whether some of them are not in the page (the
     number is then 0)."""
-    start = page.starts.tensor + row * page.starts.at[0] + head * page.starts.at[1]
-    count = page.counts.tensor + row * page.counts.at[0] + head * page.counts.at[1]
+    start = page.starts + row * page.starts_at[0] + head * page.starts_at[1]
+    count = page.counts + row * page.counts_at[0] + head * page.counts_at[1]
     first, number = tl.load(start).to(tl.int64), tl.load(count).to(tl.int64)
     wrong = (first < 0) | (number < 0) | (number > page.total - first)
     return first, tl.where(wrong, 0, number).to(tl.int32), wrong
