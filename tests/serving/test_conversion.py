@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvsketch.attention import attend_to
 from kvsketch.errors import InputError
+from kvsketch.hf.saving import Saved
 from kvsketch.observed import Observed
 from kvsketch.page.layout import Layout
 from kvsketch.page.page import Page
@@ -52,7 +53,7 @@ def convert(
     page: Page, given: PageSettings, layout: Layout, seen: int = 3000, heads: slice = ALL
 ) -> tuple[Converted, Page]:
     """A document, and the page that it becomes."""
-    found = converted(seen, [page], {0: layout}, heads, given, CONTEXT)
+    found = converted(Saved(seen, True, [page], [None]), {0: layout}, heads, given, CONTEXT)
     return found, layout.views(found.rows[0][None])[0]
 
 

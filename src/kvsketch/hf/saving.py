@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsketch.budget import ALLOCATIONS, plain
@@ -63,7 +65,7 @@ def save(cache: Kept, path: str | Path, tokenizer: Any, about: Mapping[str, Any]
     check_replaced(Path(path), "path", container.BEGINS, "a file of `SketchCache.save`")
     state = cache_state(cache)
     header: dict[str, Any] = {
-        "model": _told_model(cache),
+        "model": told_model(cache),
         "tokenizer": cache._tokenizer,
         "summary": summary_of(cache),
         "about": dict(cache.about if about is None else about),
@@ -97,9 +99,26 @@ def load(
     return cache
 
 
-def pages_of(state: State, layers: int) -> tuple[int, list[Page]]:
-    """The number of tokens of a cache of one row, and the page of every layer, on the CPU and
-    without a model, for an engine that has memory of its own for them.
+@dataclass(frozen=True)
+class Saved:
+    """What an engine that has memory of its own for pages needs of a cache of one row.
+
+    Attributes:
+        seen: the number of tokens.
+        compressed: whether any token was ever compressed.
+        pages: of every layer; the tokens since its last compression are those ``appended``.
+        queries: of every layer, those that wait for the next compression, ``[1,
+            num_attention_heads, n, head_dim]``; None: none do.
+    """
+
+    seen: int
+    compressed: bool
+    pages: Sequence[Page]
+    queries: Sequence[Tensor | None]
+
+
+def saved_of(state: State, layers: int) -> Saved:
+    """What an engine needs of a file, on the CPU and without a model.
 
     Args:
         state: as ``files.format.read`` returns it.
@@ -109,7 +128,7 @@ def pages_of(state: State, layers: int) -> tuple[int, list[Page]]:
         InputError: a state that is not valid.
         UnsupportedError: several rows, padding, a streaming sketch, or layers without slots.
     """
-    counts, pages = set(), []
+    counts, pages, queries = set(), [], list[Tensor | None]()
     for part in Reader(state).parts("layers", layers):
         if not (part.has("kind") and part.has("stream")) or part.has("linear"):
             raise UnsupportedError("the file has layers with other states than slots")
@@ -120,12 +139,15 @@ def pages_of(state: State, layers: int) -> tuple[int, list[Page]]:
             raise UnsupportedError("the file holds a streaming sketch, whose slots change")
         if stream.has("pins") and len(stream.anything("pins")) > 1:
             raise UnsupportedError("the file has pinned tokens, which an engine's pages have not")
-        counts.add(stream.whole("seen", 1, 1 << 31))
+        counts.add((stream.whole("seen", 1, 1 << 31), stream.flag("compressed")))
         pages.append(Page.from_state(stream.part("page"), kind))
-    (seen,) = counts if len(counts) == 1 else (0,)
+        wait, shape = stream.has("queries"), (1, None, None, None)
+        own = stream.part("queries").tensor("queries", shape, *FLOATS.values()) if wait else None
+        queries.append(own)
+    ((seen, compressed),) = counts if len(counts) == 1 else ((0, False),)
     if not seen or max(int(page.held.max()) for page in pages) > seen:
         raise InputError("the layers of the file hold different numbers of tokens")
-    return seen, pages
+    return Saved(seen, compressed, pages, queries)
 
 
 @torch.no_grad()
@@ -308,7 +330,7 @@ def _restore_above(cache: Kept, reader: Reader, layers: int) -> None:
     part.close()
 
 
-def _told_model(cache: Kept) -> dict[str, Any]:
+def told_model(cache: Kept) -> dict[str, Any]:
     """Which model a cache is of, as far as its modules are still there."""
     config = cache._forward._config
     text = config.get_text_config(decoder=True)
