@@ -12,7 +12,8 @@ is:
                    "n": number of answers, sampled at a temperature of 0.01 if more than 1,
                    "transfer": its ``kv_transfer_params``}],
      "together": false,     # one request after the other instead of all at once
-     "preempt": 10}         # preempt a request every 10 steps
+     "preempt": 10,         # preempt a request every 10 steps
+     "largest_file": bytes} # longer files cannot be written, as on a full disk
 
     python -m benchmarks.engine_job --forks
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 import traceback
@@ -195,6 +197,8 @@ def run(job: dict[str, Any]) -> None:
     engine.preempt = job.get("preempt", 0)
     preempt = engine.scheduler._preempt_request
     engine.scheduler._preempt_request = count
+    if "largest_file" in job:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"],) * 2)
     start = time.perf_counter()
     answers = engine.answer(job["requests"], job.get("together", True))
     result = {

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from served import KV, METHODS, Served, drawn
 
 from kvsketch.attention import attend_to
 from kvsketch.errors import InputError
 from kvsketch.hf.saving import Saved
 from kvsketch.observed import Observed
+from kvsketch.page.kind import Kind
 from kvsketch.page.layout import Layout
 from kvsketch.page.page import Page
 from kvsketch.page.quantized import Bits
 from kvsketch.slots import Slots
-from kvsketch.vllm.conversion import Converted, converted
+from kvsketch.state import Reader
+from kvsketch.vllm.conversion import Converted, converted, page_of
 from kvsketch.vllm.settings import PageSettings
 
 HEADS, GROUP, DIM, CONTEXT = 3, 2, 8, 4000
@@ -207,3 +211,50 @@ def test_other_shapes_are_refused():
     given = PageSettings("heavy_merge", 500)
     with pytest.raises(InputError, match="another shape"):
         convert(document([40] * HEADS), given, layout_of(given), heads=slice(2, 4))
+
+
+@pytest.mark.parametrize("sizes", [None, (40, 9)])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@settings(max_examples=25, deadline=None)
+@given(
+    method=st.sampled_from([*METHODS, "knorm", "exact"]),
+    tokens=st.integers(1, 160),
+    piece=st.sampled_from([0, 30]),
+)
+def test_a_page_that_was_saved_goes_on_where_it_was(bits, sizes, method, tokens, piece):
+    """With the same numbers, and so with the same compressions, as one that never stopped."""
+    many = {} if method == "exact" else {"budget": 60, "bits": bits}
+    own = PageSettings(method, sink=2, recent=6, buffer=5, **many)
+    if sizes is not None and method != "exact":
+        object.__setattr__(own, "allocation", "curves.json")  # of which only the sizes are used
+    rhythm, queries = own.rhythm(CONTEXT), own.queries(CONTEXT)
+    layout = own.layout(CONTEXT, KV, 2, DIM, torch.float32, sizes if own.allocation else None)
+    middle = (layout.middle, layout.bits) if layout.middle else None
+    name = None if method == "exact" else method
+    first, second = (Served(name, rhythm, queries, middle=middle) for _ in range(2))
+    assert first.layout == layout
+    request = drawn(tokens, tokens + 70)
+    start, rest = [t[:tokens] for t in request], [t[tokens:] for t in request]
+    first.step([(3, 0, start)], pieces=[0 if method == "exact" else piece])
+    last = first.blocks.state(3)[1]
+    row = torch.zeros(layout.bytes, dtype=torch.uint8)
+    move(first.parts(), 3, tensors_of(layout, row), 0)
+    page, asked = page_of(row, layout, last, tokens, own, CONTEXT)
+    page = Page.from_state(Reader(page.to_state()), Kind(1, KV, DIM, DIM, torch.float32))
+    saved = Saved(tokens, not page.exact.grows, [page], [asked])
+    found = converted(saved, {0: layout}, slice(0, KV), own, CONTEXT)
+    assert (found.tokens, found.last, found.squeezed) == (tokens, last, "")
+    move(tensors_of(layout, found.rows[0]), 0, second.parts(), 5)
+    second.blocks.put(np.array([5]), np.array([tokens]), np.array([last]))
+    (expected,), (out,) = first.step([(3, tokens, rest)]), second.step([(5, tokens, rest)])
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def tensors_of(layout: Layout, row: torch.Tensor) -> list[torch.Tensor]:
+    page, waiting = layout.views(row[None])
+    return [waiting, *(tensor for part in page.open() for tensor in part.contents())]
+
+
+def move(source: list[torch.Tensor], page: int, target: list[torch.Tensor], to: int) -> None:
+    for one, other in zip(source, target, strict=True):
+        other[to] = one[page]

@@ -116,21 +116,32 @@ def page_of(
     rhythm, method = settings.rhythm(context), settings.windowed()
     pages, waiting = layout.views(row[None])
     waiting = waiting[:, :, : _asked(last, seen, settings, context)]
-    window, held = pages.exact.fields, _held(last, seen, rhythm)
-    if not last and not bool(window["log_mass"][:, :, :held].any()):
-        return Page.of_tokens(Slots(*(window[n][:, :, :held] for n in ("keys", "values")))), waiting
+    held = _held(last, seen, rhythm)
+    window = {name: tensor[:, :, :held] for name, tensor in pages.exact.fields.items()}
+    if not last and not bool(window["log_mass"].any()):
+        del window["log_mass"]
+        return Page.of_tokens(Slots(**window)), waiting
     start = rhythm.first if last else held
     sink, recent = (0, 0) if method is None else method.around
     between = int(States(np.array([last])).filled(rhythm, max(layout.middle, default=0))[0])
     page = pages.rows(torch.tensor([0]), start, sink, recent, between)
-    if page.middle is not None and not page.middle.packed:  # a cache has these slots in one part
+    if page.middle is not None:  # of heads one after the other; in 16 bits, in one part
         assert method is not None
-        room = page.held.cpu()
-        slots = page.read(exactly=True)
-        given = {"around": method.around, "limit": room, "room": lambda kept: 0}
-        page = compress(page, slots, method, room, None, **given)
-    page = page.grown(held - start)
-    page.append(Slots(*(window[n][:, :, start:held] for n in ("keys", "values"))))
+        room, slots = page.held.cpu(), page.read(exactly=True)
+        page = compress(
+            page,
+            slots,
+            method,
+            room,
+            None,
+            around=method.around,
+            limit=room,
+            room=lambda kept: 0,
+            bits=layout.bits,
+        )
+    if held > start:
+        page = page.grown(held - start)
+        page.append(Slots(window["keys"][:, :, start:], window["values"][:, :, start:]))
     return page, waiting
 
 

@@ -27,7 +27,7 @@ from kvsketch.errors import InputError
 from kvsketch.hf.checkpoint import Checkpoint
 from kvsketch.vllm.loading import Load, Loader
 from kvsketch.vllm.saving import Saver
-from kvsketch.vllm.sessions import SAVE, Save, Sessions
+from kvsketch.vllm.sessions import SAVE, PageSaves, Save
 from kvsketch.vllm.settings import settings_of
 from kvsketch.vllm.shelf import Found, Shelf
 
@@ -67,7 +67,7 @@ class DocumentConnector(KVConnectorBase_V1, SupportsHMA):
                 checkpoint.check(header.get("model"))
 
             self._shelf = Shelf(settings.documents, check, _LOGGER.warning)
-        self._sessions = Sessions(vllm_config, settings.documents)
+        self._saves = PageSaves(vllm_config, settings.documents)
         self._chosen: dict[str, Found] = {}  # by request, until it has a page
         self._loading: dict[str, Found] = {}  # until it is loaded
         self._new: list[Load] = []
@@ -105,7 +105,7 @@ class DocumentConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> Transfers:
         """What workers do in this step."""
         new, self._new = self._new, []
-        return Transfers(new, self._sessions.take())
+        return Transfers(new, self._saves.take())
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Do not use files again that could not be loaded; names of files that were written are
@@ -116,14 +116,14 @@ class DocumentConnector(KVConnectorBase_V1, SupportsHMA):
                 self._shelf.reject(self._loading[name])
         for name in connector_output.finished_recving or ():
             self._loading.pop(name, None)
-        self._sessions.over(connector_output.finished_sending or ())
+        self._saves.over(connector_output.finished_sending or ())
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether the page of a request is being saved, and what its answer says of that."""
         self._chosen.pop(request.request_id, None)
-        said = self._sessions.finished(request, _of_text_alone(request), block_ids[0])
+        said = self._saves.finished(request, _of_text_alone(request), block_ids[0])
         return said is not None and SAVE in said, said
 
     # In the workers.

@@ -58,7 +58,7 @@ class Saver:
         """
         for save in saves:
             rows = {
-                number: layer.kv_cache.view(torch.uint8).flatten(1)[save.block].cpu().clone()
+                number: layer.kv_cache.view(torch.uint8).flatten(1)[save.block].to("cpu", copy=True)
                 for number, layer in page_layers(self._config).items()
             }
             state = running().pages.state(save.block)
@@ -96,12 +96,14 @@ class Saver:
         seen, dtype = mark[0], model.dtype
         cache = cache_for(settings, engine.context, model.hf_config, seen)
         if len(cache._sketches()) != len(rows):
-            raise UnsupportedError(f"{len(rows)} of {len(cache._sketches())} layers are in this process")
+            raise UnsupportedError(
+                f"{len(rows)} of {len(cache._sketches())} layers are in this process"
+            )
         for number, layer in page_layers(self._config).items():
             layout, kept = layout_of(layer, dtype), cache._sketches()[number]
             page, queries = page_of(rows[number], layout, last, seen, settings, engine.context)
-            first = page.exact.even("keys"), page.exact.even("values")
-            kept.lazy_initialization(*(tensor[:, :, :1] for tensor in first))
+            token = torch.empty(1, layout.heads, 1, layout.head_dim, dtype=dtype)
+            kept.lazy_initialization(token, token)
             kept.stream.held_page, kept.stream.seen = page, seen
             kept.stream.compressed = not page.exact.grows
             if queries.shape[2]:

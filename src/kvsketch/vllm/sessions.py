@@ -43,7 +43,7 @@ class Save:
     marks: tuple[Mark, ...]
 
 
-class Sessions:
+class PageSaves:
     """The requests that save their pages.
 
     Args:
