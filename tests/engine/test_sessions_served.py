@@ -25,12 +25,12 @@ pytestmark = pytest.mark.skipif(
 )
 FEW = {"KVSKETCH_BUDGET": "512"}
 SAVING: engine.Job = {"kv_transfer_config": {**CONNECTOR, "kv_role": BOTH}}
-#: after how many tokens of an answer a session is saved; a page is compressed every 48 tokens, and
+#: after how many tokens of an answer a session is saved; a page is compressed every 48 or 24 tokens, and
 #: the last session ends by itself, with a step that was ahead
 CUTS, TOKENS = (1, 30, 60), 100
 
 
-def requests_of(lines: int = 200) -> list[engine.Job]:
+def requests_of(lines: int = 120) -> list[engine.Job]:
     """Requests in tokens, for answers of so many tokens."""
     tokenizer = load_tokenizer(resolve_model(engine.MODEL))
     return [
@@ -51,10 +51,11 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_session_saved_by_one_server_and_resumed_by_another(kind, tmp_path, curves):
-    """The same tokens as one that never stopped, and only those that are new are read."""
+    """The same tokens as one that never stopped, and only those that are new are read. One after
+    the other: rounding depends on the batch, and decides behind the end of an answer."""
     few, pieces = KINDS[kind]
     variables = {**FEW, **few, **({"KVSKETCH_ALLOCATION": curves} if few else {})}
-    given = {**SAVING, **pieces}
+    given = {**SAVING, **pieces, "together": False}
     whole = requests_of()
     parts = [saving(one, f"{n}", max_tokens=n) for n, one in zip(CUTS, whole, strict=False)]
     parts.append(saving(whole[-1], "end.kvs", ignore_eos=False))
@@ -62,7 +63,7 @@ def test_a_session_saved_by_one_server_and_resumed_by_another(kind, tmp_path, cu
     answers = engine.tokens_of(found)
     stopped = answers[len(whole) :]
     answers = answers[: len(whole)]
-    assert [len(tokens) for tokens in stopped] == [*CUTS, len(stopped[-1])]
+    assert [len(tokens) for tokens in stopped[:-1]] == list(CUTS)
     assert len(stopped[-1]) < TOKENS
     names = [*(f"{cut}.kvs" for cut in CUTS), "end.kvs"]
     said = [one["transfer"] for one in found["answers"]]
@@ -103,11 +104,11 @@ def test_what_is_not_saved_is_named_and_harms_no_other_request(tmp_path):
     refused = [saving(short, name) for name in wrong]
     there = [saving(short, name) for name in ("there", "there.kvs", "link")]
     twice = [saving(short, "twice"), saving(short, "twice")]
-    lost = [saving(long, "gone", abort=3), saving(short, "stop", stop=["a", "e", "i", "o", "<"])]
-    lost += [saving(long, "full")]
-    requests = [long, short, *refused, *there, *twice, *lost]
     plain = engine.run([long, short], FEW, max_num_seqs=8)
-    found = load(folder, FEW, requests, largest_file=1 << 20, max_num_seqs=32, **SAVING)
+    stop = plain["answers"][1]["text"].strip()[:3]
+    lost = [saving(long, "gone", abort=3), saving(short, "stop", stop=[stop]), saving(long, "full")]
+    requests = [long, short, *refused, *there, *twice, *lost]
+    found = load(folder, FEW, requests, largest_file=2 << 20, max_num_seqs=32, **SAVING)
     expected, answers = engine.tokens_of(plain), engine.tokens_of(found)
     assert answers[0] == answers[-1] == expected[0]
     assert answers[1 : 2 + len(wrong) + 5] == [expected[1]] * (len(wrong) + 6)
