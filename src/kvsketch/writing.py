@@ -41,16 +41,14 @@ def whole(path: Path, name: str, new: bool = False) -> Iterator[BinaryIO]:
                 stream.flush()
                 os.fsync(stream.fileno())
             if new:
-                os.link(made, target)
-                made.unlink()
+                target.hardlink_to(made)
             else:
                 if target.exists():
                     made.chmod(target.stat().st_mode)
                 made.replace(target)
-        except BaseException:
+        finally:
             with suppress(OSError):
                 made.unlink()
-            raise
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{name} cannot be written: {reason}") from error

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(
 )
 FEW = {"KVSKETCH_BUDGET": "512"}
 SAVING: engine.Job = {"kv_transfer_config": {**CONNECTOR, "kv_role": BOTH}}
-#: after how many tokens of an answer a session is saved; a page is compressed every 48 or 24 tokens, and
-#: the last session ends by itself, with a step that was ahead
+#: After how many tokens of an answer a session is saved; the last one ends by itself, with a step
+#: that was ahead. A page is compressed every 48 or 24 tokens.
 CUTS, TOKENS = (1, 30, 60), 100
 
 

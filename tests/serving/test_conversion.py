@@ -223,8 +223,8 @@ def test_other_shapes_are_refused():
 )
 def test_a_page_that_was_saved_goes_on_where_it_was(bits, sizes, method, tokens, piece):
     """With the same numbers, and so with the same compressions, as one that never stopped."""
-    many = {} if method == "exact" else {"budget": 60, "bits": bits}
-    own = PageSettings(method, sink=2, recent=6, buffer=5, **many)
+    many = {} if method == "exact" else {"budget": 60, "bits": bits, "buffer": 5}
+    own = PageSettings(method, sink=2, recent=6, **many)
     if sizes is not None and method != "exact":
         object.__setattr__(own, "allocation", "curves.json")  # of which only the sizes are used
     rhythm, queries = own.rhythm(CONTEXT), own.queries(CONTEXT)
@@ -244,6 +244,9 @@ def test_a_page_that_was_saved_goes_on_where_it_was(bits, sizes, method, tokens,
     saved = Saved(tokens, not page.exact.grows, [page], [asked])
     found = converted(saved, {0: layout}, slice(0, KV), own, CONTEXT)
     assert (found.tokens, found.last, found.squeezed) == (tokens, last, "")
+    one = own.layout(CONTEXT, 1, 2, DIM, torch.float32, list(layout.middle[1:]) or None)
+    part = converted(saved, {0: one}, slice(1, 2), own, CONTEXT, rank=1)
+    assert torch.equal(tensors_of(one, part.rows[0])[0][:, :, : asked.shape[2]], asked[:, 2:])
     move(tensors_of(layout, found.rows[0]), 0, second.parts(), 5)
     second.blocks.put(np.array([5]), np.array([tokens]), np.array([last]))
     (expected,), (out,) = first.step([(3, tokens, rest)]), second.step([(5, tokens, rest)])
