@@ -16,7 +16,7 @@ from kvsketch.cache.pins import Pins
 from kvsketch.cli.app import app
 from kvsketch.files.format import read as read_file
 from kvsketch.hf.joining import join
-from kvsketch.hf.saving import saved_of
+from kvsketch.vllm.saved import saved_of
 from tiny_models import build
 
 SPANS = ((2, 8), (100, 130), (250, 260))

@@ -13,7 +13,6 @@ from served import KV, METHODS, Served, drawn
 
 from kvsketch.attention import attend_to
 from kvsketch.errors import InputError
-from kvsketch.hf.saving import Saved
 from kvsketch.observed import Observed
 from kvsketch.page.kind import Kind
 from kvsketch.page.layout import Layout
@@ -22,6 +21,7 @@ from kvsketch.page.quantized import Bits
 from kvsketch.slots import Slots
 from kvsketch.state import Reader
 from kvsketch.vllm.conversion import Converted, converted, page_of
+from kvsketch.vllm.saved import Saved
 from kvsketch.vllm.settings import PageSettings
 
 HEADS, GROUP, DIM, CONTEXT = 3, 2, 8, 4000

@@ -16,9 +16,9 @@ from kvsketch.cli.app import app
 from kvsketch.files.format import read
 from kvsketch.files.tokens import mark_of, told
 from kvsketch.hf.checkpoint import Checkpoint
-from kvsketch.hf.saving import saved_of
 from kvsketch.vllm.conversion import converted
 from kvsketch.vllm.offline import engine_of
+from kvsketch.vllm.saved import saved_of
 from kvsketch.vllm.shelf import header_of
 from tiny_model import save_tiny_model, tiny_case, tiny_model, tiny_tokenizer
 

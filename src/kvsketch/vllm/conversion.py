@@ -12,13 +12,13 @@ from torch import Tensor
 
 from kvsketch.cache.compress import compress
 from kvsketch.errors import InputError
-from kvsketch.hf.saving import Saved
 from kvsketch.page.layout import Layout
 from kvsketch.page.page import Page
 from kvsketch.page.part import Part
 from kvsketch.page.quantized import FULL, Bits
 from kvsketch.page.schedule import Rhythm
 from kvsketch.slots import Slots
+from kvsketch.vllm.saved import Saved
 from kvsketch.vllm.settings import PageSettings
 from kvsketch.vllm.states import States
 

@@ -21,11 +21,12 @@ from vllm.logger import init_logger
 
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.files.format import read
-from kvsketch.hf.saving import KIND, saved_of
+from kvsketch.hf.saving import KIND
 from kvsketch.vllm import metrics
 from kvsketch.vllm.attention import layout_of, of_rank, page_layers
 from kvsketch.vllm.conversion import Converted, converted
 from kvsketch.vllm.engine import running
+from kvsketch.vllm.saved import saved_of
 from kvsketch.vllm.shelf import Found, stamp_of
 
 _LOGGER = init_logger("vllm.kvsketch")

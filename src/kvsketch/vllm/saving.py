@@ -24,6 +24,7 @@ from kvsketch.observed import Observed
 from kvsketch.state import name_of
 from kvsketch.vllm import metrics
 from kvsketch.vllm.attention import layout_of, page_layers
+from kvsketch.vllm.checks import BOTH
 from kvsketch.vllm.conversion import page_of
 from kvsketch.vllm.engine import running
 from kvsketch.vllm.offline import cache_for
@@ -44,7 +45,9 @@ class Saver:
         self._config = config
         self._thread = ThreadPoolExecutor(1, "kvsketch-sessions")
         self._writing: dict[Future[None], Save] = {}
-        self._marks: list[str] = []  # of the model's weights
+        # Not in the other thread: transformers changes torch's default dtype meanwhile.
+        saves = config.kv_transfer_config.kv_role == BOTH
+        self._marks = [_mark(config.model_config)] if saves else []
 
     def step(self, saves: Sequence[Save], patience: float) -> set[str]:
         """Begin to save pages.
@@ -108,7 +111,6 @@ class Saver:
             kept.stream.compressed = not page.exact.grows
             if queries.shape[2]:
                 kept.stream.queries.add(Observed(queries, layer.impl.scale, layer.impl.softcap))
-        self._marks = self._marks or [_mark(model)]
         cache._marks = {"layers": self._marks, "dtype": name_of(dtype)}
         header = {
             "model": told_model(cache),
@@ -138,7 +140,7 @@ def _of(known: Sequence[Mark], tokens: int, last: int) -> Mark:
 
 def _mark(model: Any) -> str:
     """The mark of the attention weights of the first layer, with the name of their module in
-    transformers; without a name if it has others there.
+    transformers; without a name if the weights have others there.
 
     Args:
         model: vLLM's ``ModelConfig``.
