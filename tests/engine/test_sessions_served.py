@@ -14,6 +14,7 @@ from benchmarks import vllm_engine as engine
 from benchmarks.vllm_documents import load
 from kvsketch import SketchCache
 from kvsketch.documents.answering import Sampling, next_tokens
+from kvsketch.errors import InputError
 from kvsketch.evaluation.runner.loading import load_model, load_tokenizer, resolve_model
 from kvsketch.files.tokens import mark_of, told
 from kvsketch.vllm.checks import BOTH, CONNECTOR
@@ -25,8 +26,8 @@ pytestmark = pytest.mark.skipif(
 )
 FEW = {"KVSKETCH_BUDGET": "512"}
 SAVING: engine.Job = {"kv_transfer_config": {**CONNECTOR, "kv_role": BOTH}}
-#: After how many tokens of an answer a session is saved; the last one ends by itself, with a step
-#: that was ahead. A page is compressed every 48 or 24 tokens.
+#: After how many tokens of an answer a session is saved; the last one ends by itself. A page is
+#: compressed every 48 or 24 tokens.
 CUTS, TOKENS = (1, 30, 60), 100
 
 
@@ -135,6 +136,22 @@ def test_what_is_not_saved_is_named_and_harms_no_other_request(tmp_path):
     assert found["metrics"]["saved"] == 1
     assert found["metrics"]["unsaved"] == len(wrong) + 3 + 1 + 3
     assert found["free_before"] == found["free_after"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "last", "kept"),
+    [(9, 0, 9), (9, 9, 9), (10, 0, 9), (10, 9, 9), (10, 10, 10), (8, 0, 0), (11, 0, 0)],
+)
+def test_the_last_token_is_left_out_if_a_step_was_ahead(tokens, last, kept):
+    """Unless it is in slots already. vLLM's steps on a CPU never are."""
+    from kvsketch.vllm.saving import _of
+
+    known = [(9, "all but the last"), (10, "all")]
+    if kept:
+        assert _of(known, tokens, last)[0] == kept
+    else:
+        with pytest.raises(InputError, match=f"its page holds {tokens} tokens of 10"):
+            _of(known, tokens, last)
 
 
 @pytest.mark.parametrize(
