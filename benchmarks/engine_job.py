@@ -9,9 +9,11 @@ is:
     {"engine": arguments of vllm.LLM,
      "requests": [{"prompt": text or token ids, "max_tokens": n,
                    "abort": the number of steps after which the request is aborted,
-                   "n": number of answers, sampled at a temperature of 0.01 if more than 1}],
+                   "n": number of answers, sampled at a temperature of 0.01 if more than 1,
+                   "transfer": its ``kv_transfer_params``}],
      "together": false,     # one request after the other instead of all at once
-     "preempt": 10}         # preempt a request every 10 steps
+     "preempt": 10,         # preempt a request every 10 steps
+     "largest_file": bytes} # longer files cannot be written, as on a full disk
 
     python -m benchmarks.engine_job --forks
 
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 import traceback
@@ -102,6 +105,8 @@ class Engine:
                 temperature=0.0 if several == 1 else 0.01,  # vLLM refuses n > 1 at temperature 0.
                 max_tokens=request["max_tokens"],
                 ignore_eos=request.get("ignore_eos", False),
+                stop=request.get("stop"),
+                extra_args={"kv_transfer_params": request.get("transfer")},
                 # Several answers are returned together, a single one token by token.
                 output_kind=RequestOutputKind.CUMULATIVE
                 if several == 1
@@ -126,6 +131,7 @@ class Engine:
                         "text": one.text,
                         "tokens": list(one.token_ids),
                         "first_seconds": first[output.request_id],
+                        "transfer": output.kv_transfer_params,
                     }
                     if len(output.outputs) > 1:
                         done[output.request_id]["all"] = [o.text for o in output.outputs]
@@ -135,6 +141,8 @@ class Engine:
             gone = [name for name in gone if name not in done]
             if gone:
                 self.engine.abort_request(gone)
+        while self.scheduler.has_requests():  # pages that are being saved
+            self.engine.step()
         return [done.get(str(number)) for number in range(len(requests))]
 
     def _preempt(self) -> None:
@@ -189,6 +197,8 @@ def run(job: dict[str, Any]) -> None:
     engine.preempt = job.get("preempt", 0)
     preempt = engine.scheduler._preempt_request
     engine.scheduler._preempt_request = count
+    if "largest_file" in job:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"],) * 2)
     start = time.perf_counter()
     answers = engine.answer(job["requests"], job.get("together", True))
     result = {

@@ -90,8 +90,8 @@ def load(
 ) -> engine.Job:
     """The result of an engine that loads documents."""
     given = {"KVSKETCH_DOCUMENTS": str(folder), "VLLM_LOGGING_LEVEL": "WARNING", **variables}
-    more = {"max_num_seqs": 8, **more}
-    return engine.run(requests, given, kv_transfer_config=CONNECTOR, **more)
+    more = {"max_num_seqs": 8, "kv_transfer_config": CONNECTOR, **more}
+    return engine.run(requests, given, **more)
 
 
 def loaded(count: int) -> engine.Job:

@@ -116,10 +116,12 @@ def run(
     variables: dict[str, str],
     together: bool = True,
     preempt: int = 0,
+    largest_file: int | None = None,
     **engine: Any,
 ) -> Job:
     """Run a job in a new engine, and return its result, with what the engine has "said". With
-    ``preempt``, a request is preempted every so many steps.
+    ``preempt``, a request is preempted every so many steps; with ``largest_file``, no larger one
+    can be written.
 
     Raises:
         RuntimeError: the engine failed. The message is its output.
@@ -127,6 +129,7 @@ def run(
     given = {"model": resolve_model(MODEL), "dtype": "float32", "max_model_len": 8192}
     job = {"engine": {**given, **engine}, "requests": requests}
     job |= {"together": together, "preempt": preempt}
+    job |= {} if largest_file is None else {"largest_file": largest_file}
     code, said = process(job, variables)
     if code:
         raise RuntimeError(said[-40_000:])

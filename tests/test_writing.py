@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvsketch.errors import InputError
-from kvsketch.writing import save_bytes
+from kvsketch.writing import save_bytes, whole
 
 
 def test_what_was_there_stays_until_the_new_content_is(
@@ -46,3 +46,26 @@ def test_links_and_devices(tmp_path: Path) -> None:
     assert not Path(os.devnull).is_file()
     with pytest.raises(InputError, match="it cannot be written"):
         save_bytes(path / "below", b"", "it")
+
+
+def test_a_new_file_replaces_nothing(tmp_path: Path) -> None:
+    """Not even what another writer has made meanwhile, nor what a link names."""
+    path, link = tmp_path / "new", tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+
+    def write(target: Path, meanwhile: bytes | None = None) -> None:
+        with whole(target, "x", new=True) as stream:
+            stream.write(b"mine")
+            if meanwhile is not None:
+                target.write_bytes(meanwhile)
+
+    with pytest.raises(InputError, match="x cannot be written: File exists"):
+        write(path, b"theirs")
+    with pytest.raises(InputError, match="File exists"):
+        write(link)
+    assert path.read_bytes() == b"theirs"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["link", "new"]
+    path.unlink()
+    write(path)
+    assert path.read_bytes() == b"mine"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["link", "new"]

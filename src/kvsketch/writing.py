@@ -14,7 +14,7 @@ from kvsketch.errors import InputError
 
 
 @contextmanager
-def whole(path: Path, name: str) -> Iterator[BinaryIO]:
+def whole(path: Path, name: str, new: bool = False) -> Iterator[BinaryIO]:
     """A stream whose content becomes a file, atomically. It is written to a temporary file in the
     same folder, which replaces ``path`` once all of it is on the disk. Until then the old file is
     unchanged; of two concurrent writers, the last one wins. A device, such as /dev/stdout, is
@@ -22,13 +22,14 @@ def whole(path: Path, name: str) -> Iterator[BinaryIO]:
 
     Args:
         name: name of the file in messages, such as "--out report.html".
+        new: nothing is replaced, not even a link or what another writer has made meanwhile.
 
     Raises:
         InputError: it cannot be written.
     """
     try:
-        target = path.resolve()
-        if target.exists() and not target.is_file():
+        target = path if new else path.resolve()
+        if not new and target.exists() and not target.is_file():
             with target.open("wb") as stream:
                 yield stream
             return
@@ -39,13 +40,15 @@ def whole(path: Path, name: str) -> Iterator[BinaryIO]:
                 yield stream
                 stream.flush()
                 os.fsync(stream.fileno())
-            if target.exists():
-                made.chmod(target.stat().st_mode)
-            made.replace(target)
-        except BaseException:
+            if new:
+                target.hardlink_to(made)
+            else:
+                if target.exists():
+                    made.chmod(target.stat().st_mode)
+                made.replace(target)
+        finally:
             with suppress(OSError):
                 made.unlink()
-            raise
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{name} cannot be written: {reason}") from error

@@ -268,8 +268,8 @@ REFUSED = {
         '"kv_load_failure_policy": "recompute"',
     ),
     "role": (
-        {"kv_transfer_config": {**CONNECTOR, "kv_role": "kv_both"}},
-        '"kv_role": "kv_consumer"',
+        {"kv_transfer_config": {**CONNECTOR, "kv_role": "kv_producer"}},
+        "or with the role 'kv_both'",
     ),
 }
 

@@ -16,7 +16,7 @@ from kvsketch.cache.pins import Pins
 from kvsketch.cli.app import app
 from kvsketch.files.format import read as read_file
 from kvsketch.hf.joining import join
-from kvsketch.hf.saving import pages_of
+from kvsketch.vllm.saved import saved_of
 from tiny_models import build
 
 SPANS = ((2, 8), (100, 130), (250, 260))
@@ -184,7 +184,7 @@ def test_what_cannot_keep_them_refuses_them(llama: Any, tmp_path: Any) -> None:
     cache.save(tmp_path / "cache.kvs")
     _, state = read_file(tmp_path / "cache.kvs", "cache")
     with pytest.raises(UnsupportedError, match="pinned tokens"):
-        pages_of(state, llama.config.num_hidden_layers)
+        saved_of(state, llama.config.num_hidden_layers)
 
 
 def test_tokens_that_are_slots_no_more_are_refused(llama: Any) -> None:

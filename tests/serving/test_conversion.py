@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from served import KV, METHODS, Served, drawn
 
 from kvsketch.attention import attend_to
 from kvsketch.errors import InputError
 from kvsketch.observed import Observed
+from kvsketch.page.kind import Kind
 from kvsketch.page.layout import Layout
 from kvsketch.page.page import Page
 from kvsketch.page.quantized import Bits
 from kvsketch.slots import Slots
-from kvsketch.vllm.conversion import Converted, converted
+from kvsketch.state import Reader
+from kvsketch.vllm.conversion import Converted, converted, page_of
+from kvsketch.vllm.saved import Saved
 from kvsketch.vllm.settings import PageSettings
 
 HEADS, GROUP, DIM, CONTEXT = 3, 2, 8, 4000
@@ -52,7 +57,7 @@ def convert(
     page: Page, given: PageSettings, layout: Layout, seen: int = 3000, heads: slice = ALL
 ) -> tuple[Converted, Page]:
     """A document, and the page that it becomes."""
-    found = converted(seen, [page], {0: layout}, heads, given, CONTEXT)
+    found = converted(Saved(seen, True, [page], [None]), {0: layout}, heads, given, CONTEXT)
     return found, layout.views(found.rows[0][None])[0]
 
 
@@ -206,3 +211,58 @@ def test_other_shapes_are_refused():
     given = PageSettings("heavy_merge", 500)
     with pytest.raises(InputError, match="another shape"):
         convert(document([40] * HEADS), given, layout_of(given), heads=slice(2, 4))
+
+
+@pytest.mark.parametrize("sizes", [None, (40, 9)])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@settings(max_examples=25, deadline=None)
+@given(
+    method=st.sampled_from([*METHODS, "knorm", "exact"]),
+    tokens=st.integers(1, 160),
+    piece=st.sampled_from([0, 30]),
+    ahead=st.booleans(),
+)
+def test_a_page_that_was_saved_goes_on_where_it_was(bits, sizes, method, tokens, piece, ahead):
+    """With the same numbers, and so with the same compressions, as one that never stopped. A step
+    may have been ahead, whose token is left out unless the page was compressed there."""
+    many = {} if method == "exact" else {"budget": 60, "bits": bits, "buffer": 5}
+    own = PageSettings(method, sink=2, recent=6, **many)
+    if sizes is not None and method != "exact":
+        object.__setattr__(own, "allocation", "curves.json")  # of which only the sizes are used
+    rhythm, queries = own.rhythm(CONTEXT), own.queries(CONTEXT)
+    layout = own.layout(CONTEXT, KV, 2, DIM, torch.float32, sizes if own.allocation else None)
+    middle = (layout.middle, layout.bits) if layout.middle else None
+    name = None if method == "exact" else method
+    first, second, third = (Served(name, rhythm, queries, middle=middle) for _ in range(3))
+    assert first.layout == layout
+    request = drawn(tokens, tokens + 70)
+    start, rest = [t[:tokens] for t in request], [t[tokens:] for t in request]
+    for one in (first, third):
+        one.step([(3, 0, start)], pieces=[0 if method == "exact" else piece])
+    last = first.blocks.state(3)[1]
+    third.step([(3, tokens, [t[:1] for t in rest])])
+    ahead &= third.blocks.state(3)[1] == last
+    row = torch.zeros(layout.bytes, dtype=torch.uint8)
+    move((third if ahead else first).parts(), 3, tensors_of(layout, row), 0)
+    page, asked = page_of(row, layout, last, tokens, own, CONTEXT)
+    page = Page.from_state(Reader(page.to_state()), Kind(1, KV, DIM, DIM, torch.float32))
+    saved = Saved(tokens, not page.exact.grows, [page], [asked])
+    found = converted(saved, {0: layout}, slice(0, KV), own, CONTEXT)
+    assert (found.tokens, found.last, found.squeezed) == (tokens, last, "")
+    one = own.layout(CONTEXT, 1, 2, DIM, torch.float32, list(layout.middle[1:]) or None)
+    part = converted(saved, {0: one}, slice(1, 2), own, CONTEXT, rank=1)
+    assert torch.equal(tensors_of(one, part.rows[0])[0][:, :, : asked.shape[2]], asked[:, 2:])
+    move(tensors_of(layout, found.rows[0]), 0, second.parts(), 5)
+    second.blocks.put(np.array([5]), np.array([tokens]), np.array([last]))
+    (expected,), (out,) = first.step([(3, tokens, rest)]), second.step([(5, tokens, rest)])
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def tensors_of(layout: Layout, row: torch.Tensor) -> list[torch.Tensor]:
+    page, waiting = layout.views(row[None])
+    return [waiting, *(tensor for part in page.open() for tensor in part.contents())]
+
+
+def move(source: list[torch.Tensor], page: int, target: list[torch.Tensor], to: int) -> None:
+    for one, other in zip(source, target, strict=True):
+        other[to] = one[page]

@@ -16,9 +16,9 @@ from kvsketch.cli.app import app
 from kvsketch.files.format import read
 from kvsketch.files.tokens import mark_of, told
 from kvsketch.hf.checkpoint import Checkpoint
-from kvsketch.hf.saving import pages_of
 from kvsketch.vllm.conversion import converted
 from kvsketch.vllm.offline import engine_of
+from kvsketch.vllm.saved import saved_of
 from kvsketch.vllm.shelf import header_of
 from tiny_model import save_tiny_model, tiny_case, tiny_model, tiny_tokenizer
 
@@ -62,17 +62,17 @@ def fits(path: Path, given: str, layers: int = 2, heads: int = 2) -> dict[str, A
     """Convert a document for the engine of these settings."""
     settings, context = engine_of(given)
     _, state = read(path, "cache")
-    seen, pages = pages_of(state, layers)
+    saved = saved_of(state, layers)
     sizes = [None] * layers
     if settings.allocation is not None:
         sizes = settings.sizes(context, layers, heads, "llama")
     shape = context, heads, 2, 8, torch.float32
     layouts = {number: settings.layout(*shape, sizes[number]) for number in range(layers)}
-    found = converted(seen, pages, layouts, slice(0, heads), settings, context)
+    found = converted(saved, layouts, slice(0, heads), settings, context)
     rhythm = settings.rhythm(context)
     first = rhythm.slots - rhythm.every
     room = [[first + m for m in (layouts[n].middle or [0] * heads)] for n in range(layers)]
-    return {"found": found, "held": [page.held[0].tolist() for page in pages], "room": room}
+    return {"found": found, "held": [page.held[0].tolist() for page in saved.pages], "room": room}
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -175,4 +175,4 @@ def test_what_is_no_row_of_slots_is_refused(model, tmp_path):
             net(torch.full((rows, 90), 7), past_key_values=cache)
         cache.save(path, tokenizer=tokenizer)
         with pytest.raises(UnsupportedError, match=said):
-            pages_of(read(path, "cache")[1], 2)
+            saved_of(read(path, "cache")[1], 2)

@@ -27,12 +27,13 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def write(path: Path, kind: str, header: dict[str, Any], state: State) -> None:
+def write(path: Path, kind: str, header: dict[str, Any], state: State, new: bool = False) -> None:
     """Write a state to a file, as ``writing.whole`` does.
 
     Args:
         kind: what ``read`` must ask for.
         header: what the file says of itself, beside the state.
+        new: no file is replaced.
 
     Raises:
         InputError: it cannot be written (a full disk, no such folder), or holds what JSON cannot.
@@ -46,7 +47,7 @@ def write(path: Path, kind: str, header: dict[str, Any], state: State) -> None:
     table = [(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in named]
     version = {"version": container.VERSION, "kind": kind}
     raw = container.make_table({**header, **version, "state": state.values}, table)
-    with whole(path, repr(str(path))) as file:
+    with whole(path, repr(str(path)), new) as file:
         _write_to(file, raw, [tensor for _, tensor in named])
 
 

@@ -31,7 +31,6 @@ from kvsketch.hf.other_layers import (
 from kvsketch.hf.size import predicted_size
 from kvsketch.methods.registry import ALL_METHODS
 from kvsketch.page.kind import Kind
-from kvsketch.page.page import Page
 from kvsketch.state import FLOATS, Reader, State, name_of, numbered
 from kvsketch.writing import check_replaced
 
@@ -63,7 +62,7 @@ def save(cache: Kept, path: str | Path, tokenizer: Any, about: Mapping[str, Any]
     check_replaced(Path(path), "path", container.BEGINS, "a file of `SketchCache.save`")
     state = cache_state(cache)
     header: dict[str, Any] = {
-        "model": _told_model(cache),
+        "model": told_model(cache),
         "tokenizer": cache._tokenizer,
         "summary": summary_of(cache),
         "about": dict(cache.about if about is None else about),
@@ -95,37 +94,6 @@ def load(
     assert isinstance(told, dict)
     cache._marks = {name: told.get(name) for name in ("layers", "dtype")}
     return cache
-
-
-def pages_of(state: State, layers: int) -> tuple[int, list[Page]]:
-    """The number of tokens of a cache of one row, and the page of every layer, on the CPU and
-    without a model, for an engine that has memory of its own for them.
-
-    Args:
-        state: as ``files.format.read`` returns it.
-        layers: of the model.
-
-    Raises:
-        InputError: a state that is not valid.
-        UnsupportedError: several rows, padding, a streaming sketch, or layers without slots.
-    """
-    counts, pages = set(), []
-    for part in Reader(state).parts("layers", layers):
-        if not (part.has("kind") and part.has("stream")) or part.has("linear"):
-            raise UnsupportedError("the file has layers with other states than slots")
-        kind, stream = Kind.read(part.part("kind")), part.part("stream")
-        if kind.batch != 1 or stream.flag("padded"):
-            raise UnsupportedError(f"the file has {kind.batch} rows or padding; one text is needed")
-        if stream.word("form") != "page":
-            raise UnsupportedError("the file holds a streaming sketch, whose slots change")
-        if stream.has("pins") and len(stream.anything("pins")) > 1:
-            raise UnsupportedError("the file has pinned tokens, which an engine's pages have not")
-        counts.add(stream.whole("seen", 1, 1 << 31))
-        pages.append(Page.from_state(stream.part("page"), kind))
-    (seen,) = counts if len(counts) == 1 else (0,)
-    if not seen or max(int(page.held.max()) for page in pages) > seen:
-        raise InputError("the layers of the file hold different numbers of tokens")
-    return seen, pages
 
 
 @torch.no_grad()
@@ -308,7 +276,7 @@ def _restore_above(cache: Kept, reader: Reader, layers: int) -> None:
     part.close()
 
 
-def _told_model(cache: Kept) -> dict[str, Any]:
+def told_model(cache: Kept) -> dict[str, Any]:
     """Which model a cache is of, as far as its modules are still there."""
     config = cache._forward._config
     text = config.get_text_config(decoder=True)

@@ -196,6 +196,25 @@ class PageImpl(AttentionImpl[PageMetadata]):
         return self._pages, self._layout.views(raw)
 
 
+def page_layers(config: Any) -> dict[int, Any]:
+    """Our layers in this process by their number in the model.
+
+    Args:
+        config: ``VllmConfig``.
+    """
+    modules = config.compilation_config.static_forward_context.values()
+    impls = [(getattr(module, "impl", None), module) for module in modules]
+    return {impl.number: module for impl, module in impls if isinstance(impl, PageImpl)}
+
+
+def layout_of(layer: Any, dtype: torch.dtype) -> Layout:
+    """The layout of the pages of one of our layers on this rank."""
+    impl = layer.impl
+    shape = impl.num_kv_heads, impl.group, impl.head_size, dtype
+    found: Layout = layer.attn_backend.layout(*shape)
+    return found
+
+
 def of_rank(heads: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
     """The sizes of the KV heads of one of ``ranks``: an equal part of them, or one head that
     several ranks share."""

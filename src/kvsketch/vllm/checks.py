@@ -8,13 +8,16 @@ from typing import Any
 from kvsketch.errors import UnsupportedError
 from kvsketch.vllm.settings import DRAWING, PageSettings
 
-#: vLLM's configuration with which documents are loaded
+#: vLLM's configuration with which documents are loaded; with the role "kv_both", requests may also
+#: save their pages
 CONNECTOR = {
     "kv_connector": "DocumentConnector",
     "kv_connector_module_path": "kvsketch.vllm.documents",
     "kv_role": "kv_consumer",
     "kv_load_failure_policy": "recompute",
 }
+#: the role with which requests may save their pages
+BOTH = "kv_both"
 
 
 def check_engine(config: Any) -> None:
@@ -88,12 +91,12 @@ def check_settings(config: Any, settings: PageSettings) -> None:
             "kvsketch does not serve KV transfer from its pages, except of documents: unset "
             "--kv-transfer-config, or set KVSKETCH_DOCUMENTS"
         )
-    if settings.documents is not None and not (
-        transfer and all(getattr(transfer, name) == value for name, value in CONNECTOR.items())
-    ):
+    allowed = [{**CONNECTOR, "kv_role": role} for role in (CONNECTOR["kv_role"], BOTH)]
+    given = {name: getattr(transfer, name, None) for name in CONNECTOR}
+    if settings.documents is not None and given not in allowed:
         raise UnsupportedError(
             f"kvsketch loads documents={settings.documents!r} only with --kv-transfer-config "
-            f"'{json.dumps(CONNECTOR)}'"
+            f"'{json.dumps(CONNECTOR)}', or with the role {BOTH!r} if requests may save their pages"
         )
     if settings.method in DRAWING and config.parallel_config.tensor_parallel_size > 1:
         raise UnsupportedError(

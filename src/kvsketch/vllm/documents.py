@@ -1,9 +1,11 @@
 """vLLM's connector for compressed documents: a request whose prompt begins with the tokens of a
-file starts behind them, and only the rest of its prompt is read.
+file starts behind them, and only the rest of its prompt is read. A request may save its page as
+such a file when it ends.
 
 The scheduler's half finds the file; the half in each worker writes it into the request's page. The
 load is asynchronous in vLLM's sense: the request runs in a later step, so that both model runners
-know how many tokens it has seen before they prepare it.
+know how many tokens it has seen before they prepare it. vLLM frees a page that is saved when its
+file is written.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from vllm.logger import init_logger
 from kvsketch.errors import InputError
 from kvsketch.hf.checkpoint import Checkpoint
 from kvsketch.vllm.loading import Load, Loader
+from kvsketch.vllm.saving import Saver
+from kvsketch.vllm.sessions import SAVE, PageSaves, Save
 from kvsketch.vllm.settings import settings_of
 from kvsketch.vllm.shelf import Found, Shelf
 
@@ -33,14 +37,15 @@ _PATIENCE = 0.01
 
 
 @dataclass
-class Loads(KVConnectorMetadata):
-    """The documents to write in a step."""
+class Transfers(KVConnectorMetadata):
+    """The documents to write into pages in a step, and the pages to save."""
 
     loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
 
 
 class DocumentConnector(KVConnectorBase_V1, SupportsHMA):
-    """Loads compressed documents; saves nothing.
+    """Loads compressed documents, and saves pages as such.
 
     Args:
         vllm_config: with the setting ``documents``.
@@ -62,11 +67,15 @@ class DocumentConnector(KVConnectorBase_V1, SupportsHMA):
                 checkpoint.check(header.get("model"))
 
             self._shelf = Shelf(settings.documents, check, _LOGGER.warning)
+        self._saves = PageSaves(vllm_config, settings.documents)
         self._chosen: dict[str, Found] = {}  # by request, until it has a page
         self._loading: dict[str, Found] = {}  # until it is loaded
         self._new: list[Load] = []
-        self._loader = Loader(vllm_config) if role == KVConnectorRole.WORKER else None
+        worker = role == KVConnectorRole.WORKER
+        self._loader = Loader(vllm_config) if worker else None
+        self._saver = Saver(vllm_config) if worker else None
         self._done: set[str] = set()
+        self._saved: set[str] = set()
         self._failed: set[str] = set()
 
     # In the scheduler.
@@ -93,51 +102,58 @@ class DocumentConnector(KVConnectorBase_V1, SupportsHMA):
             self._loading[name] = found
             self._new.append(Load(name, found, blocks.get_block_ids()[0][0]))
 
-    def build_connector_meta(self, scheduler_output: Any) -> Loads:
+    def build_connector_meta(self, scheduler_output: Any) -> Transfers:
         """What workers do in this step."""
         new, self._new = self._new, []
-        return Loads(new)
+        return Transfers(new, self._saves.take())
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Do not use files again that could not be loaded."""
+        """Do not use files again that could not be loaded; names of files that were written are
+        free, should they be removed."""
         assert self._shelf is not None
         for name in connector_output.failed_recving or ():
             if name in self._loading:
                 self._shelf.reject(self._loading[name])
         for name in connector_output.finished_recving or ():
             self._loading.pop(name, None)
+        self._saves.over(connector_output.finished_sending or ())
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Nothing is kept of a request."""
+        """Whether the page of a request is being saved, and what its answer says of that."""
         self._chosen.pop(request.request_id, None)
-        return False, None
+        said = self._saves.finished(request, _of_text_alone(request), block_ids[0])
+        return said is not None and SAVE in said, said
 
     # In the workers.
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin to load documents, and write those that were read. Without other work, it waits a
-        little for one."""
+        """Begin to load documents and to save pages, and write documents that were read. Without
+        other work, it waits a little for one."""
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, Loads)
+        assert isinstance(metadata, Transfers)
         assert self._loader is not None
+        assert self._saver is not None
         patience = 0.0 if forward_context.attn_metadata else _PATIENCE
         for request, loaded in self._loader.step(metadata.loads, patience):
             self._done.add(request)
             if not loaded:
                 self._failed.add(request)
+        self._saved |= self._saver.step(metadata.saves, patience)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The requests whose documents were written, or could not be."""
+        """The requests whose documents or files were written, or could not be."""
         done, self._done = self._done, set()
         failed, self._failed = self._failed, set()
-        return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
+        saved, self._saved = self._saved, set()
+        return KVConnectorTransferResults(saved, done, failed)
 
     def shutdown(self) -> None:
-        """End the thread that reads."""
-        if self._loader is not None:
+        """End the threads that read and write."""
+        if self._loader is not None and self._saver is not None:
             self._loader.close()
+            self._saver.close()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: requests run in a step after that of their load."""
@@ -145,10 +161,10 @@ class DocumentConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing is saved."""
+        """Nothing: pages are saved when their requests have ended."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Nothing, likewise."""
 
 
 def _of_text_alone(request: Any) -> bool:

@@ -21,11 +21,12 @@ from vllm.logger import init_logger
 
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.files.format import read
-from kvsketch.hf.saving import KIND, pages_of
+from kvsketch.hf.saving import KIND
 from kvsketch.vllm import metrics
-from kvsketch.vllm.attention import PageImpl, of_rank
+from kvsketch.vllm.attention import layout_of, of_rank, page_layers
 from kvsketch.vllm.conversion import Converted, converted
 from kvsketch.vllm.engine import running
+from kvsketch.vllm.saved import saved_of
 from kvsketch.vllm.shelf import Found, stamp_of
 
 _LOGGER = init_logger("vllm.kvsketch")
@@ -73,7 +74,7 @@ class Loader:
         Yields:
             The id of a request whose load is over, and whether its page holds the document.
         """
-        layers = self._layers()
+        layers = page_layers(self._config)
         for load in loads:
             if load.found not in self._kept and load.found not in self._reading:
                 self._reading[load.found] = self._thread.submit(self._read, load.found, layers)
@@ -116,12 +117,6 @@ class Loader:
         if get_tensor_model_parallel_rank() == 0 and get_pp_group().is_first_rank:
             metrics.add(documents=1)
 
-    def _layers(self) -> dict[int, Any]:
-        """Our layers by their number in the model."""
-        modules = self._config.compilation_config.static_forward_context.values()
-        impls = [(getattr(module, "impl", None), module) for module in modules]
-        return {impl.number: module for impl, module in impls if isinstance(impl, PageImpl)}
-
     def _read(self, found: Found, layers: dict[int, Any]) -> Converted:
         """A document as pages.
 
@@ -135,20 +130,14 @@ class Loader:
         _, state = read(path, KIND)
         if stamp_of(path) != found.stamp:
             raise InputError(f"{found.name} changed while it was read")
-        seen, pages = pages_of(state, model.get_total_num_hidden_layers())
-        if seen != found.tokens:
-            raise InputError(f"{found.name} holds {seen} tokens, and says {found.tokens}")
-        layouts = {}
-        for number, layer in layers.items():
-            impl = layer.impl
-            shape = impl.num_kv_heads, impl.group, impl.head_size, model.dtype
-            layouts[number] = layer.attn_backend.layout(*shape)
-        every = range(model.get_total_num_kv_heads())
-        heads = of_rank(
-            every, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        )
+        saved = saved_of(state, model.get_total_num_hidden_layers())
+        if saved.seen != found.tokens:
+            raise InputError(f"{found.name} holds {saved.seen} tokens, and says {found.tokens}")
+        layouts = {number: layout_of(layer, model.dtype) for number, layer in layers.items()}
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        heads = of_rank(range(model.get_total_num_kv_heads()), rank, ranks)
         own = slice(heads[0], heads[-1] + 1)
-        document = converted(seen, pages, layouts, own, settings, engine.context)
+        document = converted(saved, layouts, own, settings, engine.context, rank)
         if document.squeezed:
             said = (
                 f"{found.name} does not fit the pages ({document.squeezed}); "

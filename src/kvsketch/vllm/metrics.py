@@ -25,6 +25,8 @@ NAMES = {
     "error": "Relative error that compressions add to the output of the last query, summed.",
     "above": "Compressions that add more error than the tolerance.",
     "documents": "Requests that started behind a compressed document.",
+    "saved": "Requests whose pages were saved to a file.",
+    "unsaved": "Requests whose pages were to be saved and were not.",
     "slots": "Slots that the requests of the last step hold per KV head.",
 }
 _LAST = "slots"  # a gauge; all others are counters

@@ -87,7 +87,8 @@ class PageSettings:
             are counted, because a page cannot grow. None: they are not counted.
         seed: of methods that draw random numbers.
         documents: a folder of compressed documents, which are loaded for requests whose prompts
-            begin with their tokens (``DocumentConnector``). None: none are.
+            begin with their tokens, and to which requests may save their pages
+            (``DocumentConnector``). None: none are.
         squeeze: whether documents that do not fit a page are compressed again when they are loaded.
             Otherwise their prompts are read.
 

@@ -94,6 +94,12 @@ class KnownPages:
         self._of(blocks)
         self._known[:, blocks] = np.stack([tokens, last])
 
+    def state(self, block: int) -> tuple[int, int]:
+        """The number of tokens of the page in a block, and how many there were at its last
+        compression."""
+        tokens, last = self._of(np.array([block]))[:, 0].tolist()
+        return tokens, last
+
     def _of(self, blocks: Numbers) -> Numbers:
         most = int(blocks.max(initial=-1)) + 1
         if most > self._known.shape[1]:
