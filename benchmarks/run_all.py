@@ -68,7 +68,7 @@ COMMANDS = {
     "exact,heavy_merge,h2o+int4",
     "sessions_system_long": "sessions --forms system --lines 500 --count 50 --model lists "
     "--methods exact,heavy_merge,h2o+int4",
-    "compaction": "compaction",
+    "compaction": "compaction --count 400",
     "long_stream": "long_stream",
     "ray_throughput": "ray_throughput",
     "document_files": "document_files --lines 800 --count 2",
