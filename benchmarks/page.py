@@ -78,7 +78,7 @@ def of_guarantees() -> str:
 
 def of_sessions() -> str:
     """How docs/sessions.md opens."""
-    found = [loaded(f"sessions_{form}") for form in page_sessions.TITLES]
+    found = [loaded(name) for name in page_sessions.RESULTS]
     return page_sessions.opening([x for x in found if x], loaded("long_stream"))
 
 
@@ -106,12 +106,7 @@ PAGES: dict[str, tuple[str, Callable[[], str], dict[str, Callable[[dict[str, Any
         "# Sessions: what is forgotten over many turns",
         of_sessions,
         {
-            **{
-                f"sessions_{form}{long}": page_sessions.sessions
-                for form in page_sessions.TITLES
-                for long in ("", "_long")
-                if not long or form in page_sessions.LONG
-            },
+            **dict.fromkeys(page_sessions.RESULTS, page_sessions.sessions),
             "compaction": page_sessions.compaction,
             "long_stream": page_sessions.long_stream,
         },

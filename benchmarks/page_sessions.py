@@ -13,8 +13,16 @@ TITLES = {
     "list": "## One long answer",
     "system": "## What a system message says must be known in the end",
 }
-#: Forms of which there are longer sessions, too.
-LONG = ("documents", "system")
+#: The names of the results, in the order of the page: of some forms there are longer sessions, too.
+RESULTS = (
+    "sessions_documents",
+    "sessions_documents_long",
+    "sessions_turns",
+    "sessions_list",
+    "sessions_system",
+    "sessions_system_long",
+)
+_LINES = 330  # of all others
 WHAT = {
     "documents": "Eleven records are read one after the other. A question about the newest follows "
     "each, and one about a record that was read some records before. In the end there are four "
@@ -61,7 +69,8 @@ def _choice(results: list[Result]) -> str:
     shares = sorted({r["budget"] for x in results for r in x["results"]} - {1.0}, reverse=True)
     rows = []
     for result in results:
-        row = [_NAMES[result["forms"][0]]]
+        longer = ", longer sessions" if result["lines"] != _LINES else ""
+        row = [_NAMES[result["forms"][0]] + longer]
         for share in shares:
             # What pins has been told beforehand what will be asked for.
             found = [
@@ -92,9 +101,10 @@ def _summary(form: str, result: Result) -> str:
         if budget == share and not name.startswith("heavy_merge") and ":" not in name
     ]
     best = max(others, key=lambda row: float(row["accuracy"]))
+    longer = f" ({result['count']} longer sessions)" if result["lines"] != _LINES else ""
     told = (
-        f"{_NAMES[form]}: with an eighth of the bytes the default answers {ours['accuracy']:.2f} "
-        f"(the exact cache {exact['accuracy']:.2f}, the best of the others, `{best['method']}`, "
+        f"{_NAMES[form]}{longer}: with an eighth of the bytes the default answers "
+        f"{ours['accuracy']:.2f} (the exact cache {exact['accuracy']:.2f}, the best of the others, `{best['method']}`, "
         f"{best['accuracy']:.2f})"
     )
     old = "documents ago 10"
@@ -103,7 +113,7 @@ def _summary(form: str, result: Result) -> str:
             f"; of the questions about the first record after ten others {ours['curve'][old]:.2f} "
             f"(exact {exact['curve'][old]:.2f})"
         )
-    if form == "system":
+    if ("heavy_merge:16:32", share) in rows:
         pinned = rows["heavy_merge:16:32", share]["accuracy"]
         told += f"; {pinned:.2f} if the message is never compressed"
     return told + "."
@@ -142,11 +152,11 @@ def sessions(result: Result) -> str:
     ]
     curve = table([f"kept {share:g}", *points], curves)
     opening = f"{TITLES[form]}\n\n{WHAT[form]}"
-    if result["lines"] != 330:
+    if result["lines"] != _LINES:
         opening = (
             f"### The same with {result['count']} longer sessions\n\nRecords of {result['lines']} "
-            f"instead of 330 lines, about 4,100 tokens in all, on `{result['model']}`; the methods "
-            "that decide."
+            f"instead of {_LINES} lines, about 4,100 tokens in all, on `{result['model']}`; the "
+            f"methods that decide.{_why(result) if form == 'system' else ''}"
         )
     return (
         f"{opening}\n\n{scores}\n\n{curve}\n\n"
@@ -155,6 +165,20 @@ def sessions(result: Result) -> str:
         "compressed. A budget is the bytes of a share of the tokens of the whole session in 16 "
         "bits, the same from the first turn on. In brackets: the 95% interval over sessions. The "
         f"second table is the mean by turn with {share:g} of the bytes. {made_with(result)}\n"
+    )
+
+
+def _why(result: Result) -> str:
+    """Why the default forgets what is only said at the beginning."""
+    newest, share = "documents ago 00", 0.125
+    by = {(row["method"], row["budget"]): row["curve"] for row in result["results"]}
+    ours, h2o = by["heavy_merge", share], by["h2o+int4", share]
+    return (
+        " The default loses here where nothing is pinned. H2O sums attention over all queries, so "
+        "that what was read first has the highest sums and stays, and what was read last goes: "
+        f"with {share:g} of the bytes it answers {h2o['system']:.2f} of the questions about the "
+        f"message, the default {ours['system']:.2f}, and {h2o[newest]:.2f} of those about the "
+        f"newest record, the default {ours[newest]:.2f}."
     )
 
 
