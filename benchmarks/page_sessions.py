@@ -104,8 +104,8 @@ def _summary(form: str, result: Result) -> str:
     longer = f" ({result['count']} longer sessions)" if result["lines"] != _LINES else ""
     told = (
         f"{_NAMES[form]}{longer}: with an eighth of the bytes the default answers "
-        f"{ours['accuracy']:.2f} (the exact cache {exact['accuracy']:.2f}, the best of the others, `{best['method']}`, "
-        f"{best['accuracy']:.2f})"
+        f"{ours['accuracy']:.2f} (the exact cache {exact['accuracy']:.2f}, the best of the others, "
+        f"`{best['method']}`, {best['accuracy']:.2f})"
     )
     old = "documents ago 10"
     if form == "documents":
