@@ -28,7 +28,9 @@ def _fold(section: str) -> str:
         return section
     lead, *rest = paragraphs
     rows = sum(max(0, text.count("\n|") - 1) for text in rest if text.startswith("|"))
-    what = f"All numbers, and how they were measured ({rows} rows)"
+    what = (
+        f"All numbers, and how they were measured ({rows} rows)" if rows else "How it was measured"
+    )
     return f"{heading}\n\n{lead}\n\n{details(what, *rest)}\n\n"
 
 
