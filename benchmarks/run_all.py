@@ -67,7 +67,7 @@ COMMANDS = {
     "sessions_documents_long": "sessions --forms documents --lines 500 --count 50 --methods "
     "exact,heavy_merge,h2o+int4",
     "sessions_system_long": "sessions --forms system --lines 500 --count 50 --model lists "
-    "--methods exact,heavy_merge,h2o+int4",
+    "--methods exact,heavy_merge,heavy_merge:16:32,h2o+int4",
     "compaction": "compaction --count 400",
     "long_stream": "long_stream",
     "ray_throughput": "ray_throughput",
