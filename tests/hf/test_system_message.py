@@ -94,6 +94,7 @@ def test_what_is_no_system_message(packaged: Any) -> None:
         "{% for m in messages %}{{ m.content }}\n{% endfor %}",
         "{{ raise_exception('no') }}",
         "{{ messages[-1].content }}",
+        "{{ bos_token }}{% for m in messages %}{{ m.content }} line {% endfor %}",
     ):
         tokenizer.chat_template = template
         assert system_tokens(tokenizer, ids) == 0
@@ -112,3 +113,24 @@ def test_one_of_more_than_half_of_the_budget_is_named(packaged: Any) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "the system message")
         assert pinned(read(packaged, ids, budget=2 * count, recent=2)) == count - 4
+
+
+def test_one_that_leaves_no_room_beside_the_recent_tokens_is_named(packaged: Any) -> None:
+    """The budget is that of an earlier call, which must not fail now."""
+    ids = ids_of(packaged[1], SYSTEM)
+    count = system_tokens(packaged[1], ids)
+    with pytest.warns(AccuracyWarning, match=f"beside {count} recent tokens"):
+        cache = read(packaged, ids, budget=2 * count, recent=count)
+    assert pinned(cache) == 0
+    assert pinned(read(packaged, ids, budget=2 * count + 1, recent=count)) == count - 4
+
+
+def test_it_does_not_keep_slots_from_being_fitted(packaged: Any) -> None:
+    """Tokens at the start are where they belong already."""
+    ids = ids_of(packaged[1], SYSTEM)
+    masses = []
+    for pin_system in (True, False):
+        cache = read(packaged, ids, pin_system=pin_system, bits=16, allocation="even")
+        mass = cache._sketches()[0].stream.slots.masses()
+        masses.append(bool(((mass - mass.round()).abs() > 1e-3).any()))
+    assert masses == [True, True]

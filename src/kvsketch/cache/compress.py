@@ -118,7 +118,7 @@ class Newest:
         few = [(one.bits, one.dim) for one in middle.packed.values()]
         keys = fields["keys"]
         alike = keys.shape[:2], keys.dtype, keys.device, self.around, self.left
-        return (*alike, *fields, *middle.fields, *few)
+        return (*alike, tuple(fields), tuple(middle.fields), *few)
 
     @property
     def nbytes(self) -> int:

@@ -242,7 +242,7 @@ class Errors:
 
     def update(self, slots: Slots, seen: int) -> None:
         """Add the tokens appended since the last update to the probe, while they are exact."""
-        if self._probe is not None:
+        if self._probe is not None and seen > self._probed:
             new = seen - self._probed
             self._probe.extend(slots.narrow(slots.count - new, new))
             self._probed = seen

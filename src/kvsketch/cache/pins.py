@@ -57,8 +57,11 @@ class Pins:
         return self._within(self.sink, seen - self.recent)
 
     def reached(self, seen: int) -> bool:
-        """Whether the compression after ``seen`` tokens reaches pinned tokens that none did yet."""
-        return self._within(max(self.sink, self.tail), seen - self.recent) > 0
+        """Whether the compression after ``seen`` tokens reaches pinned tokens that none did yet and
+        that are not behind the sinks already, as those at the start of a first prompt are."""
+        new = self._new(seen)
+        before = self.sink + self._within(self.sink, self.tail)
+        return new != list(range(before, before + len(new)))
 
     def passed(self, seen: int, recent: int) -> None:
         """A compression after ``seen`` tokens kept the last ``recent`` of them in every head."""
@@ -77,12 +80,7 @@ class Pins:
             slots: ``[batch, num_key_value_heads, n, ...]``, of which the last ones are the tokens
                 from ``tail`` on.
         """
-        reach = seen - self.recent
-        new = [
-            t
-            for start, end in self.spans
-            for t in range(max(start, self.sink, self.tail), min(end, reach))
-        ]
+        new = self._new(seen)
         before = self.sink + self._within(self.sink, self.tail)
         if not new:
             return slots
@@ -94,6 +92,15 @@ class Pins:
         columns = slots.count - seen + torch.tensor(new, device=device)
         order[..., columns] = 0
         return slots.take(order.argsort(dim=-1, stable=True))
+
+    def _new(self, seen: int) -> list[int]:
+        """The pinned tokens that the compression after ``seen`` tokens is the first to reach."""
+        reach = seen - self.recent
+        return [
+            t
+            for start, end in self.spans
+            for t in range(max(start, self.sink, self.tail), min(end, reach))
+        ]
 
     def _within(self, first: int, last: int) -> int:
         return sum(max(0, min(end, last) - max(start, first)) for start, end in self.spans)

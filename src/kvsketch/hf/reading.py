@@ -87,9 +87,9 @@ def prefill(
             are used: many models look at the evidence only while they answer.
         tokenizer: the model's tokenizer; needed except for "prompt".
         pin_system: with a tokenizer that has a chat template, never compress the system message
-            with which the context begins (``cache.pin``), if it takes at most half of the budget.
-            Not with padding or a streaming sketch, nor if the template marks the end of the message
-            by white space only.
+            with which the context begins (``cache.pin``), if it takes at most half of the budget
+            and leaves room beside the recent tokens. Not with padding or a streaming sketch, nor if
+            the template marks the beginning or the end of the message by white space only.
         attention_mask: int or bool ``[batch, tokens]``, 0 for padding on the left.
         chunk_size: number of tokens of the context to read at a time; default: all at once.
         progress: True shows a progress bar; or a function that is called with the number of tokens

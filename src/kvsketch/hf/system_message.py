@@ -23,7 +23,8 @@ def pin_system_message(cache: SketchCache, tokenizer: Any, ids: Tensor, mask: Te
         ids, mask: int64 ``[batch, tokens]``.
 
     Warns:
-        AccuracyWarning: it takes more than half of the budget and is not pinned.
+        AccuracyWarning: it takes more than half of the budget, or leaves no slot beside the recent
+            tokens, and is not pinned.
     """
     stream = cache._sketches()[0].stream
     if stream.compressor is None or not bool(mask.all()):
@@ -32,10 +33,12 @@ def pin_system_message(cache: SketchCache, tokenizer: Any, ids: Tensor, mask: Te
     budget = cache.budget
     if not end or stream.pins:
         return
-    if budget is not None and 2 * end > (most := budget.slots(ids.shape[1])):
+    most = None if budget is None else budget.slots(ids.shape[1])
+    sink, recent = stream.method.around
+    if most is not None and (2 * end > most or max(end, sink) + recent >= most):
         warnings.warn(
-            f"the system message has {end} tokens, more than half of the budget of {most}: it is "
-            "compressed like any other text",
+            f"the system message has {end} tokens, more than half of the budget of {most} or than "
+            f"it has beside {recent} recent tokens: it is compressed like any other text",
             AccuracyWarning,
             stacklevel=3,
         )
@@ -46,7 +49,7 @@ def pin_system_message(cache: SketchCache, tokenizer: Any, ids: Tensor, mask: Te
 def system_tokens(tokenizer: Any, ids: Tensor) -> int:
     """How many tokens at the start of every row of ``ids`` ``[batch, tokens]`` are the system
     message of the tokenizer's chat template and what the template writes before it. 0: there is
-    none, the rows differ, or the template marks its end by white space only."""
+    none, the rows differ, or the template marks its beginning or its end by white space only."""
     if not getattr(tokenizer, "chat_template", None):
         return 0
     said = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _USER}]
@@ -55,7 +58,9 @@ def system_tokens(tokenizer: Any, ids: Tensor) -> int:
         after, _ = rest.split(_USER)
     except Exception:  # errors that a template raises, or one that leaves out what it is told
         return 0
-    if not after.strip():
+    start = tokenizer.bos_token or ""
+    before, after = before.strip().removeprefix(start).strip(), after.strip()
+    if not before or not after:
         return 0
     found = {_end(tokenizer, row, before, after) for row in ids.tolist()}
     return found.pop() if len(found) == 1 else 0
@@ -69,9 +74,9 @@ def _end(tokenizer: Any, ids: list[int], before: str, after: str) -> int:
         return said
 
     whole = text(len(ids))
-    start = whole.find(before.strip())
-    place = whole.find(after.strip(), start + len(before.strip()))
-    # In front of it there may be a token that begins a text, which the template does not write.
-    if start < 0 or place < 0 or (start and whole[:start] != (tokenizer.bos_token or "")):
+    start = whole.find(before)
+    place = whole.find(after, start + len(before))
+    # In front of it there may be tokens that begin a text.
+    if start < 0 or place < 0 or whole[:start].replace(tokenizer.bos_token or "", "").strip():
         return 0
     return bisect.bisect_left(range(len(ids)), place, key=lambda count: len(text(count)))
