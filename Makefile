@@ -19,7 +19,7 @@ NATIVE := src/kvsketch/kernels/native
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml $(CONSTRAINTS) $(NATIVE)/attention.cpp $(NATIVE)/pairs.h $(NATIVE)/shares.h $(NATIVE)/build.py
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS) $(NATIVE)/attention.cpp $(NATIVE)/pairs.h $(NATIVE)/groups.h $(NATIVE)/shares.h $(NATIVE)/build.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'

@@ -1,4 +1,4 @@
-"""The cheapest partners of slots: the compiled kernel and torch's way equal the definition."""
+"""Groups by the compiled kernel equal torch's, whose cheapest partners equal the definition."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 from kvsketch.kernels import native, pairs
 from kvsketch.kernels.native import build
+from kvsketch.methods import closest
+from kvsketch.methods.closest import group_closest
+from kvsketch.slots import Slots
 
 #: of processors, from the least to what this one has
 LEVELS = range(3)
@@ -43,19 +46,16 @@ def table_of(points, per_weight, absent):
 
 @given(
     seed=st.integers(0, 10_000),
-    level=st.sampled_from(LEVELS),
     blocks=st.integers(1, 4),
     size=st.sampled_from([1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 100, 256, 264]),
     dim=st.sampled_from([1, 2, 5, 16, 64, 100, 512]),
     dead=st.sampled_from([0.0, 0.3, 1.0]),
-    compiled=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-@settings(max_examples=150)
-def test_costs_and_partners_are_those_of_the_table(seed, level, blocks, size, dim, dead, compiled):
-    given_ = made(seed, blocks, size, dim, dead)
-    native.library().kvsketch_limit(level)
-    with native.switched(compiled):
-        cost, partner = pairs.cheapest(*given_)
+@settings(max_examples=60)
+def test_costs_and_partners_are_those_of_the_table(seed, blocks, size, dim, dead, dtype):
+    given_ = [t.to(dtype) for t in made(seed, blocks, size, dim, dead)]
+    cost, partner = pairs.cheapest(*given_)
     table = table_of(*given_)
     best = table.amin(2)
     torch.testing.assert_close(cost.double(), best, rtol=1e-4, atol=1e-4 * dim)
@@ -65,51 +65,103 @@ def test_costs_and_partners_are_those_of_the_table(seed, level, blocks, size, di
     torch.testing.assert_close(found, best, rtol=1e-4, atol=1e-4 * dim)
 
 
-def test_both_of_a_pair_have_the_same_cost_to_the_bit():
-    """``closest`` compares them: of two slots that are each other's partners one must stay."""
-    cost, partner = pairs.cheapest(*made(0, 3, 256, 64, 0.1))
-    mutual = partner.gather(1, partner) == torch.arange(256)
-    assert bool(mutual.any())
-    assert torch.equal(cost[mutual], cost.gather(1, partner)[mutual])
+def rows_of(seed, n, dim, dead, rows=6):
+    """Slots of two batch rows with three heads, weights, numbers of columns and of groups."""
+    g = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, rows // 3, 3, n, dim, generator=g)
+    slots = Slots(keys, values, 0.5 + torch.rand(rows // 3, 3, n, generator=g))
+    sizes = torch.randint(max(1, n // 2), n + 1, (rows,), generator=g)
+    weight = torch.rand(rows, n, generator=g) + 0.05
+    weight *= (torch.rand(rows, n, generator=g) >= dead) & (torch.arange(n) < sizes.unsqueeze(1))
+    count = (sizes * torch.rand(rows, generator=g)).long().clamp(min=1)
+    return slots, weight, count, sizes
 
 
-def test_of_equal_partners_the_first_is_taken():
-    points = torch.zeros(1, 40, 3)
-    cost, partner = pairs.cheapest(points, torch.ones(1, 40), torch.zeros(1, 40))
-    assert bool((cost == 0).all())
-    assert partner.tolist() == [[1, *[0] * 39]]
+@given(
+    seed=st.integers(0, 10_000),
+    level=st.sampled_from(LEVELS),
+    n=st.sampled_from([2, 3, 7, 8, 15, 17, 33, 64, 100, 257, 400, 700, 1000]),
+    dim=st.sampled_from([2, 5, 16, 33]),
+    dead=st.sampled_from([0.0, 0.3, 1.0]),
+    share=st.sampled_from([0.1, 0.25, 0.5]),
+)
+@settings(max_examples=100)
+def test_the_compiled_groups_are_torchs(seed, level, n, dim, dead, share):
+    slots, weight, count, sizes = rows_of(seed, n, dim, dead)
+    native.library().kvsketch_limit(level)
+    groups, found = group_closest(slots, weight, count, share, None, sizes)
+    with native.switched(False):
+        wanted, enough = group_closest(slots, weight, count, share, None, sizes)
+    assert torch.equal(found, enough)
+    assert groups.count == wanted.count
+    assert torch.equal(groups.index, wanted.index)
+
+
+def test_rows_come_in_parts_and_chosen_slots_from_anywhere(monkeypatch):
+    slots, weight, count, _ = rows_of(3, 90, 8, 0.1)
+    chosen = torch.rand(6, 90, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :60]
+    chosen = chosen.sort(1).values
+    given_ = slots, weight[:, :60].contiguous(), count.clamp(max=40), 0.25, chosen
+    wanted, _ = group_closest(*given_)
+    monkeypatch.setattr(closest, "_POINTS", 1)
+    assert torch.equal(group_closest(*given_)[0].index, wanted.index)
+    with native.switched(False):
+        assert torch.equal(group_closest(*given_)[0].index, wanted.index)
+
+
+def test_a_row_without_enough_edges_has_no_groups_and_others_have_theirs():
+    """Equal points: each has an edge to the first one, which has none."""
+    slots, weight, _, _ = rows_of(5, 40, 4, 0.0)
+    weight[:] = 1.0
+    few = torch.tensor([1, 39, 30, 1, 38, 20])
+    groups, found = group_closest(slots, weight, few, 0.5)
+    with native.switched(False):
+        wanted, enough = group_closest(slots, weight, few, 0.5)
+    assert torch.equal(found, enough)
+    assert found.any()
+    slots.keys[0, 0], slots.values[0, 0], slots.mass[0, 0] = 0.0, 0.0, 1.0
+    groups, found = group_closest(slots, weight, few, 0.5)
+    assert bool(found[0])
+    assert groups.index[0].tolist() == [0] * 40
+    assert torch.equal(groups.index[1:], wanted.index[1:])
+
+
+def test_of_equal_slots_the_first_stay():
+    """The cheapest edges of slots that are all the same lead to the first of each block."""
+    zeros = torch.zeros(1, 1, 20, 3)
+    groups, found = group_closest(Slots(zeros, zeros, None), torch.ones(1, 20), 17, 0.5)
+    assert bool(found)
+    assert groups.index.tolist() == [[0, 0, 0, 0, *range(1, 17)]]
 
 
 def test_several_threads_say_what_one_says():
-    given_ = made(1, 37, 64, 16, 0.1)
+    given_ = rows_of(1, 300, 16, 0.1, rows=12)
     before = torch.get_num_threads()
     try:
         found = []
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            found.append(pairs.cheapest(*given_))
+            found.append(group_closest(*given_[:3], 0.25, None, given_[3]))
     finally:
         torch.set_num_threads(before)
-    for cost, partner in found[1:]:
-        assert torch.equal(cost, found[0][0])
-        assert torch.equal(partner, found[0][1])
+    for groups, enough in found[1:]:
+        assert torch.equal(groups.index, found[0][0].index)
+        assert torch.equal(enough, found[0][1])
 
 
-def test_views_and_wider_numbers_are_taken():
-    points, per_weight, absent = made(2, 3, 20, 6, 0.1)
-    wanted = pairs.cheapest(points, per_weight, absent)
-    beside = [torch.stack([t, t + 1], -1)[..., 0] for t in (points, per_weight, absent)]
-    for given_ in (beside, [t.double() for t in (points, per_weight, absent)]):
-        cost, partner = pairs.cheapest(*given_)
-        torch.testing.assert_close(cost.float(), wanted[0], rtol=1e-4, atol=1e-4)
-        fits = torch.isfinite(wanted[0])
-        assert torch.equal(partner[fits], wanted[1][fits])
+def test_views_are_taken():
+    slots, weight, count, sizes = rows_of(2, 60, 6, 0.1)
+    wanted, _ = group_closest(slots, weight, count, 0.25, None, sizes)
+    beside = [torch.stack([t, t + 1], -1)[..., 0] for t in (weight, count, sizes)]
+    found, _ = group_closest(slots, beside[0], beside[1], 0.25, None, beside[2])
+    assert torch.equal(found.index, wanted.index)
 
 
 def fuzz(count):
     """Shapes at random, for ``test_cpu.test_sanitizers_find_nothing``."""
     g = torch.Generator().manual_seed(0)
     for number in range(count):
-        blocks, size, dim = (int(torch.randint(1, top, (), generator=g)) for top in (4, 70, 40))
+        n, dim = (int(torch.randint(1, top, (), generator=g)) for top in (600, 40))
         native.library().kvsketch_limit(number % len(LEVELS))
-        pairs.cheapest(*made(number, blocks, size, dim, 0.1))
+        slots, weight, groups, sizes = rows_of(number, n, dim, 0.1)
+        group_closest(slots, weight, groups, 0.25, None, sizes)

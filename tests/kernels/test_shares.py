@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsketch.kernels import native, shares
+from kvsketch.kernels import cpu, native, shares
 from kvsketch.kernels.native import build
+from kvsketch.methods.scoring import recent_attention
 from kvsketch.observed import Observed
+from kvsketch.slots import Slots
 
 #: of processors, from the least to what this one has
 LEVELS = range(3)
@@ -78,3 +80,50 @@ def test_any_number_of_threads_gives_the_same_numbers(threads):
         assert torch.equal(shares._compiled(queries, keys, None), torch.cat(alone))
     finally:
         torch.set_num_threads(before)
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    level=st.sampled_from(LEVELS),
+    group=st.integers(1, 3),
+    q=st.sampled_from([1, 7, 16, 33, 70]),
+    more=st.sampled_from([0, 1, 40, 300]),
+    dim=st.sampled_from([1, 16, 33]),
+    window=st.sampled_from([1, 16, 64]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    softcap=st.sampled_from([None, 20.0]),
+    mass=st.booleans(),
+    after=st.booleans(),
+    sinks=st.booleans(),
+)
+@settings(max_examples=100)
+def test_recent_attention_is_torchs(
+    seed, level, group, q, more, dim, window, dtype, softcap, mass, after, sinks
+):
+    native.library().kvsketch_limit(level)
+    g = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, 2, 3, q + more, dim, generator=g).to(dtype)
+    some = torch.rand(2, 3, q + more, generator=g) + 0.1
+    some[..., 1::5] = 0.0  # dead
+    observed = Observed(
+        torch.randn(2, 3 * group, q, dim, generator=g).to(dtype),
+        dim**-0.5,
+        softcap,
+        after=after,
+        sinks=torch.randn(3 * group, generator=g) if sinks else None,
+    )
+    slots = Slots(keys, values, some if mass else None)
+    assert cpu.received(slots, observed, torch.ones(q)) is not None
+    found = recent_attention(slots, observed, window)
+    with native.switched(False):
+        wanted = recent_attention(slots, observed, window)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-6)
+
+
+def test_recent_attention_of_padded_queries_and_with_slopes_is_left_to_torch():
+    g = torch.Generator().manual_seed(0)
+    keys = torch.randn(1, 2, 9, 4, generator=g)
+    slots, queries = Slots(keys, keys, None), torch.randn(1, 2, 3, 4, generator=g)
+    live = Observed(queries, 1.0, live=torch.tensor([[False, True, True]]))
+    assert cpu.received(slots, live, torch.ones(3)) is None
+    assert cpu.received(slots, Observed(queries, 1.0, slopes=torch.ones(2)), torch.ones(3)) is None

@@ -22,6 +22,7 @@ from kvsketch.budget import Budget
 from kvsketch.cache import Stream, windowed
 from kvsketch.cache.curves import Curves
 from kvsketch.hf.measuring import measure_curves, measure_schedule
+from kvsketch.kernels import native
 from kvsketch.methods import ClusterMerge, HeavyMerge, make
 from kvsketch.methods.closest import _groups, _Rows, group_closest
 from kvsketch.methods.groups import Groups, merge
@@ -391,7 +392,9 @@ def test_attention_of_decoded_queries_is_snapkvs():
         weighted = Slots(slots.keys, slots.values, mass)
         for q, after in itertools.product((1, 8, 63), (False, True)):
             observed = replace(asked(q, q), after=after)
-            mine = _decoded_attention(weighted, observed, 64)
+            with native.switched(False):
+                mine = _decoded_attention(weighted, observed, 64)
+                torch.testing.assert_close(mine, recent_attention(weighted, observed, 64)[0])
             torch.testing.assert_close(mine, recent_attention(weighted, observed, 64)[0])
 
 

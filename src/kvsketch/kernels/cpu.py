@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from kvsketch.observed import Observed
 from kvsketch.page.part import Part
 from kvsketch.page.quantized import Quantized
 from kvsketch.page.rows import Rows
+from kvsketch.slots import Slots
 
 _KINDS = {torch.float32: 32, torch.bfloat16: 17, torch.float16: 16}
 _MOST_CHANNELS = 256
@@ -65,9 +67,10 @@ def attend(
     places, value_dim, kept = described
     shape = queries.shape[:3]
     logs = torch.empty(shape) if totals else None
-    columns = [asked.sinks, asked.slopes, last]
-    columns = [None if t is None else t.float().contiguous() for t in columns]
-    call = _call(places, queries, parts[0].heads, newest, rows, [*columns, logs], padded)
+    of_heads = [_of_heads(t, asked, newest) for t in (asked.sinks, asked.slopes)]
+    last = None if last is None else last.float().contiguous()
+    columns = [*of_heads, last, logs]
+    call = _call(places, queries, parts[0].heads, newest, rows, columns, padded)
     out = _launched(library, call, asked, (*shape, value_dim))
     del kept
     return out, logs
@@ -122,10 +125,10 @@ def receive(asked: Observed, parts: Sequence[Part], weights: Tensor) -> bool:
     is larger.
 
     Args:
-        asked: queries of the newest tokens, ``[batch, num_attention_heads, q, head_dim]``, without
-            ALiBi.
+        asked: queries ``[batch, num_attention_heads, q, head_dim]`` without ALiBi.
         parts: the slots, which have scores.
-        weights: of the queries, float32 ``[q]``; the query heads of a KV head are summed.
+        weights: of the queries, float32 ``[q]``, the first one for all queries after all slots; the
+            query heads of a KV head are summed.
 
     Returns:
         Whether it was done; False: the kernel cannot do it.
@@ -137,14 +140,33 @@ def receive(asked: Observed, parts: Sequence[Part], weights: Tensor) -> bool:
     if described is None or any("score" not in part.fields for part in parts):
         return False
     queries, weights = queries.contiguous(), weights.float().contiguous()
-    sinks = None if asked.sinks is None else asked.sinks.float().contiguous()
-    columns = [sinks, None, None, None]
-    call = _call(described[0], queries, parts[0].heads, queries.shape[2], None, columns, False)
+    newest = 1 if asked.after else queries.shape[2]
+    columns = [_of_heads(asked.sinks, asked, newest), None, None, None]
+    call = _call(described[0], queries, parts[0].heads, newest, None, columns, False)
     wrong = library.kvsketch_receive(
         call, queries.data_ptr(), weights.data_ptr(), asked.scaling, asked.softcap or 0.0
     )
     assert not wrong
     return True
+
+
+def received(slots: Slots, asked: Observed, weights: Tensor) -> Tensor | None:
+    """The attention that slots receive from queries, summed over queries, times ``weights``, and
+    over the query heads of a KV head.
+
+    Args:
+        slots: ``[batch, num_key_value_heads, n, ...]``.
+        asked: queries ``[batch, num_attention_heads, q, head_dim]`` without padding.
+        weights: float32 ``[q]``; queries after all slots have the same.
+
+    Returns:
+        float32 ``[batch, num_key_value_heads, n]``. None: the kernel cannot do it.
+    """
+    if not takes(asked.queries) or asked.live is not None or asked.slopes is not None:
+        return None
+    score = torch.zeros(slots.keys.shape[:3])
+    part = Part.of_tokens(replace(slots, score=score))
+    return score if receive(asked, [part], weights) else None
 
 
 def takes(queries: Tensor) -> bool:
@@ -154,6 +176,14 @@ def takes(queries: Tensor) -> bool:
     if triton_support.chosen(queries):  # in its interpreter
         return False
     return not (queries.requires_grad and torch.is_grad_enabled())
+
+
+def _of_heads(numbers: Tensor | None, asked: Observed, newest: int) -> Tensor | None:
+    """Numbers of query heads as the kernel reads them: with ``newest`` 1, one of every query."""
+    if numbers is None:
+        return None
+    numbers = numbers.float().contiguous()
+    return numbers if newest > 1 else numbers.repeat_interleave(asked.queries.shape[2])
 
 
 def _places(parts: Sequence[Part], rows: Rows | None) -> tuple[Numbers, int, Numbers] | None:

@@ -1,4 +1,4 @@
-"""The cheapest partner of every slot among the slots of its block."""
+"""Which slots are merged: cheapest partners, and all rounds at once by the compiled kernel."""
 
 from __future__ import annotations
 
@@ -14,18 +14,26 @@ from kvsketch.pieces import at_once
 WIDTH = 32
 # Costs that are computed at a time by torch, few enough to stay in the processor's cache.
 _COSTS = 1 << 18
-# Points of blocks at a time for the compiled kernel: 4 MB in float32.
-_POINTS = 1 << 20
 
 
-def blocks_at_once(blocks: int, size: int, dim: int, points: Tensor) -> int:
+class _Grouping(ctypes.Structure):
+    """``Grouping`` of groups.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("points", "weight", "sizes", "count")),
+        *((name, ctypes.c_void_p) for name in ("index", "found")),
+        *((name, ctypes.c_int64) for name in ("rows", "width", "dim")),
+        ("share", ctypes.c_double),
+        ("next", ctypes.c_int64),
+    )
+
+
+def blocks_at_once(blocks: int, size: int, points: Tensor) -> int:
     """How many of ``blocks`` blocks of ``size`` slots ``cheapest`` should be given at a time.
 
     Args:
         points: any tensor with the dtype and device of the points, ``[..., dim]``.
     """
-    if _compiled(points):
-        return max(1, _POINTS // (size * dim))
     return max(1, at_once(points, _COSTS) // size**2, blocks // 128)
 
 
@@ -41,8 +49,6 @@ def cheapest(points: Tensor, per_weight: Tensor, absent: Tensor) -> tuple[Tensor
         The costs ``[blocks, size]``, infinite for a slot without partners, and below 0 by rounding;
         and the partners' columns within the block, int64 ``[blocks, size]``.
     """
-    if _compiled(points):
-        return _by_compiled(points, per_weight, absent)
     norm = torch.linalg.vector_norm(points, dim=-1)
     norm = torch.addcmul(absent, norm, norm)
     table = torch.baddbmm(norm.unsqueeze(1), points, points.mT, alpha=-2)
@@ -64,18 +70,32 @@ def least(table: Tensor) -> tuple[Tensor, Tensor]:
     return low, folded.gather(3, at).squeeze(3).argmin(-1) * WIDTH + column
 
 
-def _compiled(points: Tensor) -> bool:
-    on_cpu = points.device.type == "cpu" and points.dtype == torch.float32
+def compiled(weight: Tensor) -> bool:
+    """Whether ``grouped`` can group slots with these weights."""
+    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
     return on_cpu and native.library() is not None
 
 
-def _by_compiled(points: Tensor, per_weight: Tensor, absent: Tensor) -> tuple[Tensor, Tensor]:
+def grouped(
+    points: Tensor, weight: Tensor, sizes: Tensor, count: Tensor, share: float
+) -> tuple[Tensor, Tensor]:
+    """``methods.closest.group_closest`` by the compiled kernel, one thread for each row.
+
+    Args:
+        points: ``[R, n, dim]``, float32, contiguous; undefined afterwards.
+        weight: ``[R, n]``, float32, >= 0.
+        sizes: the columns that belong to each row, int64 ``[R]``.
+        count: groups of each row, int64 ``[R]``.
+        share: of a row's slots that a round removes at most.
+
+    Returns:
+        The group of each slot, int64 ``[R, n]``, and bool ``[R]``: whether the row has groups.
+    """
     library = native.library()
     assert library is not None
-    given = [t.contiguous() for t in (points, per_weight, absent)]
-    low = torch.empty_like(given[1])
-    partner = torch.empty(low.shape, dtype=torch.int64)
-    # ``Pairs`` of pairs.h; the last number is its counter.
-    pairs = (ctypes.c_int64 * 9)(*(t.data_ptr() for t in (*given, low, partner)), *points.shape, 0)
-    library.kvsketch_pair(pairs, torch.get_num_threads())
-    return low, partner
+    weight, sizes, count = (t.contiguous() for t in (weight, sizes, count))
+    index, found = torch.empty(weight.shape, dtype=torch.int64), torch.empty_like(sizes)
+    addresses = (t.data_ptr() for t in (points, weight, sizes, count, index, found))
+    grouping = _Grouping(*addresses, *points.shape, share)
+    library.kvsketch_group(ctypes.byref(grouping), torch.get_num_threads())
+    return index, found.bool()

@@ -7,10 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvsketch.kernels import pairs
 from kvsketch.methods.groups import Groups
 from kvsketch.methods.nearest import SlotBlocks, cheapest
 from kvsketch.methods.points import Given, KeysAndValues, Points
 from kvsketch.slots import Slots
+
+# Coordinates of points that the compiled kernel is given at a time, at least one row per thread:
+# 16 MB in float32.
+_POINTS = 1 << 22
 
 
 def group_closest(
@@ -51,8 +56,11 @@ def group_closest(
     points = KeysAndValues(slots, live)
     if sizes is None:
         sizes = torch.full((len(weight),), weight.shape[1], device=weight.device)
-    rows = _Rows(points, points.places(chosen), weight, sizes, None)
     wanted = torch.as_tensor(count, device=weight.device).expand(len(weight))
+    if pairs.compiled(weight):
+        index, found = _compiled(points, points.places(chosen), weight, sizes, wanted, share)
+        return _groups(index, wanted, found), found
+    rows = _Rows(points, points.places(chosen), weight, sizes, None)
     found = torch.ones_like(wanted, dtype=torch.bool)
     while True:
         less = (rows.sizes.double() * share).long().clamp(min=1)
@@ -62,6 +70,26 @@ def group_closest(
         if not bool(more.any()):
             return _groups(rows.grouped(edges), wanted, found), found
         rows = rows.merged(edges, left, more)
+
+
+def _compiled(
+    points: KeysAndValues,
+    places: Tensor,
+    weight: Tensor,
+    sizes: Tensor,
+    wanted: Tensor,
+    share: float,
+) -> tuple[Tensor, Tensor]:
+    """The groups, int64 ``[R, n]``, and which rows have some, bool ``[R]``."""
+    rows, n = weight.shape
+    step = max(torch.get_num_threads(), _POINTS // (n * points.dim))
+    found = []
+    for start in range(0, rows, step):
+        some = slice(start, start + step)
+        formed = points.formed(torch.arange(rows)[some], places[some])
+        found.append(pairs.grouped(formed, weight[some], sizes[some], wanted[some], share))
+    indices, enough = zip(*found, strict=True)
+    return torch.cat(indices), torch.cat(enough)
 
 
 def _groups(index: Tensor, count: Tensor, found: Tensor) -> Groups:

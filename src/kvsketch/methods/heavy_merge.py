@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvsketch.errors import InputError, at_least
 from kvsketch.estimator import check_queries
+from kvsketch.kernels import cpu
 from kvsketch.methods.base import Compressor
 from kvsketch.methods.clustering import check_pairs, group
 from kvsketch.methods.fit import Asked, fitted
@@ -231,10 +232,8 @@ def _decoded_attention(slots: Slots, observed: Observed, window: int) -> Tensor:
     """``recent_attention`` in fewer operations for decoded queries without padding, soft-capping or
     ALiBi, because decoding computes this every few tokens."""
     batch, heads, q, dim = observed.queries.shape
-    if not _decoded(observed, window):
-        # Converted once and not in every block of queries.
-        full = replace(slots, keys=slots.keys.to(compute_dtype(slots.keys.dtype)))
-        return recent_attention(full, observed, window)[0]
+    if cpu.takes(observed.queries) or not _decoded(observed, window):
+        return recent_attention(slots, observed, window)[0]
     check_queries(observed.queries, slots, None)
     kv_heads, n = slots.keys.shape[1:3]
     rows, shared = batch * kv_heads, heads // kv_heads

@@ -75,7 +75,7 @@ def cheapest(
     absent = torch.zeros_like(mine).masked_fill_(~live, torch.inf)
     low, partner = torch.empty_like(mine), torch.empty_like(blocks.column)
     count, size = mine.shape
-    step = pairs.blocks_at_once(count, size, points.dim, weight)
+    step = pairs.blocks_at_once(count, size, weight)
     some = points.blocks(blocks.row, places.flatten()[blocks.column], step)
     parts = (torch.split(x, step) for x in (per_weight, absent, low, partner))
     for x, extra, added, lowest, which in zip(some, *parts, strict=True):

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from kvsketch.errors import InputError
 from kvsketch.estimator import attention_received, check_queries
+from kvsketch.kernels import cpu
 from kvsketch.methods.base import Compressor, keep_top
 from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.seen import Seen
 from kvsketch.observed import Observed
-from kvsketch.slots import Slots
+from kvsketch.slots import Slots, compute_dtype
 
 
 class Scoring(Compressor):
@@ -117,5 +118,8 @@ def recent_attention(slots: Slots, observed: Observed, window: int) -> tuple[Ten
     live = None if observed.live is None else observed.live[:, start:]
     late = replace(observed, queries=observed.queries[:, :, start:], live=live)
     group = observed.queries.shape[1] // slots.keys.shape[1]
-    received = attention_received(slots, late, weights[:, start:]).float() / group
-    return received, fade
+    found = cpu.received(slots, late, weights[0, start:] / group)
+    if found is None:  # keys are converted once, and not for every block of queries
+        slots = replace(slots, keys=slots.keys.to(compute_dtype(slots.keys.dtype)))
+        found = attention_received(slots, late, weights[:, start:]).float() / group
+    return found, fade

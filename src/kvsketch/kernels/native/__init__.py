@@ -55,7 +55,7 @@ def loaded() -> tuple[ctypes.CDLL | None, str]:
     pointer, real = ctypes.c_void_p, ctypes.c_double
     library.kvsketch_attend.argtypes = [pointer, pointer, pointer, real, real]
     library.kvsketch_receive.argtypes = [pointer, pointer, pointer, real, real]
-    library.kvsketch_pair.argtypes = [pointer, ctypes.c_int64]
+    library.kvsketch_group.argtypes = [pointer, ctypes.c_int64]
     library.kvsketch_share.argtypes = [pointer, ctypes.c_int64]
     level = library.kvsketch_limit(LEVELS.index(wanted) if wanted else len(LEVELS))
     if build.ON_X86 and level == 0 and wanted != "plain":

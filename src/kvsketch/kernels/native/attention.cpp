@@ -858,7 +858,7 @@ void receive(const Turn& turn, int64_t row, int64_t head) {
     for (int j = 0; j < asking.each; j++) {
       float* own = kept + j * across;
       const float most = greatest_of(own, across);
-      if (most == -std::numeric_limits<float>::infinity()) continue;  // it sees nothing
+      if (most <= NOTHING / 2) continue;  // it sees nothing
       vf sum = vf{};
       for (int64_t i = 0; i < across; i += W) {
         const vf x = exped(load(own + i) - most);
@@ -1008,6 +1008,7 @@ extern "C" int KV_JOIN(kvsketch_run_, KV_ISA)(const Call* call, const void* quer
 }
 
 #include "pairs.h"
+#include "groups.h"
 #include "shares.h"
 #endif  // KV_ISA
 
@@ -1015,12 +1016,12 @@ extern "C" int KV_JOIN(kvsketch_run_, KV_ISA)(const Call* call, const void* quer
 #define KV_RUN(isa)                                                                            \
   extern "C" int kvsketch_run_##isa(const Call*, const void*, void*, const float*, double, double, \
                                     Parallel);                                         \
-  extern "C" void kvsketch_pair_##isa(void*, int64_t, Parallel);                               \
+  extern "C" void kvsketch_group_##isa(void*, int64_t, Parallel);                               \
   extern "C" void kvsketch_share_##isa(void*, int64_t, Parallel);                              \
-  static const Copy of_##isa = {kvsketch_run_##isa, kvsketch_pair_##isa, kvsketch_share_##isa};
+  static const Copy of_##isa = {kvsketch_run_##isa, kvsketch_group_##isa, kvsketch_share_##isa};
 struct Copy {  // for one set of vector instructions
   Run run;
-  void (*pair)(void*, int64_t, Parallel);
+  void (*group)(void*, int64_t, Parallel);
   void (*share)(void*, int64_t, Parallel);
 };
 #if defined(__x86_64__)
@@ -1073,9 +1074,9 @@ KV_EXPORT int kvsketch_receive(const Call* call, const void* queries, const floa
                                double scaling, double softcap) {
   return chosen->run(call, queries, nullptr, weights, scaling, softcap, parallel);
 }
-// See ``Pairs`` in pairs.h.
-KV_EXPORT void kvsketch_pair(void* pairs, int64_t threads) {
-  chosen->pair(pairs, threads, parallel);
+// See ``Grouping`` in groups.h.
+KV_EXPORT void kvsketch_group(void* grouping, int64_t threads) {
+  chosen->group(grouping, threads, parallel);
 }
 // See ``Shares`` in shares.h.
 KV_EXPORT void kvsketch_share(void* shares, int64_t threads) {

@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "attention.cpp"
-INCLUDED = (HERE / "pairs.h", HERE / "shares.h")
+INCLUDED = (HERE / "pairs.h", HERE / "groups.h", HERE / "shares.h")
 LIBRARY = HERE / "attention.so"
 # No flag lets a sum of infinities or NaN go wrong: only the order of sums and a * b + c are free.
 FLAGS = [

@@ -1,17 +1,9 @@
 // The cheapest partner of every slot within its block, see methods/nearest.py. Part of attention.cpp.
 //
 // A cost is that of a pair, (|x|^2 + |y|^2 - 2 <x, y>) / (1/m + 1/n) for points x and y of weights m
-// and n: it is computed once, for both.
+// and n: it is computed once, for both, so that both have the same.
 
 namespace {
-
-struct Pairs {
-  const float *points, *per_weight, *absent;  // [blocks, size, dim], [blocks, size] twice
-  float* low;                                 // [blocks, size]
-  int64_t* partner;                           // [blocks, size], the column within the block
-  int64_t blocks, size, dim;
-  std::atomic<int64_t> next;
-};
 
 constexpr int ROWS = 8;  // of a block whose costs are computed together
 
@@ -85,14 +77,16 @@ inline void rows_of_pairs(const float* points, const float* turned, const float*
     }
 }
 
-void pairs_of_block(const Pairs& given, int64_t block, std::vector<float>& room) {
-  const int size = (int)given.size, dim = (int)given.dim, wide = (size + W - 1) / W * W;
+// The lowest cost of each of ``size`` slots and its partner; infinity and any for a slot of weight 0
+// and for one without others.
+void pairs_of_block(const float* points, const float* weight, int size, int dim, float* lowest,
+                    int32_t* with, std::vector<float>& room) {
+  const int wide = (size + W - 1) / W * W;
   constexpr float infinity = std::numeric_limits<float>::infinity();
   room.resize((size_t)wide * (dim + 4));
   float *turned = room.data(), *norm = turned + (size_t)wide * dim, *per_weight = norm + wide,
         *low = per_weight + wide;
   int32_t* partner = (int32_t*)(low + wide);
-  const float* points = given.points + block * size * dim;
   for (int i = 0; i < wide; i++) {
     float sum = 0;
     for (int c = 0; c < dim; c++) {
@@ -100,8 +94,9 @@ void pairs_of_block(const Pairs& given, int64_t block, std::vector<float>& room)
       turned[(size_t)c * wide + i] = x;
       sum += x * x;
     }
-    norm[i] = i < size ? sum + given.absent[block * size + i] : infinity;
-    per_weight[i] = i < size ? given.per_weight[block * size + i] : 1.0f;
+    const bool live = i < size && weight[i] > 0;
+    norm[i] = live ? sum : infinity;
+    per_weight[i] = live ? 1.0f / std::max(weight[i], 1e-30f) : 1.0f;
     low[i] = infinity;
     partner[i] = 0;
   }
@@ -111,26 +106,9 @@ void pairs_of_block(const Pairs& given, int64_t block, std::vector<float>& room)
   for (; first < size; first++)
     rows_of_pairs<1>(points, turned, norm, per_weight, dim, wide, first, low, partner);
   for (int i = 0; i < size; i++) {
-    given.low[block * size + i] = low[i];
-    given.partner[block * size + i] = partner[i];
-  }
-}
-
-void pair_up(void* given) {
-  Pairs& pairs = *(Pairs*)given;
-  std::vector<float>& room = memory.sums;
-  for (;;) {
-    const int64_t block = pairs.next.fetch_add(1);
-    if (block >= pairs.blocks) return;
-    pairs_of_block(pairs, block, room);
+    lowest[i] = std::max(low[i], 0.0f);  // below 0 by rounding
+    with[i] = partner[i];
   }
 }
 
 }  // namespace
-
-extern "C" void KV_JOIN(kvsketch_pair_, KV_ISA)(void* given, int64_t threads, Parallel parallel) {
-  Pairs* pairs = (Pairs*)given;
-  pairs->next.store(0);
-  if (parallel && threads > 1 && pairs->blocks > 1) parallel(pair_up, pairs, (unsigned)threads, 0);
-  else pair_up(pairs);
-}
