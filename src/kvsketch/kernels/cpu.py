@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -164,8 +163,8 @@ def received(slots: Slots, asked: Observed, weights: Tensor) -> Tensor | None:
     """
     if not takes(asked.queries) or asked.live is not None or asked.slopes is not None:
         return None
-    score = torch.zeros(slots.keys.shape[:3])
-    part = Part.of_tokens(replace(slots, score=score))
+    score, keys = torch.zeros(slots.keys.shape[:3]), slots.keys.contiguous()
+    part = Part.of_tokens(Slots(keys, keys, slots.mass, score=score))  # no value is read
     return score if receive(asked, [part], weights) else None
 
 
