@@ -142,6 +142,7 @@ def receive(asked: Observed, parts: Sequence[Part], weights: Tensor) -> bool:
     newest = 1 if asked.after else queries.shape[2]
     columns = [_of_heads(asked.sinks, asked, newest), None, None, None]
     call = _call(described[0], queries, parts[0].heads, newest, None, columns, False)
+    call[_THREADS] = native.threads()
     wrong = library.kvsketch_receive(
         call, queries.data_ptr(), weights.data_ptr(), asked.scaling, asked.softcap or 0.0
     )

@@ -97,5 +97,5 @@ def grouped(
     index, found = torch.empty(weight.shape, dtype=torch.int64), torch.empty_like(sizes)
     addresses = (t.data_ptr() for t in (points, weight, sizes, count, index, found))
     grouping = _Grouping(*addresses, *points.shape, share)
-    library.kvsketch_group(ctypes.byref(grouping), torch.get_num_threads())
+    library.kvsketch_group(ctypes.byref(grouping), native.threads())
     return index, found.bool()

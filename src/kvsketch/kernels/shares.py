@@ -70,5 +70,5 @@ def _compiled(queries: Tensor, keys: Tensor, log_mass: Tensor | None) -> Tensor:
     given = (queries, keys, log_mass, found)
     addresses = (0 if t is None else t.data_ptr() for t in given)
     # ``Shares`` of shares.h; the last number is its counter.
-    library.kvsketch_share((ctypes.c_int64 * 9)(*addresses, *sizes, 0), torch.get_num_threads())
+    library.kvsketch_share((ctypes.c_int64 * 9)(*addresses, *sizes, 0), native.threads())
     return found

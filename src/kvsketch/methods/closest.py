@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsketch.kernels import pairs
+from kvsketch.kernels import native, pairs
 from kvsketch.methods.groups import Groups
 from kvsketch.methods.nearest import SlotBlocks, cheapest
 from kvsketch.methods.points import Given, KeysAndValues, Points
@@ -82,7 +82,7 @@ def _compiled(
 ) -> tuple[Tensor, Tensor]:
     """The groups, int64 ``[R, n]``, and which rows have some, bool ``[R]``."""
     rows, n = weight.shape
-    step = max(torch.get_num_threads(), _POINTS // (n * points.dim))
+    step = max(native.threads(), _POINTS // (n * points.dim))
     found = []
     for start in range(0, rows, step):
         some = slice(start, start + step)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvsketch.attention import attend_to
 from kvsketch.cache.compress import compress, scored
+from kvsketch.kernels.native import one_thread
 from kvsketch.methods.base import Compressor
 from kvsketch.observed import Observed
 from kvsketch.page.layout import Layout
@@ -23,7 +24,7 @@ from kvsketch.page.page import Page
 from kvsketch.page.part import Part
 from kvsketch.page.schedule import Rhythm
 from kvsketch.slots import Slots
-from kvsketch.vllm.rounds import Round, Writes
+from kvsketch.vllm.rounds import Full, Round, Writes
 
 
 @dataclass
@@ -109,27 +110,42 @@ class Pages:
                 out.copy_(found)
             else:
                 out[now.answered] = found
-            if self.method is not None:
-                for full in now.full:
-                    # Random numbers depend on the tokens of a page, so that a request gets the same
-                    # ones whatever else is in the batch.
-                    self.method.restart(full.seen)
-                    rows, again = now.rows.pages[full.which], None
-                    before = page.rows(rows, full.window, *self.method.around, full.between)
-                    if full.tokens is None:
-                        asked = self._asked(
-                            waiting.index_select(0, rows).nan_to_num_(0.0, 0.0, 0.0)
-                        )
-                    else:
-                        q, k, v = (t[full.tokens].transpose(1, 2) for t in (queries, keys, values))
-                        before = before.grown(k.shape[2])
-                        before.append(Slots(k, v))
-                        asked = self._asked(q.nan_to_num(0.0, 0.0, 0.0))
-                        if self.method.requires.echo:
-                            again = replace(asked, after=True)
-                    self._compress(self.method, rows, page, before, asked, again)
+            for full in now.full:
+                self._compress_full(full, now.rows.pages, held, queries, keys, values)
             if now.after is not None:
                 _copy(held, now.after)
+
+    def _compress_full(
+        self,
+        full: Full,
+        pages: Tensor,
+        held: tuple[Page, Tensor],
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> None:
+        """Compress the pages of a round that are full, with the tokens of the batch for which they
+        have no room."""
+        (page, waiting), method = held, self.method
+        if method is None:
+            return
+        rows, again = pages[full.which], None
+        slots = full.window + full.between + (0 if full.tokens is None else full.tokens.shape[1])
+        with one_thread(len(rows) * slots * keys.shape[1] * keys.shape[2], keys.device):
+            # Random numbers depend on the tokens of a page, so that a request gets the same ones
+            # whatever else is in the batch.
+            method.restart(full.seen)
+            before = page.rows(rows, full.window, *method.around, full.between)
+            if full.tokens is None:
+                asked = self._asked(waiting.index_select(0, rows).nan_to_num_(0.0, 0.0, 0.0))
+            else:
+                q, k, v = (t[full.tokens].transpose(1, 2) for t in (queries, keys, values))
+                before = before.grown(k.shape[2])
+                before.append(Slots(k, v))
+                asked = self._asked(q.nan_to_num(0.0, 0.0, 0.0))
+                if method.requires.echo:
+                    again = replace(asked, after=True)
+            self._compress(method, rows, page, before, asked, again)
 
     def _asked(self, queries: Tensor) -> Observed:
         return Observed(queries, self.scaling, self.softcap)

@@ -1,4 +1,4 @@
-"""The compiled attention kernel for CPUs, ``attention.cpp``, as a library without torch.
+"""The compiled kernels for CPUs, ``attention.cpp``, as a library without torch, and its threads.
 
 ``KVSKETCH_NATIVE`` chooses: ``off`` (torch's kernels), or the most that is used of ``avx512``,
 ``avx2`` and ``plain`` (what every processor of the platform has). Default: what the processor has.
@@ -10,13 +10,19 @@ import ctypes
 import functools
 import os
 import platform
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+import torch
 
 from kvsketch.errors import InputError
 from kvsketch.kernels.native import build
 
 _enabled = True
+# Operations on so many numbers take well below a millisecond on one thread.
+_FEW = 1 << 20
+_outside = threading.local()
 
 LEVELS = tuple(build.X86)
 # Numbers of ``Part`` and ``Call`` in attention.cpp.
@@ -96,3 +102,42 @@ def kernel() -> str:
     """Which kernel decodes on CPUs, in a few words."""
     library, what = loaded()
     return f"torch ({what})" if library is None else f"compiled for {what}"
+
+
+def threads() -> int:
+    """How many threads the library takes: torch's number, also within ``one_thread``."""
+    return getattr(_outside, "count", 0) or torch.get_num_threads()
+
+
+@contextmanager
+def one_thread(numbers: int, device: torch.device) -> Iterator[None]:
+    """Torch's operations of this thread run on it alone, if they have few ``numbers``, on a CPU. A
+    compression has hundreds of them: each would gain some microseconds from further threads, and
+    where another process has their cores, each would wait for milliseconds."""
+    count = torch.get_num_threads()
+    few = numbers <= _FEW and device.type == "cpu"
+    set_threads = _openmp() if few and count > 1 else None
+    if set_threads is None:
+        yield
+        return
+    set_threads(1)
+    _outside.count = count
+    try:
+        yield
+    finally:
+        _outside.count = 0
+        set_threads(count)
+
+
+@functools.cache
+def _openmp() -> Callable[[int], object] | None:
+    """What sets the threads of the calling thread alone, unlike ``torch.set_num_threads``, if torch
+    uses an OpenMP library that all can find."""
+    found = getattr(ctypes.CDLL(None), "omp_set_num_threads", None) if os.name == "posix" else None
+    if found is None:
+        return None
+    count = torch.get_num_threads()
+    found(1)
+    theirs = torch.get_num_threads() == 1
+    found(count)
+    return found if theirs else None

@@ -1,0 +1,77 @@
+"""Small operations of a compression run on one thread, and the compiled kernels on all."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from kvsketch import SketchCache
+from kvsketch.cache import stream
+from kvsketch.kernels import native
+from kvsketch.kernels.native import one_thread
+from tests.tiny_model import tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    if native._openmp() is None:
+        pytest.skip("torch has an OpenMP library of its own")
+    yield
+    torch.set_num_threads(before)
+
+
+def test_few_numbers_take_one_thread_and_the_kernels_two():
+    with one_thread(1000, CPU):
+        assert (torch.get_num_threads(), native.threads()) == (1, 2)
+        with one_thread(1000, CPU):
+            assert (torch.get_num_threads(), native.threads()) == (1, 2)
+        assert (torch.get_num_threads(), native.threads()) == (1, 2)
+    assert (torch.get_num_threads(), native.threads()) == (2, 2)
+
+
+@pytest.mark.parametrize(("numbers", "device"), [(1 << 21, "cpu"), (1000, "meta")])
+def test_many_numbers_and_other_devices_take_all_threads(numbers, device):
+    with one_thread(numbers, torch.device(device)):
+        assert (torch.get_num_threads(), native.threads()) == (2, 2)
+
+
+def test_an_error_gives_the_threads_back():
+    with pytest.raises(ValueError, match="wrong"), one_thread(1000, CPU):
+        raise ValueError("wrong")
+    assert (torch.get_num_threads(), native.threads()) == (2, 2)
+
+
+def test_another_thread_keeps_its_own():
+    found = []
+    with one_thread(1000, CPU):
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+    assert found == [2]
+
+
+def test_prompts_and_decoded_tokens_are_compressed_on_one_thread(monkeypatch):
+    model, found = tiny_model(100), []
+    compress = stream.compress
+
+    def seen(*args, **kwargs):
+        found.append((torch.get_num_threads(), native.threads()))
+        return compress(*args, **kwargs)
+
+    monkeypatch.setattr(stream, "compress", seen)
+    cache = SketchCache(model.config, "heavy_merge", budget=48)
+    ids = torch.randint(3, 90, (1, 120), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        model(ids[:, :80], past_key_values=cache)
+        prompt = len(found)
+        for token in ids[0, 80:]:
+            model(token[None, None], past_key_values=cache)
+    assert 0 < prompt < len(found)
+    assert set(found) == {(1, 2)}
+    assert torch.get_num_threads() == 2
