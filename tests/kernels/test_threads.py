@@ -11,6 +11,9 @@ from kvsketch import SketchCache
 from kvsketch.cache import stream
 from kvsketch.kernels import native
 from kvsketch.kernels.native import one_thread
+from kvsketch.page.schedule import Rhythm
+from kvsketch.vllm import pages
+from tests.serving.served import Served, drawn
 from tests.tiny_model import tiny_model
 
 CPU = torch.device("cpu")
@@ -75,3 +78,17 @@ def test_prompts_and_decoded_tokens_are_compressed_on_one_thread(monkeypatch):
     assert 0 < prompt < len(found)
     assert set(found) == {(1, 2)}
     assert torch.get_num_threads() == 2
+
+
+def test_pages_of_an_engine_are_compressed_on_one_thread(monkeypatch):
+    found, compress = [], pages.compress
+
+    def seen(*args, **kwargs):
+        found.append((torch.get_num_threads(), native.threads()))
+        return compress(*args, **kwargs)
+
+    monkeypatch.setattr(pages, "compress", seen)
+    served = Served("heavy_merge", Rhythm(40, 10), 4)
+    served.step([(0, 0, list(drawn(0, 60)))])
+    assert found
+    assert set(found) == {(1, 2)}
