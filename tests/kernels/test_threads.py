@@ -1,4 +1,4 @@
-"""Small operations of a compression run on one thread, and the compiled kernels on all."""
+"""Small operations on the pages of an engine run on one thread, the compiled kernels on all."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ import threading
 import pytest
 import torch
 
-from kvsketch import SketchCache
-from kvsketch.cache import stream
 from kvsketch.kernels import native
 from kvsketch.kernels.native import one_thread
 from kvsketch.page.schedule import Rhythm
 from kvsketch.vllm import pages
 from tests.serving.served import Served, drawn
-from tests.tiny_model import tiny_model
 
 CPU = torch.device("cpu")
 
@@ -57,27 +54,6 @@ def test_another_thread_keeps_its_own():
         thread.start()
         thread.join()
     assert found == [2]
-
-
-def test_prompts_and_decoded_tokens_are_compressed_on_one_thread(monkeypatch):
-    model, found = tiny_model(100), []
-    compress = stream.compress
-
-    def seen(*args, **kwargs):
-        found.append((torch.get_num_threads(), native.threads()))
-        return compress(*args, **kwargs)
-
-    monkeypatch.setattr(stream, "compress", seen)
-    cache = SketchCache(model.config, "heavy_merge", budget=48)
-    ids = torch.randint(3, 90, (1, 120), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        model(ids[:, :80], past_key_values=cache)
-        prompt = len(found)
-        for token in ids[0, 80:]:
-            model(token[None, None], past_key_values=cache)
-    assert 0 < prompt < len(found)
-    assert set(found) == {(1, 2)}
-    assert torch.get_num_threads() == 2
 
 
 def test_pages_of_an_engine_are_compressed_on_one_thread(monkeypatch):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
 import threading
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +26,6 @@ from kvsketch.hf.interface import Kernel
 from kvsketch.hf.layer import SketchLayer
 from kvsketch.hf.masks import Masks
 from kvsketch.hf.second_reading import ReadEnough, Reading
-from kvsketch.kernels.native import one_thread
 from kvsketch.observed import Observed
 
 #: a measured error, on average over layers and heads, of which a cache warns
@@ -166,7 +163,7 @@ class Forward:
                 self._part.append((layer, observed))
                 return
         layer.stream.answers = False
-        self._settled(layer, observed, prefill)
+        self._settle(layer, observed, prefill)
 
     def settle_part(self, answers: bool) -> None:
         """Settle the newest part of the text, if it waits.
@@ -179,20 +176,7 @@ class Forward:
         part, self._part = self._part, []
         for layer, observed in part:
             layer.stream.answers = answers
-            self._settled(layer, observed, True)
-
-    def _settled(self, layer: SketchLayer, observed: Observed | None, prefill: bool) -> None:
-        page = layer.stream.held_page
-        if page is None or not prefill:  # ``compress_due`` follows
-            self._settle(layer, observed, prefill)
-            return
-        with self._one_thread(layer, page.count):
-            self._settle(layer, observed, prefill)
-
-    @staticmethod
-    def _one_thread(layer: SketchLayer, slots: int) -> AbstractContextManager[None]:
-        """For a compression of so many slots per KV head."""
-        return one_thread(slots * math.prod(layer.token_shape), layer.device)
+            self._settle(layer, observed, True)
 
     def _settle(self, layer: SketchLayer, observed: Observed | None, prefill: bool) -> None:
         stream = layer.stream
@@ -354,8 +338,7 @@ class Forward:
         """Compress the layers that decoded tokens have made due, together."""
         due, self._due = [stream for stream in streams if stream.due(prefill=False)], []
         if due:
-            with self._one_thread(self.first, due[0].page.count):
-                compress_together(due)
+            compress_together(due)
             self.note_bytes()
             self.masks.settled = True
 

@@ -112,8 +112,8 @@ def threads() -> int:
 @contextmanager
 def one_thread(numbers: int, device: torch.device) -> Iterator[None]:
     """Torch's operations of this thread run on it alone, if they have few ``numbers``, on a CPU. A
-    compression has hundreds of them: each would gain some microseconds from further threads, and
-    where another process has their cores, each would wait for milliseconds."""
+    compression of an engine's page has hundreds of them: each would gain some microseconds from
+    further threads, and where other processes have all cores, each would wait for milliseconds."""
     count = torch.get_num_threads()
     few = numbers <= _FEW and device.type == "cpu"
     set_threads = _openmp() if few and count > 1 else None
