@@ -18,6 +18,7 @@ RESULTS = (
     "sessions_documents",
     "sessions_documents_long",
     "sessions_turns",
+    "sessions_turns_long",
     "sessions_list",
     "sessions_system",
     "sessions_system_long",
