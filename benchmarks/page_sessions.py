@@ -24,6 +24,8 @@ RESULTS = (
     "sessions_system_long",
 )
 _LINES = 330  # of all others
+#: of longer sessions, with their questions
+_TOKENS = {"documents": "4,100", "turns": "4,300", "system": "4,100"}
 WHAT = {
     "documents": "Eleven records are read one after the other. A question about the newest follows "
     "each, and one about a record that was read some records before. In the end there are four "
@@ -156,7 +158,7 @@ def sessions(result: Result) -> str:
     if result["lines"] != _LINES:
         opening = (
             f"### The same with {result['count']} longer sessions\n\nRecords of {result['lines']} "
-            f"instead of {_LINES} lines, about 4,100 tokens in all, on `{result['model']}`; the "
+            f"instead of {_LINES} lines, about {_TOKENS[form]} tokens in all, on `{result['model']}`; the "
             f"methods that decide.{_why(result) if form == 'system' else ''}"
         )
     return (

@@ -110,20 +110,22 @@ def test_rows_come_in_parts_and_chosen_slots_from_anywhere(monkeypatch):
 
 
 def test_a_row_without_enough_edges_has_no_groups_and_others_have_theirs():
-    """Equal points: each has an edge to the first one, which has none."""
-    slots, weight, _, _ = rows_of(5, 40, 4, 0.0)
-    weight[:] = 1.0
-    few = torch.tensor([1, 39, 30, 1, 38, 20])
-    groups, found = group_closest(slots, weight, few, 0.5)
-    with native.switched(False):
-        wanted, enough = group_closest(slots, weight, few, 0.5)
-    assert torch.equal(found, enough)
-    assert found.any()
-    slots.keys[0, 0], slots.values[0, 0], slots.mass[0, 0] = 0.0, 0.0, 1.0
-    groups, found = group_closest(slots, weight, few, 0.5)
-    assert bool(found[0])
-    assert groups.index[0].tolist() == [0] * 40
-    assert torch.equal(groups.index[1:], wanted.index[1:])
+    """Slots at no finite distance have no partners."""
+    points = torch.randn(2, 40, 3, generator=torch.Generator().manual_seed(0))
+    points[0, 10:] = torch.inf
+    weight, sizes = torch.ones(2, 40), torch.tensor([40, 40])
+    for count, enough in ((36, True), (20, False)):
+        given_ = points.clone(), weight, sizes, torch.tensor([count, 20]), 0.5
+        index, found = pairs.grouped(*given_)
+        assert found.tolist() == [enough, True]
+        assert index[1].unique().tolist() == list(range(20))
+
+
+def test_slots_that_are_all_the_same_are_one_group():
+    zeros = torch.zeros(1, 1, 40, 4)
+    groups, found = group_closest(Slots(zeros, zeros, None), torch.ones(1, 40), 1, 0.5)
+    assert bool(found)
+    assert groups.index.tolist() == [[0] * 40]
 
 
 def test_of_equal_slots_the_first_stay():
