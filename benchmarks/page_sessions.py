@@ -158,8 +158,8 @@ def sessions(result: Result) -> str:
     if result["lines"] != _LINES:
         opening = (
             f"### The same with {result['count']} longer sessions\n\nRecords of {result['lines']} "
-            f"instead of {_LINES} lines, about {_TOKENS[form]} tokens in all, on `{result['model']}`; the "
-            f"methods that decide.{_why(result) if form == 'system' else ''}"
+            f"instead of {_LINES} lines, about {_TOKENS[form]} tokens in all, on "
+            f"`{result['model']}`; the methods that decide.{_why(result) if form == 'system' else ''}"
         )
     return (
         f"{opening}\n\n{scores}\n\n{curve}\n\n"
