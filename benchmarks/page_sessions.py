@@ -156,10 +156,11 @@ def sessions(result: Result) -> str:
     curve = table([f"kept {share:g}", *points], curves)
     opening = f"{TITLES[form]}\n\n{WHAT[form]}"
     if result["lines"] != _LINES:
+        why = _why(result) if form == "system" else ""
         opening = (
             f"### The same with {result['count']} longer sessions\n\nRecords of {result['lines']} "
             f"instead of {_LINES} lines, about {_TOKENS[form]} tokens in all, on "
-            f"`{result['model']}`; the methods that decide.{_why(result) if form == 'system' else ''}"
+            f"`{result['model']}`; the methods that decide.{why}"
         )
     return (
         f"{opening}\n\n{scores}\n\n{curve}\n\n"
