@@ -73,18 +73,32 @@ def block(result: dict[str, Any]) -> str:
         table(["tokens", "ours over vLLM's", "each pair"], rows),
         "The models are tiny (4 or 6 layers, heads of 32 channels), so that the overhead of every "
         "operation is visible.",
-        *of_prompts(found.get("prompts")),
+        *_price(found.get("price")),
+        *_prompts(found.get("prompts")),
         _processors(result["processors"]),
         made_with(result),
     ]
     return "\n\n".join([*first, details("All numbers, and how they were measured", *lines)])
 
 
-def of_prompts(found: dict[str, Any] | None) -> list[str]:
-    """The price of a prompt, and right answers, with both schedulers."""
+def _price(found: dict[str, Any] | None) -> list[str]:
+    """The price of a prompt with both schedulers."""
     if found is None:
         return []
     over, every = found["over_stock"], Schedule(sink=4, recent=32).rhythm(SMALL_BUDGET).every
+    return [
+        f"One prompt of {found['tokens']:,} tokens, budget 1,024: {over['full']:.2f} times vLLM's "
+        f"own time with vLLM's scheduler, with which a page is compressed every {every} tokens, "
+        f"and {over['pieces']:.2f} times with `PageScheduler` and pieces of {found['piece']:,} "
+        f"tokens (medians of {found['rounds']} runs of each in turn, threads: "
+        f"{found['threads']})."
+    ]
+
+
+def _prompts(found: dict[str, Any] | None) -> list[str]:
+    """Right answers with both schedulers."""
+    if found is None:
+        return []
     rows = [
         [
             f"{row['lines']}",
@@ -98,11 +112,6 @@ def of_prompts(found: dict[str, Any] | None) -> list[str]:
     ]
     names = ["lines", "budget", "bits", "bytes of a request", "vLLM's scheduler", "PageScheduler"]
     return [
-        f"One prompt of {found['tokens']:,} tokens, budget 1,024: {over['full']:.2f} times vLLM's "
-        f"own time with vLLM's scheduler, with which a page is compressed every {every} tokens, "
-        f"and {over['pieces']:.2f} times with `PageScheduler` and pieces of {found['piece']:,} "
-        f"tokens (medians of {found['rounds']} runs of each in turn, threads: "
-        f"{found['threads']}).",
         f"Right answers to {found['cases']} LongEval questions with both, the same budget for "
         "every head, in bfloat16:",
         table(names, rows),

@@ -20,10 +20,10 @@ mixed        Requests of mixed length at once, some aborted, with so few pages t
              preempted: answers equal to those of one request after the other.
 concurrency  Requests of 12,000 tokens in the same memory: how many run at once, and the time of all
              of them, ours with ``PageScheduler``.
-prompts      The time of one prompt of 12,000 tokens over that of vLLM's own backend, and the right
-             answers to LongEval questions, in bfloat16, with vLLM's own scheduler, with which pages
-             are compressed wherever they are full, and with ``PageScheduler``, with which they are
-             compressed after whole pieces of a prompt.
+price        The time of one prompt of 12,000 tokens over that of vLLM's own backend: with vLLM's
+             own scheduler, with which pages are compressed wherever they are full, and with
+             ``PageScheduler``, with which they are compressed after whole pieces of a prompt.
+prompts      The right answers to LongEval questions with both, in bfloat16.
 throughput   Decoded tokens per second with 8 requests of 12,000 and of 1,000 tokens. Runs of both
              backends alternate, and the median of the paired ratios is reported.
 parallel     Answers of two ranks of tensor parallelism equal to those of one.
@@ -78,6 +78,7 @@ PARTS = (
     "chunks",
     "mixed",
     "concurrency",
+    "price",
     "prompts",
     "throughput",
     "parallel",
@@ -500,8 +501,8 @@ def guesses(count: int) -> Job:
     return {"cases": count, "tokens": 60, "guesses": GUESSES, "rows": rows}
 
 
-def prompts(count: int, rounds: int, seed: int) -> Job:
-    """The part prompts: the time of one prompt, and right answers."""
+def price(rounds: int, seed: int) -> Job:
+    """The part price: the time of one prompt."""
     seconds: dict[str, list[float]] = {"stock": [], "full": [], "pieces": []}
     kinds = (("stock", {}, {}), ("full", SMALL, {}), ("pieces", SMALL, PIECES))
     asked = drawn([12_000] * 4, 1, seed)
@@ -513,6 +514,23 @@ def prompts(count: int, rounds: int, seed: int) -> Job:
             ends = [i for i, (_, _, out) in enumerate(result["steps"]) if out]
             later = result["steps"][ends[0] + 1 :]  # the first prompt warms up
             seconds[name].append(sum(s for s, _, _ in later) / (len(ends) - 1))
+    return {
+        "tokens": 12_000,
+        "piece": 1024,
+        "rounds": rounds,
+        "threads": threads(),
+        "over_stock": {
+            name: statistics.median(
+                a / b for a, b in zip(seconds[name], seconds["stock"], strict=True)
+            )
+            for name in ("full", "pieces")
+        },
+        "seconds": {name: statistics.median(each) for name, each in seconds.items()},
+    }
+
+
+def prompts(count: int) -> Job:
+    """The part prompts: right answers with both schedulers."""
     rows = []
     for lines, budgets in ((200, (1024, 512, 256)), (400, (1024, 512))):
         source, found = cases(lines, count, 0)
@@ -526,21 +544,7 @@ def prompts(count: int, rounds: int, seed: int) -> Job:
                     texts = [answer["text"] for answer in result["answers"]]
                     one |= {"page_bytes": result["page_bytes"], name: right(found, texts)}
                 rows.append(one)
-    return {
-        "tokens": 12_000,
-        "piece": 1024,
-        "rounds": rounds,
-        "threads": threads(),
-        "over_stock": {
-            name: statistics.median(
-                a / b for a, b in zip(seconds[name], seconds["stock"], strict=True)
-            )
-            for name in ("full", "pieces")
-        },
-        "seconds": {name: statistics.median(each) for name, each in seconds.items()},
-        "cases": count,
-        "rows": rows,
-    }
+    return {"cases": count, "rows": rows}
 
 
 def throughput(rounds: int, seed: int) -> list[Job]:
@@ -640,7 +644,8 @@ def main(
         "chunks": lambda: chunks(small),
         "mixed": lambda: mixed(requests, seed),
         "concurrency": lambda: concurrency(seed),
-        "prompts": lambda: prompts(count, rounds, seed),
+        "price": lambda: price(rounds, seed),
+        "prompts": lambda: prompts(count),
         "throughput": lambda: throughput(rounds, seed),
         "parallel": lambda: parallel(small),
         "runner": lambda: runner(small, seed),
