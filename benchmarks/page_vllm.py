@@ -90,8 +90,7 @@ def _price(found: dict[str, Any] | None) -> list[str]:
         f"One prompt of {found['tokens']:,} tokens, budget 1,024: {over['full']:.2f} times vLLM's "
         f"own time with vLLM's scheduler, with which a page is compressed every {every} tokens, "
         f"and {over['pieces']:.2f} times with `PageScheduler` and pieces of {found['piece']:,} "
-        f"tokens (medians of {found['rounds']} runs of each in turn, threads: "
-        f"{found['threads']})."
+        f"tokens (runs of each in turn: {found['rounds']}, threads: {found['threads']})."
     ]
 
 
