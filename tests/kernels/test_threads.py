@@ -33,6 +33,8 @@ def test_few_numbers_take_one_thread_and_the_kernels_two():
             assert (torch.get_num_threads(), native.threads()) == (1, 2)
         assert (torch.get_num_threads(), native.threads()) == (1, 2)
     assert (torch.get_num_threads(), native.threads()) == (2, 2)
+    torch.set_num_threads(1)
+    assert native.threads() == 1
 
 
 @pytest.mark.parametrize(("numbers", "device"), [(1 << 21, "cpu"), (1000, "meta")])

@@ -84,7 +84,7 @@ void merged(const float* points, int size, int dim, int left, float* out, Rounds
 
 bool group_row(const Grouping& given, int64_t row, Rounds& now) {
   const int width = (int)given.width, dim = (int)given.dim, wanted = (int)given.count[row];
-  int size = (int)given.sizes[row], columns = width;
+  int size = (int)given.sizes[row];
   float* points = given.points + row * width * dim;
   int64_t* index = given.index + row * width;
   now.weight.assign(given.weight + row * width, given.weight + row * width + size);
@@ -102,7 +102,7 @@ bool group_row(const Grouping& given, int64_t row, Rounds& now) {
       if (!merge_cheapest(size, merges, now)) return false;
     }
     // Dead slots share a group of their own while there are groups to spare.
-    std::fill(now.number.begin(), now.number.begin() + columns, std::min(total - merges, left - 1));
+    std::fill(now.number.begin(), now.number.end(), std::min(total - merges, left - 1));
     int next = 0;
     for (int i = 0; i < size; i++)
       if (now.weight[i] > 0 && now.root[i] == i) now.number[i] = next++;
@@ -112,7 +112,7 @@ bool group_row(const Grouping& given, int64_t row, Rounds& now) {
     if (left <= wanted) return true;
     merged(points, size, dim, left, other, now);
     std::swap(points, other);
-    size = columns = left;
+    size = left;
   }
 }
 
