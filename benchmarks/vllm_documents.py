@@ -43,6 +43,7 @@ class Documents:
         variables: of the engine.
         lines, count: of the cases.
         share: the part of a document's tokens that its file holds; the rest is read.
+        model: name or folder.
 
     Attributes:
         rows: the cases.
@@ -57,13 +58,15 @@ class Documents:
         lines: int,
         count: int,
         share: float = 1.0,
+        model: str = engine.MODEL,
     ) -> None:
         self.folder, self.variables = folder, variables
-        path = resolve_model(engine.MODEL)
+        path = resolve_model(model)
         self.model, tokenizer = load_model(path, "cpu", "float32"), load_tokenizer(path)
+        self._tokenizer = tokenizer
         said = {name.removeprefix("KVSKETCH_").lower(): v for name, v in variables.items()}
         given: dict[str, Any] = {k: int(v) if v.isdecimal() else v for k, v in said.items()}
-        sizes = engine_of(json.dumps({**given, "max_model_len": CONTEXT}))
+        self._sizes = engine_of(json.dumps({**given, "max_model_len": CONTEXT}))
         self.source, self.rows = cases(lines, count, 0)
         self.ids, self.requests = [], []
         for number, row in enumerate(self.rows):
@@ -71,13 +74,17 @@ class Documents:
             ids = tokenizer(row["prompt"][:cut])["input_ids"]
             ids, rest = ids[: int(share * len(ids))], ids[int(share * len(ids)) :]
             rest += tokenizer(row["prompt"][cut:], add_special_tokens=False)["input_ids"]
-            cache = cache_for(*sizes, self.model.config, len(ids))
-            documents.read(self.model, tokenizer, torch.tensor([ids]), cache, "sample")
-            about = {"ids": told(ids)}
-            one = documents.Document(self.model, tokenizer, cache, Wording(), about)
-            one.save(folder / f"{number}.kvs")
+            self.put(number, ids)
             self.ids.append(ids)
             self.requests.append({"prompt": ids + rest, "max_tokens": 12})
+
+    def put(self, number: int, ids: list[int]) -> None:
+        """Compress a document into a file of this number."""
+        cache = cache_for(*self._sizes, self.model.config, len(ids))
+        documents.read(self.model, self._tokenizer, torch.tensor([ids]), cache, "sample")
+        about = {"ids": told(ids)}
+        one = documents.Document(self.model, self._tokenizer, cache, Wording(), about)
+        one.save(self.folder / f"{number}.kvs")
 
     def load(self, requests: list[engine.Job] | None = None, **more: Any) -> engine.Job:
         """The result of an engine that loads them."""

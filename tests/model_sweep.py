@@ -1,4 +1,5 @@
-"""One model family against the full cache: lossless, evicting, and with the default method.
+"""One model family against the full cache: lossless, also through ``generate`` and after a second
+reading, evicting, and with the default method.
 
 The reference does not use our attention: it is transformers' ``DynamicCache`` and the model's own
 kernel, whose mask hides, layer by layer and head by head, the tokens that the SketchCache evicted.
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.modeling_utils import AttentionInterface
 
+import kvsketch
 from kvsketch import SketchCache
 
 TOKENS, NEW, CHUNK = 40, 12, 8
@@ -85,6 +87,49 @@ def lossless(model: Any, padding: list[int]) -> float:
         cache = SketchCache(model.config, "h2o", budget=budget)
         worst = max(worst, difference(run(model, cache, padding), expected))
     return worst
+
+
+class Letters:
+    """A tokenizer for models that have none: every character is a token."""
+
+    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
+        return {"input_ids": [3 + ord(c) % 90 for c in text]}
+
+
+def answer(model: Any, ids: Tensor, cache: Any) -> Tensor:
+    """The tokens of a greedy answer through ``generate``."""
+    found: Tensor = model.generate(
+        ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False, pad_token_id=0
+    )
+    return found[:, ids.shape[1] :]
+
+
+def generates(model: Any) -> bool:
+    """Whether ``generate`` gives the same tokens as with ``DynamicCache`` with room for all, from a
+    prompt that is read at once, and runs to its end with half of it."""
+    if model.config.model_type.startswith("musicgen"):  # reads audio codes
+        return True
+    ids, _ = prompt([0, 0], 110)
+    expected = answer(model, ids, DynamicCache(config=model.config))
+    found = answer(model, ids, SketchCache(model.config, budget=1000))
+    half = SketchCache(model.config, budget=0.5)
+    assert answer(model, ids, half).shape == expected.shape
+    assert any(layer.stream.compressed for layer in sketches(half))
+    return torch.equal(found, expected)
+
+
+def rereads(model: Any, queries: Any) -> bool:
+    """Whether a second reading leaves nothing behind: ``generate`` gives the same tokens as with
+    ``DynamicCache``, both behind a context that was read before."""
+    most = getattr(model.config, "max_position_embeddings", None) or 512
+    ids, _ = prompt([0, 0], 110 if most > 400 else 40)
+    caches = DynamicCache(config=model.config), SketchCache(model.config, budget=1000)
+    with torch.no_grad():
+        model.base_model(ids[:, :-10], past_key_values=caches[0], use_cache=True)
+    kvsketch.prefill(model, ids[:, :-10], caches[1], queries=queries, tokenizer=Letters())
+    assert caches[1].get_seq_length() == ids.shape[1] - 10
+    expected, found = (answer(model, ids, cache) for cache in caches)
+    return torch.equal(found, expected)
 
 
 def evicting(model: Any, padding: list[int], uneven: bool, method: str = "keydiff") -> float:

@@ -26,7 +26,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig
 
     config = Gemma3TextConfig(
-        vocab_size=2100,
+        vocab_size=8192,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=6,

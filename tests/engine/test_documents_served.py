@@ -15,8 +15,10 @@ from benchmarks import vllm_engine as engine
 from benchmarks.vllm_documents import CONTEXT, Documents, load
 from kvsketch import SketchCache
 from kvsketch.documents.answering import Sampling, next_tokens
+from kvsketch.files.format import read, write
 from kvsketch.files.tokens import told
-from kvsketch.vllm.checks import CONNECTOR
+from kvsketch.hf.saving import KIND
+from kvsketch.vllm.checks import BOTH, CONNECTOR
 from kvsketch.vllm.settings import PageSettings
 
 pytestmark = pytest.mark.skipif(
@@ -290,7 +292,68 @@ def test_a_connector_without_documents_is_refused(connector):
         engine.run([], FEW, kv_transfer_config=connector)
 
 
-def test_documents_for_sliding_windows_are_refused(hybrid, tmp_path):
-    given = {**FEW, "KVSKETCH_DOCUMENTS": str(tmp_path)}
-    with pytest.raises(RuntimeError, match="does not load documents for models with sliding"):
-        engine.run([], given, kv_transfer_config=CONNECTOR, model=hybrid, max_model_len=2048)
+WINDOWS = {"enable_prefix_caching": False, "max_model_len": CONTEXT}
+
+
+@pytest.fixture(scope="module")
+def windowed(hybrid, tmp_path_factory) -> Shelf:
+    """Documents of a model with sliding windows, the last of them shorter than a window."""
+    folder = tmp_path_factory.mktemp("windowed")
+    shelf = Shelf(folder, {"KVSKETCH_BUDGET": "256"}, 90, COUNT, model=hybrid)
+    ids = shelf.ids[-1][:100]
+    shelf.put(COUNT - 1, ids)
+    shelf.ids[-1], shelf.requests[-1] = ids, {"prompt": [*ids, 7, 8, 9], "max_tokens": 12}
+    return shelf
+
+
+def test_a_document_brings_the_tokens_of_sliding_windows(windowed, hybrid):
+    """The windows begin within a block, and answers depend on them. Pages of several blocks."""
+    assert all((len(ids) - 127) % 32 for ids in windowed.ids)
+    given = {**WINDOWS, "model": hybrid}
+    asked = long_answers(windowed, 12)
+    found = windowed.load(asked, **given)
+    assert engine.tokens_of(found) == windowed.in_transformers()
+    assert found["metrics"]["documents"] == COUNT
+    requests = zip(windowed.requests, windowed.ids, strict=True)
+    rest = sum(len(one["prompt"]) - len(ids) for one, ids in requests)
+    assert found["metrics"]["tokens"] == rest + COUNT * 11
+    assert found["free_before"] == found["free_after"]
+    requests = long_answers(windowed)
+    alone = windowed.load(requests, together=False, **given)
+    crowd = windowed.load(requests, max_num_batched_tokens=64, preempt=7, **given)
+    assert engine.same(alone, crowd) == COUNT
+    assert crowd["preemptions"] > 0
+    assert crowd["free_before"] == crowd["free_after"]
+
+
+def test_a_file_without_its_windows_is_named_and_the_prompt_is_read(windowed, hybrid, tmp_path):
+    for number in range(COUNT):
+        path = windowed.folder / f"{number}.kvs"
+        header, state = read(path, KIND)
+        for layer in (0, 1, 3, 4):  # all tokens but the last
+            for name in ("keys", "values"):
+                place = f"layers.{layer}.{name}"
+                state.tensors[place] = state.tensors[place][:, :, 1:]
+        write(tmp_path / path.name, KIND, header, state)
+    given = {**WINDOWS, "model": hybrid}
+    read_alone = engine.run(windowed.requests, windowed.variables, max_num_seqs=8, **given)
+    found = load(tmp_path, windowed.variables, windowed.requests, **given)
+    assert engine.same(read_alone, found) == COUNT
+    assert found["metrics"]["documents"] == 0
+    assert found["said"].count("has a sliding window of the shape") == COUNT
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, "pass --no-enable-prefix-caching, or unset KVSKETCH_DOCUMENTS"),
+        (
+            {"enable_prefix_caching": False, "kv_transfer_config": {**CONNECTOR, "kv_role": BOTH}},
+            "does not save pages of models with sliding windows",
+        ),
+    ],
+)
+def test_what_documents_of_sliding_windows_do_not_allow(more, said, hybrid, tmp_path):
+    given = {"kv_transfer_config": CONNECTOR, "model": hybrid, "max_model_len": 2048, **more}
+    with pytest.raises(RuntimeError, match=said):
+        engine.run([], {**FEW, "KVSKETCH_DOCUMENTS": str(tmp_path)}, **given)

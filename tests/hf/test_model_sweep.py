@@ -15,13 +15,17 @@ from packaging.version import Version
 import tiny_models
 from benchmarks.model_families import PAGE, family, lists, markdown
 from kvsketch import SketchCache, UnsupportedError
-from model_sweep import CLOSE, adapted, default, evicting, lossless
+from model_sweep import CLOSE, adapted, default, evicting, generates, lossless, rereads
 from tiny_models import MODEL_TYPES, NotConstructible
 
 LISTS = lists()
 #: the version that the lists were made with; in an older one some families lack the interface
 LISTED = Version("5.23")
 OLDER = Version(transformers.__version__).release[:2] < LISTED.release[:2]
+
+
+#: families with layers whose state a second reading cannot put back
+NO_SECOND_READING = ("minimax_m3_vl_text",)
 
 
 def listed(name: str) -> list[str]:
@@ -93,6 +97,29 @@ def test_right(model_type: str) -> None:
     assert lossless(model, [9, 0, 3]) <= CLOSE
     method = "streaming_llm" if adapted(model) else "keydiff"
     assert evicting(model, [9, 0, 3], not adapted(model), method) <= CLOSE
+    assert generates(model)
+
+
+# By default, families of each kind of layer whose state a second reading has to put back: windows,
+# states, both, latents, shared keys, and layers without a state.
+_KINDS = ["gemma3_text", "gpt_oss", "lfm2", "qwen3_next", "zamba2", "zaya", "deepseek_v3",
+          "kimi_linear", "gemma4_text", "nemotron_h"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [t if t in _KINDS else pytest.param(t, marks=pytest.mark.slow) for t in listed("right")],
+)
+def test_a_second_reading_leaves_nothing_behind(model_type: str) -> None:
+    model = built(model_type)
+    if model_type.startswith("musicgen"):
+        pytest.skip("it generates from audio codes")
+    if model_type in NO_SECOND_READING:
+        with pytest.raises(UnsupportedError, match="cannot remove the tokens of a second reading"):
+            rereads(model, "reread")
+        return
+    for queries in ("reread", "sample", ["which one?"]):
+        assert rereads(model, queries)
 
 
 @pytest.mark.slow

@@ -10,11 +10,14 @@ import torch
 from transformers import AutoTokenizer, DynamicCache
 
 import kvsketch
+import tiny_models
 from families import CONFIGS, build
 from kvsketch import InputError, SketchCache, Slots, UnsupportedError
 from kvsketch.evaluation.runner.loading import resolve_model
 from kvsketch.hf import reading
 from kvsketch.hf.interface import watched
+from kvsketch.hf.layer import SketchLayer
+from kvsketch.hf.second_reading import Reading
 from kvsketch.methods import registry
 from kvsketch.methods.registry import ALL_METHODS
 from tiny_model import small_llama
@@ -61,16 +64,24 @@ def test_with_the_prompts_queries_it_is_the_prefill_of_generate(llama, method, c
     torch.testing.assert_close(answer(llama, ids, read), answer(llama, ids, plain), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("family", [f for f in CONFIGS if f not in ("gemma2", "gemma3")])
-def test_a_second_reading_leaves_nothing_behind(family):
-    """After a second reading a lossless cache answers as an uncompressed one, and its length is the
-    context's."""
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_second_reading_leaves_nothing_behind(family, padded):
+    """After a second reading a cache with room for all answers as an uncompressed one, and its
+    length is the context's."""
     model = build(family)
-    ids = ids_of(2, 120)
-    cache = SketchCache(model.config, budget=1.0)
-    kvsketch.prefill(model, ids[:, :100], cache, queries="reread", tokenizer=Letters())
-    assert cache.get_seq_length() == 100
-    assert torch.equal(answer(model, ids, cache), answer(model, ids, DynamicCache()))
+    ids, mask = ids_of(2, 120), torch.ones(2, 120, dtype=torch.int64)
+    if padded:
+        ids[1, :9] = mask[1, :9] = 0
+    expected = answer(model, ids, DynamicCache(config=model.config), attention_mask=mask)
+    for queries in ("reread", "sample", ["which is it?", "and where?"]):
+        cache = SketchCache(model.config, budget=200)
+        kvsketch.prefill(
+            model, ids[:, :100], cache, queries=queries, tokenizer=Letters(),
+            attention_mask=mask[:, :100],
+        )  # fmt: skip
+        assert cache.get_seq_length() == 100
+        assert torch.equal(answer(model, ids, cache, attention_mask=mask), expected)
 
 
 @pytest.mark.parametrize(("method", "allocation"), REREADING)
@@ -178,6 +189,40 @@ def test_kvzip_scores_are_those_of_a_plain_computation(llama, monkeypatch, metho
             assert torch.equal(found, wanted.view(scores.shape)[number, head].nonzero().flatten())
 
 
+@pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3_next", "falcon_h1"])
+def test_every_part_of_a_second_reading_follows_the_context(model_type, monkeypatch):
+    """With windows and states, too, whose tokens the part before has changed: the queries are those
+    of transformers' own attention over an uncompressed cache."""
+    monkeypatch.setattr(reading, "PART", 30)
+    model, ids, seen, found = tiny_models.build(model_type), ids_of(1, 90), {}, []
+    ask = Reading.ask
+
+    def asked(self, layer, observed):
+        found.append(observed.queries)
+        ask(self, layer, observed)
+
+    monkeypatch.setattr(Reading, "ask", asked)
+    cache = SketchCache(model.config, "kvzip", budget=0.5)
+    kvsketch.prefill(model, ids, cache, queries="reread", tokenizer=Letters())
+    full = [i for i, layer in enumerate(cache.layers) if isinstance(layer, SketchLayer)]
+
+    def around(kernel, module, query, *args, **kwargs):
+        seen.setdefault(module.layer_idx, query)
+        return kernel(module, query, *args, **kwargs)
+
+    context, expected = DynamicCache(config=model.config), []
+    with torch.no_grad():
+        model(ids, past_key_values=context)
+        for part in reading._parts("reread", Letters(), ids, torch.ones_like(ids), 30):
+            seen.clear()
+            with watched(model, around):
+                model(part.ids, past_key_values=copy.deepcopy(context))
+            expected += [seen[i] for i in full]
+    assert len(found) == len(expected) == 3 * len(full)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
 def test_questions_that_are_given_are_what_is_kept_for(llama):
     """The answer to a given question has a smaller error than without the question."""
     ids = ids_of(1, 300)
@@ -277,12 +322,12 @@ def test_methods_that_cannot_use_a_second_reading_say_so(llama, method):
     assert cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
-def test_layers_that_cannot_forget_are_refused(family):
-    model = build(family)
-    cache = SketchCache(model.config, budget=0.5)
-    with pytest.raises(UnsupportedError, match="cannot remove"):
+def test_gradients_through_a_state_are_refused():
+    model = tiny_models.build("qwen3_next")
+    cache = SketchCache(model.config, "kvgrad", budget=0.5)
+    with pytest.raises(UnsupportedError, match=r"kvgrad.*state of a LinearAttentionLayer"):
         kvsketch.prefill(model, ids_of(1, 40), cache, queries="reread", tokenizer=Letters())
+    assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("allocation", ["layer", "global"])

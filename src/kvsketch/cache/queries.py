@@ -140,9 +140,18 @@ def joined(observed: Sequence[Observed]) -> Observed:
 
 
 def side_by_side(observed: Sequence[Observed], kv_heads: int) -> Observed | None:
-    """The queries of layers that share keys, as more query heads of each KV head."""
+    """The queries of layers that share keys, as more query heads of each KV head. Later layers may
+    have those of the last tokens of a prompt alone (Gemma 4): the first layer's stand for those
+    that are missing."""
     if len(observed) < 2:
         return observed[0] if observed else None
+    every = observed[0].queries
+    observed = [
+        replace(o, queries=torch.cat([every[:, :, : -o.queries.shape[2]], o.queries], dim=2))
+        if o.queries.shape[2] < every.shape[2]
+        else o
+        for o in observed
+    ]
 
     def beside(parts: Sequence[Tensor | None], axis: int) -> Tensor | None:
         present = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,12 +111,12 @@ def attention(
         if number is not None:
             kwargs[given] = number
 
-    def usual(keys: Tensor, values: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
-        return kernel(module, query, keys, values, mask, *args, scaling=scaling, **kwargs)
+    def usual(mask: Any) -> tuple[Tensor, Tensor | None]:
+        return kernel(module, query, key, value, mask, *args, scaling=scaling, **kwargs)
 
     again = turn.again
     if layer.settings.lossless:  # nothing to check: the kernel gets all arguments
-        return *usual(key, value, attention_mask), None
+        return *usual(attention_mask), None
     if module is not None:  # a graph has checked the arguments that it passes on
         check_arguments(layer, turn, module, args, kwargs)
     queries = layer.to_slots(module, query)
@@ -137,10 +138,10 @@ def attention(
         out = layer.from_slots(module, attend_slots(layer, asked, view))
         return out.transpose(1, 2).contiguous(), None, observed
     if again is None:
-        return *usual(key, value, attention_mask), observed
-    plain = view.plain and view.causal is None
+        return *usual(attention_mask), observed
+    plain, back = view.plain and view.causal is None, partial(layer.from_slots, module)
     return second_reading.attention(
-        layer, again, name, observed, plain, attention_mask, usual, turn.last()
+        layer, again, name, observed, plain, attention_mask, usual, back, turn.last()
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -297,13 +297,21 @@ class Forward:
             last.resumed(returned)
             self._open.append(last)
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int, put_back: Callable[[], None] | None = None) -> None:
         """Remove the last tokens of all layers (a negative number); those before them that were
-        kept unverified are compressed now, if due."""
-        self.check_crop(-tokens_to_remove)
+        kept unverified are compressed now, if due. ``put_back`` does so for what is not compressed,
+        in the place of transformers' methods, which cannot remove tokens from windows and states.
+        """
+        if put_back is None:
+            self.check_crop(-tokens_to_remove)
+        else:
+            put_back()
         for layer in self.layers:
             if tokens_to_remove or getattr(layer, "record_past", False):
-                layer.crop(tokens_to_remove)
+                if put_back is None:
+                    layer.crop(tokens_to_remove)
+                elif isinstance(layer, SketchLayer):
+                    SketchLayer.crop(layer, tokens_to_remove)
             if isinstance(layer, SketchLayer):
                 for observed in layer.verified():
                     above = layer.stream.above_budget and not layer.stream.streaming

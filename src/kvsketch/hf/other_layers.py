@@ -3,14 +3,62 @@ and convolution states."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from kvsketch.errors import UnsupportedError
 from kvsketch.state import FLOATS, Reader, State
 
 _ANY = tuple(FLOATS.values())
+
+
+#: transformers' layers whose states ``kept`` can put back; the first has none
+RESTORED = frozenset(
+    {
+        "DummyLayer",
+        "DynamicSlidingWindowLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+        "LinearAttentionLayer",
+    }
+)
+
+
+def kept(layers: Sequence[Any]) -> Callable[[], None]:
+    """What puts back the states that layers have now, as often as it is called: a window's tokens,
+    and states that further tokens change in place. Keys and values of compressed layers stay."""
+    windows = [
+        (layer, layer.keys, layer.values, layer.cumulative_length)
+        for layer in layers
+        if isinstance(layer, DynamicSlidingWindowLayer)
+    ]
+    states = [
+        (held, number, state.clone())
+        for layer in layers
+        if isinstance(layer, LinearAttentionLayer)
+        for held in (layer.conv_states, layer.recurrent_states)
+        for number, state in held.items()
+        if state is not None
+    ]
+
+    def put_back() -> None:
+        for layer, keys, values, seen in windows:  # transformers makes new tensors for new tokens
+            layer.keys, layer.values, layer.cumulative_length = keys, values, seen
+        for held, number, state in states:
+            _fill(held, number, state)
+
+    return put_back
+
+
+def _fill(held: dict[int, Tensor | None], number: int, state: Tensor) -> None:
+    """Put a state back, into the same memory unless gradients were computed through it."""
+    now = held[number]
+    if now is not None and now.shape == state.shape and not now.requires_grad:
+        now.copy_(state)
+    else:
+        held[number] = state.clone()
 
 
 def check_saved(layer: Any, index: int) -> None:

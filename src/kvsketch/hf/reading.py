@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -12,11 +13,13 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 
 from kvsketch.arguments import QUERY_SOURCES
 from kvsketch.errors import AccuracyWarning, InputError, UnsupportedError, at_least
 from kvsketch.hf.cache import SketchCache
 from kvsketch.hf.layer import SketchLayer
+from kvsketch.hf.other_layers import RESTORED, kept
 from kvsketch.hf.second_reading import Again, ReadEnough, Reading
 from kvsketch.hf.system_message import pin_system_message
 from kvsketch.hf.weighing import weighed
@@ -153,11 +156,11 @@ def prefill(
             size = chunk_size or tokens
             for start in range(0, tokens, size):
                 ids, seen = input_ids[:, start : start + size], mask[:, : start + size]
-                inner(input_ids=ids, attention_mask=seen, past_key_values=cache, use_cache=True)
+                inner(**_inputs(inner, ids, seen), past_key_values=cache, use_cache=True)
                 bar.advance(ids.shape[1])
-            real = bool(mask.all())
+            real, put_back = bool(mask.all()), kept(cache.layers)
             if asked:
-                parts = [_answered(model, part, cache, mask) for part in parts]
+                parts = [_answered(model, part, cache, mask, put_back) for part in parts]
                 bar.advance(tokens + every - bar.done - sum(part.ids.shape[1] for part in parts))
             for part in parts:
                 count = part.ids.shape[1]
@@ -165,18 +168,19 @@ def prefill(
                     part.about,
                     kept=max(1, round(_SAMPLE * count / every)),
                     local=queries in ("local", "sample"),
-                    unmasked=real and model.config._attn_implementation == "sdpa",
+                    # Falcon calls torch's kernel itself, with a mask over all tokens.
+                    unmasked=real
+                    and model.config._attn_implementation == "sdpa"
+                    and getattr(model, "_supports_attention_backend", False),
                     stops=weighs is None
                     and not any(hasattr(module, "_hf_hook") for module in inner.modules()),
                 )
                 forward.reading = reading = Reading(False, again=again)
                 with suppress(ReadEnough), weighed(weighs, model, forward.sketches, reading):
-                    inner(
-                        input_ids=part.ids,
-                        attention_mask=torch.cat([mask, part.mask], dim=1),
-                        past_key_values=cache,
-                        use_cache=True,
-                    )
+                    seen = torch.cat([mask, part.mask], dim=1)
+                    given = _inputs(inner, part.ids, seen)
+                    inner(**given, past_key_values=cache, use_cache=True)
+                put_back()
                 forward.masks.cut(tokens)
                 bar.advance(count)
             forward.finish_reading(_sampled(parts))
@@ -197,22 +201,39 @@ def _warn_of_measured(method: str, better: str, queries: str) -> None:
     )
 
 
-def _answered(model: PreTrainedModel, part: _Part, cache: SketchCache, mask: Tensor) -> _Part:
+def _inputs(model: Any, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """The inputs of a forward of these tokens, the last ones of the mask: with padding, also their
+    positions, which ``generate`` counts without padding. Models whose forward takes none count them
+    in this way themselves."""
+    found = {"input_ids": ids, "attention_mask": mask}
+    if "position_ids" in inspect.signature(model.forward).parameters and not bool(mask.all()):
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        found["position_ids"] = positions[:, -ids.shape[1] :]
+    return found
+
+
+def _answered(
+    model: PreTrainedModel,
+    part: _Part,
+    cache: SketchCache,
+    mask: Tensor,
+    put_back: Callable[[], None],
+) -> _Part:
     """A question with the model's own greedy answer from the uncompressed context, as many tokens
-    in every row. The cache is unchanged."""
+    in every row. The cache is unchanged: ``put_back`` does so for what is not compressed."""
     told = model.generation_config.eos_token_id
     ends = torch.tensor(told if isinstance(told, list) else [-1 if told is None else told])
     ids = new = part.ids
     over = torch.zeros(len(ids), dtype=torch.bool)
     for _ in range(ANSWER):
         seen = torch.cat([mask, torch.ones_like(ids)], dim=1)
-        found = model(new, attention_mask=seen, past_key_values=cache, use_cache=True)
+        found = model(**_inputs(model, new, seen), past_key_values=cache, use_cache=True)
         new = found.logits[:, -1:].argmax(-1)
         over |= torch.isin(new[:, 0].cpu(), ends)
         if bool(over.all()):
             break
         ids = torch.cat([ids, new], dim=1)
-    cache.crop(mask.shape[1] - cache.get_seq_length())
+    cache._forward.crop(mask.shape[1] - cache.get_seq_length(), put_back)
     return replace(part, ids=ids, mask=torch.ones_like(ids))
 
 
@@ -293,10 +314,16 @@ def _check_reread(cache: SketchCache, tokens: int) -> None:
             "context"
         )
     for layer in cache.layers:
-        if type(layer) is not SketchLayer:
+        name = type(layer).__name__
+        if not isinstance(layer, SketchLayer) and name not in RESTORED:
             raise UnsupportedError(
-                f"queries: a {type(layer).__name__} of this model cannot remove the tokens of a "
-                "second reading; use queries='prompt'"
+                f"queries: a {name} of this model cannot remove the tokens of a second reading; "
+                "use queries='prompt'"
+            )
+        if cls.requires.weights == "gradient" and isinstance(layer, LinearAttentionLayer):
+            raise UnsupportedError(
+                f"method={cache.method!r} needs gradients, which cannot be computed through the "
+                f"state of a {name}; use another method, such as kvzip"
             )
 
 

@@ -16,7 +16,7 @@ from kvsketch.observed import Observed, causal
 from kvsketch.reread import attend_again, fits, looked_at
 from kvsketch.slots import Slots
 
-Usual = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor | None]]
+Usual = Callable[[Any], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ def attention(
     plain: bool,
     mask: Any,
     usual: Usual,
+    from_slots: Callable[[Tensor], Tensor],
     last: bool,
 ) -> tuple[Tensor, Tensor | None, Observed]:
     """Attention of a part of a second reading over an uncompressed layer.
@@ -94,7 +95,8 @@ def attention(
         asked: the queries of the part.
         plain: whether the model's mask is a causal one.
         mask: it, over all tokens, or None (see ``widened``).
-        usual: the model's kernel, of keys, values and mask.
+        usual: the model's kernel over all tokens, of a mask.
+        from_slots: what the layer makes of an output of attention over its slots.
         last: whether the forward ends with this layer.
 
     Returns:
@@ -109,7 +111,7 @@ def attention(
     simple = plain and alone and not stream.padded and not torch.is_grad_enabled()
     if name == "sdpa" and simple and fits(asked, slots):
         out, total = attend_again(asked, slots, about, everything)
-        return out.transpose(1, 2).contiguous(), None, replace(asked, total=total)
+        return from_slots(out).transpose(1, 2).contiguous(), None, replace(asked, total=total)
     if again.local:
         near = Slots.cat(looked_at(stream.slots, about, q))
         sees = causal(q, near.count, asked.queries.device)
@@ -121,10 +123,10 @@ def attention(
             mask=sees,
             sinks=asked.sinks,
         )
-        return out.transpose(1, 2).contiguous(), None, asked
+        return from_slots(out).transpose(1, 2).contiguous(), None, asked
     if mask is None and again.unmasked and name == "sdpa":
         mask = causal(q, slots.count, asked.queries.device)
-    return *usual(slots.keys, slots.values, mask), asked
+    return *usual(mask), asked
 
 
 def widened(mask: Any, seen: int) -> Any:

@@ -11,8 +11,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, Sliding
 
 from kvsketch.errors import UnsupportedError
 from kvsketch.page.layout import Layout
+from kvsketch.vllm.checks import BOTH, CONNECTOR
 from kvsketch.vllm.engine import running
 from kvsketch.vllm.spec import PageSpec
+from kvsketch.vllm.windows import window_layers
 
 # vLLM's own blocks of tokens, where a layer has a sliding window: what the CPU's kernels take.
 _BLOCKS = 32
@@ -75,17 +77,14 @@ class PageBackend(AttentionBackend):
         group = engine.groups[spec.num_kv_heads, spec.head_size]
         shape = spec.num_kv_heads, group, spec.head_size, spec.dtype
         size, blocks = cls.bytes(*shape), 1
-        hybrid = _has_sliding_windows(engine.config)
+        hybrid = bool(window_layers(engine.config))
         if hybrid and engine.config.parallel_config.pipeline_parallel_size > 1:
             raise UnsupportedError(
                 "kvsketch does not serve models with sliding windows with pipeline parallelism: "
                 "unset --pipeline-parallel-size"
             )
         if hybrid and engine.settings.documents is not None:
-            raise UnsupportedError(
-                "kvsketch does not load documents for models with sliding windows: unset "
-                "KVSKETCH_DOCUMENTS"
-            )
+            _check_documents(engine.config)
         if hybrid:  # all groups of layers have blocks of one size: those of tokens
             blocks = -(-max(size, engine.largest) // spec.page_size_bytes)
             size = spec.page_size_bytes
@@ -130,10 +129,23 @@ class PageBackend(AttentionBackend):
         return max(cls.layout(kv_heads, group, head_size, dtype, rank).bytes for rank in ranks)
 
 
-def _has_sliding_windows(config: Any) -> bool:
-    """Whether any layer of the model has a sliding window. All layers must exist already."""
-    modules = config.compilation_config.static_forward_context.values()
-    return any(getattr(module, "sliding_window", None) is not None for module in modules)
+def _check_documents(config: Any) -> None:
+    """Raise unless documents can be loaded in a model with sliding windows.
+
+    Raises:
+        UnsupportedError: the prefix cache is on: it would keep the first block of a window, which
+            a file holds in part; or requests may save their pages.
+    """
+    if config.cache_config.enable_prefix_caching:
+        raise UnsupportedError(
+            "kvsketch loads documents for models with sliding windows only without vLLM's prefix "
+            "cache: pass --no-enable-prefix-caching, or unset KVSKETCH_DOCUMENTS"
+        )
+    if config.kv_transfer_config.kv_role == BOTH:
+        raise UnsupportedError(
+            "kvsketch does not save pages of models with sliding windows: use the role "
+            f"{CONNECTOR['kv_role']!r} in --kv-transfer-config"
+        )
 
 
 def _has_events(config: Any) -> bool:

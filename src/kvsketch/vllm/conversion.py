@@ -31,18 +31,22 @@ class Converted:
         tokens: of the document.
         last: after how many of them the page counts as compressed; 0: it does not.
         rows: by the number of a layer, the bytes of its page, uint8 ``[bytes]``.
+        windows: by the number of a layer with a sliding window, its last tokens, ``[1, heads, n,
+            head_dim]``.
         squeezed: what did not fit and was compressed again, as a sentence; empty: nothing.
     """
 
     tokens: int
     last: int
     rows: dict[int, Tensor]
+    windows: dict[int, Slots]
     squeezed: str
 
     @property
     def bytes(self) -> int:
-        """Of all pages."""
-        return sum(row.numel() for row in self.rows.values())
+        """Of all pages and windows."""
+        windows = [t for window in self.windows.values() for t in window.tensors().values()]
+        return sum(tensor.nbytes for tensor in [*windows, *self.rows.values()])
 
 
 def converted(
@@ -98,7 +102,11 @@ def converted(
             own = queries[:, rank * waiting.shape[1] :][:, : waiting.shape[1], -asked:]
             waiting[:, :, :asked] = own
         rows[number] = raw[0]
-    return Converted(seen, last, rows, squeezed)
+    windows = {
+        number: window.map(lambda tensor: tensor[:, heads])
+        for number, window in saved.windows.items()
+    }
+    return Converted(seen, last, rows, windows, squeezed)
 
 
 def page_of(

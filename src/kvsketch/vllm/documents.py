@@ -72,7 +72,7 @@ class DocumentConnector(KVConnectorBase_V1, SupportsHMA):
         self._loading: dict[str, Found] = {}  # until it is loaded
         self._new: list[Load] = []
         worker = role == KVConnectorRole.WORKER
-        self._loader = Loader(vllm_config) if worker else None
+        self._loader = Loader(vllm_config, kv_cache_config.kv_cache_groups) if worker else None
         self._saver = Saver(vllm_config) if worker else None
         self._done: set[str] = set()
         self._saved: set[str] = set()
@@ -100,7 +100,7 @@ class DocumentConnector(KVConnectorBase_V1, SupportsHMA):
         found = self._chosen.pop(name, None)
         if num_external_tokens and found is not None:
             self._loading[name] = found
-            self._new.append(Load(name, found, blocks.get_block_ids()[0][0]))
+            self._new.append(Load(name, found, blocks.get_block_ids()))
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfers:
         """What workers do in this step."""

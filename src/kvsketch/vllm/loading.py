@@ -28,6 +28,7 @@ from kvsketch.vllm.conversion import Converted, converted
 from kvsketch.vllm.engine import running
 from kvsketch.vllm.saved import saved_of
 from kvsketch.vllm.shelf import Found, stamp_of
+from kvsketch.vllm.windows import check_window, window_layers, write_window
 
 _LOGGER = init_logger("vllm.kvsketch")
 # Bytes of converted documents that are kept for later requests.
@@ -41,12 +42,12 @@ class Load:
     Attributes:
         request: its id.
         found: the document.
-        block: the page of the request.
+        blocks: of the request, in every group of layers.
     """
 
     request: str
     found: Found
-    block: int
+    blocks: tuple[list[int], ...]
 
 
 class Loader:
@@ -55,10 +56,17 @@ class Loader:
 
     Args:
         config: ``VllmConfig``.
+        groups: of layers that share blocks, vLLM's ``KVCacheGroupSpec``.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, groups: Sequence[Any]) -> None:
         self._config = config
+        # By the name of a layer: the number of its group, and how its blocks are used.
+        self._specs = {
+            name: (number, group.kv_cache_spec)
+            for number, group in enumerate(groups)
+            for name in group.layer_names
+        }
         self._thread = ThreadPoolExecutor(1, "kvsketch-documents")
         self._waiting: list[Load] = []
         self._reading: dict[Found, Future[Converted]] = {}
@@ -97,7 +105,7 @@ class Loader:
             document = self._kept.get(load.found)
             if document is not None:
                 self._kept.move_to_end(load.found)
-                self._write(load.block, document, layers)
+                self._write(load.blocks, document, layers)
             yield load.request, document is not None
         while len(self._kept) > 1 and sum(one.bytes for one in self._kept.values()) > _KEPT:
             self._kept.popitem(last=False)
@@ -106,13 +114,22 @@ class Loader:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _write(self, block: int, document: Converted, layers: dict[int, Any]) -> None:
+    def _write(
+        self, blocks: Sequence[list[int]], document: Converted, layers: dict[int, Any]
+    ) -> None:
         engine = running()
         for number, layer in layers.items():
             row, pages = document.rows[number], layer.kv_cache.view(torch.uint8).flatten(1)
-            pages[block, : row.numel()].copy_(row)
-        state = document.tokens, document.last
-        engine.pages.put(np.array([block]), *(np.array([number]) for number in state))
+            group, _ = self._specs[layer.layer_name]
+            for block, part in zip(blocks[group], torch.split(row, pages.shape[1]), strict=False):
+                pages[block, : part.numel()].copy_(part)
+            state = blocks[group][0], document.tokens, document.last
+            engine.pages.put(*(np.array([number]) for number in state))
+        dtype = self._config.model_config.dtype
+        for number, layer in window_layers(self._config).items():
+            group, spec = self._specs[layer.layer_name]
+            own = blocks[group], spec.block_size, dtype
+            write_window(layer, document.windows[number], document.tokens, *own)
         engine.batch = None  # an equal batch of an earlier request of this page says nothing now
         if get_tensor_model_parallel_rank() == 0 and get_pp_group().is_first_rank:
             metrics.add(documents=1)
@@ -138,6 +155,8 @@ class Loader:
         heads = of_rank(range(model.get_total_num_kv_heads()), rank, ranks)
         own = slice(heads[0], heads[-1] + 1)
         document = converted(saved, layouts, own, settings, engine.context, rank)
+        for number, layer in window_layers(self._config).items():
+            check_window(layer, number, document.windows.get(number), saved.seen)
         if document.squeezed:
             said = (
                 f"{found.name} does not fit the pages ({document.squeezed}); "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.page.kind import Kind
 from kvsketch.page.page import Page
+from kvsketch.slots import Slots
 from kvsketch.state import FLOATS, Reader, State
 
 
@@ -20,15 +21,18 @@ class Saved:
     Attributes:
         seen: the number of tokens.
         compressed: whether any token was ever compressed.
-        pages: of every layer; the tokens since its last compression are those ``appended``.
-        queries: of every layer, those that wait for the next compression, ``[1,
-            num_attention_heads, n, head_dim]``; None: none do.
+        pages: of every layer with full attention; the tokens since its last compression are those
+            ``appended``.
+        queries: likewise, those that wait for the next compression, ``[1, num_attention_heads, n,
+            head_dim]``; None: none do.
+        windows: by the number of a layer with a sliding window, its last tokens.
     """
 
     seen: int
     compressed: bool
     pages: Sequence[Page]
     queries: Sequence[Tensor | None]
+    windows: Mapping[int, Slots]
 
 
 def saved_of(state: State, layers: int) -> Saved:
@@ -43,7 +47,12 @@ def saved_of(state: State, layers: int) -> Saved:
         UnsupportedError: several rows, padding, a streaming sketch, or layers without slots.
     """
     counts, pages, queries = set(), [], list[Tensor | None]()
-    for part in Reader(state).parts("layers", layers):
+    windows, ends = dict[int, Slots](), set[int]()
+    for number, part in enumerate(Reader(state).parts("layers", layers)):
+        if part.has("keys"):
+            ends.add(part.whole("seen", 1, 1 << 31))
+            windows[number] = _window(part)
+            continue
         if not (part.has("kind") and part.has("stream")) or part.has("linear"):
             raise UnsupportedError("the file has layers with other states than slots")
         kind, stream = Kind.read(part.part("kind")), part.part("stream")
@@ -59,6 +68,12 @@ def saved_of(state: State, layers: int) -> Saved:
         own = stream.part("queries").tensor("queries", shape, *FLOATS.values()) if wait else None
         queries.append(own)
     ((seen, compressed),) = counts if len(counts) == 1 else ((0, False),)
-    if not seen or max(int(page.held.max()) for page in pages) > seen:
+    if not seen or not ends <= {seen} or max(int(page.held.max()) for page in pages) > seen:
         raise InputError("the layers of the file hold different numbers of tokens")
-    return Saved(seen, compressed, pages, queries)
+    return Saved(seen, compressed, pages, queries, windows)
+
+
+def _window(part: Reader) -> Slots:
+    """The tokens in a sliding window, without the layer, which says what shape they must have."""
+    keys = part.tensor("keys", (1, None, None, None), *FLOATS.values())
+    return Slots(keys, part.tensor("values", (1, *keys.shape[1:3], None), keys.dtype))
