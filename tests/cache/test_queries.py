@@ -10,7 +10,7 @@ import torch
 
 from kvsketch.budget import Budget
 from kvsketch.cache.budgets import HeadBudgets
-from kvsketch.cache.queries import Queries
+from kvsketch.cache.queries import Queries, side_by_side
 from kvsketch.cache.solvers import price_of
 from kvsketch.cache.stream import Stream
 from kvsketch.cache.window import windowed
@@ -115,3 +115,14 @@ def test_queries_become_scores_where_the_slots_are(shares, bits, monkeypatch):
     torch.testing.assert_close(held.slots.score, twin.slots.score, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(held.slots.keys, twin.slots.keys, rtol=1e-3, atol=1e-3)
     assert torch.equal(twin.slots.score, other.slots.score)
+
+
+def test_queries_of_layers_that_share_keys():
+    """Heads of a KV head side by side; of the second layer, those of the last two tokens alone."""
+    first, second = torch.randn(2, 1, 4, 6, 8, generator=torch.Generator().manual_seed(0))
+    found = side_by_side([Observed(first, 1.0), Observed(second[:, :, -2:], 1.0)], 2)
+    assert found is not None
+    grouped = found.queries.view(1, 2, 2, 2, 6, 8)  # KV heads, layers, heads of a KV head
+    assert torch.equal(grouped[:, :, 0].flatten(1, 2), first)
+    assert torch.equal(grouped[:, :, 1].flatten(1, 2)[:, :, -2:], second[:, :, -2:])
+    assert torch.equal(grouped[:, :, 1].flatten(1, 2)[:, :, :-2], first[:, :, :-2])

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from typer.testing import CliRunner
 
+import tiny_models
 from kvsketch import InputError, SketchCache, UnsupportedError
 from kvsketch.cli.app import app
 from kvsketch.files.format import read
@@ -176,3 +178,28 @@ def test_what_is_no_row_of_slots_is_refused(model, tmp_path):
         cache.save(path, tokenizer=tokenizer)
         with pytest.raises(UnsupportedError, match=said):
             saved_of(read(path, "cache")[1], 2)
+
+
+def test_the_tokens_of_sliding_windows_are_in_the_file(tmp_path):
+    net, path = tiny_models.build("gemma3_text"), tmp_path / "doc.kvs"
+    layers = net.config.num_hidden_layers
+    cache = SketchCache(net.config, "snapkv", budget=40, bits=16)
+    with torch.no_grad():
+        net(torch.randint(3, 90, (1, 90)), past_key_values=cache)
+    cache.save(path)
+    saved = saved_of(read(path, "cache")[1], layers)
+    windows = {
+        number: layer
+        for number, layer in enumerate(cache.layers)
+        if isinstance(layer, DynamicSlidingWindowLayer)
+    }
+    assert windows
+    assert saved.windows.keys() == windows.keys()
+    assert len(saved.pages) == layers - len(windows)
+    for number, layer in windows.items():
+        assert torch.equal(saved.windows[number].keys, layer.keys)
+        assert torch.equal(saved.windows[number].values, layer.values)
+    _, state = read(path, "cache")
+    state.values["layers"][str(min(windows))]["seen"] -= 1
+    with pytest.raises(InputError, match="different numbers of tokens"):
+        saved_of(state, layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ class Saved:
     compressed: bool
     pages: Sequence[Page]
     queries: Sequence[Tensor | None]
-    windows: Mapping[int, Slots]
+    windows: Mapping[int, Slots] = field(default_factory=dict)
 
 
 def saved_of(state: State, layers: int) -> Saved:
