@@ -19,6 +19,7 @@ from transformers.modeling_utils import AttentionInterface
 
 import kvsketch
 from kvsketch import SketchCache
+from kvsketch.hf.activations import capture_compressed
 
 TOKENS, NEW, CHUNK = 40, 12, 8
 #: the largest relative difference of float32 logits that counts as rounding
@@ -130,6 +131,23 @@ def rereads(model: Any, queries: Any) -> bool:
     assert caches[1].get_seq_length() == ids.shape[1] - 10
     expected, found = (answer(model, ids, cache) for cache in caches)
     return torch.equal(found, expected)
+
+
+def captures(model: Any) -> bool:
+    """Whether the keys on which curves are measured beforehand are those of the layers that a cache
+    compresses, with the queries of all layers that read them."""
+    ids, _ = prompt([0], TOKENS)
+    cache = SketchCache(model.config, budget=1000)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+    own, found = sketches(cache), capture_compressed(model, ids)
+    assert len(found) == len(own)
+    for layer, (slots, observed) in zip(own, found, strict=True):
+        group = observed.queries.shape[1] // slots.keys.shape[1]
+        assert group % layer.settings.readers == 0
+        if not torch.equal(slots.keys, layer.stream.slots.keys):
+            return False
+    return True
 
 
 def evicting(model: Any, padding: list[int], uneven: bool, method: str = "keydiff") -> float:

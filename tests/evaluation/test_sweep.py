@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
+import tiny_models
 from kvsketch import KVSketchError, SketchCache
 from kvsketch.errors import InputError
 from kvsketch.evaluation.runner import longeval
@@ -348,6 +349,18 @@ def ask(
 def costs(reply: Reply) -> dict[str, Any]:
     """The fields of a reply that must repeat exactly: all but the times."""
     return {k: v for k, v in reply.__dict__.items() if not k.endswith("_seconds")}
+
+
+@pytest.mark.parametrize("family", ["lfm2", "gemma3_text", "gemma4_text"])
+def test_models_with_other_layers_are_measured(family: str, tokenizer: Any) -> None:
+    """Layers with states, windows and shared keys: the exact cache's bytes are those that a
+    compressed one is compared with."""
+    model, case = tiny_models.build(family), tiny_case(8)
+    assert max(tokenizer(case.prompt)["input_ids"]) < model.config.vocab_size
+    (exact,) = ask(model, tokenizer, "exact", 1.0, case)
+    (kept,) = ask(model, tokenizer, "snapkv", 0.5, case, question="unseen")
+    assert exact.kv_bytes == exact.exact_kv_bytes == kept.exact_kv_bytes
+    assert kept.kv_bytes < exact.kv_bytes
 
 
 def test_exact_answers_are_those_of_plain_generate(model: Any, tokenizer: Any) -> None:

@@ -213,7 +213,10 @@ def test_families_go_on_with_the_same_bits(family: str, tmp_path: Path) -> None:
     same_after_loading(model, cache, tmp_path)
 
 
-@pytest.mark.parametrize("family", ["falcon_h1", "lfm2", "deepseek_v3", "qwen3_next", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    ["falcon_h1", "lfm2", "deepseek_v3", "qwen3_next", "gpt_oss", "gemma3n_text", "nemotron_h"],
+)
 def test_hybrids_latents_and_sinks_go_on_with_the_same_bits(family: str, tmp_path: Path) -> None:
     model = tiny_models.build(family)
     cache = SketchCache(model.config, "snapkv", budget=30, **WINDOW)

@@ -15,7 +15,17 @@ from packaging.version import Version
 import tiny_models
 from benchmarks.model_families import PAGE, family, lists, markdown
 from kvsketch import SketchCache, UnsupportedError
-from model_sweep import CLOSE, adapted, default, evicting, generates, lossless, rereads
+from kvsketch.hf.models import has_latents
+from model_sweep import (
+    CLOSE,
+    adapted,
+    captures,
+    default,
+    evicting,
+    generates,
+    lossless,
+    rereads,
+)
 from tiny_models import MODEL_TYPES, NotConstructible
 
 LISTS = lists()
@@ -120,6 +130,19 @@ def test_a_second_reading_leaves_nothing_behind(model_type: str) -> None:
         return
     for queries in ("reread", "sample", ["which one?"]):
         assert rereads(model, queries)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [t if t in _KINDS else pytest.param(t, marks=pytest.mark.slow) for t in listed("right")],
+)
+def test_curves_are_of_the_layers_that_are_compressed(model_type: str) -> None:
+    model = built(model_type)
+    if has_latents(model.config) or model_type in ("bloom", "falcon"):
+        with pytest.raises(UnsupportedError, match=r"latents|interface"):
+            captures(model)
+    else:
+        assert captures(model)
 
 
 @pytest.mark.slow

@@ -50,13 +50,13 @@ def tokens(layer: Any) -> int:
 
 
 def layer_nbytes(layer: Any) -> int:
-    if isinstance(layer, SketchLayer):
-        tensors = layer.tensors()
-    else:
+    """Bytes of a layer's tensors; of a window, those of its tokens: until more tokens follow,
+    transformers' tensors are views of all tokens that were read with them."""
+    if not isinstance(layer, SketchLayer):
         both = (getattr(layer, "keys", None), getattr(layer, "values", None))
-        tensors = [t for t in both if t is not None]
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            tensors += linear_states(layer)
+        states = linear_states(layer) if isinstance(layer, LinearAttentionCacheLayerMixin) else []
+        return sum(t.nbytes for t in (*both, *states) if t is not None)
+    tensors = layer.tensors()
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvsketch.cache.queries import side_by_side
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.hf.adapters import mpt
 from kvsketch.hf.interface import Kernel, watched
+from kvsketch.hf.models import has_interface, has_latents, layers_of
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
 
@@ -79,11 +81,49 @@ def capture(
     if not can_be_caught(type(model), model.config):
         raise _unsupported(model)
     catching = _reading if model.config.model_type == _MPT else _catching
+    # Without the head: of logits_to_keep=1, some layers (Gemma 4) compute the last token alone.
     with catching(model, caught, layers), torch.no_grad():
-        model(input_ids.to(model.device), use_cache=False, logits_to_keep=1)
+        model.base_model(input_ids.to(model.device), use_cache=False)
     if not caught:
         raise _unsupported(model)
     return caught
+
+
+def capture_compressed(model: Any, input_ids: Tensor) -> list[tuple[Slots, Observed]]:
+    """The tokens of every layer that a ``SketchCache`` compresses, in order, and the queries of all
+    layers that read them.
+
+    Args:
+        model, input_ids: as for ``capture``.
+
+    Raises:
+        UnsupportedError: as ``capture``, or the model caches latents instead of keys and values.
+    """
+    if has_latents(model.config):
+        raise UnsupportedError(
+            f"{type(model).__name__} caches latents, whose errors are measured on a prompt of its "
+            "own only (allocation='measured'), not on files"
+        )
+    caught, chosen = capture(model, input_ids), layers_of(model.config)[1]
+    # Others are windows, and layers that read the keys of others. Zamba's have no numbers.
+    more = len(caught) > len(chosen)
+    named = [one for one in caught if not more or one.layer in chosen]
+    if len(named) != len(chosen):
+        raise UnsupportedError(
+            f"{type(model).__name__} has {len(chosen)} layers to compress, and its attention names "
+            f"{len(named)} of them"
+        )
+    found = []
+    for one in named:
+        rest = [other for other in caught if other is not one and _same_keys(one, other)]
+        observed = side_by_side([each.observed for each in (one, *rest)], one.keys.shape[1])
+        assert observed is not None
+        found.append((one.slots, observed))
+    return found
+
+
+def _same_keys(one: Activations, other: Activations) -> bool:
+    return one.keys.shape == other.keys.shape and torch.equal(one.keys, other.keys)
 
 
 _MPT = "mpt"
@@ -91,7 +131,7 @@ _MPT = "mpt"
 
 def can_be_caught(cls: type, config: Any) -> bool:
     """Whether ``capture`` can read the attention inputs of this class; needs no weights."""
-    return config.model_type == _MPT or bool(getattr(cls, "_supports_attention_backend", False))
+    return config.model_type == _MPT or has_interface(cls)
 
 
 def _unsupported(model: Any) -> UnsupportedError:
@@ -113,7 +153,9 @@ def _catching(
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        layer = int(getattr(module, "layer_idx", len(caught)))
+        layer = getattr(module, "layer_idx", None)
+        if layer is None or layer < 0:  # Zamba, whose layers share modules
+            layer = len(caught)
         if layers is None or layer in layers:
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
             q, k, v = (t.detach().float().clone() for t in (query, key, value))

@@ -11,7 +11,7 @@ from kvsketch.budget import Budget
 from kvsketch.cache import windowed
 from kvsketch.cache.curves import LEVELS, Curves, answers, measure_layer, of_layers, pooled
 from kvsketch.errors import InputError
-from kvsketch.hf.activations import capture
+from kvsketch.hf.activations import capture_compressed
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
 
@@ -43,6 +43,7 @@ def measure_curves(
 
     Raises:
         InputError: a prompt too short, or no prompt.
+        UnsupportedError: a model that caches latents, or whose attention cannot be caught.
     """
     if not prompts:
         raise InputError("prompts is empty: at least one is needed to measure with")
@@ -57,8 +58,8 @@ def measure_curves(
     for prompt in prompts:
         layers = [
             measure_layer(
-                c.slots,
-                c.observed,
+                slots,
+                observed,
                 compress,
                 follow,
                 sink,
@@ -66,7 +67,7 @@ def measure_curves(
                 levels,
                 windowed(method, sink, recent, seed, options).observe,
             )
-            for c in capture(model, prompt)
+            for slots, observed in capture_compressed(model, prompt)
         ]
         found.append(of_layers(layers))
     return pooled(found)

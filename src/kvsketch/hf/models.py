@@ -67,7 +67,7 @@ def check_supported(config: PretrainedConfig) -> None:
     model = model[0] if isinstance(model, (list, tuple)) else model
     name = type(config).__name__ if model is None else model.__name__
     reason = REFUSED.get(text.model_type)
-    if reason is None and model is not None and not _has_interface(model):
+    if reason is None and model is not None and not has_interface(model):
         reason = (
             "does not use transformers' attention interface, so its attention cannot be replaced"
         )
@@ -92,7 +92,7 @@ def check_projection(config: PretrainedConfig, method: str) -> None:
         )
 
 
-def _has_interface(model: Any) -> bool:
+def has_interface(model: Any) -> bool:
     """Whether a model class uses the attention interface: it declares so, or transformers finds the
     call in its source."""
     if getattr(model, "_supports_attention_backend", False):

@@ -15,15 +15,11 @@ from kvsketch.state import FLOATS, Reader, State
 _ANY = tuple(FLOATS.values())
 
 
-#: transformers' layers whose states ``kept`` can put back; the first has none
-RESTORED = frozenset(
-    {
-        "DummyLayer",
-        "DynamicSlidingWindowLayer",
-        "LinearAttentionAndSlidingWindowAttentionLayer",
-        "LinearAttentionLayer",
-    }
-)
+# Of a layer that has no cache, or reads that of another one.
+_EMPTY = "DummyLayer"
+_SAVED = frozenset({_EMPTY, "DynamicSlidingWindowLayer", "LinearAttentionLayer"})
+#: transformers' layers whose states ``kept`` can put back
+RESTORED = _SAVED | {"LinearAttentionAndSlidingWindowAttentionLayer"}
 
 
 def kept(layers: Sequence[Any]) -> Callable[[], None]:
@@ -63,16 +59,18 @@ def _fill(held: dict[int, Tensor | None], number: int, state: Tensor) -> None:
 
 def check_saved(layer: Any, index: int) -> None:
     """Raise UnsupportedError unless the state of a layer can be saved."""
-    if type(layer) not in (DynamicSlidingWindowLayer, LinearAttentionLayer):
+    if type(layer).__name__ not in _SAVED:
         raise UnsupportedError(
             f"layer {index} is a {type(layer).__name__}, whose state kvsketch cannot save"
         )
 
 
 def layer_state(layer: Any) -> State:
-    """Of a sliding-window, linear-attention or convolution layer."""
+    """Of a sliding-window, linear-attention or convolution layer, or one without a cache."""
     if isinstance(layer, LinearAttentionLayer):
         return linear_state(layer)
+    if type(layer).__name__ == _EMPTY:
+        return State()
     state = State(values={"seen": layer.cumulative_length})
     if layer.is_initialized:
         state.keep(keys=layer.keys, values=layer.values)
@@ -87,6 +85,9 @@ def restore_layer(layer: Any, reader: Reader, batch: int, seen: int) -> None:
     """
     if isinstance(layer, LinearAttentionLayer):
         restore_linear(layer, reader, batch)
+        return
+    if type(layer).__name__ == _EMPTY:
+        reader.close()
         return
     total = reader.whole("seen", 0, seen)
     if reader.has("keys"):

@@ -19,6 +19,7 @@ from kvsketch.arguments import QUERY_SOURCES
 from kvsketch.errors import AccuracyWarning, InputError, UnsupportedError, at_least
 from kvsketch.hf.cache import SketchCache
 from kvsketch.hf.layer import SketchLayer
+from kvsketch.hf.models import has_interface
 from kvsketch.hf.other_layers import RESTORED, kept
 from kvsketch.hf.second_reading import Again, ReadEnough, Reading
 from kvsketch.hf.system_message import pin_system_message
@@ -171,7 +172,7 @@ def prefill(
                     # Falcon calls torch's kernel itself, with a mask over all tokens.
                     unmasked=real
                     and model.config._attn_implementation == "sdpa"
-                    and getattr(model, "_supports_attention_backend", False),
+                    and has_interface(type(model)),
                     stops=weighs is None
                     and not any(hasattr(module, "_hf_hook") for module in inner.modules()),
                 )

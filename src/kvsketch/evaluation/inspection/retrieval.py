@@ -295,7 +295,7 @@ class _Trial:
                 output = self.model.generate(
                     one.ids,
                     attention_mask=torch.ones_like(one.ids),
-                    past_key_values=DynamicCache(),
+                    past_key_values=DynamicCache(config=self.model.config),
                     max_new_tokens=one.case.max_new_tokens,
                     do_sample=False,
                 )

@@ -47,7 +47,8 @@ class Answerer:
         if cases[0].turns:
             return [self._session(case, setup) for case in cases]
         if not self._warm:  # the first call of a process includes initialisation
-            self._generate(torch.tensor([list(cases[0].ids[:8])]), None, DynamicCache(), None, 2)
+            cache = DynamicCache(config=self.model.config)
+            self._generate(torch.tensor([list(cases[0].ids[:8])]), None, cache, None, 2)
             self._warm = True
         ids, mask = self._batch(cases)
         # With the question unseen there is one row (Settings), so its record is the batch's.

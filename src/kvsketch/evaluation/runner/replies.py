@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from kvsketch.evaluation.runner.settings import Settings
 from kvsketch.evaluation.runner.setups import EXACT, Setup
 from kvsketch.hf import SketchCache
+from kvsketch.hf.accounting import layer_nbytes
 
 #: the size of a cache, for the whole batch: slots, and bytes of live tensors by name
 Footprint = dict[str, float]
@@ -32,8 +33,7 @@ def footprint(cache: SketchCache | DynamicCache) -> Footprint:
     """Measures `cache`. The exact size of an exact cache is its own."""
     if isinstance(cache, SketchCache):
         return cache.summary()
-    held = [t for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
-    size = sum(t.numel() * t.element_size() for t in held)
+    size = sum(layer_nbytes(layer) for layer in cache.layers)
     names = ("kv_bytes", "exact_kv_bytes", "peak_kv_bytes")
     return {"slots": cache.get_seq_length(), **dict.fromkeys(names, size)}
 
