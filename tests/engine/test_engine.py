@@ -10,11 +10,14 @@ import time
 import urllib.request
 
 import pytest
+import torch
 from jobs import about_documents, asked, right
 
 from benchmarks import vllm_engine as engine
 from benchmarks.longeval import cases
 from benchmarks.vllm_engine import drawn
+from kvsketch import measure_curves
+from kvsketch.evaluation.runner.loading import load_model
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM has an environment of its own"
@@ -160,6 +163,19 @@ def test_curves_of_another_model_are_refused(curves, hybrid):
     variables = {**HEAVY, "KVSKETCH_ALLOCATION": curves}
     with pytest.raises(RuntimeError, match=r"curves are of 6 layers x 4 KV heads"):
         engine.run([], variables, model=hybrid, max_model_len=4096)
+
+
+def test_curves_of_a_model_with_sliding_windows(hybrid, tmp_path):
+    """They are of the layers that have pages; heads that need more get more slots."""
+    model, path = load_model(hybrid, "cpu", "float32"), tmp_path / "curves.json"
+    ids = torch.tensor([request["prompt"] for request in drawn((1200,), 1, seed=5)])
+    measure_curves(model, [ids], "heavy_merge").save(path)
+    requests, given = drawn((700, 1500), 12), {"model": hybrid, "max_model_len": 4096}
+    variables = {"KVSKETCH_BUDGET": "256", "KVSKETCH_ALLOCATION": str(path)}
+    alone = engine.run(requests, variables, together=False, **given)
+    together = engine.run(requests, variables, max_num_batched_tokens=64, **given)
+    assert engine.same(alone, together) == len(requests)
+    assert alone["metrics"]["compressions"] > 0
 
 
 def test_a_page_is_as_large_for_a_long_context_as_for_a_short_one():
