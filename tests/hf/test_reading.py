@@ -20,14 +20,8 @@ from kvsketch.hf.layer import SketchLayer
 from kvsketch.hf.second_reading import Reading
 from kvsketch.methods import registry
 from kvsketch.methods.registry import ALL_METHODS
+from model_sweep import Letters
 from tiny_model import small_llama
-
-
-class Letters:
-    """A tokenizer for models that have none: every character is a token."""
-
-    def __call__(self, text, add_special_tokens=False):
-        return {"input_ids": [3 + ord(c) % 90 for c in text]}
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ from families import EVERY_METHOD, VOCABULARY, build
 from kvsketch import InputError, KVSketchError, SketchCache, Slots, UnsupportedError
 from kvsketch.hf import interface
 from kvsketch.methods.base import Compressor, keep_top
-from model_sweep import Kept, masked, visible
+from model_sweep import Kept, Letters, masked, visible
 from tiny_model import tiny_case, tiny_model, tiny_tokenizer
 
 WINDOW: dict[str, Any] = {"sink": 2, "recent": 6}
@@ -1136,6 +1136,20 @@ def seeing(family: str) -> tuple[Any, dict[str, Any]]:
                 parameter.mul_(4.0)
     model.generation_config.eos_token_id = None
     return model.eval(), {**inputs, "attention_mask": torch.ones_like(text)}
+
+
+@pytest.mark.parametrize("chunk_size", [None, 40])
+@pytest.mark.parametrize("queries", ["prompt", "reread"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "gemma3"])
+def test_a_text_read_by_a_model_that_sees(family: str, queries: str, chunk_size: Any) -> None:
+    """``prefill`` gives the positions that ``generate`` gives."""
+    model, ids = seeing(family)[0], ids_of(2, 100)
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **settings)
+    cache = SketchCache(model.config, budget=200)
+    given = {"queries": queries, "chunk_size": chunk_size, "tokenizer": Letters()}
+    kvsketch.prefill(model, ids[:, :90], cache, **given)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **settings), expected)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "gemma3"])

@@ -203,11 +203,10 @@ def _warn_of_measured(method: str, better: str, queries: str) -> None:
 
 
 def _inputs(model: Any, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """The inputs of a forward of these tokens, the last ones of the mask: with padding, also their
-    positions, which ``generate`` counts without padding. Models whose forward takes none count them
-    in this way themselves."""
+    """The inputs of a forward of these tokens, the last ones of the mask, as from ``generate``: it
+    counts positions without padding. Models whose forward takes none count them themselves."""
     found = {"input_ids": ids, "attention_mask": mask}
-    if "position_ids" in inspect.signature(model.forward).parameters and not bool(mask.all()):
+    if "position_ids" in inspect.signature(model.forward).parameters:
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
         found["position_ids"] = positions[:, -ids.shape[1] :]
     return found
