@@ -177,7 +177,7 @@ def main() -> None:
     if unseen and reread:
         write_block("unseen", page_readme.block(unseen, reread, reading_costs()), readme)
     if served:
-        write_block("vllm", page_vllm.block(served), DOCS / "vllm.md")
+        write_block("vllm", page_vllm.block(served, loaded("vllm_soak")), DOCS / "vllm.md")
         write_block("vllm", page_vllm.lead(served), readme)
     page_choice.main()
 

@@ -15,8 +15,8 @@ _ALLOCATIONS = {
 }
 
 
-def block(result: dict[str, Any]) -> str:
-    """The results of ``benchmarks.vllm_engine``, for docs/vllm.md."""
+def block(result: dict[str, Any], soak: dict[str, Any] | None) -> str:
+    """The results of ``benchmarks.vllm_engine`` and ``benchmarks.vllm_soak``, for docs/vllm.md."""
     found = result["results"]
     answers, crowd, many = found["answers"], found["mixed"], found["concurrency"]
     chunks, ranks = found["chunks"], found["parallel"]
@@ -53,6 +53,7 @@ def block(result: dict[str, Any]) -> str:
         *of_sizes(found["sizes"]),
         of_documents(found["documents"]),
         *_loaded(found.get("loaded")),
+        *_soak(soak),
         *_guesses(found.get("guesses")),
         f"Prompts in chunks of {cut} tokens: {chunks['equal']} of {chunks['requests']} answers are "
         "the same.",
@@ -135,6 +136,28 @@ def _loaded(found: dict[str, Any] | None) -> list[str]:
         f"{first['loaded_first_over_stock']:.2f} of the time that vLLM's own cache takes when the "
         f"document is loaded for the first time, and {first['loaded_later_over_stock']:.2f} later "
         f"(budget 1,024 in 8 bits; compressed while it is read: {first['read_over_stock']:.1f})."
+    ]
+
+
+def _soak(result: dict[str, Any] | None) -> list[str]:
+    """An engine that ran while documents came and went."""
+    if result is None:
+        return []
+    found = result["results"]
+    files, metrics = found["files"], found["metrics"]
+    memory = [f"{size:,.0f}" for size in found["megabytes_by_minute"]]
+    half = memory[len(memory) // 2]
+    return [
+        f"{found['minutes']:.0f} minutes of one engine with `PageScheduler`, vLLM's prefix cache "
+        f"and {found['documents']} documents, of which files were added {files['added']:,}, "
+        f"replaced {files['replaced']:,}, damaged {files['damaged']:,} and removed "
+        f"{files['removed']:,} times (`benchmarks.vllm_soak`): {found['equal']:,} of "
+        f"{found['finished']:,} finished answers equal those of the request alone, with its "
+        f"document loaded or its prompt read; {metrics['documents']:,.0f} requests started behind a "
+        f"document, {found['aborted']:,} were aborted, and there were {found['preemptions']:,} "
+        f"preemptions. The process took {memory[0]} MB at the start, {half} after half of the time "
+        f"and {memory[-1]} at the end; free pages before and after: {found['free_before']} and "
+        f"{found['free_after']}."
     ]
 
 

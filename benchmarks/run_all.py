@@ -120,6 +120,7 @@ COMMANDS = {
     "model_families": "model_families",
     "structure": "structure",
     "vllm": "vllm_engine",
+    "vllm_soak": "vllm_soak",
 }
 #: Results that need a GPU; a run without one leaves them out.
 ON_GPU = ("speed_gpu_token", "speed_gpu_model", "speed_gpu_requests")
