@@ -4,9 +4,9 @@ flat?
     python -m benchmarks.vllm_soak --minutes 30 --json
 
 Requests about compressed documents, requests without one and long ones are sent to one engine
-(in-process, with `PageScheduler` and vLLM's prefix cache), eight at a time; some are aborted, and one is
-preempted every few steps. Meanwhile files are added to the folder of documents, replaced, damaged and
-removed. Every finished answer is compared with those of the same request alone, with its document
+(in-process, with `PageScheduler` and vLLM's prefix cache), eight at a time; some are aborted, and
+one is preempted every few steps. Meanwhile files are added to the folder of documents, replaced,
+damaged and removed. Every finished answer is compared with those of the same request alone, with its document
 loaded and with its prompt read: either may be right, as the file may have gone before the request
 came. Prints how many equal neither, the process's memory by minute, and the free pages before and
 after. It runs in vLLM's own environment (`make .venv-vllm/.ready`).
@@ -128,9 +128,13 @@ def soak(minutes: float, count: int, seed: int, folder: Path) -> engine.Job:
     os.environ |= {**variables, "KVSKETCH_PIECE": str(PIECE), "KVSKETCH_DOCUMENTS": str(shelf)}
     os.environ["KVSKETCH_STATS_DIR"] = str(folder)
     running = Engine(
-        model=resolve_model(engine.MODEL), dtype="float32", max_model_len=CONTEXT, max_num_seqs=AT_ONCE,
-        kv_transfer_config=CONNECTOR, **engine.PIECES,
-    )  # fmt: skip
+        model=resolve_model(engine.MODEL),
+        dtype="float32",
+        max_model_len=CONTEXT,
+        max_num_seqs=AT_ONCE,
+        kv_transfer_config=CONNECTOR,
+        **engine.PIECES,
+    )
     free = running.pool.get_num_free_blocks()
     requests = [*made.requests, *engine.drawn([100 + 60 * i for i in range(_PLAIN)], 12, seed)]
     requests += [{**one, "max_tokens": _LONG, "ignore_eos": True} for one in requests]
@@ -190,9 +194,11 @@ def _steps(
             which = numbers.randrange(len(requests))
             request = requests[which]
             sampling = SamplingParams(
-                temperature=0.0, max_tokens=request["max_tokens"],
-                ignore_eos=request.get("ignore_eos", False), output_kind=RequestOutputKind.FINAL_ONLY,
-            )  # fmt: skip
+                temperature=0.0,
+                max_tokens=request["max_tokens"],
+                ignore_eos=request.get("ignore_eos", False),
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
             name = str(sent)
             running.engine.add_request(name, {"prompt_token_ids": request["prompt"]}, sampling)
             inside[name], sent = which, sent + 1
