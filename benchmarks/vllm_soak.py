@@ -6,10 +6,10 @@ flat?
 Requests about compressed documents, requests without one and long ones are sent to one engine
 (in-process, with `PageScheduler` and vLLM's prefix cache), eight at a time; some are aborted, and
 one is preempted every few steps. Meanwhile files are added to the folder of documents, replaced,
-damaged and removed. Every finished answer is compared with those of the same request alone, with its document
-loaded and with its prompt read: either may be right, as the file may have gone before the request
-came. Prints how many equal neither, the process's memory by minute, and the free pages before and
-after. It runs in vLLM's own environment (`make .venv-vllm/.ready`).
+damaged and removed. Every finished answer is compared with those of the same request alone, with
+its document loaded and with its prompt read: either may be right, as the file may have gone before
+the request came. Prints how many equal neither, the process's memory by minute, and the free pages
+before and after. It runs in vLLM's own environment (`make .venv-vllm/.ready`).
 """
 
 from __future__ import annotations
