@@ -16,8 +16,8 @@ from jobs import about_documents, asked, right
 from benchmarks import vllm_engine as engine
 from benchmarks.longeval import cases
 from benchmarks.vllm_engine import drawn
-from kvsketch import measure_curves
-from kvsketch.evaluation.runner.loading import load_model
+from kvsketch import SketchCache, measure_curves
+from kvsketch.evaluation.runner.loading import load_model, resolve_model
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM has an environment of its own"
@@ -297,3 +297,45 @@ def test_the_plugin_is_found():
 
     (found,) = entry_points(group="vllm.general_plugins", name="kvsketch")
     assert found.value == "kvsketch.vllm:register"
+
+
+def test_attention_sinks(tmp_path):
+    """gpt-oss, which also has sliding windows: the exact page gives vLLM's own answers, and a
+    compressed one those of transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig
+
+    config = GptOssConfig(
+        vocab_size=8192,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=8192,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            parameter.data.normal_(2.0)
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(resolve_model("longeval-one-head")).save_pretrained(tmp_path)
+    requests, given = drawn((50, 700), 12), {"model": str(tmp_path), "max_model_len": 4096}
+    stock = engine.run(requests, {}, **given)
+    exact = engine.run(requests, {"KVSKETCH_METHOD": "exact"}, **given)
+    assert engine.same(stock, exact) == 2
+    kept = engine.run(requests, {"KVSKETCH_BUDGET": "256"}, **given, **engine.PIECES)
+    assert kept["metrics"]["compressions"] > 0
+    found = []
+    for request in requests:
+        ids = torch.tensor([request["prompt"]])
+        cache = SketchCache(config, budget=256, bits=16, allocation="even", prefill="streaming")
+        out = model.generate(
+            ids, past_key_values=cache, max_new_tokens=12, do_sample=False, eos_token_id=None
+        )
+        found.append(out[0, ids.shape[1] :].tolist())
+    assert engine.tokens_of(kept) == found

@@ -20,6 +20,8 @@ from kvsketch.vllm.rounds import Copies, rounds
 from kvsketch.vllm.states import KnownPages
 
 DIM, KV, GROUP = 8, 2, 2
+#: attention sinks: none, and of every query head
+SINKS = [None, torch.tensor([1.0, -1.0, 0.0, 2.0])]
 METHODS = ["streaming_llm", "heavy_merge", "cluster_merge", "h2o", "tova", "snapkv", "keydiff"]
 CPU = torch.device("cpu")
 
@@ -38,10 +40,12 @@ def alone(
     request: Any,
     softcap: float | None,
     budget: int | torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Outputs of a request read token by token, ``[tokens, heads, dim]`` in float64. ``kept``: the
     number of queries kept; ``budget``: slots of each head, int64 ``[1, heads]``, or the page's."""
     q, k, v = (t.double() for t in request)
+    sinks = None if sinks is None else sinks.double()
     slots: Slots | None = None
     made = None if method is None else windowed(method, 2, 6)
     found, waiting, buffer = [], [], rhythm.every
@@ -55,11 +59,11 @@ def alone(
             )
         slots = new if slots is None else Slots.cat([slots, new])
         one = q[at : at + 1].transpose(0, 1)[None]
-        found.append(attend(one, slots, scaling=0.5, softcap=softcap)[0, :, 0])
+        found.append(attend(one, slots, scaling=0.5, softcap=softcap, sinks=sinks)[0, :, 0])
         waiting.append(one)
         if made is not None and at + 1 >= rhythm.slots and (at + 1 - rhythm.slots) % buffer == 0:
             last = torch.cat(waiting[len(waiting) - kept :], dim=2)
-            observed = Observed(last, 0.5, softcap)
+            observed = Observed(last, 0.5, softcap, sinks=sinks)
             if made.requires.queries:
                 slots = made.observe(slots, observed)
             slots = made(slots, budget, observed, scored=True, fit=False)
@@ -81,6 +85,7 @@ class Served:
         softcap: float | None = None,
         dtype: torch.dtype = torch.float32,
         middle: tuple[tuple[int, ...], Bits] | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """``middle``: the slots of each head in the middle of a page, and their bits; None: a page
         in one part."""
@@ -94,7 +99,7 @@ class Served:
         self.layout, self.held = layout, layout.views(raw)
         self.rhythm, self.counts, self.queries = rhythm, Counts(), queries
         self.middle = max(layout.middle, default=0)
-        self.pages = Pages(layout, made, rhythm, 0.5, softcap, self.counts)
+        self.pages = Pages(layout, made, rhythm, 0.5, softcap, self.counts, sinks)
         self.blocks = KnownPages()
 
     def parts(self) -> list[torch.Tensor]:

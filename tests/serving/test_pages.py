@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import CPU, KV, METHODS, Served, alone, drawn, queries_of, run
+from served import CPU, KV, METHODS, SINKS, Served, alone, drawn, queries_of, run
 
 from kvsketch.errors import InputError
 from kvsketch.estimator import attend
@@ -27,19 +27,20 @@ from kvsketch.vllm.states import States
     chunk=st.integers(1, 60),
     buffer=st.integers(1, 12),
     softcap=st.sampled_from([None, 4.0]),
+    sinks=st.sampled_from(SINKS),
     data=st.data(),
 )
-def test_a_batch_is_its_requests_alone(method, seed, sizes, chunk, buffer, softcap, data):
+def test_a_batch_is_its_requests_alone(method, seed, sizes, chunk, buffer, softcap, sinks, data):
     """Whatever the chunks, the other requests and the order, every token's output is that of its
     request alone, computed in float64, token by token."""
     rhythm = Rhythm(100 if method is None else 24, buffer)
     kept = queries_of(method, rhythm)
-    served = Served(method, rhythm, kept, softcap)
+    served = Served(method, rhythm, kept, softcap, sinks=sinks)
     requests = [drawn(seed + number, size) for number, size in enumerate(sizes)]
     pages = data.draw(st.permutations(range(1, 9)))[: len(sizes)]
     answers = run(served, requests, pages, data, chunk)
     for request, found in zip(requests, answers, strict=True):
-        expected = alone(method, rhythm, kept, request, softcap)
+        expected = alone(method, rhythm, kept, request, softcap, sinks=sinks)
         torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=2e-4)
 
 

@@ -7,7 +7,7 @@ import importlib.util
 
 import pytest
 import torch
-from served import Served, drawn, queries_of
+from served import SINKS, Served, drawn, queries_of
 
 from kvsketch.kernels import triton_support
 from kvsketch.page.quantized import FULL, Bits
@@ -46,6 +46,7 @@ def stepped(served: Served) -> torch.Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.parametrize("sinks", SINKS, ids=["", "sinks"])
 @pytest.mark.parametrize(
     ("middle", "softcap"),
     [
@@ -57,7 +58,10 @@ def stepped(served: Served) -> torch.Tensor:
     ids=["one part", "16 bits", "8 bits", "4 bits"],
 )
 def test_the_kernels_see_what_torch_sees(
-    middle: object, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+    middle: object,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rhythm = Rhythm(24 if middle is None else 16, 8)
     found, launched = [], []
@@ -71,7 +75,8 @@ def test_the_kernels_see_what_torch_sees(
         monkeypatch.setattr(triton_support, "DEVICES", devices)
         torch.manual_seed(0)  # for the content of unused pages
         kept = queries_of("heavy_merge", rhythm)
-        found.append(stepped(Served("heavy_merge", rhythm, kept, softcap, middle=middle)))
+        given = {"middle": middle, "sinks": sinks}
+        found.append(stepped(Served("heavy_merge", rhythm, kept, softcap, **given)))
         assert bool(launched) == bool(devices)
     assert set(launched) == {"decode", "prefill"}
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)

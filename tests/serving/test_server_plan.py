@@ -63,7 +63,6 @@ def test_a_plan_that_cannot_be():
 @pytest.mark.parametrize(
     ("family", "says"),
     [
-        ("gpt_oss", "attention sinks"),
         ("deepseek_v3", "multi-head latent attention"),
         ("gemma3n_text", "layers that share keys and values"),
         ("gemma4_text", "heads of different sizes"),
@@ -78,13 +77,12 @@ def test_models_that_the_plugin_does_not_serve_are_not_planned_for(family, says)
         plan(AutoConfig.for_model(family), 2**40, 1024, concurrency=2)
 
 
-def test_the_page_about_vllm_names_the_same_models():
-    """gpt-oss has sliding windows, which are served, and attention sinks, which are not."""
-    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
-    refused = page.split("## What is refused when the engine starts")[1].split("\n## ")[0]
-    assert "attention sinks (gpt-oss)" in refused
-    with pytest.raises(UnsupportedError, match="attention sinks"):
-        check_layer(None, "decoder", None, {"sinks": torch.zeros(2)})
+def test_attention_sinks_are_planned_for_and_other_arguments_refused():
+    """gpt-oss has sliding windows and attention sinks."""
+    found = plan(AutoConfig.for_model("gpt_oss"), 2**40, 8192, concurrency=2)
+    assert found.sliding > 0
+    with pytest.raises(UnsupportedError, match="attention with unheard_of="):
+        check_layer(None, "decoder", None, {"unheard_of": 1})
 
 
 def test_layers_with_a_sliding_window_keep_vllms_own_cache_of_it():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import METHODS, Served, alone, drawn, queries_of, run
+from served import METHODS, SINKS, Served, alone, drawn, queries_of, run
 
 from kvsketch.estimator import attend
 from kvsketch.observed import causal
@@ -27,19 +27,20 @@ BITS = [FULL, Bits(8, 8), Bits(8, 4), Bits(4, 4)]
     chunk=st.integers(1, 60),
     buffer=st.integers(1, 12),
     softcap=st.sampled_from([None, 4.0]),
+    sinks=st.sampled_from(SINKS),
     data=st.data(),
 )
-def test_as_they_are(method, seed, sizes, heads, chunk, buffer, softcap, data):
+def test_as_they_are(method, seed, sizes, heads, chunk, buffer, softcap, sinks, data):
     """With 16 bits and heads of any size every token's output is that of its request alone,
     computed in float64, token by token."""
     rhythm = Rhythm(WINDOW + buffer, buffer)
     kept = queries_of(method, rhythm)
-    served = Served(method, rhythm, kept, softcap, middle=(heads, FULL))
+    served = Served(method, rhythm, kept, softcap, middle=(heads, FULL), sinks=sinks)
     requests = [drawn(seed + number, size) for number, size in enumerate(sizes)]
     pages = data.draw(st.permutations(range(1, 9)))[: len(sizes)]
     budget = torch.tensor([heads]) + WINDOW
     for request, found in zip(requests, run(served, requests, pages, data, chunk), strict=True):
-        expected = alone(method, rhythm, kept, request, softcap, budget)
+        expected = alone(method, rhythm, kept, request, softcap, budget, sinks)
         torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=2e-4)
 
 

@@ -52,7 +52,11 @@ def attend(asked: Observed, parts: Sequence[Part], rows: Rows, new: Part | None)
             each.append(partial(asked.queries, wide[0], wide[1], None, *scale, True))
     shape = (batch, heads, q)
     flat_parts = [(o.reshape(*shape, -1).to(dtype), total.reshape(shape)) for o, total in each]
-    return together(flat_parts)[0]
+    out, total = together(flat_parts)
+    if asked.sinks is not None:
+        sinks = asked.sinks.to(total.dtype).view(-1, 1)
+        out = out * torch.sigmoid(total - sinks).unsqueeze(-1).to(out.dtype)
+    return out
 
 
 def _over_middle(packed: Tensor, part: Part, asked: Observed, rows: Rows) -> tuple[Tensor, Tensor]:

@@ -81,6 +81,7 @@ class PageImpl(AttentionImpl[PageMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
         **others: Any,
     ) -> None:
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
@@ -93,7 +94,7 @@ class PageImpl(AttentionImpl[PageMetadata]):
         self.group = num_heads // self.num_kv_heads
         key = self.num_kv_heads, head_size
         engine.groups[key] = max(self.group, engine.groups.get(key, 0))
-        self.softcap = logits_soft_cap or None
+        self.softcap, self.sinks = logits_soft_cap or None, sinks
         self.counts = Counts(tolerance=engine.settings.tolerance or math.inf)
         self.number = engine.layers
         engine.layers += 1
@@ -191,7 +192,7 @@ class PageImpl(AttentionImpl[PageMetadata]):
             settings = self.engine.settings
             shape = self.num_kv_heads, self.group, self.head_size, dtype
             self._layout = layout = layer.attn_backend.layout(*shape)
-            given = self.scale, self.softcap, self.counts
+            given = self.scale, self.softcap, self.counts, self.sinks
             self._pages = settings.pages(layout, self.engine.context, self.number, *given)
         return self._pages, self._layout.views(raw)
 

@@ -59,6 +59,10 @@ class PageBackend(AttentionBackend):
         return True  # or ``PageImpl`` says what to do
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """A page instead of blocks, for a layer of full attention."""
         if type(spec) in (SlidingWindowSpec, PageSpec):

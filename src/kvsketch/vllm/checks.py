@@ -122,9 +122,8 @@ def check_layer(
         "ALiBi": alibi_slopes is not None,
         f"attention of type {attn_type!r}": attn_type != "decoder",
         "layers that share keys and values": shared is not None,
-        "attention sinks": others.get("sinks") is not None,
     }
-    unknown = [name for name, value in others.items() if name != "sinks" and value is not None]
+    unknown = [name for name, value in others.items() if value is not None]
     refused |= {f"attention with {name}=": True for name in unknown}
     for what, wrong in refused.items():
         if wrong:

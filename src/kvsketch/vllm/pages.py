@@ -54,6 +54,7 @@ class Pages:
         rhythm: when pages are compressed, and to what.
         scaling, softcap: of the model, see ``observed.Observed``.
         counts: updated at every compression; None: errors are not measured.
+        sinks: as ``softcap``.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class Pages:
         scaling: float,
         softcap: float | None = None,
         counts: Counts | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         self.layout, self.method, self.rhythm, self.counts = layout, method, rhythm, counts
-        self.scaling, self.softcap = scaling, softcap
+        self.scaling, self.softcap, self.sinks = scaling, softcap, sinks
 
     def attend(
         self,
@@ -148,7 +150,7 @@ class Pages:
             self._compress(method, rows, page, before, asked, again)
 
     def _asked(self, queries: Tensor) -> Observed:
-        return Observed(queries, self.scaling, self.softcap)
+        return Observed(queries, self.scaling, self.softcap, sinks=self.sinks)
 
     def _write(
         self,

@@ -233,16 +233,7 @@ def _layers(config: Any) -> tuple[int, list[int]]:
 
 
 def _parameters(config: Any) -> int:
-    """The number of weights of a model, which is made without allocating memory.
-
-    Raises:
-        UnsupportedError: some are attention sinks, which the plugin does not serve.
-    """
+    """The number of weights of a model, which is made without allocating memory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
-        raise UnsupportedError(
-            f"model_type={config.model_type!r} has attention sinks in its softmax, which kvsketch "
-            "does not serve with vLLM (docs/vllm.md)"
-        )
     return sum(p.numel() for p in model.parameters())

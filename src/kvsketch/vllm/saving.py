@@ -110,7 +110,9 @@ class Saver:
             kept.stream.held_page, kept.stream.seen = page, seen
             kept.stream.compressed = not page.exact.grows
             if queries.shape[2]:
-                kept.stream.queries.add(Observed(queries, layer.impl.scale, layer.impl.softcap))
+                impl = layer.impl
+                asked = Observed(queries, impl.scale, impl.softcap, sinks=impl.sinks)
+                kept.stream.queries.add(asked)
         cache._marks = {"layers": self._marks, "dtype": name_of(dtype)}
         header = {
             "model": told_model(cache),
