@@ -59,7 +59,7 @@ COMMANDS = {
     "sessions_documents": "sessions --forms documents",
     "sessions_turns": "sessions --forms turns --methods "
     "exact,heavy_merge,h2o+int4,snapkv+int4,streaming_llm",
-    "sessions_list": "sessions --forms list --model lists --count 8 --methods exact,heavy_merge,"
+    "sessions_list": "sessions --forms list --model lists --count 50 --methods exact,heavy_merge,"
     "heavy_merge+16bit,h2o+int4,snapkv+int4,tova+int4,rkv+int4,triattention+int4,streaming_llm,"
     "merge_reduce",
     "sessions_system": "sessions --forms system --methods exact,heavy_merge,heavy_merge:16:32,"
