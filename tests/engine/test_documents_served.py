@@ -357,3 +357,25 @@ def test_what_documents_of_sliding_windows_do_not_allow(more, said, hybrid, tmp_
     given = {"kv_transfer_config": CONNECTOR, "model": hybrid, "max_model_len": 2048, **more}
     with pytest.raises(RuntimeError, match=said):
         engine.run([], {**FEW, "KVSKETCH_DOCUMENTS": str(tmp_path)}, **given)
+
+
+def test_a_file_that_was_written_anew_is_kept_once(monkeypatch):
+    """Of a document that is replaced, the former version is forgotten when the new one was read,
+    but not before the requests that wait for it have got it."""
+    from kvsketch.vllm import loading
+    from kvsketch.vllm.shelf import Found
+
+    monkeypatch.setattr(loading, "page_layers", lambda config: {})
+    loader, written = loading.Loader(None, []), []
+    made = SimpleNamespace(bytes=1)
+    monkeypatch.setattr(loader, "_read", lambda found, layers: made)
+    monkeypatch.setattr(loader, "_write", lambda blocks, *_: written.append(blocks))
+    old, new, other = (Found(n, (s, 1), (9, "")) for n, s in (("a", 1), ("a", 2), ("b", 1)))
+    for at, found in enumerate((old, new, other)):
+        loads = [loading.Load(str(at), found, ([at],))]
+        while not (done := list(loader.step(loads, 1.0))):
+            loads = []
+        assert done == [(str(at), True)]
+    assert list(loader._kept) == [new, other]
+    assert written == [([0],), ([1],), ([2],)]
+    loader.close()

@@ -107,6 +107,9 @@ class Loader:
                 self._kept.move_to_end(load.found)
                 self._write(load.blocks, document, layers)
             yield load.request, document is not None
+        newest = {found.name: found for found in over}
+        for found in [one for one in self._kept if newest.get(one.name, one) != one]:
+            del self._kept[found]  # the file was written anew
         while len(self._kept) > 1 and sum(one.bytes for one in self._kept.values()) > _KEPT:
             self._kept.popitem(last=False)
 
