@@ -65,7 +65,7 @@ COMMANDS = {
     "sessions_system": "sessions --forms system --methods exact,heavy_merge,heavy_merge:16:32,"
     "h2o+int4,h2o:16:32+int4,streaming_llm,streaming_llm:16:32",
     "sessions_documents_long": "sessions --forms documents --lines 500 --count 50 --methods "
-    "exact,heavy_merge,h2o+int4",
+    "exact,heavy_merge,h2o+int4,snapkv+int4",
     "sessions_turns_long": "sessions --forms turns --lines 500 --count 50 --methods "
     "exact,heavy_merge,h2o+int4,snapkv+int4,rkv+int4,triattention+int4,streaming_llm",
     "sessions_system_long": "sessions --forms system --lines 500 --count 50 --model lists "
