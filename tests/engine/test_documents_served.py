@@ -18,6 +18,7 @@ from kvsketch.documents.answering import Sampling, next_tokens
 from kvsketch.files.format import read, write
 from kvsketch.files.tokens import told
 from kvsketch.hf.saving import KIND
+from kvsketch.slots import Slots
 from kvsketch.vllm.checks import BOTH, CONNECTOR
 from kvsketch.vllm.settings import PageSettings
 
@@ -226,7 +227,7 @@ def test_converted_documents_are_kept_up_to_so_many_bytes(monkeypatch):
     from kvsketch.vllm.shelf import Found
 
     loader = loading.Loader(
-        SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+        SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={})), []
     )
     read, written = [], []
 
@@ -234,7 +235,8 @@ def test_converted_documents_are_kept_up_to_so_many_bytes(monkeypatch):
         read.append(found.name)
         if found.name == "bad":
             raise ValueError("no")
-        return Converted(9, 0, {0: torch.zeros(40, dtype=torch.uint8)}, "")
+        window = Slots(*torch.zeros(2, 1, 1, 2, 1))
+        return Converted(9, 0, {0: torch.zeros(24, dtype=torch.uint8)}, {1: window}, "")
 
     monkeypatch.setattr(loading, "_KEPT", 100)
     monkeypatch.setattr(loader, "_read", reading)
@@ -242,7 +244,7 @@ def test_converted_documents_are_kept_up_to_so_many_bytes(monkeypatch):
 
     def load(*names: str) -> dict[str, bool]:
         loads = [
-            loading.Load(f"{name}{i}", Found(name, (0, 0), (9, "")), i)
+            loading.Load(f"{name}{i}", Found(name, (0, 0), (9, "")), ([i],))
             for i, name in enumerate(names)
         ]
         over = list(loader.step(loads, 5.0))
@@ -252,7 +254,7 @@ def test_converted_documents_are_kept_up_to_so_many_bytes(monkeypatch):
         return dict(over)
 
     assert load("a", "a", "bad", "bad") == {"a0": True, "a1": True, "bad2": False, "bad3": False}
-    assert (read, written) == (["a", "bad"], [0, 1])
+    assert (read, written) == (["a", "bad"], [([0],), ([1],)])
     load("b")
     load("a")
     load("c")  # b is gone, and not a
