@@ -49,6 +49,14 @@ class Engine:
         core = self.engine.engine_core.engine_core
         self.scheduler = core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.preempted = 0  # how often requests were
+        preempt = self.scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.preempted += 1
+            return preempt(*args, **kwargs)
+
+        self.scheduler._preempt_request = counted
         self.reused = 0  # prompt tokens that came from the prefix cache
         self.longest = 0  # tokens of the longest request, prompt and answer
         self.steps: list[tuple[float, int, int]] = []  # seconds, requests and tokens of each step
@@ -187,16 +195,7 @@ def run(job: dict[str, Any]) -> None:
     engine = Engine(**job["engine"])
     begun = time.perf_counter() - start
     free = engine.pool.get_num_free_blocks()
-    preempted = 0
-
-    def count(*args: Any, **kwargs: Any) -> Any:
-        nonlocal preempted
-        preempted += 1
-        return preempt(*args, **kwargs)
-
     engine.preempt = job.get("preempt", 0)
-    preempt = engine.scheduler._preempt_request
-    engine.scheduler._preempt_request = count
     if "largest_file" in job:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"],) * 2)
     start = time.perf_counter()
@@ -210,7 +209,7 @@ def run(job: dict[str, Any]) -> None:
         "start_seconds": begun,
         "steps": engine.steps,
         "most_running": max((running for _, running, _ in engine.steps), default=0),
-        "preemptions": preempted,
+        "preemptions": engine.preempted,
         "blocks": engine.pool.num_gpu_blocks,
         "free_before": free,
         "free_after": engine.pool.get_num_free_blocks(),

@@ -33,8 +33,7 @@ from kvsketch.evaluation.report.report import dumps, environment
 
 BUDGET, LINES, PIECE, AT_ONCE = 256, 80, 256, 8
 _PLAIN, _LONG = 20, 120  # requests without a document; tokens of a long answer
-_FILES = 0.04  # file operations per step
-_ABORTED = 0.08  # of all requests
+_FILES, _ABORTED = 0.04, 0.0067  # how many files are changed and requests aborted in a step
 _PREEMPTED = 9  # a request is preempted every so many steps
 
 
@@ -48,6 +47,7 @@ class Folder:
 
     def __init__(self, source: Path, folder: Path, count: int, numbers: random.Random) -> None:
         self._source, self._folder, self._numbers = source, folder, numbers
+        self._count = count
         self._never = list(range(count))  # which have never been added
         numbers.shuffle(self._never)
         self._present: list[int] = []
@@ -69,7 +69,7 @@ class Folder:
         what = numbers.choices(list(self.done), (4, 1, 1, 3 if len(present) > 20 else 1))[0]
         if what == "added" or not present:
             what = "added"
-            number = self._never.pop() if self._never else numbers.randrange(_count(self._source))
+            number = self._never.pop() if self._never else numbers.randrange(self._count)
             self._put(number, lambda data: data)
             self._present = list({*present, number})
         else:
@@ -90,10 +90,6 @@ class Folder:
         made = self._source.parent / "made"
         made.write_bytes(data)
         made.replace(self._folder / f"{number}.kvs")
-
-
-def _count(source: Path) -> int:
-    return sum(1 for _ in source.iterdir())
 
 
 def _flipped(data: bytes) -> bytes:
@@ -177,14 +173,6 @@ def _steps(
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    preempted = 0
-
-    def count(*args: Any, **kwargs: Any) -> Any:
-        nonlocal preempted
-        preempted += 1
-        return preempt(*args, **kwargs)
-
-    preempt, running.scheduler._preempt_request = running.scheduler._preempt_request, count
     inside: dict[str, int] = {}
     memory, wrong = [megabytes()], list[int]()
     sent = finished = aborted = step = 0
@@ -213,7 +201,7 @@ def _steps(
             files.change()
         if step % _PREEMPTED == 0 and len(running.scheduler.running) > 1:
             running._preempt()
-        if inside and numbers.random() < _ABORTED / 12:
+        if inside and numbers.random() < _ABORTED:
             name = numbers.choice(list(inside))
             running.engine.abort_request([name])
             del inside[name]
@@ -228,7 +216,7 @@ def _steps(
         "sent": sent,
         "finished": finished,
         "aborted": aborted,
-        "preemptions": preempted,
+        "preemptions": running.preempted,
         "steps": step,
         "equal": finished - len(wrong),
         "wrong": wrong,

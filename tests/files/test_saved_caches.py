@@ -29,16 +29,10 @@ from kvsketch.methods.registry import REREADING
 from kvsketch.methods.snapkv import SnapKV
 from kvsketch.page.page import Page
 from kvsketch.slots import Slots
+from model_sweep import Letters
 
 WINDOW: dict[str, Any] = {"sink": 2, "recent": 6}
 RAGGED = [[1.5, 0.5], [0.6, 1.4]]
-
-
-class Letters:
-    """A tokenizer for models that have none: every character is a token."""
-
-    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
-        return {"input_ids": [3 + ord(c) % 90 for c in text]}
 
 
 @pytest.fixture(scope="module")
