@@ -66,9 +66,20 @@ $(ENGINE)/.ready: pyproject.toml tests/engine/requirements.py
 	$(ENGINE)/bin/python -m pip show --quiet vllm || $(ENGINE)/bin/python -m kvsketch.vllm.stub
 	touch $@
 
-test-vllm: $(ENGINE)/.ready
+# The Python of the next release of vLLM over the libraries of this one, until an index has it for a CPU.
+NEWER := .venv-vllm-newer
+$(NEWER)/.ready: $(ENGINE)/.ready tests/engine/newer.py
+	$(ENGINE)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps -d build/wheels vllm==0.33.0
+	$(ENGINE)/bin/python tests/engine/newer.py $(NEWER) build/wheels/vllm-0.33.0-*.whl
+	$(ENGINE)/bin/python -m pip --python $(NEWER)/bin/python install --quiet --disable-pip-version-check orjson
+	touch $@
+
+# Every test with one release, and those of what vLLM might change with the next.
+test-vllm: $(ENGINE)/.ready $(NEWER)/.ready
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
 		$(ENGINE)/bin/python -m pytest -n 2 --dist worksteal -q tests/engine tests/serving
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
+		$(NEWER)/bin/python -m pytest -n 2 --dist worksteal -q -m seams tests/engine
 
 # With the Python of the machine, which has torch for its GPU, transformers and pytest: no venv, no
 # network. Every step takes less than nine minutes and writes what it has, so that the same command
@@ -121,4 +132,4 @@ release-check:
 	PYTHON=$(PYTHON) CONSTRAINTS=$(CONSTRAINTS) .ci/release-check
 
 clean:
-	rm -rf .venv .venv-oldest .venv-extras .venv-peers .venv-vllm .venv-docs build dist
+	rm -rf .venv .venv-oldest .venv-extras .venv-peers .venv-vllm .venv-vllm-newer .venv-docs build dist

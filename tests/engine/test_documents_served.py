@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import re
+import subprocess
+import sys
+import urllib.request
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +16,7 @@ import pytest
 import torch
 
 from benchmarks import vllm_engine as engine
-from benchmarks.vllm_documents import CONTEXT, Documents, load
+from benchmarks.vllm_documents import CONTEXT, MARK, Documents, load
 from kvsketch import SketchCache
 from kvsketch.documents.answering import Sampling, next_tokens
 from kvsketch.files.format import read, write
@@ -173,6 +177,30 @@ def test_aborted_and_repeated_requests(shelf):
     assert engine.tokens_of(found)[COUNT : 2 * COUNT] == engine.tokens_of(expected)
     assert len(found["answers"][-1]["all"]) == 2
     assert found["free_before"] == found["free_after"]
+
+
+def test_the_command_asks_a_server_that_has_the_file(shelf, tmp_path):
+    (tmp_path / "text.txt").write_text(shelf.rows[0]["prompt"].partition(MARK)[0])
+    question = shelf.rows[0]["prompt"].partition("\n" + MARK.strip())[2]
+    variables = {**FEW, "KVSKETCH_DOCUMENTS": str(shelf.folder)}
+    flags = ["--kv-transfer-config", json.dumps(CONNECTOR), "--max-num-seqs", "8"]
+    with engine.served(variables, tmp_path / "log", *flags) as address:
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "kvsketch", "ask", shelf.folder / "0.kvs"),
+                *(MARK.strip() + question, "--server", address, "--text", tmp_path / "text.txt"),
+                *("--max-new-tokens", "12", "--json"),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        numbers = urllib.request.urlopen(f"{address}/metrics", timeout=30).read().decode()
+    assert done.returncode == 0, done.stderr
+    (said,) = json.loads(done.stdout.splitlines()[-1])["answers"]
+    (expected,) = shelf.load(shelf.requests[:1])["answers"]
+    assert said["answer"] == expected["text"].strip()
+    assert "kvsketch:documents_total 1.0" in numbers
 
 
 def test_the_rest_of_a_prompt_is_read_in_pieces(shelf):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -14,13 +14,19 @@ from kvsketch.cli.document_options import (
     FileArgument,
     ModelOfFile,
     check_temperature,
+    header_of,
     open_document,
     text_of,
 )
 from kvsketch.cli.printing import JsonOption, console_for, print_json
 from kvsketch.errors import InputError, at_least
 
-EPILOG = 'Example: kvsketch ask report.kvs "Who signed it?" "When?" --json'
+if TYPE_CHECKING:
+    from kvsketch.documents.document import Document
+
+EPILOG = """Example: kvsketch ask report.kvs "Who signed it?" "When?" --json
+
+Example: kvsketch ask report.kvs "When?" --server http://localhost:8000 --text report.txt"""
 
 
 def ask_command(
@@ -41,10 +47,27 @@ def ask_command(
         int, typer.Option(help="Largest number of tokens of an answer.")
     ] = 64,
     batch: Annotated[
-        int, typer.Option(help="Largest number of questions of equal length in one batch.")
+        int,
+        typer.Option(
+            help="Largest number of questions of equal length in one batch; with --server, of "
+            "questions that are sent at a time."
+        ),
     ] = 8,
     temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling, for temperatures above 0.")] = 0,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Ask a vLLM server that has the file (docs/vllm.md) instead of a model here.",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="With --server: the document's text; - for standard input."
+        ),
+    ] = None,
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
@@ -60,22 +83,54 @@ def ask_command(
     at_least("--max-new-tokens", max_new_tokens, 1)
     at_least("--batch", batch, 1)
     check_temperature(temperature)
-    document = open_document(file, model, device)
+    if server is None and text is not None:
+        raise InputError(f"--text {text} has no effect without --server")
+    if server is None:
+        document = open_document(file, model, device)
+        start = time.perf_counter()
+        rows = _answers_here(document, asked, max_new_tokens, batch, temperature, seed)
+    elif model is not None or device != "cpu":
+        raise InputError("--model and --device have no effect with --server, which has its own")
+    elif text is None:
+        raise InputError(f"--text is missing: a server finds {file} by the tokens of its text")
+    else:
+        from kvsketch.documents.server import Server, answers
+
+        asking, header, read = Server(server), header_of(file), text_of(text, "--text")
+        start = time.perf_counter()
+        found = answers(asking, header, read, asked, max_new_tokens, batch, temperature, seed)
+        rows = [
+            {"question": question, "answer": answer, "tokens": usage.get("completion_tokens")}
+            for question, (answer, usage) in zip(asked, found, strict=True)
+        ]
+    seconds = time.perf_counter() - start
+    console = console_for(as_json)
+    for row in rows:
+        if len(asked) > 1:
+            console.print(f"[dim]{escape(row['question'])}[/dim]", highlight=False, soft_wrap=True)
+        console.print(escape(row["answer"]), highlight=False, soft_wrap=True)
+    if as_json:
+        settings = {"temperature": temperature, "seed": seed, "seconds": seconds}
+        print_json("ask", file=str(file), server=server, answers=rows, **settings)
+
+
+def _answers_here(
+    document: Document,
+    asked: list[str],
+    max_new_tokens: int,
+    batch: int,
+    temperature: float,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """Answers of the document's own model."""
     from kvsketch.documents.answering import Sampling, answers
 
-    start = time.perf_counter()
     ids = answers(document, asked, max_new_tokens, batch, Sampling(temperature, seed))
-    seconds = time.perf_counter() - start
-    found = [document.tokenizer.decode(one, skip_special_tokens=True).strip() for one in ids]
-    console = console_for(as_json)
-    for question, answer in zip(asked, found, strict=True):
-        if len(asked) > 1:
-            console.print(f"[dim]{escape(question)}[/dim]", highlight=False, soft_wrap=True)
-        console.print(escape(answer), highlight=False, soft_wrap=True)
-    if as_json:
-        rows = [
-            {"question": question, "answer": answer, "tokens": len(one)}
-            for question, answer, one in zip(asked, found, ids, strict=True)
-        ]
-        settings = {"temperature": temperature, "seed": seed, "seconds": seconds}
-        print_json("ask", file=str(file), answers=rows, **settings)
+    return [
+        {
+            "question": question,
+            "answer": document.tokenizer.decode(one, skip_special_tokens=True).strip(),
+            "tokens": len(one),
+        }
+        for question, one in zip(asked, ids, strict=True)
+    ]

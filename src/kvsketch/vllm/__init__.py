@@ -12,8 +12,8 @@ from __future__ import annotations
 from kvsketch.errors import UnsupportedError
 from kvsketch.vllm.settings import read
 
-#: the release whose seams this was written and tested for
-VERSION = "0.32"
+#: the releases whose seams this was tested with
+VERSIONS = ("0.32", "0.33")
 _BACKEND = "kvsketch.vllm.backend.PageBackend"
 
 
@@ -28,10 +28,11 @@ def register() -> None:
         return
     import vllm
 
-    if vllm.__version__.split("+")[0].split(".")[:2] != VERSION.split("."):
+    if ".".join(vllm.__version__.split("+")[0].split(".")[:2]) not in VERSIONS:
         raise UnsupportedError(
-            f"kvsketch {_ours()} serves with vLLM {VERSION}, this is {vllm.__version__}: install "
-            f"vllm=={VERSION}.* or unset KVSKETCH_METHOD and KVSKETCH_BUDGET"
+            f"kvsketch {_ours()} serves with vLLM {' and '.join(VERSIONS)}, this is "
+            f"{vllm.__version__}: install vllm=={VERSIONS[-1]}.* or unset KVSKETCH_METHOD and "
+            "KVSKETCH_BUDGET"
         )
     from vllm.logger import init_logger
     from vllm.platforms import current_platform
