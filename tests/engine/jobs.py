@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
 from benchmarks import vllm_engine as engine
 from benchmarks.longeval import cases
 from kvsketch.evaluation.runner.loading import resolve_model
+
+
+def seams(values: Iterable[str], chosen: str) -> list[Any]:
+    """Values of a parametrized test, one of which is run with every release of vLLM."""
+    return [pytest.param(one, marks=pytest.mark.seams) if one == chosen else one for one in values]
 
 
 def asked(count: int, tokens: int = 12, lines: int = 200) -> list[dict]:

@@ -16,6 +16,7 @@ from benchmarks import vllm_engine as engine
 from benchmarks import vllm_gpu
 from benchmarks.vllm_engine import drawn
 from kvsketch.errors import UnsupportedError
+from kvsketch.vllm import VERSIONS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM has an environment of its own"
@@ -26,6 +27,7 @@ TWO = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 FEW = {**engine.OURS, "KVSKETCH_BUDGET": "128"}
 
 
+@pytest.mark.seams
 def test_both_runners_give_the_same_answers_to_a_crowd_with_preemptions():
     """The second one with the model compiled and scheduled ahead, as vLLM does by default."""
     given = {"enforce_eager": False, "async_scheduling": True}
@@ -38,6 +40,7 @@ def test_both_runners_give_the_same_answers_to_a_crowd_with_preemptions():
     assert second["spec"] == "PageSpec"
 
 
+@pytest.mark.seams
 def test_the_second_runner_starts_from_the_page_of_a_document():
     requests = about_documents(2)
     off = engine.run(requests, engine.OURS, together=False, enable_prefix_caching=False)
@@ -145,7 +148,7 @@ def test_a_gpu_without_the_option_is_warned_of():
 
 @pytest.mark.parametrize("cache", ["turboquant_4bit_nc", "heavy_merge+int8"])
 def test_the_benchmark_for_a_gpu(cache, tmp_path):
-    # vLLM 0.32 loads one of its three libraries, by the processor, and for TurboQuant a certain one
+    # vLLM loads one of its three libraries, by the processor, and for TurboQuant a certain one
     if cache.startswith("turboquant") and not torch.cpu._is_avx512_bf16_supported():
         pytest.skip("vLLM's TurboQuant ends the process on processors without AVX-512 BF16")
     shape = {"vocab_size": 2100, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 5}
@@ -154,7 +157,7 @@ def test_the_benchmark_for_a_gpu(cache, tmp_path):
     row = vllm_gpu.measured(
         cache, 50, 2, 4, 40, 0, KERNELS, **model, skip_tokenizer_init=True, enforce_eager=True
     )
-    assert row.pop("vllm").startswith("0.32")
+    assert row.pop("vllm").startswith(VERSIONS)
     assert len(row) == 3
     assert all(number > 0 for number in row.values())
 

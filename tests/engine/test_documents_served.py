@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import seams
 
 from benchmarks import vllm_engine as engine
 from benchmarks.vllm_documents import CONTEXT, MARK, Documents, load
@@ -68,7 +69,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", seams(KINDS, "8"))
 def test_answers_are_those_of_transformers_from_the_same_files(kind, tmp_path):
     given, lines = KINDS[kind]
     shelf = Shelf(tmp_path, given if kind == "exact" else {**FEW, **given}, lines, COUNT)
@@ -336,6 +337,7 @@ def windowed(hybrid, tmp_path_factory) -> Shelf:
     return shelf
 
 
+@pytest.mark.seams
 def test_a_document_brings_the_tokens_of_sliding_windows(windowed, hybrid):
     """The windows begin within a block, and answers depend on them. Pages of several blocks."""
     assert all((len(ids) - 127) % 32 for ids in windowed.ids)

@@ -11,7 +11,7 @@ import urllib.request
 
 import pytest
 import torch
-from jobs import about_documents, asked, right
+from jobs import about_documents, asked, right, seams
 
 from benchmarks import vllm_engine as engine
 from benchmarks.longeval import cases
@@ -60,6 +60,7 @@ def test_chunks_change_nothing():
     assert found["equal"] == 4
 
 
+@pytest.mark.seams
 def test_mixed_requests_with_aborts_and_preemptions():
     found = engine.mixed(16, seed=1)
     assert found["aborted"] > 0 < found["preemptions"]
@@ -68,6 +69,7 @@ def test_mixed_requests_with_aborts_and_preemptions():
     assert before == after
 
 
+@pytest.mark.seams
 def test_two_ranks_answer_as_one():
     found = engine.parallel(4)
     assert found["equal"] == 4
@@ -101,6 +103,7 @@ def test_budgets_by_curves_and_two_ranks_of_them(curves):
     assert engine.same(alone, two) == 2
 
 
+@pytest.mark.seams
 def test_layers_with_a_sliding_window_keep_their_own_small_blocks(hybrid):
     requests, given = drawn((50, 700, 1500, 200), 16), {"model": hybrid, "max_model_len": 4096}
     stock = engine.run(requests, {}, **given)
@@ -135,7 +138,7 @@ def test_requests_start_from_the_page_of_a_document_that_was_read(bits):
     assert both["free_before"] == both["free_after"]
 
 
-@pytest.mark.parametrize("bits", ["16", "4"])
+@pytest.mark.parametrize("bits", seams(["16", "4"], "4"))
 def test_a_page_of_several_blocks_is_found_again(bits, hybrid):
     """With sliding windows, too, requests start from the copy of a page, with vLLM's own cache of
     the tokens in the window. Blocks of pages in few bits are reused for tokens."""
@@ -197,6 +200,7 @@ def test_a_page_is_as_large_for_a_long_context_as_for_a_short_one():
     assert pages[0] == pages[1]
 
 
+@pytest.mark.seams
 def test_unset_vllm_is_untouched():
     found = engine.run(asked(1), {})
     assert found["spec"] == "FullAttentionSpec"

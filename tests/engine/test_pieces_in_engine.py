@@ -126,6 +126,7 @@ def test_what_cannot_be_read_in_pieces_is_refused(name):
         engine.run([], {**SMALL, **variables}, **{"max_num_seqs": 8, **PIECES, **more})
 
 
+@pytest.mark.seams
 def test_answers_with_guesses_are_those_without():
     """By n-grams. Pages are compressed behind no guess, however many are right."""
     requests = [{**one, "max_tokens": 60, "ignore_eos": True} for one in asked(4)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import seams
 
 from benchmarks import vllm_engine as engine
 from benchmarks.vllm_documents import load
@@ -50,7 +51,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", seams(KINDS, "16 bits"))
 def test_a_session_saved_by_one_server_and_resumed_by_another(kind, tmp_path, curves):
     """The same tokens as one that never stopped, and only those that are new are read. One after
     the other: rounding depends on the batch, and decides behind the end of an answer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -357,17 +358,22 @@ def _asked(keys: torch.Tensor) -> Any:
 # --- writing ------------------------------------------------------------------------------------
 
 _WRITER = """
-import sys, time
+import os, sys
 import torch
 from pathlib import Path
 from kvsketch.files.format import write
 from kvsketch.state import State
-path, value = Path(sys.argv[1]), int(sys.argv[2])
-state = State({"x": torch.full((1 << 19,), value, dtype=torch.int64)}, {"value": value})
-sys.stdout.write("ready\\n"); sys.stdout.flush()
-while True:
-    write(path, "test", {}, state)
-    sys.stdout.write("w"); sys.stdout.flush()
+path = Path(sys.argv[1])
+for line in sys.stdin:
+    value = int(line)
+    writer = os.fork()
+    if writer == 0:
+        state = State({"x": torch.full((1 << 19,), value, dtype=torch.int64)}, {"value": value})
+        print(os.getpid(), flush=True)
+        while True:
+            write(path, "test", {}, state)
+    os.waitpid(writer, 0)
+    print("over", flush=True)
 """
 
 
@@ -392,14 +398,20 @@ def _write(path: Path, value: int) -> None:
 def _kill(path: Path, delays: list[float]) -> set[int]:
     """Kill one writer after each delay; returns the numbers that filled the file afterwards."""
     found = set()
-    for number, delay in enumerate(delays, 2):
-        command = [sys.executable, "-c", _WRITER, str(path), str(number)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == b"ready\n"
+    command = [sys.executable, "-c", _WRITER, str(path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as writers:
+        assert writers.stdin is not None
+        assert writers.stdout is not None
+        for number, delay in enumerate(delays, 2):
+            print(number, file=writers.stdin, flush=True)
+            writer = int(writers.stdout.readline())
             threading.Event().wait(delay)
-            writer.kill()
-        found.add(_whole(path))
+            os.kill(writer, signal.SIGKILL)
+            assert writers.stdout.readline() == "over\n"
+            found.add(_whole(path))
+        writers.stdin.close()
     return found
 
 

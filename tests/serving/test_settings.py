@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,12 +13,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsketch import InputError
+import kvsketch.vllm
+from kvsketch import InputError, UnsupportedError
 from kvsketch.cache import Curves
 from kvsketch.vllm.settings import SERVED, PageSettings, read
 from kvsketch.vllm.states import States
 
 RIGHT = {"KVSKETCH_METHOD": "snapkv", "KVSKETCH_BUDGET": "0.25", "KVSKETCH_RECENT": "16"}
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.32.0", "0.3"])
+def test_other_releases_are_refused(version, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+    monkeypatch.setenv("KVSKETCH_METHOD", "exact")
+    said = f"serves with vLLM 0.32 and 0.33, this is {version}: install vllm==0.33.*"
+    with pytest.raises(UnsupportedError, match=re.escape(said)):
+        kvsketch.vllm.register()
 
 
 def test_variables_and_the_engines_configuration():
