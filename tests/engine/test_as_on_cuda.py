@@ -27,7 +27,6 @@ TWO = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 FEW = {**engine.OURS, "KVSKETCH_BUDGET": "128"}
 
 
-@pytest.mark.seams
 def test_both_runners_give_the_same_answers_to_a_crowd_with_preemptions():
     """The second one with the model compiled and scheduled ahead, as vLLM does by default."""
     given = {"enforce_eager": False, "async_scheduling": True}
