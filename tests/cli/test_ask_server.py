@@ -146,4 +146,4 @@ def test_a_longer_text_is_cut_where_the_file_ends(
 def test_a_server_that_is_not_there_is_named(folder: Path) -> None:
     given = ("--server", "http://127.0.0.1:9", "--text", folder / "text.txt")
     said = kvsketch("ask", folder / "doc.kvs", "What?", *given, code=2).stderr
-    assert "--server http://127.0.0.1:9/v1/models gives no answer" in said
+    assert "--server http://127.0.0.1:9: /v1/models gives no answer" in said

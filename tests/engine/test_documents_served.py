@@ -25,6 +25,7 @@ from kvsketch.files.tokens import told
 from kvsketch.hf.saving import KIND
 from kvsketch.slots import Slots
 from kvsketch.vllm.checks import BOTH, CONNECTOR
+from kvsketch.vllm.offline import engine_of
 from kvsketch.vllm.settings import PageSettings
 
 pytestmark = pytest.mark.skipif(
@@ -197,11 +198,13 @@ def test_the_command_asks_a_server_that_has_the_file(shelf, tmp_path):
             check=False,
         )
         numbers = urllib.request.urlopen(f"{address}/metrics", timeout=30).read().decode()
+        shown = engine_of(address)
     assert done.returncode == 0, done.stderr
     (said,) = json.loads(done.stdout.splitlines()[-1])["answers"]
     (expected,) = shelf.load(shelf.requests[:1])["answers"]
     assert said["answer"] == expected["text"].strip()
     assert "kvsketch:documents_total 1.0" in numbers
+    assert shown == (PageSettings(budget=512), CONTEXT)
 
 
 def test_the_rest_of_a_prompt_is_read_in_pieces(shelf):

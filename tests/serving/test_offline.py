@@ -3,7 +3,9 @@ nothing of them is squeezed."""
 
 from __future__ import annotations
 
+import http.server
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from kvsketch.hf.checkpoint import Checkpoint
 from kvsketch.vllm.conversion import converted
 from kvsketch.vllm.offline import engine_of
 from kvsketch.vllm.saved import saved_of
+from kvsketch.vllm.settings import PageSettings
 from kvsketch.vllm.shelf import header_of
 from tiny_model import save_tiny_model, tiny_case, tiny_model, tiny_tokenizer
 
@@ -58,6 +61,64 @@ def test_a_file_says_which_tokens_it_holds(model, text, tmp_path):
     with pytest.raises(InputError, match="does not say which tokens it holds"):
         mark_of(header_of(more))
     mark_of(header_of(path))
+
+
+class Metrics(http.server.BaseHTTPRequestHandler):
+    """Shows what a server shows of its engine."""
+
+    text = ""
+
+    def do_GET(self) -> None:
+        assert self.path == "/metrics"
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.text.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server():
+    found = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metrics)
+    threading.Thread(target=found.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{found.server_port}"
+    found.shutdown()
+    found.server_close()
+
+
+def test_a_server_says_what_its_pages_are(tmp_path, server, monkeypatch):
+    given = PageSettings("snapkv", 0.25, 2, 16, bits=8, documents=str(tmp_path), squeeze=False)
+    shown = given.shown()
+    assert shown == {"method": "snapkv", "budget": 0.25, "sink": 2, "recent": 16, "bits": 8}
+    # as Prometheus escapes a label
+    label = json.dumps({**shown, "max_model_len": 4096}).replace("\\", r"\\").replace('"', r"\"")
+    other = 'other_info{settings="{}"} 1.0\n'
+    text = f'{other}kvsketch:engine_info{{settings="{label}"}} 1.0\n{other}'
+    monkeypatch.setattr(Metrics, "text", text)
+    settings, context = engine_of(server)
+    assert context == 4096
+    assert settings == PageSettings("snapkv", 0.25, 2, 16, bits=8)
+    monkeypatch.setattr(Metrics, "text", other)
+    with pytest.raises(InputError, match="shows no settings of kvsketch on /metrics"):
+        engine_of(server)
+    with pytest.raises(InputError, match="/metrics gives no answer"):
+        engine_of("http://127.0.0.1:9")
+
+
+def test_settings_in_a_folder_of_strange_names_are_shown(tmp_path, server, monkeypatch):
+    folder = tmp_path / 'a "b" \\ c'
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    from kvsketch.cache import Curves
+
+    ones = torch.ones(1, 2, 2, dtype=torch.float64)
+    Curves(ones, torch.tensor([0.5, 1.0], dtype=torch.float64), model=None).save("c.json")
+    given = PageSettings(budget=128, allocation="c.json")
+    label = json.dumps({**given.shown(), "max_model_len": 900})
+    label = label.replace("\\", r"\\").replace('"', r"\"")
+    monkeypatch.setattr(Metrics, "text", f'kvsketch:engine_info{{settings="{label}"}} 1.0\n')
+    assert engine_of(server)[0].allocation == str(folder / "c.json")
 
 
 def fits(path: Path, given: str, layers: int = 2, heads: int = 2) -> dict[str, Any]:

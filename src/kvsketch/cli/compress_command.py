@@ -97,11 +97,11 @@ def compress_command(
     for_vllm: Annotated[
         str | None,
         typer.Option(
-            metavar="SETTINGS",
-            help="Instead of a budget: JSON, or a file of it, of the plugin's settings and the "
-            "engine's max_model_len. The file then has the sizes of its pages (docs/vllm.md); "
-            "method, bits, sink, recent and seed are those of the settings. --out may be a "
-            "folder.",
+            metavar="URL|SETTINGS",
+            help="Instead of a budget: the address of a vLLM server with our pages; or JSON, or a "
+            "file of it, of the plugin's settings and the engine's max_model_len. The file then "
+            "has the sizes of its pages (docs/vllm.md); method, bits, sink, recent and seed are "
+            "those of the settings. --out may be a folder.",
         ),
     ] = None,
     plain: Annotated[

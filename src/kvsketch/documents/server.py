@@ -30,24 +30,27 @@ class Server:
     Args:
         address: such as ``http://localhost:8000``; the key is that of the variable
             ``OPENAI_API_KEY``, if it is set.
+        option: which names it.
 
     Raises:
         InputError: it is no such address.
     """
 
     address: str
+    option: str = "--server"
 
     def __post_init__(self) -> None:
         if not self.address.startswith(("http://", "https://")):
-            raise InputError(
-                f"--server {self.address:.80} must be an address such as http://localhost:8000"
-            )
+            raise InputError(f"{self} must be an address such as http://localhost:8000")
 
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def __str__(self) -> str:
+        return f"{self.option} {self.address:.80}"
+
+    def read(self, path: str, body: dict[str, Any] | None = None) -> str:
         """What the server answers to a JSON object, or to a request without one.
 
         Raises:
-            InputError: it cannot be reached, refuses, or is another kind of server.
+            InputError: it cannot be reached, or refuses.
         """
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
@@ -56,21 +59,32 @@ class Server:
         request = urllib.request.Request(self.address.rstrip("/") + path, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=_PATIENCE) as answer:
-                return json.load(answer)
+                return str(answer.read().decode())
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")
-            raise InputError(f"--server {self.address}{path} answers {error.code}: {said:.300}") \
-                from error  # fmt: skip
+            raise InputError(f"{self}: {path} answers {error.code}: {said:.300}") from error
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise InputError(f"--server {self.address}{path} gives no answer: {reason}") from error
+            raise InputError(f"{self}: {path} gives no answer: {reason}") from error
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The same, if it is JSON.
+
+        Raises:
+            InputError: as ``read``, or it is not.
+        """
+        said = self.read(path, body)
+        try:
+            return json.loads(said)
+        except ValueError as error:
+            raise InputError(f"{self}: {path} answers no JSON; is it a vLLM server?") from error
 
     def model(self) -> str:
         """The name of the model that is served."""
         try:
             return str(self.ask("/v1/models")["data"][0]["id"])
         except (KeyError, IndexError, TypeError) as error:
-            raise InputError(f"--server {self.address} names no model it serves") from error
+            raise InputError(f"{self} names no model it serves") from error
 
     def ids(self, model: str, text: str, special: bool) -> list[int]:
         """The tokens of a text."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from kvsketch.vllm import metrics
 from kvsketch.vllm.checks import check_settings
 from kvsketch.vllm.scheduler import NAME, piece_of
 from kvsketch.vllm.settings import EXACT, PageSettings, settings_of
@@ -68,6 +69,7 @@ def begin(config: Any) -> Engine:
             "(docs/vllm.md)",
             NAME,
         )
+    metrics.tell({**settings.shown(), "max_model_len": context})
     guesses = int(config.num_speculative_tokens)
     _RUNNING[:] = [Engine(config, settings, context, first, KnownPages(guesses), piece=piece)]
     return _RUNNING[0]

@@ -7,6 +7,7 @@ server's collector reads on every scrape.
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import shutil
 import tempfile
@@ -32,6 +33,7 @@ NAMES = {
 _LAST = "slots"  # a gauge; all others are counters
 _AT = {name: at for at, name in enumerate(NAMES)}
 _mine: Any = None
+_SETTINGS = "settings.json"
 
 
 def add(**numbers: float) -> None:
@@ -49,6 +51,14 @@ def add(**numbers: float) -> None:
         _mine[at] = number if name == _LAST else _mine[at] + number
 
 
+def tell(settings: dict[str, Any]) -> None:
+    """Show the settings of an engine, JSON values, as labels of ``kvsketch:engine_info``."""
+    if folder := os.environ.get(_FOLDER):
+        path = Path(folder) / f"{os.getpid()}.tmp"
+        path.write_text(json.dumps(settings), encoding="utf-8")
+        path.replace(Path(folder) / _SETTINGS)  # every rank writes the same
+
+
 def total() -> dict[str, float]:
     """The numbers of all workers together."""
     found = np.zeros(len(NAMES))
@@ -64,8 +74,16 @@ class Collector:
 
     def collect(self) -> Iterator[Any]:
         """The current numbers."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            InfoMetricFamily,
+        )
 
+        told = Path(os.environ[_FOLDER]) / _SETTINGS
+        if told.is_file():
+            labels = {"settings": told.read_text(encoding="utf-8")}
+            yield InfoMetricFamily("kvsketch:engine", "Settings of the plugin.", value=labels)
         for name, value in total().items():
             family = GaugeMetricFamily if name == _LAST else CounterMetricFamily
             yield family(f"kvsketch:{name}", NAMES[name], value=value)

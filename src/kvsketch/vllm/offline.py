@@ -4,6 +4,7 @@ document is loaded."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ from typing import Any
 from kvsketch.budget import Budget
 from kvsketch.cache.budgets import HeadBudgets
 from kvsketch.cache.curves import model_shape
+from kvsketch.documents.server import Server
 from kvsketch.errors import InputError, at_least, unknown_name
 from kvsketch.hf import SketchCache
 from kvsketch.hf.models import kv_heads_of, layers_of
 from kvsketch.vllm.settings import EXACT, PageSettings
 
 _LENGTH = "max_model_len"
+# What ``metrics`` shows; the escapes of its labels are those of JSON.
+_SHOWN = re.compile(r'^kvsketch:engine_info\{settings="((?:[^"\\]|\\.)*)"\}', re.MULTILINE)
 
 
 def engine_of(text: str) -> tuple[PageSettings, int]:
@@ -24,11 +28,19 @@ def engine_of(text: str) -> tuple[PageSettings, int]:
 
     Args:
         text: JSON, or the path of a file of it: an object of the plugin's settings and
-            ``max_model_len``.
+            ``max_model_len``. Or the address of a server, which shows its own.
 
     Raises:
-        InputError: it is neither, or a setting is unknown or not allowed.
+        InputError: it is none of these, or a setting is unknown or not allowed.
     """
+    if text.startswith(("http://", "https://")):
+        shown = _SHOWN.search(Server(text, "--for-vllm").read("/metrics"))
+        if shown is None:
+            raise InputError(
+                f"--for-vllm {text:.80} shows no settings of kvsketch on /metrics: the server has "
+                "no pages, an older kvsketch, or --api-server-count above 1"
+            )
+        text = str(json.loads(f'"{shown[1]}"'))
     try:
         path = Path(text)
         inline = text.lstrip().startswith("{")

@@ -142,6 +142,15 @@ class PageSettings:
         if self.allocation is not None:
             self._curves()  # or they say what is wrong
 
+    def shown(self) -> dict[str, Any]:
+        """The settings that make a page and differ from the defaults."""
+        given = {field.name: getattr(self, field.name) for field in fields(PageSettings)}
+        if self.allocation is not None:
+            given["allocation"] = os.path.abspath(self.allocation)
+        defaults = {field.name: field.default for field in fields(PageSettings)}
+        others = ("documents", "squeeze")
+        return {k: v for k, v in given.items() if v != defaults[k] and k not in others}
+
     @property
     def split(self) -> bool:
         """Whether a page has two parts: a window in the model's dtype, and a middle."""
