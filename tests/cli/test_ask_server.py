@@ -26,6 +26,7 @@ class _Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Interface)
         self.tokenizer, self.asked = tokenizer, []  # type: ignore[var-annotated]
         self.keys: set[str | None] = set()
+        self.special: list[bool] = []
 
 
 class _Interface(http.server.BaseHTTPRequestHandler):
@@ -40,6 +41,7 @@ class _Interface(http.server.BaseHTTPRequestHandler):
         if said["model"] != "served":
             self._say({"error": "no such model"}, 404)
         elif self.path == "/tokenize":
+            self.server.special.append(said["add_special_tokens"])
             found = self.server.tokenizer(
                 said["prompt"], add_special_tokens=said["add_special_tokens"]
             )
@@ -108,6 +110,7 @@ def test_questions_are_sent_as_the_tokens_of_the_file_and_their_own(
     expected = [server.tokenizer.decode(rest[-3:]).strip() for rest in rests]
     assert [row["answer"] for row in said["answers"]] == expected
     assert server.keys == {None}
+    assert server.special == [True, False, False]  # only the document begins a sequence
 
 
 def test_a_key_is_sent(folder: Path, server: _Server, monkeypatch: pytest.MonkeyPatch) -> None:
