@@ -170,10 +170,6 @@ class PageManager(CircularBufferManager):
                     return tuple(map(list, zip(*found, strict=True))), blocks * size
         return tuple([] for _ in kv_cache_group_ids), 0
 
-    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
-        """Zero: requests do not read shared blocks."""
-        return 0
-
 
 def _names(name: BlockHash, size: int) -> list[BlockHash]:
     """The hashes of a copy's blocks."""
