@@ -178,7 +178,7 @@ def test_what_the_model_is_told_first_is_never_compressed(model: str, tmp_path: 
     path, told = tmp_path / "talk.kvs", "brave calm dark early fair glad huge idle " * 5
     words = [sys.executable, "-m", "kvsketch", "chat", "--model", model, "--system", told]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    more = ["--save", str(path), "--budget", "160", "--max-new-tokens", "300"]
+    more = ["--save", str(path), "--budget", "160", "--max-new-tokens", "200"]
     said: dict[str, Any] = {
         "input": "glad huge\n",
         "capture_output": True,
@@ -191,7 +191,7 @@ def test_what_the_model_is_told_first_is_never_compressed(model: str, tmp_path: 
     ids = tokenizer(told + "\n", return_tensors="pt").input_ids
     cache = SketchCache.load(path, loaded)
     assert cache.arguments["sink"] == ids.shape[1] > 40
-    assert cache.get_seq_length() > 300
+    assert cache.get_seq_length() > 200
     with torch.no_grad():
         exact = loaded(ids, use_cache=True).past_key_values
     for ours, theirs in zip(cache.layers, exact.layers, strict=True):

@@ -77,7 +77,7 @@ def test_compressed_generation_stays_in_budget(family, method):
     """Compressed runs finish, count the true length and stay within the budget, with and without
     padding."""
     model = build(family)
-    for padding in BATCHES.values():
+    for padding in (BATCHES["one"], BATCHES["padded"]):
         window = {"sink": 2, "recent": 6}
         cache = SketchCache(model.config, method, budget=0.5, allocation="even", bits=16, **window)
         ids = generate(model, cache, padding)

@@ -184,7 +184,7 @@ def test_answers_of_a_row_are_what_they_are_beside_others(method):
     torch.testing.assert_close(logits(third, own)[1], second, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("own", [0, 20])
+@pytest.mark.parametrize("own", [pytest.param(0, marks=pytest.mark.slow), 20])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", BY_PROMPT)
 def test_padding_of_other_rows_changes_nothing(method, kind, own):

@@ -22,7 +22,7 @@ PIECE, GUESSES = 20, 4
 
 @pytest.mark.parametrize("method", ["heavy_merge", "h2o", "streaming_llm", "uniform"])
 @pytest.mark.parametrize("middle", [None, ((13, 40), Bits(8, 8))], ids=["one part", "two"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     prompt=st.integers(1, 90),
     buffer=st.integers(1, 9),
