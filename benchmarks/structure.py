@@ -330,6 +330,7 @@ def counted() -> dict[str, Any]:
         "lines": sum(each.values()),
         "lines_of_the_engine": sum(n for name, n in each.items() if name not in LEAVES),
         "of_these_docstrings_comments_and_empty": told(),
+        "lines_of_rooms": dict(sorted(each.items(), key=lambda item: -item[1])),
         "circles": [len(group) for group in circles(graph)],
         "modules_in_circles": circles(graph),
         "rooms_that_import_each_other": mutual(graph),

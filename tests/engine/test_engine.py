@@ -88,15 +88,15 @@ def test_slots_in_few_bits(bits):
 
 
 def test_budgets_by_curves_and_two_ranks_of_them(curves):
-    """Budgets by curves answer more of twelve questions than even ones of the same bytes; two ranks
+    """Budgets by curves answer more of eight questions than even ones of the same bytes; two ranks
     answer as one."""
     variables = {**HEAVY, "KVSKETCH_BUDGET": "256"}
-    even = engine.run(asked(12), variables, max_num_seqs=16)
+    even = engine.run(asked(8), variables, max_num_seqs=16)
     variables["KVSKETCH_ALLOCATION"] = curves
-    one = engine.run(asked(12), variables, max_num_seqs=16)
+    one = engine.run(asked(8), variables, max_num_seqs=16)
     alone = engine.run(asked(2), variables, together=False, max_num_seqs=8)
     assert engine.same({"answers": one["answers"][:2]}, alone) == 2
-    assert right(one, 12) > right(even, 12)
+    assert right(one, 8) > right(even, 8)
     assert one["page_bytes"] < 1.02 * even["page_bytes"]
     both = {**variables, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     two = engine.run(asked(2), both, max_num_seqs=8, tensor_parallel_size=2)
