@@ -350,6 +350,7 @@ def test_padding_takes_no_slots_of_heads_of_different_size(bits):
     assert stream.held.tolist() == [[24, 56], [20, 20]]
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("bits", [16, 8])
 def test_rows_that_change_places_take_the_sizes_of_their_heads_with_them(bits):
     """Rows whose heads differ in size are attended to as before after they have changed places."""
