@@ -15,7 +15,7 @@ from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.hf.models import has_latents, kv_heads_of, layers_of, max_positions
 from kvsketch.vllm.settings import PageSettings
 
-#: The share of a GPU's memory that vLLM 0.32 and 0.33 use by default (``--gpu-memory-utilization``).
+#: The share of a GPU's memory that vLLM 0.32 and 0.33 use by default (``gpu_memory_utilization``).
 UTILIZATION = 0.92
 #: tokens in one of vLLM's blocks on CUDA, of which pages are made beside layers with a window
 _BLOCK = 16
