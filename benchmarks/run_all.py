@@ -98,7 +98,8 @@ COMMANDS = {
     "longeval_reread_measured": f"longeval {_ONE_HEAD} {_FEWER} --methods "
     "heavy_merge@measured+int4/sample,heavy_merge@global+int4/sample",
     "longeval_unseen_300": f"longeval --lines 300 --count 20 {_LONG}{_AGAIN}",
-    "longeval_unseen_400": f"longeval --lines 400 --count 50 {_LONG}kvzip+int4/reread",
+    "longeval_unseen_400": f"longeval --lines 400 --count 50 {_LONG}"
+    "heavy_merge@global+int4/reread,kvzip+int4/reread",
     "reading": "reading --beside {results}/longeval_reread.json",
     "ruler_unseen": "ruler --count 6 --budgets 0.25,0.1,0.05 "
     "--methods exact,heavy_merge,heavy_merge@global+int4/sample,"
