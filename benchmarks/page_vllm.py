@@ -157,8 +157,7 @@ def _soak(result: dict[str, Any] | None) -> list[str]:
         f"a document, {found['aborted']:,} were aborted, and there were {found['preemptions']:,} "
         f"preemptions. The process took {memory[0]} MB at the start, {half} after half of the time "
         f"and {memory[-1]} at the end, of which at most 1 GiB are converted documents; free pages "
-        f"before and after: {found['free_before']} and {found['free_after']}. "
-        f"{result.get('note', '')}".strip()
+        f"before and after: {found['free_before']} and {found['free_after']}."
     ]
 
 

@@ -233,8 +233,7 @@ REFUSED = {
         {"pipeline_parallel_size": 2},
         "pipeline parallelism",
     ),
-    # vLLM 0.33 refuses it before us on some processors.
-    "dtype": (HEAVY, {"kv_cache_dtype": "fp8"}, "fp8"),
+    "dtype": (HEAVY, {"kv_cache_dtype": "fp8"}, "KV cache in fp8"),
     "speculation": (
         HEAVY,
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},

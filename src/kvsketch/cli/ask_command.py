@@ -83,9 +83,9 @@ def ask_command(
     at_least("--max-new-tokens", max_new_tokens, 1)
     at_least("--batch", batch, 1)
     check_temperature(temperature)
-    if server is None and text is not None:
-        raise InputError(f"--text {text} has no effect without --server")
     if server is None:
+        if text is not None:
+            raise InputError(f"--text {text} has no effect without --server")
         document = open_document(file, model, device)
         start = time.perf_counter()
         rows = _answers_here(document, asked, max_new_tokens, batch, temperature, seed)
@@ -99,10 +99,7 @@ def ask_command(
         asking, header, read = Server(server), header_of(file), text_of(text, "--text")
         start = time.perf_counter()
         found = answers(asking, header, read, asked, max_new_tokens, batch, temperature, seed)
-        rows = [
-            {"question": question, "answer": answer, "tokens": usage.get("completion_tokens")}
-            for question, (answer, usage) in zip(asked, found, strict=True)
-        ]
+        rows = [{"question": q, "answer": answer} for q, answer in zip(asked, found, strict=True)]
     seconds = time.perf_counter() - start
     console = console_for(as_json)
     for row in rows:

@@ -67,29 +67,22 @@ class Server:
             reason = getattr(error, "reason", error)
             raise InputError(f"{self}: {path} gives no answer: {reason}") from error
 
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The same, if it is JSON.
+    def ask(self, path: str, name: str, body: dict[str, Any] | None = None) -> Any:
+        """A field of the JSON object that it answers.
 
         Raises:
-            InputError: as ``read``, or it is not.
+            InputError: as ``read``, or there is no such field.
         """
         said = self.read(path, body)
         try:
-            return json.loads(said)
-        except ValueError as error:
-            raise InputError(f"{self}: {path} answers no JSON; is it a vLLM server?") from error
-
-    def model(self) -> str:
-        """The name of the model that is served."""
-        try:
-            return str(self.ask("/v1/models")["data"][0]["id"])
-        except (KeyError, IndexError, TypeError) as error:
-            raise InputError(f"{self} names no model it serves") from error
+            return json.loads(said)[name]
+        except (ValueError, LookupError, TypeError) as error:
+            raise InputError(f"{self}: {path} answers no {name}; is it a vLLM server?") from error
 
     def ids(self, model: str, text: str, special: bool) -> list[int]:
         """The tokens of a text."""
         body = {"model": model, "prompt": text, "add_special_tokens": special}
-        found: list[int] = self.ask("/tokenize", body)["tokens"]
+        found: list[int] = self.ask("/tokenize", "tokens", body)
         return found
 
 
@@ -123,8 +116,8 @@ def answers(
     batch: int,
     temperature: float = 0.0,
     seed: int = 0,
-) -> list[tuple[str, dict[str, Any]]]:
-    """An answer to every question and what the server counted, each from the document alone.
+) -> list[str]:
+    """An answer to every question, each from the document alone.
 
     Args:
         header: of the document's file, which the server has, too.
@@ -136,10 +129,10 @@ def answers(
     """
     said = header["about"].get("wording") if isinstance(header.get("about"), dict) else None
     wording = Wording() if said is None else Wording.read(said)
-    model = server.model()
+    model = str(server.ask("/v1/models", "data")[0]["id"])
     begins = document_ids(server, model, header, wording, text)
 
-    def answer(question: str) -> tuple[str, dict[str, Any]]:
+    def answer(question: str) -> str:
         rest = server.ids(model, wording.asking + question + wording.answering, False)
         body = {
             "model": model,
@@ -148,8 +141,7 @@ def answers(
             "temperature": temperature,
             "seed": seed,
         }
-        found = server.ask("/v1/completions", body)
-        return found["choices"][0]["text"].strip(), found.get("usage") or {}
+        return str(server.ask("/v1/completions", "choices", body)[0]["text"]).strip()
 
     with ThreadPoolExecutor(batch) as pool:
         return list(pool.map(answer, questions))
