@@ -169,19 +169,24 @@ def _guesses(found: dict[str, Any] | None) -> list[str]:
     each = [
         [
             "vLLM's own" if not row["budget"] else f"budget {row['budget']:,}, {row['bits']} bits",
+            row["by"],
             f"{row['equal']} of {found['cases']}",
             f"{row['equal_beyond']}",
             " / ".join(map(str, row["right"])),
             " / ".join(map(str, row["steps"])),
+            f"{row['seconds'][1] / row['seconds'][0]:.2f}",
         ]
         for row in found["rows"]
     ]
     return [
-        f"Tokens guessed by n-grams, {most} at a time, {found['cases']} LongEval cases of 200 "
-        f"lines, {found['tokens']} tokens each, without and with guesses. Behind the end of an "
-        "answer, differences of rounding decide between equally likely tokens. Time was not "
-        "measured; a step with guesses takes longer than one without:",
-        table(["cache", "equal answers", "all tokens equal", "right", "steps"], each),
+        f"Tokens guessed {most} at a time, by n-grams and by a model (`{found['model']}`, as large "
+        f"as the one that answers), {found['cases']} LongEval cases of 200 lines, "
+        f"{found['tokens']} tokens each, without and with guesses. The time is that of all steps, "
+        "with guesses over without, prompts included, in one run of each:",
+        table(
+            ["cache", "guesses by", "equal answers", "all tokens equal", "right", "steps", "time"],
+            each,
+        ),
     ]
 
 

@@ -71,6 +71,8 @@ PYTHON = (
     else ROOT / ".venv-vllm" / "bin" / "python"
 )
 MODEL = "spread"
+#: a model with the same tokens, of the same size
+GUESSING = "lists"
 PARTS = (
     "answers",
     "sizes",
@@ -100,6 +102,14 @@ GUESSES: Job = {
         "prompt_lookup_min": 2,
     }
 }
+
+
+def guessed_by(model: str, tokens: int = 4) -> Job:
+    """With which an engine lets another model guess tokens."""
+    given = {"method": "draft_model", "model": model, "num_speculative_tokens": tokens}
+    return {"speculative_config": given}
+
+
 #: On CUDA, vLLM's configuration selects our backend for layers of full attention.
 FULL_ATTENTION: Job = {"backend_per_kind": {"full_attention": "CUSTOM"}}
 
@@ -470,12 +480,14 @@ def concurrency(seed: int) -> Job:
 
 
 def guesses(count: int) -> Job:
-    """The part guesses: answers of 60 tokens, vLLM's own and ours, with and without guesses."""
+    """The part guesses: answers of 60 tokens, vLLM's own and ours, without guesses, with those of
+    n-grams, and with those of another packaged model as large as the one that answers."""
     from transformers import AutoTokenizer
 
     _, found = cases(200, count, 0)
     asked = [{"prompt": r["prompt"], "max_tokens": 60, "ignore_eos": True} for r in found]
     end, rows = AutoTokenizer.from_pretrained(resolve_model(MODEL)).eos_token_id, []
+    kinds = {"n-grams": GUESSES, "a model": guessed_by(resolve_model(GUESSING))}
 
     def until_end(tokens: list[int]) -> list[int]:
         return tokens[: tokens.index(end)] if end in tokens else tokens
@@ -483,22 +495,24 @@ def guesses(count: int) -> Job:
     for budget, bits in ((0, 16), (1024, 16), (512, 16), (512, 4)):
         ours = {**OURS, "KVSKETCH_BUDGET": str(budget), "KVSKETCH_BITS": str(bits)}
         variables, more = (ours, PIECES) if budget else ({}, {})
-        plain, guessed = (
-            run(asked, variables, max_num_seqs=16, **more, **given) for given in ({}, GUESSES)
-        )
-        texts = [[answer["text"] for answer in one["answers"]] for one in (plain, guessed)]
-        ended = [[until_end(tokens) for tokens in tokens_of(one)] for one in (plain, guessed)]
-        rows.append(
-            {
-                "budget": budget,
-                "bits": bits,
-                "equal": sum(a == b for a, b in zip(*ended, strict=True)),
-                "equal_beyond": same(plain, guessed),
-                "right": [right(found, each) for each in texts],
-                "steps": [len(one["steps"]) for one in (plain, guessed)],
-            }
-        )
-    return {"cases": count, "tokens": 60, "guesses": GUESSES, "rows": rows}
+        plain = run(asked, variables, max_num_seqs=16, **more)
+        for name, given in kinds.items():
+            guessed = run(asked, variables, max_num_seqs=16, **more, **given)
+            both = plain, guessed
+            ended = [[until_end(tokens) for tokens in tokens_of(one)] for one in both]
+            rows.append(
+                {
+                    "budget": budget,
+                    "bits": bits,
+                    "by": name,
+                    "equal": sum(a == b for a, b in zip(*ended, strict=True)),
+                    "equal_beyond": same(plain, guessed),
+                    "right": [right(found, [a["text"] for a in one["answers"]]) for one in both],
+                    "steps": [len(one["steps"]) for one in both],
+                    "seconds": [sum(step[0] for step in one["steps"]) for one in both],
+                }
+            )
+    return {"cases": count, "tokens": 60, "guesses": GUESSES, "model": GUESSING, "rows": rows}
 
 
 def price(rounds: int, seed: int) -> Job:

@@ -45,6 +45,30 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope="session")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random model with the tokens of the packaged one and another shape."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+    packaged = resolve_model(engine.MODEL)
+    config = LlamaConfig(
+        vocab_size=AutoConfig.from_pretrained(packaged).vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=8192,
+    )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("drafts")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(packaged).save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Engines that need no process of their own are forks of one that has imported vLLM: an import

@@ -9,6 +9,7 @@ from jobs import asked, right
 
 from benchmarks import vllm_engine as engine
 from benchmarks.vllm_engine import PIECES, drawn
+from kvsketch.evaluation.runner.loading import resolve_model
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM has an environment of its own"
@@ -138,3 +139,29 @@ def test_answers_with_guesses_are_those_without():
     assert plain["metrics"]["compressions"] == guessed["metrics"]["compressions"]
     assert len(guessed["steps"]) < 0.6 * len(plain["steps"])
     assert guessed["free_before"] == guessed["free_after"]
+
+
+@pytest.mark.seams
+def test_answers_with_guesses_of_another_model_are_those_without(drafts):
+    """Which has pages of its own. Requests are guessed beside each other and read again after they
+    were preempted, and some start from the page of a document that was read."""
+    requests = [{**one, "max_tokens": 40, "ignore_eos": True} for one in asked(3)]
+    requests += drawn((20, 255, 257, 513, 900), 50)
+    alone = engine.run(requests, SMALL, together=False, max_num_seqs=8, **PIECES)
+    crowd = {"max_num_seqs": 8, "max_num_batched_tokens": 300, **PIECES}
+    crowd |= engine.guessed_by(resolve_model("lists"))
+    first = engine.run(requests, SMALL, preempt=11, num_gpu_blocks_override=7, **crowd)
+    assert engine.same(alone, first) == len(requests)
+    assert first["preemptions"] > 0
+    assert len(first["steps"]) < 0.3 * len(alone["steps"])
+    assert first["free_before"] == first["free_after"]
+    again = engine.run(requests + requests[::-1], SMALL, together=False, **crowd)
+    twice = {"answers": alone["answers"] + alone["answers"][::-1]}
+    assert engine.same(twice, again) == 2 * len(requests)
+    assert again["reused_tokens"] > 4000
+    # Of another shape, in 4 bits, and never right.
+    few = {**SMALL, "KVSKETCH_BITS": "4"}
+    alone = engine.run(requests, few, together=False, max_num_seqs=8, **PIECES)
+    other = engine.run(requests, few, **{**crowd, **engine.guessed_by(drafts)})
+    assert engine.same(alone, other) == len(requests)
+    assert other["metrics"]["compressions"] > alone["metrics"]["compressions"]

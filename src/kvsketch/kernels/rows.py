@@ -15,7 +15,7 @@ from kvsketch.kernels.paged import over
 from kvsketch.observed import Observed
 from kvsketch.page.part import Part
 from kvsketch.page.rows import Rows
-from kvsketch.partial import partial, together
+from kvsketch.partial import NOTHING, partial, together
 
 
 def attend(asked: Observed, parts: Sequence[Part], rows: Rows, new: Part | None) -> Tensor:
@@ -81,11 +81,22 @@ def _over_window(
     sizes = [len(range(run.start, run.stop, run.step)) for run in rows.runs]
     split = torch.split(packed.to(window.fields["keys"].dtype), sizes)
     found = [
-        over(some, window.rows(run, rows.most), replace(asked, queries=some))
-        for some, run in zip(split, rows.runs, strict=True)
+        over(some, _read(window, run, rows, reads), replace(asked, queries=some))
+        for some, run, reads in zip(split, rows.runs, torch.split(rows.reads, sizes), strict=True)
     ]
     outs, totals = zip(*found, strict=True)
     return torch.cat(outs), torch.cat(totals)
+
+
+def _read(window: Part, run: slice, rows: Rows, reads: Tensor) -> Part:
+    """The slots of a run of pages that are read, ``reads`` of each. Those behind them may hold
+    tokens that were rejected."""
+    part = window.rows(run, rows.most)
+    if len(rows.reads) > 1:
+        unread = torch.arange(rows.most, device=reads.device) >= reads.view(-1, 1, 1)
+        log_mass = part.fields["log_mass"][:, :, : rows.most]
+        part.fields["log_mass"] = log_mass.masked_fill(unread, NOTHING)
+    return part
 
 
 @functools.lru_cache(maxsize=64)

@@ -171,6 +171,8 @@ class PageImpl(AttentionImpl[PageMetadata]):
         own = attn_metadata.num_actual_tokens  # padding may follow
         out = output.view(-1, self.num_heads, self.head_size)[:own]
         query, key, value = query[:own], key[:own], value[:own]
+        if not attn_metadata.whole:
+            out.zero_()
         pages.attend(query, key, value, held, attn_metadata.rounds, out)
         if table is not None:
             raw.index_copy_(0, table.flatten().long(), together)

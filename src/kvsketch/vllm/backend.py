@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, Sliding
 
 from kvsketch.errors import UnsupportedError
 from kvsketch.page.layout import Layout
-from kvsketch.vllm.checks import BOTH, CONNECTOR
+from kvsketch.vllm.checks import BOTH, CONNECTOR, check_drafts
 from kvsketch.vllm.engine import running
 from kvsketch.vllm.spec import PageSpec
 from kvsketch.vllm.windows import window_layers
@@ -78,6 +78,7 @@ class PageBackend(AttentionBackend):
                 f"{spec.head_size} of keys: unset KVSKETCH_METHOD and KVSKETCH_BUDGET"
             )
         engine = running()
+        check_drafts(engine.config, PageBackend)
         group = engine.groups[spec.num_kv_heads, spec.head_size]
         shape = spec.num_kv_heads, group, spec.head_size, spec.dtype
         size, blocks = cls.bytes(*shape), 1

@@ -16,6 +16,8 @@ CONNECTOR = {
     "kv_role": "kv_consumer",
     "kv_load_failure_policy": "recompute",
 }
+#: vLLM's name for speculative decoding by a model of its own
+MODEL = "draft_model"
 #: the role with which requests may save their pages
 BOTH = "kv_both"
 
@@ -31,16 +33,7 @@ def check_engine(config: Any) -> None:
     """
     parallel, cache = config.parallel_config, config.cache_config
     refused = [
-        (
-            config.speculative_config is not None and config.speculative_config.method != "ngram",
-            "speculative decoding by another model",
-            "--speculative-config",
-        ),
-        (
-            config.speculative_config is not None and config.use_v2_model_runner,
-            "speculative decoding with vLLM's model runner V2",
-            "--speculative-config",
-        ),
+        *_refused_guesses(config),
         (
             getattr(cache, "kv_offloading_size", None) is not None,
             "KV offloading",
@@ -71,6 +64,75 @@ def check_engine(config: Any) -> None:
             raise UnsupportedError(f"kvsketch does not serve {what} from its pages: unset {option}")
 
 
+def _refused_guesses(config: Any) -> list[tuple[bool, str, str]]:
+    """What is refused of speculative decoding, as in ``check_engine``."""
+    guesses, option = config.speculative_config, "--speculative-config"
+    if guesses is None:
+        return []
+    method, model = guesses.method, guesses.method == MODEL
+    return [
+        (
+            method not in ("ngram", MODEL),
+            f"speculative decoding by {method} (only by ngram or {MODEL})",
+            option,
+        ),
+        (
+            model and bool(guesses.parallel_drafting),
+            "speculative decoding by parallel_drafting",
+            option,
+        ),
+        (config.use_v2_model_runner, "speculative decoding with vLLM's model runner V2", option),
+        (
+            model and config.parallel_config.pipeline_parallel_size > 1,
+            f"speculative decoding by {MODEL} with pipeline parallelism",
+            option,
+        ),
+        (
+            model and bool(config.scheduler_config.async_scheduling),
+            f"speculative decoding by {MODEL} with a scheduler that runs ahead of it",
+            f"{option} or pass --no-async-scheduling",
+        ),
+    ]
+
+
+def guesses_for(config: Any, served: Any) -> bool:
+    """Whether a configuration is that of the model that guesses tokens of the served one.
+
+    Args:
+        config, served: ``VllmConfig``.
+    """
+    guesses = config.speculative_config
+    return (
+        guesses is not None
+        and guesses is served.speculative_config
+        and guesses.method == MODEL
+        and config.model_config is guesses.draft_model_config
+    )
+
+
+def check_drafts(config: Any, backend: type) -> None:
+    """Raise unless all layers of the served model and of one that guesses its tokens have pages.
+
+    Args:
+        config: ``VllmConfig``.
+        backend: of layers with pages.
+
+    Raises:
+        UnsupportedError: some have not.
+    """
+    guesses = config.speculative_config
+    if guesses is None or guesses.method != MODEL:
+        return
+    for name, layer in config.compilation_config.static_forward_context.items():
+        found = getattr(layer, "attn_backend", backend)
+        if getattr(layer, "sliding_window", None) or not issubclass(found, backend):
+            raise UnsupportedError(
+                f"kvsketch serves speculative decoding by {MODEL} only if all layers have full "
+                f"attention and its backend, but {name} has not: on a GPU, add "
+                '"attention_backend": "CUSTOM" to --speculative-config, or unset it'
+            )
+
+
 def check_settings(config: Any, settings: PageSettings) -> None:
     """Raise unless the engine's configuration supports our settings.
 
@@ -84,6 +146,11 @@ def check_settings(config: Any, settings: PageSettings) -> None:
         raise UnsupportedError(
             "kvsketch does not load documents with speculative decoding: unset "
             "--speculative-config or KVSKETCH_DOCUMENTS"
+        )
+    if getattr(config.speculative_config, "method", None) == MODEL and settings.allocation:
+        raise UnsupportedError(
+            f"kvsketch does not serve budgets by curves with speculative decoding by {MODEL}, for "
+            "whose layers there are none: unset KVSKETCH_ALLOCATION or --speculative-config"
         )
     transfer = config.kv_transfer_config
     if settings.documents is None and transfer is not None:

@@ -9,7 +9,8 @@ from typing import Any
 from vllm.logger import init_logger
 
 from kvsketch.vllm import metrics
-from kvsketch.vllm.checks import check_settings
+from kvsketch.vllm.checks import check_settings, guesses_for
+from kvsketch.vllm.drafts import Step
 from kvsketch.vllm.scheduler import NAME, piece_of
 from kvsketch.vllm.settings import EXACT, PageSettings, settings_of
 from kvsketch.vllm.states import KnownPages
@@ -31,6 +32,7 @@ class Engine:
         batch: the inputs of the last metadata and the metadata: layers whose pages differ have
             their own builders.
         piece: prompts are compressed at multiples of so many tokens; 0: where their pages are full.
+        step: the last one, which a model that guesses tokens follows.
     """
 
     config: Any
@@ -43,6 +45,7 @@ class Engine:
     middle: int = 0
     batch: tuple[list[Any], Any] | None = None
     piece: int = 0
+    step: Step | None = None
 
 
 # The engine that started last.
@@ -55,7 +58,7 @@ def begin(config: Any) -> Engine:
     Args:
         config: ``VllmConfig``.
     """
-    if _RUNNING and _RUNNING[0].config is config:
+    if _RUNNING and (_RUNNING[0].config is config or guesses_for(config, _RUNNING[0].config)):
         return _RUNNING[0]
     settings = settings_of(config)
     assert settings is not None

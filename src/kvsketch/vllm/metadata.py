@@ -17,6 +17,7 @@ from vllm.v1.attention.backend import (
 
 from kvsketch.page.schedule import Numbers, Rhythm
 from kvsketch.vllm import metrics
+from kvsketch.vllm.drafts import Step
 from kvsketch.vllm.engine import running
 from kvsketch.vllm.manager import PARTS
 from kvsketch.vllm.rounds import Copies, Round, rounds
@@ -33,11 +34,13 @@ class PageMetadata:
         num_actual_tokens: of all requests.
         table: the blocks of every page, ``[pages, blocks]``, if a page is several blocks: those of
             the requests, then the copies that they start from or make now.
+        whole: whether every token of the batch is in a round.
     """
 
     rounds: list[Round]
     num_actual_tokens: int
     table: Tensor | None
+    whole: bool = True
 
 
 class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
@@ -92,8 +95,9 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         # the largest of all layers, whose layouts differ with curves
         middle = max(engine.middle, *layout.middle, 0)
         pieces = np.where(reading, engine.piece, 0)
-        given = rhythm, layout.queries, self.device, copies, middle, states, pieces
-        todo = rounds(starts, seen, pages, *given)
+        given = rhythm, layout.queries, self.device, copies, middle
+        engine.step = Step(seen, pages, States(states.last), copies, pieces)
+        todo = rounds(starts, seen, pages, *given, states, pieces)
         engine.pages.put(own, seen + new, states.last)
         if copies is not None:
             engine.pages.put(target, copies.at[keep], states.copied[keep])
@@ -104,6 +108,27 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         found = PageMetadata(todo, batch.num_actual_tokens, together)
         engine.batch = now, found
         return found
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> PageMetadata:
+        """Of the layers of a model that guesses tokens.
+
+        Args:
+            draft_index: 0: it reads the tokens of the step, the one that was chosen after them,
+                and, in rows that follow, tokens that were rejected. Later: it reads its last guess.
+        """
+        batch, engine, layout = common_attn_metadata, running(), self.kv_cache_spec.layout
+        step, rhythm = engine.step, engine.settings.rhythm(engine.context)
+        assert step is not None
+        starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].numpy().astype(np.int64)
+        given = rhythm, layout.queries, self.device, max(layout.middle, default=0)
+        if draft_index:
+            todo = step.guess(draft_index, starts, *given)
+        else:
+            nowhere = (batch.slot_mapping[: starts[-1]] < 0).cpu().numpy()
+            todo = step.read(starts, np.add.reduceat(nowhere, starts[:-1], dtype=np.int64), *given)
+        return PageMetadata(todo, batch.num_actual_tokens, None, whole=False)
 
     def _copies(
         self,

@@ -130,6 +130,8 @@ def rounds(
     middle: int = 0,
     states: States | None = None,
     pieces: Numbers | None = None,
+    new: Numbers | None = None,
+    guessed: bool = False,
 ) -> list[Round]:
     """The rounds of a batch, in order. Requests with one token and those with more are in rounds of
     their own.
@@ -144,20 +146,24 @@ def rounds(
             go to ``states.copied``. None: pages that were compressed wherever they were full.
         pieces: the number of tokens at whose multiples each request's prompt is compressed,
             ``[R]``; 0: it is compressed where its page is full. None: all are 0.
+        new: tokens of each request, ``[R]``; the rows that follow them are left out. None: all.
+        guessed: the tokens, one of each request, may be rejected. They are written behind the
+            others, or over the last one if a page is full, and nothing is compressed.
     """
     copies = copies or Copies.none(len(seen))
     states = states or States.regular(rhythm, seen)
     pieces = np.zeros_like(seen) if pieces is None else pieces
     start = copies.start.copy()
     found = []
-    at, left, seen = starts[:-1].copy(), np.diff(starts), seen.copy()
+    left = np.diff(starts) if new is None else new.copy()
+    at, seen = starts[:-1].copy(), seen.copy()
 
     def tensor(values: Any) -> Tensor:
         found = torch.from_numpy(values)  # faster than as_tensor, once per token and part
         return found if device.type == "cpu" else found.to(device)
 
     while (left > 0).any():
-        held = states.held(rhythm, seen)
+        held = np.minimum(states.held(rhythm, seen), rhythm.slots - 1)
         room, whole = rhythm.slots - held, pieces > 0
         until = np.where(whole, pieces - seen % np.maximum(pieces, 1), room)
         count = np.minimum(left, until)
@@ -166,6 +172,7 @@ def rounds(
         # single token is written first: after it the page is full at most.
         beyond = whole & (count > 1)
         due = (held + count > rhythm.first) & beyond | (held + count == rhythm.slots) & (count > 0)
+        due &= not guessed
         for some in (count == 1, count > 1):
             rows = some.nonzero()[0]
             if not len(rows):
