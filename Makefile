@@ -39,10 +39,12 @@ test: setup
 test-slow: setup
 	$(TEST) -m slow
 
-# What depends on the version of transformers; the rest of the suite does not.
+# What depends on the version of transformers: models and their caches, and files of them. The rest of
+# the suite does not.
 test-oldest:
 	$(MAKE) setup VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt NEEDS=test
-	$(TEST:$(BIN)/%=.venv-oldest/bin/%) tests/hf tests/cache tests/files
+	$(TEST:$(BIN)/%=.venv-oldest/bin/%) tests/hf tests/cache tests/files/test_saved_caches.py \
+		tests/files/test_documents.py tests/files/test_joining.py
 
 # What needs lm-evaluation-harness, accelerate, PEFT or bitsandbytes: tensor parallelism, layers on
 # several devices, models with adapters or quantised weights.

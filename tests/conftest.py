@@ -2,15 +2,20 @@
 
 import importlib
 import importlib.util
+import os
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # The examples are the same in every run, so that a failure comes from a change and not from chance.
 # No deadline: two workers share two cores, and the first example of a test may load a dictionary.
 settings.register_profile("kvsketch", deadline=None, derandomize=True)
-settings.load_profile("kvsketch")
+# A mutant needs no smallest example, which would take minutes.
+settings.register_profile(
+    "mutants", settings.get_profile("kvsketch"), phases=[Phase.explicit, Phase.generate]
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kvsketch"))
 
 # Triton decides on its first import, which may be by another library, whether it interprets
 # kernels. The commands that tests run should not find the variable set.

@@ -107,6 +107,7 @@ def run(tree: Path, tests: Iterable[str], limit: int = _LIMIT) -> tuple[int, str
         "PYTHONPATH": str(tree / "src"),
         "PYTHONDONTWRITEBYTECODE": "1",  # two changes within a second would have the same .pyc
         "OMP_NUM_THREADS": "1",
+        "HYPOTHESIS_PROFILE": "mutants",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "COLUMNS": "200",  # so that the summary has the reason
