@@ -10,11 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import Served, drawn, queries_of
+from served import DIM, Served, drawn, queries_of
 
 from kvsketch.errors import UnsupportedError
+from kvsketch.estimator import attend
 from kvsketch.page.quantized import Bits
 from kvsketch.page.schedule import Rhythm
+from kvsketch.slots import Slots
 from kvsketch.vllm.checks import check_drafts, check_engine, check_settings, guesses_for
 from kvsketch.vllm.drafts import Step
 from kvsketch.vllm.states import KnownPages, States, alone
@@ -67,13 +69,11 @@ class _Drafts:
         """The outputs of both for the tokens of a step that are right, of each request."""
         count = [len(part[2][0]) for part in parts]
         seen, pages = (np.array([part[i] for part in parts]) for i in (1, 0))
-        rhythm, held = (
-            self.served.rhythm,
-            self.served.blocks.states(pages, seen, self.served.rhythm),
-        )
+        rhythm = self.served.rhythm
+        held = self.served.blocks.states(pages, seen, rhythm)
         step = Step(seen, pages, States(held.last), None, np.array(pieces))
         mine = self.served.step(parts, pieces=pieces)
-        layer, noise = self.layer, [t[: len(parts)] for t in drawn(99, 40)]
+        layer, noise = self.layer, [t[: len(parts)] for t in drawn(99, len(parts))]
         given = rhythm, layer.queries, torch.device("cpu"), layer.middle
         rejected = np.array(count) - np.array(right)
         starts = np.concatenate([[0], np.cumsum(np.array(count) + 1)])
@@ -91,6 +91,7 @@ class _Drafts:
             one, behind = np.arange(len(parts) + 1), torch.zeros_like(noise[0])
             layer.pages.attend(*noise, layer.held, step.guess(ahead, one, *given), behind)
             assert not behind.isnan().any()
+        self.noise, self.behind = noise, behind
         theirs = [out[at : at + good] for at, good in zip(starts, right, strict=False)]
         return [(one[: len(other)], other) for one, other in zip(mine, theirs, strict=True)]
 
@@ -122,8 +123,9 @@ def test_requests_beside_each_other(method, middle, prompts, pages, buffer, gues
     drafts, wrong, seen = _Drafts(served, follower), drawn(2, tokens), [0] * len(prompts)
     for number, prompt in enumerate(prompts):
         part = [(pages[number], 0, [t[:prompt] for t in requests[number]])]
-        plain.step(part, pieces=[PIECE])
-        drafts.step(part, [PIECE], [prompt], GUESSES)
+        pieces = [0 if method is None else PIECE]
+        plain.step(part, pieces=pieces)
+        drafts.step(part, pieces, [prompt], GUESSES)
         seen[number] = prompt
     for step in guessed:
         parts, right = [], []
@@ -148,6 +150,15 @@ def test_requests_beside_each_other(method, middle, prompts, pages, buffer, gues
             for one in found[number]:
                 torch.testing.assert_close(one, expected, rtol=1e-3, atol=1e-4)
             seen[number] += good
+            if method is None:  # the last guess follows all tokens that are right, and guesses
+                _, k, v = (
+                    torch.cat([t[: seen[number]], w[:1], w[[number] * (GUESSES - 1)]])
+                    for t, w in zip(requests[number], drafts.noise, strict=True)
+                )
+                known = Slots(k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+                query = drafts.noise[0][number].view(1, -1, 1, DIM)
+                last = attend(query, known, scaling=0.5).view(-1, DIM)
+                torch.testing.assert_close(drafts.behind[number], last, rtol=1e-3, atol=1e-4)
 
 
 @given(
