@@ -101,7 +101,7 @@ class Prepared:
             return
         places, value_dim, held = found
         self._held = places, [part.for_kernel for part in parts]
-        self._numbers = held
+        self._numbers = held[-1]
         self._sinks = None if asked.sinks is None else asked.sinks.float().contiguous()
         columns = [self._sinks, None, None, None]
         self._call = _call(places, asked.queries, parts[0].heads, 1, None, columns, padded)
@@ -186,23 +186,25 @@ def _of_heads(numbers: Tensor | None, asked: Observed, newest: int) -> Tensor | 
     return numbers if newest > 1 else numbers.repeat_interleave(asked.queries.shape[2])
 
 
-def _places(parts: Sequence[Part], rows: Rows | None) -> tuple[Numbers, int, Numbers] | None:
-    """The addresses of the parts' numbers, the channels of a value, and the numbers of the last
-    part; all must stay in memory as long as the addresses are used. None: the kernel cannot read
-    the parts."""
-    places = []
+def _places(parts: Sequence[Part], rows: Rows | None) -> tuple[Numbers, int, list[Numbers]] | None:
+    """The addresses of the parts' numbers, the channels of a value, and the numbers, which must
+    stay in memory as long as the addresses are used. None: the kernel cannot read the parts."""
+    places, kept = [], []
     for part in parts:
         found = _numbers(part)
         if found is None:
             return None
         place, numbers, value_dim = found
         numbers[_BASE], numbers[_APPENDED] = part.base, part.appended
+        if rows is not None:  # of any number: what all pages share is read of the first
+            numbers = (ctypes.c_int64 * native.PART)(*numbers)
+            numbers[_SIZES - 1] = numbers[_SIZES + 1] = 0
+            if part is parts[-1]:
+                numbers[_SIZES : _SIZES + 3] = [rows.reads.data_ptr(), 1, 0]
+            place = ctypes.addressof(numbers)
         places.append(place)
-    if rows is not None:
-        numbers = (ctypes.c_int64 * native.PART)(*numbers)
-        numbers[_SIZES : _SIZES + 3] = [rows.reads.data_ptr(), 1, 0]
-        places[-1] = ctypes.addressof(numbers)
-    return (ctypes.c_int64 * len(places))(*places), value_dim, numbers
+        kept.append(numbers)
+    return (ctypes.c_int64 * len(places))(*places), value_dim, kept
 
 
 def _call(

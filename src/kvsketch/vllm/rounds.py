@@ -19,6 +19,10 @@ from kvsketch.page.rows import Rows
 from kvsketch.page.schedule import Numbers, Rhythm
 from kvsketch.vllm.states import States
 
+# So many tokens of a request, such as guesses that are verified together, are read one by one: the
+# kernels read decoded tokens fastest.
+_FEW = 8
+
 
 @dataclass(frozen=True)
 class Queried:
@@ -133,8 +137,8 @@ def rounds(
     new: Numbers | None = None,
     guessed: bool = False,
 ) -> list[Round]:
-    """The rounds of a batch, in order. Requests with one token and those with more are in rounds of
-    their own.
+    """The rounds of a batch, in order. Requests with few tokens, each of which is then a row of its
+    own, and those with more are in rounds of their own.
 
     Args:
         starts: where each request's queries start in the batch, and the end, ``[R + 1]``.
@@ -173,18 +177,24 @@ def rounds(
         beyond = whole & (count > 1)
         due = (held + count > rhythm.first) & beyond | (held + count == rhythm.slots) & (count > 0)
         due &= not guessed
-        for some in (count == 1, count > 1):
+        few = (count > 0) & (count <= _FEW) & ~beyond
+        for some in (few, (count > 0) & ~few):
             rows = some.nonzero()[0]
             if not len(rows):
                 continue
             rows = rows[pages[rows].argsort()]
-            number, mine = np.arange(count[rows].max()), count[rows, None]
-            own = number < mine
-            slot = held[rows, None] + number
-            place = number + queries - room[rows, None]
-            page = np.broadcast_to(pages[rows, None], own.shape)
-            token = at[rows, None] + np.minimum(number, mine - 1)
-            written = own & ~beyond[rows, None]
+            alone, end = some is few, np.arange(len(rows))
+            each, number = rows, np.arange(count[rows].max())[None]
+            if alone:  # every token is a row of its own, and reads those of its page before it
+                each, end = np.repeat(rows, count[rows]), count[rows].cumsum() - 1
+                number = np.arange(len(each)) - np.repeat(end + 1 - count[rows], count[rows])
+                number = number[:, None]
+            own, mine = number < count[each, None], count[each, None]
+            slot = held[each, None] + number
+            place = number + queries - room[each, None]
+            page = np.broadcast_to(pages[each, None], own.shape)
+            token = at[each, None] + np.minimum(number, mine - 1)
+            written = own & ~beyond[each, None]
             queried = written & (place >= 0)
             every = np.array_equal(token[own], np.arange(starts[-1]))
             answered = None if every else tensor(token[own])
@@ -196,16 +206,17 @@ def rounds(
                 if queried.any()
                 else None,
             )
-            reads = held[rows] + (own.shape[1] == 1)
+            reads = slot[:, 0] + 1 if alone else held[rows]
             begun = start[rows] >= 0
             kept = (seen + count == copies.at)[rows] & (count[rows] > 0)
             compressed = states.last[rows] > 0
             fills = np.where(due, states.filled(rhythm, middle), 0)
+            first = (seen[each, None] + number)[:, 0] == 0
             found.append(
                 Round(
                     Rows(
-                        tensor(pages[rows]),
-                        _runs(pages[rows].tolist()),
+                        tensor(pages[each]),
+                        _runs(pages[each].tolist()),
                         tensor(reads),
                         int(reads.max()),
                     ),
@@ -214,13 +225,13 @@ def rounds(
                     answered,
                     writes,
                     bool(compressed.any()),
-                    tensor((seen[rows] == 0).nonzero()[0]),
+                    tensor(first.nonzero()[0]),
                     [
                         Full(
                             int(between),
                             int(window),
                             tensor(token[where, :more]) if more else None,
-                            tensor(where),
+                            tensor(end[where]),
                             tensor((seen + count)[rows[where]]),
                         )
                         for between, window, more, where in _alike(
