@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvsketch.page.schedule import Rhythm
 from kvsketch.slots import Slots
 from kvsketch.vllm.checks import check_drafts, check_engine, check_settings, guesses_for
 from kvsketch.vllm.drafts import Step
+from kvsketch.vllm.rounds import rounds
 from kvsketch.vllm.states import KnownPages, States, alone
 
 PIECE, GUESSES = 20, 4
@@ -74,7 +76,8 @@ class _Drafts:
         step = Step(seen, pages, States(held.last), None, np.array(pieces))
         mine = self.served.step(parts, pieces=pieces)
         layer, noise = self.layer, [t[: len(parts)] for t in drawn(99, len(parts))]
-        given = rhythm, layer.queries, torch.device("cpu"), layer.middle
+        shape = {"queries": layer.queries, "middle": layer.middle}
+        made = partial(rounds, rhythm=rhythm, device=torch.device("cpu"), **shape)
         rejected = np.array(count) - np.array(right)
         starts = np.concatenate([[0], np.cumsum(np.array(count) + 1)])
         rows = [
@@ -86,10 +89,10 @@ class _Drafts:
         ]
         q, k, v = (torch.cat([row[i] for row in rows]) for i in range(3))
         out = torch.zeros_like(q)
-        layer.pages.attend(q, k, v, layer.held, step.read(starts, rejected, *given), out)
+        layer.pages.attend(q, k, v, layer.held, step.read(starts, rejected, made), out)
         for ahead in range(1, guesses):
             one, behind = np.arange(len(parts) + 1), torch.zeros_like(noise[0])
-            layer.pages.attend(*noise, layer.held, step.guess(ahead, one, *given), behind)
+            layer.pages.attend(*noise, layer.held, step.guess(ahead, one, made), behind)
             assert not behind.isnan().any()
         self.noise, self.behind = noise, behind
         theirs = [out[at : at + good] for at, good in zip(starts, right, strict=False)]

@@ -8,14 +8,16 @@ What it reads behind the step's tokens is read again in the next step, and compr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from kvsketch.page.schedule import Numbers, Rhythm
-from kvsketch.vllm.rounds import Copies, Round, rounds
+from kvsketch.page.schedule import Numbers
+from kvsketch.vllm.rounds import Copies, Round
 from kvsketch.vllm.states import States
+
+_Made = Callable[..., list[Round]]
 
 
 @dataclass
@@ -37,44 +39,27 @@ class Step:
     copies: Copies | None
     pieces: Numbers
 
-    def read(
-        self,
-        starts: Numbers,
-        rejected: Numbers,
-        rhythm: Rhythm,
-        queries: int,
-        device: torch.device,
-        middle: int,
-    ) -> list[Round]:
+    def read(self, starts: Numbers, rejected: Numbers, made: _Made) -> list[Round]:
         """The rounds of the guessing model's first batch.
 
         Args:
             starts: where each request's tokens start in the batch, and the end, ``[R + 1]``: those
                 of the step that are right, the chosen one, and as many as were rejected.
             rejected: how many that are, int64 ``[R]``.
-            rhythm, queries, device, middle: as arguments of ``rounds``.
+            made: ``rounds`` with what is the same in all batches of these layers.
         """
         new = np.maximum(np.diff(starts) - 1 - rejected, 0)
-        given = rhythm, queries, device, self.copies, middle, self.states, self.pieces, new
-        todo = rounds(starts, self.seen, self.pages, *given)
+        kept = {"copies": self.copies, "states": self.states, "pieces": self.pieces}
+        todo = made(starts, self.seen, self.pages, **kept, new=new)
         self.seen = self.seen + new
-        chosen = np.append(starts[:-1] + new, starts[-1])
-        return todo + self.guess(0, chosen, rhythm, queries, device, middle)
+        return todo + self.guess(0, np.append(starts[:-1] + new, starts[-1]), made)
 
-    def guess(
-        self,
-        ahead: int,
-        starts: Numbers,
-        rhythm: Rhythm,
-        queries: int,
-        device: torch.device,
-        middle: int,
-    ) -> list[Round]:
+    def guess(self, ahead: int, starts: Numbers, made: _Made) -> list[Round]:
         """The rounds of a batch with one token of each request, ``ahead`` behind the chosen one.
 
         Args:
             starts: where it is in the batch, and the end, ``[R + 1]``.
+            made: as in ``read``.
         """
         seen, one = self.seen + ahead, np.ones_like(self.seen)
-        given = rhythm, queries, device, None, middle, self.states, None, one, True
-        return rounds(starts, seen, self.pages, *given)
+        return made(starts, seen, self.pages, states=self.states, new=one, guessed=True)

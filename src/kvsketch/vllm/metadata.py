@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -122,12 +123,13 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
         step, rhythm = engine.step, engine.settings.rhythm(engine.context)
         assert step is not None
         starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].numpy().astype(np.int64)
-        given = rhythm, layout.queries, self.device, max(layout.middle, default=0)
+        shape = {"queries": layout.queries, "middle": max(layout.middle, default=0)}
+        made = partial(rounds, rhythm=rhythm, device=self.device, **shape)
         if draft_index:
-            todo = step.guess(draft_index, starts, *given)
+            todo = step.guess(draft_index, starts, made)
         else:
             nowhere = (batch.slot_mapping[: starts[-1]] < 0).cpu().numpy()
-            todo = step.read(starts, np.add.reduceat(nowhere, starts[:-1], dtype=np.int64), *given)
+            todo = step.read(starts, np.add.reduceat(nowhere, starts[:-1], dtype=np.int64), made)
         return PageMetadata(todo, batch.num_actual_tokens, None, whole=False)
 
     def _copies(

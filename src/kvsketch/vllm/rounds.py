@@ -183,9 +183,9 @@ def rounds(
             if not len(rows):
                 continue
             rows = rows[pages[rows].argsort()]
-            alone, end = some is few, np.arange(len(rows))
+            single, end = some is few, np.arange(len(rows))
             each, number = rows, np.arange(count[rows].max())[None]
-            if alone:  # every token is a row of its own, and reads those of its page before it
+            if single:  # every token is a row of its own, and reads those of its page before it
                 each, end = np.repeat(rows, count[rows]), count[rows].cumsum() - 1
                 number = np.arange(len(each)) - np.repeat(end + 1 - count[rows], count[rows])
                 number = number[:, None]
@@ -206,7 +206,7 @@ def rounds(
                 if queried.any()
                 else None,
             )
-            reads = slot[:, 0] + 1 if alone else held[rows]
+            reads = slot[:, 0] + 1 if single else held[rows]
             begun = start[rows] >= 0
             kept = (seen + count == copies.at)[rows] & (count[rows] > 0)
             compressed = states.last[rows] > 0
