@@ -15,6 +15,7 @@ from served import DIM, Served, drawn, queries_of
 
 from kvsketch.errors import UnsupportedError
 from kvsketch.estimator import attend
+from kvsketch.kernels import native
 from kvsketch.page.quantized import Bits
 from kvsketch.page.schedule import Rhythm
 from kvsketch.slots import Slots
@@ -106,17 +107,25 @@ class _Drafts:
     prompts=st.lists(st.integers(1, 90), min_size=2, max_size=4),
     pages=st.permutations(range(9)),
     buffer=st.integers(1, 9),
+    compiled=st.booleans(),
     guessed=st.lists(
         st.lists(st.tuples(st.integers(0, GUESSES), st.integers(0, GUESSES)), min_size=4),
         min_size=12,
         max_size=12,
     ),
 )
-def test_requests_beside_each_other(method, middle, prompts, pages, buffer, guessed):
+def test_requests_beside_each_other(method, middle, compiled, **given):
     """No request reads what was rejected, its own or another's; the layers of a model that guesses
     tokens hold the same slots as they would if they read one token after the other."""
     if method is None and middle is not None:
         return
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr(native, "library", lambda: None)
+        _beside(method, middle, **given)
+
+
+def _beside(method, middle, prompts, pages, buffer, guessed):
     slots = 200 if method is None else 24 if middle is None else 8 + buffer
     rhythm, tokens = Rhythm(slots, buffer), 160
     requests = [drawn(10 + number, tokens) for number in range(len(prompts))]
