@@ -166,8 +166,6 @@ def _guesses(found: dict[str, Any] | None) -> list[str]:
     if found is None:
         return []
     most = found["guesses"]["speculative_config"]["num_speculative_tokens"]
-    timed = "seconds" in found["rows"][0]
-    columns = ["cache", "guesses by", "equal answers", "all tokens equal", "right", "steps"]
     each = [
         [
             "vLLM's own" if not row["budget"] else f"budget {row['budget']:,}, {row['bits']} bits",
@@ -176,7 +174,7 @@ def _guesses(found: dict[str, Any] | None) -> list[str]:
             f"{row['equal_beyond']}",
             " / ".join(map(str, row["right"])),
             " / ".join(map(str, row["steps"])),
-            *([f"{row['seconds'][1] / row['seconds'][0]:.2f}"] if timed else []),
+            f"{row['seconds'][1] / row['seconds'][0]:.2f}",
         ]
         for row in found["rows"]
     ]
@@ -184,13 +182,12 @@ def _guesses(found: dict[str, Any] | None) -> list[str]:
         f"Tokens guessed {most} at a time, by n-grams and by a model (`{found['model']}`, as large "
         f"as the one that answers), {found['cases']} LongEval cases of 200 lines, "
         f"{found['tokens']} tokens each, without and with guesses. "
-        + (
-            "The time is that of all steps, with guesses over without, in one run of each:"
-            if timed
-            else "Time was not measured; a step with guesses takes longer than one without, and on "
-            "models as small as these, more than guesses save:"
+        "The time is that of all steps, with guesses over without, in one run of each beside other "
+        "work on the machine: only large differences mean something.",
+        table(
+            ["cache", "guesses by", "equal answers", "all tokens equal", "right", "steps", "time"],
+            each,
         ),
-        table([*columns, "time"] if timed else columns, each),
     ]
 
 
