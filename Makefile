@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
+# Where Python may not keep what it has compiled, every process compiles torch and transformers anew.
+unexport PYTHONDONTWRITEBYTECODE
 # The models in the tests are tiny: one thread each and two workers beat two threads.
 TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 -q
 
@@ -39,11 +41,12 @@ test: setup
 test-slow: setup
 	$(TEST) -m slow
 
-# What depends on the version of transformers: models and their caches, and files of them. The rest of
+# What depends on the version of transformers: models with their caches, and files of them. The rest of
 # the suite does not.
 test-oldest:
 	$(MAKE) setup VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt NEEDS=test
-	$(TEST:$(BIN)/%=.venv-oldest/bin/%) tests/hf tests/cache tests/files/test_saved_caches.py \
+	$(TEST:$(BIN)/%=.venv-oldest/bin/%) tests/hf tests/cache/test_measured.py \
+		tests/cache/test_quantized.py tests/cache/test_storage.py tests/files/test_saved_caches.py \
 		tests/files/test_documents.py tests/files/test_joining.py
 
 # What needs lm-evaluation-harness, accelerate, PEFT or bitsandbytes: tensor parallelism, layers on

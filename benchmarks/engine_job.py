@@ -24,6 +24,7 @@ line with the status of that process.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -166,6 +167,9 @@ def forks() -> None:
     import vllm.v1.worker.cpu_worker
 
     assert vllm.LLM  # imported lazily
+    # Each engine collects garbage several times when it starts, and need not look at all of this.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         given = json.loads(line)
         child = os.fork()

@@ -53,7 +53,7 @@ class Shelf(Documents):
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
-    return Shelf(tmp_path_factory.mktemp("documents"), FEW, 200, COUNT)
+    return Shelf(tmp_path_factory.mktemp("documents"), FEW, 100, COUNT)
 
 
 def long_answers(shelf: Shelf, tokens: int = 180) -> list[Any]:
