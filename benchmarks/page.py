@@ -58,6 +58,13 @@ def second_reading(result: dict[str, Any]) -> str:
     return page_reread.longeval_reread(result, reading_costs())
 
 
+def second_reading_of_all(result: dict[str, Any]) -> str:
+    """The same, and all lengths with as many cases together."""
+    names = ("longeval_unseen_200_more", "longeval_unseen_300_more")
+    others = [one for one in map(loaded, names) if one]
+    return second_reading(result) + page_reread.all_lengths([*others, result])
+
+
 def of_errors() -> str:
     """How docs/errors.md opens."""
     unseen, reread = loaded("longeval_unseen"), loaded("longeval_reread")
@@ -130,7 +137,9 @@ PAGES: dict[str, tuple[str, Callable[[], str], dict[str, Callable[[dict[str, Any
             "longeval_reread": second_reading,
             "longeval_reread_measured": page_reread.measured_after,
             "longeval_unseen_300": second_reading,
-            "longeval_unseen_400": second_reading,
+            "longeval_unseen_200_more": second_reading,
+            "longeval_unseen_300_more": second_reading,
+            "longeval_unseen_400": second_reading_of_all,
             "reading": page_reread.reading,
             "ruler_unseen": page_ruler.ruler,
             "ruler_unseen_more": page_ruler.ruler,

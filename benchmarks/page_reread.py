@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.markdown import made_with, table
 from benchmarks.prompts import ONE_HEAD
+from kvsketch.evaluation.runner.intervals import wilson_interval
 
 
 def accuracies(result: dict[str, Any], names: list[str], costs: dict[str, Any]) -> str:
@@ -117,7 +118,8 @@ def _best(result: dict[str, Any]) -> str:
 def longeval_reread(result: dict[str, Any], costs: dict[str, Any]) -> str:
     names = list(dict.fromkeys(r["method"] for r in result["results"]))
     return (
-        f"## A second reading: LongEval, {result['lines']} lines, question unseen\n\n"
+        f"## A second reading: LongEval, {result['lines']} lines, {result['count']} cases, "
+        "question unseen\n\n"
         f"{_best(result)}"
         f"{what(result, costs)} With 95% intervals.\n\n"
         f"{accuracies(result, names, costs)}\n\n"
@@ -125,6 +127,35 @@ def longeval_reread(result: dict[str, Any], costs: dict[str, Any]) -> str:
         "cost see `What a second reading costs`).\n\n"
         f"{decisions(result)}\n\n"
         f"{made_with(result)}\n"
+    )
+
+
+def all_lengths(results: list[dict[str, Any]]) -> str:
+    """The cases of several lengths as one sample, with the methods and shares that all of them
+    have."""
+    found = [{(r["method"], r["budget"]): r for r in result["results"]} for result in results]
+    keys = [key for key in found[0] if all(key in one for one in found)]
+    budgets = sorted({budget for _, budget in keys}, reverse=True)
+    rows, said = [], {}
+    for name in dict.fromkeys(name for name, _ in keys):
+        cells = []
+        for budget in budgets:
+            each = [one[name, budget] for one in found]
+            cases = sum(r["cases"] for r in each)
+            right = sum(round(r["accuracy"] * r["cases"]) for r in each)
+            low, high = wilson_interval(right, cases)
+            apart = " / ".join(f"{r['accuracy']:.2f}" for r in each)
+            said[name] = f"`{name}` {right}"
+            cells += [f"{right / cases:.2f} ({low:.2f}-{high:.2f})", apart]
+        rows.append([name, *cells])
+    lengths = ", ".join(str(result["lines"]) for result in results)
+    columns = [text for budget in budgets for text in (f"{budget:g}", f"{budget:g}, each length")]
+    return (
+        "\n## A second reading: all lengths together\n\n"
+        f"Right answers of {cases} at {budgets[-1]:g} of the bytes: {', '.join(said.values())}.\n\n"
+        f"The same with {results[0]['count']} cases of each length ({lengths} lines), as one "
+        "sample, with 95% intervals.\n\n"
+        f"{table(['kept', *columns], rows)}\n"
     )
 
 

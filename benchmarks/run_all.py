@@ -100,6 +100,12 @@ COMMANDS = {
     "longeval_unseen_300": f"longeval --lines 300 --count 20 {_LONG}{_AGAIN}",
     "longeval_unseen_400": f"longeval --lines 400 --count 50 {_LONG}"
     "heavy_merge@global+int4/reread,kvzip+int4/reread",
+    **{
+        f"longeval_unseen_{lines}_more": f"longeval --lines {lines} --count 50 --budgets 0.1,0.05 "
+        "--methods heavy_merge,heavy_merge@global+int4/sample,heavy_merge@global+int4/reread,"
+        "kvzip+int4/reread"
+        for lines in (200, 300)
+    },
     "reading": "reading --beside {results}/longeval_reread.json",
     "ruler_unseen": "ruler --count 6 --budgets 0.25,0.1,0.05 "
     "--methods exact,heavy_merge,heavy_merge@global+int4/sample,"
