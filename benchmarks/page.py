@@ -58,11 +58,15 @@ def second_reading(result: dict[str, Any]) -> str:
     return page_reread.longeval_reread(result, reading_costs())
 
 
+def lengths() -> list[dict[str, Any]]:
+    """LongEval of several lengths after a second reading, with as many cases of each."""
+    names = ("longeval_unseen_200_more", "longeval_unseen_300_more", "longeval_unseen_400")
+    return [one for one in map(loaded, names) if one]
+
+
 def second_reading_of_all(result: dict[str, Any]) -> str:
     """The same, and all lengths with as many cases together."""
-    names = ("longeval_unseen_200_more", "longeval_unseen_300_more")
-    others = [one for one in map(loaded, names) if one]
-    return second_reading(result) + page_reread.all_lengths([*others, result])
+    return second_reading(result) + page_reread.all_lengths(lengths())
 
 
 def of_errors() -> str:
@@ -184,7 +188,7 @@ def main() -> None:
         loaded(name) for name in ("longeval_unseen", "longeval_reread", "vllm")
     )
     if unseen and reread:
-        write_block("unseen", page_readme.block(unseen, reread, reading_costs()), readme)
+        write_block("unseen", page_readme.block(unseen, reread, reading_costs(), lengths()), readme)
     if served:
         write_block("vllm", page_vllm.block(served, loaded("vllm_soak")), DOCS / "vllm.md")
         write_block("vllm", page_vllm.lead(served), readme)

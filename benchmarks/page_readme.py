@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.markdown import table
 from benchmarks.page_figures import Scores, accuracies, best_reading
-from benchmarks.page_reread import cost_by_source
+from benchmarks.page_reread import cost_by_source, in_short
 from benchmarks.prompts import ONE_HEAD
 
 #: The rows beside ours: a method's name in the results, and what it is in words.
@@ -69,10 +69,17 @@ def caption(unseen: dict[str, Any]) -> str:
     )
 
 
-def block(unseen: dict[str, Any], reread: dict[str, Any], costs: dict[str, Any]) -> str:
-    """The README's table with its caption."""
+def block(
+    unseen: dict[str, Any],
+    reread: dict[str, Any],
+    costs: dict[str, Any],
+    lengths: list[dict[str, Any]],
+) -> str:
+    """The README's table with its caption, and what more cases of several ``lengths`` say."""
+    words = {name: text for name, text in named(accuracies([unseen, reread])) if name != "exact"}
+    more = f" {in_short(lengths, words)}" if lengths else ""
     return (
-        f"{summary(unseen, reread, costs)}\n\n{caption(unseen)} All methods, with intervals: "
+        f"{summary(unseen, reread, costs)}\n\n{caption(unseen)}{more} All methods, with intervals: "
         "[What compression costs](docs/errors.md)."
     )
 

@@ -130,31 +130,55 @@ def longeval_reread(result: dict[str, Any], costs: dict[str, Any]) -> str:
     )
 
 
-def all_lengths(results: list[dict[str, Any]]) -> str:
-    """The cases of several lengths as one sample, with the methods and shares that all of them
-    have."""
+def together(results: list[dict[str, Any]]) -> dict[tuple[str, float], tuple[int, int]]:
+    """The numbers of right answers and of cases in all of the results, by the method and the share
+    of the bytes, where all of them have such a row."""
     found = [{(r["method"], r["budget"]): r for r in result["results"]} for result in results]
     keys = [key for key in found[0] if all(key in one for one in found)]
-    budgets = sorted({budget for _, budget in keys}, reverse=True)
-    rows, said = [], {}
-    for name in dict.fromkeys(name for name, _ in keys):
+    rows = {key: [one[key] for one in found] for key in keys}
+    return {
+        key: (sum(round(r["accuracy"] * r["cases"]) for r in each), sum(r["cases"] for r in each))
+        for key, each in rows.items()
+    }
+
+
+def in_short(results: list[dict[str, Any]], names: dict[str, str] | None = None) -> str:
+    """The right answers of all lengths at the smallest share of the bytes.
+
+    Args:
+        names: the methods to name, and in which words; None: all.
+    """
+    found = together(results)
+    least = min(budget for _, budget in found)
+    here = {name: right for (name, budget), right in found.items() if budget == least}
+    words = {name: f"`{name}`" for name in here} if names is None else names
+    said = "; ".join(f"{text}: {here[name][0]}" for name, text in words.items() if name in here)
+    cases = next(iter(here.values()))[1]
+    lengths, each = ", ".join(str(result["lines"]) for result in results), results[0]["count"]
+    return (
+        f"Right answers at {least:.0%} of the bytes to {cases} questions ({each} each of {lengths} "
+        f"lines): {said}."
+    )
+
+
+def all_lengths(results: list[dict[str, Any]]) -> str:
+    """The cases of several lengths as one sample."""
+    found = together(results)
+    budgets = sorted({budget for _, budget in found}, reverse=True)
+    each = [{(r["method"], r["budget"]): r["accuracy"] for r in one["results"]} for one in results]
+    rows = []
+    for name in dict.fromkeys(name for name, _ in found):
         cells = []
         for budget in budgets:
-            each = [one[name, budget] for one in found]
-            cases = sum(r["cases"] for r in each)
-            right = sum(round(r["accuracy"] * r["cases"]) for r in each)
+            right, cases = found[name, budget]
             low, high = wilson_interval(right, cases)
-            apart = " / ".join(f"{r['accuracy']:.2f}" for r in each)
-            said[name] = f"`{name}` {right}"
+            apart = " / ".join(f"{one[name, budget]:.2f}" for one in each)
             cells += [f"{right / cases:.2f} ({low:.2f}-{high:.2f})", apart]
         rows.append([name, *cells])
-    lengths = ", ".join(str(result["lines"]) for result in results)
     columns = [text for budget in budgets for text in (f"{budget:g}", f"{budget:g}, each length")]
     return (
         "\n## A second reading: all lengths together\n\n"
-        f"Right answers of {cases} at {budgets[-1]:g} of the bytes: {', '.join(said.values())}.\n\n"
-        f"The same with {results[0]['count']} cases of each length ({lengths} lines), as one "
-        "sample, with 95% intervals.\n\n"
+        f"{in_short(results)}\n\nThe same as one sample, with 95% intervals.\n\n"
         f"{table(['kept', *columns], rows)}\n"
     )
 
