@@ -182,8 +182,8 @@ def _guesses(found: dict[str, Any] | None) -> list[str]:
         f"Tokens guessed {most} at a time, by n-grams and by a model (`{found['model']}`, as large "
         f"as the one that answers), {found['cases']} LongEval cases of 200 lines, "
         f"{found['tokens']} tokens each, without and with guesses. "
-        "The time is that of all steps, with guesses over without, in one run of each "
-        "on a machine that did nothing else.",
+        "The time is that of all steps, with guesses over without, in one run of each: "
+        "only large differences mean something.",
         table(
             ["cache", "guesses by", "equal answers", "all tokens equal", "right", "steps", "time"],
             each,
