@@ -10,7 +10,8 @@ is:
      "requests": [{"prompt": text or token ids, "max_tokens": n,
                    "abort": the number of steps after which the request is aborted,
                    "n": number of answers, sampled at a temperature of 0.01 if more than 1,
-                   "transfer": its ``kv_transfer_params``}],
+                   "transfer": its ``kv_transfer_params``,
+                   "adapter": the folder of a LoRA adapter}],
      "together": false,     # one request after the other instead of all at once
      "preempt": 10,         # preempt a request every 10 steps
      "largest_file": bytes} # longer files cannot be written, as on a full disk
@@ -50,6 +51,7 @@ class Engine:
         core = self.engine.engine_core.engine_core
         self.scheduler = core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.adapters: dict[Any, Any] = {}  # of LoRA, by their folders
         self.preempted = 0  # how often requests were
         preempt = self.scheduler._preempt_request
 
@@ -90,6 +92,10 @@ class Engine:
 
     def answer(self, requests: list[dict[str, Any]], together: bool) -> list[dict[str, Any] | None]:
         """Greedy answers, in the order of the requests. None stands for an aborted request."""
+        from vllm.lora.request import LoRARequest
+
+        folders = sorted({request["adapter"] for request in requests if "adapter" in request})
+        self.adapters = {path: LoRARequest(path, 1 + i, path) for i, path in enumerate(folders)}
         found: list[dict[str, Any] | None] = []
         groups = [list(enumerate(requests))]
         if not together:
@@ -121,7 +127,8 @@ class Engine:
                 if several == 1
                 else RequestOutputKind.FINAL_ONLY,
             )
-            self.engine.add_request(str(number), given, sampling)
+            adapter = self.adapters.get(request.get("adapter"))
+            self.engine.add_request(str(number), given, sampling, lora_request=adapter)
         step = 0
         while self.engine.has_unfinished_requests():
             start = time.perf_counter()

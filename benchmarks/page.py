@@ -111,6 +111,7 @@ PAGES: dict[str, tuple[str, Callable[[], str], dict[str, Callable[[dict[str, Any
             "streaming_accuracy": page_speed.streaming_accuracy,
             "sketch_budget": page_balance.sketch_budget,
             "ray_throughput": page_speed.ray_throughput,
+            "busy": page_speed.busy,
         },
     ),
     "sessions.md": (

@@ -167,6 +167,25 @@ def speed(result: dict[str, Any]) -> str:
     return "\n\n".join([_TITLES[preset], _TEXTS[preset], *tables, made]) + "\n"
 
 
+def busy(result: dict[str, Any]) -> str:
+    """The time of a prompt and of decoded tokens where other processes keep the cores busy."""
+    cells: dict[tuple[str, ...], list[str]] = {}
+    for row in result["results"]:
+        name = tuple(str(row[key]) for key in ("busy", "threads", "policy"))
+        cells.setdefault(name, []).extend(f"{row[part]:.1f}" for part in ("prompt", "decode"))
+    header = ["busy processes", "threads", "`OMP_WAIT_POLICY`"]
+    header += [f"{method}, {part}" for method in result["methods"] for part in ("prompt", "decode")]
+    return (
+        "## On a busy machine\n\n"
+        "Wall-clock time of a prompt and of the tokens decoded after it, over that of the exact "
+        "cache on the idle machine with all threads, while so many other processes compute "
+        "without end.\n\n"
+        + table(header, [[*name, *numbers] for name, numbers in cells.items()])
+        + f"\n\n`python -m benchmarks.busy`: {result['tokens']:,} tokens on `{result['model']}`. "
+        f"{made_with(result)}\n"
+    )
+
+
 def on_gpu(result: dict[str, Any]) -> str:
     """The attention of one token on a GPU."""
     rows = [

@@ -71,6 +71,7 @@ COMMANDS = {
     "sessions_system_long": "sessions --forms system --lines 500 --count 50 --model lists "
     "--methods exact,heavy_merge,heavy_merge:16:32,h2o+int4",
     "compaction": "compaction --count 400",
+    "busy": "busy",
     "long_stream": "long_stream",
     "ray_throughput": "ray_throughput",
     "document_files": "document_files --lines 800 --count 2",

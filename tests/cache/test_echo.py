@@ -64,14 +64,20 @@ def test_queries_after_a_gap_are_not_those_of_the_prompt() -> None:
 
 
 @pytest.mark.parametrize("chunk", [90, 700])
-def test_a_long_prompt_keeps_runs_of_its_queries(chunk: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(echo, "MOST", 256)
+@pytest.mark.parametrize(("most", "pairs"), [(256, echo.PAIRS), (echo.MOST, 256 * 700)])
+def test_a_long_prompt_keeps_runs_of_its_queries(
+    most: int, pairs: int, chunk: int, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(echo, "MOST", most)
+    monkeypatch.setattr(echo, "PAIRS", pairs)
     heard, live = Echo(later), torch.ones(2, 700, dtype=torch.bool)
     live[1, :70] = False
     for start in range(0, 700, chunk):
         end = min(start + chunk, 700)
         heard.add(marked(start, end - start, live[:, start:end]), end)
-        assert sum(t.shape[2] for t in heard.tensors()) <= 256
+        kept = sum(t.shape[2] for t in heard.tensors())
+        assert kept <= most
+        assert kept * end <= pairs
     asked, sample = heard.asked()
     expected = [n for n in range(700) if n // echo.RUN % 4 == 0]
     assert sample is not None

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from test_longeval import write
 from typer.testing import CliRunner
 
 from kvsketch import SketchCache, __version__
+from kvsketch.cli import main
 from kvsketch.cli.app import app
 from kvsketch.cli.methods_command import LINES
 from kvsketch.evaluation.runner import loading
@@ -451,3 +454,16 @@ def test_info_without_a_file_is_about_the_installation() -> None:
     said = kvsketch("info").output
     assert "cpu kernel" in said
     assert native.kernel() in said
+
+
+@pytest.mark.parametrize("chosen", [None, "ACTIVE"])
+def test_threads_that_wait_sleep_unless_told_otherwise(
+    chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", chosen or "")
+    if chosen is None:
+        del os.environ["OMP_WAIT_POLICY"]  # monkeypatch restores it
+    monkeypatch.setattr(sys, "argv", ["kvsketch", "--version"])
+    with pytest.raises(SystemExit):
+        main()
+    assert os.environ["OMP_WAIT_POLICY"] == (chosen or "PASSIVE")

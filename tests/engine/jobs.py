@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from benchmarks import vllm_engine as engine
 from benchmarks.longeval import cases
@@ -42,3 +46,21 @@ def about_documents(count: int) -> list[dict]:
         for cut in (0, 5, 9):
             found.append({"prompt": document[: len(document) - cut] + question, "max_tokens": 12})
     return found
+
+
+def adapter(folder: Path, seed: int) -> str:
+    """A random LoRA adapter of the queries and values, which changes the answers."""
+    config = json.loads((Path(resolve_model(engine.MODEL)) / "config.json").read_text())
+    out = folder / str(seed)
+    out.mkdir()
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, heads in (("q", "num_attention_heads"), ("v", "num_key_value_heads")):
+            start = f"base_model.model.model.layers.{layer}.self_attn.{name}_proj.lora_"
+            shapes = {"A": (8, config["hidden_size"]), "B": (config[heads] * config["head_dim"], 8)}
+            for half, shape in shapes.items():
+                tensors[f"{start}{half}.weight"] = 0.1 * torch.randn(shape, generator=generator)
+    save_file(tensors, out / "adapter_model.safetensors")
+    said = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    (out / "adapter_config.json").write_text(json.dumps(said))
+    return str(out)

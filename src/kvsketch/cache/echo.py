@@ -15,9 +15,10 @@ from kvsketch.observed import Observed
 #: positions later.
 Turn = Callable[[Tensor, int], Tensor]
 
-#: The largest number of queries that are asked again. Of a longer prompt they come in runs of
-#: ``RUN`` tokens, since the score of a token comes from its neighbours' queries.
-MOST = 4096
+#: The largest number of queries that are asked again, and of pairs of a query and a token: beyond
+#: 8,192 tokens an echo takes no more time. Of a longer prompt the queries come in runs of ``RUN``
+#: tokens, since the score of a token comes from its neighbours' queries.
+MOST, PAIRS = 4096, 4096 * 8192
 RUN = 64
 # How many of them are kept to fit slots to: one of so many, at least, and at most.
 _ONE_OF, _LEAST, _KEPT = 64, 32, 256
@@ -50,7 +51,8 @@ class Echo:
             return  # some are missing
         self.covered = seen
         self._parts.append((observed, torch.arange(seen - count, seen)))
-        while sum(len(self._kept(places)) for _, places in self._parts) > MOST:
+        most = min(MOST, PAIRS // seen)
+        while sum(len(self._kept(places)) for _, places in self._parts) > most:
             self._every *= 2
         self._parts = [self._thinned(*part) for part in self._parts]
 

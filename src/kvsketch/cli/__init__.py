@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from kvsketch.cli.exit_codes import INTERRUPTED
@@ -9,6 +10,9 @@ from kvsketch.cli.exit_codes import INTERRUPTED
 
 def main() -> None:
     """Entry point of the command `kvsketch`."""
+    # Read when torch is loaded: where other processes keep the cores busy, threads that wait for
+    # each other in a loop make every operation many times slower (benchmarks/busy.py).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from kvsketch.cli.app import app  # takes a moment, which Ctrl-C may fall into
 

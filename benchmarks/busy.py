@@ -1,0 +1,129 @@
+"""Time of a prompt and of decoded tokens on a machine whose cores other processes keep busy.
+
+    python -m benchmarks.busy --json
+
+``busy`` other processes compute without end. ``policy`` is the environment variable
+``OMP_WAIT_POLICY``: by default, a thread of torch that waits for the others at the end of an
+operation keeps its core busy, perhaps the one that they need; with ``PASSIVE``, which the command
+``kvsketch`` sets, it sleeps. ``prompt`` and ``decode`` are medians of wall-clock seconds over those
+of the exact cache with the default policy and all threads on the idle machine.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from transformers import DynamicCache
+
+from benchmarks.options import positive
+from benchmarks.results import Results, ResumeOption, Row
+from kvsketch import SketchCache
+from kvsketch.evaluation.report.report import dumps
+from kvsketch.evaluation.runner import loading
+
+MODEL = "spread"
+BUDGET, DECODED = 0.1, 64
+POLICIES = ("default", "PASSIVE")
+
+
+def seconds(method: str, tokens: int, rounds: int, seed: int) -> dict[str, list[float]]:
+    """Wall-clock seconds of a prompt and of ``DECODED`` tokens after it, after one more round."""
+    model = loading.load_model(loading.resolve_model(MODEL), "cpu", "float32")
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, model.config.vocab_size, (1, tokens), generator=generator)
+    found: dict[str, list[float]] = {"prompt": [], "decode": []}
+    for _ in range(rounds + 1):
+        config = model.config
+        cache = (
+            DynamicCache(config=config)
+            if method == "exact"
+            else SketchCache(config, method, budget=BUDGET)
+        )
+        with torch.inference_mode():
+            times = [time.perf_counter()]
+            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            times.append(time.perf_counter())
+            for i in range(DECODED):
+                model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
+            times.append(time.perf_counter())
+        found["prompt"].append(times[1] - times[0])
+        found["decode"].append(times[2] - times[1])
+    return {part: all_of_them[1:] for part, all_of_them in found.items()}
+
+
+def apart(method: str, policy: str, threads: int, *numbers: int) -> dict[str, list[float]]:
+    """``seconds`` in a process of its own, since OpenMP reads its variables once."""
+    given = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    given["OMP_NUM_THREADS"] = str(threads)
+    if policy != "default":
+        given["OMP_WAIT_POLICY"] = policy
+    code = f"from benchmarks.busy import *; print(jsonlib.dumps(seconds{(method, *numbers)}))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
+    found: dict[str, list[float]] = jsonlib.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main(
+    methods: Annotated[str, typer.Option(help="exact, and methods.")] = "exact,heavy_merge",
+    tokens: Annotated[int, typer.Option(help="Of the prompt.")] = 3000,
+    rounds: int = 5,
+    seed: int = 0,
+    out: ResumeOption = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
+) -> None:
+    """Example: python -m benchmarks.busy --tokens 500 --rounds 1 --json"""
+    positive(tokens=tokens, rounds=rounds)
+    cores = len(os.sched_getaffinity(0))
+    results = Results(
+        out, command="busy", model=MODEL, methods=methods.split(","), tokens=tokens, seed=seed
+    )
+    first = apart("exact", "default", cores, tokens, rounds, seed)
+    one = {part: statistics.median(each) for part, each in first.items()}
+    parts = [
+        (busy, threads, policy, method)
+        for busy in (0, cores)
+        for threads in sorted({1, cores}, reverse=True)
+        for policy in (POLICIES if threads > 1 else POLICIES[:1])
+        for method in results.settings["methods"]
+    ]
+    with Progress(console=Console(stderr=True)) as progress:
+        for busy, threads, policy, method in progress.track(parts, description="processes"):
+            key: Row = {"busy": busy, "threads": threads, "policy": policy, "method": method}
+            if results.has(**key):
+                continue
+            others = [subprocess.Popen([sys.executable, "-c", "while 1: 1"]) for _ in range(busy)]
+            try:
+                found = apart(method, policy, threads, tokens, rounds, seed)
+            finally:
+                for other in others:
+                    other.kill()
+                    other.wait()
+            ratios: dict[str, Any] = {
+                part: round(statistics.median(each) / one[part], 2) for part, each in found.items()
+            }
+            results.add([key | ratios])
+    result = results.finish()
+    shown = Table(title="seconds over those of the exact cache on the idle machine")
+    for column in ("busy", "threads", "policy", "method", "prompt", "decode"):
+        shown.add_column(column)
+    for row in results.rows:
+        shown.add_row(*(str(row[c.header]) for c in shown.columns))
+    Console(stderr=True).print(shown)
+    if json:
+        print(dumps(result))
+
+
+if __name__ == "__main__":
+    typer.run(main)
