@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvsketch import random_numbers
 from kvsketch.errors import InputError
+from kvsketch.methods.order import order
 from kvsketch.methods.ragged import compress_ragged
 from kvsketch.methods.requirements import FORMER, Requirements
 from kvsketch.methods.rotation import Turn
@@ -385,8 +386,7 @@ def keep_top(slots: Slots, score: Tensor, budget: int | Tensor) -> Slots:
         score = score.masked_fill(~live, -torch.inf)
     if isinstance(budget, int):
         return slots.take(score.topk(budget, dim=-1).indices.sort(dim=-1).values)
-    order = score.sort(dim=-1, descending=True, stable=True).indices
-    return slots.take(first_in_order(order, budget))
+    return slots.take(first_in_order(order(score, descending=True), budget))
 
 
 def first_in_order(order: Tensor, budget: Tensor) -> Tensor:

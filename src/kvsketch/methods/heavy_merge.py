@@ -16,6 +16,7 @@ from kvsketch.methods.fit import Asked, fitted
 from kvsketch.methods.groups import merge, packed
 from kvsketch.methods.keydiff import similarity
 from kvsketch.methods.learned import largest_attention, learned_scores
+from kvsketch.methods.order import order
 from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.rereading import reread_attention
 from kvsketch.methods.scoring import recent_attention, score_of
@@ -181,12 +182,12 @@ class HeavyMerge(Compressor):
         heavy = torch.minimum(wanted - 1, (share * wanted.double()).round().long())
         column = torch.arange(n, device=device)
         attended = self._worth(slots).flatten(0, 1).masked_fill_(weight < 0, -1.0)
-        order = attended.argsort(dim=1, descending=True, stable=True)
+        places = order(attended, descending=True)
         if self.distinct and not after:
             alike = similarity(slots).flatten(0, 1).masked_fill_(weight < 0, torch.inf)
-            order = _in_turn(order, alike.argsort(dim=1, stable=True))
-        first = torch.zeros_like(order, dtype=torch.bool)
-        first.scatter_(1, order, column < heavy.unsqueeze(1))
+            places = _in_turn(places, order(alike))
+        first = torch.zeros_like(places, dtype=torch.bool)
+        first.scatter_(1, places, column < heavy.unsqueeze(1))
         rest = size - heavy
         others, real = packed(~first & (column < size.unsqueeze(1)), int(rest.max()))
         pull = weight.gather(1, others).clamp_(min=0.0) * real
@@ -219,7 +220,7 @@ def _in_turn(first: Tensor, second: Tensor) -> Tensor:
     column = torch.arange(first.shape[1], device=first.device).expand_as(first)
     place = torch.empty_like(first).scatter_(1, first, 2 * column)
     other = torch.empty_like(first).scatter_(1, second, 2 * column + 1)
-    return torch.minimum(place, other).argsort(dim=1)
+    return order(torch.minimum(place, other))
 
 
 def _decoded(observed: Observed, window: int) -> bool:

@@ -10,6 +10,9 @@ from kvsketch.methods.base import Compressor, keep_top
 from kvsketch.methods.seen import Seen
 from kvsketch.slots import Slots, compute_dtype
 
+# Of a norm, as in torch's normalize.
+_LEAST = 1e-12
+
 
 class KeyDiff(Compressor):
     """Keep the keys with the smallest cosine similarity to the mean of the normalised keys.
@@ -30,8 +33,10 @@ class KeyDiff(Compressor):
 
 def similarity(slots: Slots) -> Tensor:
     """Cosine similarity of each key to the mean direction of all keys, ``[batch, heads, n]``."""
-    direction = F.normalize(slots.keys.to(compute_dtype(slots.keys.dtype)), dim=-1)
+    dtype = compute_dtype(slots.keys.dtype)
+    keys = slots.keys.to(dtype)
+    norm = torch.linalg.vector_norm(keys, dim=-1, keepdim=True).clamp_(min=_LEAST)
     # Its length plays no part in a cosine: a sum serves as well as a mean. Dead slots add 0.
-    weight = slots.masses().to(direction.dtype).unsqueeze(-1)
-    anchor = F.normalize((direction * weight).sum(2, keepdim=True), dim=-1)
-    return torch.sum(direction * anchor, dim=-1)
+    weight = slots.masses().to(dtype).unsqueeze(-1) / norm
+    anchor = F.normalize(keys.mT @ weight, dim=2)
+    return ((keys @ anchor) / norm).squeeze(-1)

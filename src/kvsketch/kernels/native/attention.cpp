@@ -737,15 +737,31 @@ struct Asking {
 
 inline int64_t padded_to(int64_t count) { return (count + W - 1) / W * W; }
 
+// Every lane next to the one that is S further on or back.
+template <int S, int... L>
+inline vf crossed(vf x, std::integer_sequence<int, L...>) {
+  return __builtin_shufflevector(x, x, (L ^ S)...);
+}
+template <int S = W / 2>
+inline float sum_of(vf x) {
+  x += crossed<S>(x, std::make_integer_sequence<int, W>{});
+  if constexpr (S == 1) return x[0];
+  else return sum_of<S / 2>(x);
+}
+template <int S = W / 2>
+inline float greatest_lane(vf x) {
+  const vf y = crossed<S>(x, std::make_integer_sequence<int, W>{});
+  x = y > x ? y : x;
+  if constexpr (S == 1) return x[0];
+  else return greatest_lane<S / 2>(x);
+}
 inline float greatest_of(const float* s, int64_t full) {
   vf greatest = load(s);
   for (int64_t i = W; i < full; i += W) {
     const vf x = load(s + i);
     greatest = x > greatest ? x : greatest;
   }
-  float most = greatest[0];
-  for (int k = 1; k < W; k++) most = greatest[k] > most ? greatest[k] : most;
-  return most;
+  return greatest_lane(greatest);
 }
 
 // Attention of all queries of a KV head over the slots ``from`` to ``to`` of all parts together.
@@ -801,7 +817,7 @@ void attend_some(Asking& asking, int64_t from, int64_t to, State state) {
           sum += weight;
           store(s + i, weight * value_unit);
         }
-        for (int k = 0; k < W; k++) state.total[j] += sum[k];
+        state.total[j] += sum_of(sum);
       }
       const bool done =
           in_place(part.values, asking.page, start + at, each, [&](const auto& codes) {
@@ -825,52 +841,74 @@ void attend_some(Asking& asking, int64_t from, int64_t to, State state) {
 }
 
 // For every slot of a KV head: the larger of its score and the attention that it receives from all
-// queries, each times its weight. The scores of some queries over all slots are kept, since a share
-// is relative to the sum over all slots.
+// queries, each times its weight. The weights of some queries in all slots are kept, relative to the
+// greatest of a block, since a share is relative to the sum over all slots.
 void receive(const Turn& turn, int64_t row, int64_t head) {
   const Call& call = *turn.call;
-  int64_t across = 0;  // of all parts, each up to the end of a vector
+  int64_t blocks = 0;
   for (int64_t number = 0; number < call.count; number++)
-    across += padded_to(size_of(*turn.parts[number], row, head));
-  if (!across) return;
-  const int most_queries = (int)std::max<int64_t>(MANY, HEARD / across);
-  const int some = std::min(turn.each, most_queries);
+    blocks += (size_of(*turn.parts[number], row, head) + BLOCK - 1) / BLOCK;
+  if (!blocks) return;
+  const int64_t most_queries = std::max<int64_t>(MANY, HEARD / (blocks * BLOCK));
+  const int64_t rounds = (turn.each + most_queries - 1) / most_queries;
+  const int some = (int)((turn.each + rounds - 1) / rounds);  // as many queries in every round
   std::vector<float>& room = memory.sums;
-  if (room.size() < (size_t)across * (some + 1)) room.resize((size_t)across * (some + 1));
-  float *sums = room.data(), *kept = sums + across;
-  std::fill_n(sums, across, 0.0f);
+  const size_t need = (size_t)blocks * (BLOCK * (some + 1) + some) + 2 * some;
+  if (room.size() < need) room.resize(need);
+  float *sums = room.data(), *kept = sums + blocks * BLOCK;
+  float *greatest = kept + (size_t)blocks * BLOCK * some, *total = greatest + blocks * some;
+  float* most = total + some;
+  std::fill_n(sums, blocks * BLOCK, 0.0f);
   for (int first = 0; first < turn.each; first += some) {
     Asking asking(turn, row, head, first, std::min(some, turn.each - first));
-    int64_t before = 0;
+    const int each = asking.each;
+    std::fill_n(total, each, 0.0f);
+    std::fill_n(most, each, -std::numeric_limits<float>::infinity());
+    int64_t block = 0;
     for (int64_t number = 0; number < call.count; number++) {
       const Part& part = *turn.parts[number];
       const int64_t size = size_of(part, row, head);
       const float* asked = asking.for_part(part);
-      for (int64_t at = 0; at < size; at += BLOCK) {
-        const int n = (int)std::min<int64_t>(BLOCK, size - at);
+      for (int64_t at = 0; at < size; at += BLOCK, block++) {
+        const int n = (int)std::min<int64_t>(BLOCK, size - at), full = (int)padded_to(n);
         asking.score(part, asked, number == call.count - 1, size, at, n);
-        for (int j = 0; j < asking.each; j++)
-          memcpy(kept + j * across + before + at, asking.scores + (size_t)j * BLOCK,
-                 sizeof(float) * padded_to(n));
+        for (int j = 0; j < each; j++) {
+          const float* s = asking.scores + (size_t)j * BLOCK;
+          float* out = kept + ((size_t)block * some + j) * BLOCK;
+          const float here = greatest_of(s, full);
+          greatest[block * some + j] = here;
+          if (here == -std::numeric_limits<float>::infinity()) {  // it is before all of them
+            std::fill_n(out, full, 0.0f);
+            continue;
+          }
+          vf sum = vf{};
+          for (int i = 0; i < full; i += W) {
+            const vf x = exped(load(s + i) - here);
+            sum += x;
+            store(out + i, x);
+          }
+          const float top = std::max(most[j], here);
+          total[j] = total[j] * std::exp(most[j] - top) + sum_of(sum) * std::exp(here - top);
+          most[j] = top;
+        }
       }
-      before += padded_to(size);
     }
-    for (int j = 0; j < asking.each; j++) {
-      float* own = kept + j * across;
-      const float most = greatest_of(own, across);
-      if (most <= NOTHING / 2) continue;  // it sees nothing
-      vf sum = vf{};
-      for (int64_t i = 0; i < across; i += W) {
-        const vf x = exped(load(own + i) - most);
-        sum += x;
-        store(own + i, x);
-      }
-      float total = 0;
-      for (int k = 0; k < W; k++) total += sum[k];
+    for (int j = 0; j < each; j++) {
       if (call.sinks)
-        total += std::exp(((const float*)call.sinks)[asks_of(call, head, first + j)] - most);
-      const float weight = turn.weights[(first + j) % call.newest] / total;
-      for (int64_t i = 0; i < across; i += W) store(sums + i, load(sums + i) + load(own + i) * weight);
+        total[j] += std::exp(((const float*)call.sinks)[asks_of(call, head, first + j)] - most[j]);
+      total[j] = turn.weights[(first + j) % call.newest] / total[j];
+    }
+    for (block = 0; block < blocks; block++) {
+      float* own = greatest + block * some;
+      for (int j = 0; j < each; j++)
+        own[j] = own[j] <= NOTHING / 2 ? 0.0f  // it sees nothing
+                                       : total[j] * std::exp(own[j] - most[j]);
+      const float* x = kept + (size_t)block * some * BLOCK;
+      for (int i = 0; i < BLOCK; i += W) {
+        vf sum = load(sums + block * BLOCK + i);
+        for (int j = 0; j < each; j++) sum += load(x + (size_t)j * BLOCK + i) * own[j];
+        store(sums + block * BLOCK + i, sum);
+      }
     }
   }
   for (int64_t number = 0; number < call.count; number++) {
@@ -878,7 +916,7 @@ void receive(const Turn& turn, int64_t row, int64_t head) {
     const int64_t size = size_of(part, row, head);
     float* held = (float*)part.score + page_of(call, row) * part.score_row + start_of(part, row, head);
     for (int64_t i = 0; i < size; i++) held[i] = std::max(held[i], sums[i]);
-    sums += padded_to(size);
+    sums += (size + BLOCK - 1) / BLOCK * BLOCK;
   }
 }
 
