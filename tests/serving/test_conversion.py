@@ -215,7 +215,7 @@ def test_other_shapes_are_refused():
 
 @pytest.mark.parametrize("sizes", [None, (40, 9)])
 @pytest.mark.parametrize("bits", [16, 8, 4])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     method=st.sampled_from([*METHODS, "knorm", "exact"]),
     tokens=st.integers(1, 160),
