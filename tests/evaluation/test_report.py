@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import typer
@@ -147,6 +147,22 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def page(store: Path) -> Any:
     return build([store])
+
+
+class Commanded(NamedTuple):
+    """What the command wrote, and its result."""
+
+    page: Path
+    figures: Path
+    result: Any
+
+
+@pytest.fixture(scope="module")
+def commanded(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Commanded:
+    folder = tmp_path_factory.mktemp("commanded")
+    page, figures = folder / "r.html", folder / "new" / "figures"
+    result = run(small, "-o", page, "--figures", figures, "--json")
+    return Commanded(page, figures, result)
 
 
 @pytest.fixture(scope="module")
@@ -447,11 +463,12 @@ def test_points_say_their_numbers(page: Any) -> None:
     assert figure.inline.count('data-method="h2o"') >= 1
 
 
-def test_the_same_stores_give_the_same_bytes(small: Path) -> None:
-    page, again = (build([small], png=True) for _ in range(2))
-    assert again.html == page.html
-    assert [f.svg for f in again.figures] == [f.svg for f in page.figures]
-    assert [f.png for f in again.figures] == [f.png for f in page.figures]
+def test_the_same_stores_give_the_same_bytes(small: Path, commanded: Commanded) -> None:
+    again = build([small], png=True)
+    assert again.html == commanded.page.read_text(encoding="utf-8")
+    for figure in again.figures:
+        files = (commanded.figures / f"{figure.name}.{ending}" for ending in ("svg", "png"))
+        assert [file.read_bytes() for file in files] == [figure.svg.encode(), figure.png]
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
@@ -696,9 +713,8 @@ def run(*arguments: Any) -> Any:
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
 
-def test_command_writes_page_figures_and_json(small: Path, tmp_path: Path) -> None:
-    out, folder = tmp_path / "r.html", tmp_path / "new" / "figures"
-    result = run(small, "-o", out, "--figures", folder, "--json")
+def test_command_writes_page_figures_and_json(commanded: Commanded) -> None:
+    out, folder, result = commanded
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout.splitlines()[-1])
     assert said["command"] == "report"

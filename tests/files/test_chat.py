@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import pty
 import re
@@ -20,6 +19,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from forked import FORKED
 from kvsketch.cli.app import app
 from kvsketch.files import container
 from tiny_model import tiny_model, tiny_tokenizer
@@ -41,16 +41,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-#: Starts processes that have imported torch and transformers, which takes seconds, but no more.
-FORKED: Any = multiprocessing.get_context("forkserver") if hasattr(os, "fork") else None
-
-
 class Terminal:
     """A command that runs on its own terminal."""
 
     def __init__(self, *words: str) -> None:
         master, slave = pty.openpty()
-        FORKED.set_forkserver_preload(["kvsketch.documents.document"])
         self.process = FORKED.Process(target=_command, args=(os.ttyname(slave), words))
         self.process.start()
         ready, _, _ = select.select([master], [], [], 60)

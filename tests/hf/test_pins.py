@@ -99,11 +99,11 @@ def test_decoded_tokens_stay_where_only_the_newest_are_compressed(llama: Any) ->
     ids = ids_of(1, 1100)
     cache = SketchCache(llama.config, budget=230, bits=4, allocation="even")
     cache.pin(1000, 1010)
-    read(llama, cache, ids, 700, *[1] * 400)
+    read(llama, cache, ids, 500, *[1] * 600)
     assert cache._sketches()[0].stream.page.middle.count >= 512
     exact = DynamicCache(config=llama.config)
     with torch.no_grad():
-        for one in ids.split([700, *[1] * 400], dim=1):
+        for one in ids.split([500, *[1] * 600], dim=1):
             llama(one, past_key_values=exact, use_cache=True)
     keys = cache._sketches()[0].stream.page.read().keys
     wanted = exact.layers[0].keys[:, :, [*range(4), *range(1000, 1010)]]

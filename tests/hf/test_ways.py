@@ -662,7 +662,7 @@ COMPILED: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        pytest.param(family, settings, marks=pytest.mark.slow if family != "llama" or i > 1 else [])
+        pytest.param(family, settings, marks=pytest.mark.slow if family != "llama" or i > 0 else [])
         for family in ("llama", "opt", "eager")
         for i, settings in enumerate(COMPILED)
     ],
