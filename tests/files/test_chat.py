@@ -46,7 +46,7 @@ class Terminal:
 
     def __init__(self, *words: str) -> None:
         master, slave = pty.openpty()
-        self.process = FORKED.Process(target=_command, args=(os.ttyname(slave), words))
+        self.process = FORKED.Process(target=_command, args=(os.ttyname(slave), words), daemon=True)
         self.process.start()
         ready, _, _ = select.select([master], [], [], 60)
         assert ready, "the command has written nothing in 60 s"
