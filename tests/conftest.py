@@ -29,12 +29,12 @@ if importlib.util.find_spec("triton") is not None and not torch.cuda.is_availabl
 #: place that differs from property to property, is in the default run; the others are slow. Every
 #: method is so in some of them.
 SPREAD = {
-    "tests/methods/test_rows.py": 4,
+    "tests/methods/test_rows.py": 5,
     "tests/methods/test_ragged.py": 3,
     "tests/files/test_saved_caches.py": 3,
     "tests/serving/test_split_pages.py": 3,
     "tests/serving/test_pages.py": 3,
-    "tests/hf/test_model_sweep.py": 3,
+    "tests/hf/test_model_sweep.py": 5,
     "tests/hf/test_rotary.py": 3,
     "tests/cache/test_storage.py": 3,
     "tests/cache/test_measured.py": 2,

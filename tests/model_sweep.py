@@ -21,7 +21,7 @@ import kvsketch
 from kvsketch import SketchCache
 from kvsketch.hf.activations import capture_compressed
 
-TOKENS, NEW, CHUNK = 40, 12, 8
+TOKENS, NEW, CHUNK = 40, 8, 8
 #: the largest relative difference of float32 logits that counts as rounding
 CLOSE = 2e-5
 WINDOW = {"sink": 2, "recent": 6}

@@ -169,7 +169,7 @@ def test_no_name_becomes_a_path(tmp_path: Path, name: str) -> None:
 
     given = tmp_path / "given"
     given.mkdir()
-    page = build([store_of(tmp_path / "run.jsonl", name)], png=True)
+    page = build([store_of(tmp_path / "run.jsonl", name)])
     files = save(page, given / "report.html", given)
     assert files
     assert {path.name for path in given.iterdir()} == {"report.html", *files}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_cli import kvsketch, refused
 from test_longeval import write
 from test_refusals import outcomes
@@ -32,14 +33,21 @@ from kvsketch.evaluation.runner.settings import Settings
 from kvsketch.evaluation.runner.setups import Setup, parse_method
 from kvsketch.evaluation.runner.store import Record, Store
 from kvsketch.evaluation.tasks.longbench_prompts import DATASETS
-from tiny_model import save_tiny_model, tiny_case, tiny_model
+from tiny_model import save_tiny_model, tiny_case, tiny_model, tiny_tokenizer
 
 CLASSES = ["Price", "Date"]
+WORDS = "brave calm dark early fair glad huge idle line number"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny_model(tmp_path_factory.mktemp("model")))
+    """A model that ends most answers long before the tokens that LongBench allows."""
+    folder = save_tiny_model(tmp_path_factory.mktemp("model"))
+    ending = tiny_model(len(tiny_tokenizer()))
+    with torch.no_grad():
+        ending.lm_head.weight[ending.config.eos_token_id] *= 2
+    ending.save_pretrained(folder)
+    return str(folder)
 
 
 def longbench(folder: Path, names: Any = None, ending: str = "") -> Path:
@@ -48,7 +56,7 @@ def longbench(folder: Path, names: Any = None, ending: str = "") -> Path:
     for name in names or [n for n, d in DATASETS.items() if d.extended]:
         metric = DATASETS[name].metric
         answer = {"classification": "Date", "count": "3", "retrieval": "Paragraph 3"}.get(metric)
-        record = {"input": "brave", "context": tiny_case(30).prompt, "answers": [answer or "calm"]}
+        record = {"input": "brave", "context": tiny_case(30).prompt, "answers": [answer or WORDS]}
         record |= {"length": 99, "all_classes": CLASSES if metric == "classification" else None}
         write(folder / f"{name}{ending}.jsonl", record)
     return folder
@@ -295,6 +303,7 @@ def test_clustergen_is_run_whole(whole: tuple[dict[str, Any], Path]) -> None:
         if record.identity["method"] == "kcenter"
     }
     total = sum(scores[name] for name in CLUSTERGEN_TABLE_2["datasets"]["Summarization"])
+    assert total > 0
     ours = rows["Summarization", "kcenter"]["ours [95%]"]
     assert float(ours.split()[0]) == pytest.approx(100 * total, abs=0.051)  # a sum, not a mean
     windows = {r.identity["method"]: r.identity.get("window") for r in Store(out, write=False)}

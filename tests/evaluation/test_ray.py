@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from kvsketch.evaluation.runner.sweep import Sweep
 from kvsketch.evaluation.tasks.longeval import LongEval
 from tiny_model import save_tiny_model, tiny_case
 
-ray = pytest.importorskip("ray", reason="pip install 'kvsketch[ray]'")
+# Found, but not imported: that takes seconds, and only slow tests run it.
+if find_spec("ray") is None:
+    pytest.skip("pip install 'kvsketch[ray]'", allow_module_level=True)
 SETTINGS = Settings(max_new_tokens=4, recent=8)
 
 

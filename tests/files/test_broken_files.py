@@ -18,6 +18,7 @@ import torch
 from mutations import mutants, parts, signed, with_header
 
 from families import build
+from forked import result_of
 from kvsketch import Curves, InputError, KVSketchError, SketchCache
 from kvsketch.cli.info_command import info, rows_of
 
@@ -266,26 +267,24 @@ def test_a_header_of_two_gigabytes_is_not_read(llama: Any, tmp_path: Path) -> No
         SketchCache.load(path, llama)
 
 
-_PEAK = """
-import sys, torch
-from families import build
-from kvsketch import SketchCache, InputError
-def peak():
-    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM"))
-def reset():
-    open("/proc/self/clear_refs", "w").write("5")
-model = build("llama")
-model.config.max_position_embeddings = 1 << 15
-SketchCache.load(sys.argv[1], model)  # what loading itself needs once
-for path in sys.argv[2:]:
-    reset(); before = peak()
-    try:
-        cache = SketchCache.load(path, model)
-    except InputError as error:
-        cache = None
-    print(peak() - before, cache is not None)
-    del cache
-"""
+def _peak() -> int:
+    """The most kilobytes that this process has taken."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def _loaded(paths: list[Path]) -> list[tuple[int, bool]]:
+    """For each file, the kilobytes that loading it took, and whether it was loaded."""
+    model, found = build("llama"), []
+    model.config.max_position_embeddings = 1 << 15
+    SketchCache.load(paths[-1], model)  # what loading itself needs once
+    for path in paths:
+        Path("/proc/self/clear_refs").write_text("5")
+        before, cache = _peak(), None
+        with suppress(InputError):
+            cache = SketchCache.load(path, model)
+        found.append((_peak() - before, cache is not None))
+    return found
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
@@ -320,17 +319,11 @@ def test_no_file_makes_it_allocate_beyond_four_times_its_size(llama: Any, tmp_pa
         paths.append(path)
         paths.append(tmp_path / f"{name}.kvs")
     assert min(path.stat().st_size for path in paths) > 1_000_000
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        [sys.executable, "-c", _PEAK, paths[-1], *paths], env=env, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    lines = [line.split() for line in run.stdout.splitlines()]
-    for path, (grown, loaded) in zip(paths, lines, strict=True):
+    for path, (grown, loaded) in zip(paths, result_of(_loaded, paths), strict=True):
         size = path.stat().st_size
-        assert int(grown) * 1024 < 4 * size, (path, grown, size)
+        assert grown * 1024 < 4 * size, (path, grown, size)
         if path.stem in ("quantized", "ragged", "even"):
-            assert loaded == "True", path  # else the memory of loading was not measured
+            assert loaded, path  # else the memory of loading was not measured
 
 
 def _set_room(values: Any, room: int) -> None:

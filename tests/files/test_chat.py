@@ -17,7 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from forked import FORKED
+from kvsketch.cli.app import app
 from kvsketch.files import container
 from tiny_model import tiny_model, tiny_tokenizer
 
@@ -43,16 +46,10 @@ class Terminal:
 
     def __init__(self, *words: str) -> None:
         master, slave = pty.openpty()
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvsketch", *words],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env=env,
-            start_new_session=True,
-            preexec_fn=lambda: _own(slave),
-        )
+        self.process = FORKED.Process(target=_command, args=(os.ttyname(slave), words), daemon=True)
+        self.process.start()
+        ready, _, _ = select.select([master], [], [], 60)
+        assert ready, "the command has written nothing in 60 s"
         os.close(slave)
         self._master, self.seen = master, ""
 
@@ -79,7 +76,13 @@ class Terminal:
         except OSError:
             pass
         os.close(self._master)
-        return self.process.wait(30)
+        return self.wait()
+
+    def wait(self) -> int:
+        self.process.join(30)
+        code = self.process.exitcode
+        assert code is not None, "the command runs on after 30 s"
+        return int(code)
 
     @property
     def rss(self) -> int:
@@ -87,12 +90,33 @@ class Terminal:
         return int(re.search(r"VmRSS:\s+(\d+)", status)[1])  # type: ignore[index]
 
 
-def _own(slave: int) -> None:
+def _command(terminal: str, words: tuple[str, ...]) -> None:
+    """Run a command on a terminal, in a session of its own."""
     import fcntl
     import termios
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # background processes ignore it
+    from kvsketch.cli import main
+
+    os.setsid()
+    slave = os.open(terminal, os.O_RDWR)
     fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+    for number in range(3):
+        os.dup2(slave, number)
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(number, mode, buffering=1, closefd=False)  # noqa: SIM115
+        for number, mode in enumerate("rww")
+    )
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes ignore it
+    os.environ["TERM"] = "xterm"
+    sys.argv = ["kvsketch", *words]
+    main()
+
+
+def chat(said: str, *words: str, code: int = 0) -> Any:
+    """A chat without a terminal, in this process."""
+    result = CliRunner().invoke(app, ["chat", *words], input=said)
+    assert result.exit_code == code, result.output
+    return result
 
 
 def header(path: Path) -> dict[str, Any]:
@@ -115,7 +139,7 @@ def test_fifty_turns_on_a_terminal(model: str, tmp_path: Path) -> None:
     terminal.type("\x03")  # Ctrl-C during the answer
     stopped = terminal.until(PROMPT)
     assert "[stopped]" in stopped
-    assert terminal.process.poll() is None
+    assert terminal.process.is_alive()
     time.sleep(0.3)  # Python misses a signal between the prompt and its wait for a key
     terminal.type("\x03")  # Ctrl-C at the prompt
     terminal.until("Ctrl-D or /exit ends the session")
@@ -176,17 +200,8 @@ def test_what_the_model_is_told_first_is_never_compressed(model: str, tmp_path: 
     from kvsketch import SketchCache
 
     path, told = tmp_path / "talk.kvs", "brave calm dark early fair glad huge idle " * 5
-    words = [sys.executable, "-m", "kvsketch", "chat", "--model", model, "--system", told]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    more = ["--save", str(path), "--budget", "160", "--max-new-tokens", "200"]
-    said: dict[str, Any] = {
-        "input": "glad huge\n",
-        "capture_output": True,
-        "text": True,
-        "env": env,
-    }
-    run = subprocess.run([*words, *more], **said)
-    assert run.returncode == 0, run.stderr
+    words = ["--model", model, "--system", told, "--budget"]
+    chat("glad huge\n", *words, "160", "--max-new-tokens", "200", "--save", str(path))
     loaded, tokenizer = (c.from_pretrained(model) for c in (AutoModelForCausalLM, AutoTokenizer))
     ids = tokenizer(told + "\n", return_tensors="pt").input_ids
     cache = SketchCache.load(path, loaded)
@@ -198,8 +213,7 @@ def test_what_the_model_is_told_first_is_never_compressed(model: str, tmp_path: 
         found = ours.stream.slots.narrow(0, ids.shape[1])
         torch.testing.assert_close(found.keys, theirs.keys, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(found.values, theirs.values, rtol=1e-4, atol=1e-5)
-    run = subprocess.run([*words, "--budget", "60"], **said)
-    assert run.returncode == 2
+    run = chat("glad huge\n", *words, "60", code=2)
     said_of = r"--system has \d+ tokens, which are never compressed: --budget 60 must be a number"
     assert re.search(said_of, run.stderr)
 
@@ -228,14 +242,8 @@ def test_a_chat_says_how_to_leave_and_sends_no_commands_to_the_model(
     model: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "talk.kvs"
-    run = subprocess.run(
-        [sys.executable, "-m", "kvsketch", "chat", "--model", model, "--save", str(path)],
-        input="/help\n/save now\n/\n /exit \nnot read",
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert run.returncode == 0, run.stderr
+    said = "/help\n/save now\n/\n /exit \nnot read"
+    run = chat(said, "--model", model, "--save", str(path))
     banner, shown, *refused = run.stderr.splitlines()
     assert banner.startswith(f"chat with {Path(model).name}; /exit, /quit or Ctrl-D ends")
     assert shown == banner.partition("; ")[2]
@@ -259,9 +267,9 @@ def test_what_was_said_is_saved_when_the_terminal_is_closed(
     if not answering:
         terminal.until(PROMPT)
         time.sleep(0.5)  # until the prompt waits for input
-    terminal.process.send_signal(number)
+    os.kill(terminal.process.pid, number)
     terminal.until("saved to")
-    assert terminal.process.wait(30) == 0
+    assert terminal.wait() == 0
     assert header(path)["summary"]["tokens"] >= 4
 
 
@@ -278,7 +286,7 @@ def test_a_chat_that_cannot_be_saved_asks_for_another_file(model: str, tmp_path:
     assert "error:" in shown
     terminal.type(f"{other}\n")
     terminal.until("saved to")
-    assert terminal.process.wait(30) == 0
+    assert terminal.wait() == 0
     assert header(other)["summary"]["tokens"] >= 4
 
 
@@ -307,7 +315,7 @@ def test_every_answer_is_saved_and_a_turn_that_cannot_be_leaves_the_file_before(
     assert "error:" not in terminal.until(PROMPT)
     assert header(path)["summary"]["tokens"] > sizes[1] + 4
     terminal.process.kill()  # what was said is there, whatever happens then
-    terminal.process.wait(30)
+    terminal.wait()
     assert header(path)["summary"]["tokens"] > sizes[1] + 4
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import pytest
 from mutations import with_header
 from typer.testing import CliRunner
 
+from forked import result_of
 from kvsketch import SketchCache
 from kvsketch.cli.app import app
 from kvsketch.documents.wording import Wording
@@ -284,13 +282,11 @@ def test_a_chat_template_goes_around_document_and_question() -> None:
         Wording.of(tokenizer, system="Be brief.")
 
 
-_ASK = """
-import json, sys
-from kvsketch.cli.document_options import open_document
-from kvsketch.documents.answering import answers
-document = open_document(__import__("pathlib").Path(sys.argv[1]), None, "cpu")
-print(json.dumps(answers(document, json.loads(sys.stdin.read()))))
-"""
+def _asked(path: Path, questions: list[str]) -> list[list[int]]:
+    from kvsketch.cli.document_options import open_document
+    from kvsketch.documents.answering import answers
+
+    return answers(open_document(path, None, "cpu"), questions)
 
 
 def _record(lines: int) -> tuple[str, list[str], list[str]]:
@@ -324,16 +320,7 @@ def test_a_new_process_answers_as_the_first(lines: int, least: int, tmp_path: Pa
     path = tmp_path / "record.kvs"
     document.save(path)
     first = answers(document, asked)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        [sys.executable, "-c", _ASK, path],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        env=env,
-    )
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout.splitlines()[-1]) == first
+    assert result_of(_asked, path, asked) == first
     texts = tokenizer.batch_decode(first, skip_special_tokens=True)
     assert sum(f"<{n}>" in text for n, text in zip(right, texts, strict=True)) >= least
     size = path.stat().st_size

@@ -51,14 +51,14 @@ def forward(model: Any, ids: torch.Tensor, cache: Any, **more: Any) -> torch.Ten
 
 
 @torch.no_grad()
-def goes_on(model: Any, *caches: Any, steps: int = 40) -> list[list[torch.Tensor]]:
+def goes_on(model: Any, *caches: Any, steps: int = 20) -> list[list[torch.Tensor]]:
     """For each cache the logits of single tokens, a chunk and more tokens; the tokens are the
     model's own predictions."""
     rows = caches[0]._sketches()[0].token_shape[0]
     found = []
     for cache in caches:
         ids, logits = ids_of(rows, 1, 5), []
-        for step in range(steps + 15):
+        for step in range(steps + 10):
             if step == steps:
                 ids = ids_of(rows, 9, 6)
             logits.append(forward(model, ids, cache)[:, -1])
@@ -334,8 +334,8 @@ def test_copies_of_a_fork_choose_what_one_would_choose(method: str, llama: Any) 
 def goes_on_from_same(model: Any, cache: SketchCache) -> list[list[torch.Tensor]]:
     """As ``goes_on``, where the first token and the chunk are the same in all rows."""
     logits, ids = [], ids_of(1, 1, 5).expand(3, -1)
-    for step in range(55):
-        if step == 40:
+    for step in range(30):
+        if step == 20:
             ids = ids_of(1, 9, 6).expand(3, -1)
         logits.append(forward(model, ids, cache)[:, -1])
         ids = logits[-1].argmax(-1, keepdim=True)

@@ -70,7 +70,7 @@ def step(model: Any, cache: Any, ids: torch.Tensor, **given: Any) -> torch.Tenso
     return found
 
 
-def decoded(model: Any, cache: Any, batch: int = 1, tokens: int = 45, **given: Any) -> torch.Tensor:
+def decoded(model: Any, cache: Any, batch: int = 1, tokens: int = 30, **given: Any) -> torch.Tensor:
     """Logits of a prompt's end and of decoded tokens."""
     out = [step(model, cache, ids_of(batch, 70), **given)[:, -1:]]
     for i in range(tokens):

@@ -13,7 +13,7 @@ from kvsketch import METHODS, SKETCHES, InputError, SketchCache
 from kvsketch.methods.registry import PROJECTING, ROTATING
 
 TOKENS = 40
-NEW = 12
+NEW = 8
 BATCHES = {"one": [0], "equal": [0, 0], "padded": [9, 0, 3]}
 
 

@@ -135,13 +135,14 @@ def test_a_context_read_in_inference_mode_goes_on_outside(llama: Any, method: st
     def run(reading: Any, decoding: Any) -> torch.Tensor:
         cache = SketchCache(llama.config, method, **SMALL)
         with reading():
-            forward(llama, ids_of(1, 60), cache)
+            forward(llama, ids_of(1, 40), cache)
         with decoding():
-            found = [forward(llama, ids_of(1, 1, i), cache).detach() for i in range(12)]
+            found = [forward(llama, ids_of(1, 1, i), cache).detach() for i in range(8)]
         return torch.cat(found, 1)
 
     expected = run(torch.no_grad, torch.no_grad)
-    for reading, decoding in itertools.product((torch.no_grad, torch.inference_mode), repeat=2):
+    modes = (torch.no_grad, torch.inference_mode)
+    for reading, decoding in list(itertools.product(modes, repeat=2))[1:]:
         torch.testing.assert_close(run(reading, decoding), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -661,7 +662,7 @@ COMPILED: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        pytest.param(family, settings, marks=pytest.mark.slow if family != "llama" or i > 1 else [])
+        pytest.param(family, settings, marks=pytest.mark.slow if family != "llama" or i > 0 else [])
         for family in ("llama", "opt", "eager")
         for i, settings in enumerate(COMPILED)
     ],

@@ -96,7 +96,7 @@ DRAWN = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(**DRAWN)
 def test_every_head_keeps_what_it_keeps_alone(method, seed, n, sink, recent, dead, weighted, data):
     slots, observed = case(seed, n, dead, weighted)

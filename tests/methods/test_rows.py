@@ -66,8 +66,8 @@ def batches(kind, n, dim=DIM):
     spread, clustered, large, equal = (
         row(other, 7 + i, n, dim) for i, other in enumerate((*KINDS, "equal"))
     )
-    yield 0, [[own], [own, spread], [own, clustered], [own, equal], [own, large, spread]]
-    yield 1, [[spread, own], [clustered, own], [equal, own], [large, own, spread]]
+    yield 0, [[own], [own, spread], [own, equal], [own, large, clustered]]
+    yield 1, [[clustered, own], [equal, own], [large, own, spread]]
 
 
 def live_parts(slots, b):
@@ -163,17 +163,17 @@ def test_a_row_told_its_number_is_what_it_is_in_the_batch(method):
 @pytest.mark.parametrize("method", EVERY_METHOD)
 def test_answers_of_a_row_are_what_they_are_beside_others(method):
     """The logits of a row are the same beside any other rows, after a prompt of 90 tokens and after
-    each of 25 decoded ones."""
+    each of 12 decoded ones."""
     model = build("llama").double()
     g = torch.Generator().manual_seed(0)
-    own, other, third = torch.randint(3, VOCABULARY, (3, 115), generator=g)
+    own, other, third = torch.randint(3, VOCABULARY, (3, 102), generator=g)
 
     def logits(*rows):
         ids = torch.stack(rows)
         cache = SketchCache(model.config, method, budget=24, sink=2, recent=6, allocation="even")
         with torch.no_grad():
             steps = [model(ids[:, :90], past_key_values=cache, use_cache=True)]
-            for i in range(90, 115):
+            for i in range(90, 102):
                 steps.append(model(ids[:, i : i + 1], past_key_values=cache, use_cache=True))
         return torch.stack([step.logits[:, -1] for step in steps], dim=1)
 
@@ -286,13 +286,13 @@ def test_a_row_of_a_padded_sketch_is_what_it_is_beside_others(name):
     there = torch.rand(5, 1, n, generator=g) < torch.tensor([1, 0.9, 0.5, 0.1, 0]).view(5, 1, 1)
     there[2, :, : n // 3] = False
     for b, (first, *others) in batches("spread", n, dim_of(name)):
-        for own in there[[0, 2]]:
-            live = torch.stack([own] * len(first))
-            expected = extended(name, first, live)
-            for i, rows in enumerate(others):
-                live = torch.stack([there[(i + j) % 5] for j in range(len(rows))])
-                live[b] = own
-                assert_same_sketch_row(expected, extended(name, rows, live), b)
+        own = there[2 * b]  # whole in the first place, with padding in the second
+        live = torch.stack([own] * len(first))
+        expected = extended(name, first, live)
+        for i, rows in enumerate(others):
+            live = torch.stack([there[(i + j) % 5] for j in range(len(rows))])
+            live[b] = own
+            assert_same_sketch_row(expected, extended(name, rows, live), b)
 
 
 @pytest.mark.parametrize("name", BUILDERS)

@@ -29,7 +29,7 @@ PIECE, GUESSES = 20, 4
 
 @pytest.mark.parametrize("method", ["heavy_merge", "h2o", "streaming_llm", "uniform"])
 @pytest.mark.parametrize("middle", [None, ((13, 40), Bits(8, 8))], ids=["one part", "two"])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     prompt=st.integers(1, 90),
     buffer=st.integers(1, 9),
@@ -102,7 +102,7 @@ class _Drafts:
 
 @pytest.mark.parametrize("method", ["heavy_merge", "h2o", None])
 @pytest.mark.parametrize("middle", [None, ((13, 40), Bits(8, 8))], ids=["one part", "two"])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     prompts=st.lists(st.integers(1, 90), min_size=2, max_size=4),
     pages=st.permutations(range(9)),

@@ -20,7 +20,7 @@ from kvsketch.vllm.states import States
 
 
 @pytest.mark.parametrize("method", [None, *METHODS])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     sizes=st.lists(st.integers(1, 90), min_size=1, max_size=4),
@@ -225,7 +225,7 @@ def test_a_page_s_parts_do_not_overlap(middle):
 
 
 @pytest.mark.parametrize("middle", [None, ((20, 33), Bits(4, 4))], ids=["one part", "two"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     at=st.integers(1, 69),
     seed=st.integers(0, 99),

@@ -66,7 +66,7 @@ def alone(method, rhythm, kept, request, prompt, piece, budget):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("middle", [None, (30, 30), (13, 40)], ids=["one part", "two", "uneven"])
-@settings(max_examples=7, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     sizes=st.lists(st.tuples(st.integers(1, 90), st.integers(0, 40)), min_size=1, max_size=4),
@@ -93,7 +93,7 @@ def test_a_batch_is_its_requests_alone(method, middle, seed, sizes, piece, chunk
 
 
 @pytest.mark.parametrize("bits", [Bits(8, 8), Bits(4, 4)], ids=str)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 99),
     prompt=st.integers(1, 90),

@@ -19,7 +19,7 @@ BITS = [FULL, Bits(8, 8), Bits(8, 4), Bits(4, 4)]
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     sizes=st.lists(st.integers(1, 90), min_size=1, max_size=4),
@@ -45,7 +45,7 @@ def test_as_they_are(method, seed, sizes, heads, chunk, buffer, softcap, sinks, 
 
 
 @pytest.mark.parametrize("bits", BITS, ids=str)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     sizes=st.lists(st.integers(1, 90), min_size=2, max_size=4),
