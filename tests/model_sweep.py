@@ -22,6 +22,8 @@ from kvsketch import SketchCache
 from kvsketch.hf.activations import capture_compressed
 
 TOKENS, NEW, CHUNK = 40, 12, 8
+#: the tokens of an answer through ``generate``
+ANSWER = 8
 #: the largest relative difference of float32 logits that counts as rounding
 CLOSE = 2e-5
 WINDOW = {"sink": 2, "recent": 6}
@@ -100,7 +102,7 @@ class Letters:
 def answer(model: Any, ids: Tensor, cache: Any) -> Tensor:
     """The tokens of a greedy answer through ``generate``."""
     found: Tensor = model.generate(
-        ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False, pad_token_id=0
+        ids, past_key_values=cache, max_new_tokens=ANSWER, do_sample=False, pad_token_id=0
     )
     return found[:, ids.shape[1] :]
 
