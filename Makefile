@@ -85,9 +85,10 @@ $(NEWER)/.ready: $(ENGINE)/.ready tests/engine/newer.py
 	touch $@
 
 # Every test of engines with one release, and those of what vLLM might change with the next. Of
-# tests/serving, which need no vLLM and which `make test` has run with the same release of torch, those
-# that meet what differs here: other releases of transformers and numpy, and a vLLM that is there.
-SERVING := $(addprefix tests/serving/test_,settings.py offline.py server_plan.py pages.py)
+# tests/serving, which need no vLLM and which `make test` has run with the same releases of torch and
+# Triton, those that meet what differs here: another transformers, and a vLLM that is there. The other
+# numpy is met in the engines.
+SERVING := $(addprefix tests/serving/test_,settings.py offline.py server_plan.py)
 test-vllm: $(ENGINE)/.ready
 	$(MAKE) $(NEWER)/.ready || echo "NOT TESTED: vLLM 0.33 could not be installed"
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
