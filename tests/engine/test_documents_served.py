@@ -244,7 +244,7 @@ def test_a_page_that_is_loaded_again_starts_anew(shelf):
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_the_second_runner_loads_the_same(shelf, stages):
-    requests = long_answers(shelf, 40)[:2]
+    requests = long_answers(shelf, 60)[:2]
     first = shelf.load(requests)
     given = {**shelf.variables, **engine.as_on_cuda(), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     second = load(shelf.folder, given, requests, pipeline_parallel_size=stages)
@@ -255,7 +255,7 @@ def test_the_second_runner_loads_the_same(shelf, stages):
 
 def test_two_ranks_load_their_heads(shelf):
     both = {**shelf.variables, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    requests = long_answers(shelf, 40)[:2]
+    requests = long_answers(shelf, 60)[:2]
     one = shelf.load(requests)
     two = load(shelf.folder, both, requests, tensor_parallel_size=2)
     assert engine.same(one, two) == 2

@@ -72,16 +72,16 @@ def test_the_second_runner_reads_what_it_decoded_one_by_one():
     variables = {**engine.OURS, "KVSKETCH_BUDGET": "128", "KVSKETCH_PIECE": "64"}
     given = {"max_model_len": 1024, "block_size": 32, "max_num_batched_tokens": 96}
     given |= {"max_num_seqs": 2, **PIECES}
-    prompts = drawn((200, 300), 120)
+    prompts = drawn((200, 300), 72)
     first = engine.run(prompts, variables, enable_prefix_caching=False, **given)
     turns = [
         {**one, "prompt": one["prompt"] + answer[:count] + [7], "max_tokens": 8}
-        for count in (110, 60)
+        for count in (66, 30)
         for one, answer in zip(prompts, engine.tokens_of(first), strict=True)
     ]
     off = engine.run(turns, variables, enable_prefix_caching=False, **given)
     second = {**variables, **engine.as_on_cuda()}
-    on = engine.run(prompts + turns, second, preempt=60, **given)
+    on = engine.run(prompts + turns, second, preempt=33, **given)
     expected = {"answers": first["answers"] + off["answers"]}
     assert engine.same(expected, on) == len(prompts + turns)
     assert on["preemptions"] > 1
