@@ -19,14 +19,15 @@ is:
     python -m benchmarks.engine_job --forks
 
 reads lines of ``{"job": ..., "variables": ..., "said": a file}``. Every job runs in a fork of this
-process, which has imported vLLM, and writes what it says to the file. The answer to each line is a
-line with the status of that process.
+process, which has imported vLLM, and writes what it says to the file. Its ranks, if there are
+several, are forks of that one. The answer to each line is a line with the status of that process.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
 import resource
 import sys
@@ -172,8 +173,13 @@ def forks() -> None:
     """Run jobs in forks of this process."""
     import vllm
     import vllm.v1.worker.cpu_worker
+    from vllm.v1.executor import multiproc_executor
 
     assert vllm.LLM  # imported lazily
+    # On a CPU vLLM starts new processes for ranks, since a fork does not have the threads of OpenMP
+    # of its parent. Here there are none yet.
+    assert multiproc_executor.get_mp_context
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     # Each engine collects garbage several times when it starts, and need not look at all of this.
     gc.collect()
     gc.freeze()
@@ -193,6 +199,9 @@ def forks() -> None:
                 traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()
+            for rank in multiprocessing.active_children():
+                rank.terminate()
+                rank.join()
             os._exit(code)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)

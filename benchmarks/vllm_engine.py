@@ -431,18 +431,18 @@ def chunks(count: int) -> Job:
     return {"requests": count, "sizes": list(sizes), "equal": equal}
 
 
-def mixed(count: int, seed: int) -> Job:
+def mixed(count: int, seed: int, longest: int = 6000, pages: int = 16) -> Job:
     """The part mixed: requests of 100 to 6,000 tokens, a quarter aborted, with few pages."""
     numbers = random.Random(seed)
     asked = []
     for number in range(count):
-        prompt = [numbers.randrange(3, 2000) for _ in range(numbers.randrange(100, 6000))]
+        prompt = [numbers.randrange(3, 2000) for _ in range(numbers.randrange(100, longest))]
         asked.append({"prompt": prompt, "max_tokens": numbers.randrange(8, 40), "ignore_eos": True})
         if number % 4 == 0:
             asked[-1]["abort"] = numbers.randrange(5, 120)
     engine = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
     # There are pages for some of the requests only, and the others wait.
-    crowd = run(asked, SMALL, preempt=10, num_gpu_blocks_override=16, **engine)
+    crowd = run(asked, SMALL, preempt=10, num_gpu_blocks_override=pages, **engine)
     alone = run([{**r, "abort": None} for r in asked], SMALL, together=False, **engine)
     finished = [tokens is not None for tokens in tokens_of(crowd)]
     return {

@@ -80,11 +80,11 @@ def difference(found: list[Tensor], expected: list[Tensor]) -> float:
     )
 
 
-def lossless(model: Any, padding: list[int]) -> float:
+def lossless(model: Any, padding: list[int], budgets: tuple[float, ...] = (1.0, 1000)) -> float:
     """The difference to ``DynamicCache`` with room for all tokens (0: the same kernel ran)."""
     expected = run(model, DynamicCache(config=model.config), padding)
     worst = 0.0
-    for budget in (1.0, 1000):
+    for budget in budgets:
         cache = SketchCache(model.config, "h2o", budget=budget)
         worst = max(worst, difference(run(model, cache, padding), expected))
     return worst
@@ -119,20 +119,23 @@ def generates(model: Any) -> bool:
     return torch.equal(found, expected)
 
 
-def rereads(model: Any, queries: Any) -> bool:
-    """Whether a second reading leaves nothing behind: ``generate`` then gives the same tokens as
-    with ``DynamicCache`` and the whole prompt; or, with Jamba, to which transformers gives another
-    state in two steps, with ``DynamicCache`` and the same steps."""
+def rereads(model: Any, *queries: Any) -> bool:
+    """Whether a second reading leaves nothing behind, with each kind of queries: ``generate`` then
+    gives the same tokens as with ``DynamicCache`` and the whole prompt; or, with Jamba, to which
+    transformers gives another state in two steps, with ``DynamicCache`` and the same steps."""
     most = getattr(model.config, "max_position_embeddings", None) or 512
     ids, _ = prompt([0, 0], 110 if most > 400 else 40)
-    cache = SketchCache(model.config, budget=1000)
-    kvsketch.prefill(model, ids[:, :-10], cache, queries=queries, tokenizer=Letters())
-    assert cache.get_seq_length() == ids.shape[1] - 10
+    caches = []
+    for kind in queries:
+        caches.append(SketchCache(model.config, budget=1000))
+        kvsketch.prefill(model, ids[:, :-10], caches[-1], queries=kind, tokenizer=Letters())
+        assert caches[-1].get_seq_length() == ids.shape[1] - 10
     exact = DynamicCache(config=model.config)
     if model.config.model_type == "jamba":
         with torch.no_grad():
             model.base_model(ids[:, :-10], past_key_values=exact, use_cache=True)
-    return torch.equal(answer(model, ids, cache), answer(model, ids, exact))
+    expected = answer(model, ids, exact)
+    return all(torch.equal(answer(model, ids, cache), expected) for cache in caches)
 
 
 def captures(model: Any) -> bool:

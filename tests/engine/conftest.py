@@ -69,28 +69,36 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+#: what Python, vLLM or benchmarks/interpreter read while they are imported
+_EARLY = ("PYTHONPATH", "INTERPRETED_PAGES")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Engines that need no process of their own are forks of one that has imported vLLM: an import
-    takes longer than most tests. Ranks, and what vLLM reads while it is imported, need one."""
+    """Engines, and their ranks, are forks of a process that has imported vLLM with the same of the
+    variables that matter then: an import takes longer than most tests. All of them log warnings, as
+    tests of documents ask for."""
     if importlib.util.find_spec("vllm") is None:
         yield
         return
     said = tmp_path_factory.mktemp("engines") / "said"
-    server: list[subprocess.Popen[str]] = []
+    servers: dict[tuple[str | None, ...], subprocess.Popen[str]] = {}
 
     def process(job: engine.Job, variables: dict[str, str]) -> tuple[int, str]:
-        ranks = any(name.endswith("_parallel_size") for name in job["engine"])
-        if ranks or not all(name.startswith("KVSKETCH_") for name in variables):
-            return engine.new_process(job, variables)
-        if not server or server[0].poll() is not None:
+        early = {name: variables[name] for name in _EARLY if name in variables}
+        kind = tuple(early.get(name) for name in _EARLY)
+        server = servers.get(kind)
+        if server is None or server.poll() is not None:
             command = [str(engine.PYTHON), "-m", "benchmarks.engine_job", "--forks"]
             given = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            server[:] = [subprocess.Popen(command, cwd=engine.ROOT, env=engine.clean(), **given)]
-        stdin, stdout = server[0].stdin, server[0].stdout
+            environment = {**engine.clean(), "VLLM_LOGGING_LEVEL": "WARNING", **early}
+            server = subprocess.Popen(command, cwd=engine.ROOT, env=environment, **given)
+            servers[kind] = server
+        stdin, stdout = server.stdin, server.stdout
         assert stdin is not None
         assert stdout is not None
-        line = {"job": job, "variables": variables, "said": str(said)}
+        later = {name: value for name, value in variables.items() if name not in _EARLY}
+        line = {"job": job, "variables": later, "said": str(said)}
         stdin.write(json.dumps(line) + "\n")
         stdin.flush()
         answer = stdout.readline()
@@ -101,5 +109,5 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "process", process)
         yield
-    for one in server:
+    for one in servers.values():
         one.communicate()

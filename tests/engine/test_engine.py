@@ -48,39 +48,44 @@ def test_answers_are_those_of_transformers():
 @pytest.mark.parametrize("method", ["streaming_llm", "cluster_merge", "h2o", "keydiff"])
 def test_a_batch_is_its_requests_alone(method):
     variables = {"KVSKETCH_METHOD": method, "KVSKETCH_BUDGET": "512"}
-    together = engine.run(asked(4), variables, max_num_seqs=8)
-    alone = engine.run(asked(4), variables, together=False, max_num_seqs=8)
-    assert engine.same(together, alone) == 4
+    requests = asked(3, lines=100)
+    together = engine.run(requests, variables, max_num_seqs=8)
+    alone = engine.run(requests, variables, together=False, max_num_seqs=8)
+    assert engine.same(together, alone) == 3
     assert together["metrics"]["compressions"] > 0
     assert together["metrics"]["error"] > 0
 
 
 def test_chunks_change_nothing():
-    found = engine.chunks(4)
-    assert found["equal"] == 4
+    found = engine.chunks(2)
+    assert found["equal"] == 2
 
 
 @pytest.mark.seams
 def test_mixed_requests_with_aborts_and_preemptions():
-    found = engine.mixed(16, seed=1)
+    found = engine.mixed(8, seed=1, longest=3000, pages=7)
     assert found["aborted"] > 0 < found["preemptions"]
-    assert found["equal"] == found["finished"] == 16 - found["aborted"]
+    assert found["most_running"] < 8  # The others wait for a page.
+    assert found["equal"] == found["finished"] == 8 - found["aborted"]
     before, after = found["free_pages"]
     assert before == after
 
 
 @pytest.mark.seams
-def test_two_ranks_answer_as_one():
-    found = engine.parallel(4)
-    assert found["equal"] == 4
+def test_two_ranks_answer_as_one(monkeypatch):
+    """Here in new processes, as vLLM starts them: each has to find our plugin. The ranks of other
+    tests are forks."""
+    monkeypatch.setattr(engine, "process", engine.new_process)
+    found = engine.parallel(2)
+    assert found["equal"] == 2
 
 
 @pytest.mark.parametrize("bits", ["8", "4"])
 def test_slots_in_few_bits(bits):
     variables = {**HEAVY, "KVSKETCH_BITS": bits}
     together = engine.run(asked(6), variables, max_num_seqs=8)
-    alone = engine.run(asked(6), variables, together=False, max_num_seqs=8)
-    assert engine.same(together, alone) == 6
+    alone = engine.run(asked(2), variables, together=False, max_num_seqs=8)
+    assert engine.same({"answers": together["answers"][:2]}, alone) == 2
     assert right(together, 6) >= 5
     sixteen = engine.run([], HEAVY)  # 32 bits here, this model's dtype
     assert together["page_bytes"] < sixteen["page_bytes"] * (0.5 if bits == "8" else 0.4)
@@ -99,13 +104,13 @@ def test_budgets_by_curves_and_two_ranks_of_them(curves):
     assert right(one, 8) > right(even, 8)
     assert one["page_bytes"] < 1.02 * even["page_bytes"]
     both = {**variables, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    two = engine.run(asked(2), both, max_num_seqs=8, tensor_parallel_size=2)
-    assert engine.same(alone, two) == 2
+    two = engine.run(asked(1), both, max_num_seqs=8, tensor_parallel_size=2)
+    assert engine.same({"answers": alone["answers"][:1]}, two) == 1
 
 
 @pytest.mark.seams
 def test_layers_with_a_sliding_window_keep_their_own_small_blocks(hybrid):
-    requests, given = drawn((50, 700, 1500, 200), 16), {"model": hybrid, "max_model_len": 4096}
+    requests, given = drawn((50, 500, 900, 200), 16), {"model": hybrid, "max_model_len": 4096}
     stock = engine.run(requests, {}, **given)
     exact = engine.run(requests, {"KVSKETCH_METHOD": "exact"}, **given)
     assert engine.same(stock, exact) == 4
@@ -122,13 +127,13 @@ def test_layers_with_a_sliding_window_keep_their_own_small_blocks(hybrid):
 
 @pytest.mark.parametrize("bits", ["16", "4"])
 def test_requests_start_from_the_page_of_a_document_that_was_read(bits):
-    variables, requests = {**HEAVY, "KVSKETCH_BITS": bits}, about_documents(3)
+    variables, requests = {**HEAVY, "KVSKETCH_BITS": bits}, about_documents(2)
     off = engine.run(requests, variables, together=False, enable_prefix_caching=False)
     on = engine.run(requests, variables, together=False)
     assert off["reused_tokens"] == 0
     assert engine.same(off, on) == len(requests)
     document = len(requests[0]["prompt"])
-    assert on["reused_tokens"] > 9 * 0.9 * document
+    assert on["reused_tokens"] > 6 * 0.9 * document
     assert on["metrics"]["tokens"] == off["metrics"]["tokens"] - on["reused_tokens"]
     crowd = {"max_num_seqs": 4, "num_gpu_blocks_override": 8, "preempt": 5}
     both = engine.run(requests + requests[::-1], variables, **crowd)
@@ -142,12 +147,12 @@ def test_requests_start_from_the_page_of_a_document_that_was_read(bits):
 def test_a_page_of_several_blocks_is_found_again(bits, hybrid):
     """With sliding windows, too, requests start from the copy of a page, with vLLM's own cache of
     the tokens in the window. Blocks of pages in few bits are reused for tokens."""
-    documents = drawn((1500, 2000), 1)
-    questions = [one["prompt"] for one in drawn((40,) * 6, 1)]
+    documents = drawn((900, 1100), 1)
+    questions = [one["prompt"] for one in drawn((40,) * 4, 1)]
     requests = []
     for number, document in enumerate(documents):
         requests.append(document)
-        for question in questions[3 * number : 3 * number + 3]:
+        for question in questions[2 * number : 2 * number + 2]:
             prompt = document["prompt"] + question
             requests.append({"prompt": prompt, "max_tokens": 8, "ignore_eos": True})
     variables = {**HEAVY, "KVSKETCH_BUDGET": "256", "KVSKETCH_BITS": bits}
@@ -156,7 +161,7 @@ def test_a_page_of_several_blocks_is_found_again(bits, hybrid):
     on = engine.run(requests, variables, together=False, **given)
     assert off["reused_tokens"] == 0
     assert engine.same(off, on) == len(requests)
-    assert on["reused_tokens"] > 3 * 0.9 * 3500
+    assert on["reused_tokens"] > 2 * 0.9 * 2000
     crowd = {"max_num_seqs": 4, "num_gpu_blocks_override": 120, "preempt": 5, **given}
     both = engine.run(requests + requests[::-1], variables, **crowd)
     twice = {"answers": off["answers"] + off["answers"][::-1]}

@@ -97,7 +97,7 @@ def test_sketches_generate(family, method):
     """With a streaming sketch generate finishes, the cache counts the true length, and the masses
     of its slots add up to the number of tokens."""
     model = build(family)
-    for padding in BATCHES.values():
+    for padding in (BATCHES["one"], BATCHES["padded"]):
         cache = SketchCache(model.config, method, budget=24, sink=2, recent=6)
         ids = generate(model, cache, padding)
         assert ids.shape == (len(padding), TOKENS + NEW)

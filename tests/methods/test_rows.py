@@ -34,6 +34,15 @@ from kvsketch.random_numbers import derived, drawn, places, streams, uniform
 HEADS, QUERY_HEADS, DIM = 2, 4, 6
 SIGNIFICANCE = 1e-3
 KINDS = ("spread", "clustered", "large")
+#: Batches of rows by their kind: each kind of ``KINDS`` is at the first place of three, and at the
+#: second of three, beside others and a row whose tokens are all equal.
+BATCHES = (
+    *((kind,) for kind in KINDS),
+    *(("clustered", "spread"), ("large", "clustered"), ("spread", "large")),
+    *(("large", "spread", "clustered"), ("spread", "clustered", "equal")),
+    ("clustered", "large", "equal"),
+    *(("equal", kind) for kind in KINDS),
+)
 
 #: methods without a second reading; those with one are tested in tests/hf/test_reading.py
 BY_PROMPT = sorted(set(ALL_METHODS) - set(REREADING))
@@ -60,9 +69,21 @@ def batch(rows):
     return Slots(keys, values), queries
 
 
-def batches(kind, n, dim=DIM):
+def check_batches(n, dim, made, assert_same):
+    """Check that a row is the same in all ``BATCHES`` that have it at the same place. ``made(rows,
+    kinds)`` is called for each; ``assert_same(one, other, place)`` compares what it returned."""
+    rows = {kind: row(kind, 1 + i, n, dim) for i, kind in enumerate((*KINDS, "equal"))}
+    first = {}
+    for kinds in BATCHES:
+        found = made([rows[kind] for kind in kinds], kinds)
+        for place, kind in enumerate(kinds):
+            if kind != "equal":
+                assert_same(first.setdefault((kind, place), found), found, place)
+
+
+def batches(n, dim=DIM):
     """The place of a row, and batches that all have this row there."""
-    own = row(kind, 1, n, dim)
+    own = row("spread", 1, n, dim)
     spread, clustered, large, equal = (
         row(other, 7 + i, n, dim) for i, other in enumerate((*KINDS, "equal"))
     )
@@ -76,6 +97,16 @@ def live_parts(slots, b):
     live = slots.live()
     live = torch.ones_like(slots.mass).bool() if live is None else live
     return [t[b, h][live[b, h]] for t in slots.tensors().values() for h in range(HEADS)]
+
+
+def same_rows_of(method):
+    """Checks that the slots of a row are equal, at every time."""
+
+    def assert_same(one, other, b):
+        for mine, theirs in zip(one, other, strict=True):
+            assert_same_row(mine, b, theirs, b, is_exact(method))
+
+    return assert_same
 
 
 def assert_same_row(one, b, other, c, exactly=True):
@@ -138,14 +169,12 @@ def streamed(method, rows, padding=None, numbers=None, seed=5):
     return seen
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", BY_PROMPT)
-def test_a_row_of_a_cache_is_what_it_is_beside_others(method, kind):
-    for b, (first, *others) in batches(kind, TOKENS, dim_of(method)):
-        expected = streamed(method, first)
-        for rows in others:
-            for one, other in zip(expected, streamed(method, rows), strict=True):
-                assert_same_row(one, b, other, b, is_exact(method))
+def test_a_row_of_a_cache_is_what_it_is_beside_others(method):
+    def made(rows, kinds):
+        return streamed(method, rows)
+
+    check_batches(TOKENS, dim_of(method), made, same_rows_of(method))
 
 
 @pytest.mark.parametrize("method", BY_PROMPT)
@@ -177,24 +206,25 @@ def test_answers_of_a_row_are_what_they_are_beside_others(method):
                 steps.append(model(ids[:, i : i + 1], past_key_values=cache, use_cache=True))
         return torch.stack([step.logits[:, -1] for step in steps], dim=1)
 
-    first = logits(own, other)[0]
-    for found in (logits(own)[0], logits(own, third)[0], logits(own, third, other)[0]):
+    first, second = logits(own, other)
+    for found in (logits(own)[0], logits(own, third, other)[0]):
         torch.testing.assert_close(found, first, rtol=1e-9, atol=1e-9)
-    second = logits(other, own)[1]
-    torch.testing.assert_close(logits(third, own)[1], second, rtol=1e-9, atol=1e-9)
+    found = logits(third, other, own)[1]
+    torch.testing.assert_close(found, second, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("own", [pytest.param(0, marks=pytest.mark.slow), 20])
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", BY_PROMPT)
-def test_padding_of_other_rows_changes_nothing(method, kind, own):
-    for b, (first, *others) in batches(kind, TOKENS, dim_of(method)):
-        expected = streamed(method, first, [own] * len(first))
-        for i, rows in enumerate(others):
-            padding = [(0, 60, 140)[(i + j) % 3] for j in range(len(rows))]
-            padding[b] = own
-            for one, other in zip(expected, streamed(method, rows, padding), strict=True):
-                assert_same_row(one, b, other, b, is_exact(method))
+def test_padding_of_other_rows_changes_nothing(method):
+    """Every kind of row has a padding of its own, another one for the next method. That of the row
+    of equal tokens leaves fewer tokens of the prompt than a row keeps."""
+    first = BY_PROMPT.index(method)
+    by_kind = {kind: (0, 20, 60)[(first + i) % 3] for i, kind in enumerate(KINDS)}
+    by_kind["equal"] = 140
+
+    def made(rows, kinds):
+        return streamed(method, rows, [by_kind[kind] for kind in kinds])
+
+    check_batches(TOKENS, dim_of(method), made, same_rows_of(method))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +238,7 @@ def test_dead_slots_of_other_rows_change_nothing(method):
     there = torch.rand(6, HEADS, 300, generator=g) < torch.tensor([1, 1, 0.9, 0.5, 0.2, 0.0]).view(
         6, 1, 1
     )
-    for b, (first, *others) in batches("spread", 300):
+    for b, (first, *others) in batches(300):
         for own in there[[0, 2, 4]]:
             found = []
             for i, rows in enumerate([first, *others]):
@@ -270,23 +300,24 @@ def assert_same_sketch_row(one, other, b):
             assert torch.equal(getattr(one, name)[b], getattr(other, name)[b])
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BUILDERS)
-def test_a_row_of_a_sketch_is_what_it_is_beside_others(name, kind):
-    for b, (first, *others) in batches(kind, tokens_of(name), dim_of(name)):
-        expected = extended(name, first)
-        for rows in others:
-            assert_same_sketch_row(expected, extended(name, rows), b)
+def test_a_row_of_a_sketch_is_what_it_is_beside_others(name):
+    def made(rows, kinds):
+        return extended(name, rows)
+
+    check_batches(tokens_of(name), dim_of(name), made, assert_same_sketch_row)
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_row_of_a_padded_sketch_is_what_it_is_beside_others(name):
-    """Padding is anywhere, so that rows take in different numbers of tokens with every chunk."""
+    """Padding is anywhere, so that rows take in different numbers of tokens with every chunk. A row
+    has none at one place and some at the other, the other way round for the next sketch."""
     g, n = torch.Generator().manual_seed(0), tokens_of(name)
     there = torch.rand(5, 1, n, generator=g) < torch.tensor([1, 0.9, 0.5, 0.1, 0]).view(5, 1, 1)
     there[2, :, : n // 3] = False
-    for b, (first, *others) in batches("spread", n, dim_of(name)):
-        own = there[2 * b]  # whole in the first place, with padding in the second
+    turn = list(BUILDERS).index(name) % 2
+    for b, (first, *others) in batches(n, dim_of(name)):
+        own = there[2 * ((b + turn) % 2)]
         live = torch.stack([own] * len(first))
         expected = extended(name, first, live)
         for i, rows in enumerate(others):
@@ -298,7 +329,7 @@ def test_a_row_of_a_padded_sketch_is_what_it_is_beside_others(name):
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_row_of_a_merge_is_what_it_is_beside_others(name):
     n = tokens_of(name)
-    for b, (first, *others) in batches("spread", n, dim_of(name)):
+    for b, (first, *others) in batches(n, dim_of(name)):
         merged = []
         for rows in (first, *others):
             sketch = extended(name, rows, stop=n - 100)
@@ -360,7 +391,7 @@ def test_keys_go_to_the_nearest_cluster_beside_any_others():
 
 @pytest.mark.parametrize("make_sketch", [OneDimensional, SlidingWindowSampled])
 def test_a_row_of_draws_is_what_it_is_beside_others(make_sketch):
-    for b, (first, *others) in batches("spread", 300, 1):
+    for b, (first, *others) in batches(300, 1):
         draws = []
         for rows in (first, *others):
             slots, queries = batch(rows)
