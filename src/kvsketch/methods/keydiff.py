@@ -39,4 +39,5 @@ def similarity(slots: Slots) -> Tensor:
     # Its length plays no part in a cosine: a sum serves as well as a mean. Dead slots add 0.
     weight = slots.masses().to(dtype).unsqueeze(-1) / norm
     anchor = F.normalize(keys.mT @ weight, dim=2)
-    return ((keys @ anchor) / norm).squeeze(-1)
+    cosines: Tensor = (keys @ anchor) / norm
+    return cosines.squeeze(-1)

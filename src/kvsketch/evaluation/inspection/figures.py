@@ -315,6 +315,7 @@ def _write(fig: Any, folder: Path, name: str, text: str) -> dict[str, str]:
         drawn = BytesIO()
         with rc_context({"svg.hashsalt": "kvsketch"}):
             fig.savefig(drawn, format=kind, metadata=metadata)
+        fig.set_layout_engine("none")  # which takes as long as drawing; all have their places
         save_bytes(path, drawn.getvalue(), str(path))
         files[kind] = path.name
     return files

@@ -281,6 +281,7 @@ class Sketchbook:
         svg = ElementTree.tostring(root, encoding="unicode") + "\n"
         png = io.BytesIO()
         if self.png:
+            fig.set_layout_engine("none")  # which takes as long as drawing; all have their places
             fig.savefig(png, format="png", facecolor="white", dpi=_DPI, metadata={"Title": title})
         return Figure(name, title, text, svg, inline, png.getvalue(), **rest)
 

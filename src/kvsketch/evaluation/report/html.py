@@ -93,8 +93,9 @@ def build(stores: Sequence[Path], inspect: Path | None = None, png: bool = False
     require_matplotlib()
     methods = list(dict.fromkeys(row["method"] for run in runs for row in run.rows))
     book = Sketchbook(methods, png)
-    parts = {run.number: sections(run, book) for run in runs}
+    # First, since a file with a part missing is refused only where the part is drawn.
     looked = None if inspect is None else _inspected(inspect, result, book)
+    parts = {run.number: sections(run, book) for run in runs}
     figures = [
         figure
         for section in [
