@@ -30,10 +30,10 @@ FEW = {**engine.OURS, "KVSKETCH_BUDGET": "128"}
 def test_both_runners_give_the_same_answers_to_a_crowd_with_preemptions():
     """The second one with the model compiled and scheduled ahead, as vLLM does by default."""
     given = {"enforce_eager": False, "async_scheduling": True}
-    crowd = {"preempt": 5, "num_gpu_blocks_override": 4, "max_num_seqs": 8}
-    first = engine.run(asked(4), engine.SMALL, max_num_seqs=8)
-    second = engine.run(asked(4), {**engine.SMALL, **RUNNER}, **given, **crowd)
-    assert engine.same(first, second) == 4
+    crowd = {"preempt": 5, "num_gpu_blocks_override": 6, "max_num_seqs": 8}
+    first = engine.run(asked(6), engine.SMALL, max_num_seqs=8)
+    second = engine.run(asked(6), {**engine.SMALL, **RUNNER}, **given, **crowd)
+    assert engine.same(first, second) == 6
     assert second["preemptions"] > 0
     assert second["free_before"] == second["free_after"]
     assert second["spec"] == "PageSpec"
