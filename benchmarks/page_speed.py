@@ -171,9 +171,9 @@ def busy(result: dict[str, Any]) -> str:
     """The time of a prompt and of decoded tokens where other processes keep the cores busy."""
     cells: dict[tuple[str, ...], list[str]] = {}
     for row in result["results"]:
-        name = tuple(str(row[key]) for key in ("busy", "threads", "policy"))
+        name = tuple(str(row[key]) for key in ("busy", "threads", "spins"))
         cells.setdefault(name, []).extend(f"{row[part]:.1f}" for part in ("prompt", "decode"))
-    header = ["busy processes", "threads", "`OMP_WAIT_POLICY`"]
+    header = ["busy processes", "threads", "`GOMP_SPINCOUNT`"]
     header += [f"{method}, {part}" for method in result["methods"] for part in ("prompt", "decode")]
     return (
         "## On a busy machine\n\n"

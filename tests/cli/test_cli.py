@@ -456,14 +456,17 @@ def test_info_without_a_file_is_about_the_installation() -> None:
     assert native.kernel() in said
 
 
-@pytest.mark.parametrize("chosen", [None, "ACTIVE"])
-def test_threads_that_wait_sleep_unless_told_otherwise(
-    chosen: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("chosen", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
+def test_threads_that_wait_soon_sleep_unless_told_otherwise(
+    chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", chosen or "")
-    if chosen is None:
-        del os.environ["OMP_WAIT_POLICY"]  # monkeypatch restores it
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, chosen.get(name, ""))  # and restored in the end
+        if name not in chosen:
+            del os.environ[name]
     monkeypatch.setattr(sys, "argv", ["kvsketch", "--version"])
     with pytest.raises(SystemExit):
         main()
-    assert os.environ["OMP_WAIT_POLICY"] == (chosen or "PASSIVE")
+    left = {} if "OMP_WAIT_POLICY" in chosen else {"GOMP_SPINCOUNT": "20000"}
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    assert {n: os.environ[n] for n in names if n in os.environ} == {**left, **chosen}

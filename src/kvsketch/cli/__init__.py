@@ -10,9 +10,10 @@ from kvsketch.cli.exit_codes import INTERRUPTED
 
 def main() -> None:
     """Entry point of the command `kvsketch`."""
-    # Read when torch is loaded: where other processes keep the cores busy, threads that wait for
+    # Read when torch is loaded. Where other processes keep the cores busy, threads that wait for
     # each other in a loop make every operation many times slower (benchmarks/busy.py).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     try:
         from kvsketch.cli.app import app  # takes a moment, which Ctrl-C may fall into
 
