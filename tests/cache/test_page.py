@@ -329,6 +329,20 @@ def test_decoding_compresses_every_few_buffers(bits, shares, after, every):
     assert steps == list(range(4, 70, every))
 
 
+@pytest.mark.parametrize("name", ["sliding_window", "subgen"])
+def test_sketches_of_different_size_take_tokens_every_two_buffers(name):
+    g = torch.Generator().manual_seed(0)
+    budgets = HeadBudgets([[Budget(40, share) for share in (0.6, 1.4)]])
+    stream = Stream(windowed(name, 2, 4), budgets, 4)
+    steps = []
+    for step in range(40):
+        q = 90 if step == 0 else 1
+        stream.extend(tokens(g, 1, 2, q, 8, 8, torch.float32))
+        if stream.settle(None, prefill=step == 0) and step:
+            steps.append(step)
+    assert steps == list(range(4, 40, 8))
+
+
 def test_a_prompt_that_fits_is_compressed_a_buffer_above_the_budget():
     g = torch.Generator().manual_seed(0)
     stream = Stream(windowed("streaming_llm", 2, 4), Budget(40), 4)
