@@ -4,8 +4,8 @@
 
 ``busy`` other processes compute without end. ``spins`` is the environment variable
 ``GOMP_SPINCOUNT``: how often a thread of torch that waits for the others at the end of an operation
-looks before it sleeps. By default it keeps its core, perhaps the one that the others need, for
-about a millisecond; with 20000, which the command ``kvsketch`` sets, for a fraction of that.
+looks before it sleeps, and keeps its core, perhaps the one that the others need: 300,000 times by
+default (the manual of GNU's libgomp), 20,000 times in the command ``kvsketch``, which sets it.
 ``prompt`` and ``decode`` are medians of wall-clock seconds over those of the exact cache by default
 with all threads on the idle machine.
 """
