@@ -6,8 +6,8 @@
 ``GOMP_SPINCOUNT``: how often a thread of torch that waits for the others at the end of an operation
 looks before it sleeps, and keeps its core, perhaps the one that the others need: 300,000 times by
 default (the manual of GNU's libgomp), 20,000 times in the command ``kvsketch``, which sets it.
-``prompt`` and ``decode`` are medians of wall-clock seconds over those of the exact cache by default
-with all threads on the idle machine.
+``prompt`` and ``decode`` are medians of wall-clock seconds; docs/benchmarks.md has them over those
+of the exact cache by default with all threads on the idle machine.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from transformers import DynamicCache
 
 from benchmarks.options import positive
-from benchmarks.results import Results, ResumeOption, Row
+from benchmarks.results import Results, ResumeOption, Row, show
 from kvsketch import SketchCache
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.evaluation.runner import loading
@@ -79,7 +78,7 @@ def apart(method: str, spins: str, threads: int, *numbers: int) -> dict[str, lis
 def main(
     methods: Annotated[str, typer.Option(help="exact, and methods.")] = "exact,heavy_merge",
     tokens: Annotated[int, typer.Option(help="Of the prompt.")] = 3000,
-    rounds: int = 5,
+    rounds: int = 3,
     seed: int = 0,
     out: ResumeOption = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line.")] = False,
@@ -87,11 +86,8 @@ def main(
     """Example: python -m benchmarks.busy --tokens 500 --rounds 1 --json"""
     positive(tokens=tokens, rounds=rounds)
     cores = len(os.sched_getaffinity(0))
-    results = Results(
-        out, command="busy", model=MODEL, methods=methods.split(","), tokens=tokens, seed=seed
-    )
-    first = apart("exact", "default", cores, tokens, rounds, seed)
-    one = {part: statistics.median(each) for part, each in first.items()}
+    given = {"model": MODEL, "tokens": tokens, "rounds": rounds, "seed": seed}
+    results = Results(out, command="busy", methods=methods.split(","), **given)
     parts = [
         (busy, threads, spins, method)
         for busy in (0, cores)
@@ -112,17 +108,10 @@ def main(
                 for other in others:
                     other.kill()
                     other.wait()
-            ratios: dict[str, Any] = {
-                part: round(statistics.median(each) / one[part], 2) for part, each in found.items()
-            }
-            results.add([key | ratios])
+            medians = {part: round(statistics.median(each), 4) for part, each in found.items()}
+            results.add([key | medians])
     result = results.finish()
-    shown = Table(title="seconds over those of the exact cache on the idle machine")
-    for column in ("busy", "threads", "spins", "method", "prompt", "decode"):
-        shown.add_column(column)
-    for row in results.rows:
-        shown.add_row(*(str(row[c.header]) for c in shown.columns))
-    Console(stderr=True).print(shown)
+    show("seconds", ("busy", "threads", "spins", "method", "prompt", "decode"), results.rows)
     if json:
         print(dumps(result))
 

@@ -22,11 +22,10 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from benchmarks.long_stream import tokens
 from benchmarks.options import positive
-from benchmarks.results import Results, ResumeOption, Row
+from benchmarks.results import Results, ResumeOption, Row, show
 from benchmarks.speed import wide_model
 from kvsketch import SketchCache
 from kvsketch.evaluation.report.report import dumps
@@ -111,12 +110,8 @@ def main(
                 ids = torch.randint(3, 1000, (needed,), generator=generator).tolist()
             results.add([{"model": of, **measured(model, ids, name, budget, count)}])
     result = results.finish()
-    shown = Table(title="decoding with compressions over decoding without")
-    for column in ("model", "method", "budget", "time", "scores", "compressions"):
-        shown.add_column(column)
-    for row in results.rows:
-        shown.add_row(*(str(row[c.header]) for c in shown.columns))
-    Console(stderr=True).print(shown)
+    columns = ("model", "method", "budget", "time", "scores", "compressions")
+    show("decoding with compressions over decoding without", columns, results.rows)
     if json:
         print(dumps(result))
 

@@ -170,11 +170,13 @@ def speed(result: dict[str, Any]) -> str:
 def busy(result: dict[str, Any]) -> str:
     """The time of a prompt and of decoded tokens where other processes keep the cores busy."""
     cells: dict[tuple[str, ...], list[str]] = {}
-    for row in result["results"]:
+    rows, parts = result["results"], ("prompt", "decode")
+    one = next(r for r in rows if (r["busy"], r["spins"], r["method"]) == (0, "default", "exact"))
+    for row in rows:
         name = tuple(str(row[key]) for key in ("busy", "threads", "spins"))
-        cells.setdefault(name, []).extend(f"{row[part]:.1f}" for part in ("prompt", "decode"))
+        cells.setdefault(name, []).extend(f"{row[part] / one[part]:.1f}" for part in parts)
     header = ["busy processes", "threads", "`GOMP_SPINCOUNT`"]
-    header += [f"{method}, {part}" for method in result["methods"] for part in ("prompt", "decode")]
+    header += [f"{method}, {part}" for method in result["methods"] for part in parts]
     return (
         "## On a busy machine\n\n"
         "Wall-clock time of a prompt and of the tokens decoded after it, over that of the exact "

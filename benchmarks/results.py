@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from benchmarks.page import save
 from kvsketch.evaluation.report.report import environment
@@ -62,3 +65,11 @@ class Results:
 
     def _object(self, complete: bool) -> Row:
         return {**self.settings, "complete": complete, "results": self.rows}
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+    """Print some columns of rows on standard error."""
+    shown = Table(*columns, title=title)
+    for row in rows:
+        shown.add_row(*(str(row[column]) for column in columns))
+    Console(stderr=True).print(shown)

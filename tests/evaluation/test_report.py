@@ -691,7 +691,11 @@ def test_what_inspect_wrote_is_on_the_page(tmp_path: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["layers", "errors", "readings", "tokens", "kept", "tsne"])
-def test_an_inspect_file_with_a_part_missing_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_inspect_file_with_a_part_missing_is_refused(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the figures of runs are drawn, which take longest."""
+    monkeypatch.setattr("kvsketch.evaluation.report.html.sections", None)
     part = inspected(0)
     del part["layers"][1:], part[name]
     one, path = stored(tmp_path / "one.jsonl", [made(EXACT, 1.0)]), tmp_path / "inspect.json"
