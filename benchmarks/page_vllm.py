@@ -128,14 +128,15 @@ def _loaded(found: dict[str, Any] | None) -> list[str]:
         for bits in ("16", "8", "4")
     )
     return [
-        f"Documents that were read exactly, compressed for pages of budget {found['budget']} and "
-        f"loaded, and the same pages compressed while vLLM reads, {found['cases']} "
-        f"{found['source']} LongEval cases of 200 lines whose question is not part of the "
-        f"document, right answers: {each}; vLLM's own cache {right['stock']}. The first token of "
-        f"an answer about {first['tokens']:,} tokens comes after "
-        f"{first['loaded_first_over_stock']:.2f} of the time that vLLM's own cache takes when the "
-        f"document is loaded for the first time, and {first['loaded_later_over_stock']:.2f} later "
-        f"(budget 1,024 in 8 bits; compressed while it is read: {first['read_over_stock']:.1f})."
+        f"Documents that were read exactly and again (`--queries reread`), compressed for pages of "
+        f"budget {found['budget']} and loaded, and the same pages compressed while vLLM reads, "
+        f"{found['cases']} {found['source']} LongEval cases of 200 lines whose question is not "
+        f"part of the document, right answers through `vllm serve`: {each}; vLLM's own cache "
+        f"{right['stock']}. The first token of an answer about {first['tokens']:,} tokens comes "
+        f"after {first['loaded_first_over_stock']:.2f} of the time that vLLM's own cache "
+        f"takes when the document is loaded for the first time, and "
+        f"{first['loaded_later_over_stock']:.2f} later (budget "
+        f"1,024 in 8 bits; compressed while it is read: {first['read_over_stock']:.1f})."
     ]
 
 

@@ -1,11 +1,12 @@
 """The part ``loaded`` of ``benchmarks.vllm_engine``: documents that were compressed by
-transformers after they were read exactly, and that vLLM loads.
+transformers after they were read exactly and again, and that vLLM loads.
 
     python -m benchmarks.vllm_engine --parts loaded --count 30 --json
 
 LongEval cases of 200 lines, of which the document is all but the question: right answers with
 ``spread`` and 512 slots per KV head in 16, 8 and 4 bits, compared with the same pages compressed
-by vLLM while it reads, and with vLLM's own cache. Then the time to the first token of a prompt of
+by vLLM while it reads, and with vLLM's own cache. Loaded documents are asked about through ``vllm
+serve`` and the openai client. Then the time to the first token of a prompt of
 about 6,000 tokens, over that of vLLM's own cache: of a document that is loaded for the first time,
 and later.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from benchmarks.longeval import cases
 from kvsketch.documents import document as documents
 from kvsketch.documents.wording import Wording
 from kvsketch.evaluation.runner.loading import load_model, load_tokenizer, resolve_model
-from kvsketch.files.tokens import told
+from kvsketch.files.tokens import told as mark
 from kvsketch.vllm.checks import CONNECTOR
 from kvsketch.vllm.offline import cache_for, engine_of
 
@@ -79,10 +81,11 @@ class Documents:
             self.requests.append({"prompt": ids + rest, "max_tokens": 12})
 
     def put(self, number: int, ids: list[int]) -> None:
-        """Compress a document into a file of this number."""
+        """Compress a document into a file of this number, after a second reading: it is compressed
+        once, however many requests load it."""
         cache = cache_for(*self._sizes, self.model.config, len(ids))
-        documents.read(self.model, self._tokenizer, torch.tensor([ids]), cache, "sample")
-        about = {"ids": told(ids)}
+        documents.read(self.model, self._tokenizer, torch.tensor([ids]), cache, "reread")
+        about = {"ids": mark(ids)}
         one = documents.Document(self.model, self._tokenizer, cache, Wording(), about)
         one.save(self.folder / f"{number}.kvs")
 
@@ -90,6 +93,21 @@ class Documents:
         """The result of an engine that loads them."""
         asked = self.requests if requests is None else requests
         return load(self.folder, self.variables, asked, **more)
+
+    def served(self) -> list[str]:
+        """The answers of ``vllm serve`` to the openai client, with the documents.
+
+        Raises:
+            RuntimeError: a request did not start behind its document.
+        """
+        given = {"KVSKETCH_DOCUMENTS": str(self.folder), **self.variables}
+        flags = ["--kv-transfer-config", json.dumps(CONNECTOR), "--max-num-seqs", "8"]
+        with engine.served(given, self.folder / "log", *flags) as address:
+            texts = engine.told(address, [one["prompt"] for one in self.requests])
+            numbers = urllib.request.urlopen(f"{address}/metrics", timeout=30).read().decode()
+        if f"kvsketch:documents_total {float(len(self.rows))}" not in numbers:
+            raise RuntimeError(numbers)
+        return texts
 
 
 def load(
@@ -105,21 +123,23 @@ def loaded(count: int) -> engine.Job:
     """The part loaded."""
     found: engine.Job = {"cases": count, "budget": 512, "right": {}}
 
-    def right(made: Documents, result: engine.Job) -> int:
-        return engine.right(made.rows, [one["text"] for one in result["answers"]])
+    def texts(result: engine.Job) -> list[str]:
+        return [one["text"] for one in result["answers"]]
 
     for bits in ("16", "8", "4"):
         variables = {"KVSKETCH_BUDGET": "512", "KVSKETCH_BITS": bits}
         with tempfile.TemporaryDirectory() as folder:
             made = Documents(Path(folder), variables, 200, count)
-            result = made.load()
-            assert result["metrics"]["documents"] == len(made.rows)
-            streamed = engine.run(made.requests, variables, max_num_seqs=8)
-            found["right"][bits] = {"loaded": right(made, result), "read": right(made, streamed)}
+            told = made.served()
+            streamed = texts(engine.run(made.requests, variables, max_num_seqs=8))
+            found["right"][bits] = {
+                "loaded": engine.right(made.rows, told),
+                "read": engine.right(made.rows, streamed),
+            }
             found["right"][bits]["file_bytes"] = (Path(folder) / "0.kvs").stat().st_size
     found["source"] = made.source
     stock = engine.run(made.requests, {}, max_num_seqs=8)
-    found["right"]["stock"] = right(made, stock)
+    found["right"]["stock"] = engine.right(made.rows, texts(stock))
     found["first_token"] = _first_token()
     return found
 

@@ -1,5 +1,6 @@
 """Settings that all tests share."""
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -45,6 +46,21 @@ SPREAD = {
     "tests/files/test_chat.py": 3,
     "tests/hf/test_cache.py": 2,
 }
+
+
+# What is imported stays until the end: no collection of garbage has to look at it again.
+gc.disable()
+
+
+def pytest_collection_finish():
+    """Collect garbage from now on."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure():
+    """Leave nothing that libraries say is leaked."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)

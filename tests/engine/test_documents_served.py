@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import urllib.request
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +78,7 @@ def test_answers_are_those_of_transformers_from_the_same_files(kind, tmp_path):
     found = shelf.load(long_answers(shelf, 12))
     assert engine.tokens_of(found) == shelf.in_transformers()
     assert found["metrics"]["documents"] == 2
+    assert found["metrics"]["unread"] == sum(map(len, shelf.ids))
     requests = zip(shelf.requests, shelf.ids, strict=True)
     rest = sum(len(one["prompt"]) - len(ids) for one, ids in requests)
     assert found["metrics"]["tokens"] == rest + 2 * 11
@@ -150,7 +152,8 @@ def test_a_file_that_cannot_be_used_is_named_and_the_prompt_is_read(shelf, tmp_p
     twice = [*shelf.requests, *shelf.requests]
     found = load(tmp_path, shelf.variables, twice, together=False, enable_prefix_caching=False)
     assert engine.tokens_of(found) == 2 * engine.tokens_of(without)
-    assert found["metrics"]["documents"] == 0
+    assert found["metrics"]["documents"] == found["metrics"]["unread"] == 0
+    assert found["metrics"]["unusable"] == COUNT
     reasons = "is damaged", "a damaged one", "not a regular file", "holds .* tokens, and says"
     for number, why in enumerate(reasons):
         said = re.findall(rf"{number}\.kvs is not used: .*{why}", found["said"])
@@ -161,13 +164,14 @@ def test_a_file_that_cannot_be_used_is_named_and_the_prompt_is_read(shelf, tmp_p
 def test_a_file_that_does_not_fit_is_squeezed_or_refused(shelf):
     given = {**shelf.variables, "KVSKETCH_BUDGET": "400"}
     found = load(shelf.folder, given, shelf.requests)
-    assert found["metrics"]["documents"] == COUNT
+    assert found["metrics"]["documents"] == found["metrics"]["squeezed"] == COUNT
     assert found["said"].count("does not fit the pages") == COUNT
     assert "kvsketch compress --for-vllm" in found["said"]
     refused = load(shelf.folder, {**given, "KVSKETCH_SQUEEZE": "0"}, shelf.requests)
     without = engine.run(shelf.requests, given, max_num_seqs=8)
     assert engine.same(refused, without) == COUNT
-    assert refused["metrics"]["documents"] == 0
+    assert refused["metrics"]["documents"] == refused["metrics"]["squeezed"] == 0
+    assert refused["metrics"]["unusable"] == COUNT
 
 
 def test_aborted_and_repeated_requests(shelf):
@@ -213,6 +217,7 @@ def test_a_server_reads_in_pieces_and_the_command_asks_it_about_a_file(shelf, tm
     log = (tmp_path / "log").read_text()
     assert "Prompts are compressed faster" not in log  # what is said to those without it
     assert "kvsketch:documents_total 1.0" in numbers
+    assert f"kvsketch:unread_total {float(len(shelf.ids[0]))}" in numbers
     assert shown == (PageSettings(budget=512), CONTEXT)
 
 
@@ -260,6 +265,7 @@ def test_two_ranks_load_their_heads(shelf):
     two = load(shelf.folder, both, requests, tensor_parallel_size=2)
     assert engine.same(one, two) == 2
     assert one["metrics"]["compressions"] > 0
+    assert two["metrics"]["unread"] == one["metrics"]["unread"] > 0
 
 
 def test_converted_documents_are_kept_up_to_so_many_bytes(monkeypatch):
@@ -272,7 +278,7 @@ def test_converted_documents_are_kept_up_to_so_many_bytes(monkeypatch):
     loader = loading.Loader(
         SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={})), []
     )
-    read, written = [], []
+    read, written, counts = [], [], Counter()
 
     def reading(found: Found, layers: object) -> Converted:
         read.append(found.name)
@@ -284,10 +290,11 @@ def test_converted_documents_are_kept_up_to_so_many_bytes(monkeypatch):
     monkeypatch.setattr(loading, "_KEPT", 100)
     monkeypatch.setattr(loader, "_read", reading)
     monkeypatch.setattr(loader, "_write", lambda block, *_: written.append(block))
+    monkeypatch.setattr(loader, "_count", lambda **numbers: counts.update(numbers))
 
     def load(*names: str) -> dict[str, bool]:
         loads = [
-            loading.Load(f"{name}{i}", Found(name, (0, 0), (9, "")), ([i],))
+            loading.Load(f"{name}{i}", Found(name, (0, 0), (9, "")), ([i],), 9)
             for i, name in enumerate(names)
         ]
         over = list(loader.step(loads, 5.0))
@@ -298,6 +305,7 @@ def test_converted_documents_are_kept_up_to_so_many_bytes(monkeypatch):
 
     assert load("a", "a", "bad", "bad") == {"a0": True, "a1": True, "bad2": False, "bad3": False}
     assert (read, written) == (["a", "bad"], [([0],), ([1],)])
+    assert +counts == {"documents": 2, "unread": 2 * 9, "unusable": 1}
     load("b")
     load("a")
     load("c")  # b is gone, and not a
@@ -412,12 +420,13 @@ def test_a_file_that_was_written_anew_is_kept_once(monkeypatch):
 
     monkeypatch.setattr(loading, "page_layers", lambda config: {})
     loader, written = loading.Loader(None, []), []
-    made = SimpleNamespace(bytes=1)
+    made = SimpleNamespace(bytes=1, squeezed="")
+    monkeypatch.setattr(loader, "_count", lambda **numbers: None)
     monkeypatch.setattr(loader, "_read", lambda found, layers: made)
     monkeypatch.setattr(loader, "_write", lambda blocks, *_: written.append(blocks))
     old, new, other = (Found(n, (s, 1), (9, "")) for n, s in (("a", 1), ("a", 2), ("b", 1)))
     for at, found in enumerate((old, new, other)):
-        loads = [loading.Load(str(at), found, ([at],))]
+        loads = [loading.Load(str(at), found, ([at],), 9)]
         while not (done := list(loader.step(loads, 1.0))):
             loads = []
         assert done == [(str(at), True)]

@@ -100,7 +100,7 @@ class DocumentConnector(KVConnectorBase_V1, SupportsHMA):
         found = self._chosen.pop(name, None)
         if num_external_tokens and found is not None:
             self._loading[name] = found
-            self._new.append(Load(name, found, blocks.get_block_ids()))
+            self._new.append(Load(name, found, blocks.get_block_ids(), num_external_tokens))
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfers:
         """What workers do in this step."""

@@ -43,11 +43,13 @@ class Load:
         request: its id.
         found: the document.
         blocks: of the request, in every group of layers.
+        unread: tokens of its prompt that are not read because the document holds them.
     """
 
     request: str
     found: Found
     blocks: tuple[list[int], ...]
+    unread: int
 
 
 class Loader:
@@ -95,8 +97,10 @@ class Loader:
             error = future.exception()
             if error is None:
                 self._kept[found] = future.result()
+                self._count(squeezed=bool(self._kept[found].squeezed))
             else:
                 _LOGGER.warning("%s is not used: %s", found.name, error)
+                self._count(unusable=1)
         waiting, self._waiting = self._waiting, []
         for load in waiting:
             if load.found in self._reading:
@@ -106,6 +110,7 @@ class Loader:
             if document is not None:
                 self._kept.move_to_end(load.found)
                 self._write(load.blocks, document, layers)
+                self._count(documents=1, unread=load.unread)
             yield load.request, document is not None
         newest = {found.name: found for found in over}
         for found in [one for one in self._kept if newest.get(one.name, one) != one]:
@@ -134,8 +139,11 @@ class Loader:
             own = blocks[group], spec.block_size, dtype
             write_window(layer, document.windows[number], document.tokens, *own)
         engine.batch = None  # an equal batch of an earlier request of this page says nothing now
+
+    def _count(self, **numbers: int) -> None:
+        """Add to the metrics, in one of the processes that do the same."""
         if get_tensor_model_parallel_rank() == 0 and get_pp_group().is_first_rank:
-            metrics.add(documents=1)
+            metrics.add(**numbers)
 
     def _read(self, found: Found, layers: dict[int, Any]) -> Converted:
         """A document as pages.

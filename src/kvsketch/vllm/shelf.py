@@ -14,6 +14,7 @@ from kvsketch.errors import InputError, KVSketchError
 from kvsketch.files import container
 from kvsketch.files.tokens import Mark, mark_of, marks
 from kvsketch.hf.saving import KIND
+from kvsketch.vllm import metrics
 
 SUFFIX = ".kvs"
 #: files of a folder that are looked at, the first by name
@@ -127,6 +128,7 @@ class Shelf:
             return Found(name, stamp, mark_of(header))
         except KVSketchError as error:
             self._say(f"{name} is not used: {error}")
+            metrics.add(unusable=1)
             return None
 
     def _index(self) -> None:
