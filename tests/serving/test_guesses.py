@@ -216,6 +216,7 @@ def test_states_of_pages_whose_last_tokens_were_rejected():
 
 def _config(method: str, **changed: Any) -> SimpleNamespace:
     model = {"use_mla": False, "is_encoder_decoder": False, "is_hybrid": False}
+    model["is_mm_prefix_lm"] = changed.get("images", False)
     return SimpleNamespace(
         speculative_config=SimpleNamespace(
             method=method,
@@ -246,9 +247,10 @@ def _config(method: str, **changed: Any) -> SimpleNamespace:
             {"ahead": True},
             "unset --speculative-config or pass --no-async-scheduling",
         ),
+        ("ngram", {"images": True}, "images whose tokens attend to later .*--limit-mm-per-prompt"),
     ],
 )
-def test_other_ways_to_guess_are_refused(method, changed, says):
+def test_other_ways_to_guess_and_what_a_backend_is_not_asked_are_refused(method, changed, says):
     check_engine(_config(method if method != "eagle" else "ngram"))
     with pytest.raises(UnsupportedError, match=says):
         check_engine(_config(method, **changed))

@@ -58,6 +58,11 @@ def check_engine(config: Any) -> None:
         (config.model_config.use_mla, "multi-head latent attention", "KVSKETCH_METHOD"),
         (config.model_config.is_encoder_decoder, "an encoder", "KVSKETCH_METHOD"),
         (config.model_config.is_hybrid, "state-space layers", "KVSKETCH_METHOD"),
+        (  # on a CPU, vLLM does not ask a backend whether it can
+            config.model_config.is_mm_prefix_lm,
+            "images whose tokens attend to later ones of the image",
+            "KVSKETCH_METHOD, or allow no images with --limit-mm-per-prompt",
+        ),
     ]
     for wrong, what, option in refused:
         if wrong:
