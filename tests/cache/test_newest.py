@@ -285,23 +285,48 @@ def test_a_page_of_a_run_can_be_saved_and_copied(llama: Any, tmp_path: Any) -> N
     torch.testing.assert_close(one, two[1:], atol=1e-4, rtol=1e-4)
 
 
-def test_much_less_is_for_all_slots_together(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where more than half of what would be reduced must go, the whole page is reduced."""
-    page = Page(slots_of(torch.Generator().manual_seed(0), 3, 60, True), None, 12, Bits(4, 4), 2, 4)
+def after_twelve(held: torch.Tensor | None, budget: torch.Tensor) -> tuple[Slots, Any, Page | None]:
+    """The slots between sinks and recent tokens of a page of at most 200 slots per head with twelve
+    tokens more, what becomes of these with a budget, and the next page."""
+    slots = slots_of(torch.Generator().manual_seed(0), 3, 200, True)
+    page = Page(slots, held, 12, Bits(4, 4), 2, 4)
     more = slots_of(torch.Generator().manual_seed(1), 3, 12, False)
     page.append(Slots(more.keys, more.values, score=more.score))
-    method = H2O()
+    middle = Slots.cat([page.middle.slots, page.exact.slots.narrow(2, 12)]).map(torch.clone)
+    one = compress.Newest.of(page, budget, around=(2, 4), room=12)
+    return middle, one, None if one is None else compress.compress_newest(H2O(), [one])[0]
 
-    def made(budget: int) -> Page | None:
-        each = torch.full((2, 3), budget)
-        one = compress.Newest.of(page, each, around=(2, 4), room=12)
-        return None if one is None else compress.compress_newest(method, [one])[0]
 
-    assert made(20) is None
-    found = made(60)
-    assert found is not None
-    assert bool((found.held == 60).all())
+@pytest.mark.parametrize(("budget", "together"), [(200, 72), (176, 72), (150, 124), (140, 144)])
+def test_more_slots_are_reduced_where_more_must_go(budget: int, together: int) -> None:
+    """Six for each token, twice as many as must go, and at most twelve for each token."""
+    _, one, found = after_twelve(None, torch.full((2, 3), budget))
+    assert (one.lowest + one.left == together).all()
+    assert (found.held == budget).all()
     assert found.room == 12
+
+
+def test_much_less_is_for_all_slots_together() -> None:
+    """Where more than half of what would be reduced must go, the whole page is reduced."""
+    assert after_twelve(None, torch.full((2, 3), 139))[1] is None
+
+
+def test_a_small_head_does_not_make_the_others_be_read() -> None:
+    """All of its slots are reduced, however many must go, but none is left without slots."""
+    held = torch.tensor([[20, 200, 200], [200, 16, 200]])
+    budget = held.clone()
+    budget[0, 0] = 11
+    before, one, found = after_twelve(held, budget)
+    assert one.lowest.tolist() == [[14, 60, 60], [60, 10, 60]]
+    assert one.fewer.tolist() == [[21, 12, 12], [12, 12, 12]]
+    assert torch.equal(found.held, budget)
+    after = found.middle.slots
+    for at in ((0, 0), (1, 1)):
+        mine = before.score[at][before.masses()[at] > 0]
+        best = mine.topk(int(budget[at]) - 6).values.sort().values
+        assert torch.equal(after.score[at][after.masses()[at] > 0].sort().values, best)
+    budget[0, 0] = 6  # nothing beside the sinks and the recent tokens
+    assert after_twelve(held, budget)[1] is None
 
 
 @settings(max_examples=40, deadline=None)

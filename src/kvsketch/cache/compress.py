@@ -18,8 +18,7 @@ from kvsketch.page.quantized import FULL, Bits
 from kvsketch.slots import Slots
 
 # Where only the newest tokens are compressed: how many slots of a head are reduced together, at
-# least and for each of the tokens, so that one round of merging is enough, and the least size of a
-# page, in so many of the former.
+# least and for each of the tokens, and the least size of a page, in so many of the former.
 _TOGETHER, _PER_TOKEN, _SMALL = 256, 6, 2
 
 
@@ -105,8 +104,11 @@ class Newest:
         held = middle.held.cpu()
         fewer = (held + left + window - budget).clamp(min=0)
         most = max(_TOGETHER, _PER_TOKEN * left)
-        lowest = torch.minimum(held, torch.where(fewer > 0, most - left, 0))
-        if bool((2 * fewer > lowest + left).any()):
+        # One round of merging halves them: more where more must go, and all of a small head.
+        some = (2 * fewer).clamp(min=most, max=2 * most)
+        lowest = torch.minimum(held, torch.where(fewer > 0, some - left, 0))
+        much = (2 * fewer > lowest + left) & (lowest < held)
+        if bool((much | (fewer >= lowest + left)).any()):
             return None
         return Newest(page, around, left, lowest, fewer, room)
 
