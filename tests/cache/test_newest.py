@@ -286,9 +286,9 @@ def test_a_page_of_a_run_can_be_saved_and_copied(llama: Any, tmp_path: Any) -> N
 
 
 def after_twelve(held: torch.Tensor | None, budget: torch.Tensor) -> tuple[Slots, Any, Page | None]:
-    """The slots between sinks and recent tokens of a page of at most 200 slots per head with twelve
+    """The slots between sinks and recent tokens of a page of at most 400 slots per head with twelve
     tokens more, what becomes of these with a budget, and the next page."""
-    slots = slots_of(torch.Generator().manual_seed(0), 3, 200, True)
+    slots = slots_of(torch.Generator().manual_seed(0), 3, 400, True)
     page = Page(slots, held, 12, Bits(4, 4), 2, 4)
     more = slots_of(torch.Generator().manual_seed(1), 3, 12, False)
     page.append(Slots(more.keys, more.values, score=more.score))
@@ -297,9 +297,9 @@ def after_twelve(held: torch.Tensor | None, budget: torch.Tensor) -> tuple[Slots
     return middle, one, None if one is None else compress.compress_newest(H2O(), [one])[0]
 
 
-@pytest.mark.parametrize(("budget", "together"), [(200, 72), (176, 72), (150, 124), (140, 144)])
+@pytest.mark.parametrize(("budget", "together"), [(400, 72), (376, 72), (350, 124), (268, 288)])
 def test_more_slots_are_reduced_where_more_must_go(budget: int, together: int) -> None:
-    """Six for each token, twice as many as must go, and at most twelve for each token."""
+    """Six for each token, twice as many as must go, and at most 24 for each token."""
     _, one, found = after_twelve(None, torch.full((2, 3), budget))
     assert (one.lowest + one.left == together).all()
     assert (found.held == budget).all()
@@ -308,12 +308,12 @@ def test_more_slots_are_reduced_where_more_must_go(budget: int, together: int) -
 
 def test_much_less_is_for_all_slots_together() -> None:
     """Where more than half of what would be reduced must go, the whole page is reduced."""
-    assert after_twelve(None, torch.full((2, 3), 139))[1] is None
+    assert after_twelve(None, torch.full((2, 3), 267))[1] is None
 
 
 def test_a_small_head_does_not_make_the_others_be_read() -> None:
     """All of its slots are reduced, however many must go, but none is left without slots."""
-    held = torch.tensor([[20, 200, 200], [200, 16, 200]])
+    held = torch.tensor([[20, 400, 400], [400, 16, 400]])
     budget = held.clone()
     budget[0, 0] = 11
     before, one, found = after_twelve(held, budget)

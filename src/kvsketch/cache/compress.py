@@ -105,7 +105,7 @@ class Newest:
         fewer = (held + left + window - budget).clamp(min=0)
         most = max(_TOGETHER, _PER_TOKEN * left)
         # One round of merging halves them: more where more must go, and all of a small head.
-        some = (2 * fewer).clamp(min=most, max=2 * most)
+        some = (2 * fewer).clamp(min=most, max=4 * most)
         lowest = torch.minimum(held, torch.where(fewer > 0, some - left, 0))
         much = (2 * fewer > lowest + left) & (lowest < held)
         if bool((much | (fewer >= lowest + left)).any()):
