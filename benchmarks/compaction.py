@@ -3,12 +3,14 @@
     python -m benchmarks.compaction --json
 
 A cache is filled with a prompt of several times its budget, so that every compression has to
-reduce, and goes on one token at a time. ``time`` is the mean time of the processor for a token over
-the median token, at which nothing is compressed and no query becomes a score: the same slots, the
-same kernel. ``scores`` and ``compressions`` are the two parts of what exceeds 1. Times are of whole
-tokens, the model's own layers included, in one thread.
+reduce, and goes on one token at a time. With the longest prompt heads have budgets that differ
+much: some keep nothing but the first and the last tokens.
+``time`` is the mean time of the processor for a token over the median token, at which nothing is
+compressed and no query becomes a score: the same slots, the same kernel. ``scores`` and
+``compressions`` are the two parts of what exceeds 1. Times are of whole tokens, the model's own
+layers included, in one thread.
 
-The packaged model is so small that a token takes a few milliseconds; the other has two layers of
+The packaged models are so small that a token takes a few milliseconds; the other has two layers of
 Llama 3 8B's shape, random, in bfloat16.
 """
 
@@ -26,29 +28,29 @@ from rich.progress import Progress
 from benchmarks.long_stream import tokens
 from benchmarks.options import positive
 from benchmarks.results import Results, ResumeOption, Row, show
+from benchmarks.speed import prompt as prompt_of
 from benchmarks.speed import wide_model
 from kvsketch import SketchCache
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.evaluation.runner import loading
 
-MODELS = {"spread": (512, 2048), "two layers of Llama 3 8B's shape, bfloat16": (512, 2048)}
-#: A prompt has so many times the tokens of the budget: more than are held in 4 bits.
-PROMPT = 5
+#: Budgets, and tokens of the prompt: more than are held in 4 bits.
+_BOTH: list[tuple[int | float, int]] = [(512, 2560), (2048, 10240)]
+_WIDE = "two layers of Llama 3 8B's shape, bfloat16"
+MODELS = {"spread": _BOTH, "longeval-one-head": [(0.125, 15_000)], _WIDE: _BOTH}
 
 
-def measured(model: Any, ids: list[int], method: str, budget: int, count: int) -> Row:
+def measured(
+    model: Any, ids: list[int], method: str, budget: int | float, prompt: int, count: int
+) -> Row:
     """A row of the results: ``ids`` begin with the prompt, and ``count`` tokens are decoded."""
     cache = SketchCache(model.config, method, budget=budget)
-    rest = iter(ids[PROMPT * budget :])
+    rest = iter(ids[prompt:])
     seconds: list[float] = []
     kinds: list[str] = []
     with torch.inference_mode():
-        model(
-            torch.tensor([ids[: PROMPT * budget]]),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        read = torch.tensor([ids[:prompt]])
+        model(read, past_key_values=cache, use_cache=True, logits_to_keep=1)
         for number in range(count):
             before = _state(cache)
             start = time.process_time()
@@ -58,7 +60,7 @@ def measured(model: Any, ids: list[int], method: str, budget: int, count: int) -
                 seconds.append(took)
                 kinds.append(_kind(before, _state(cache)))
     plain = statistics.median(s for s, kind in zip(seconds, kinds, strict=True) if not kind)
-    row: Row = {"method": method, "budget": budget, "tokens": len(seconds)}
+    row: Row = {"method": method, "budget": budget, "prompt": prompt, "tokens": len(seconds)}
     row["milliseconds"] = round(1000 * plain, 3)
     row["time"] = round(statistics.fmean(seconds) / plain, 4)
     for kind in ("scores", "compressions"):
@@ -92,25 +94,25 @@ def main(
     positive(count=count)
     names = methods.split(",")
     results = Results(out, command="compaction", methods=names, count=count, seed=seed)
-    parts = [(m, b, name) for m, budgets in MODELS.items() for b in budgets for name in names]
+    parts = [(m, *one, name) for m, budgets in MODELS.items() for one in budgets for name in names]
     with Progress(console=Console(stderr=True)) as progress:
-        for of, budget, name in progress.track(parts, description="budgets"):
+        for of, budget, prompt, name in progress.track(parts, description="budgets"):
             if results.has(model=of, budget=budget, method=name):
                 continue
-            needed = PROMPT * budget + count
-            if of == "spread":
+            needed = prompt + count
+            if of == _WIDE:
+                model = wide_model(seed)
+            else:
                 path = loading.resolve_model(of)
                 model = loading.load_model(path, "cpu", "float32")
+                model.config.max_position_embeddings = 1 << 20
+            ids = prompt_of(model, needed, seed)[0].tolist()
+            if of == "spread":
                 source = tokens(loading.load_tokenizer(path), seed)
                 ids = [next(source) for _ in range(needed)]
-                model.config.max_position_embeddings = 1 << 20
-            else:
-                model = wide_model(seed)
-                generator = torch.Generator().manual_seed(seed)
-                ids = torch.randint(3, 1000, (needed,), generator=generator).tolist()
-            results.add([{"model": of, **measured(model, ids, name, budget, count)}])
+            results.add([{"model": of, **measured(model, ids, name, budget, prompt, count)}])
     result = results.finish()
-    columns = ("model", "method", "budget", "time", "scores", "compressions")
+    columns = ("model", "method", "budget", "prompt", "time", "scores", "compressions")
     show("decoding with compressions over decoding without", columns, results.rows)
     if json:
         print(dumps(result))

@@ -196,6 +196,7 @@ def compaction(result: Result) -> str:
     rows = [
         [
             row["model"],
+            f"{row['prompt']:,}",
             str(row["budget"]),
             f"{row['time']:.2f}",
             f"{row['scores']:.2f}",
@@ -206,6 +207,7 @@ def compaction(result: Result) -> str:
     ]
     header = [
         "model",
+        "tokens of the prompt",
         "budget",
         "time / without",
         "of it scores",
@@ -217,8 +219,9 @@ def compaction(result: Result) -> str:
         f"{table(header, rows)}\n\n"
         "`python -m benchmarks.compaction`: the mean time of a decoded token over that of a token "
         "at which nothing is compressed and no query becomes a score, in the same cache, whole "
-        "layers included. Prompts have five times the tokens of the budget, so that every "
-        f"compression has to reduce. Time is that of one processor. {made_with(result)}\n"
+        "layers included. Every compression has to reduce. With the longest prompt some heads of "
+        "a layer keep nothing but the first and the last tokens. Time is that of one processor. "
+        f"{made_with(result)}\n"
     )
 
 

@@ -13,6 +13,7 @@ from families import VOCABULARY, build
 from kvsketch import SketchCache, Slots
 from kvsketch.cache import Stream, compress, together
 from kvsketch.cache import stream as stream_module
+from kvsketch.estimator import attend
 from kvsketch.kernels import cpu, native
 from kvsketch.methods.h2o import H2O
 from kvsketch.methods.heavy_merge import HeavyMerge
@@ -285,7 +286,9 @@ def test_a_page_of_a_run_can_be_saved_and_copied(llama: Any, tmp_path: Any) -> N
     torch.testing.assert_close(one, two[1:], atol=1e-4, rtol=1e-4)
 
 
-def after_twelve(held: torch.Tensor | None, budget: torch.Tensor) -> tuple[Slots, Any, Page | None]:
+def after_twelve(
+    held: torch.Tensor | None, budget: torch.Tensor, method: Any = None
+) -> tuple[Slots, Any, Page | None]:
     """The slots between sinks and recent tokens of a page of at most 400 slots per head with twelve
     tokens more, what becomes of these with a budget, and the next page."""
     slots = slots_of(torch.Generator().manual_seed(0), 3, 400, True)
@@ -294,7 +297,7 @@ def after_twelve(held: torch.Tensor | None, budget: torch.Tensor) -> tuple[Slots
     page.append(Slots(more.keys, more.values, score=more.score))
     middle = Slots.cat([page.middle.slots, page.exact.slots.narrow(2, 12)]).map(torch.clone)
     one = compress.Newest.of(page, budget, around=(2, 4), room=12)
-    return middle, one, None if one is None else compress.compress_newest(H2O(), [one])[0]
+    return middle, one, None if one is None else compress.compress_newest(method or H2O(), [one])[0]
 
 
 @pytest.mark.parametrize(("budget", "together"), [(400, 72), (376, 72), (350, 124), (268, 288)])
@@ -312,7 +315,7 @@ def test_much_less_is_for_all_slots_together() -> None:
 
 
 def test_a_small_head_does_not_make_the_others_be_read() -> None:
-    """All of its slots are reduced, however many must go, but none is left without slots."""
+    """All of its slots are reduced, however many must go."""
     held = torch.tensor([[20, 400, 400], [400, 16, 400]])
     budget = held.clone()
     budget[0, 0] = 11
@@ -325,8 +328,27 @@ def test_a_small_head_does_not_make_the_others_be_read() -> None:
         mine = before.score[at][before.masses()[at] > 0]
         best = mine.topk(int(budget[at]) - 6).values.sort().values
         assert torch.equal(after.score[at][after.masses()[at] > 0].sort().values, best)
-    budget[0, 0] = 6  # nothing beside the sinks and the recent tokens
+    budget[0, 0] = 5  # not even the sinks and the recent tokens
     assert after_twelve(held, budget)[1] is None
+
+
+@pytest.mark.parametrize("method", [H2O(), HeavyMerge()])
+@pytest.mark.parametrize("some", [0, 8])
+def test_a_head_of_sinks_and_recent_tokens_alone(method: Any, some: int) -> None:
+    """Its new tokens leave, and those of the others are merged with the lowest."""
+    held = torch.tensor([[some + 6, 400, 400], [400, 400, 400]])
+    budget = held.clone()
+    budget[0, 0] = 6
+    before, one, found = after_twelve(held, budget, method)
+    assert one.lowest.tolist() == [[some, 60, 60], [60, 60, 60]]
+    assert torch.equal(found.held, budget)
+    after = found.middle.slots
+    assert float(after.masses()[0, 0].sum()) == 0
+    if method.name == "heavy_merge":
+        torch.testing.assert_close(after.masses()[:, 1:].sum(-1), before.masses()[:, 1:].sum(-1))
+    queries = torch.randn(2, 3, 1, 8, generator=torch.Generator().manual_seed(2))
+    out = attend(queries, found.slots)
+    assert bool(out.isfinite().all())
 
 
 @settings(max_examples=40, deadline=None)

@@ -108,7 +108,7 @@ class Newest:
         some = (2 * fewer).clamp(min=most, max=4 * most)
         lowest = torch.minimum(held, torch.where(fewer > 0, some - left, 0))
         much = (2 * fewer > lowest + left) & (lowest < held)
-        if bool((much | (fewer >= lowest + left)).any()):
+        if bool((much | (fewer > lowest + left)).any()):
             return None
         return Newest(page, around, left, lowest, fewer, room)
 
@@ -154,13 +154,14 @@ def compress_newest(method: Compressor, newest: Sequence[Newest]) -> Sequence[Pa
     if live is not None and bool((live.sum(-1).cpu() < lowest + left).any()):
         return [None] * len(newest)  # padding, which ``compress`` removes
     count = lowest + left - fewer
+    wanted = torch.where(count > 0, count, lowest + left)  # no method reduces a head to nothing
     if not bool(fewer.any()):
         kept = together
     elif method.ragged and bool((fewer > 0).all()):
-        check_input(together, count)
-        kept = method.reduce(together, count.to(device), None)
+        check_input(together, wanted)
+        kept = method.reduce(together, wanted.to(device), None)
     else:
-        kept = method.compress(together, count, None, sink=0, recent=0, scored=True, fit=False)
+        kept = method.compress(together, wanted, None, sink=0, recent=0, scored=True, fit=False)
     between = old.exchanged(kept, count.to(device))
     end = Slots.cat([tokens.narrow(0, sink), tokens.narrow(sink + left, recent)])
     batch = len(newest[0].lowest)
