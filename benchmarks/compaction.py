@@ -71,7 +71,7 @@ def measured(model: Any, ids: list[int], method: str, budget: int, count: int) -
 def _state(cache: SketchCache) -> tuple[list[Any], int]:
     """What a compression replaces, and the number of waiting queries of the first layer."""
     streams = [layer.stream for layer in cache._sketches()]
-    return [stream.page for stream in streams], streams[0].queries.count
+    return [stream.page for stream in streams], streams[0].scores.queries.count
 
 
 def _kind(before: tuple[list[Any], int], now: tuple[list[Any], int]) -> str:
