@@ -162,7 +162,7 @@ def ours(method: Method, sink: int, recent: int, curves: Curves | None = None) -
             streams = planned(
                 prompts, str(method.name), budget, sink, recent, spent, schedule, method.bits
             )
-            bits = [stream.bits if chosen else in_bits(method.bits) for stream in streams]
+            bits = [stream.pace.bits if chosen else in_bits(method.bits) for stream in streams]
             for stream, own in zip(streams, bits, strict=True):
                 parts = [part for part, _ in parts_of(stream)]
                 if not chosen:

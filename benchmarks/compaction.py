@@ -73,7 +73,7 @@ def measured(
 def _state(cache: SketchCache) -> tuple[list[Any], int]:
     """What a compression replaces, and the number of waiting queries of the first layer."""
     streams = [layer.stream for layer in cache._sketches()]
-    return [stream.page for stream in streams], streams[0].queries.count
+    return [stream.page for stream in streams], streams[0].scores.queries.count
 
 
 def _kind(before: tuple[list[Any], int], now: tuple[list[Any], int]) -> str:

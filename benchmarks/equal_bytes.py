@@ -125,7 +125,7 @@ def held_in(
     what: Any, streams: Sequence[Stream], sink: int, recent: int, bits: Sequence[Bits] = ()
 ) -> Held:
     """The bytes of ``streams``. ``bits`` are those of each layer, by default the stream's own."""
-    own = bits or [stream.bits for stream in streams]
+    own = bits or [stream.pace.bits for stream in streams]
     parts = [(*p, b) for s, b in zip(streams, own, strict=True) for p in parts_of(s)]
     slots, reducers, bits = (list(column) for column in zip(*parts, strict=True))
     return held(what, slots, bits, sink, recent, reducers)

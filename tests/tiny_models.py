@@ -43,8 +43,9 @@ def with_buffer(cache: Any, tokens: int) -> Any:
     for layer in cache.layers:
         if not hasattr(layer, "stream"):
             continue
-        layer.stream._buffer = tokens
-        layer.stream._store(layer.stream.bits)
+        pace = layer.stream.pace
+        pace._buffer = tokens
+        pace.store(pace.bits, layer.stream.seen)
         if not layer.stream.seen:
             layer.stream.reset()
     return cache

@@ -15,12 +15,14 @@ from kvsketch import SketchCache
 from kvsketch.cache import echo
 from kvsketch.cache.echo import Echo, some_of
 from kvsketch.cache.error import QUERIES, Errors
+from kvsketch.cache.scores import Scores
 from kvsketch.cache.stream import Stream
 from kvsketch.hf import reading
 from kvsketch.methods.heavy_merge import HeavyMerge
 from kvsketch.methods.learned import largest_attention
 from kvsketch.methods.scoring import recent_attention
 from kvsketch.observed import Observed
+from kvsketch.page.page import Page
 from kvsketch.slots import Slots
 
 
@@ -183,7 +185,7 @@ def test_budgets_by_scores_follow_an_echo_and_others_do_not() -> None:
     ):
         cache = read(llama, **given)
         assert cache.summary()["allocation"] == named
-        asked = any(layer.stream.asked_again for layer in cache._sketches())
+        asked = any(layer.stream.scores.asked_again for layer in cache._sketches())
         assert asked == ("prefill" in given)  # whose bits are chosen on its first piece
     # learned positions: the queries cannot be moved
     assert read(build("opt"), budget=0.3).summary()["allocation"] == "measured"
@@ -192,7 +194,7 @@ def test_budgets_by_scores_follow_an_echo_and_others_do_not() -> None:
 def test_an_even_budget_keeps_other_tokens_with_an_echo() -> None:
     llama, settings = build("llama"), {"budget": 0.2, "allocation": "even", "bits": 16}
     heard = read(llama, **settings)
-    assert all(layer.stream.asked_again for layer in heard._sketches())
+    assert all(layer.stream.scores.asked_again for layer in heard._sketches())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvsketch.hf.layer.turn_at", lambda module: None)
         silent = read(llama, **settings)
@@ -206,9 +208,9 @@ def test_a_prompt_that_fits_is_not_asked_again() -> None:
     with torch.no_grad():
         llama(ids_of(1, 150), past_key_values=cache, use_cache=True)
         streams = [layer.stream for layer in cache._sketches()]
-        assert all(stream.echo is None for stream in streams)
+        assert all(stream.scores.echo is None for stream in streams)
         llama(ids_of(1, 150, seed=1), past_key_values=cache, use_cache=True)
-    assert all(stream.compressed and not stream.asked_again for stream in streams)
+    assert all(stream.compressed and not stream.scores.asked_again for stream in streams)
 
 
 def test_an_echo_in_parts_is_that_of_the_whole_prompt() -> None:
@@ -217,8 +219,8 @@ def test_an_echo_in_parts_is_that_of_the_whole_prompt() -> None:
     kvsketch.prefill(llama, ids, whole)
     kvsketch.prefill(llama, ids, parts, chunk_size=70)
     for one, other in zip(whole._sketches(), parts._sketches(), strict=True):
-        assert one.stream.asked_again
-        assert other.stream.asked_again
+        assert one.stream.scores.asked_again
+        assert other.stream.scores.asked_again
         assert torch.equal(one.stream.held, other.stream.held)
     assert whole.summary()["kv_bytes"] == parts.summary()["kv_bytes"]
 
@@ -238,7 +240,7 @@ def test_the_error_is_that_of_the_prompts_last_queries(monkeypatch: Any) -> None
         assert len(asked) == len(cache._sketches())
         assert not any(last.after for last in asked)
         assert all(last.queries.shape[2] in (QUERIES, 300) for last in asked)
-        assert all(layer.stream._last is None for layer in cache._sketches())
+        assert all(layer.stream.scores.last is None for layer in cache._sketches())
 
 
 def test_most_of_the_budget_stays_unchanged() -> None:
@@ -256,7 +258,7 @@ def test_most_of_the_budget_stays_unchanged() -> None:
 def test_bits_are_the_most_in_which_all_tokens_fit() -> None:
     llama = build("llama")
     bits = {
-        budget: {tuple(layer.stream.bits) for layer in read(llama, budget=budget)._sketches()}
+        budget: {tuple(layer.stream.pace.bits) for layer in read(llama, budget=budget)._sketches()}
         for budget in (0.2, 0.6, 0.95)
     }
     assert bits[0.2] == {(4, 4)}
@@ -291,14 +293,14 @@ def test_a_bound_spends_the_budget_and_a_published_method_has_none() -> None:
 
 def test_a_head_wants_no_more_than_its_bound_has_left(monkeypatch: Any) -> None:
     """Otherwise bytes of the budget would be spent on tokens that are gone."""
-    importance, llama = Stream.importance, build("llama")
-    calls: list[Stream] = []
+    importance, llama = Scores.importance, build("llama")
+    calls: list[Scores] = []
 
-    def first_layer_alone(self: Stream) -> Tensor:
+    def first_layer_alone(self: Scores, slots: Slots) -> Tensor:
         calls.append(self)
-        return importance(self) * (1.0 if len(calls) == 1 else 1e-6)
+        return importance(self, slots) * (1.0 if len(calls) == 1 else 1e-6)
 
-    monkeypatch.setattr(Stream, "importance", first_layer_alone)
+    monkeypatch.setattr(Scores, "importance", first_layer_alone)
     cache = read(llama, tokens=500, budget=0.3, bits=16)
     first, second = (float(x.stream.held.float().mean()) for x in cache._sketches())
     assert first > 1.2 * second
@@ -313,12 +315,13 @@ def test_an_echo_without_some_of_the_prompt_is_none(monkeypatch: Any) -> None:
     cache = SketchCache(build("llama").config, budget=0.3)
     kvsketch.prefill(build("llama"), ids_of(1, 300), cache, chunk_size=100)
     assert cache.summary()["allocation"] == "measured"
-    assert not any(layer.stream.asked_again for layer in cache._sketches())
+    assert not any(layer.stream.scores.asked_again for layer in cache._sketches())
 
 
 def test_a_prompt_too_short_for_a_plan_holds_no_echo() -> None:
     cache = read(build("llama"), tokens=40, budget=0.9)
-    assert all(layer.stream.waits and layer.stream.echo is None for layer in cache._sketches())
+    streams = [layer.stream for layer in cache._sketches()]
+    assert all(stream.waits and stream.scores.echo is None for stream in streams)
 
 
 @pytest.mark.filterwarnings("ignore::kvsketch.errors.AccuracyWarning")
@@ -335,7 +338,8 @@ def test_after_a_sample_an_echo_alone_scores_the_prompt(
 
     def spent(self: Stream, *args: Any, **settings: Any) -> None:
         if not self.compressed:  # not again, after an upper bound
-            found.append((self.asked_again, self.queries.after, self.slots.score))
+            scores = self.scores
+            found.append((scores.asked_again, scores.queries.after, self.slots.score))
         spend(self, *args, **settings)
 
     monkeypatch.setattr(Stream, "spend", spent)
@@ -343,19 +347,19 @@ def test_after_a_sample_an_echo_alone_scores_the_prompt(
     ids = ids_of(1, tokens)
     kvsketch.prefill(model, ids, cache, queries="sample", tokenizer=letters, chunk_size=80)
     expected: list[Tensor] = []
-    hear = Stream.hear
+    hear = Scores.hear
 
-    def heard(self: Stream, observed: Observed, after: int) -> None:
+    def heard(self: Scores, page: Page, seen: int, observed: Observed, after: int) -> None:
         kept = self.echo
-        hear(self, observed, after)
+        hear(self, page, seen, observed, after)
         assert kept is not None
         if kept.covered == tokens:
             assert self.echo is None  # queries of all layers would be more than the cache
             asked, some = kept.asked()
             assert some is None
-            expected.append(largest_attention(self.slots, asked, None))
+            expected.append(largest_attention(page.slots, asked, None))
 
-    monkeypatch.setattr(Stream, "hear", heard)
+    monkeypatch.setattr(Scores, "hear", heard)
     again = SketchCache(model.config, budget=0.3, allocation=allocation)
     kvsketch.prefill(model, ids, again, queries="sample", tokenizer=letters, chunk_size=80)
     assert len(expected) == (0 if tokens == 100 else len(cache._sketches()))
@@ -364,7 +368,7 @@ def test_after_a_sample_an_echo_alone_scores_the_prompt(
         assert after
         assert not asked_again
     assert all(not asked_again and after for asked_again, after, _ in found)
-    assert all(layer.stream.echo is None for layer in cache._sketches())
+    assert all(layer.stream.scores.echo is None for layer in cache._sketches())
 
 
 def test_heads_are_compared_by_what_stands_out() -> None:

@@ -105,12 +105,12 @@ def test_under_a_bound_the_last_queries_see_all_their_tokens(method):
     stream = waiting(method, 400)
     window = stream.method.window
     stream.spend(of_all_heads(0.6), provisional=True)
-    assert stream.queries.count == window
+    assert stream.scores.queries.count == window
     newest = torch.arange(400.0 - window, 400).expand(1, 2, -1)
     assert torch.equal(stream.slots.positions[:, :, -window:], newest)
     assert stream.slots.mass is None or bool((stream.slots.mass[:, :, -window:] == 1).all())
     stream.spend(of_all_heads(0.2))
-    assert stream.queries.count == 0
+    assert stream.scores.queries.count == 0
     assert stream.slots.count == 80
 
 

@@ -307,9 +307,9 @@ def test_nothing_in_full_precision_stays_alive(bits):
             del look
         del part
         counted = nbytes([t for t in held.tensors() if t.dim() == 4])
-        waiting = nbytes(held.queries.tensors())
+        waiting = nbytes(held.scores.queries.tensors())
         assert live_bytes(7, packed) - before == counted
-        full = 36 + 2 * held.buffer
+        full = 36 + 2 * held.pace.buffer(held.seen)
         most = predicted_bytes(200, full, 24, 24, bits, heads=7) + waiting
         assert counted <= most
 
@@ -337,7 +337,7 @@ def test_exact_slots_stay_in_the_dtype_of_the_tokens():
     settings = {"prompt": 200, "dtype": torch.bfloat16}
     held = stream(driver("streaming_llm", 100, 8), keys, values, **settings)
     assert held.slots.keys.dtype == held.slots.values.dtype == torch.bfloat16
-    full = 36 + 2 * held.buffer
+    full = 36 + 2 * held.pace.buffer(held.seen)
     assert nbytes(held.tensors()) <= predicted_bytes(
         64, full, 16, 16, 8, heads=2, itemsize=2, columns=1
     )
@@ -388,9 +388,9 @@ def test_a_copy_has_its_own_scores(shares):
     held.extend(Slots(rows_of(1, 2, 200, 16), rows_of(1, 2, 200, 16, seed=1)))
     held.settle(Observed(rows_of(1, 2, 200, 16, seed=2), 0.25), prefill=True)
     before, twin = held.slots.score.clone(), copy.deepcopy(held)
-    twin.queries.add(Observed(rows_of(1, 2, 1, 16, seed=3), 0.25))
-    expected = twin.scored().score
-    twin.fold()
+    twin.scores.queries.add(Observed(rows_of(1, 2, 1, 16, seed=3), 0.25))
+    expected = twin.scores.of(twin.slots).score
+    twin.scores.fold(twin.page)
     torch.testing.assert_close(twin.slots.score, expected)
     assert bool((twin.slots.score.sum(-1) > before.sum(-1) + 0.9).all())
     assert torch.equal(held.slots.score, before)
@@ -531,7 +531,8 @@ def test_generating_with_beams_and_chunks():
         assert summary["slots"] > 30
         rows = 2 * 2 * 2 * (3 if "num_beams" in more else 1)  # layers, KV heads, batch
         most = rows * (24 + 2) * (2 * 16 * 4 + 4)  # the budget's bytes and two buffers of a token
-        waiting = sum(t.nbytes for layer in cache.layers for t in layer.stream.queries.tensors())
+        queries = [layer.stream.scores.queries for layer in cache.layers]
+        waiting = sum(t.nbytes for one in queries for t in one.tensors())
         assert summary["kv_bytes"] <= most + waiting
 
 

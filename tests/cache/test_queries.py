@@ -47,9 +47,9 @@ def test_queries_count_once():
     stream = Stream(windowed("h2o", 2, 6), Budget(20), 2)
     asked = read(stream, 30)
     assert stream.settle(asked, prefill=True)
-    assert stream.queries.count == 0
+    assert stream.scores.queries.count == 0
     before = stream.slots.score.clone()
-    stream.fold()
+    stream.scores.fold(stream.page)
     assert torch.equal(stream.slots.score, before)
 
 
@@ -60,7 +60,7 @@ def test_padding_has_no_importance():
     live[0, :7] = False
     stream.mark_padding(live)
     stream.settle(replace(asked, live=live), prefill=True)
-    found = stream.importance()
+    found = stream.scores.importance(stream.slots)
     assert bool((found[0, :, :7] == -torch.inf).all())
     assert bool(found[0, :, 7:].isfinite().all())
     assert bool(found[1].isfinite().all())
@@ -108,9 +108,9 @@ def test_queries_become_scores_where_the_slots_are(shares, bits, monkeypatch):
                 stream.extend(Slots(keys, values))
                 stream.settle(asked, prefill=False)
                 if number % 3 == 2:
-                    stream.fold()
+                    stream.scores.fold(stream.page)
     assert any(calls)
-    assert held.queries.count == twin.queries.count
+    assert held.scores.queries.count == twin.scores.queries.count
     assert held.slots.count == twin.slots.count
     torch.testing.assert_close(held.slots.score, twin.slots.score, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(held.slots.keys, twin.slots.keys, rtol=1e-3, atol=1e-3)

@@ -54,7 +54,7 @@ def test_a_row_goes_as_it_goes_alone(model: Any, settings: dict[str, Any]) -> No
     rows = prompts()
     cache = SketchCache(model.config, **settings, **WINDOW)
     together = run(model, rows, cache)
-    assert any(len(layer.stream.budget.rows) == 3 for layer in cache.layers)
+    assert any(len(layer.stream.pace.budget.rows) == 3 for layer in cache.layers)
     slots = []
     for number, row in enumerate(rows):
         alone = SketchCache(model.config, **settings, **WINDOW)

@@ -48,7 +48,7 @@ def read(model: Any, ids: torch.Tensor, cache: SketchCache) -> SketchCache:
 
 
 def bits_in(cache: SketchCache) -> list[Bits]:
-    return [layer.stream.bits for layer in cache.layers]
+    return [layer.stream.pace.bits for layer in cache.layers]
 
 
 def some_slots(n: int, mass: bool, dtype: torch.dtype = torch.bfloat16) -> Slots:

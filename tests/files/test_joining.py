@@ -140,12 +140,12 @@ def test_what_both_say_of_their_slots_is_put_together() -> None:
     forward(model, ids_of(120, 2), second)
     for cache, bits in ((first, Bits(4, 8)), (second, Bits(8, 4))):
         for layer in cache._sketches():
-            layer.stream.bits = bits
+            layer.stream.pace.bits = bits
     first.plan.above = {0: torch.tensor([True, False])}
     second.plan.above = {0: torch.tensor([False, False]), 1: torch.tensor([False, True])}
     joined = join(first, second, model)
     for layer in joined._sketches():
-        assert layer.stream.bits == Bits(8, 8)  # the more precise of both
+        assert layer.stream.pace.bits == Bits(8, 8)  # the more precise of both
         positions = layer.stream.slots.positions
         assert positions is not None
         assert float(positions.max()) == 319

@@ -158,7 +158,7 @@ def test_h2o_scores_are_the_accumulated_attention(family):
     for layer, matrix in zip(cache.layers, matrices, strict=True):
         if not hasattr(layer, "stream"):
             continue
-        score = layer.stream.scored().score
+        score = layer.stream.scores.of(layer.stream.slots).score
         expected = matrix.sum(2).unflatten(1, (score.shape[1], -1)).sum(2)
         torch.testing.assert_close(score.double(), expected, atol=1e-4, rtol=1e-4)
 

@@ -58,13 +58,13 @@ def test_what_comes_next_fills_the_budget_again(llama: Any, given: dict[str, Any
     assert found["slots"][1] == float(held(cache).mean()) < found["slots"][0]
     assert found["error"] is None
     assert cache.get_seq_length() == 300
-    if all(layer.stream.bits.keys == 16 for layer in cache._sketches()):
+    if all(layer.stream.pace.bits.keys == 16 for layer in cache._sketches()):
         assert found["slots"][1] == pytest.approx(60, abs=1)
     limit = {0.4: 0.4 * 500, 500: 260}.get(given["budget"], 120)
     for one in (cache, way_back):
         read(llama, one, ids_of(200, seed=3), 100)
         read(llama, one, ids_of(1, seed=4))  # the last part waited for what follows it
-    if all(layer.stream.bits.keys == 16 for layer in cache._sketches()):
+    if all(layer.stream.pace.bits.keys == 16 for layer in cache._sketches()):
         assert float(held(cache).mean()) == pytest.approx(limit, abs=4)
     if given["budget"] != 500:
         assert cache.nbytes() == pytest.approx(way_back.nbytes(), rel=0.1)

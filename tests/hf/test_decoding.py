@@ -81,7 +81,7 @@ def decoded(model: Any, cache: Any, batch: int = 1, tokens: int = 30, **given: A
 def contents(cache: SketchCache) -> list[torch.Tensor]:
     streams = [layer.stream for layer in cache._sketches()]
     slots = [t for stream in streams for t in stream.slots.tensors().values()]
-    return slots + [t for stream in streams for t in stream.queries.tensors()]
+    return slots + [t for stream in streams for t in stream.scores.queries.tensors()]
 
 
 @pytest.mark.parametrize(

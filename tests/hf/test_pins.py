@@ -84,7 +84,8 @@ def test_they_stay_through_prompts_and_answers(llama: Any, given: dict[str, Any]
     assert cache.summary()["pinned"] == 44
     for layer in cache._sketches():
         assert sum(layer.stream.around) == 80
-        assert layer.stream.budget.price.window == (80 if layer.stream.budget.price.fixed else 0)
+        price = layer.stream.pace.budget.price
+        assert price.window == (80 if price.fixed else 0)
     if "budget" not in given:
         held = torch.stack([x.stream.held for x in cache._sketches()]).double()
         free = SketchCache(llama.config, **{"budget": BUDGET, **given})

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from kvsketch import SketchCache, UnsupportedError
-from kvsketch.cache.stream import MARK, Stream
+from kvsketch.cache.pace import Pace
+from kvsketch.cache.scores import MARK
+from kvsketch.cache.stream import Stream
 from tiny_models import build
 
 BUDGET, QUESTION = 100, 30
@@ -67,7 +69,8 @@ def test_a_question_is_kept_while_it_is_answered(llama: Any, given: dict[str, An
             assert bool((count == QUESTION).all())
             found = stream.page.read()
             near = torch.cdist(tokens.keys, found.keys).amin(-1) / tokens.keys.norm(dim=-1)
-            assert float((near < (0.01 if stream.bits.keys == 16 else 0.3)).double().mean()) > 0.9
+            most = 0.01 if stream.pace.bits.keys == 16 else 0.3
+            assert float((near < most).double().mean()) > 0.9
 
 
 @pytest.mark.parametrize("given", SETTINGS, ids=str)
@@ -78,7 +81,7 @@ def test_a_document_that_another_follows_is_compressed_as_at_once(
     waited = asked(llama, **given)
     late = read(llama, waited, after)
     assert not any(bool(count.any()) for count in marked(waited))
-    monkeypatch.setattr(Stream, "may_wait", False)
+    monkeypatch.setattr(Pace, "may_wait", lambda *_: False)
     soon = read(llama, at_once := asked(llama, **given), after)
     assert torch.equal(late, soon)
     assert slots(at_once) < slots(waited), "the last part of the other one waits"

@@ -523,11 +523,11 @@ def test_a_sample_of_the_queries_is_kept_and_all_of_it_used():
     stream.extend(Slots(keys, values))
     stream.ask(Observed(queries, 0.3), slice(0, 200), 100)
     assert stream.seen == stream.slots.count == 300
-    kept = stream.queries.all()
+    kept = stream.scores.queries.all()
     assert kept.after
     assert torch.equal(kept.queries, queries[:, :, ::2])
-    stream.queries.keep_last(10)  # a sample is not cut to a window
-    assert stream.queries.count == 100
+    stream.scores.queries.keep_last(10)  # a sample is not cut to a window
+    assert stream.scores.queries.count == 100
     asked = Asked.of(Seen.of(stream.slots, kept), window=64)
     assert asked.queries.shape[1] == 2 * 100
     wrong = Slots(keys[:, :, :300], torch.zeros_like(values[:, :, :300]))

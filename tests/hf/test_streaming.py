@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -45,7 +47,7 @@ def cache_of(model, method: str, bits: int = 16, buffer: int | None = 2) -> Sket
 def in_pieces(cache: SketchCache) -> SketchCache:
     for layer in cache.layers:
         if hasattr(layer, "stream"):
-            layer.stream.piece = PIECE
+            layer.stream.pace.piece = PIECE
     return cache
 
 
@@ -66,7 +68,7 @@ def test_chunks_of_whole_pieces_are_the_same(family, method, bits):
     sizes = ([TOKENS], [20, 20, 20, 10], [40, 30])
     one, *others = (read(model, c, ids, s) for c, s in zip(caches, sizes, strict=True))
     stream = caches[0].layers[-1].stream
-    assert stream.rhythm is not None
+    assert stream.pace.rhythm is not None
     assert stream.compressed
     for found, cache in zip(others, caches[1:], strict=True):
         torch.testing.assert_close(found, one, rtol=2e-3, atol=2e-3)
@@ -94,7 +96,7 @@ def test_padding_takes_no_part(model):
 def test_a_piece_that_fits_is_not_compressed(model):
     """Decoded tokens then fill the buffer."""
     cache = cache_of(model, "snapkv")
-    rhythm = cache.layers[0].stream.rhythm
+    rhythm = cache.layers[0].stream.pace.rhythm
     assert (rhythm.first, rhythm.slots) == (24 - 3 * 2, 24 + 2)
     read(model, cache, ids_of(1), [rhythm.first])
     assert not cache.layers[0].stream.compressed
@@ -120,24 +122,26 @@ def test_budgets_that_grow_or_differ_stream_in_pieces_too(model, settings, monke
         read(model, cache, ids_of(1)[:, start:], [35])
         most = max(most, max(int(layer.stream.held.max()) for layer in cache.layers))
         assert all(layer.stream.compressed for layer in cache.layers)
-    assert cache.layers[0].stream.rhythm is None
+    assert cache.layers[0].stream.pace.rhythm is None
     assert most < TOKENS
 
 
 def test_bits_are_chosen_on_the_first_piece_of_any_forward(model, monkeypatch):
     chosen = []
-    monkeypatch.setattr(
-        "kvsketch.cache.stream.Stream.spend",
-        lambda self, *given: (chosen.append((self.seen, self.asked_again)), spend(self, *given)),
-    )
+
+    def spent(self: Stream, *given: Any) -> None:
+        chosen.append((self.seen, self.scores.asked_again))
+        spend(self, *given)
+
+    monkeypatch.setattr(Stream, "spend", spent)
     ids = ids_of(1, 400)
     for sizes in ([400], [200, 200], [150, 250]):
         cache = SketchCache(model.config, budget=0.3, prefill="streaming")
         for layer in cache.layers:
-            layer.stream.piece = 200
+            layer.stream.pace.piece = 200
         read(model, cache, ids, sizes)
         assert chosen == [(sizes[0] if sizes[0] < 200 else 200, True)] * len(cache.layers)
-        assert cache.layers[0].stream.bits != FULL
+        assert cache.layers[0].stream.pace.bits != FULL
         chosen.clear()
 
 
@@ -147,11 +151,11 @@ def test_answers_of_a_prompt_that_fits_are_listened_to(model):
     cache = SketchCache(model.config, budget=120, prefill="streaming")
     read(model, cache, ids_of(1, 50), [50])
     streams = [layer.stream for layer in cache.layers]
-    assert all(stream.waits and not stream.queries.count for stream in streams)
+    assert all(stream.waits and not stream.scores.queries.count for stream in streams)
     read(model, cache, ids_of(1, 50), [1] * 50)
-    assert [stream.queries.count for stream in streams] == [50] * len(streams)
+    assert [stream.scores.queries.count for stream in streams] == [50] * len(streams)
     read(model, cache, ids_of(1, 30), [1] * 30)
-    assert all(stream.compressed and stream.bits != FULL for stream in streams)
+    assert all(stream.compressed and stream.pace.bits != FULL for stream in streams)
 
 
 def test_a_failed_chunk_of_a_compressed_stream_asks_for_a_reset(model):
@@ -176,7 +180,7 @@ def test_a_saved_stream_goes_on_at_the_same_tokens(model, tmp_path):
     read(model, cache, ids_of(1), [40])
     cache.save(tmp_path / "a.kvs")
     again = in_pieces(SketchCache.load(tmp_path / "a.kvs", model))
-    assert again.layers[0].stream.rhythm is not None
+    assert again.layers[0].stream.pace.rhythm is not None
     found = read(model, again, ids_of(1)[:, 40:], [30])
     torch.testing.assert_close(found, expected[:, 40:], rtol=2e-3, atol=2e-3)
 
@@ -184,9 +188,9 @@ def test_a_saved_stream_goes_on_at_the_same_tokens(model, tmp_path):
 def test_tokens_that_may_be_removed_are_not_compressed(model):
     """Assisted decoding: a chunk of guesses goes beyond a compression, and some are taken back."""
     cache = cache_of(model, "heavy_merge")
-    slots = cache.layers[0].stream.rhythm.slots
+    slots = cache.layers[0].stream.pace.rhythm.slots
     for layer in cache.layers:
-        layer.stream.piece = slots + 2
+        layer.stream.pace.piece = slots + 2
     read(model, cache, ids_of(1), [1] * (slots - 3))
     for layer in cache.layers:
         layer.activate_past_recording()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvsketch import SketchCache
+from kvsketch.cache.scores import Scores
 from kvsketch.cache.stream import Stream
 from kvsketch.page.quantized import FULL
 from tiny_models import build
@@ -39,7 +40,7 @@ def streams(cache: SketchCache) -> list[Stream]:
 
 def shares(cache: SketchCache) -> torch.Tensor:
     """Of the layers and heads of the first row."""
-    found = [[b.share for b in stream.budget.rows[0]] for stream in streams(cache)]
+    found = [[b.share for b in stream.pace.budget.rows[0]] for stream in streams(cache)]
     return torch.tensor(found, dtype=torch.float64)
 
 
@@ -64,14 +65,14 @@ def test_scores_are_the_largest_of_all_parts(llama: Any, monkeypatch: Any) -> No
     """Those of the first part are still there, and those of the second are an echo's, although it
     is compressed while it decodes no token."""
     asked: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-    ask = Stream.ask_piece_again
+    ask = Scores.ask_piece_again
 
-    def noted(self: Stream, observed: Any) -> None:
-        held = self.page.read().score
-        ask(self, observed)
-        asked.append((self.page.read().score, held))
+    def noted(self: Scores, page: Any, *given: Any) -> None:
+        held = page.read().score
+        ask(self, page, *given)
+        asked.append((page.read().score, held))
 
-    monkeypatch.setattr(Stream, "ask_piece_again", noted)
+    monkeypatch.setattr(Scores, "ask_piece_again", noted)
     cache = SketchCache(llama.config, budget=BUDGET, bits=16)
     read(llama, cache, ids_of(1, 200))
     assert not asked, "a first prompt is asked at once"
@@ -92,7 +93,7 @@ def test_attention_never_lowers_a_score(llama: Any) -> None:
     for token in ids_of(1, 60, seed=7)[0]:
         read(llama, cache, token.view(1, 1))
     for stream, score in zip(streams(cache), before, strict=True):
-        stream.fold()
+        stream.scores.fold(stream.page)
         assert not stream.compressed
         assert bool((stream.page.read().score[..., :300] >= score).all())
 
@@ -104,7 +105,7 @@ def test_a_first_prompt_that_fits_is_asked_again_too(llama: Any) -> None:
     read(llama, cache, first)
     kept = [stream.page.read().score for stream in streams(cache)]
     assert all(score is not None and bool((score > 0).any()) for score in kept)
-    assert all(stream.waits and not stream.queries.count for stream in streams(cache))
+    assert all(stream.waits and not stream.scores.queries.count for stream in streams(cache))
     read(llama, cache, second)
     assert cache.plan.kind == "global"
     held = torch.stack([stream.held for stream in streams(cache)]).double()
@@ -120,7 +121,7 @@ def test_decoding_beyond_the_budget_spends_it_by_score(llama: Any, bits: Any) ->
         read(llama, cache, token.view(1, 1))
     assert cache.plan.kind == "global"
     assert all(stream.compressed for stream in streams(cache))
-    few = {stream.bits != FULL for stream in streams(cache)}
+    few = {stream.pace.bits != FULL for stream in streams(cache)}
     assert few == {bits == "measured"}
     if bits == 16:
         held = torch.stack([stream.held for stream in streams(cache)])
@@ -134,7 +135,7 @@ def test_bits_of_a_prompt_that_fitted_are_few_where_none_can_be_measured(llama: 
     read(llama, cache, ids_of(1, 140))
     for token in ids_of(1, 20, seed=7)[0]:
         read(llama, cache, token.view(1, 1))
-    assert all(stream.bits != FULL and stream.compressed for stream in streams(cache))
+    assert all(stream.pace.bits != FULL and stream.compressed for stream in streams(cache))
     assert min(int(stream.held.min()) for stream in streams(cache)) == 160, "nothing is dropped"
 
 
@@ -172,7 +173,7 @@ def test_chunks_of_a_prompt_divide_a_streaming_budget_anew(llama: Any) -> None:
     given = {"budget": BUDGET, "bits": 16, "prefill": "streaming", "allocation": "global"}
     cache = SketchCache(llama.config, **given)
     for stream in streams(cache):
-        stream.piece = 64
+        stream.pace.piece = 64
     read(llama, cache, ids_of(1, 150))
     before = shares(cache)
     read(llama, cache, ids_of(1, 150, seed=3))

@@ -875,11 +875,11 @@ def test_a_lone_token_taken_back_has_not_looked_at_anything(llama: Any) -> None:
     cache.activate_past_recording()
     forward(llama, ids_of(1, 40), cache)
     cache.crop(0)
-    before = [layer.stream.scored().score.clone() for layer in cache.layers]
+    before = [layer.stream.scores.of(layer.stream.slots).score.clone() for layer in cache.layers]
     forward(llama, ids_of(1, 1), cache)
     cache.crop(-1)
     for layer, score in zip(cache.layers, before, strict=True):
-        assert torch.equal(layer.stream.scored().score, score)
+        assert torch.equal(layer.stream.scores.of(layer.stream.slots).score, score)
 
 
 @pytest.mark.parametrize(

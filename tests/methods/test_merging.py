@@ -372,7 +372,7 @@ def test_a_long_decode_stays_on_its_page(name):
             assert sketch.held <= budget + buffer
             if sketch.compressed:
                 held = sum(t.nbytes for t in sketch.tensors())
-                waiting = sum(t.nbytes for t in sketch.queries.tensors())
+                waiting = sum(t.nbytes for t in sketch.scores.queries.tensors())
                 size = held - waiting if size is None else size
                 assert held - waiting == size
         if name == "cluster_merge":

@@ -265,7 +265,7 @@ def test_a_model_passes_its_frequencies(family: str) -> None:
         assert len(turn.frequencies) == 8
         back = -torch.arange(24)
         query, key = (turn(x.double(), back) for x in seen[number])
-        score = layer.stream.scored().score
+        score = layer.stream.scores.of(layer.stream.slots).score
         expected = formula(
             query, key, turn.frequencies.double(), live, 24, method, neighbours=False
         )

@@ -169,7 +169,7 @@ def test_a_document_for_an_engine_with_curves(tmp_path, text, model, bits):
     # the budgets are part of the file
     cache = SketchCache.load(tmp_path / "doc.kvs", loaded(model))
     assert [layer.stream.held[0].tolist() for layer in cache.layers] == found["room"]
-    budgets = [layer.stream.budget.slots(700)[0].tolist() for layer in cache.layers]
+    budgets = [layer.stream.pace.budget.slots(700)[0].tolist() for layer in cache.layers]
     assert budgets == found["room"]
 
 

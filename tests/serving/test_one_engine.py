@@ -86,7 +86,7 @@ def test_slots_are_equal_to_the_bit(prompt, method, dtype, bits):
     middle = None if bits == 16 else ((rhythm.middle,) * KV, Bits(bits, bits))
     served = Served(method, rhythm, queries_of(method, rhythm), None, dtype, middle)
     stream = Stream(windowed(method, 2, 6), Budget(BUDGET), BUFFER, bits=bits, streaming=True)
-    stream.piece = PIECE
+    stream.pace.piece = PIECE
     begun, until = prompt + answer, tokens
     sizes = [*cut_up(0, prompt, generator), *[1] * answer, *cut_up(begun, until, generator)]
     found = streamed(stream, request, sizes)

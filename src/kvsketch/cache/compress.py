@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -185,26 +185,6 @@ def _rows(pages: Sequence[Page], name: str) -> Tensor:
     """A field of the exact slots of all pages."""
     fields = [page.exact.even(name) for page in pages]
     return fields[0] if len(fields) == 1 else torch.cat(fields)
-
-
-def scored(method: Compressor, slots: Slots, asked: Observed, again: Observed | None) -> Slots:
-    """Slots with scores.
-
-    Args:
-        method: one that has scores.
-        slots: as left by the compression before, with the tokens since then.
-        asked: the last queries.
-        again: at the end of a piece of a prompt, all of its queries, asked again after it: the
-            largest score of any piece counts.
-    """
-    if again is None:
-        return method.observe(slots, asked)
-    before = slots.score
-    found = method.echo(method.observe(replace(slots, score=None), asked), again, None, alone=False)
-    assert found.score is not None
-    if before is None:
-        return found
-    return replace(slots, score=torch.maximum(before, found.score))
 
 
 def _sizes_of(before: Slots, budget: Tensor, kept: Slots) -> Tensor | None:

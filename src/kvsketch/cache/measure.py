@@ -25,7 +25,7 @@ _UNSEEN = 4.0
 def measurable(stream: Stream) -> bool:
     """Whether there are enough tokens and queries to measure errors. Queries that were read after
     the prompt are all that there will be."""
-    queries = stream.queries
+    queries = stream.scores.queries
     enough = stream.seen >= least_tokens(*stream.around)
     return enough and queries.count >= (2 if queries.after else min(stream.seen, 64))
 
@@ -43,7 +43,7 @@ def measure(
     ``Price.of``."""
     method = stream.method
     sink, recent = stream.around
-    slots, observed = stream.slots, stream.queries.all()
+    slots, observed = stream.slots, stream.scores.queries.all()
     assert observed is not None
     if slots.count > _MEASURED_TOKENS:
         last = _MEASURED_TOKENS - sink

@@ -147,13 +147,13 @@ class Plan:
         """Whether a waiting layer has enough tokens to compute its budget."""
         if self.budget is not None and not self.budget.is_fraction:
             budget = self.budget.slots(stream.seen)
-            above = 0 if prefill else stream.schedule.buffer(budget)
+            above = 0 if prefill else stream.pace.schedule.buffer(budget)
             return stream.seen > budget and stream.seen >= budget + above
         return not self._needs_prompt or self._enough(stream) or self._all_window(stream)
 
     def _enough(self, stream: Stream) -> bool:
         """Whether errors can be measured on a stream, or scores compared that it has already."""
-        if self._solvers[stream.asked_again].compares and stream.asked_again:
+        if self._solvers[stream.scores.asked_again].compares and stream.scores.asked_again:
             return self._long(stream)
         return measurable(stream)
 
@@ -202,16 +202,16 @@ class Plan:
         window = stream.method.window
         if window is not None or not stream.method.requires.queries:
             most = 128 + max(QUERIES, window or 0)  # the last queries are enough to measure on
-            if stream.queries.count > 2 * most:
-                stream.queries.keep_last(most)
+            if stream.scores.queries.count > 2 * most:
+                stream.scores.queries.keep_last(most)
         if hold:
             return False
         if prefill:
-            stream.ask_again()
+            stream.scores.ask_again(stream.page, stream.seen)
         if not self.ready(stream, prefill):
-            stream.put_off()
+            stream.scores.put_off()
             return False
-        if stream.asked_again:
+        if stream.scores.asked_again:
             self.read_again(True)
         number = next(i for i, other in enumerate(streams) if other is stream)
         found = self._given(number, streams)
@@ -221,9 +221,9 @@ class Plan:
             bits = given.bits if self.prices else None
             streams[given.layer].spend(given.budgets, given.provisional, bits, prefill)
         if stream.waits and window is not None:
-            stream.queries.keep_last(window)  # it has been measured
+            stream.scores.queries.keep_last(window)  # it has been measured
         elif stream.waits and number in self._measured.layers:
-            stream.fold()  # all queries count, and scores are smaller
+            stream.scores.fold(stream.page)  # all queries count, and scores are smaller
         return bool(found)
 
     @torch.no_grad()
@@ -232,7 +232,8 @@ class Plan:
         with the shares that they have."""
         assert self.budget is not None
         solver, found = self._solvers[True], []
-        if isinstance(solver, ByScores) and all(s.asked_again or self.again for s in streams):
+        again = self.again or all(stream.scores.asked_again for stream in streams)
+        if isinstance(solver, ByScores) and again:
             solver = ByScores(solver.name, to)
             shard, size = Shard.of(streams[0].heads, self._heads), (self._layers, self._heads)
             for number in range(len(streams)):
@@ -240,7 +241,7 @@ class Plan:
                 found += [given for given in solver.solve(prompt) if not given.provisional]
             self.read_again(True)
         for number, stream in enumerate(streams) if not found else ():
-            budgets, bits = stream.budget, stream.bits
+            budgets, bits = stream.pace.budget, stream.pace.bits
             if budgets is None:
                 bits, price = fitting(to, self._measured.choices, stream, self.itemsize)
                 budgets = HeadBudgets([[self.budget] * stream.heads], price=price)
@@ -256,7 +257,7 @@ class Plan:
         if self._needs_prompt and not self._enough(stream):
             # a number of slots, which must not be exceeded, or nothing to allocate
             assert self.budget is not None
-            choices = self._measured.choices if self._long(stream) else [stream.bits]
+            choices = self._measured.choices if self._long(stream) else [stream.pace.bits]
             bits, price = fitting(self.budget, choices, stream, self.itemsize)
             return [LayerBudgets(number, HeadBudgets([[self.budget] * heads], price=price), bits)]
         if self.solver.measures or (self.chooses and not self.solver.compares):

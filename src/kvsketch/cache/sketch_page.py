@@ -67,6 +67,7 @@ class SketchPage:
     """
 
     sizes: Tensor | None = None
+    compressed = True
 
     def __init__(
         self,

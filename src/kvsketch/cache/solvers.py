@@ -227,7 +227,7 @@ class ByScores(Solver):
                 f"allocation={self.name!r} compares the scores of all KV heads, of which this "
                 "process has a part; use 'even' or 'measured' with tensor parallelism"
             )
-        self._scores[prompt.number] = prompt.stream.importance()
+        self._scores[prompt.number] = prompt.stream.scores.importance(prompt.stream.slots)
         numbers = sorted(self._scores)
         if self.name == "layer":
             numbers = [prompt.number]
@@ -253,7 +253,7 @@ class ByScores(Solver):
         self, scores: Sequence[Tensor], prompt: Prompt, price: Price, average: int
     ) -> list[list[Tensor]]:
         """The slots of every head, int64 ``[heads]`` of each layer and row, for an average cost."""
-        schedule, seen = prompt.stream.schedule, prompt.stream.seen
+        schedule, seen = prompt.stream.pace.schedule, prompt.stream.seen
         slots = min(seen, int(float(price.buys(torch.tensor(float(average)))) + 1e-6))
         safeguard = SAFEGUARD if self.name == "layer" else 0.0
         told = []
@@ -270,7 +270,7 @@ class ByScores(Solver):
         Without one, methods compress once, as they were published."""
         stream, tokens = prompt.stream, prompt.stream.seen
         kept = self.goal.at_most(len(numbers), prompt.layers, tokens)
-        if kept is None or not stream.asked_again:
+        if kept is None or not stream.scores.asked_again:
             return []
         bits, price = self._stored(prompt, numbers)
         average = max(1, int(kept * tokens))
@@ -281,7 +281,7 @@ class ByScores(Solver):
             return [LayerBudgets(n, bound, bits, provisional=True) for n in rest]
         scores = [self._scores[n] for n in numbers]
         told = self._slots(scores, prompt, price, average)
-        sink, recent, given = stream.schedule.sink, stream.schedule.recent, []
+        sink, recent, given = stream.pace.schedule.sink, stream.pace.schedule.recent, []
         for n, rows in zip(numbers, told, strict=True):
             slots = torch.stack([row.cpu() for row in rows])
             budgets = [[Budget(1.0, x / tokens) for x in row] for row in slots.tolist()]
@@ -372,7 +372,7 @@ class ByErrors(Solver):
         prefill, with one more layer exact, at its target."""
         found, shard, streams = prompt.measured, prompt.shard, prompt.streams
         stream = streams[numbers[0]]
-        method, schedule, tokens = stream.method, stream.schedule, stream.seen
+        method, schedule, tokens = stream.method, stream.pace.schedule, stream.seen
         if not method.recompresses:
             return []
         kept = self.goal.at_most(len(numbers), prompt.layers, tokens)
@@ -415,7 +415,7 @@ def price_of(stream: Stream, bits: Bits, itemsize: int | None) -> Price:
     and with a score if the method has one."""
     if bits == FULL:
         return PLAIN
-    schedule, slots = stream.schedule, stream.parted.newest(1)
+    schedule, slots = stream.pace.schedule, stream.parted.newest(1)
     columns = set(slots.tensors()) - {"keys", "values"} | {"mass"}
     columns |= {"score"} if stream.method.requires.queries else set()
     return Price.of(slots, bits, schedule.sink + schedule.recent, len(columns), itemsize)

@@ -34,19 +34,19 @@ def stream_state(stream: Stream) -> State:
         values={
             "seen": stream.seen,
             "padded": stream.padded,
-            "bits": list(stream.bits),
-            "bytes": stream._bytes,
+            "bits": list(stream.pace.bits),
+            "bytes": stream.scores.beside,
             "compressed": stream.compressed,
-            "asked_again": stream.asked_again,
+            "asked_again": stream.scores.asked_again,
             "pins": stream.pins.values(),
-            "left": stream._limit - (page.appended if stream.compressed else 0),
+            "left": stream.pace.limit - (page.appended if stream.compressed else 0),
             "form": form,
         }
     )
     state.put("page", page.to_state())
-    if stream._given is None and stream.budget is not None:
-        state.put("budget", stream.budget.to_state())
-    state.put("queries", stream.queries.to_state())
+    if stream.pace.given is None and stream.pace.budget is not None:
+        state.put("budget", stream.pace.budget.to_state())
+    state.put("queries", stream.scores.queries.to_state())
     state.put("errors", stream.errors.to_state())
     state.put("method", stream.method.to_state() if stream.method.recompresses else None)
     return state
@@ -71,20 +71,20 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
     bits = reader.anything("bits")
     if not isinstance(bits, list) or bits not in ([16, 16], [8, 8], [8, 4], [4, 8], [4, 4]):
         raise reader.wrong("bits", bits, "two of 16, 8 and 4")
-    stream._store(Bits(*bits))
+    stream.pace.store(Bits(*bits), stream.seen)
     sketch = not method.recompresses
-    stream.compressed = compressed = reader.flag("compressed")
+    compressed = reader.flag("compressed")
     form = reader.word("form", ("sketch",) if sketch and compressed else ("page",))
     given = (method,) if sketch and compressed else ()
     stream.page = page = _PAGES[form].from_state(reader.part("page"), kind, *given)
     plain = form == "sketch" or (
-        page.exact.grows != compressed and (page.middle is None or stream.bits != FULL)
+        page.exact.grows != compressed and (page.middle is None or stream.pace.bits != FULL)
     )
     if not plain:
         raise reader.wrong("compressed", compressed, "what the page is")
     if reader.has("budget"):
-        stream.budget = HeadBudgets.from_state(reader.part("budget"), kind.batch, kind.heads)
-    if compressed and stream.budget is None:
+        stream.pace.budget = HeadBudgets.from_state(reader.part("budget"), kind.batch, kind.heads)
+    if compressed and stream.pace.budget is None:
         raise reader.wrong("compressed", True, "false, while there is no budget")
     held = 1 if sketch else int(page.held.max())
     if held > seen or (not compressed and page.count != seen):
@@ -92,23 +92,24 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
     stream.seen = seen
     if compressed and not pinned:
         stream.pins.tail = seen
-    stream._bytes = reader.whole("bytes")
-    stream._limit = left = reader.whole("left", -(1 << 31))
+    stream.scores.beside = reader.whole("bytes")
+    stream.pace.limit = left = reader.whole("left", -(1 << 31))
     if compressed:
         # what is allocated at the next token follows from it
-        longest = 4 * page.count + 4096 + 4 * (stream.schedule.given or 0)
+        longest = 4 * page.count + 4096 + 4 * (stream.pace.schedule.given or 0)
         if left > longest:
             raise reader.wrong("left", left, f"at most {longest}")
-        assert stream.budget is not None
-        slots = int(torch.as_tensor(stream.budget.slots(seen)).max())
-        if stream.bits == FULL and slots > 4 * page.count + 4096:
+        assert stream.pace.budget is not None
+        slots = int(torch.as_tensor(stream.pace.budget.slots(seen)).max())
+        if stream.pace.bits == FULL and slots > 4 * page.count + 4096:
             raise reader.wrong("budget", slots, f"about the {page.count} slots that are held")
-        stream._limit += page.appended
-    stream.resume()
+        stream.pace.limit += page.appended
+    stream.begun = True
+    stream.pace.resume(page)
     if reader.has("asked_again"):  # not in older files
-        stream.asked_again = reader.flag("asked_again")
+        stream.scores.asked_again = reader.flag("asked_again")
     if reader.has("queries"):
-        stream.queries.restore(reader.part("queries"), kind)
+        stream.scores.queries.restore(reader.part("queries"), kind)
     stream.errors.restore(reader.part("errors"), kind, seen)
     if stream.compressor is not None:  # a sketch is part of its page
         stream.compressor.restore(reader.part("method"), kind.batch, kind.heads)

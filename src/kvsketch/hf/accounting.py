@@ -31,7 +31,7 @@ def exact_heads(layer: Any) -> list[int]:
 
 def bits(layer: Any) -> dict[str, int] | None:
     """Of a compressible layer's keys and values between sinks and recent window."""
-    return layer.stream.bits._asdict() if isinstance(layer, SketchLayer) else None
+    return layer.stream.pace.bits._asdict() if isinstance(layer, SketchLayer) else None
 
 
 def errors(stream: Stream, error: Tensor | None) -> list[float] | None:

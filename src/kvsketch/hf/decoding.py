@@ -76,15 +76,17 @@ class Decoding:
             return None
         turns, left = [], 1 << 30
         for layer in forward.sketches:
-            stream = layer.stream
-            if (left := min(left, stream.undue)) < _LEAST or stream.seen != forward.tokens:
+            stream, page = layer.stream, layer.stream.held_page
+            if page is None or stream.seen != forward.tokens:
+                return None
+            if (left := min(left, stream.pace.undue(page))) < _LEAST:
                 return None
             if layer.record_past or layer.settings.track_positions:
                 return None
-            parts = stream.page.open()
+            parts = page.open()
             assert not isinstance(parts, Slots)
             keeps = stream.method.requires.queries
-            turns.append(_Turn(layer, stream.page, parts, parts[-1].appended, keeps))
+            turns.append(_Turn(layer, page, parts, parts[-1].appended, keeps))
         return cls(forward, turns, left)
 
     def takes(self, key: Tensor) -> bool:
@@ -163,14 +165,15 @@ class Decoding:
         stream = layer.stream
         if turn.kernel is None:
             turn.kernel = paged.prepared(asked, turn.parts, stream.padded)
-            turn.most = stream.most_queries(query.nbytes)
+            turn.most = stream.scores.queries.most(stream.scores.beside, query.nbytes)
         out = turn.kernel.attend(asked)
         if out is None:
             out = attend_to(asked, turn.parts, None, stream.padded)
         if turn.keeps:
-            stream.queries.add(asked)
-            if stream.queries.count >= turn.most:
-                stream.fold()
+            queries = stream.scores.queries
+            queries.add(asked)
+            if queries.count >= turn.most:
+                stream.scores.fold(stream.page)
         self._taken = None
         self._at += 1
         if self._at == len(self._turns):

@@ -140,7 +140,8 @@ class Forward:
         else:
             counts = reading is None or reading.first_counts
             if reading is not None and reading.echoed and asked is not None:
-                layer.stream.hear(asked, reading.echoed)
+                stream = layer.stream
+                stream.scores.hear(stream.page, stream.seen, asked, reading.echoed)
             self.settle(layer, asked if counts else None, prefill=q > 1)
         if layer in self._open:
             self._open.remove(layer)
@@ -157,12 +158,13 @@ class Forward:
         prompt, a short part waits for the next forward (``settle_part``)."""
         if prefill and observed is not None:
             if layer is self.first:
-                hold = layer.holds or self.reading is not None
-                self._waits = layer.stream.may_wait and not hold
+                hold, stream = layer.holds or self.reading is not None, layer.stream
+                waits = stream.pace.may_wait(stream.page, stream.seen, stream.chunk)
+                self._waits = waits and not hold
             if self._waits:
                 self._part.append((layer, observed))
                 return
-        layer.stream.answers = False
+        layer.stream.scores.answers = False
         self._settle(layer, observed, prefill)
 
     def settle_part(self, answers: bool) -> None:
@@ -175,24 +177,25 @@ class Forward:
         """
         part, self._part = self._part, []
         for layer, observed in part:
-            layer.stream.answers = answers
+            layer.stream.scores.answers = answers
             self._settle(layer, observed, True)
 
     def _settle(self, layer: SketchLayer, observed: Observed | None, prefill: bool) -> None:
         stream = layer.stream
         hold = layer.holds or self.reading is not None
         sampled = self.reading is not None and self.reading.echoed > 0
-        if prefill and stream.echo is not None and not (sampled or self.plan.asks_again(stream)):
-            stream.echo = None
+        scores = stream.scores
+        if prefill and scores.echo is not None and not (sampled or self.plan.asks_again(stream)):
+            scores.echo = None
         if prefill and not hold and observed is not None:
             if layer is self.first:
                 ready = self.plan.renews and stream.asks_piece
                 self._renews = ready and self.plan.ready(stream, prefill)
             if self._renews:
                 stream.reopen()
-            piece = stream.waits and (stream.streaming or stream.begun)
+            piece = stream.waits and (stream.pace.streaming or stream.begun)
             if piece and stream.method.requires.echo and self.plan.asks_again(stream):
-                stream.ask_piece_again(observed)
+                scores.ask_piece_again(stream.parted, observed, stream.chunk)
                 observed = None
         done = stream.settle(observed, prefill, hold, later=True)
         if done and not prefill and stream.due(prefill):
@@ -213,7 +216,7 @@ class Forward:
         self.reading = None
         for layer in self.sketches:
             if sample is not None:
-                layer.stream.complete(sample)
+                layer.stream.scores.complete(layer.stream.page, sample)
             self.settle(layer, None, prefill=True)
         self.warn_of_error()
 
@@ -272,10 +275,10 @@ class Forward:
             return
         self._open.append(layer)
         stream = layer.stream
-        if stream.streaming and stream.waits and stream.seen == layer.pending:
+        if stream.pace.streaming and stream.waits and stream.seen == layer.pending:
             budgets = self.plan.known(self.sketches.index(layer), stream)
             if budgets is not None:
-                stream.start(budgets)
+                stream.pace.start(budgets)
         if layer.pending > 1:
             self.note_bytes()
         interface.updated(layer, self, shared=layer.settings.readers > 1)
@@ -313,8 +316,9 @@ class Forward:
                 elif isinstance(layer, SketchLayer):
                     SketchLayer.crop(layer, tokens_to_remove)
             if isinstance(layer, SketchLayer):
+                stream, pace = layer.stream, layer.stream.pace
                 for observed in layer.verified():
-                    above = layer.stream.above_budget and not layer.stream.streaming
+                    above = not pace.streaming and pace.above(stream.page, stream.seen)
                     self._settle(layer, observed, prefill=above)
         self.compress_due(self._due)
         self.note_bytes()

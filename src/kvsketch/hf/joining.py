@@ -46,11 +46,11 @@ def join(first: SketchCache, second: SketchCache, model: PreTrainedModel) -> Ske
     pairs = zip(joined._sketches(), second._sketches(), strict=True)
     for layer, other in pairs:
         a, b = layer.stream, other.stream
-        mine, theirs = a.scored(), b.scored()
+        mine, theirs = (one.scores.of(one.slots) for one in (a, b))
         moved = None if theirs.positions is None else theirs.positions + shift
         theirs = replace(theirs, keys=turn(theirs.keys, shift), positions=moved)
-        bits = Bits(max(a.bits.keys, b.bits.keys), max(a.bits.values, b.bits.values))
-        budget = _budgets(a, b) if a._given is None else a._given
+        bits = Bits(*map(max, a.pace.bits, b.pace.bits))
+        budget = _budgets(a, b) if a.pace.given is None else a.pace.given
         a.adopt(Slots.cat([mine, theirs]), a.seen + b.seen, budget, bits)
     joined._forward.masks.settled = any(x.stream.compressed for x in joined._sketches())
     for number, above in second.plan.above.items():
@@ -108,11 +108,12 @@ def _check(first: SketchCache, second: SketchCache, model: PreTrainedModel) -> N
 
 def _budgets(a: Stream, b: Stream) -> HeadBudgets:
     """The combined budget of every head; a document too short to be measured keeps all tokens."""
-    told = next((stream.budget for stream in (a, b) if stream.budget is not None), None)
+    budgets = [one.pace.budget for one in (a, b) if one.pace.budget is not None]
+    told = budgets[0] if budgets else None
     if told is None:  # all tokens are kept: there was nothing to measure
         return HeadBudgets([[Budget(1.0)] * a.held.shape[1]])
     value, batch = told.value, len(a.held)
-    prices = [s.budget.price for s in (a, b) if s.budget is not None and s.budget.price.fixed]
+    prices = [one.price for one in budgets if one.price.fixed]
     price = max(prices, key=lambda one: one.slot, default=PLAIN)
     rows = [_rows(stream, batch, value, told.heads) for stream in (a, b)]
     weights = (a.seen, b.seen) if isinstance(value, float) else (1, 1)  # slots, or parts of tokens
@@ -134,14 +135,14 @@ def _budgets(a: Stream, b: Stream) -> HeadBudgets:
 
 def _slots(stream: Stream, batch: int, heads: int) -> torch.Tensor:
     """The slots of a stream's budgets, float64 ``[batch, heads]``."""
-    budget = stream.budget
+    budget = stream.pace.budget
     slots = stream.seen if budget is None else budget.slots(stream.seen, batch)
     return torch.as_tensor(slots).double().expand(batch, heads)
 
 
 def _rows(stream: Stream, batch: int, value: int | float, heads: int) -> list[Sequence[Budget]]:
-    if stream.budget is None:
+    if stream.pace.budget is None:
         share = 1 / value if isinstance(value, float) else 1.0
         return [[Budget(value, share)] * heads] * batch
-    rows: list[Sequence[Budget]] = list(stream.budget.rows)
+    rows: list[Sequence[Budget]] = list(stream.pace.budget.rows)
     return rows * batch if len(rows) < batch else rows

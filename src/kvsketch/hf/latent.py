@@ -33,7 +33,7 @@ class LatentSketchLayer(SketchLayer):
         afterwards the new ones, since what it makes of them is not used."""
         if self.stream.compressed:
             return key_states, value_states
-        keys, values = self.stream.tokens
+        keys, values = self.stream.parted.tokens
         return values, keys[..., key_states.shape[-1] :]
 
     def check_returned(self, module: nn.Module | None, key: Tensor, value: Tensor) -> None:

@@ -121,7 +121,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         # and token.
         if key_states.shape != self.token_shape or key_states.dtype != self.dtype:
             held = (self.token_shape, self.dtype, self.device) if self.stream.seen else None
-            check_tokens(key_states, value_states, self.stream.budget, held)
+            check_tokens(key_states, value_states, self.stream.pace.budget, held)
             self.lazy_initialization(key_states, value_states)
         q = key_states.shape[2]
         if self.stream.compressed and key_states.requires_grad:
@@ -143,7 +143,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         then only the new ones, because attention uses the slots."""
         if self.stream.compressed:
             return key_states, value_states
-        return self.stream.tokens
+        return self.stream.parted.tokens
 
     def to_slots(self, module: nn.Module | None, query: Tensor) -> Tensor:
         """Queries in the space of the slots' keys."""
@@ -199,7 +199,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         stream = self.stream
         if self.settings.exact_prefill and stream.method.requires.echo:
             turn = turn_at(module)
-            stream.echo = None if turn is None else Echo(turn)
+            stream.scores.echo = None if turn is None else Echo(turn)
 
     def _project(self, module: nn.Module | None) -> None:
         """Pass the module's output projection to a method that needs it.
@@ -266,12 +266,13 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             self.stream.mark_padding(live)
 
     def cuts(self, view: View, soon: bool) -> list[int]:
-        """The sizes of the pieces in which the new tokens are attended to, as ``Stream.cuts``. They
+        """The sizes of the pieces in which the new tokens are attended to, as ``Pace.cuts``. They
         are one piece for layers whose keys other layers read, too, for masks that say more than
-        padding, and for tokens that ``crop`` may remove."""
-        if self.settings.readers > 1 or self.record_past or not view.plain:
+        padding, for tokens that ``crop`` may remove, and unless a piece can be compressed ``soon``,
+        before other layers have read it."""
+        if not soon or self.settings.readers > 1 or self.record_past or not view.plain:
             return [self.pending]
-        return self.stream.cuts(self.pending, soon)
+        return self.stream.pace.cuts(self.stream.seen, self.pending)
 
     def attended(self, observed: Observed | None, asking: bool) -> bool:
         """Take note of one reader's attention to the tokens just appended.

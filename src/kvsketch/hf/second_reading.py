@@ -104,7 +104,7 @@ def attention(
         queries with what the kernel has found out about them.
     """
     stream, q = layer.stream, asked.queries.shape[2]
-    slots, about = Slots(*stream.tokens), again.about
+    slots, about = Slots(*stream.parted.tokens), again.about
     # Full attention is computed only because later layers need its output.
     everything = not again.local and not (again.stops and last)
     alone = layer.settings.readers == 1

@@ -58,7 +58,8 @@ def _layer(layer: SketchLayer) -> int:
     if page.middle is not None:
         window = sum(stream.around)
         middle = int((held - window - page.appended).clamp(min=0).sum())
-        few = slot_bytes(key_dim, stream.bits.keys) + slot_bytes(value_dim, stream.bits.values)
+        bits = stream.pace.bits
+        few = slot_bytes(key_dim, bits.keys) + slot_bytes(value_dim, bits.values)
         total += middle * (few + 4 * columns - given)
         total += held.numel() * (8 * key_dim + 4 + 5 * 8)  # centres and units, sizes
         tensors += 13 + columns

@@ -138,6 +138,11 @@ class Page:
         return self.exact.fields["keys"].dtype
 
     @property
+    def compressed(self) -> bool:
+        """Whether a compression has made it, not the tokens of a context."""
+        return not self.exact.grows
+
+    @property
     def appended(self) -> int:
         """The number of slots appended to every head."""
         return self.exact.appended

@@ -95,6 +95,6 @@ def cache_for(settings: PageSettings, context: int, config: Any, tokens: int) ->
         slots = [min(tokens, rhythm.first + size) for size in own]
         value = min(max(slots), tokens - 1)  # a share applies to longer texts only
         budgets = HeadBudgets([[Budget(value, n / value) for n in slots]], measured=True)
-        layer.stream._given = None  # so that a file has these budgets
-        layer.stream.start(budgets)
+        layer.stream.pace.given = None  # so that a file has these budgets
+        layer.stream.pace.start(budgets)
     return cache

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kvsketch.attention import attend_to
-from kvsketch.cache.compress import compress, scored
+from kvsketch.cache.compress import compress
+from kvsketch.cache.scores import scored
 from kvsketch.kernels.native import one_thread
 from kvsketch.methods.base import Compressor
 from kvsketch.observed import Observed

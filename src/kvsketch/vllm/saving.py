@@ -108,11 +108,10 @@ class Saver:
             token = torch.empty(1, layout.heads, 1, layout.head_dim, dtype=dtype)
             kept.lazy_initialization(token, token)
             kept.stream.held_page, kept.stream.seen = page, seen
-            kept.stream.compressed = not page.exact.grows
             if queries.shape[2]:
                 impl = layer.impl
                 asked = Observed(queries, impl.scale, impl.softcap, sinks=impl.sinks)
-                kept.stream.queries.add(asked)
+                kept.stream.scores.queries.add(asked)
         cache._marks = {"layers": self._marks, "dtype": name_of(dtype)}
         header = {
             "model": told_model(cache),

@@ -1,0 +1,273 @@
+"""What the slots of a stream are worth: scores, and the queries that wait to become scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvsketch.cache.echo import Echo, some_of
+from kvsketch.cache.error import QUERIES
+from kvsketch.cache.pace import Pace
+from kvsketch.cache.queries import Queries
+from kvsketch.cache.sketch_page import SketchPage
+from kvsketch.cache.windowed_sketch import WindowedSketch
+from kvsketch.errors import UnsupportedError
+from kvsketch.kernels import cpu
+from kvsketch.methods.base import Compressor
+from kvsketch.observed import Observed
+from kvsketch.page.fields import owned
+from kvsketch.page.page import Page
+from kvsketch.slots import Slots, compute_dtype
+
+#: Added to the scores of a question's tokens while it is answered; scores are far below it.
+MARK = 64.0
+
+
+class Scores:
+    """The scores of a stream's slots, which lie on its page, and the queries that they do not
+    include yet: these wait until they are many, or until a compression needs the scores. A prompt's
+    queries may be asked again when it is over, so that every token is asked for by all of them.
+
+    Args:
+        method: turns queries into scores.
+        pace: of the stream: with a rhythm, slots are to be those of an engine.
+
+    Attributes:
+        queries: those that wait.
+        beside: the bytes beside which they wait; the more, the more may wait.
+        echo: a prompt's queries, if they can be asked again after it; None: they cannot.
+        asked_again: whether the scores of a prompt are those of its queries, asked again.
+        last: the prompt's last queries, if others wait.
+        answers: whether tokens are decoded after the newest piece of a prompt.
+    """
+
+    def __init__(self, method: Compressor | WindowedSketch, pace: Pace) -> None:
+        self._method, self._pace = method, pace
+        self.queries = Queries()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all queries."""
+        self.queries.clear()
+        self.beside = 0
+        self.echo: Echo | None = None
+        self.asked_again = self.answers = False
+        self.last: Observed | None = None
+        self._heard: Tensor | None = None  # scores by an echo, during a second reading
+
+    def add_last(self, observed: Observed, kept: int, due: bool) -> None:
+        """Let only the last ``kept`` queries wait, if a compression is due."""
+        count = observed.queries.shape[2]
+        last = observed.narrow(max(0, count - kept), min(count, kept))
+        self.queries.add(replace(last, queries=owned(last.queries)))
+        if due or self.queries.count >= 2 * kept:
+            self.queries.keep_last(kept)
+
+    def settle(self, page: Page | SketchPage, prefill: bool, hold: bool) -> None:
+        """Turn a prompt's queries into scores now (they are many), a decoded token's only now and
+        then. What looks at a window of queries only waits for the last chunk of a held prompt."""
+        method, queries = self._method, self.queries
+        if hold and not method.requires.queries:
+            queries.keep_last(QUERIES)
+        elif hold and method.window is not None:
+            queries.keep_last(method.window)
+        elif hold and method.requires.whole_prompt:
+            pass
+        elif prefill or queries.many(self.beside):
+            self.fold(page)
+
+    @torch.no_grad()
+    def fold(self, page: Page | SketchPage) -> None:
+        """Update scores by the waiting queries now."""
+        if not self.queries.count or self.receive(page):
+            return
+        score = self.of(page.to_score(self._method.requires.values)).score
+        self.queries.clear()
+        if score is not None:
+            page.set_score(score)
+            page.release()
+
+    def receive(self, page: Page | SketchPage) -> bool:
+        """Update scores by the waiting queries where the slots are, if a kernel can: they are not
+        turned into floats for it."""
+        asked = self.queries.all()
+        if asked is None or not page.compressed or self._pace.rhythm is not None:
+            return False
+        weights = self._method.weights_of(asked) if cpu.takes(asked.queries) else None
+        if weights is None:
+            return False
+        parts = page.scored()
+        group = asked.queries.shape[1] // parts[0].heads
+        if not cpu.receive(asked, parts, weights / group):
+            return False
+        self.queries.clear()
+        return True
+
+    def of(self, slots: Slots) -> Slots:
+        """Slots with the waiting queries folded in. What these saw is still all here, so this
+        equals observing every query at its own time."""
+        observed = self.queries.all()
+        if observed is None or observed.after:
+            return slots  # those of a second reading are in the scores already
+        return replace(slots, score=self._method.observe(slots, observed).score)
+
+    def read(self, page: Page) -> Slots:
+        """The slots of a page that is about to be compressed, with all scores."""
+        self.receive(page)
+        slots = page.read(exactly=page.middle is not None)
+        if self._pace.rhythm is not None:  # as in an engine's memory, where every slot has a mass
+            slots = replace(slots, values=slots.values.to(compute_dtype(slots.values.dtype)))
+        return self.of(slots)
+
+    def importance(self, slots: Slots) -> Tensor:
+        """The importance of the slots to the method, float ``[batch, num_key_value_heads, n]``;
+        -inf for padding.
+
+        Raises:
+            UnsupportedError: the method has none.
+        """
+        found = self._method.importance(self.of(slots))
+        if found is None:
+            raise UnsupportedError("this method has no scores by which heads could be compared")
+        live = slots.live()
+        return found if live is None else found.masked_fill(~live, -torch.inf)
+
+    @torch.no_grad()
+    def ask_again(self, page: Page | SketchPage, seen: int) -> None:
+        """Ask the prompt's own queries again, after it, if this is possible: they become scores,
+        and a few of them wait instead of the last ones."""
+        echo, self.echo = self.echo, None
+        if echo is None or page.compressed or not 0 < echo.covered == seen:
+            return
+        asked, sample = echo.asked()
+        score = self._method.echo(self.of(page.slots), asked, sample, alone=False).score
+        assert score is not None
+        page.set_score(score)
+        self._wait_for(asked)
+
+    @torch.no_grad()
+    def ask_piece_again(self, page: Page, observed: Observed, newest: int) -> None:
+        """Ask the queries of the newest piece of a prompt again after it: they become scores, and
+        wait instead of all others; if there is no budget yet, a few of them, to measure on. Of a
+        piece that is answered next, the ``newest`` tokens are marked, until the next piece."""
+        asked = replace(observed, after=True)
+        slots = page.read(exactly=page.middle is not None)
+        score = scored(self._method, slots, observed, asked).score
+        assert score is not None
+        score = unmarked(score)
+        if self.answers:
+            score[..., -newest:] += MARK
+        page.set_score(score)
+        self.queries.clear()
+        if self._pace.budget is None:
+            self.queries.add(observed)
+            self._wait_for(asked)
+        else:
+            self.queries.add(asked)
+
+    def _wait_for(self, asked: Observed) -> None:
+        """Let a few of the queries that were asked again wait instead of the prompt's last ones."""
+        self.last, self.asked_again = self.queries.last(QUERIES), True
+        self.queries.clear()
+        self.queries.add(some_of(asked))
+
+    @torch.no_grad()
+    def hear(self, page: Page | SketchPage, seen: int, observed: Observed, tokens: int) -> None:
+        """Take the queries of the newest tokens of a prompt of which a sample will be read again:
+        at its end, after ``tokens``, all of them are asked again."""
+        if self.echo is None:
+            return
+        self.echo.add(observed, seen)
+        if self.echo.covered == tokens:  # scores are far smaller than the queries
+            self._heard = self._method.echo(page.slots, *self.echo.asked(), alone=True).score
+            self.echo = None
+
+    @torch.no_grad()
+    def ask(
+        self, page: Page | SketchPage, observed: Observed, about: slice | Tensor, sample: int
+    ) -> Page | SketchPage:
+        """Take the queries of a part of a second reading, whose tokens are the newest on the page
+        and go again: they are no part of the stream. Returns the page without them.
+
+        Args:
+            observed: the queries.
+            about: the tokens of the first reading that are read again, as in ``Compressor.reread``.
+            sample: of the queries, which wait for what else looks at queries.
+        """
+        score = None
+        if self._method.requires.queries:
+            score = self._method.reread(page.slots, observed, about).score
+        page.drop(observed.queries.shape[2])
+        page = page.map(Tensor.detach)  # of a reading that took gradients
+        if score is not None:
+            page.set_score(score)
+        step = max(1, observed.queries.shape[2] // max(1, sample))
+        some = replace(observed, after=True, weights=None).every(0, step)
+        self.queries.add(replace(some, queries=some.queries.clone()))
+        return page
+
+    def complete(self, page: Page | SketchPage, sample: Tensor) -> None:
+        """The second reading is over and repeated only these tokens, int64, in order. Scores are
+        those of the prompt's echo; without one, the others' are predicted from these tokens'."""
+        heard, self._heard = self._heard, None
+        if heard is not None:
+            page.set_score(heard)
+        elif self._method.requires.queries:
+            score = self._method.complete(page.slots, sample).score
+            assert score is not None
+            page.set_score(score)
+
+    def put_off(self) -> None:
+        """Go on without a budget, after a prompt that is too short for one."""
+        self.last = None
+        if self.queries.after:  # these are in the scores
+            self.queries.clear()
+
+    def compressed(self, provisional: bool) -> None:
+        """The page was compressed now; ``provisional``: it will be again, with the same queries."""
+        self.last = None
+        if not provisional:
+            self.queries.clear()
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``fn``, which acts on axis 0, the batch."""
+        self.queries.map_batch(fn)
+        if self.echo is not None:
+            self.echo.map_batch(fn)
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors, for byte counting."""
+        held = [] if self.last is None else [self.last.queries]
+        held += [] if self._heard is None else [self._heard]
+        held += [] if self.echo is None else self.echo.tensors()
+        return held + self.queries.tensors()
+
+
+def scored(
+    method: Compressor | WindowedSketch, slots: Slots, asked: Observed, again: Observed | None
+) -> Slots:
+    """Slots with scores.
+
+    Args:
+        method: one that has scores.
+        slots: as left by the compression before, with the tokens since then.
+        asked: the last queries.
+        again: at the end of a piece of a prompt, all of its queries, asked again after it: the
+            largest score of any piece counts.
+    """
+    if again is None:
+        return method.observe(slots, asked)
+    before = slots.score
+    found = method.echo(method.observe(replace(slots, score=None), asked), again, None, alone=False)
+    assert found.score is not None
+    if before is None:
+        return found
+    return replace(slots, score=torch.maximum(before, found.score))
+
+
+def unmarked(score: Tensor) -> Tensor:
+    """Scores without ``MARK``, which are summed where slots are merged."""
+    return torch.where(score >= MARK, score.remainder(MARK), score)
