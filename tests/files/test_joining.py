@@ -4,6 +4,7 @@ join is refused."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,7 +158,8 @@ def test_a_budget_is_the_mean_over_the_tokens_of_both() -> None:
     class Read:
         def __init__(self, seen: int, *shares: float) -> None:
             self.seen, self.held = seen, torch.zeros(1, len(shares))
-            self.budget = HeadBudgets([[Budget(0.4, share) for share in shares]], True)
+            budget = HeadBudgets([[Budget(0.4, share) for share in shares]], True)
+            self.pace = SimpleNamespace(budget=budget)
 
     budgets: Any = _budgets
     (row,) = budgets(Read(300, 1.5, 0.5), Read(100, 0.5, 1.5)).rows

@@ -198,7 +198,7 @@ def test_tokens_that_are_slots_no_more_are_refused(llama: Any) -> None:
     small.pin(190, 195)
     stream = SketchCache(llama.config, budget=60)._sketches()[0].stream
     given = small._sketches()[0].stream
-    stream.adopt(given.slots, 200, given.budget, given.bits)
+    stream.adopt(given.slots, 200, given.pace.budget, given.pace.bits)
     with pytest.raises(UnsupportedError, match="compressed already"):
         stream.pin(190, 195)
 

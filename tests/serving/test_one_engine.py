@@ -26,7 +26,7 @@ def streamed(stream: Stream, request: list[torch.Tensor], sizes: list[int]) -> l
     for size in sizes:
         q, k, v = (t[at : at + size].transpose(0, 1)[None] for t in request)
         stream.extend(Slots(k, v))
-        pieces = stream.cuts(size, True)
+        pieces = stream.pace.cuts(stream.seen, size)
         stream.drop(size)
         start = 0
         for piece in pieces:

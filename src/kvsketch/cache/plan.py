@@ -209,7 +209,7 @@ class Plan:
         if prefill:
             stream.scores.ask_again(stream.page, stream.seen)
         if not self.ready(stream, prefill):
-            stream.scores.put_off()
+            stream.scores.forget(waiting=stream.scores.queries.after)  # these are in the scores
             return False
         if stream.scores.asked_again:
             self.read_again(True)

@@ -82,7 +82,7 @@ class Scores:
     @torch.no_grad()
     def fold(self, page: Page | SketchPage) -> None:
         """Update scores by the waiting queries now."""
-        if not self.queries.count or self.receive(page):
+        if not self.queries.count or self._receive(page):
             return
         score = self.of(page.to_score(self._method.requires.values)).score
         self.queries.clear()
@@ -90,12 +90,12 @@ class Scores:
             page.set_score(score)
             page.release()
 
-    def receive(self, page: Page | SketchPage) -> bool:
+    def _receive(self, page: Page | SketchPage) -> bool:
         """Update scores by the waiting queries where the slots are, if a kernel can: they are not
         turned into floats for it."""
         asked = self.queries.all()
         if asked is None or not page.compressed or self._pace.rhythm is not None:
-            return False
+            return False  # with a rhythm, slots are to be those of an engine
         weights = self._method.weights_of(asked) if cpu.takes(asked.queries) else None
         if weights is None:
             return False
@@ -116,7 +116,7 @@ class Scores:
 
     def read(self, page: Page) -> Slots:
         """The slots of a page that is about to be compressed, with all scores."""
-        self.receive(page)
+        self._receive(page)
         slots = page.read(exactly=page.middle is not None)
         if self._pace.rhythm is not None:  # as in an engine's memory, where every slot has a mass
             slots = replace(slots, values=slots.values.to(compute_dtype(slots.values.dtype)))
@@ -220,16 +220,10 @@ class Scores:
             assert score is not None
             page.set_score(score)
 
-    def put_off(self) -> None:
-        """Go on without a budget, after a prompt that is too short for one."""
+    def forget(self, waiting: bool) -> None:
+        """Forget the prompt's last queries, and those that are ``waiting``."""
         self.last = None
-        if self.queries.after:  # these are in the scores
-            self.queries.clear()
-
-    def compressed(self, provisional: bool) -> None:
-        """The page was compressed now; ``provisional``: it will be again, with the same queries."""
-        self.last = None
-        if not provisional:
+        if waiting:
             self.queries.clear()
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -242,8 +236,7 @@ class Scores:
         """All tensors, for byte counting."""
         held = [] if self.last is None else [self.last.queries]
         held += [] if self._heard is None else [self._heard]
-        held += [] if self.echo is None else self.echo.tensors()
-        return held + self.queries.tensors()
+        return held + [t for x in (self.queries, self.echo) if x is not None for t in x.tensors()]
 
 
 def scored(

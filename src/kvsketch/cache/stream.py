@@ -1,4 +1,4 @@
-"""The stream of one layer: its tokens or slots, and when it compresses."""
+"""The stream of one layer: its page, and what happens to it while tokens come."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Stream:
 
     A stream that is ``streaming`` reads a prompt in pieces: each is attended to together with what
     is held, and compressed with it. ``settle`` must then be called where ``Pace.cuts`` says. With
-    ``rhythm``, it holds what a page of a serving engine would hold.
+    ``Pace.rhythm``, it holds what a page of a serving engine would hold.
 
     Args:
         method: a method with its sink and recent window.
@@ -53,12 +53,12 @@ class Stream:
         sketch, compressor: the method, if it is one.
         seen: tokens so far.
         chunk: how many of them were appended last.
-        errors: the measured errors of the slots.
         begun: whether a first prompt, or a first token, is read to its end.
         held_page: ``page``; None: there is no token yet.
+        pins: tokens that are never compressed.
         pace: when it is compressed, and to how many slots.
         scores: what the slots are worth to the method.
-        pins: tokens that are never compressed.
+        errors: the measured errors of the slots.
 
     Raises:
         InputError: see ``Pace``.
@@ -372,14 +372,13 @@ class Stream:
         self.pace.compressed(page, aim)
         within = torch.as_tensor(self.pace.schedule.recent_within(aim.budget))  # few leave no room
         self.pins.passed(self.seen, int(within.min()))
-        self.scores.compressed(provisional)
+        self.scores.forget(waiting=not provisional)
         self.scores.beside = self._allowed(budgets)
 
     def _newest_of(self, page: Page, aim: Aim) -> Newest | None:
         """What becomes of the newest tokens, if no others need be compressed."""
-        method = self.compressor
-        exactly = page.middle is None or self.pace.rhythm is not None
-        if method is None or not method.local or exactly:
+        method, rhythm = self.compressor, self.pace.rhythm
+        if method is None or not method.local or page.middle is None or rhythm is not None:
             return None
         self.scores.fold(page)
         room = self.pace.schedule.period * aim.room
@@ -429,7 +428,6 @@ class Stream:
         if self.pins:
             fit = fit and not self.pins.reached(self.seen)
             slots = self.pins.gathered(slots, self.seen)
-
         return compress(
             page,
             slots,
