@@ -5,7 +5,7 @@
 ``busy`` other processes compute without end. ``spins`` is the environment variable
 ``GOMP_SPINCOUNT``: how often a thread of torch that waits for the others at the end of an operation
 looks before it sleeps, and keeps its core, perhaps the one that the others need: 300,000 times by
-default (the manual of GNU's libgomp), 20,000 times in the command ``kvsketch``, which sets it.
+default (the manual of GNU's libgomp), 100,000 times in the command ``kvsketch``, which sets it.
 ``prompt`` and ``decode`` are medians of wall-clock seconds; docs/benchmarks.md has them over those
 of the exact cache by default with all threads on the idle machine.
 """
@@ -34,7 +34,7 @@ from kvsketch.evaluation.runner import loading
 
 MODEL = "spread"
 BUDGET, DECODED = 0.1, 64
-SPINS = ("default", "20000")
+SPINS = ("default", "100000")
 
 
 def seconds(method: str, tokens: int, rounds: int, seed: int) -> dict[str, list[float]]:

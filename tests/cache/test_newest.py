@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from families import VOCABULARY, build
 from kvsketch import SketchCache, Slots
-from kvsketch.cache import Stream, compress, together
+from kvsketch.cache import compress, together
 from kvsketch.cache import stream as stream_module
 from kvsketch.estimator import attend
 from kvsketch.kernels import cpu, native
@@ -244,28 +244,23 @@ def test_where_nothing_must_go_new_tokens_are_only_added(
 
 
 def test_a_whole_page_is_scored_where_it_is(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where all of it is compressed, the waiting queries go through the compiled kernel."""
+    """Also where all of it is compressed, the waiting queries go through the compiled kernel before
+    slots are turned into floats."""
     if native.library() is None:
         pytest.skip("the kernel is not compiled here")
-    seen: list[bool] = []
-    real = cpu.receive
+    cache = cache_of(llama, "heavy_merge", budget=40, bits=16, allocation="even")
+    decoded(llama, cache, 0)
+    before = [layer.stream.page for layer in cache._sketches()]
 
-    def receive(*args: Any) -> bool:
-        seen.append(amid[-1])
-        return real(*args)
+    def received(*_: Any) -> Any:
+        raise AssertionError("the slots were turned into floats")
 
-    amid = [False]
-    compressed = Stream._compress
-
-    def compressing(self: Stream, *args: Any, **given: Any) -> None:
-        amid.append(True)
-        compressed(self, *args, **given)
-        amid.append(False)
-
-    monkeypatch.setattr(Stream, "_compress", compressing)
-    monkeypatch.setattr(cpu, "receive", receive)
-    decoded(llama, cache_of(llama, "heavy_merge", budget=40, bits=16, allocation="even"), 60)
-    assert any(seen)
+    monkeypatch.setattr(cpu, "received", received)
+    with torch.no_grad():
+        for number in range(30):
+            llama(torch.full((2, 1), 5 + number), past_key_values=cache)
+    pages = [layer.stream.page for layer in cache._sketches()]
+    assert all(now is not page for now, page in zip(pages, before, strict=True))  # compressed
 
 
 def test_a_page_of_a_run_can_be_saved_and_copied(llama: Any, tmp_path: Any) -> None:

@@ -13,7 +13,7 @@ def main() -> None:
     # Read when torch is loaded. Where other processes keep the cores busy, threads that wait for
     # each other in a loop make every operation many times slower (benchmarks/busy.py).
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "100000")
     try:
         from kvsketch.cli.app import app  # takes a moment, which Ctrl-C may fall into
 
