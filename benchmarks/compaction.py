@@ -5,6 +5,7 @@
 A cache is filled with a prompt of several times its budget, so that every compression has to
 reduce, and goes on one token at a time. With the longest prompt heads have budgets that differ
 much: some keep nothing but the first and the last tokens.
+
 ``time`` is the mean time of the processor for a token over the median token, at which nothing is
 compressed and no query becomes a score: the same slots, the same kernel. ``scores`` and
 ``compressions`` are the two parts of what exceeds 1. Times are of whole tokens, the model's own
@@ -106,10 +107,11 @@ def main(
                 path = loading.resolve_model(of)
                 model = loading.load_model(path, "cpu", "float32")
                 model.config.max_position_embeddings = 1 << 20
-            ids = prompt_of(model, needed, seed)[0].tolist()
             if of == "spread":
                 source = tokens(loading.load_tokenizer(path), seed)
                 ids = [next(source) for _ in range(needed)]
+            else:
+                ids = prompt_of(model, needed, seed)[0].tolist()
             results.add([{"model": of, **measured(model, ids, name, budget, prompt, count)}])
     result = results.finish()
     columns = ("model", "method", "budget", "prompt", "time", "scores", "compressions")
