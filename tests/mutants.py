@@ -1,24 +1,26 @@
 """Change the code on purpose and check that a test fails: ``make mutants``.
 
-    python tests/mutants.py                 # all of them, about forty minutes on two cores
+    python tests/mutants.py                 # all of them, about two hours on two cores
     python tests/mutants.py --only ID --only ID
     python tests/mutants.py --json
 
 ``mutants.yaml`` beside this file lists changes to the papers' files: an old text, which must occur
 exactly once in its file, the new text, and the tests that should fail then. Each change is made to
-a copy of the tree, one at a time. A change whose tests still pass survives: either a test is
-missing, or the change is equivalent, and the list gives the reason. The exit code is 1 if a
-change survives that is not declared equivalent, if one that is gets killed, or if the list does not
-fit the code.
+a copy of the tree, one at a time; its tests run in a process that has imported torch already. A
+change whose tests still pass survives: either a test is missing, or the change is equivalent, and
+the list gives the reason. The exit code is 1 if a change survives that is not declared equivalent,
+if one that is gets killed, or if the list does not fit the code.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,10 +34,25 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_suffix(".yaml")
+_LIBRARY = "src/kvsketch/kernels/native/attention.so"
+# What every test imports, before Triton, which decides on its import whether it interprets kernels.
+_PRELOADED = [
+    *("triton", "torch", "pytest", "hypothesis", "yaml", "sympy"),
+    *("transformers.cache_utils", "transformers.models.auto.modeling_auto"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
+]
+_ENVIRONMENT = {
+    "PYTHONDONTWRITEBYTECODE": "1",  # two changes within a second would have the same .pyc
+    "OMP_NUM_THREADS": "1",
+    "HYPOTHESIS_PROFILE": "mutants",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "COLUMNS": "200",  # so that the summary has the reason
+}
 # Seconds after which the tests of a change count as failed (it may cause an endless loop).
 _LIMIT = 300
 # The same for all listed tests together, without a change.
-_LIMIT_OF_ALL = 1800
+_LIMIT_OF_ALL = 3600
 
 
 @dataclass(frozen=True)
@@ -102,51 +119,53 @@ def compiled(tree: Path) -> None:
 def run(tree: Path, tests: Iterable[str], limit: int = _LIMIT) -> tuple[int, str]:
     """The exit code of pytest in ``tree`` (1: a test failed or took too long), and its last
     lines."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(tree / "src"),
-        "PYTHONDONTWRITEBYTECODE": "1",  # two changes within a second would have the same .pyc
-        "OMP_NUM_THREADS": "1",
-        "HYPOTHESIS_PROFILE": "mutants",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "COLUMNS": "200",  # so that the summary has the reason
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-m",
-        "not pages",
-        "-p",
-        "no:cacheprovider",
-        *tests,
-    ]
-    try:
-        done = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=limit
-        )
-    except subprocess.TimeoutExpired:
+    said = tree / "said.txt"
+    context = multiprocessing.get_context("forkserver")
+    child = context.Process(target=_tested, args=(tree, list(tests), said))
+    child.start()
+    child.join(limit)
+    if child.exitcode is None:
+        os.killpg(child.pid or 0, signal.SIGKILL)  # and what its tests started
+        child.join()
         return 1, f"no end after {limit} seconds"
-    return done.returncode, "\n".join(done.stdout.splitlines()[-6:])
+    lines = said.read_text(encoding="utf-8", errors="replace").splitlines()
+    return child.exitcode, "\n".join(lines[-6:])
+
+
+def _tested(tree: Path, tests: list[str], said: Path) -> None:
+    """Run tests in this process, and leave it with pytest's exit code."""
+    os.setsid()
+    os.chdir(tree)
+    os.environ.update(_ENVIRONMENT, PYTHONPATH=str(tree / "src"))
+    os.environ.pop("TRITON_INTERPRET", None)
+    sys.dont_write_bytecode = True
+    sys.path[:0] = [str(tree / "src"), str(tree)]
+    with said.open("w", encoding="utf-8") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+        import pytest
+
+        code = pytest.main(["-x", "-q", "-m", "not pages", "-p", "no:cacheprovider", *tests])
+        sys.stdout.flush()
+        os._exit(int(code))
 
 
 def outcome(mutant: Mutant, tree: Path) -> tuple[str, str]:
     """The outcome "killed", "survived" or "error" (tests could not run), and pytest's last
     lines."""
-    path = tree / mutant.file
+    path, library = tree / mutant.file, tree / _LIBRARY
     source = path.read_text(encoding="utf-8")
     path.write_text(mutant.applied(source), encoding="utf-8")
+    of_the_library = path.suffix in (".cpp", ".h")
+    before = library.read_bytes() if of_the_library else b""
     try:
-        if path.suffix in (".cpp", ".h"):
+        if of_the_library:
             compiled(tree)
         code, said = run(tree, mutant.tests)
     finally:
         path.write_text(source, encoding="utf-8")
-        if path.suffix in (".cpp", ".h"):
-            compiled(tree)
+        if of_the_library:
+            library.write_bytes(before)
     return {0: "survived", 1: "killed"}.get(code, "error"), said
 
 
@@ -189,6 +208,8 @@ def main() -> None:
     mutants = [m for m in mutants if given.only is None or m.id in given.only]
     for mutant in mutants:
         mutant.applied((ROOT / mutant.file).read_text(encoding="utf-8"))
+    os.environ.update(_ENVIRONMENT, TRITON_INTERPRET="1")  # of the process that imports torch
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     rows, start = [], time.perf_counter()
     for row in measured(mutants, given.jobs):
         rows.append(row)

@@ -98,3 +98,19 @@ def test_nothing_is_said_where_the_tests_fail_without_a_change(monkeypatch):
     monkeypatch.setattr(mutants, "run", lambda tree, tests, limit: (1, "1 failed"))
     with pytest.raises(SystemExit, match="without any change"):
         list(mutants.measured(MUTANTS[:1], 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("assert True", 0, "1 passed"),
+        ("assert False", 1, "1 failed"),
+        ("while True: pass", 1, "no end after 3 seconds"),
+    ],
+)
+def test_tests_run_in_a_process_of_their_own(body, code, said, tmp_path):
+    (tmp_path / "test_x.py").write_text(f"def test_it():\n    {body}\n")
+    found = mutants.run(tmp_path, ["test_x.py"], limit=60 if "assert" in body else 3)
+    assert found[0] == code
+    assert said in found[1]
