@@ -19,6 +19,7 @@ from kvsketch.estimator import attend, attention_received
 from kvsketch.kernels import cpu, native
 from kvsketch.kernels.native import build
 from kvsketch.observed import Observed, causal
+from kvsketch.page.memory import rows_of
 from kvsketch.page.page import Page
 from kvsketch.page.part import Part
 from kvsketch.page.quantized import Bits
@@ -296,9 +297,9 @@ def test_rows_of_an_engine_s_pages_are_read_where_they_are(bits, ragged, compres
     parts = [page.middle, window] if compressed and page.middle is not None else [window]
     asked = Observed(torch.randn(3, 6, 1, 32, generator=g), 0.2)
     found = attend_to(asked, parts, rows=rows)
-    own = window.rows(pages)
+    own = rows_of(window, pages)
     own.fields["log_mass"] = mass.expand(3, 3, -1).contiguous()
-    alone = [part.rows(pages) for part in parts[:-1]] + [own]
+    alone = [rows_of(part, pages) for part in parts[:-1]] + [own]
     close(found, cpu.attend(asked, alone)[0].double(), 1e-5)
     assert cpu.attend(asked, parts, rows=rows) is not None
     with native.switched(False):

@@ -10,6 +10,7 @@ from kvsketch.budget import Budget
 from kvsketch.cache.stream import Stream
 from kvsketch.cache.window import windowed
 from kvsketch.observed import Observed
+from kvsketch.page.memory import rows_of
 from kvsketch.page.quantized import Bits
 from kvsketch.page.schedule import Schedule
 from kvsketch.slots import Slots
@@ -43,10 +44,10 @@ def streamed(stream: Stream, request: list[torch.Tensor], sizes: list[int]) -> l
 def kept_in(served: Served, row: int, held: int) -> Slots:
     """The slots of a page of a serving engine, in the order of their tokens."""
     page, rows = served.held[0], torch.tensor([row])
-    window = page.exact.rows(rows, held).read()
+    window = rows_of(page.exact, rows, held).read()
     if page.middle is None:
         return window
-    middle = page.middle.rows(rows).read(window.keys.dtype)
+    middle = rows_of(page.middle, rows).read(window.keys.dtype)
     parts = [window.narrow(0, 2), middle, window.narrow(2, held - 2)]
     together = Slots.cat(parts)
     return together.take((together.masses() != 0).long().argsort(dim=-1, stable=True))

@@ -14,6 +14,7 @@ from kvsketch.cache.windowed_sketch import WindowedSketch
 from kvsketch.page.kind import Kind
 from kvsketch.page.page import Page
 from kvsketch.page.part import Part
+from kvsketch.page.part_state import part_state, restored
 from kvsketch.slots import Slots
 from kvsketch.state import Reader, State, numbered
 
@@ -260,7 +261,7 @@ class SketchPage:
         parts = []
         for exact, first, window in self.groups:
             part = State(values={"first": first})
-            part.put("exact", exact.to_state())
+            part.put("exact", part_state(exact))
             part.put("window", None if window is None else window.to_state())
             parts.append(part)
         state.put("groups", numbered(parts))
@@ -287,7 +288,7 @@ class SketchPage:
         groups = []
         for number, part in enumerate(reader.parts("groups", count)):
             own = kind if places is None else kind.rows(len(places[number]))
-            exact = Part.from_state(part.part("exact"), own)
+            exact = restored(part.part("exact"), own)
             if exact.packed or exact.sizes is not None or not exact.base:
                 raise part.wrong("exact", exact.base, "exact tokens, of every head as many")
             group = SketchGroup(exact, part.whole("first", 0, exact.base), None)

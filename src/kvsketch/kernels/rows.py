@@ -13,6 +13,7 @@ from torch import Tensor
 from kvsketch.kernels import cpu, triton_support
 from kvsketch.kernels.paged import over
 from kvsketch.observed import Observed
+from kvsketch.page.memory import rows_of
 from kvsketch.page.part import Part
 from kvsketch.page.rows import Rows
 from kvsketch.partial import NOTHING, partial, together
@@ -63,7 +64,7 @@ def _over_middle(packed: Tensor, part: Part, asked: Observed, rows: Rows) -> tup
     """All slots of a part, as ``paged.over``; without a copy if the pages are at equal distances
     and their heads have the same size."""
     plain = len(rows.runs) == 1 and part.blocks is None
-    return over(packed, part.rows(rows.runs[0] if plain else rows.pages), asked)
+    return over(packed, rows_of(part, rows.runs[0] if plain else rows.pages), asked)
 
 
 def _over_window(
@@ -91,7 +92,7 @@ def _over_window(
 def _read(window: Part, run: slice, rows: Rows, reads: Tensor) -> Part:
     """The slots of a run of pages that are read, ``reads`` of each. Those behind them may hold
     tokens that were rejected."""
-    part = window.rows(run, rows.most)
+    part = rows_of(window, run, rows.most)
     if len(rows.reads) > 1:
         unread = torch.arange(rows.most, device=reads.device) >= reads.view(-1, 1, 1)
         log_mass = part.fields["log_mass"][:, :, : rows.most]

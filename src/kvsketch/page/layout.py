@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.errors import InputError
+from kvsketch.page.memory import of_contents
 from kvsketch.page.page import Page
 from kvsketch.page.part import Part
 from kvsketch.page.quantized import FULL, Bits
@@ -94,7 +95,9 @@ class Layout:
             )
         tensors = _views(raw, self._tensors(raw.device))
         queries = next(tensors)
-        window, *middle = [part.of(tensors, len(raw)) for part in _shells(self, raw.device)]
+        window, *middle = [
+            of_contents(part, tensors, len(raw)) for part in _shells(self, raw.device)
+        ]
         return Page.of_parts(window, *middle), queries
 
     def sizes(self, rows: int, device: torch.device) -> Tensor:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from kvsketch.page.kind import Kind
+from kvsketch.page.memory import narrowed, rows_of, store
 from kvsketch.page.part import Part
+from kvsketch.page.part_state import part_state, restored
 from kvsketch.page.quantized import FULL, Bits
 from kvsketch.page.ragged import picked
 from kvsketch.slots import Slots, compute_dtype
@@ -106,10 +108,10 @@ class Page:
             sink, recent: of these, the ones around the middle.
             between: slots of each head in the middle, or as many as it has room for.
         """
-        exact = self.exact.rows(rows, window)
+        exact = rows_of(self.exact, rows, window)
         if self.middle is None or not between:
             return Page.of_parts(exact)
-        page = Page.of_parts(exact, self.middle.rows(rows).narrowed(between))
+        page = Page.of_parts(exact, narrowed(rows_of(self.middle, rows), between))
         assert page.middle is not None
         held = page.middle.held.to(rows.device)
         page._kept, page._base = sink + recent, sink + recent + page.middle.count
@@ -128,9 +130,9 @@ class Page:
 
     def store(self, new: Page, rows: Tensor) -> None:
         """Write a page into some rows of pages in an engine's memory, int64 ``[rows]``."""
-        self.exact.store(new.exact, rows)
+        store(self.exact, new.exact, rows)
         if self.middle is not None and new.middle is not None:
-            self.middle.store(new.middle, rows)
+            store(self.middle, new.middle, rows)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -276,8 +278,8 @@ class Page:
         """All slots, and the room after them."""
         state = State(values={"base": self._base, "kept": self._kept})
         state.keep(first=self._first, sizes=self.sizes)
-        state.put("exact", self.exact.to_state())
-        state.put("middle", None if self.middle is None else self.middle.to_state())
+        state.put("exact", part_state(self.exact))
+        state.put("middle", None if self.middle is None else part_state(self.middle))
         return state
 
     @classmethod
@@ -289,12 +291,12 @@ class Page:
         """
         page, heads = cls.__new__(cls), (kind.batch, kind.heads)
         page._base, page._kept = reader.whole("base"), reader.whole("kept")
-        page.exact = Part.from_state(reader.part("exact"), kind)
+        page.exact = restored(reader.part("exact"), kind)
         page.sizes = None
         if reader.has("sizes"):
             page.sizes = reader.integers("sizes", heads, 0, page._base)
         if reader.has("middle"):
-            page.middle = Part.from_state(reader.part("middle"), kind)
+            page.middle = restored(reader.part("middle"), kind)
             page._first = reader.integers("first", (*heads, 1), 0, page._kept)
         if page.exact.packed or (page.middle is not None and not page.middle.packed):
             raise reader.wrong("middle", page.middle is not None, "the only part in few bits")

@@ -4,27 +4,16 @@ size."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvsketch.page.fields import (
-    EMPTY,
-    NEW,
-    fields_of,
-    owned,
-    read_columns,
-    read_fields,
-    with_room,
-)
-from kvsketch.page.kind import Kind
+from kvsketch.page.fields import EMPTY, NEW, fields_of, owned, with_room
 from kvsketch.page.quantized import FULL, Bits, Quantized, quantize
 from kvsketch.page.ragged import Blocks, Ragged, flatten, unflatten
 from kvsketch.slots import Slots, compute_dtype
-from kvsketch.state import Reader, State
 
 
 class Part:
@@ -58,13 +47,15 @@ class Part:
         blocks: of heads of different size, before anything was appended; None: all have ``base +
             appended``.
         grows: whether it grows by copies.
+        next_place: of heads of different size, the place of each one's next slot in the flattened
+            tensors, int64 ``[batch * heads]``.
     """
 
     appended = room = 0
     grows = False
     blocks: Blocks | None = None
     sizes: Tensor | None = None
-    _next: Tensor  # place of the next slot of every head, where they differ in size
+    next_place: Tensor
     _spans: tuple[Tensor, Tensor] | None = None
     _places: tuple[Tensor, Tensor] | None = None  # of all slots, while they are handled
     for_kernel: Any = None  # what a kernel keeps here, see kernels.cpu
@@ -82,7 +73,7 @@ class Part:
         self.room, self.sizes = room, sizes
         if sizes is not None:
             self.blocks = Blocks(sizes, room)
-            self._next = self.blocks.layout.behind(sizes)
+            self.next_place = self.blocks.layout.behind(sizes)
         fields = _needed(slots, sizes)
         self.packed: dict[str, Quantized] = {}
         lay = self._layer()
@@ -160,7 +151,7 @@ class Part:
             assert self.blocks is not None
             layout = Ragged(self.blocks.layout.start, sizes, self.blocks.layout.total)
             twin.blocks = self.blocks.moved(layout)
-            twin._next.copy_(layout.behind(sizes))
+            twin.next_place.copy_(layout.behind(sizes))
             places = layout.places(slots.count)
         for name, buffer in self.fields.items():
             tensor = fields[name]
@@ -288,7 +279,9 @@ class Part:
             first = self.count - tokens
             return {n: buffer[:, :, first : self.count] for n, buffer in self.fields.items()}
         shape = (self.batch, self.heads, tokens)
-        index = self._next.unsqueeze(-1) + torch.arange(-tokens, 0, device=self._next.device)
+        index = self.next_place.unsqueeze(-1) + torch.arange(
+            -tokens, 0, device=self.next_place.device
+        )
         return {
             n: buffer.view(-1, *buffer.shape[2:])[index].view(*shape, *buffer.shape[2:])
             for n, buffer in self.fields.items()
@@ -318,7 +311,7 @@ class Part:
                     target.zero_()
                 continue  # what the others are is there already
             flat = buffer.view(-1, *buffer.shape[2:])
-            index = self._next
+            index = self.next_place
             if q > 1:
                 index = (index.unsqueeze(-1) + torch.arange(q, device=index.device)).flatten()
             if tensor is not None:
@@ -353,7 +346,7 @@ class Part:
             if self.layout is None:
                 buffer[:, :, self.count : self.count + tokens] = NEW[name]
             else:  # no slot, until one is appended
-                behind = self._next.unsqueeze(-1) + torch.arange(tokens, device=buffer.device)
+                behind = self.next_place.unsqueeze(-1) + torch.arange(tokens, device=buffer.device)
                 buffer.view(-1).index_fill_(0, behind.flatten(), EMPTY.get(name, 0.0))
 
     def _advance(self, tokens: int) -> None:
@@ -361,7 +354,7 @@ class Part:
         self.room -= tokens
         self._places = None
         if self.layout is not None:
-            self._next += tokens
+            self.next_place += tokens
         if self._spans is not None:
             self._spans[1].add_(tokens)
 
@@ -375,7 +368,7 @@ class Part:
         if self.layout is None:
             column[:, :, self.count - q : self.count] = rows
             return
-        index = self._next.unsqueeze(-1) + torch.arange(-q, 0, device=column.device)
+        index = self.next_place.unsqueeze(-1) + torch.arange(-q, 0, device=column.device)
         column.view(-1).index_copy_(0, index.flatten(), rows.flatten())
 
     def own_score(self) -> None:
@@ -450,7 +443,7 @@ class Part:
             assert twin.sizes is not None
             layout = Ragged(fn(self.blocks.layout.start), twin.sizes, self.blocks.layout.total)
             twin.blocks = self.blocks.moved(layout)
-            twin._next = layout.behind(twin.held)
+            twin.next_place = layout.behind(twin.held)
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -465,70 +458,8 @@ class Part:
         own = set() if self.grows else {"score"} if self.packed else set(self.fields)
         twin.fields = {n: t.clone() if n in own else t for n, t in self.fields.items()}
         if self.blocks is not None and not self.packed:
-            twin._next = self._next.clone()
+            twin.next_place = self.next_place.clone()
         return twin
-
-    def to_state(self) -> State:
-        """All slots, and the room after them: at most twice as much."""
-        blocks, room = self.blocks, self.room
-        if blocks is not None:
-            layout = Ragged(blocks.layout.start, self.held, blocks.layout.total)
-            if layout.roomy and room:
-                return self.grown(0).to_state()
-        else:
-            room = min(room, 2 * self.count)
-        state = State(values={"base": self.base, "appended": self.appended, "room": room})
-        state.values |= {"grows": self.grows, "packed": bool(self.packed)}
-
-        def laid(tensor: Tensor) -> Tensor:
-            return tensor[:, :, : self.count] if blocks is None else layout.packed(tensor)
-
-        state.keep(**{name: laid(tensor) for name, tensor in self.fields.items()})
-        for name, few in self.packed.items():
-            state.put(name, few.map_slots(laid).to_state())
-        if blocks is not None:
-            state.keep(sizes=self.sizes)
-            state.put("layout", blocks.to_state(self.held))
-        return state
-
-    @classmethod
-    def from_state(cls, reader: Reader, kind: Kind) -> Part:
-        """Restore the result of ``to_state``.
-
-        Raises:
-            InputError: inconsistent tensors or numbers.
-        """
-        heads = (kind.batch, kind.heads)
-        part = cls.over({}, {}, (*heads, reader.whole("base")))
-        part.appended, part.room = reader.whole("appended"), reader.whole("room")
-        part.grows, packed = reader.flag("grows"), reader.flag("packed")
-        if (part.grows or packed) and (part.room or part.appended):
-            raise reader.wrong("room", part.room, "0, as nothing is appended in place")
-        lead: tuple[int, ...] = (*heads, part.count)
-        if reader.has("layout"):
-            part.sizes = reader.integers("sizes", heads, 0, part.base)
-            if part.base > 16 * int(part.sizes.max()) + 1024 or part.grows:
-                raise reader.wrong("base", part.base, "about the size of the largest head")
-            held = part.held
-            part.blocks = Blocks.from_state(reader.part("layout"), part.sizes, held, part.room)
-            layout = Ragged(part.blocks.layout.start, held, part.blocks.layout.total)
-            part._next, lead = layout.behind(held), (int(held.sum()),)
-        elif part.room > 2 * part.count:
-            raise reader.wrong("room", part.room, "at most twice the slots there are")
-
-        def laid(tensor: Tensor, name: str) -> Tensor:
-            if part.blocks is None:
-                return with_room(tensor, part.room, NEW.get(name))
-            return layout.unpacked(tensor, EMPTY.get(name, 0.0))
-
-        if packed:
-            for name, dim in (("keys", kind.key_dim), ("values", kind.value_dim)):
-                few = Quantized.from_state(reader.part(name), lead, heads, dim, name == "keys")
-                part.packed[name] = few.map_slots(lambda t: laid(t, ""))
-        fields = read_columns(reader, lead) if packed else read_fields(reader, lead, kind)
-        part.fields = {name: laid(tensor, name) for name, tensor in fields.items()}
-        reader.close()
-        return part
 
     def contents(self) -> list[Tensor]:
         """The tensors of slots, without those of the layout."""
@@ -536,83 +467,6 @@ class Part:
         for few in self.packed.values():
             held += few.tensors()
         return held
-
-    def of(self, contents: Iterator[Tensor], rows: int) -> Part:
-        """The same layout with other ``contents``, in that order, of some rows that are all like
-        the first."""
-        fields = {name: next(contents) for name in self.fields}
-        packed = {name: few.of(contents) for name, few in self.packed.items()}
-        blocks = None if self.blocks is None else self.blocks.of_rows(rows)
-        sizes = None if blocks is None else blocks.layout.sizes
-        return Part.over(fields, packed, (rows, self.heads, self.base), sizes, blocks)
-
-    def rows(self, which: slice | Tensor, count: int | None = None) -> Part:
-        """Some rows, where all rows are alike: views for a slice, else copies.
-
-        Args:
-            which: the rows, int64 ``[rows]`` if it is no slice.
-            count: the first slots of heads of the same size; None: all.
-        """
-
-        def some(tensor: Tensor) -> Tensor:
-            return tensor[which] if isinstance(which, slice) else tensor.index_select(0, which)
-
-        tensors = [some(tensor) for tensor in self.contents()]
-        part = self.of(iter(tensors), len(tensors[0]))
-        part.base = self.base if count is None else count
-        return part
-
-    def narrowed(self, count: int) -> Part:
-        """The first ``count`` slots of every head, or all that it has."""
-        if self.blocks is None:
-            count = min(count, self.base)
-            part = Part.over({}, {}, (self.batch, self.heads, count))
-            part.fields = {name: tensor[:, :, :count] for name, tensor in self.fields.items()}
-            few = {n: q.map_slots(lambda t: t[:, :, :count]) for n, q in self.packed.items()}
-        else:
-            part, few = copy.copy(self), self.packed
-            layout = self.blocks.layout
-            part.sizes = layout.sizes.clamp(max=count)
-            part.blocks = self.blocks.moved(Ragged(layout.start, part.sizes, layout.total))
-            part.base = int(part.sizes.max())
-        part.packed = {name: replace(one, count=part.base) for name, one in few.items()}
-        return part
-
-    def store(self, new: Part, rows: Tensor) -> None:
-        """Write a part into some rows, int64 ``[rows]``, of one that has room for its slots and no
-        others after it."""
-        shape = (new.batch, new.heads, new.count)
-        layout = None
-        if self.blocks is not None:
-            own = self.blocks.of_rows(len(rows)).layout
-            layout = Ragged(own.start, new.held.to(own.start.device), own.total)
-
-        def laid(tensor: Tensor, name: str = "") -> Tensor:
-            empty = EMPTY.get(name, 0.0)
-            if new.layout is not None:
-                tensor = unflatten(tensor, *new.layout.places(new.count), shape, empty)
-            if layout is not None:
-                places = layout.places(new.count)
-                return flatten(tensor[:, :, : new.count], *places, layout.total, empty)
-            wide = tensor.new_full((*shape[:2], self.base, *tensor.shape[3:]), empty)
-            wide[:, :, : new.count] = tensor[:, :, : new.count]
-            return wide
-
-        for name, tensor in self.fields.items():
-            there = new.fields[name] if name in new.fields else new.filled(name)
-            tensor.index_copy_(0, rows, laid(there, name).to(tensor.dtype))
-        for name, few in self.packed.items():
-            others = new.packed[name].map_slots(laid).tensors()
-            for tensor, there in zip(few.tensors(), others, strict=True):
-                tensor.index_copy_(0, rows, there)
-
-    def clear(self, rows: Tensor) -> None:
-        """No slot in some rows: zero times a leftover infinity would be NaN."""
-        for name, tensor in self.fields.items():
-            tensor.index_fill_(0, rows, EMPTY.get(name, 0.0))
-        for few in self.packed.values():
-            for tensor in few.tensors():
-                tensor.index_fill_(0, rows, 0)
 
     def release(self, lookups: bool = False) -> None:
         """The attention over the part is computed; release its temporary tensors, and with
@@ -626,7 +480,7 @@ class Part:
         held = self.contents()
         if self.blocks is None:
             return held
-        return [*held, *([] if self.packed else [self._next]), *self.blocks.tensors()]
+        return [*held, *([] if self.packed else [self.next_place]), *self.blocks.tensors()]
 
 
 def _needed(slots: Slots, sizes: Tensor | None) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvsketch.cache.compress import compress
 from kvsketch.errors import InputError
 from kvsketch.page.layout import Layout
+from kvsketch.page.memory import clear
 from kvsketch.page.page import Page
 from kvsketch.page.part import Part
 from kvsketch.page.quantized import FULL, Bits
@@ -95,7 +96,7 @@ def converted(
         raw = torch.zeros(1, layout.bytes, dtype=torch.uint8)
         target, waiting = layout.views(raw)
         for part in target.open():
-            part.clear(first)
+            clear(part, first)
         target.store(page or Page(slots), first)
         queries = saved.queries[number]
         if asked and queries is not None:

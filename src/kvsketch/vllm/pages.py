@@ -21,6 +21,7 @@ from kvsketch.kernels.native import one_thread
 from kvsketch.methods.base import Compressor
 from kvsketch.observed import Observed
 from kvsketch.page.layout import Layout
+from kvsketch.page.memory import clear
 from kvsketch.page.page import Page
 from kvsketch.page.part import Part
 from kvsketch.page.schedule import Rhythm
@@ -95,7 +96,7 @@ class Pages:
                 _copy(held, now.before)
             if len(now.fresh):
                 for part in page.open():
-                    part.clear(now.rows.pages[now.fresh])
+                    clear(part, now.rows.pages[now.fresh])
             if now.tokens.shape[1] == 1:
                 self._write(now.writes, page.exact, waiting, queries, keys, values)
                 q = queries if now.answered is None else queries[now.answered]
