@@ -26,6 +26,7 @@ from kvsketch.cache.storage import CHOICES, MEASURED, bits_of
 from kvsketch.errors import InputError, UnsupportedError, at_least
 from kvsketch.hf import accounting, adapters, compiled, interface, models, saving
 from kvsketch.hf.chunks import Chunks
+from kvsketch.hf.compaction import compact, pin
 from kvsketch.hf.decoding import Decoding
 from kvsketch.hf.forward import Forward
 from kvsketch.hf.hybrid_layer import HybridSketchLayer
@@ -469,19 +470,7 @@ class SketchCache(Cache):  # type: ignore[misc]
                 middle of a forward. Nothing is changed.
         """
         self._check_idle("pin()")
-        streams = [layer.stream for layer in self._sketches()]
-        for stream in streams:
-            tried = copy.deepcopy(stream.pins)
-            tried.add(start, end)
-            budget = None if self.budget is None else self.budget.value
-            needed = sum(stream.method.around) + tried.tokens + 1
-            if isinstance(budget, int) and needed > budget:
-                raise InputError(
-                    f"pin({start}, {end}): sinks, recent and pinned tokens are {needed - 1}, and "
-                    f"budget={budget} must be larger"
-                )
-        for stream in streams:
-            stream.pin(start, end)
+        pin([layer.stream for layer in self._sketches()], self.budget, start, end)
 
     def compact(self, budget: int | float) -> dict[str, Any]:
         """Compress to a budget now, once, such as at the end of a turn, or before a cache is kept
@@ -508,33 +497,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         self._check_idle("compact()")
         if self.budget is None:
             raise UnsupportedError("compact() needs a cache with a budget, not with a tolerance")
-        streams = [layer.stream for layer in self._sketches()]
-        if not streams[0].seen:
-            raise InputError("compact(): the cache is empty")
-        least, slots = sum(streams[0].around) + 1, to.slots(streams[0].seen)
-        if slots < least:
-            raise InputError(
-                f"compact({budget!r}) keeps {slots} tokens, and sinks, recent and pinned tokens "
-                f"are {least - 1}"
-            )
-        self._forward.settle_part(answers=False)
-        before = accounting.mean_held(self.layers), self.nbytes()
-        own = accounting.alone(self.layers)
-        self.plan.compact(streams, to)
-        self._forward.masks.settled = True
-        error, now = accounting.known_error(self.layers)
-        return {
-            "slots": (before[0], accounting.mean_held(self.layers)),
-            "kv_bytes": (before[1], self.nbytes()),
-            "error": sum(error) / len(error) if error and now else None,
-            "dropped": None if own is None else self._dropped(own),
-        }
-
-    def _dropped(self, before: Tensor) -> list[list[int]]:
-        """The tokens of each row without a slot of their own that had one ``before``."""
-        now = accounting.alone(self.layers)
-        assert now is not None
-        return [row.nonzero().flatten().tolist() for row in (before > 0) & (now == 0)]
+        return compact(self._forward, to)
 
     def _check_idle(self, what: str) -> None:
         """Raise UnsupportedError in the middle of a forward, and for a streaming sketch."""
