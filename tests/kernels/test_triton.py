@@ -83,7 +83,7 @@ class Page:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        log = None if self.mass is None else self.mass.log()
+        log = None if self.mass is None else log_mass(self.mass)  # as a page stores it
         return (self.queries, self.keys, self.values, log, self.start, self.count)
 
     def head(self, row: int, head: int) -> Slots:
