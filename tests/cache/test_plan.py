@@ -44,9 +44,13 @@ def test_what_a_head_cannot_spend_goes_to_the_others(kept, most, share):
         assert float(found.sum()) == pytest.approx(total, rel=1e-3)
 
 
-@pytest.mark.parametrize(("layers", "tokens"), [(4, 2400), (16, 1600)])
-def test_a_measured_prefill_does_not_hold_all_layers(layers, tokens):
-    """The peak of a measured prefill is at most 55% of the uncompressed cache's bytes."""
+@pytest.mark.parametrize(
+    ("layers", "tokens", "allocation"),
+    [(4, 2400, "measured"), (16, 1600, "measured"), (16, 1600, None)],
+)
+def test_a_prefill_does_not_hold_all_layers(layers, tokens, allocation):
+    """The peak of a prefill whose budgets depend on all layers is at most 55% of the uncompressed
+    cache's bytes, whether errors are measured or scores compared."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(
@@ -61,7 +65,7 @@ def test_a_measured_prefill_does_not_hold_all_layers(layers, tokens):
         )
     ).eval()
     ids = torch.randint(0, 100, (1, tokens), generator=torch.Generator().manual_seed(1))
-    cache = SketchCache(model.config, budget=0.25, bits=16)
+    cache = SketchCache(model.config, budget=0.25, bits=16, allocation=allocation)
     with torch.no_grad():
         model(ids, past_key_values=cache)
     summary = cache.summary()

@@ -111,7 +111,13 @@ def test_a_piece_that_fits_is_not_compressed(model):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"budget": 0.4, "bits": 16}, {"budget": 24, "allocation": "measured", "bits": 4}]
+    "settings",
+    [
+        {"budget": 0.4, "bits": 16},
+        {"budget": 24, "allocation": "measured", "bits": 4},
+        {"budget": 14, "allocation": "measured", "bits": 4},  # the first piece does not fit
+        {"budget": 14, "allocation": "measured", "bits": 16},
+    ],
 )
 def test_budgets_that_grow_or_differ_stream_in_pieces_too(model, settings, monkeypatch):
     """Without a fit, as all pieces."""
