@@ -327,7 +327,7 @@ def test_a_prompt_too_short_for_a_plan_holds_no_echo() -> None:
 @pytest.mark.filterwarnings("ignore::kvsketch.errors.AccuracyWarning")
 @pytest.mark.parametrize("allocation", ["global", "measured"])
 @pytest.mark.parametrize("tokens", [100, 300])
-def test_after_a_sample_an_echo_alone_scores_the_prompt(
+def test_after_a_sample_an_echo_scores_the_other_tokens(
     tokens: int, allocation: str, monkeypatch: Any
 ) -> None:
     """Of a prompt that is short, all is read again, and nothing has to be predicted."""
@@ -359,14 +359,25 @@ def test_after_a_sample_an_echo_alone_scores_the_prompt(
             assert some is None
             expected.append(largest_attention(page.slots, asked, None))
 
+    read_again: list[tuple[Tensor, Tensor]] = []
+    complete = HeavyMerge.complete
+
+    def completed(self: HeavyMerge, slots: Slots, some: Tensor, echo: Tensor | None) -> Slots:
+        assert slots.score is not None
+        read_again.append((slots.score[:, :, some].clone(), some))
+        return complete(self, slots, some, echo)
+
+    monkeypatch.setattr(HeavyMerge, "complete", completed)
     monkeypatch.setattr(Scores, "hear", heard)
     again = SketchCache(model.config, budget=0.3, allocation=allocation)
     kvsketch.prefill(model, ids, again, queries="sample", tokenizer=letters, chunk_size=80)
-    assert len(expected) == (0 if tokens == 100 else len(cache._sketches()))
-    for (asked_again, after, score), other in zip(found, expected, strict=False):
-        torch.testing.assert_close(score, other)
-        assert after
-        assert not asked_again
+    assert len(expected) == len(read_again) == (0 if tokens == 100 else len(cache._sketches()))
+    for (_, _, score), echo, (known, some) in zip(found, expected, read_again, strict=False):
+        torch.testing.assert_close(score[:, :, some], known)
+        ratio = known.mean(-1, keepdim=True) / echo[:, :, some].mean(-1, keepdim=True)
+        others = [t for t in range(tokens) if t % 100 >= 20]
+        assert len(others) + len(some) == tokens
+        torch.testing.assert_close(score[:, :, others], (echo * ratio.sqrt())[:, :, others])
     assert all(not asked_again and after for asked_again, after, _ in found)
     assert all(layer.stream.scores.echo is None for layer in cache._sketches())
 

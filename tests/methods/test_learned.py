@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvsketch import Slots
 from kvsketch.methods import learned
-from kvsketch.methods.learned import learned_scores
+from kvsketch.methods.learned import corrected, learned_scores
 
 SAMPLE = torch.arange(400).view(25, 16)[:, :4].flatten()
 REST = torch.tensor([i for i in range(400) if i not in set(SAMPLE.tolist())])
@@ -110,3 +110,27 @@ def test_a_sum_in_parts_is_the_sum(rows, part, wide):
     generator = torch.Generator().manual_seed(rows)
     x, y = (torch.randn(2, 3, rows, n, generator=generator).double() for n in (4, wide))
     torch.testing.assert_close(learned._sums_of_products(x, y, part), x.mT @ y)
+
+
+def test_an_echo_is_corrected_by_a_sample_in_every_head():
+    """The sample keeps its own scores; all others are the echo's, and half of the difference of
+    the two in logarithms is taken off. A head that no query attends to stays so, and padding."""
+    slots, generator = made()
+    echo, known = torch.rand(2, 2, 2, 400, generator=generator)
+    known = torch.full((2, 2, 1), 0.25) * echo
+    known[1, 0], echo[1, 0] = 0.0, 0.0
+    found = corrected(Slots(slots.keys, slots.values, score=known), SAMPLE, echo).score
+    assert torch.equal(found[..., SAMPLE], known[..., SAMPLE])
+    torch.testing.assert_close(found[..., REST], echo[..., REST] * 0.5)
+    live = torch.ones(2, 1, 400).index_fill(2, SAMPLE[:10], 0.0).expand(2, 2, 400)
+    known = torch.where(live > 0, known, 9.0)
+    padded = Slots(slots.keys, slots.values * live.unsqueeze(-1), live, score=known)
+    found = corrected(padded, SAMPLE, echo).score
+    assert not found[..., SAMPLE[:10]].any()
+    torch.testing.assert_close(found[0, ..., REST], echo[0, ..., REST] * _ratio(known, echo)[0])
+
+
+def _ratio(known, echo):
+    """Of a sample without its first ten tokens."""
+    known, echo = (t[..., SAMPLE[10:]].sum(-1, keepdim=True) for t in (known, echo))
+    return (known / echo).sqrt()

@@ -210,13 +210,11 @@ class Scores:
         return page
 
     def complete(self, page: Page | SketchPage, sample: Tensor) -> None:
-        """The second reading is over and repeated only these tokens, int64, in order. Scores are
-        those of the prompt's echo; without one, the others' are predicted from these tokens'."""
+        """The second reading is over and repeated only these tokens, int64, in order: the others'
+        scores follow from the prompt's echo, or without one from these tokens'."""
         heard, self._heard = self._heard, None
-        if heard is not None:
-            page.set_score(heard)
-        elif self._method.requires.queries:
-            score = self._method.complete(page.slots, sample).score
+        if self._method.requires.queries:
+            score = self._method.complete(page.slots, sample, heard).score
             assert score is not None
             page.set_score(score)
 

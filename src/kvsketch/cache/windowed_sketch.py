@@ -115,7 +115,7 @@ class WindowedSketch:
         """As ``observe``."""
         return slots
 
-    def complete(self, slots: Slots, sample: Tensor) -> Slots:
+    def complete(self, slots: Slots, sample: Tensor, echo: Tensor | None) -> Slots:
         """As ``observe``."""
         return slots
 

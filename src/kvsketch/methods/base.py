@@ -236,13 +236,14 @@ class Compressor(ABC):
         context = slots.narrow(0, slots.count - observed.queries.shape[2])
         return self.observe(context, replace(observed, after=True, total=None))
 
-    def complete(self, slots: Slots, sample: Tensor) -> Slots:
+    def complete(self, slots: Slots, sample: Tensor, echo: Tensor | None) -> Slots:
         """The tokens of a context, of which a second reading has read only a sample: also with
         scores of the others, if ``reread`` does not score them.
 
         Args:
             slots: ``[batch, heads, n, ...]``: the context.
             sample: int64: the tokens that were read again, in order.
+            echo: scores of all tokens by ``echo``, ``[batch, heads, n]``, if the method has one.
         """
         return slots
 

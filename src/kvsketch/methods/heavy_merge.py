@@ -15,7 +15,7 @@ from kvsketch.methods.clustering import check_pairs, group
 from kvsketch.methods.fit import Asked, fitted
 from kvsketch.methods.groups import merge, packed
 from kvsketch.methods.keydiff import similarity
-from kvsketch.methods.learned import largest_attention, learned_scores
+from kvsketch.methods.learned import corrected, largest_attention, learned_scores
 from kvsketch.methods.order import order
 from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.rereading import reread_attention
@@ -138,8 +138,8 @@ class HeavyMerge(Compressor):
     def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
         return reread_attention(slots, observed, about)
 
-    def complete(self, slots: Slots, sample: Tensor) -> Slots:
-        return learned_scores(slots, sample)
+    def complete(self, slots: Slots, sample: Tensor, echo: Tensor | None) -> Slots:
+        return learned_scores(slots, sample) if echo is None else corrected(slots, sample, echo)
 
     def echo(self, slots: Slots, asked: Observed, sample: Tensor | None, alone: bool) -> Slots:
         found = largest_attention(slots, asked, sample)

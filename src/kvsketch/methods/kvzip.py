@@ -35,7 +35,7 @@ class KVzip(Scoring):
     def reread(self, slots: Slots, observed: Observed, about: slice | Tensor) -> Slots:
         return reread_attention(slots, observed, about)
 
-    def complete(self, slots: Slots, sample: Tensor) -> Slots:
+    def complete(self, slots: Slots, sample: Tensor, echo: Tensor | None) -> Slots:
         return learned_scores(slots, sample)
 
     def scores(self, slots: Slots, observed: Observed) -> Tensor:

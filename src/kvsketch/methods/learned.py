@@ -74,6 +74,30 @@ def learned_scores(slots: Slots, sample: Tensor) -> Slots:
     return replace(slots, score=torch.maximum(slots.score, guess.to(slots.score.dtype)))
 
 
+def corrected(slots: Slots, sample: Tensor, echo: Tensor) -> Slots:
+    """Scores of a second reading for its sample, and for all other tokens an echo's, which are
+    multiplied in every head by the root of the ratio of both means over the sample. Ours.
+
+    An echo orders the tokens of a head better than a prediction from their values, and some heads
+    it overrates: the sample says which. The ratio itself would follow a sample too far, whose
+    queries attend to less than those of the whole context (docs/errors.md).
+
+    Args:
+        slots: ``[batch, num_key_value_heads, n, ...]``, all of them with a score; only the scores
+            in the sample are used.
+        sample: int64, the tokens in the sample, in order.
+        echo: scores of all tokens, ``[batch, num_key_value_heads, n]``.
+    """
+    assert slots.score is not None
+    live, real = slots.live(), slots.score[:, :, sample]
+    own = echo[:, :, sample]
+    if live is not None:  # padding has no score by either
+        real, own = (torch.where(live[:, :, sample], t, 0.0) for t in (real, own))
+    ratio = real.mean(-1, keepdim=True) / own.mean(-1, keepdim=True).clamp(min=_LEAST)
+    score = (echo * ratio.sqrt().to(echo.dtype)).index_copy(2, sample, real.to(echo.dtype))
+    return replace(slots, score=score if live is None else score.masked_fill(~live, 0.0))
+
+
 def _expected(every: Tensor, x: Tensor, y: Tensor, real: Tensor) -> Tensor:
     """The mean of exp(y) at ``every`` point, by a ridge regression of y on x in every head.
 
