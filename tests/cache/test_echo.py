@@ -17,7 +17,7 @@ from kvsketch.cache.echo import Echo, some_of
 from kvsketch.cache.error import QUERIES, Errors
 from kvsketch.cache.scores import Scores
 from kvsketch.cache.stream import Stream
-from kvsketch.hf import reading
+from kvsketch.hf import parts
 from kvsketch.methods.heavy_merge import HeavyMerge
 from kvsketch.methods.learned import largest_attention
 from kvsketch.methods.scoring import recent_attention
@@ -332,8 +332,8 @@ def test_after_a_sample_an_echo_scores_the_other_tokens(
 ) -> None:
     """Of a prompt that is short, all is read again, and nothing has to be predicted."""
     model, found = build("llama"), []
-    monkeypatch.setattr(reading, "ROW", 100)
-    monkeypatch.setattr(reading, "OF_ROW", 20)
+    monkeypatch.setattr(parts, "ROW", 100)
+    monkeypatch.setattr(parts, "OF_ROW", 20)
     spend = Stream.spend
 
     def spent(self: Stream, *args: Any, **settings: Any) -> None:
@@ -372,12 +372,12 @@ def test_after_a_sample_an_echo_scores_the_other_tokens(
     again = SketchCache(model.config, budget=0.3, allocation=allocation)
     kvsketch.prefill(model, ids, again, queries="sample", tokenizer=letters, chunk_size=80)
     assert len(expected) == len(read_again) == (0 if tokens == 100 else len(cache._sketches()))
-    for (_, _, score), echo, (known, some) in zip(found, expected, read_again, strict=False):
+    for (_, _, score), told, (known, some) in zip(found, expected, read_again, strict=False):
         torch.testing.assert_close(score[:, :, some], known)
-        ratio = known.mean(-1, keepdim=True) / echo[:, :, some].mean(-1, keepdim=True)
+        ratio = known.mean(-1, keepdim=True) / told[:, :, some].mean(-1, keepdim=True)
         others = [t for t in range(tokens) if t % 100 >= 20]
         assert len(others) + len(some) == tokens
-        torch.testing.assert_close(score[:, :, others], (echo * ratio.sqrt())[:, :, others])
+        torch.testing.assert_close(score[:, :, others], (told * ratio.sqrt())[:, :, others])
     assert all(not asked_again and after for asked_again, after, _ in found)
     assert all(layer.stream.scores.echo is None for layer in cache._sketches())
 

@@ -14,7 +14,7 @@ import tiny_models
 from families import CONFIGS, build
 from kvsketch import InputError, SketchCache, Slots, UnsupportedError
 from kvsketch.evaluation.runner.loading import resolve_model
-from kvsketch.hf import reading
+from kvsketch.hf import parts
 from kvsketch.hf.interface import watched
 from kvsketch.hf.layer import SketchLayer
 from kvsketch.hf.second_reading import Reading
@@ -107,7 +107,7 @@ def test_kvzip_scores_are_those_of_a_plain_computation(llama, monkeypatch, metho
     """The tokens kept are those of the highest scores of a plain computation: from queries, keys
     and values of transformers' own attention over an uncompressed cache, the hidden states before
     it and the gradients with respect to its outputs."""
-    monkeypatch.setattr(reading, "PART", part)
+    monkeypatch.setattr(parts, "PART", part)
     kvgrad = ALL_METHODS["kvgrad"]
     monkeypatch.setattr(kvgrad, "requires", replace(kvgrad.requires, part=part))
     n, seen, plain = 200, {}, DynamicCache()
@@ -150,7 +150,7 @@ def test_kvzip_scores_are_those_of_a_plain_computation(llama, monkeypatch, metho
     scores = torch.zeros(2, 4, n)
     for start in range(0, n, part):
         end = min(start + part, n)
-        asked = reading.REPEAT_PART if start else reading.REPEAT
+        asked = parts.REPEAT_PART if start else parts.REPEAT
         ends = ids[:, max(0, start - 8) : start]
         texts = [torch.tensor([Letters()(text)["input_ids"]]) for text in (asked, "\n")]
         again = torch.cat([texts[0], ends, texts[1], ids[:, start:end]], dim=1)
@@ -187,7 +187,7 @@ def test_kvzip_scores_are_those_of_a_plain_computation(llama, monkeypatch, metho
 def test_every_part_of_a_second_reading_follows_the_context(model_type, monkeypatch):
     """With windows and states, too, whose tokens the part before has changed: the queries are those
     of transformers' own attention over an uncompressed cache."""
-    monkeypatch.setattr(reading, "PART", 30)
+    monkeypatch.setattr(parts, "PART", 30)
     model, ids, seen, found = tiny_models.build(model_type), ids_of(1, 90), {}, []
     ask = Reading.ask
 
@@ -207,7 +207,7 @@ def test_every_part_of_a_second_reading_follows_the_context(model_type, monkeypa
     context, expected = DynamicCache(config=model.config), []
     with torch.no_grad():
         model(ids, past_key_values=context)
-        for part in reading._parts("reread", Letters(), ids, torch.ones_like(ids), 30):
+        for part in parts.parts_of("reread", Letters(), ids, torch.ones_like(ids), 30):
             seen.clear()
             with watched(model, around):
                 model(part.ids, past_key_values=copy.deepcopy(context))

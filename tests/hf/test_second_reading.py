@@ -12,7 +12,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import kvsketch
 from families import CONFIGS, build
 from kvsketch import SketchCache
-from kvsketch.hf import reading, second_reading
+from kvsketch.hf import parts, second_reading
 from kvsketch.hf.forward import Forward
 from kvsketch.hf.interface import watched
 from kvsketch.methods import rereading
@@ -43,10 +43,10 @@ def scores(monkeypatch):
 @pytest.fixture
 def small(monkeypatch):
     """Sizes by which a short context has several parts."""
-    monkeypatch.setattr(reading, "PART", 80)
-    monkeypatch.setattr(reading, "LOCAL_PART", 60)
-    monkeypatch.setattr(reading, "ROW", 40)
-    monkeypatch.setattr(reading, "OF_ROW", 16)
+    monkeypatch.setattr(parts, "PART", 80)
+    monkeypatch.setattr(parts, "LOCAL_PART", 60)
+    monkeypatch.setattr(parts, "ROW", 40)
+    monkeypatch.setattr(parts, "OF_ROW", 16)
 
 
 def read(model, ids, queries, method="kvzip", **settings):
@@ -78,7 +78,7 @@ def plainly(model, ids, queries):
     scores = torch.zeros(layers, heads, n)
     for index in abouts(queries, n):
         start = int(index[0])
-        asked = reading.REPEAT_PART if start else reading.REPEAT
+        asked = parts.REPEAT_PART if start else parts.REPEAT
         texts = [torch.tensor([Letters()(text)["input_ids"]]) for text in (asked, "\n")]
         again = torch.cat([texts[0], ids[:, max(0, start - 8) : start], texts[1], ids[:, index]], 1)
         q = again.shape[1]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,41 +15,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvsketch.arguments import QUERY_SOURCES
 from kvsketch.errors import AccuracyWarning, InputError, UnsupportedError, at_least
 from kvsketch.hf.cache import SketchCache
 from kvsketch.hf.layer import SketchLayer
 from kvsketch.hf.models import has_interface
 from kvsketch.hf.other_layers import RESTORED, kept
+from kvsketch.hf.parts import RereadPart, parts_of, sampled
 from kvsketch.hf.second_reading import Again, ReadEnough, Reading
 from kvsketch.hf.system_message import pin_system_message
 from kvsketch.hf.weighing import weighed
 from kvsketch.methods.registry import class_of
 
-#: Tokens of the context in one part of a second reading, and the instruction before it, as in
-#: KVzip's code (also kvpress's). A part that attends only to itself has fewer.
-PART = 2048
-LOCAL_PART = 512
-REPEAT = "\n\nRepeat the previous context exactly."
-REPEAT_PART = "\n\nRepeat the part of the previous context exactly, starting with"
-# Tokens of the part before that follow the latter.
-_BEFORE = 8
-#: "sample": the context is divided into runs of this many tokens, whose first ones are read again.
-ROW, OF_ROW = 384, 64
 # Queries of all parts together that are kept for measuring and fitting.
 _SAMPLE = 256
 #: The longest answer to an expected question that is read with it, in tokens.
 ANSWER = 32
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Tokens that are read after the context and not kept: ``ids`` ``[batch, q]`` with their mask,
-    about some of its tokens."""
-
-    ids: Tensor
-    mask: Tensor
-    about: slice | Tensor
 
 
 def prefill(
@@ -126,8 +106,7 @@ def prefill(
             f"{tuple(input_ids.shape)}"
         )
     method = class_of(cache.arguments["method"])
-    size = method.requires.part or PART
-    parts = _parts(queries, tokenizer, input_ids, mask, size)
+    parts = parts_of(queries, tokenizer, input_ids, mask, method.requires.part)
     if not parts and method.requires.second_reading == "required":
         raise UnsupportedError(
             f"method={cache.method!r} scores a context by a second reading: "
@@ -152,7 +131,7 @@ def prefill(
     with normal, _Bar(progress, tokens + every) as bar, torch.no_grad():
         try:
             cache.plan.read_again(bool(parts))
-            echoed = 0 if _sampled(parts) is None else tokens
+            echoed = 0 if sampled(parts) is None else tokens
             forward.reading = Reading(queries == "prompt", echoed)
             size = chunk_size or tokens
             for start in range(0, tokens, size):
@@ -184,7 +163,7 @@ def prefill(
                 put_back()
                 forward.masks.cut(tokens)
                 bar.advance(count)
-            forward.finish_reading(_sampled(parts))
+            forward.finish_reading(sampled(parts))
         except BaseException:
             forward.reading = None
             cache.reset()
@@ -214,11 +193,11 @@ def _inputs(model: Any, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 def _answered(
     model: PreTrainedModel,
-    part: _Part,
+    part: RereadPart,
     cache: SketchCache,
     mask: Tensor,
     put_back: Callable[[], None],
-) -> _Part:
+) -> RereadPart:
     """A question with the model's own greedy answer from the uncompressed context, as many tokens
     in every row. The cache is unchanged: ``put_back`` does so for what is not compressed."""
     told = model.generation_config.eos_token_id
@@ -325,75 +304,3 @@ def _check_reread(cache: SketchCache, tokens: int) -> None:
                 f"method={cache.method!r} needs gradients, which cannot be computed through the "
                 f"state of a {name}; use another method, such as kvzip"
             )
-
-
-def _parts(
-    queries: str | Sequence[str], tokenizer: Any, input_ids: Tensor, mask: Tensor, size: int
-) -> list[_Part]:
-    """The parts that are read after the context.
-
-    Raises:
-        InputError: an unknown source, texts that are empty, or no tokenizer.
-    """
-    if isinstance(queries, str):
-        if queries not in QUERY_SOURCES:
-            raise InputError(
-                f"queries={queries!r} must be one of {', '.join(QUERY_SOURCES)}, or a list of texts"
-            )
-        if queries == "prompt":
-            return []
-    elif not isinstance(queries, Sequence):
-        raise InputError(
-            f"queries={queries!r} must be one of {', '.join(QUERY_SOURCES)}, or a list of texts"
-        )
-    elif not queries or not all(isinstance(text, str) and text for text in queries):
-        raise InputError("queries: the texts must be strings, at least one, and none empty")
-    if not callable(tokenizer):
-        raise InputError(f"queries={queries!r} needs tokenizer=, the model's tokenizer")
-    if not isinstance(queries, str):
-        return [
-            _Part(ids, mask.new_ones(ids.shape), slice(0, input_ids.shape[1]))
-            for ids in _given(queries, tokenizer, input_ids)
-        ]
-    parts = []
-    for about in _abouts(queries, input_ids, size):
-        start = about.start if isinstance(about, slice) else int(about[0])
-        before = input_ids[:, max(0, start - _BEFORE) : start]
-        asked = _ids(tokenizer, REPEAT if start == 0 else REPEAT_PART, input_ids)
-        request = torch.cat([asked, before, _ids(tokenizer, "\n", input_ids)], dim=1)
-        ids = torch.cat([request, input_ids[:, about]], dim=1)
-        # padding of the context stays padding
-        live = torch.cat([mask.new_ones(request.shape), mask[:, about]], dim=1)
-        parts.append(_Part(ids, live, about))
-    return parts
-
-
-def _abouts(queries: str, input_ids: Tensor, size: int) -> Iterator[slice | Tensor]:
-    """The tokens of the context that each part of a second reading repeats."""
-    tokens = input_ids.shape[1]
-    if queries == "sample" and tokens > ROW:
-        index = torch.arange(tokens, device=input_ids.device)
-        yield from torch.split(index[index % ROW < OF_ROW], size)
-        return
-    size = min(size, LOCAL_PART) if queries == "local" else size
-    for start in range(0, tokens, size):
-        yield slice(start, min(start + size, tokens))
-
-
-def _sampled(parts: Sequence[_Part]) -> Tensor | None:
-    """The tokens that a second reading of a sample repeats; None: all of them."""
-    found = [part.about for part in parts if isinstance(part.about, Tensor)]
-    return torch.cat(found) if found else None
-
-
-def _given(queries: Sequence[str], tokenizer: Any, input_ids: Tensor) -> Iterator[Tensor]:
-    for text in queries:
-        ids = _ids(tokenizer, text, input_ids)
-        if not ids.shape[1]:
-            raise InputError(f"queries: {text!r} has no tokens")
-        yield ids
-
-
-def _ids(tokenizer: Any, text: str, like: Tensor) -> Tensor:
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return torch.tensor([ids] * len(like), dtype=like.dtype, device=like.device)
