@@ -61,14 +61,13 @@ def prefill(
             it saves. "sample", ours: reads 64 of every 384 tokens in this way (all tokens of a
             context of at most 384). Methods that score by the largest attention (kvzip,
             heavy_merge) predict the scores of the other tokens from these (``methods.learned``); if
-            they have an echo (``cache.echo``), all scores are the echo's, which predicts better,
-            and the queries of the sample serve for the fit. Other methods use the queries of the
-            sample. It costs about a sixth. Rows of a batch are
-            cut at the same columns, including padding. MPT, BLOOM and Falcon always attend to all
-            of the first reading. A list of texts: expected questions, each as it would follow the
-            context (with the chat template's words, if there is one). The model answers each from
-            the uncompressed context, in at most 32 tokens, and the queries of question and answer
-            are used: many models look at the evidence only while they answer.
+            they have an echo (``cache.echo``), the others' are the echo's, corrected by the sample
+            in every head. Other methods use the queries of the sample. It costs about a sixth. Rows
+            of a batch are cut at the same columns, including padding. MPT, BLOOM and Falcon always
+            attend to all of the first reading. A list of texts: expected questions, each as it
+            would follow the context (with the chat template's words, if there is one). The model
+            answers each from the uncompressed context, in at most 32 tokens, and the queries of
+            question and answer are used: many models look at the evidence only while they answer.
         tokenizer: the model's tokenizer; needed except for "prompt".
         pin_system: with a tokenizer that has a chat template, never compress the system message
             with which the context begins (``cache.pin``), if it takes at most half of the budget
