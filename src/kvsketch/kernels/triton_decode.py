@@ -23,20 +23,9 @@ from torch import Tensor
 
 from kvsketch.errors import InputError
 from kvsketch.kernels.flat_page import Page, Sizes, check, check_block, check_together, given
+from kvsketch.kernels.triton_arguments import Flat, KernelScores, at, flat, width_of
 from kvsketch.kernels.triton_combine import combine
-from kvsketch.kernels.triton_slots import (
-    LOG2E,
-    Flat,
-    KernelScores,
-    at,
-    attend_slots,
-    columns,
-    finished,
-    flat,
-    owned,
-    place,
-    width_of,
-)
+from kvsketch.kernels.triton_slots import LOG2E, attend_slots, columns, finished, owned, place
 from kvsketch.kernels.triton_support import Launches, require
 from kvsketch.kernels.triton_tuning import fitting, padded
 
