@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from kvsketch import Observed, Slots
 from kvsketch.budget import Budget, Schedule
 from kvsketch.cache import Plan, Stream, WindowedSketch, windowed
+from kvsketch.cache.by_errors import ByErrors
 from kvsketch.cache.goal import Goal
 from kvsketch.cache.sketch_page import SketchPage
-from kvsketch.cache.solvers import ByErrors, Shares
+from kvsketch.cache.solvers import Shares
 from kvsketch.cache.storage import CHOICES, MEASURED
 from kvsketch.methods.sketches import Sketch
 from kvsketch.page.quantized import FULL

@@ -37,8 +37,8 @@ from benchmarks.results import Results
 from kvsketch import Observed, SketchCache, Slots
 from kvsketch.budget import Budget
 from kvsketch.cache import Stream, windowed
-from kvsketch.cache.curves import answers
 from kvsketch.cache.error import QUERIES, relative_error
+from kvsketch.cache.held_out import answers
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.hf.activations import Activations, capture
 

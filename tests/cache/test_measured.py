@@ -18,8 +18,9 @@ from families import CONFIGS, VOCABULARY, build
 from kvsketch import InputError, Observed, SketchCache, Slots, attend
 from kvsketch.budget import Budget
 from kvsketch.cache import Curves, Stream, windowed
-from kvsketch.cache.curves import MARGIN, held_out_for, least_tokens, measure_layer, pooled
+from kvsketch.cache.curves import MARGIN, pooled
 from kvsketch.cache.error import Probe, WindowError, relative_error
+from kvsketch.cache.held_out import held_out_for, least_tokens, measure_layer
 from kvsketch.hf.activations import capture
 from kvsketch.methods import METHODS
 from kvsketch.observed import causal

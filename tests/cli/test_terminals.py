@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
 from kvsketch.cli.app import app
-from kvsketch.cli.inspect_command import tables
+from kvsketch.cli.inspect_tables import tables
 from kvsketch.evaluation.report.parts import Grid
 from kvsketch.evaluation.report.preset_report import _tables
 from kvsketch.evaluation.report.published_panel import NOT_RUN

@@ -156,7 +156,7 @@ def test_errors_are_those_of_the_curves(llama, measured):
     """The errors of one layer and method equal those of ``measure_layer``, called as by
     ``measure_curves``."""
     from kvsketch.cache import windowed
-    from kvsketch.cache.curves import held_out_for, measure_layer
+    from kvsketch.cache.held_out import held_out_for, measure_layer
 
     expected = []
     for prompt in (ids_of(seed=0), ids_of(300, seed=1)):

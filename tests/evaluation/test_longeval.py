@@ -17,12 +17,12 @@ from benchmarks import longeval_table
 from kvsketch.errors import InputError
 from kvsketch.evaluation.report.report import report
 from kvsketch.evaluation.runner import longeval as task
+from kvsketch.evaluation.runner.aggregates import aggregate
 from kvsketch.evaluation.runner.longeval import QUESTION_MARK
 from kvsketch.evaluation.runner.longeval_cases import ANSWER
 from kvsketch.evaluation.runner.settings import Settings
 from kvsketch.evaluation.runner.setups import EXACT, Setup
 from kvsketch.evaluation.runner.store import Record
-from kvsketch.evaluation.runner.sweep import aggregate
 from tiny_model import tiny_case
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,11 +16,11 @@ from families import VOCABULARY, build
 from kvsketch import InputError, UnsupportedError
 from kvsketch.cli.app import app
 from kvsketch.evaluation.inspection import retrieval
+from kvsketch.evaluation.inspection.evidence import evidence_in
 from kvsketch.evaluation.inspection.retrieval import (
     _Heads,
     _least_whole,
     _shares,
-    evidence_in,
     measure_retrieval,
     steps,
 )

@@ -23,13 +23,14 @@ import tiny_models
 from kvsketch import KVSketchError, SketchCache
 from kvsketch.errors import InputError
 from kvsketch.evaluation.runner import longeval
+from kvsketch.evaluation.runner.aggregates import aggregate
 from kvsketch.evaluation.runner.answering import Answerer
 from kvsketch.evaluation.runner.encoding import EncodedCase, Encoder
 from kvsketch.evaluation.runner.intervals import mean_interval, wilson_interval
 from kvsketch.evaluation.runner.settings import Settings
 from kvsketch.evaluation.runner.setups import Setup, make_setups, parse_budget, parse_method
 from kvsketch.evaluation.runner.store import Record, Store, key_of
-from kvsketch.evaluation.runner.sweep import Sweep, aggregate
+from kvsketch.evaluation.runner.sweep import Sweep
 from kvsketch.evaluation.tasks.base import Reply
 from kvsketch.evaluation.tasks.longeval import LongEval
 from tiny_model import POSITIONS, save_tiny_model, tiny_case, tiny_model, tiny_tokenizer

@@ -14,7 +14,8 @@ from torch import distributed, multiprocessing
 from transformers import AutoModelForCausalLM
 
 from kvsketch import InputError, SketchCache
-from kvsketch.cache.curves import LEVELS, Curves
+from kvsketch.cache.curves import Curves
+from kvsketch.cache.held_out import LEVELS
 from tiny_model import small_llama
 
 pytest.importorskip("accelerate", reason="transformers shards a model only with accelerate")

@@ -47,6 +47,7 @@ with pytest.MonkeyPatch.context() as patch:
     for name, value in INTERPRET.items():
         patch.setenv(name, value)
     decode_module = importlib.import_module("kvsketch.kernels.triton_decode")
+    pieces_module = importlib.import_module("kvsketch.kernels.triton_pieces")
     prefill_module = importlib.import_module("kvsketch.kernels.triton_prefill")
     shares_module = importlib.import_module("kvsketch.kernels.triton_shares")
 decode, prefill = decode_module.decode, prefill_module.prefill
@@ -272,7 +273,7 @@ def test_decode_as_it_is_called() -> None:
     # With default sizes there are several pieces and several tiles in each.
     given = page([600, 30], [0, 513], head_dim=16, value_dim=16)
     close(given, decode(*given.arguments, **given.extras), reference(given))
-    assert decode_module.splits_for(2, 2, 600) == 3
+    assert pieces_module.splits_for(2, 2, 600) == 3
 
 
 OLD = importlib.metadata.version("triton") < "3.7"
@@ -400,7 +401,7 @@ def test_what_is_given_is_written_and_nothing_made(monkeypatch: pytest.MonkeyPat
     given = page([70, 9], [1, 33], sinks=True)
     wanted = reference(given)
     out, log = torch.empty_like(given.queries), on(torch.empty(2, 4, 1))
-    scratch = decode_module.scratch_for(given.queries, 8, 3)
+    scratch = pieces_module.scratch_for(given.queries, 8, 3)
     for part in scratch:
         part.fill_(torch.nan)  # the output would be NaN if this were read
     with monkeypatch.context() as patch:

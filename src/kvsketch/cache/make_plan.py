@@ -8,11 +8,12 @@ from typing import Any
 
 from kvsketch.arguments import check_tolerance
 from kvsketch.budget import ALLOCATIONS, Budget, Schedule
+from kvsketch.cache.by_errors import ByCurves, ByErrors
 from kvsketch.cache.curves import Curves
 from kvsketch.cache.goal import Goal
 from kvsketch.cache.plan import Plan
 from kvsketch.cache.retrieval_heads import RetrievalHeads, share_of_heads
-from kvsketch.cache.solvers import ByCurves, ByErrors, ByScores, Heads, Shares, Solver
+from kvsketch.cache.solvers import ByScores, Heads, Shares, Solver
 from kvsketch.errors import InputError
 from kvsketch.page.quantized import FULL, Bits
 

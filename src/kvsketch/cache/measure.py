@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvsketch.cache.curves import Curves, Store, held_out_for, least_tokens, measure_rows, pooled
+from kvsketch.cache.curves import Curves, pooled
+from kvsketch.cache.held_out import Store, held_out_for, least_tokens, measure_rows
 from kvsketch.cache.shard import Shard
 from kvsketch.cache.storage import PLAIN, Price, priced
 from kvsketch.cache.stream import Stream

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from kvsketch.budget import Budget
 from kvsketch.cache.budgets import HeadBudgets
-from kvsketch.cache.curves import Curves, least_tokens
+from kvsketch.cache.curves import Curves
 from kvsketch.cache.error import QUERIES
+from kvsketch.cache.held_out import least_tokens
 from kvsketch.cache.measure import Measurements, measurable
 from kvsketch.cache.retrieval_heads import RetrievalHeads
 from kvsketch.cache.shard import Shard

@@ -32,6 +32,7 @@ from kvsketch.cli import (
 )
 from kvsketch.cli.exit_codes import INTERRUPTED, USAGE_ERROR
 from kvsketch.cli.printing import JsonOption, console_for, print_json
+from kvsketch.cli.run_sweep import run_sweep
 from kvsketch.errors import KVSketchError, unknown_name
 
 GO_ON = """
@@ -231,5 +232,5 @@ def demo(
         "fraction in the column [bold]budget[/bold] and answers from that."
     )
     # JSON comes last on standard output; with --json this text goes to standard error.
-    eval_command.run_sweep(sweep, "demo", as_json, {**sweep.base, "cases": "generated"}, seed)
+    run_sweep(sweep, "demo", as_json, {**sweep.base, "cases": "generated"}, seed)
     console_for(as_json).print(GO_ON, soft_wrap=True, highlight=False)

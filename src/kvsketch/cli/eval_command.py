@@ -5,23 +5,14 @@ torch and transformers are imported after every check that does not need them (`
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from kvsketch.cli.exit_codes import INTERRUPTED
-from kvsketch.cli.printing import JsonOption, console_for
+from kvsketch.cli.printing import JsonOption
+from kvsketch.cli.run_sweep import run_sweep, runner_on
 from kvsketch.errors import InputError
-
-if TYPE_CHECKING:
-    from kvsketch.evaluation.runner.preset_run import PresetRun
-    from kvsketch.evaluation.runner.presets import Preset
-    from kvsketch.evaluation.runner.settings import Settings
-    from kvsketch.evaluation.runner.sweep import Runner, Sweep
 
 METHODS_DEFAULT = "exact,heavy_merge,streaming_llm,h2o,kcenter,uniform"
 BUDGETS_DEFAULT = "0.65,0.25"
@@ -244,7 +235,7 @@ def eval_command(
     cluster = None if ray is None else (ray, workers, gpus)
     named = None
     if preset is not None:
-        from kvsketch.cli.preset_options import find_preset
+        from kvsketch.cli.preset_options import eval_preset, find_preset
 
         named = find_preset(preset, given_options(ctx))
     settings = Settings(
@@ -269,7 +260,7 @@ def eval_command(
             "limit": limit,
         }
         asked["seeds"] = [int(x) for x in _numbers("--seeds", seeds, whole=True)]
-        _eval_preset(named, model, settings, asked, cluster, out, as_json)
+        eval_preset(named, model, settings, asked, cluster, out, as_json)
         return
     if budgets and tolerances:
         raise InputError(f"--budgets {budgets} and --tolerances {tolerances} exclude each other")
@@ -301,7 +292,7 @@ def eval_command(
         form=form,
     )
     chosen = make_tasks(tasks or [], options, given_options(ctx))
-    runner = _runner(cluster, model, settings)
+    runner = runner_on(cluster, model, settings)
     sweep = Sweep.open(model, chosen, setups, settings, out)
     shown = {**sweep.base, "tasks": tasks, "cases": [str(f) for f in options.cases] or "generated"}
     run_sweep(sweep, f"eval {' '.join(t.name for t in chosen)}", as_json, shown, seed, runner)
@@ -315,105 +306,6 @@ def given_options(ctx: typer.Context) -> dict[str, Any]:
         if (source := ctx.get_parameter_source(name)) is not None
         and source.name in ("COMMANDLINE", "DEFAULT_MAP")
     }
-
-
-def _runner(ray: tuple[str, int, float] | None, model: str, settings: Settings) -> Runner | None:
-    """The runner of the cases; None means this process."""
-    if ray is None:
-        return None
-    from kvsketch.evaluation.runner.loading import resolve_model
-    from kvsketch.evaluation.runner.ray_runner import RayRunner
-
-    address, workers, gpus = ray
-    return RayRunner(address, resolve_model(model), settings, workers, gpus)
-
-
-def _eval_preset(
-    preset: Preset,
-    model: str,
-    settings: Settings,
-    asked: dict[str, Any],
-    ray: tuple[str, int, float] | None,
-    out: Path | None,
-    as_json: bool,
-) -> None:
-    """``asked``: the arguments of ``preset_run.plan`` that are options of the command."""
-    from kvsketch.evaluation.runner.loading import resolve_model
-    from kvsketch.evaluation.runner.preset_run import fitted_prompts, plan
-    from kvsketch.evaluation.runner.sweep import Sweep
-    from kvsketch.evaluation.tasks import Options
-
-    Options(limit=asked["limit"])  # raises
-    resolve_model(model)  # refuses a wrong name before any case is read
-    new = settings.max_new_tokens
-    found = plan(preset, **asked, max_new_tokens=new)
-    found, longest = fitted_prompts(found, model, new)
-    # Every method has its own sink and recent window, so the run has none.
-    settings = replace(settings, max_prompt_tokens=longest, sink=0, recent=0)
-    runner = _runner(ray, model, settings)
-    sweep = Sweep.open(model, found.tasks, found.setups, settings, out, preset.name)
-    shown = {
-        **sweep.base,
-        "tasks": [preset.task],
-        "cases": str(asked["data"] or "the published ones"),
-    }
-    run_sweep(sweep, f"eval --preset {preset.name}", as_json, shown, 0, runner, found)
-
-
-def run_sweep(
-    sweep: Sweep,
-    command: str,
-    as_json: bool,
-    settings: Mapping[str, Any],
-    seed: int,
-    runner: Runner | None = None,
-    plan: PresetRun | None = None,
-) -> None:
-    """Runs `sweep` with a progress bar, then prints table and JSON, also when interrupted; for a
-    preset, also the paper's numbers."""
-    from kvsketch.evaluation.report.report import dumps, report, results_tables
-    from kvsketch.evaluation.runner.progress import run_with_progress
-
-    interrupted = False
-    with sweep.store:
-        try:
-            run_with_progress(sweep, runner)
-        except KeyboardInterrupt:
-            interrupted = True
-    rows = sweep.rows()
-    console = console_for(as_json)
-    for table in results_tables(rows, console.width):
-        console.print()
-        console.print(table)
-    console.print(
-        "budget: the share of the exact cache's bytes, or the tokens' bytes per KV head, that a "
-        "method may keep; kept: the bytes that it does, with masses and scores (8 bytes a slot "
-        "where a method has them).",
-        style="dim",
-        highlight=False,
-    )
-    more: dict[str, Any] = {}
-    if plan is not None:
-        from kvsketch.evaluation.report.preset_report import show
-
-        more = show(plan, sweep, console)
-    if interrupted:
-        _say_interrupted(sweep)
-        more["interrupted"] = True
-    if as_json:
-        print(dumps(report(command, rows, settings=settings, seed=seed, **more)))
-    if interrupted:
-        raise typer.Exit(INTERRUPTED)
-
-
-def _say_interrupted(sweep: Sweep) -> None:
-    done = sweep.total() - sweep.remaining()
-    kept = (
-        f"stored in {sweep.store.path}; the same command resumes from there"
-        if sweep.store.path
-        else "not stored: give --out FILE to be able to resume"
-    )
-    print(f"interrupted: {done} of {sweep.total()} answers are done, {kept}", file=sys.stderr)
 
 
 def _names(text: str) -> list[str]:

@@ -1,12 +1,18 @@
-"""Finds a preset and checks that the other options agree with it."""
+"""The option ``--preset``: finds a preset, checks that the other options agree with it, runs it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from kvsketch.cli.run_sweep import run_sweep, runner_on
 from kvsketch.errors import InputError, unknown_name
 from kvsketch.evaluation.runner.presets import PRESETS, Preset
+
+if TYPE_CHECKING:
+    from kvsketch.evaluation.runner.settings import Settings
 
 #: options of ``kvsketch eval`` that no paper's protocol determines
 FREE = {
@@ -38,6 +44,39 @@ def find_preset(name: str, given: Mapping[str, Any]) -> Preset:
             f"{_said(preset, option)}; omit one of the two"
         )
     return preset
+
+
+def eval_preset(
+    preset: Preset,
+    model: str,
+    settings: Settings,
+    asked: dict[str, Any],
+    ray: tuple[str, int, float] | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Answer the cases of a preset. ``asked``: the arguments of ``preset_run.plan`` that are
+    options of the command."""
+    from kvsketch.evaluation.runner.loading import resolve_model
+    from kvsketch.evaluation.runner.preset_run import fitted_prompts, plan
+    from kvsketch.evaluation.runner.sweep import Sweep
+    from kvsketch.evaluation.tasks import Options
+
+    Options(limit=asked["limit"])  # raises
+    resolve_model(model)  # refuses a wrong name before any case is read
+    new = settings.max_new_tokens
+    found = plan(preset, **asked, max_new_tokens=new)
+    found, longest = fitted_prompts(found, model, new)
+    # Every method has its own sink and recent window, so the run has none.
+    settings = replace(settings, max_prompt_tokens=longest, sink=0, recent=0)
+    runner = runner_on(ray, model, settings)
+    sweep = Sweep.open(model, found.tasks, found.setups, settings, out, preset.name)
+    shown = {
+        **sweep.base,
+        "tasks": [preset.task],
+        "cases": str(asked["data"] or "the published ones"),
+    }
+    run_sweep(sweep, f"eval --preset {preset.name}", as_json, shown, 0, runner, found)
 
 
 def _written(option: str, value: Any) -> str:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kvsketch.budget import Budget
 from kvsketch.cache import windowed
-from kvsketch.cache.curves import LEVELS, Curves, answers, measure_layer, of_layers, pooled
+from kvsketch.cache.curves import Curves, of_layers, pooled
+from kvsketch.cache.held_out import LEVELS, answers, measure_layer
 from kvsketch.errors import InputError
 from kvsketch.hf.activations import capture_compressed
 from kvsketch.observed import Observed
@@ -31,7 +32,7 @@ def measure_curves(
     """Errors of every KV head at several sizes, measured on typical prompts.
 
     The rest of a prompt is compressed and the error is measured on the queries of its last
-    ``follow`` tokens (see ``cache.curves.measure_layer``).
+    ``follow`` tokens (see ``cache.held_out.measure_layer``).
 
     Args:
         model: a transformers causal language model.

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from kvsketch.kernels.flat_page import FlatQuantized, check
-from kvsketch.kernels.triton_decode import Pieces, combined, scratch_for, splits_for
-from kvsketch.kernels.triton_slots import KernelScores, flat
+from kvsketch.kernels.triton_arguments import KernelScores, flat
+from kvsketch.kernels.triton_decode import combined
+from kvsketch.kernels.triton_pieces import Pieces, scratch_for, splits_for
 from kvsketch.observed import Observed
 from kvsketch.page.part import Part
 

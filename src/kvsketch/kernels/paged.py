@@ -55,7 +55,9 @@ def decode(asked: Observed, parts: Sequence[Part], padded: bool) -> Tensor:
             out = _finished(out, total, asked, page.heads, padded)
         return out.view(batch, heads, 1, -1)
     if by_triton and len(parts) == 1:
-        return _by_triton(asked, page, None)[0]
+        from kvsketch.kernels import launches
+
+        return launches.decode_part(asked, page, None)[0]
     newest = None if asked.slopes is None else _newest(page)
     last = None if newest is None else newest.flatten()
     if (found := cpu.attend(asked, parts, padded, last=last)) is not None:
@@ -92,14 +94,16 @@ def prefill(asked: Observed, parts: Sequence[Part], padded: bool) -> Tensor:
     if (known := cpu.attend(asked, parts, padded, newest=new)) is not None:
         return known[0]
     by_triton = triton_fits(asked)
+    if by_triton:
+        from kvsketch.kernels import launches
     if by_triton and not before:
-        return _prefill_by_triton(asked, page)[0]
+        return launches.prefill_page(asked, page)[0]
     batch, heads, q, _ = asked.queries.shape
     group = heads // page.heads
     packed = asked.queries.reshape(batch, page.heads, group * q, -1)
     found = [over(packed, part, asked, None) for part in before]
     if by_triton:
-        out, total = _prefill_by_triton(replace(asked, sinks=None), page)
+        out, total = launches.prefill_page(replace(asked, sinks=None), page)
         shape = packed.shape[:3]
         found.append((out.reshape(*shape, -1), total.reshape(shape)))
     else:
@@ -151,56 +155,6 @@ def triton_fits(asked: Observed) -> bool:
     return not both and triton_support.chosen(asked.queries)
 
 
-def _by_triton(asked: Observed, part: Part, newest: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The attention ``[batch, num_attention_heads, 1, value_dim]`` and the logs of its totals, in
-    one launch for all heads, whatever their sizes."""
-    from kvsketch.kernels.gpu import flat_of
-    from kvsketch.kernels.triton_decode import decode as launch
-
-    (start, count), flat = part.spans(), flat_of(part)
-    sinks, slopes = (None if x is None else x.float() for x in (asked.sinks, asked.slopes))
-    positions = flat["positions"].float() if slopes is not None else None
-    return launch(
-        asked.queries,
-        flat["keys"],
-        flat["values"],
-        flat.get("log_mass"),
-        start,
-        count,
-        scaling=asked.scaling,
-        softcap=asked.softcap,
-        sinks=sinks,
-        slopes=slopes,
-        positions=positions,
-        query_positions=None if newest is None else newest.flatten().float(),
-        most=part.count + part.room,
-    )
-
-
-def _prefill_by_triton(asked: Observed, page: Part) -> tuple[Tensor, Tensor]:
-    """The attention over the slots before the new tokens and, causally, over the new tokens, and
-    the logs of its totals, in one launch."""
-    from kvsketch.kernels.gpu import flat_of
-    from kvsketch.kernels.triton_prefill import prefill as launch
-
-    q = asked.queries.shape[2]
-    (start, count), flat, new = page.spans(), flat_of(page), page.last(q)
-    return launch(
-        asked.queries,
-        flat["keys"],
-        flat["values"],
-        flat.get("log_mass"),
-        start,
-        count - q,
-        new["keys"],
-        new["values"],
-        scaling=asked.scaling,
-        new_log_mass=new.get("log_mass"),
-        softcap=asked.softcap,
-        sinks=None if asked.sinks is None else asked.sinks.float(),
-    )
-
-
 def _padded(page: Part) -> tuple[Tensor, Tensor, Tensor | None]:
     """Keys, mean values and log masses ``[batch, heads, count, ...]``, the newest tokens last."""
     fields = page.of_heads()
@@ -225,7 +179,9 @@ def over(
     # The kernels treat all queries of the same slots as heads of one group.
     mine = replace(asked, queries=packed.flatten(1, 2).unsqueeze(2), sinks=None)
     if triton_fits(asked):
-        out, total = _by_triton(mine, part, newest)
+        from kvsketch.kernels import launches
+
+        out, total = launches.decode_part(mine, part, newest)
         return out.view(*packed.shape[:3], -1), total.view(packed.shape[:3])
     last = None if newest is None else newest.flatten()
     if (known := cpu.attend(mine, [part], last=last, totals=True)) is not None:

@@ -26,22 +26,18 @@ from kvsketch.kernels.flat_page import (
     check_together,
     given,
 )
+from kvsketch.kernels.triton_arguments import KernelScores, New, at, flat, width_of
 from kvsketch.kernels.triton_slots import (
     LOG2E,
-    KernelScores,
-    New,
     against,
-    at,
     attend_slots,
     columns,
     finished,
-    flat,
     log2_of,
     owned,
     place,
     scored,
     weigh,
-    width_of,
 )
 from kvsketch.kernels.triton_support import launching, require
 from kvsketch.kernels.triton_tuning import fitting, product

@@ -18,7 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvsketch import theory
 from kvsketch.cache import windowed
-from kvsketch.cache.curves import LEVELS, Curves, held_out_for, measure_layer
+from kvsketch.cache.curves import Curves
+from kvsketch.cache.held_out import LEVELS, held_out_for, measure_layer
 from kvsketch.errors import InputError, KVSketchError, UnsupportedError
 from kvsketch.evaluation.inspection.measures import attention, cover, embed, rounded
 from kvsketch.evaluation.inspection.readings import (

@@ -9,7 +9,6 @@ model is like that.
 from __future__ import annotations
 
 import functools
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,11 +22,12 @@ from transformers import DynamicCache
 
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.estimator import attention_scores
+from kvsketch.evaluation.inspection.evidence import AskedCase, ask
 from kvsketch.evaluation.inspection.inspection import choose_layers
 from kvsketch.evaluation.inspection.measures import rounded
 from kvsketch.evaluation.runner.encoding import Encoder, max_positions
 from kvsketch.evaluation.runner.settings import Settings
-from kvsketch.evaluation.tasks.base import Case, Task, mean
+from kvsketch.evaluation.tasks.base import Task, mean
 from kvsketch.hf.interface import Kernel, watched
 from kvsketch.hf.models import kv_heads_of
 from kvsketch.observed import causal
@@ -42,17 +42,6 @@ READS = 0.3
 _CHUNK = 512  # queries at once, where heads differ in what they may see
 
 Head = tuple[int, int]  # layer, KV head
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A case as tokens: of the prompt, the number of the first of the question, and the tokens of
-    the evidence."""
-
-    case: Case
-    ids: Tensor
-    question: int
-    evidence: Tensor
 
 
 def measure_retrieval(
@@ -107,7 +96,7 @@ def measure_retrieval(
         )
     encoder = Encoder(tokenizer, model.config, Settings())
     limit = max_positions(model.config) or sys.maxsize
-    asked = [_ask(case, task, encoder, limit, model.device) for case in task.cases()]
+    asked = [ask(case, task, encoder, limit, model.device) for case in task.cases()]
     trial = _Trial(model, tokenizer, task, asked, _Heads(layers, sink, recent), advance)
     exact = trial.accuracy()
     if exact < LEAST:
@@ -151,50 +140,6 @@ def measure_retrieval(
 def steps(cases: int, heads: int) -> int:
     """How often ``measure_retrieval`` calls ``advance`` at most."""
     return cases * (3 + 2 * heads + 2 * (heads.bit_length() + 1))
-
-
-def evidence_in(context: str, answers: Sequence[str]) -> list[tuple[int, int]]:
-    """Begin and end of the lines or sentences that contain an answer as a word of its own."""
-    found = []
-    for answer in answers:
-        for match in re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", context):
-            begin = max(
-                (context.rfind(end, 0, match.start()) + len(end) for end in ("\n", ". ", "? ")
-                 if end in context[: match.start()]),
-                default=0,
-            )  # fmt: skip
-            ends = (context.find(end, match.end()) for end in ("\n", ". "))
-            found.append((begin, min((e for e in ends if e >= 0), default=len(context))))
-    return sorted(set(found))
-
-
-def _ask(case: Case, task: Task, encoder: Encoder, limit: int, device: torch.device) -> _Asked:
-    """Raises InputError if there is no evidence, UnsupportedError without the tokens' places."""
-    case = task.fitted(case, encoder.tokenizer, limit - case.max_new_tokens)
-    ids = encoder.encode(case.context, case.question, case.where, case.max_new_tokens).ids
-    text, special = encoder.prompt(case.context, case.question)
-    if not getattr(encoder.tokenizer, "is_fast", False):
-        raise UnsupportedError(
-            f"{type(encoder.tokenizer).__name__} does not tell where its tokens begin: a fast "
-            "tokenizer is needed to find the evidence"
-        )
-    encoded = encoder.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-    at = text.find(case.context.strip())
-    spans = evidence_in(text[at : at + len(case.context)], case.answers)
-    if at < 0 or not spans:
-        raise InputError(
-            f"{case.where or case.task}: no answer stands in the context, so that nothing can be "
-            "said to read it; tasks that work: longeval, needle and RULER's"
-        )
-    begins = [begin for begin, _ in encoded["offset_mapping"]]
-    places = [
-        number
-        for number, (begin, end) in enumerate(encoded["offset_mapping"])
-        if end > begin and any(begin < at + b and end > at + a for a, b in spans)
-    ]
-    cut = text.rfind(case.question.strip())
-    first = next(number for number, begin in enumerate(begins) if begin >= cut)
-    return _Asked(case, torch.tensor([list(ids)], device=device), first, torch.tensor(places))
 
 
 class _Heads:
@@ -282,7 +227,7 @@ class _Trial:
     model: Any
     tokenizer: Any
     task: Task
-    asked: Sequence[_Asked]
+    asked: Sequence[AskedCase]
     heads: _Heads
     advance: Callable[[], None]
     answers: Sequence[Tensor] = ()
@@ -330,7 +275,7 @@ class _Trial:
             self.advance()
         return found
 
-    def _read(self, one: _Asked, answer: Tensor) -> Any:
+    def _read(self, one: AskedCase, answer: Tensor) -> Any:
         """The model's output at the last token of the prompt and the tokens of the answer."""
         ids = torch.cat([one.ids, answer], 1)
         with torch.inference_mode(), watched(self.model, self.heads):
@@ -338,7 +283,7 @@ class _Trial:
 
 
 def _look(
-    one: _Asked,
+    one: AskedCase,
     shares: dict[int, Tensor],
     layer: int,
     query: Tensor,

@@ -13,52 +13,16 @@ from __future__ import annotations
 import io
 import math
 import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from kvsketch.errors import UnsupportedError
+from kvsketch.evaluation.report.style import COLORS, MARKS, style
 from kvsketch.evaluation.report.svg import GRID, INK, described, for_page
 from kvsketch.writing import save_bytes
 
-#: Colours that can be distinguished, and seen, on white and on black.
-_COLORS = (
-    "#1f77b4",
-    "#d2691e",
-    "#2a9d5c",
-    "#c2413b",
-    "#9467bd",
-    "#1a9aa8",
-    "#d6519b",
-    "#8c7330",
-    "#5b6ee1",
-    "#6b7a8f",
-    "#7a8b00",
-)
-_MARKS = "osv^DP*X<>"
-_STYLE: Any = {
-    "axes.edgecolor": INK,
-    "axes.facecolor": "none",
-    "axes.grid": True,
-    "axes.labelcolor": INK,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "grid.color": GRID,
-    "legend.frameon": False,
-    "savefig.facecolor": "none",
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "kvsketch",
-    "text.color": INK,
-    "text.parse_math": False,  # a name may hold dollars
-    "xtick.color": INK,
-    "ytick.color": INK,
-}
 _DPI = 120
 
 
@@ -125,7 +89,7 @@ class Sketchbook:
         if method == "exact" or method not in self.methods:
             return INK
         others = [name for name in self.methods if name != "exact"]
-        return _COLORS[others.index(method) % len(_COLORS)]
+        return COLORS[others.index(method) % len(COLORS)]
 
     def lines(
         self,
@@ -149,7 +113,7 @@ class Sketchbook:
             labels: of the places 0, 1, ... on the x axis. If given, no lines are drawn between
                 them.
         """
-        with _style() as new:
+        with style() as new:
             width = max(4.4, 1.5 + 0.45 * len(labels))
             fig = new(figsize=(width, 3.0 + 0.2 * math.ceil(len(series) / 3)))
             ax = fig.subplots()
@@ -186,7 +150,7 @@ class Sketchbook:
         for i, s in enumerate(series):
             rank = self.methods.index(s.method) if s.method in self.methods else 0
             look: dict[str, Any] = {"color": self.color(s.method), "gid": f"series-{i}"}
-            look |= {"marker": _MARKS[rank % len(_MARKS)], "ms": 5, "lw": 1.6}
+            look |= {"marker": MARKS[rank % len(MARKS)], "ms": 5, "lw": 1.6}
             if s.level:
                 ax.axhspan(s.low[0], s.high[0], color=look["color"], alpha=0.08, lw=0)
                 look |= {"marker": "", "ls": "--", "lw": 1.2}
@@ -218,7 +182,7 @@ class Sketchbook:
         from matplotlib import colormaps
         from matplotlib.patches import Rectangle
 
-        with _style() as new:
+        with style() as new:
             fig = new(
                 figsize=(max(2.6, 1.1 + 0.55 * len(columns)), max(1.8, 0.9 + 0.36 * len(rows)))
             )
@@ -256,7 +220,7 @@ class Sketchbook:
 
     def take(self, title: str, text: str, draw: Callable[[], Any]) -> Figure:
         """Take a matplotlib figure that ``draw`` makes."""
-        with _style({"text.parse_math": True, "axes.grid": False}):  # powers of ten on log axes
+        with style({"text.parse_math": True, "axes.grid": False}):  # powers of ten on log axes
             return self._finish(draw(), title, text, {}, wide=True)
 
     def _finish(
@@ -331,24 +295,3 @@ def write(figures: Sequence[Figure], folder: Path) -> list[str]:
             save_bytes(path, data, str(path))
             names.append(path.name)
     return names
-
-
-def require_matplotlib() -> None:
-    """Raise UnsupportedError unless matplotlib can be imported."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UnsupportedError(
-            f"kvsketch report needs matplotlib ({error}): pip install 'kvsketch[report]'"
-        ) from error
-
-
-@contextmanager
-def _style(changes: Any = None) -> Iterator[Callable[..., Any]]:
-    """Set the style of the figures. Yields a function that makes a figure in it without pyplot."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure as Canvas
-
-    with rc_context({**_STYLE, **(changes or {})}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # browsers have more fonts
-        yield lambda **size: Canvas(layout="constrained", **size)

@@ -18,9 +18,10 @@ from markupsafe import Markup
 
 from kvsketch import __version__
 from kvsketch.errors import InputError
-from kvsketch.evaluation.report.figures import Figure, Sketchbook, require_matplotlib, write
+from kvsketch.evaluation.report.figures import Figure, Sketchbook, write
 from kvsketch.evaluation.report.panels import sections
 from kvsketch.evaluation.report.parts import Grid, Section
+from kvsketch.evaluation.report.style import require_matplotlib
 from kvsketch.evaluation.report.summary import headline, summary
 from kvsketch.evaluation.runner.files import check_folder, read_text, try_folder
 from kvsketch.evaluation.runner.runs import Run, clean, read_runs, without_folders

@@ -9,11 +9,9 @@ from kvsketch.evaluation.report.figures import Figure, Series, Sketchbook
 from kvsketch.evaluation.report.parts import Grid, Section
 from kvsketch.evaluation.report.published_panel import beside, data_sets
 from kvsketch.evaluation.report.summary import Row, score_text
+from kvsketch.evaluation.report.words import listed, sentence, tip, told
 from kvsketch.evaluation.runner.runs import Run, goals, grouped, is_exact, pooled
 from kvsketch.evaluation.runner.scales import Scale, scale_of
-
-#: The most points that a figure's text lists one by one.
-_TOLD = 60
 
 
 def sections(run: Run, book: Sketchbook) -> list[Section]:
@@ -29,25 +27,6 @@ def sections(run: Run, book: Sketchbook) -> list[Section]:
         _cost(run, book),
     ]
     return [section for section in found if section.figures or section.grids]
-
-
-def _tip(row: Row) -> str:
-    name = "exact" if is_exact(row) else f"{row['series']}, {row['goal']}"
-    return (
-        f"{name}: {score_text(row, scale_of(row['task']))}, {row['kept']:.1%} of the bytes, "
-        f"{row['cases']} cases"
-    )
-
-
-def _told(rows: Sequence[Row]) -> str:
-    """A description of rows in words."""
-    return _sentence([_tip(row) for row in rows])
-
-
-def _sentence(tips: Sequence[str]) -> str:
-    if len(tips) > _TOLD:
-        return f"{len(tips)} points; all numbers are in the table of all rows."
-    return "; ".join(tips) + "."
 
 
 def _by_bytes(run: Run, book: Sketchbook) -> Section:
@@ -94,7 +73,7 @@ def _kept(title: str, rows: Sequence[Row], book: Sketchbook) -> Figure:
     kind = "error" if scale.is_error else "score"
     return book.lines(
         f"{kind}: {title}",
-        f"{kind.title()} by method, with 95% intervals. {_told(rows)}",
+        f"{kind.title()} by method, with 95% intervals. {told(rows)}",
         series,
         xlabel="KV bytes kept, % of the exact cache",
         ylabel=scale.label,
@@ -110,7 +89,7 @@ def _scored(name: str, rows: Sequence[Row], x: Sequence[float], scale: Scale) ->
         rows[0]["method"],
         x,
         [scale.factor * row["score"] for row in rows],
-        [_tip(row) for row in rows],
+        [tip(row) for row in rows],
         [scale.factor * row["ci95"][0] for row in rows],
         [scale.factor * row["ci95"][1] for row in rows],
         level=is_exact(rows[0]),
@@ -145,7 +124,7 @@ def _needles(run: Run, book: Sketchbook) -> Section:
                 book.heat(
                     f"{task}: {name}",
                     "Score by length (columns) and depth (rows). "
-                    + _sentence([tip for _, tip in values.values()]),
+                    + sentence([tip for _, tip in values.values()]),
                     values,
                     rows=[f"{depth:g}" for depth in depths],
                     columns=[str(length) for length in lengths],
@@ -177,7 +156,7 @@ def _by_lines(run: Run, book: Sketchbook) -> Section:
             figures.append(
                 book.lines(
                     f"longeval by lines, {goal} kept",
-                    f"Accuracy by number of lines. {_told(found)}",
+                    f"Accuracy by number of lines. {told(found)}",
                     series,
                     xlabel="lines",
                     ylabel="accuracy",
@@ -217,7 +196,7 @@ def _by_turn(run: Run, book: Sketchbook) -> Section:
                 book.lines(
                     f"{title} in its course, {goal} kept",
                     f"Score by turn, or by how long ago what is asked for was read. "
-                    f"{_listed(series)}",
+                    f"{listed(series)}",
                     series,
                     xlabel="",
                     ylabel=scale.label,
@@ -251,7 +230,7 @@ def _by_data_set(run: Run, book: Sketchbook) -> Section:
         figures.append(
             book.lines(
                 f"longbench by data set, {goal} kept",
-                f"Score times 100 by data set. {_told(found)}",
+                f"Score times 100 by data set. {told(found)}",
                 series,
                 xlabel="",
                 ylabel=scale.label,
@@ -303,7 +282,7 @@ def _cost(run: Run, book: Sketchbook) -> Section:
         figures.append(
             book.lines(
                 f"peak KV memory, {goal} kept",
-                f"Peak bytes of the cache by prompt length. {_listed(memory)}",
+                f"Peak bytes of the cache by prompt length. {listed(memory)}",
                 memory,
                 xlabel="prompt, tokens",
                 ylabel="peak KV memory, MB",
@@ -323,7 +302,7 @@ def _cost(run: Run, book: Sketchbook) -> Section:
                 figures.append(
                     book.lines(
                         f"{label}, {goal} kept",
-                        f"Tokens per second relative to the exact cache. {_listed(series)}",
+                        f"Tokens per second relative to the exact cache. {listed(series)}",
                         series,
                         xlabel="prompt, tokens",
                         ylabel=f"{label}, exact = 1",
@@ -357,7 +336,3 @@ def _measured(rows: Sequence[Row], name: str, factor: float, unit: str) -> Serie
         tips,
         joined=len({row["task"] for row in rows}) == 1,
     )
-
-
-def _listed(series: Sequence[Series]) -> str:
-    return _sentence([tip for s in series for tip in s.tips])

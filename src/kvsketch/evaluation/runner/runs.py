@@ -12,9 +12,9 @@ from typing import Any
 
 from kvsketch.errors import InputError
 from kvsketch.evaluation.report.report import group_of, in_words
+from kvsketch.evaluation.runner.aggregates import aggregate
 from kvsketch.evaluation.runner.setups import EXACT, Setup
 from kvsketch.evaluation.runner.store import Record, Store
-from kvsketch.evaluation.runner.sweep import aggregate
 
 #: what distinguishes answers within a run; everything else in an identity belongs to the run
 _WITHIN = {"task", "case", "max_new_tokens", *(x.name for x in fields(Setup))}

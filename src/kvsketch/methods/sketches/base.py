@@ -15,9 +15,8 @@ from torch import Tensor
 from kvsketch import random_numbers
 from kvsketch.errors import InputError
 from kvsketch.files.format import read, write
-from kvsketch.methods.base import all_finite
 from kvsketch.methods.requirements import Requirements
-from kvsketch.methods.sketches.checks import check_state, token_layout, try_state
+from kvsketch.methods.sketches import checks
 from kvsketch.slots import FIELDS, Slots
 from kvsketch.state import Reader, State
 
@@ -133,13 +132,13 @@ class Sketch(ABC):
             InputError: not floating point or not finite, weighted (m not 0 or 1), or another
                 shape, dtype or device than before. The sketch is unchanged then.
         """
-        live = self._check_tokens(new)
+        live = checks.check_tokens(new, self.meta["token"] if self.state else None)
         if new.count == 0:
             return
         before = self._snapshot()
         try:
             if not self.state:
-                self.meta["token"] = token_layout(new)
+                self.meta["token"] = checks.token_layout(new)
             self._renew()
             self._extend(new, live)
         except Exception:
@@ -157,28 +156,9 @@ class Sketch(ABC):
             InputError: another kind of sketch, other parameters, shapes, dtypes or devices, or the
                 same seed. The sketch is unchanged then.
         """
-        if type(other) is not type(self):
-            raise InputError(
-                f"merge: {type(other).__name__} cannot be merged into {type(self).__name__}"
-            )
-        if other is self:
-            raise InputError("merge: a sketch cannot be merged into itself")
-        for name in self.parameters:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                raise InputError(f"merge: {name} differs, {mine!r} here and {theirs!r} there")
+        checks.check_merge(self, other)
         if not other.seen:
             return
-        if self.seen and self.meta["token"] != other.meta["token"]:
-            raise InputError(
-                f"merge: this sketch holds tokens {self.meta['token']}, the other "
-                f"{other.meta['token']}"
-            )
-        if self.seen and self.randomised and self.seed == other.seed:
-            raise InputError(
-                f"merge: both sketches have seed={self.seed}, so their random choices are the "
-                "same; give each its own seed"
-            )
         before = self._snapshot()
         try:
             # Neither's next numbers: the other one may have used, or will use, those.
@@ -248,11 +228,11 @@ class Sketch(ABC):
         random_numbers.restore_generator(sketch.generator, reader)
         meta, state = reader.anything("meta"), reader.rest()
         reader.close()
-        check_state(cls.name, meta, state, token)
+        checks.check_state(cls.name, meta, state, token)
         sketch.state, sketch.meta = state, meta
         if not state:
             return sketch
-        try_state(sketch, meta["token"])
+        checks.try_state(sketch, meta["token"])
         sketch.state = {name: tensor.to(reader.device) for name, tensor in state.items()}
         meta["token"] = {**meta["token"], "device": str(torch.device(reader.device))}
         return sketch
@@ -343,26 +323,6 @@ class Sketch(ABC):
     def _require_tokens(self) -> None:
         if not self.state:
             raise InputError("the sketch is empty: extend() it first")
-
-    def _check_tokens(self, new: Slots) -> Tensor | None:
-        """Raise unless ``new`` may be appended; return which tokens are live (None: all)."""
-        for name, tensor in (("keys", new.keys), ("values", new.values)):
-            if not tensor.is_floating_point():
-                raise InputError(f"{name} must be floating point, got {tensor.dtype}")
-            if not all_finite(tensor):
-                raise InputError(f"{name} are not finite (NaN or infinity); sketch unchanged")
-        layout = token_layout(new)
-        if self.state and layout != self.meta["token"]:
-            raise InputError(
-                f"tokens {layout} do not fit this sketch, which holds {self.meta['token']}"
-            )
-        if new.mass is None:
-            return None
-        if not bool(((new.mass == 0) | (new.mass == 1)).all()):
-            raise InputError("a sketch takes exact tokens: mass must be 1 (or 0 for padding)")
-        if bool((new.values[new.mass == 0] != 0).any()):
-            raise InputError("a sketch takes exact tokens: a slot of mass 0 must have value 0")
-        return new.live()
 
 
 def _mixed(*generators: torch.Generator) -> int:

@@ -1,4 +1,4 @@
-"""Checks of a sketch that is read from a file."""
+"""Checks of what a sketch is given: tokens, another sketch, and its state from a file."""
 
 from __future__ import annotations
 
@@ -35,6 +35,52 @@ def token_layout(new: Slots) -> dict[str, Any]:
         "device": str(new.keys.device),
         "positions": new.positions is not None,
     }
+
+
+def check_tokens(new: Slots, held: Mapping[str, Any] | None) -> Tensor | None:
+    """Raise unless ``new`` may be appended to tokens of the layout ``held`` (None: there are none);
+    return which tokens are live (None: all)."""
+    for name, tensor in (("keys", new.keys), ("values", new.values)):
+        if not tensor.is_floating_point():
+            raise InputError(f"{name} must be floating point, got {tensor.dtype}")
+        if not all_finite(tensor):
+            raise InputError(f"{name} are not finite (NaN or infinity); sketch unchanged")
+    layout = token_layout(new)
+    if held is not None and layout != held:
+        raise InputError(f"tokens {layout} do not fit this sketch, which holds {held}")
+    if new.mass is None:
+        return None
+    if not bool(((new.mass == 0) | (new.mass == 1)).all()):
+        raise InputError("a sketch takes exact tokens: mass must be 1 (or 0 for padding)")
+    if bool((new.values[new.mass == 0] != 0).any()):
+        raise InputError("a sketch takes exact tokens: a slot of mass 0 must have value 0")
+    return new.live()
+
+
+def check_merge(sketch: Any, other: Any) -> None:
+    """Raise InputError unless a ``Sketch`` may be merged into another."""
+    if type(other) is not type(sketch):
+        raise InputError(
+            f"merge: {type(other).__name__} cannot be merged into {type(sketch).__name__}"
+        )
+    if other is sketch:
+        raise InputError("merge: a sketch cannot be merged into itself")
+    for name in sketch.parameters:
+        mine, theirs = getattr(sketch, name), getattr(other, name)
+        if mine != theirs:
+            raise InputError(f"merge: {name} differs, {mine!r} here and {theirs!r} there")
+    if not other.seen or not sketch.seen:
+        return
+    if sketch.meta["token"] != other.meta["token"]:
+        raise InputError(
+            f"merge: this sketch holds tokens {sketch.meta['token']}, the other "
+            f"{other.meta['token']}"
+        )
+    if sketch.randomised and sketch.seed == other.seed:
+        raise InputError(
+            f"merge: both sketches have seed={sketch.seed}, so their random choices are the "
+            "same; give each its own seed"
+        )
 
 
 def check_state(name: str, meta: Any, state: Mapping[str, Tensor], token: Slots | None) -> None:
