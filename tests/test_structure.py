@@ -52,6 +52,10 @@ def test_files_of_tests_have_names_of_their_own():
     assert sorted(names) == sorted(set(names))
 
 
+def test_a_long_file_has_a_reason():
+    assert structure.long_files().keys() == structure.LONG.keys()
+
+
 def test_there_is_one_schedule_and_one_compression():
     assert structure.schedules() == ["Rhythm"]
     assert structure.compressions() == ["cache/compress.py"]
