@@ -365,7 +365,7 @@ def test_gradients_do_not_enter_a_run(llama: Any) -> None:
         assert torch.equal(found, run(cache_of(llama)))
 
 
-@pytest.mark.parametrize("what", ["fork", "copy", "reorder", "repeat", "reset", "saved"])
+@pytest.mark.parametrize("what", ["fork", "copy", "reorder", "repeat", "reset", "saved", "compact"])
 def test_whatever_happens_between_tokens(llama: Any, what: str, tmp_path: Any) -> None:
     """A run ends where another method of the cache was called."""
 
@@ -388,6 +388,8 @@ def test_whatever_happens_between_tokens(llama: Any, what: str, tmp_path: Any) -
         elif what == "saved":
             cache.save(tmp_path / "one.kvs")
             cache = SketchCache.load(tmp_path / "one.kvs", llama)
+        elif what == "compact":
+            cache.compact(20)
         batch = 4 if what == "repeat" else 2
         out += [step(llama, cache, ids_of(batch, 1, i)).flatten() for i in range(12)]
         return torch.cat(out)
