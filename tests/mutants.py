@@ -1,6 +1,6 @@
 """Change the code on purpose and check that a test fails: ``make mutants``.
 
-    python tests/mutants.py                 # all of them, about two hours on two cores
+    python tests/mutants.py                 # all of them, about an hour on two cores
     python tests/mutants.py --only ID --only ID
     python tests/mutants.py --json
 
