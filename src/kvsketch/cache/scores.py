@@ -56,7 +56,8 @@ class Scores:
         self.echo: Echo | None = None
         self.asked_again = self.answers = False
         self.last: Observed | None = None
-        self._heard: Tensor | None = None  # scores by an echo, during a second reading
+        # During a second reading: scores by an echo, and a few of its queries.
+        self._heard: tuple[Tensor, Observed] | None = None
 
     def add_last(self, observed: Observed, kept: int, due: bool) -> None:
         """Let only the last ``kept`` queries wait, if a compression is due."""
@@ -182,8 +183,10 @@ class Scores:
             return
         self.echo.add(observed, seen)
         if self.echo.covered == tokens:  # scores are far smaller than the queries
-            self._heard = self._method.echo(page.slots, *self.echo.asked(), alone=True).score
-            self.echo = None
+            asked, sample = self.echo.asked()
+            score = self._method.echo(page.slots, asked, sample, alone=True).score
+            assert score is not None
+            self._heard, self.echo = (score, some_of(asked)), None
 
     @torch.no_grad()
     def ask(
@@ -195,7 +198,8 @@ class Scores:
         Args:
             observed: the queries.
             about: the tokens of the first reading that are read again, as in ``Compressor.reread``.
-            sample: of the queries, which wait for what else looks at queries.
+            sample: of the queries, which wait for what else looks at queries, unless those of an
+                echo will.
         """
         score = None
         if self._method.requires.queries:
@@ -204,6 +208,8 @@ class Scores:
         page = page.map(Tensor.detach)  # of a reading that took gradients
         if score is not None:
             page.set_score(score)
+        if self._heard is not None:
+            return page
         step = max(1, observed.queries.shape[2] // max(1, sample))
         some = replace(observed, after=True, weights=None).every(0, step)
         self.queries.add(replace(some, queries=some.queries.clone()))
@@ -213,8 +219,13 @@ class Scores:
         """The second reading is over and repeated only these tokens, int64, in order: the others'
         scores follow from the prompt's echo, or without one from these tokens'."""
         heard, self._heard = self._heard, None
+        echo = None
+        if heard is not None:
+            echo = heard[0]
+            self.queries.clear()
+            self.queries.add(heard[1])
         if self._method.requires.queries:
-            score = self._method.complete(page.slots, sample, heard).score
+            score = self._method.complete(page.slots, sample, echo).score
             assert score is not None
             page.set_score(score)
 
@@ -233,7 +244,7 @@ class Scores:
     def tensors(self) -> list[Tensor]:
         """All tensors, for byte counting."""
         held = [] if self.last is None else [self.last.queries]
-        held += [] if self._heard is None else [self._heard]
+        held += [] if self._heard is None else [self._heard[0], self._heard[1].queries]
         return held + [t for x in (self.queries, self.echo) if x is not None for t in x.tensors()]
 
 

@@ -61,7 +61,7 @@ def prefill(
             it saves. "sample", ours: reads 64 of every 384 tokens in this way (all tokens of a
             context of at most 384). Methods that score by the largest attention (kvzip,
             heavy_merge) predict the scores of the other tokens from these (``methods.learned``); if
-            they have an echo (``cache.echo``), the others' are the echo's, corrected by the sample
+            they have an echo (``cache.echo``), the scores are the echo's, corrected by the sample
             in every head. Other methods use the queries of the sample. It costs about a sixth. Rows
             of a batch are cut at the same columns, including padding. MPT, BLOOM and Falcon always
             attend to all of the first reading. A list of texts: expected questions, each as it

@@ -75,12 +75,12 @@ def learned_scores(slots: Slots, sample: Tensor) -> Slots:
 
 
 def corrected(slots: Slots, sample: Tensor, echo: Tensor) -> Slots:
-    """Scores of a second reading for its sample, and for all other tokens an echo's, which are
-    multiplied in every head by the root of the ratio of both means over the sample. Ours.
+    """An echo's scores, multiplied in every head by the root of the ratio of the sample's mean
+    score by a second reading to that by the echo; in the sample, the larger one of both. Ours.
 
     An echo orders the tokens of a head better than a prediction from their values, and some heads
     it overrates: the sample says which. The ratio itself would follow a sample too far, whose
-    queries attend to less than those of the whole context (docs/errors.md).
+    queries attend to less than those of the whole context, and whose first tokens nothing leads to.
 
     Args:
         slots: ``[batch, num_key_value_heads, n, ...]``, all of them with a score; only the scores
@@ -94,7 +94,9 @@ def corrected(slots: Slots, sample: Tensor, echo: Tensor) -> Slots:
     if live is not None:  # padding has no score by either
         real, own = (torch.where(live[:, :, sample], t, 0.0) for t in (real, own))
     ratio = real.mean(-1, keepdim=True) / own.mean(-1, keepdim=True).clamp(min=_LEAST)
-    score = (echo * ratio.sqrt().to(echo.dtype)).index_copy(2, sample, real.to(echo.dtype))
+    score = echo * ratio.sqrt().to(echo.dtype)
+    larger = torch.maximum(score[:, :, sample], real.to(echo.dtype))
+    score = score.index_copy(2, sample, larger)
     return replace(slots, score=score if live is None else score.masked_fill(~live, 0.0))
 
 
