@@ -234,7 +234,7 @@ def reading(result: dict[str, Any]) -> str:
         "it dominates in the packaged models, whose heads of 32 dimensions spend most of the time "
         "in attention. `local`: 512 tokens at a time, which attend only to themselves and to the "
         "first four tokens. `sample`: 64 of every 384 tokens, in the same way; where `heavy_merge` "
-        "has an echo, they correct its scores in every head, other methods predict the scores of the "
+        "has an echo, they correct its scores in every head, others predict the scores of the "
         "other tokens from these.\n\n"
         f"{table(columns, rows)}\n\nAccuracy, by what is read again:\n\n"
         f"{table(['method', *sources], gains)}\n\n{_peers(result)}{made_with(result)}\n"
