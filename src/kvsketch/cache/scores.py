@@ -216,8 +216,9 @@ class Scores:
         return page
 
     def complete(self, page: Page | SketchPage, sample: Tensor) -> None:
-        """The second reading is over and repeated only these tokens, int64, in order: the others'
-        scores follow from the prompt's echo, or without one from these tokens'."""
+        """The second reading is over and repeated only these tokens, int64, in order. Their scores
+        correct those of the prompt's echo, some of whose queries wait now; without an echo, the
+        scores of all other tokens are predicted from theirs."""
         heard, self._heard = self._heard, None
         echo = None
         if heard is not None:
