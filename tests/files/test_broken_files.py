@@ -287,6 +287,7 @@ def _loaded(paths: list[Path]) -> list[tuple[int, bool]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_no_file_makes_it_allocate_beyond_four_times_its_size(llama: Any, tmp_path: Path) -> None:
     config = copy.deepcopy(llama.config)

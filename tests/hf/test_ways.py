@@ -88,6 +88,7 @@ def test_the_configuration_is_never_changed() -> None:
     assert not interface._SHARED  # nor is a forward marked as running between calls
 
 
+@pytest.mark.slow
 def test_model_and_config_are_pickled_as_if_we_had_never_been(tmp_path: Path) -> None:
     """A process without kvsketch can load a pickled model and configuration that were used with a
     SketchCache."""

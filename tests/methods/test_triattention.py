@@ -325,6 +325,7 @@ def test_a_layer_that_does_not_rotate_is_refused_and_leaves_the_cache_as_it_was(
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_shows_no_frequencies() -> None:
     model = build("llama")
     compiled = torch.compile(model, backend="eager")
