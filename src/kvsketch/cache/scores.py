@@ -219,12 +219,10 @@ class Scores:
         """The second reading is over and repeated only these tokens, int64, in order. Their scores
         correct those of the prompt's echo, some of whose queries wait now; without an echo, the
         scores of all other tokens are predicted from theirs."""
-        heard, self._heard = self._heard, None
         echo = None
-        if heard is not None:
-            echo = heard[0]
-            self.queries.clear()
-            self.queries.add(heard[1])
+        if self._heard is not None:
+            (echo, few), self._heard = self._heard, None
+            self.queries.add(few)
         if self._method.requires.queries:
             score = self._method.complete(page.slots, sample, echo).score
             assert score is not None
