@@ -375,6 +375,7 @@ def test_a_sample_corrects_an_echo(tokens: int, allocation: str, monkeypatch: An
         wanted = told * ratio.sqrt()
         wanted[:, :, some] = torch.maximum(wanted[:, :, some], known)
         torch.testing.assert_close(score, wanted)
+    assert len(found) == 2 * len(cache._sketches())  # of both prompts
     assert all(not asked_again and after for asked_again, after, _ in found)
     assert all(layer.stream.scores.echo is None for layer in cache._sketches())
 

@@ -222,7 +222,6 @@ class Scores:
         echo = None
         if self._heard is not None:
             (echo, few), self._heard = self._heard, None
-            self.queries.clear()
             self.queries.add(few)
         if self._method.requires.queries:
             score = self._method.complete(page.slots, sample, echo).score
