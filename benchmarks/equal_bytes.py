@@ -1,10 +1,10 @@
 """The same bytes for every method: how bytes are counted, and how many slots fit into them.
 
 Everything that attention reads is counted, per KV head: keys and values at 2 bytes a number
-(bfloat16), masses at 4 bytes if a method has them, and slots in 8 or 4 bits with their scales,
-zero points and units as they are stored. A streaming sketch is counted with its whole state, in
-which keys and values take 2 bytes a number and everything else the bytes of its dtype. Scores, and
-queries kept for the next compression, are not counted, because attention does not need them.
+(bfloat16), masses at 4 bytes if a method has them, and slots in 8 or 4 bits with their scales
+and units as they are stored. A streaming sketch is counted with its whole state, in which keys and
+values take 2 bytes a number and everything else the bytes of its dtype. Scores, and queries kept
+for the next compression, are not counted, because attention does not need them.
 
 ``kept`` is a share of the bytes of the tokens between sinks and recent window: a method may use as
 many bytes as one that keeps the share ``kept`` of these tokens unchanged. Its number of slots

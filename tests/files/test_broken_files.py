@@ -143,7 +143,7 @@ def test_what_is_wrong_is_said(llama: Any, tmp_path: Path) -> None:
     refused(raw[:-1] + bytes([raw[-1] ^ 1]), "damaged: its checksum")
     refused(
         changed(version=99),
-        "version 99 of the file format, and this kvsketch reads version 3: read it with",
+        "version 99 of the file format, and this kvsketch reads version 4: read it with",
     )
     refused(changed(version="2"), "version '2'")
     refused(changed(kind="subgen"), "holds a 'subgen', not a 'cache'")

@@ -226,7 +226,7 @@ def test_the_file_is_safetensors_with_a_header(llama: Any, tmp_path: Path) -> No
     with safe_open(path, framework="pt") as file:
         header = json.loads(file.metadata()["kvsketch"])
         held = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
-    assert header["version"] == 3
+    assert header["version"] == 4
     assert header["kind"] == "cache"
     assert header["summary"]["method"] == "heavy_merge"
     assert header["summary"]["tokens"] == 150

@@ -461,8 +461,8 @@ def test_offsets_beyond_int32() -> None:
 
 def flattened(held: Quantized) -> FlatQuantized:
     """The slots of all heads, which have equal sizes, one head after another."""
-    codes, low, step = (t.flatten(1, 2) for t in (held.codes, held.low, held.step))
-    return FlatQuantized(held.bits, held.dim, codes, low, step, held.unit, held.offset)
+    codes, step = (t.flatten(1, 2) for t in (held.codes, held.step))
+    return FlatQuantized(held.bits, held.dim, codes, step, held.unit, held.offset)
 
 
 def quantised(
@@ -754,9 +754,9 @@ def test_refused_codes() -> None:
     for changes, message in [
         ({"bits": 3}, "bits=3"),
         ({"codes": held.codes.int()}, "codes must be uint8"),
-        ({"low": held.low[:, :4]}, "low must be"),
+        ({"step": held.step[:, :4]}, "step must be"),
         ({"step": held.step.double()}, "step must be float16"),
-        ({"step": held.step[..., :1]}, "do not divide"),
+        ({"step": held.step[..., :1].repeat(1, 1, 3)}, "do not divide"),
         ({"dim": 80}, "dim=80"),
         ({"unit": held.unit[..., :2]}, "unit must be"),
         ({"unit": held.unit.half()}, "unit must be float32"),
@@ -955,7 +955,7 @@ extras = dict(scaling=0.1, softcap=30.0, sinks=torch.ones(8), slopes=torch.ones(
               positions=torch.zeros(2, 64, dtype=torch.int64), block=64)
 def codes(dim, keys):
     held = quantize(torch.randn(2, 2, 32, dim), 4, per_channel=keys)
-    flat = (held.codes.flatten(1, 2), held.low.flatten(1, 2), held.step.flatten(1, 2))
+    flat = (held.codes.flatten(1, 2), held.step.flatten(1, 2))
     return FlatQuantized(4, dim, *flat, held.unit, held.offset)
 
 decode(normal(2, 8, 1, 128), *plain, **extras, splits=2,

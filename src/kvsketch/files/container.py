@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 
 from kvsketch.errors import InputError
 
-#: of the layout of what is in a file; 3 is the first that stores log m
-VERSION = 3
+#: of the layout of what is in a file; 4 is the first in which slots have no zero points
+VERSION = 4
 #: the table of a file is at most so long: tables of a hundred layers take a tenth of it
 MOST_TABLE = 1 << 22
 _OTHER = "read it with the kvsketch that wrote it, or compress its document again"

@@ -23,7 +23,7 @@ _MOST_CHANNELS = 256
 #: With more queries than this per KV head, torch's matrix products are faster.
 MOST_QUERIES = 32
 # Places in the numbers of a part, see ``Part`` in attention.cpp.
-_VALUE_DIM, _SIZES, _BASE, _APPENDED = 20, 40, 43, 45
+_VALUE_DIM, _SIZES, _BASE, _APPENDED = 19, 38, 41, 43
 _THREADS = native.CALL - 1  # in those of a call
 
 Numbers = ctypes.Array[ctypes.c_int64]
@@ -306,14 +306,15 @@ def _side(side: Tensor | Quantized, even: bool) -> list[int] | None:
             slot * size,
             kind,
             side.shape[-1],
-            *[0] * 11,
+            *[0] * 10,
         ]
-    codes, low, step, unit, offset = side.codes, side.low, side.step, side.unit, side.offset
+    codes, step, unit, offset = side.codes, side.step, side.unit, side.offset
     if side.channels > _MOST_CHANNELS or codes.device.type != "cpu" or not _fits(codes, even):
         return None
-    groups = low.shape[-1]
-    same = low.stride() == step.stride() and low.stride(-2) == groups
-    if not same or not _fits(low, even) or (even and _heads(low) != _heads(codes)):
+    groups = step.shape[-1]
+    if step.stride(-2) != groups or not _fits(step, even):
+        return None
+    if even and _heads(step) != _heads(codes):
         return None
     if unit.stride(-1) != 1 or (offset is not None and offset.stride(-1) != 1):
         return None
@@ -323,9 +324,8 @@ def _side(side: Tensor | Quantized, even: bool) -> list[int] | None:
         codes.stride(-2),
         side.bits,
         side.dim,
-        low.data_ptr(),
         step.data_ptr(),
-        low.stride(0),
+        step.stride(0),
         groups,
         side.channels // groups,
         *_per_channel(unit),

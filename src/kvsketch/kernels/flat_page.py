@@ -28,16 +28,15 @@ _LONGEST = 2**30
 
 @dataclass(frozen=True)
 class FlatQuantized:
-    """Keys or values of a flat page in 8 or 4 bits: ``offset + unit * (low + step * code)``, the
-    format of ``cache/quantized.Quantized``.
+    """Keys or values of a flat page in 8 or 4 bits: ``offset + unit * step * (code - half)``,
+    where ``half`` is 128 or 8, the format of ``page.quantized.Quantized``.
 
     Attributes:
         bits: 8 or 4.
         dim: channels of a slot.
         codes: uint8 ``[batch, total, bytes]``; 4 bits: byte i holds channel i in its lower half
             and channel ``bytes + i`` in its upper one.
-        low: zero points, float16 ``[batch, total, groups]``.
-        step: scales, in the same dtype and shape.
+        step: scales, float16 ``[batch, total, groups]``.
         unit: float32 ``[batch, num_key_value_heads, 1, dim or 1]``.
         offset: float32 ``[batch, num_key_value_heads, 1, dim]`` or None (values have none).
 
@@ -48,7 +47,6 @@ class FlatQuantized:
     bits: int
     dim: int
     codes: Tensor
-    low: Tensor
     step: Tensor
     unit: Tensor
     offset: Tensor | None = None
@@ -61,20 +59,19 @@ class FlatQuantized:
                 f"codes must be uint8 [batch, total, bytes], got {self.codes.dtype} "
                 f"{tuple(self.codes.shape)}"
             )
-        for name in ("low", "step"):
-            given = getattr(self, name)
-            if given.dim() != 3 or given.shape[:2] != self.codes.shape[:2]:
-                raise InputError(
-                    f"{name} must be [batch, total, groups] with codes' batch and total "
-                    f"{tuple(self.codes.shape[:2])}, got {tuple(given.shape)}"
-                )
-            if given.dtype not in (torch.float16, torch.float32):
-                raise InputError(f"{name} must be float16 or float32, got {given.dtype}")
-        channels, groups = self.codes.shape[2] * 8 // self.bits, self.low.shape[2]
-        if self.step.shape != self.low.shape or groups == 0 or channels % groups:
+        step = self.step
+        if step.dim() != 3 or step.shape[:2] != self.codes.shape[:2]:
             raise InputError(
-                f"{channels} channels of codes do not divide into the groups of low "
-                f"{tuple(self.low.shape)} and step {tuple(self.step.shape)}"
+                f"step must be [batch, total, groups] with codes' batch and total "
+                f"{tuple(self.codes.shape[:2])}, got {tuple(step.shape)}"
+            )
+        if step.dtype not in (torch.float16, torch.float32):
+            raise InputError(f"step must be float16 or float32, got {step.dtype}")
+        channels, groups = self.codes.shape[2] * 8 // self.bits, step.shape[2]
+        if groups == 0 or channels % groups:
+            raise InputError(
+                f"{channels} channels of codes do not divide into the groups of step "
+                f"{tuple(step.shape)}"
             )
         if not 0 < self.dim <= channels:
             raise InputError(f"dim={self.dim} must be in 1 .. {channels}, the channels of codes")
@@ -99,11 +96,11 @@ class FlatQuantized:
     @property
     def width(self) -> int:
         """Channels of a group."""
-        return self.codes.shape[2] * 8 // self.bits // self.low.shape[2]
+        return self.codes.shape[2] * 8 // self.bits // self.step.shape[2]
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the page."""
-        held = [self.codes, self.low, self.step, self.unit]
+        held = [self.codes, self.step, self.unit]
         return held if self.offset is None else [*held, self.offset]
 
 

@@ -86,9 +86,7 @@ def flat_of(part: Part) -> dict[str, Any]:
     found: dict[str, Any] = {n: t.flatten(1, 2) if even else t for n, t in part.fields.items()}
     for name, few in part.packed.items():
         few = few.map_slots(lambda t: t.flatten(1, 2)) if even else few
-        found[name] = FlatQuantized(
-            few.bits, few.dim, few.codes, few.low, few.step, few.unit, few.offset
-        )
+        found[name] = FlatQuantized(few.bits, few.dim, few.codes, few.step, few.unit, few.offset)
     return found
 
 

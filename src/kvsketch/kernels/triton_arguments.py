@@ -17,8 +17,6 @@ class Stored(NamedTuple):
 
     data: Tensor
     data_at: tuple[int, ...]
-    low: Tensor | None
-    low_at: tuple[int, ...]
     step: Tensor | None
     step_at: tuple[int, ...]
     unit: Tensor | None
@@ -83,12 +81,11 @@ def stored(page: Page) -> Stored:
         unit_at = at(page.unit)
         if page.unit.shape[3] == 1:  # the same for all channels
             unit_at = (*unit_at[:3], 0)
-        quantised = (page.low, at(page.low), page.step, at(page.step), page.unit, unit_at)
-        quantised += (page.offset, at(page.offset))
-        groups = page.low.shape[2]
+        quantised = (page.step, at(page.step), page.unit, unit_at, page.offset, at(page.offset))
+        groups = page.step.shape[2]
         layout = (page.dim, page.bits, page.width, codes.shape[2], groups, padded(groups, 1))
     else:
-        quantised, layout = (None, (0,)) * 4, (codes.shape[2], 0, 1, 1, 1, 1)
+        quantised, layout = (None, (0,)) * 3, (codes.shape[2], 0, 1, 1, 1, 1)
     return Stored(codes, at(codes), *quantised, *map(tl.constexpr, layout))
 
 

@@ -9,7 +9,7 @@ Keys and values in 8 or 4 bits are multiplied as they are: their codes are exact
 scales, which the channels of a group share, are applied to the products. With one copy of the
 queries for each group, which is 0 in the channels of the others,
 
-    <q, low + step * code> = sum over groups g of step_g <q_g, code> + low_g sum(q_g)
+    <q, step * code> = sum over groups g of step_g <q_g, code>
 
 so that a channel of a slot costs a conversion and no arithmetic. For the values, the weights of the
 softmax are multiplied by the step of each group. Queries in 16 bits are divided by the largest
@@ -88,13 +88,11 @@ def attend_slots(
         if not WIDE:
             q = (q / tl.where(peak > 0, peak, 1.0)[:, None]).to(tl.float16)
         apart = tl.where(_own(page.key, key_columns), q[None, :, :], 0.0).to(q.dtype)
-        sums = tl.sum(apart.to(tl.float32), axis=2)
         q = tl.reshape(apart, (KEY_TILES * ROWS, q.shape[1]))
         if page.key.bits == 4:
             q, q_upper = _split(q)
     summed = tl.zeros([TILES * ROWS, WIDTH // 2 if page.value.bits == 4 else WIDTH], tl.float32)
     summed_upper = summed
-    base = tl.zeros([TILES, ROWS], tl.float32)
     for offset in range(begin, end, BLOCK):
         index = offset + tl.arange(0, BLOCK)
         there = index < end
@@ -106,9 +104,9 @@ def attend_slots(
             k = _tile(page.key, row, slots, there, key_columns, WIDE)
             scores = against(q, k, PRECISION)
         if page.key.bits != 0:
-            low, step = _scales(page.key, row, slots, there)
-            each = tl.reshape(scores, (KEY_TILES, ROWS, BLOCK)) * step[:, None, :]
-            scores = tl.sum(each + sums[:, :, None] * low[:, None, :], axis=0)
+            step = _scales(page.key, row, slots, there)
+            each = tl.reshape(scores, (KEY_TILES, ROWS, BLOCK))
+            scores = tl.sum(each * step[:, None, :], axis=0)
             if not WIDE:
                 scores *= peak[:, None]
         distance = None
@@ -129,9 +127,7 @@ def attend_slots(
             v = _tile(page.value, row, slots, there, value_columns, WIDE)
             share = share.to(v.dtype)
         else:
-            low, step = _scales(page.value, row, slots, there)
-            base = base * keep[None, :] + tl.sum(share[None, :, :] * low[:, None, :], axis=2)
-            share = share[None, :, :] * step[:, None, :]
+            share = share[None, :, :] * _scales(page.value, row, slots, there)[:, None, :]
             if not WIDE:  # which may be too small for float16
                 share = (share * SMALL).to(tl.float16)
             share = tl.reshape(share, (TILES * ROWS, BLOCK))
@@ -149,7 +145,7 @@ def attend_slots(
     if page.value.bits != 0:
         if not WIDE:
             summed *= 1 / SMALL
-        each = tl.reshape(summed, (TILES, ROWS, WIDTH)) + base[:, :, None]
+        each = tl.reshape(summed, (TILES, ROWS, WIDTH))
         summed = tl.sum(tl.where(_own(page.value, value_columns), each, 0.0), axis=0)
         summed *= _unit(page.value, row, head, value_columns)[None, :]
     return highest, weight, summed
@@ -218,15 +214,13 @@ def _halves(
 
 
 @triton.jit
-def _scales(page: tl.tuple, row: tl.tensor, slots: tl.tensor, there: tl.tensor) -> tl.tuple:
-    """Zero points and scales of the groups of slots, float32 ``[tiles, slots]``."""
+def _scales(page: tl.tuple, row: tl.tensor, slots: tl.tensor, there: tl.tensor) -> tl.tensor:
+    """Scales of the groups of slots, float32 ``[tiles, slots]``."""
     group = tl.arange(0, page.tiles)
     mask = there[None, :] & (group < page.groups)[:, None]
-    lows = page.low + row * page.low_at[0] + slots[None, :] * page.low_at[1]
     steps = page.step + row * page.step_at[0] + slots[None, :] * page.step_at[1]
-    low = tl.load(lows + group[:, None] * page.low_at[2], mask=mask, other=0.0)
     step = tl.load(steps + group[:, None] * page.step_at[2], mask=mask, other=0.0)
-    return low.to(tl.float32), step.to(tl.float32)
+    return step.to(tl.float32)
 
 
 @triton.jit

@@ -83,7 +83,6 @@ class Lowest:
         return replace(
             each[0],
             codes=self._chosen(at, lambda part: part.packed[name].codes),
-            low=self._chosen(at, lambda part: part.packed[name].low),
             step=self._chosen(at, lambda part: part.packed[name].step),
             unit=_cat([one.unit for one in each]),
             offset=_cat(offsets) if offsets else None,
@@ -175,10 +174,8 @@ def _exchanged(
     most = int(held.max())
     few = {}
     for name, old in part.packed.items():
-        codes, low, step = (
-            joined(getattr(old, n), getattr(packed[name], n)) for n in ("codes", "low", "step")
-        )
-        few[name] = replace(old, count=most, codes=codes, low=low, step=step)
+        codes, step = (joined(getattr(old, n), getattr(packed[name], n)) for n in ("codes", "step"))
+        few[name] = replace(old, count=most, codes=codes, step=step)
     fields = {n: column_of(n) for n in COLUMNS if n in part.fields or n in columns}
     shape = (part.batch, part.heads, most)
     return Part.over(fields, few, shape, None if blocks is None else held, blocks)

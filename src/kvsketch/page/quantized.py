@@ -5,9 +5,12 @@ a few channels are far larger than the others. However, the groups change at eve
 so that every remaining slot is rounded to another grid, and the errors add up (measured: 3.4 times
 the error after 80 recompressions). Here the two purposes of these scales are separated. Each
 channel of the keys has a centre and a unit, computed once per head from the first slots that are
-quantised, which handles the large channels. Each slot has its own scale and zero point, as KIVI
-gives them to values. They stay with the slot when its neighbours change. A slot that is read and
-quantised again gets the same bits.
+quantised, which handles the large channels. Each slot has its own scale, which stays with it when
+its neighbours change. A slot that is read and quantised again gets the same bits.
+
+A slot has no zero point, unlike KIVI's values: channels lie on either side of 0, those of keys
+around their centres, and the bytes of zero points buy more slots. The channel that is farthest from
+0 gets the lowest code, and the scale its sign, so that all codes are used (as in ggml's Q4_0).
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ from kvsketch.errors import InputError
 from kvsketch.state import Reader, State
 
 ALLOWED_BITS = (16, 8, 4)
-#: The largest number of channels of a slot that share a scale and a zero point.
+#: The largest number of channels of a slot that share a scale.
 GROUP = 64
 # Centres and units from fewer slots than this are computed again once there are twice as many.
 _ENOUGH = 64
-# A slot may be so many times as far from the centre as the mean, for a zero point in float16.
+# A slot may be so many times as far from the centre as the mean, for a scale in float16.
 _FARTHEST = 2.0**14
 # The approximate largest number of slots from which centres and units are computed.
 _SAMPLE = 1024
@@ -63,7 +66,8 @@ def check_bits(bits: object) -> int:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Keys or values ``[batch, heads, slots, dim]`` as ``offset + unit * (low + step * code)``.
+    """Keys or values ``[batch, heads, slots, dim]`` as ``offset + unit * step * (code - half)``,
+    where ``half`` is 128 or 8.
 
     Attributes:
         bits: 8 or 4.
@@ -73,20 +77,20 @@ class Quantized:
             bytes]`` if heads differ in size). With 4 bits, byte i holds channel i in its lower half
             and channel ``bytes + i`` in its upper one. If channels do not divide into groups and
             bytes, they are padded by repeating the last one.
-        low: zero points, float16 ``[batch, heads, slots, groups]``.
-        step: scales, in the same dtype and shape.
+        step: scales, float16 ``[batch, heads, slots, groups]``; negative where the channel that is
+            farthest from 0 is positive.
         unit: float32 ``[batch, heads, 1, dim or 1]``, per channel for keys, per head for values.
         offset: float32 ``[batch, heads, 1, dim]``, the centre of each channel. None for values, so
             that a value of 0 stays exactly 0.
 
-    The error of an element is at most ``unit * max(step / 2, 2**-16)``, apart from float rounding.
+    The error of an element is at most ``unit * max(|step| / 2, 2**-16)``, apart from float
+    rounding; at the end of the codes opposite to the farthest channel, at most ``17/16`` of a step.
     """
 
     bits: int
     dim: int
     count: int
     codes: Tensor
-    low: Tensor
     step: Tensor
     unit: Tensor
     offset: Tensor | None
@@ -106,7 +110,7 @@ class Quantized:
             out.copy_(work)
 
     def in_units(self, out: Tensor) -> None:
-        """Write ``low + step * code``, without ``unit`` and ``offset``, into contiguous ``out``
+        """Write ``step * (code - half)``, without ``unit`` and ``offset``, into contiguous ``out``
         ``[batch, heads, slots, channels]``."""
         if self.bits == 4:
             half = self.codes.shape[-1]
@@ -114,9 +118,8 @@ class Quantized:
             out[..., half:] = self.codes >> 4
         else:
             out.copy_(self.codes)
-        parts = out.view(*out.shape[:3], self.low.shape[-1], -1)
-        parts.mul_(self.step.to(out.dtype).unsqueeze(-1))
-        parts.add_(self.low.to(out.dtype).unsqueeze(-1))
+        parts = out.view(*out.shape[:3], self.step.shape[-1], -1)
+        parts.sub_(2 ** (self.bits - 1)).mul_(self.step.to(out.dtype).unsqueeze(-1))
 
     @property
     def channels(self) -> int:
@@ -128,7 +131,6 @@ class Quantized:
         return replace(
             self,
             codes=fn(self.codes),
-            low=fn(self.low),
             step=fn(self.step),
             unit=fn(self.unit),
             offset=None if self.offset is None else fn(self.offset),
@@ -136,13 +138,12 @@ class Quantized:
 
     def map_slots(self, fn: Callable[[Tensor], Tensor]) -> Quantized:
         """Apply ``fn``, which moves slots, to the tensors with entries per slot."""
-        return replace(self, codes=fn(self.codes), low=fn(self.low), step=fn(self.step))
+        return replace(self, codes=fn(self.codes), step=fn(self.step))
 
     def to_state(self) -> State:
         """The state, from which ``from_state`` restores the object."""
         state = State(values={"bits": self.bits, "count": self.count})
-        state.keep(codes=self.codes, low=self.low, step=self.step)
-        state.keep(unit=self.unit, offset=self.offset)
+        state.keep(codes=self.codes, step=self.step, unit=self.unit, offset=self.offset)
         return state
 
     @staticmethod
@@ -168,7 +169,6 @@ class Quantized:
             dim,
             count,
             reader.tensor("codes", (*lead, groups * width * bits // 8), torch.uint8),
-            reader.tensor("low", (*lead, groups), torch.float16),
             reader.tensor("step", (*lead, groups), torch.float16),
             reader.tensor("unit", (*heads, 1, dim if per_channel else 1), torch.float32),
             reader.tensor("offset", (*heads, 1, dim), torch.float32) if per_channel else None,
@@ -178,14 +178,14 @@ class Quantized:
 
     def tensors(self) -> list[Tensor]:
         """All tensors, for byte counting."""
-        held = [self.codes, self.low, self.step, self.unit]
+        held = [self.codes, self.step, self.unit]
         return held if self.offset is None else [*held, self.offset]
 
     def of(self, tensors: Iterator[Tensor]) -> Quantized:
         """The same object with other ``tensors()``, taken from the iterator."""
-        codes, low, step, unit = (next(tensors) for _ in range(4))
+        codes, step, unit = (next(tensors) for _ in range(3))
         offset = None if self.offset is None else next(tensors)
-        return replace(self, codes=codes, low=low, step=step, unit=unit, offset=offset)
+        return replace(self, codes=codes, step=step, unit=unit, offset=offset)
 
 
 def quantize(
@@ -226,19 +226,16 @@ def coded(
     if groups * width > dim:  # repeating a channel does not widen the range
         x = torch.cat([x, x[..., -1:].expand(*x.shape[:3], groups * width - dim)], dim=-1)
     x = x.reshape(*x.shape[:3], groups, width)
-    levels = 2**bits - 1
-    least, most = x.aminmax(dim=-1)
-    low = least.half()
-    zero = low.float()
-    # Rounding to float16 moves the zero point by less than 1/2000 of it: half a step at most.
-    step = torch.maximum((most - zero) / levels, zero.abs() / 1000).half()
-    scale = torch.where(step > 0, step.float(), 1.0)
-    x = (x - zero.unsqueeze(-1)).div_(scale.unsqueeze(-1)).round_().clamp_(0, levels)
+    half = 2 ** (bits - 1)
+    least, most = x.amin(-1), x.amax(-1)
+    step = (torch.where(most > -least, most, least) / -half).half()
+    scale = torch.where(step == 0, 1.0, step.float())
+    x = (x / scale.unsqueeze(-1)).round_().add_(half).clamp_(0, 2 * half - 1)
     codes = x.flatten(-2).to(torch.uint8)
     if bits == 4:
-        half = codes.shape[-1] // 2
-        codes = codes[..., :half] | codes[..., half:] << 4
-    return Quantized(bits, dim, x.shape[2], codes.contiguous(), low, step, unit, offset)
+        middle = codes.shape[-1] // 2
+        codes = codes[..., :middle] | codes[..., middle:] << 4
+    return Quantized(bits, dim, x.shape[2], codes.contiguous(), step, unit, offset)
 
 
 def predicted_bytes(
@@ -275,9 +272,9 @@ def predicted_bytes(
 
 
 def slot_bytes(dim: int, bits: int) -> int:
-    """Bytes of one key or value in 8 or 4 bits, scale and zero point included."""
+    """Bytes of one key or value in 8 or 4 bits, scales included."""
     groups, width = _layout(dim, bits)
-    return groups * width * bits // 8 + 4 * groups
+    return groups * width * bits // 8 + 2 * groups
 
 
 def _layout(dim: int, bits: int) -> tuple[int, int]:

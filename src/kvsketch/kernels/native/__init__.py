@@ -26,7 +26,7 @@ _outside = threading.local()
 
 LEVELS = tuple(build.X86)
 # Numbers of ``Part`` and ``Call`` in attention.cpp.
-PART, CALL = 46, 14
+PART, CALL = 44, 14
 
 
 @functools.cache

@@ -26,8 +26,8 @@ struct Side {            // the keys or the values of a part
   int64_t row, slot;     // bytes from row to row of the batch, and from slot to slot
   int64_t kind;          // FLOAT32, BFLOAT16, FLOAT16, or 8 or 4 bits
   int64_t dim;           // channels
-  int64_t low, step;     // addresses of zero points and scales, float16 [.., slots, groups]
-  int64_t small_row;     // elements from row to row of low and step
+  int64_t step;          // address of the scales, float16 [.., slots, groups]
+  int64_t small_row;     // elements from row to row of step
   int64_t groups, width; // channels that share a scale; both count padding
   int64_t unit, unit_row, unit_head;        // address and strides in elements; 0: all are 1
   int64_t offset, offset_row, offset_head;  // likewise; 0: all are 0
@@ -212,13 +212,12 @@ template <int BITS>
 struct Codes {
   const uint8_t* codes;
   int64_t slot;
-  const uint16_t *low, *step;
+  const uint16_t* step;
   int groups, width, bytes;
 
   Codes(const Side& side, int64_t row, int64_t first)
       : codes((const uint8_t*)side.data + row * side.row + first * side.slot),
         slot(side.slot),
-        low((const uint16_t*)side.low + row * side.small_row + first * side.groups),
         step((const uint16_t*)side.step + row * side.small_row + first * side.groups),
         groups((int)side.groups),
         width((int)side.width),
@@ -233,7 +232,7 @@ struct Codes {
   template <int SHIFT>
   struct Row {
     const uint8_t* at;
-    __m512 table, scale;  // with 4 bits all sixteen numbers; with 8 bits the zero point
+    __m512 table, scale;  // with 4 bits all sixteen numbers; with 8 bits the lowest
 
     inline vf operator[](int channel) const {
       __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(at + channel)));
@@ -244,13 +243,12 @@ struct Codes {
   };
   template <int SHIFT>
   inline Row<SHIFT> row(int i, int group) const {
-    const __m512 base = _mm512_set1_ps(from_half(low[i * groups + group]));
     const __m512 scale = _mm512_set1_ps(from_half(step[i * groups + group]));
     const uint8_t* at = codes + i * slot - (SHIFT ? bytes : 0);
-    if (BITS == 8) return {at, base, scale};
+    if (BITS == 8) return {at, _mm512_mul_ps(scale, _mm512_set1_ps(-128)), scale};
     // Sixteen numbers are all there are: look them up.
-    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return {at, _mm512_fmadd_ps(numbers, scale, base), scale};
+    const __m512 numbers = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    return {at, _mm512_mul_ps(numbers, scale), scale};
   }
 
   // Calls ``run`` with each group's first channel and end in the lower and in the upper halves.
@@ -269,13 +267,13 @@ struct Codes {
 // ``n`` slots in few bits, without unit and offset. The channels of a vector share a scale, and with
 // 4 bits all are in the same half of their bytes.
 template <int V, int BITS>
-inline void of_codes(const uint8_t* codes, int64_t slot, const uint16_t* low, const uint16_t* step,
-                     int groups, int width, int n, int pad, float* out) {
+inline void of_codes(const uint8_t* codes, int64_t slot, const uint16_t* step, int groups,
+                     int width, int n, int pad, float* out) {
   typedef Lanes<V> L;
   const int bytes = groups * width / 2;
   for (int i = 0; i < n; i++, codes += slot, out += pad)
-    for (int group = 0; group < groups; group++, low++, step++) {
-      const float base = from_half(*low), scale = from_half(*step);
+    for (int group = 0; group < groups; group++, step++) {
+      const float scale = from_half(*step), base = scale * (BITS == 8 ? -128 : -8);
       float* at = out + group * width;
       if (BITS == 8) {
         for (int c = 0; c < width; c += V)
@@ -292,14 +290,13 @@ inline void of_codes(const uint8_t* codes, int64_t slot, const uint16_t* low, co
     }
 }
 
-inline void of_codes_one_by_one(const Side& side, const uint8_t* codes, const uint16_t* low,
-                                const uint16_t* step, float* out) {
+inline void of_codes_one_by_one(const Side& side, const uint8_t* codes, const uint16_t* step,
+                                float* out) {
   const int channels = (int)(side.groups * side.width), bytes = channels / 2;
   for (int c = 0; c < channels; c++) {
     int code = codes[c % (side.kind == 8 ? channels : bytes)];
     if (side.kind == 4) code = c < bytes ? code & 15 : code >> 4;
-    const int group = c / (int)side.width;
-    out[c] = (float)code * from_half(step[group]) + from_half(low[group]);
+    out[c] = (float)(code - (side.kind == 4 ? 8 : 128)) * from_half(step[c / side.width]);
   }
 }
 
@@ -340,7 +337,6 @@ const float* floats_of(const Side& side, int64_t row, int64_t first, int n, int 
   }
   const int groups = (int)side.groups, width = (int)side.width, channels = groups * width;
   const int bytes = channels / 2;
-  const uint16_t* low = (const uint16_t*)side.low + row * side.small_row + first * groups;
   const uint16_t* step = (const uint16_t*)side.step + row * side.small_row + first * groups;
   const int64_t slot = side.slot;
 #if defined(KV_IN_PLACE)
@@ -357,12 +353,12 @@ const float* floats_of(const Side& side, int64_t row, int64_t first, int n, int 
   auto fits = [&](int v) { return width % v == 0 && (side.kind == 8 || bytes % v == 0); };
 #define KV_OF_CODES(V)                                                                     \
   if (V <= W && fits(V)) {                                                                 \
-    if (side.kind == 8) of_codes<V, 8>(data, slot, low, step, groups, width, n, pad, tile);  \
-    else of_codes<V, 4>(data, slot, low, step, groups, width, n, pad, tile);                 \
+    if (side.kind == 8) of_codes<V, 8>(data, slot, step, groups, width, n, pad, tile);  \
+    else of_codes<V, 4>(data, slot, step, groups, width, n, pad, tile);                 \
   } else
   KV_OF_CODES(16) KV_OF_CODES(8) KV_OF_CODES(4)
   for (int i = 0; i < n; i++)
-    of_codes_one_by_one(side, data + i * slot, low + i * groups, step + i * groups, tile + i * pad);
+    of_codes_one_by_one(side, data + i * slot, step + i * groups, tile + i * pad);
 #undef KV_OF_CODES
   }
   if (pad > dim)  // padding repeats the last channel
