@@ -756,7 +756,7 @@ def test_refused_codes() -> None:
         ({"codes": held.codes.int()}, "codes must be uint8"),
         ({"step": held.step[:, :4]}, "step must be"),
         ({"step": held.step.double()}, "step must be float16"),
-        ({"step": held.step[..., :1].repeat(1, 1, 3)}, "do not divide"),
+        ({"step": held.step[..., :1].repeat(1, 1, 5)}, "do not divide"),
         ({"dim": 80}, "dim=80"),
         ({"unit": held.unit[..., :2]}, "unit must be"),
         ({"unit": held.unit.half()}, "unit must be float32"),
