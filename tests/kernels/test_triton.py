@@ -28,7 +28,6 @@ from torch import Tensor
 from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.estimator import attend, attention_scores
 from kvsketch.kernels import triton_support
-from kvsketch.kernels.flat_page import FlatQuantized
 from kvsketch.observed import Observed
 from kvsketch.page.part import Part
 from kvsketch.page.quantized import Bits, Quantized, quantize
@@ -459,10 +458,9 @@ def test_offsets_beyond_int32() -> None:
 # Quantised pages ----------------------------------------------------------------------------------
 
 
-def flattened(held: Quantized) -> FlatQuantized:
+def flattened(held: Quantized) -> Quantized:
     """The slots of all heads, which have equal sizes, one head after another."""
-    codes, step = (t.flatten(1, 2) for t in (held.codes, held.step))
-    return FlatQuantized(held.bits, held.dim, codes, step, held.unit, held.offset)
+    return held.map_slots(lambda tensor: tensor.flatten(1, 2))
 
 
 def quantised(
@@ -751,26 +749,26 @@ def test_refused_by_one() -> None:
 def test_refused_codes() -> None:
     keys = torch.randn(1, 2, 5, 70, generator=torch.Generator().manual_seed(0))
     held = flattened(quantize(keys, 4, per_channel=True))
+    values = torch.zeros(1, 10, 70)
     for changes, message in [
-        ({"bits": 3}, "bits=3"),
-        ({"codes": held.codes.int()}, "codes must be uint8"),
-        ({"step": held.step[:, :4]}, "step must be"),
-        ({"step": held.step.double()}, "step must be float16"),
-        ({"step": held.step[..., :1].repeat(1, 1, 5)}, "do not divide"),
-        ({"dim": 80}, "dim=80"),
-        ({"unit": held.unit[..., :2]}, "unit must be"),
-        ({"unit": held.unit.half()}, "unit must be float32"),
-        ({"offset": held.unit[..., :1]}, "offset must be"),
+        ({"bits": 3}, "keys.bits=3"),
+        ({"codes": held.codes.int()}, "keys.codes must be uint8"),
+        ({"step": held.step[:, :4]}, "keys.step must be"),
+        ({"step": held.step.double()}, "keys.step must be float16"),
+        ({"step": held.step[..., :1].repeat(1, 1, 5)}, "keys.codes do not divide"),
+        ({"dim": 80}, "keys.dim=80"),
+        ({"unit": held.unit[..., :2]}, "keys.unit must be"),
+        ({"unit": held.unit[:, :1]}, "keys.unit must be"),
+        ({"unit": held.unit.half()}, "keys.unit must be float32"),
+        ({"offset": held.unit[..., :1]}, "keys.offset must be"),
     ]:
+        queries = torch.zeros(1, 4, 1, changes.get("dim", 70))
+        given = {"queries": queries, "keys": replace(held, **changes), "values": values}
         with pytest.raises(InputError, match=message):
-            replace(held, **changes)
-    plain = {"queries": torch.zeros(1, 4, 1, 70), "keys": torch.zeros(1, 10, 70)}
-    for changes, message in [
-        ({"keys": replace(held, unit=held.unit[:, :1])}, "keys.unit must start"),
-        ({"values": held}, "values.offset"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            call(decode, {**plain, "values": torch.zeros(1, 10, 70), **changes})
+            call(decode, given)
+    given = {"queries": torch.zeros(1, 4, 1, 70), "keys": values, "values": held}
+    with pytest.raises(InputError, match=r"values\.offset must be None"):
+        call(decode, given)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="only the CPU is refused")
@@ -939,7 +937,6 @@ JITFunction.run = compiled
 
 from kvsketch.page.quantized import quantize
 from kvsketch.kernels import triton_support
-from kvsketch.kernels.flat_page import FlatQuantized
 from kvsketch.page.quantized import Bits, Quantized, quantize
 from kvsketch.partial import NOTHING, log_mass
 triton_support._missing = lambda device: None
@@ -955,8 +952,7 @@ extras = dict(scaling=0.1, softcap=30.0, sinks=torch.ones(8), slopes=torch.ones(
               positions=torch.zeros(2, 64, dtype=torch.int64), block=64)
 def codes(dim, keys):
     held = quantize(torch.randn(2, 2, 32, dim), 4, per_channel=keys)
-    flat = (held.codes.flatten(1, 2), held.step.flatten(1, 2))
-    return FlatQuantized(4, dim, *flat, held.unit, held.offset)
+    return held.map_slots(lambda tensor: tensor.flatten(1, 2))
 
 decode(normal(2, 8, 1, 128), *plain, **extras, splits=2,
        query_positions=torch.zeros(2, dtype=torch.int64))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.errors import InputError, UnsupportedError
+from kvsketch.page.quantized import Quantized
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int32, torch.int64)
@@ -26,86 +27,8 @@ _WIDEST = 1024
 _LONGEST = 2**30
 
 
-@dataclass(frozen=True)
-class FlatQuantized:
-    """Keys or values of a flat page in 8 or 4 bits: ``offset + unit * step * (code - half)``,
-    where ``half`` is 128 or 8, the format of ``page.quantized.Quantized``.
-
-    Attributes:
-        bits: 8 or 4.
-        dim: channels of a slot.
-        codes: uint8 ``[batch, total, bytes]``; 4 bits: byte i holds channel i in its lower half
-            and channel ``bytes + i`` in its upper one.
-        step: scales, float16 ``[batch, total, groups]``.
-        unit: float32 ``[batch, num_key_value_heads, 1, dim or 1]``.
-        offset: float32 ``[batch, num_key_value_heads, 1, dim]`` or None (values have none).
-
-    Raises:
-        InputError: shapes or dtypes do not fit together.
-    """
-
-    bits: int
-    dim: int
-    codes: Tensor
-    step: Tensor
-    unit: Tensor
-    offset: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.bits not in (8, 4):
-            raise InputError(f"bits={self.bits!r} must be 8 or 4")
-        if self.codes.dim() != 3 or self.codes.dtype != torch.uint8:
-            raise InputError(
-                f"codes must be uint8 [batch, total, bytes], got {self.codes.dtype} "
-                f"{tuple(self.codes.shape)}"
-            )
-        step = self.step
-        if step.dim() != 3 or step.shape[:2] != self.codes.shape[:2]:
-            raise InputError(
-                f"step must be [batch, total, groups] with codes' batch and total "
-                f"{tuple(self.codes.shape[:2])}, got {tuple(step.shape)}"
-            )
-        if step.dtype not in (torch.float16, torch.float32):
-            raise InputError(f"step must be float16 or float32, got {step.dtype}")
-        channels, groups = self.codes.shape[2] * 8 // self.bits, step.shape[2]
-        if groups == 0 or channels % groups:
-            raise InputError(
-                f"{channels} channels of codes do not divide into the groups of step "
-                f"{tuple(step.shape)}"
-            )
-        if not 0 < self.dim <= channels:
-            raise InputError(f"dim={self.dim} must be in 1 .. {channels}, the channels of codes")
-        for name, widths in (("unit", (1, self.dim)), ("offset", (self.dim,))):
-            given = getattr(self, name)
-            if given is None and name == "offset":
-                continue
-            if given.dim() != 4 or given.shape[2] != 1 or given.shape[3] not in widths:
-                allowed = " or ".join(map(str, widths))
-                raise InputError(
-                    f"{name} must be [batch, num_key_value_heads, 1, {allowed}], got "
-                    f"{tuple(given.shape)}"
-                )
-            if given.dtype != torch.float32:
-                raise InputError(f"{name} must be float32, got {given.dtype}")
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """``(batch, total, dim)``, the shape that the page would have if it were not quantised."""
-        return self.codes.shape[0], self.codes.shape[1], self.dim
-
-    @property
-    def width(self) -> int:
-        """Channels of a group."""
-        return self.codes.shape[2] * 8 // self.bits // self.step.shape[2]
-
-    def tensors(self) -> list[Tensor]:
-        """All tensors of the page."""
-        held = [self.codes, self.step, self.unit]
-        return held if self.offset is None else [*held, self.offset]
-
-
-#: keys or values of a flat page
-Page = Tensor | FlatQuantized
+#: Keys or values of a flat page, ``[batch, total, dim]``, or in few bits with these axes.
+Page = Tensor | Quantized
 
 
 @dataclass(frozen=True)
@@ -161,7 +84,7 @@ def check(
                 f"{name} must be [batch, total, dim] with batch={rows} as in queries, got "
                 f"{tuple(page.shape)}"
             )
-        if pages is not None and isinstance(page, FlatQuantized):
+        if pages is not None and isinstance(page, Quantized):
             raise UnsupportedError(f"{name} are quantised, which pages of their own cannot be")
     total, value_dim = values.shape[1], values.shape[2]
     if keys.shape[1] != total or keys.shape[2] != head_dim:
@@ -303,14 +226,41 @@ def _check_page(name: str, page: Page, kv_heads: int) -> None:
     if isinstance(page, Tensor):
         check_dtype(name, page)
         return
-    for part, given in (("unit", page.unit), ("offset", page.offset)):
-        if given is not None and given.shape[:2] != (page.shape[0], kv_heads):
-            raise InputError(
-                f"{name}.{part} must start with (batch, num_key_value_heads)="
-                f"{(page.shape[0], kv_heads)}, got {tuple(given.shape)}"
-            )
+    if page.bits not in (8, 4):
+        raise InputError(f"{name}.bits={page.bits!r} must be 8 or 4")
+    rows, total = page.shape[:2]
+    codes, step, channels = page.codes, page.step, page.channels
+    if codes.dtype != torch.uint8:
+        raise InputError(f"{name}.codes must be uint8 [batch, total, bytes], got {codes.dtype}")
+    if step.dim() != 3 or step.shape[:2] != (rows, total):
+        raise InputError(
+            f"{name}.step must be [batch, total, groups] with the batch and total of its codes "
+            f"{(rows, total)}, got {tuple(step.shape)}"
+        )
+    if step.dtype not in (torch.float16, torch.float32):
+        raise InputError(f"{name}.step must be float16 or float32, got {step.dtype}")
+    if step.shape[2] == 0 or channels % step.shape[2]:
+        raise InputError(
+            f"{channels} channels of {name}.codes do not divide into the groups of its step "
+            f"{tuple(step.shape)}"
+        )
+    if not 0 < page.dim <= channels:
+        raise InputError(f"{name}.dim={page.dim} must be in 1 .. {channels}, the channels of codes")
     if name == "values" and page.offset is not None:
         raise InputError("values.offset must be None: quantised values have no centre")
+    for part, given, widths in (
+        ("unit", page.unit, (1, page.dim)),
+        ("offset", page.offset, (page.dim,)),
+    ):
+        if given is None:
+            continue
+        if given.shape[:3] != (rows, kv_heads, 1) or given.shape[3:] not in [(w,) for w in widths]:
+            raise InputError(
+                f"{name}.{part} must be [batch, num_key_value_heads, 1, dim] = "
+                f"{(rows, kv_heads, 1, page.dim)}, got {tuple(given.shape)}"
+            )
+        if given.dtype != torch.float32:
+            raise InputError(f"{name}.{part} must be float32, got {given.dtype}")
 
 
 def _tensors(page: Page) -> list[Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.kernels.flat_page import FlatQuantized, check
+from kvsketch.kernels.flat_page import check
 from kvsketch.kernels.triton_arguments import KernelScores, flat
 from kvsketch.kernels.triton_decode import combined
 from kvsketch.kernels.triton_pieces import Pieces, scratch_for, splits_for
@@ -85,8 +85,7 @@ def flat_of(part: Part) -> dict[str, Any]:
     even = part.blocks is None
     found: dict[str, Any] = {n: t.flatten(1, 2) if even else t for n, t in part.fields.items()}
     for name, few in part.packed.items():
-        few = few.map_slots(lambda t: t.flatten(1, 2)) if even else few
-        found[name] = FlatQuantized(few.bits, few.dim, few.codes, few.step, few.unit, few.offset)
+        found[name] = few.map_slots(lambda t: t.flatten(1, 2)) if even else few
     return found
 
 

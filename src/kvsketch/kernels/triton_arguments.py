@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import triton.language as tl
 from torch import Tensor
 
-from kvsketch.kernels.flat_page import FlatQuantized, Page
+from kvsketch.kernels.flat_page import Page
 from kvsketch.kernels.triton_tuning import padded
+from kvsketch.page.quantized import Quantized
 
 
 class Stored(NamedTuple):
@@ -75,15 +76,16 @@ class KernelScores(NamedTuple):
 
 def stored(page: Page) -> Stored:
     """``page`` as arguments of a launch."""
-    codes = page.codes if isinstance(page, FlatQuantized) else page
+    codes = page.codes if isinstance(page, Quantized) else page
     quantised: tuple[Any, ...]
-    if isinstance(page, FlatQuantized):
+    if isinstance(page, Quantized):
         unit_at = at(page.unit)
         if page.unit.shape[3] == 1:  # the same for all channels
             unit_at = (*unit_at[:3], 0)
         quantised = (page.step, at(page.step), page.unit, unit_at, page.offset, at(page.offset))
         groups = page.step.shape[2]
-        layout = (page.dim, page.bits, page.width, codes.shape[2], groups, padded(groups, 1))
+        width = page.channels // groups
+        layout = (page.dim, page.bits, width, codes.shape[2], groups, padded(groups, 1))
     else:
         quantised, layout = (None, (0,)) * 3, (codes.shape[2], 0, 1, 1, 1, 1)
     return Stored(codes, at(codes), *quantised, *map(tl.constexpr, layout))

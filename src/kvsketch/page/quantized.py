@@ -122,6 +122,11 @@ class Quantized:
         parts.sub_(2 ** (self.bits - 1)).mul_(self.step.to(out.dtype).unsqueeze(-1))
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the keys or values would have if they were not quantised."""
+        return (*self.codes.shape[:-1], self.dim)
+
+    @property
     def channels(self) -> int:
         """The number of channels with codes: ``dim`` plus padding."""
         return self.codes.shape[-1] * 8 // self.bits
