@@ -79,6 +79,7 @@ constexpr int MANY = 16;    // queries for which keys are turned, so that no vec
 constexpr int HEARD = 1 << 19;  // scores that ``receive`` keeps, or those of MANY queries
 constexpr int MOST = 256;  // channels
 constexpr float NOTHING = -1e30f;
+constexpr float UNSEEN = -1e38f;  // instead of -infinity, where a difference is wanted
 
 typedef float vf __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * W), aligned(4), may_alias));
@@ -380,6 +381,34 @@ inline vf summed(const vf* x) {
   else return merged<S>(summed<S / 2>(x), summed<S / 2>(x + S), Every{});
 }
 
+// Turns W vectors: lane i of vector k becomes lane k of vector i.
+template <int S, int... L>
+inline void turned_pair(vf& x, vf& y, std::integer_sequence<int, L...>) {
+  const vf low = __builtin_shufflevector(x, y, ((L & S) ? W + (L ^ S) : L)...);
+  y = __builtin_shufflevector(x, y, ((L & S) ? W + L : (L ^ S))...);
+  x = low;
+}
+template <int S = W / 2>
+inline void turn(vf* x) {
+#pragma GCC unroll 16
+  for (int i = 0; i < W; i++)
+    if (!(i & S)) turned_pair<S>(x[i], x[i + S], std::make_integer_sequence<int, W>{});
+  if constexpr (S > 1) turn<S / 2>(x);
+}
+
+// SLOTS rows of a tile, channel by channel.
+inline void turn_tile(const float* rows, int pad, float* out, int wide) {
+  for (int c = 0; c < pad; c += W)
+    for (int i = 0; i < SLOTS; i += W) {
+      vf x[W];
+#pragma GCC unroll 16
+      for (int k = 0; k < W; k++) x[k] = load(rows + (size_t)(i + k) * pad + c);
+      turn(x);
+#pragma GCC unroll 16
+      for (int k = 0; k < W; k++) store(out + (size_t)(c + k) * wide + i, x[k]);
+    }
+}
+
 // A slot that is floats already.
 struct Floats {
   const float* at;
@@ -612,6 +641,9 @@ inline void scored_turned(const float* queries, const float* turned, int pad, in
     for (; r + 8 <= each; r += 8)
       scores_of<8, 2>(queries + (size_t)r * pad, turned + i, zeros, pad, BLOCK,
                       scores + (size_t)r * BLOCK + i, BLOCK);
+    for (; r + 4 <= each; r += 4)
+      scores_of<4, 2>(queries + (size_t)r * pad, turned + i, zeros, pad, BLOCK,
+                      scores + (size_t)r * BLOCK + i, BLOCK);
     for (; r < each; r++)
       scores_of<1, 2>(queries + (size_t)r * pad, turned + i, zeros, pad, BLOCK,
                       scores + (size_t)r * BLOCK + i, BLOCK);
@@ -693,8 +725,7 @@ struct Asking {
       const int some = std::min(SLOTS, n - next);
       const float* rows = floats_of(part.keys, page, start + at + next, some, pad, tile);
       if (many) {
-        for (int c = 0; c < pad; c++)
-          for (int i = 0; i < some; i++) turned[(size_t)c * BLOCK + next + i] = rows[i * pad + c];
+        turn_tile(rows, pad, turned + next, BLOCK);
         continue;
       }
       for_each_query(each, [&](auto count, int j) {
@@ -848,18 +879,19 @@ void receive(const Turn& turn, int64_t row, int64_t head) {
   const int64_t most_queries = std::max<int64_t>(MANY, HEARD / (blocks * BLOCK));
   const int64_t rounds = (turn.each + most_queries - 1) / most_queries;
   const int some = (int)((turn.each + rounds - 1) / rounds);  // as many queries in every round
+  const int wide = (int)padded_to(some);
   std::vector<float>& room = memory.sums;
-  const size_t need = (size_t)blocks * (BLOCK * (some + 1) + some) + 2 * some;
+  const size_t need = (size_t)blocks * (BLOCK * (some + 1) + wide) + 3 * wide;
   if (room.size() < need) room.resize(need);
   float *sums = room.data(), *kept = sums + blocks * BLOCK;
-  float *greatest = kept + (size_t)blocks * BLOCK * some, *total = greatest + blocks * some;
-  float* most = total + some;
+  float *greatest = kept + (size_t)blocks * BLOCK * some, *total = greatest + blocks * wide;
+  float *most = total + wide, *of_block = most + wide;
   std::fill_n(sums, blocks * BLOCK, 0.0f);
   for (int first = 0; first < turn.each; first += some) {
     Asking asking(turn, row, head, first, std::min(some, turn.each - first));
     const int each = asking.each;
-    std::fill_n(total, each, 0.0f);
-    std::fill_n(most, each, -std::numeric_limits<float>::infinity());
+    std::fill_n(greatest, blocks * wide + 3 * wide, 0.0f);
+    std::fill_n(most, wide, UNSEEN);
     int64_t block = 0;
     for (int64_t number = 0; number < call.count; number++) {
       const Part& part = *turn.parts[number];
@@ -868,13 +900,14 @@ void receive(const Turn& turn, int64_t row, int64_t head) {
       for (int64_t at = 0; at < size; at += BLOCK, block++) {
         const int n = (int)std::min<int64_t>(BLOCK, size - at), full = (int)padded_to(n);
         asking.score(part, asked, number == call.count - 1, size, at, n);
+        float* own = greatest + block * wide;
         for (int j = 0; j < each; j++) {
           const float* s = asking.scores + (size_t)j * BLOCK;
           float* out = kept + ((size_t)block * some + j) * BLOCK;
-          const float here = greatest_of(s, full);
-          greatest[block * some + j] = here;
-          if (here == -std::numeric_limits<float>::infinity()) {  // it is before all of them
+          const float here = own[j] = std::max(greatest_of(s, full), UNSEEN);
+          if (here == UNSEEN) {  // it is before all of them
             std::fill_n(out, full, 0.0f);
+            of_block[j] = 0;
             continue;
           }
           vf sum = vf{};
@@ -883,9 +916,12 @@ void receive(const Turn& turn, int64_t row, int64_t head) {
             sum += x;
             store(out + i, x);
           }
-          const float top = std::max(most[j], here);
-          total[j] = total[j] * std::exp(most[j] - top) + sum_of(sum) * std::exp(here - top);
-          most[j] = top;
+          of_block[j] = sum_of(sum);
+        }
+        for (int j = 0; j < each; j += W) {
+          const vf before = load(most + j), here = load(own + j), top = here > before ? here : before;
+          store(total + j, load(total + j) * exped(before - top) + load(of_block + j) * exped(here - top));
+          store(most + j, top);
         }
       }
     }
@@ -895,10 +931,11 @@ void receive(const Turn& turn, int64_t row, int64_t head) {
       total[j] = turn.weights[(first + j) % call.newest] / total[j];
     }
     for (block = 0; block < blocks; block++) {
-      float* own = greatest + block * some;
-      for (int j = 0; j < each; j++)
-        own[j] = own[j] <= NOTHING / 2 ? 0.0f  // it sees nothing
-                                       : total[j] * std::exp(own[j] - most[j]);
+      float* own = greatest + block * wide;
+      for (int j = 0; j < each; j += W) {
+        const vf here = load(own + j), share = load(total + j) * exped(here - load(most + j));
+        store(own + j, here <= NOTHING / 2 ? vf{} : share);  // or it sees nothing
+      }
       const float* x = kept + (size_t)block * some * BLOCK;
       for (int i = 0; i < BLOCK; i += W) {
         vf sum = load(sums + block * BLOCK + i);
