@@ -37,7 +37,7 @@ def held(cache: SketchCache) -> torch.Tensor:
 @pytest.mark.parametrize(
     "given",
     [
-        {"budget": 120},
+        {"budget": 100},
         {"budget": 120, "bits": 16},
         {"budget": 0.4, "bits": 16},
         {"budget": 500},

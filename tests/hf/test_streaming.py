@@ -114,7 +114,7 @@ def test_a_piece_that_fits_is_not_compressed(model):
     "settings",
     [
         {"budget": 0.4, "bits": 16},
-        {"budget": 24, "allocation": "measured", "bits": 4},
+        {"budget": 22, "allocation": "measured", "bits": 4},
         {"budget": 14, "allocation": "measured", "bits": 4},  # the first piece does not fit
         {"budget": 14, "allocation": "measured", "bits": 16},
     ],
