@@ -232,6 +232,17 @@ def environment(home: Path, **changes: str) -> dict[str, str]:
     return {**kept, "HF_ENDPOINT": CLOSED, "HF_HOME": str(home / "hf"), **changes}
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
+    code = "import sys; sys.argv[1:] = ['methods']; from kvsketch.cli import main; main()"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: the output cannot be written: No space left on device\n"
+
+
 def outcomes(module: str, commands: list[list[str]], folder: Path) -> list[Any]:
     done = subprocess.run(
         [sys.executable, "-c", RUNNER.format(module=module)],

@@ -20,7 +20,9 @@ import torch
 from typer.testing import CliRunner
 
 from forked import FORKED
+from kvsketch import InputError
 from kvsketch.cli.app import app
+from kvsketch.documents.document import encoded
 from kvsketch.files import container
 from tiny_model import tiny_model, tiny_tokenizer
 
@@ -380,3 +382,9 @@ def test_a_signal_stops_the_answer_between_two_tokens(model: str) -> None:
     assert not conversation.stopped
     assert cache.get_seq_length() > seen + 400
     assert json.dumps(conversation.status().__dict__)
+
+
+def test_text_that_is_not_utf_8_is_refused() -> None:
+    """As Python hands on what was typed in other bytes."""
+    with pytest.raises(InputError, match=re.escape(r"has the bytes b'\xff\xfe'")):
+        encoded(None, None, "brave \udcff\udcfe", False)

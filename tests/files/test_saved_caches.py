@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, OPTConfig
+from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, OPTConfig
 
 import tiny_models
 from families import CONFIGS, build
@@ -130,6 +130,11 @@ FORMS: dict[str, tuple[str, dict[str, Any], type]] = {
     "sketches": ("subgen_coupled", {"budget": 48, "allocation": RAGGED}, "sketches"),
     "one shot": ("snapkv", {"budget": 40, "keep": ["decoded"]}, "exact"),
     "streaming": ("uniform", {"budget": 40, "prefill": "streaming"}, "exact"),
+    "pieces in few bits": (
+        "heavy_merge",
+        {"budget": 40, "prefill": "streaming", "bits": 8, "allocation": "even"},
+        "few bits",
+    ),
     "heads": ("streaming_llm", {"budget": 0.5, "allocation": "heads"}, "exact"),
     "curves": ("heavy_merge", {"budget": 0.4, "allocation": "curves", "bits": 16}, "exact"),
 }
@@ -197,6 +202,31 @@ def test_padded_rows_go_on_with_the_same_bits(form: str, llama: Any, tmp_path: P
             forward(llama, ids_of(2, 1, step), c, attention_mask=mask) for c in (cache, loaded)
         )
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(("budget", "tokens"), [(0.1, 5), (0.5, 5)])
+def test_a_sketch_of_a_few_tokens_can_be_loaded(
+    budget: float, tokens: int, llama: Any, tmp_path: Path
+) -> None:
+    """Its window has held exact tokens, and all of them are in the sketch."""
+    cache = SketchCache(llama.config, "subgen", budget=budget)
+    forward(llama, ids_of(1, tokens), cache)
+    for step in range(22 if budget < 0.5 else 0):
+        forward(llama, ids_of(1, 1, step), cache)
+    cache.save(tmp_path / "cache.kvs")
+    loaded = SketchCache.load(tmp_path / "cache.kvs", llama)
+    assert torch.equal(*(forward(llama, ids_of(1, 1), c) for c in (cache, loaded)))
+
+
+@pytest.mark.parametrize("kind", [{}, {"new_decoder_architecture": True}, {"multi_query": False}])
+def test_falcon_can_be_saved_with_one_kv_head_or_many(
+    kind: dict[str, bool], tmp_path: Path
+) -> None:
+    sizes = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "alibi": False}
+    model = FalconForCausalLM(FalconConfig(**sizes, num_attention_heads=4, **kind)).eval()
+    cache = SketchCache(model.config, budget=0.4, **WINDOW)
+    forward(model, ids_of(1, 150), cache)
+    same_after_loading(model, cache, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "mpt", "opt", "qwen3"])

@@ -161,3 +161,32 @@ def _own(cache: SketchCache) -> list[set[int]]:
                 found.append(set())
             found[row] |= own
     return found
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_cache_that_kept_all_can_be_compacted(llama: Any, loaded: bool, tmp_path: Any) -> None:
+    """With budget=1.0 the model's own kernel runs, but not over what was compacted."""
+    found = []
+    for budget in (1.0, 0.9999):
+        cache = SketchCache(llama.config, "knorm", budget=budget, bits=16)
+        read(llama, cache, ids_of(300))
+        assert cache.compact(60)["slots"] == (300.0, 60.0)
+        if loaded:
+            cache.save(tmp_path / "cache.kvs")
+            cache = SketchCache.load(tmp_path / "cache.kvs", llama)
+        with torch.no_grad():
+            steps = ids_of(12, seed=3).split([1, 1, 10], dim=1)
+            found.append([llama(one, past_key_values=cache).logits for one in steps])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_chooses_by_queries_cannot_compact_a_cache_that_kept_none(llama: Any) -> None:
+    for tokens in (300, 17):
+        cache = SketchCache(llama.config, budget=1.0)
+        read(llama, cache, ids_of(tokens))
+        before = cache.nbytes()
+        with pytest.raises(InputError, match=r"heavy_merge chooses by queries.*budget below 1"):
+            cache.compact(50)
+        assert cache.nbytes() == before
+        read(llama, cache, ids_of(1))

@@ -13,10 +13,12 @@ from test_reading import Letters, ids_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvsketch
-from kvsketch import AccuracyWarning, SketchCache, packaged_model
+from kvsketch import AccuracyWarning, SketchCache, UnsupportedError, packaged_model
 from kvsketch.evaluation.runner.longeval import make_cases
 from kvsketch.hf import forward, reading
+from kvsketch.kernels import native
 from tiny_model import small_llama
+from tiny_models import build
 
 
 @pytest.fixture(scope="module")
@@ -169,3 +171,51 @@ def test_a_large_measured_error_warns(llama, monkeypatch):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             read(again)
+
+
+@pytest.mark.parametrize("queries", ["local", "sample"])
+def test_gradients_of_a_part_of_a_second_reading_are_refused(llama, queries):
+    cache = SketchCache(llama.config, "kvgrad", budget=0.3)
+    with pytest.raises(UnsupportedError, match=r"kvgrad.*use queries='reread'"):
+        kvsketch.prefill(llama, ids_of(1, 60), cache, queries=queries, tokenizer=Letters())
+    assert not cache.get_seq_length()
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4, 16])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_neither_sinks_nor_recent_tokens(llama, bits, compiled):
+    """The error of a compression is measured though no token is exact."""
+    with native.switched(compiled):
+        cache = SketchCache(llama.config, budget=0.25, bits=bits, sink=0, recent=0)
+        with torch.no_grad():
+            for ids in (ids_of(1, 200), ids_of(1, 1), ids_of(1, 7)):
+                found = llama(ids, past_key_values=cache).logits
+        assert found.isfinite().all()
+    assert cache.summary()["slots"] < 208
+
+
+def test_kvzip_keeps_a_whole_prompt_of_a_model_with_slopes():
+    """A second reading is left out where nothing is compressed, and nothing asks for its scores."""
+    model = build("mpt")
+    cache = SketchCache(model.config, "kvzip", budget=1.0)
+    kvsketch.prefill(model, ids_of(1, 60), cache, queries="reread", tokenizer=Letters())
+    with torch.no_grad():
+        for ids in (ids_of(1, 9), ids_of(1, 1)):
+            model(ids, past_key_values=cache)
+    assert cache.get_seq_length() == 70
+
+
+def test_an_answer_ends_at_given_strings():
+    """transformers passes the tokenizer, which it needs for them, on to attention."""
+    path = packaged_model()
+    model, tokenizer = (x.from_pretrained(path) for x in (AutoModelForCausalLM, AutoTokenizer))
+    ids = tokenizer("line a: REGISTER_CONTENT is <123>\n" * 20, return_tensors="pt")
+    found = model.generate(
+        **ids,
+        past_key_values=SketchCache(model.config, budget=0.5),
+        min_new_tokens=4,
+        max_new_tokens=4,
+        stop_strings=["no such text"],
+        tokenizer=tokenizer,
+    )
+    assert found.shape[1] == ids.input_ids.shape[1] + 4

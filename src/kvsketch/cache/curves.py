@@ -95,7 +95,7 @@ class Curves:
             InputError: the budget is below the lowest level or above 1.
         """
         least = self.least
-        if not least <= budget <= 1:
+        if not least <= budget <= max(1.0, least):  # few tokens in few bits may cost more than all
             raise InputError(
                 f"budget={budget!r} must lie in [{least:.4f}, 1]: sinks, recent tokens and the "
                 "lowest measured level need this much"

@@ -71,8 +71,9 @@ class WindowError:
         queries than there are tokens of their own."""
         last = kept if isinstance(kept, Slots) else kept[-1]
         asked, exact, q = self._asked, self._exact, self._exact.shape[2]
-        if last.count < q and not asked.after:
-            asked, exact = asked.narrow(q - last.count, last.count), exact[:, :, q - last.count :]
+        own = max(1, last.count)  # the last query sees all tokens
+        if own < q and not asked.after:
+            asked, exact = asked.narrow(q - own, own), exact[:, :, q - own :]
         heads = kept.keys.shape[1] if isinstance(kept, Slots) else kept[0].heads
         return relative_error(exact, asked_of(kept, asked, self._padded), heads)
 
@@ -92,6 +93,8 @@ def asked_of(held: Held, asked: Observed, padded: bool = False) -> Tensor:
     """
     if isinstance(held, Slots):
         held = replace(held, score=None)
+    elif not held[-1].count:  # neither sinks nor recent tokens, and nothing has come since
+        held = held[:-1]
     if asked.queries.device.type == "cpu":
         asked = replace(asked, queries=asked.queries.to(compute_dtype(asked.queries.dtype)))
     out = attend_to(asked, held, None, padded)

@@ -289,7 +289,7 @@ class SketchPage:
         for number, part in enumerate(reader.parts("groups", count)):
             own = kind if places is None else kind.rows(len(places[number]))
             exact = restored(part.part("exact"), own)
-            if exact.packed or exact.sizes is not None or not exact.base:
+            if exact.packed or exact.sizes is not None:
                 raise part.wrong("exact", exact.base, "exact tokens, of every head as many")
             group = SketchGroup(exact, part.whole("first", 0, exact.base), None)
             if part.has("window"):

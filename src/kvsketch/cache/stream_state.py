@@ -39,6 +39,7 @@ def stream_state(stream: Stream) -> State:
             "compressed": stream.compressed,
             "asked_again": stream.scores.asked_again,
             "pins": stream.pins.values(),
+            "rhythm": stream.pace.rhythm is not None,
             "left": stream.pace.limit - (page.appended if stream.compressed else 0),
             "form": form,
         }
@@ -83,7 +84,11 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
     if not plain:
         raise reader.wrong("compressed", compressed, "what the page is")
     if reader.has("budget"):
-        stream.pace.budget = HeadBudgets.from_state(reader.part("budget"), kind.batch, kind.heads)
+        stream.pace.start(HeadBudgets.from_state(reader.part("budget"), kind.batch, kind.heads))
+    if not (rhythm := reader.flag("rhythm")):
+        stream.pace.rhythm = None  # ended by a pin or by ``compact``, or never begun
+    elif stream.pace.rhythm is None:
+        raise reader.wrong("rhythm", rhythm, "false, with such a budget")
     if compressed and stream.pace.budget is None:
         raise reader.wrong("compressed", True, "false, while there is no budget")
     held = 1 if sketch else int(page.held.max())

@@ -18,6 +18,14 @@ def main() -> None:
         from kvsketch.cli.app import app  # takes a moment, which Ctrl-C may fall into
 
         app(prog_name="kvsketch")
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # Python writes what is left once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print("error: the output cannot be written:", error.strerror, file=sys.stderr)
+        sys.exit(1)

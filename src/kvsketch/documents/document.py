@@ -113,7 +113,16 @@ class Document:
 
 
 def encoded(model: Any, tokenizer: Any, text: str, special: bool) -> Tensor:
-    """Ids of a text on the device of the model, int64 ``[1, tokens]``."""
+    """Ids of a text on the device of the model, int64 ``[1, tokens]``.
+
+    Raises:
+        InputError: the text was typed or given in bytes that are not UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        wrong = text[error.start : error.end].encode(errors="surrogateescape")
+        raise InputError(f"the text is not UTF-8: it has the bytes {wrong!r:.40}") from None
     ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return torch.tensor([ids], dtype=torch.int64, device=model.device)
 

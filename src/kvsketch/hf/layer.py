@@ -32,7 +32,7 @@ class LayerSettings:
         prompt_length: tokens of the first prompt if it arrives in several chunks.
         track_positions: store each slot's position.
         readers: layers of the model that attend to this one's keys, itself included.
-        lossless: tokens are never compressed.
+        lossless: tokens are never compressed, unless ``compact`` is called.
         config: of the model.
     """
 

@@ -171,6 +171,9 @@ def kv_heads_of(config: PretrainedConfig, index: int) -> int:
     layered = getattr(text, "per_layer_config", None)
     if isinstance(layered, Sequence) and index < len(layered):
         text = layered[index]
+    # Falcon 7B and GPT-BigCode; a newer Falcon caches keys and values of all attention heads.
+    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+        return 1
     for name in ("num_key_value_heads", "num_attention_heads", "n_heads", "n_head"):
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:

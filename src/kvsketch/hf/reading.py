@@ -111,6 +111,11 @@ def prefill(
             f"method={cache.method!r} scores a context by a second reading: "
             "kvsketch.prefill(..., queries='reread')"
         )
+    if queries in ("local", "sample") and method.requires.weights == "gradient":
+        raise UnsupportedError(
+            f"method={cache.method!r} needs gradients of a whole second reading, which "
+            f"queries={queries!r} is not: use queries='reread' or a list of questions"
+        )
     tokens = input_ids.shape[1]
     asked = not isinstance(queries, str)
     if parts:

@@ -90,7 +90,8 @@ def wrap(
                 out = attend_slots(layer, asked, view)
             if compressed or len(sizes) > 1:
                 result = finish(out.transpose(1, 2).flatten(2), self, *args, **kwargs)
-            running.observe(layer, observed)
+            lossless = layer.settings.lossless and not compressed
+            running.observe(layer, None if lossless else observed)
         except KVSketchError:
             running.undo()
             raise
