@@ -42,9 +42,10 @@ def compact(forward: Forward, budget: Budget) -> dict[str, Any]:
     if not streams[0].seen:
         raise InputError("compact(): the cache is empty")
     for layer in forward.sketches:
-        if layer.settings.lossless and layer.stream.method.requires.queries:
+        method = layer.stream.compressor
+        if layer.settings.lossless and method is not None and method.requires.queries:
             raise InputError(
-                f"compact(): {layer.stream.method.name} chooses by queries, and a cache with "
+                f"compact(): {method.name} chooses by queries, and a cache with "
                 "budget=1.0 keeps none: make it with a budget below 1, such as 0.9999"
             )
     least, slots = sum(streams[0].around) + 1, budget.slots(streams[0].seen)
