@@ -489,7 +489,8 @@ class SketchCache(Cache):  # type: ignore[misc]
 
         Raises:
             InputError: a budget out of range, too small for sinks, recent and pinned tokens, or an
-                empty cache. Nothing is changed.
+                empty cache; or a method that chooses by queries, of which a cache with
+                ``budget=1.0`` keeps none. Nothing is changed.
             UnsupportedError: a streaming sketch, a cache with a tolerance, or the middle of a
                 forward. Nothing is changed.
         """
