@@ -262,8 +262,8 @@ def lead(result: dict[str, Any]) -> str:
         f"{many['ran']['stock']} with vLLM's own cache; all together take {took:.1f} times as "
         f"long (threads: {many['threads']}), and their prompts are compressed while they are read, "
         "in pieces."
-        f"{_documents(result['results'].get('loaded'))}"
-    )
+        f"{_documents(result['results'].get('loaded'))} {result.get('note', '')}"
+    ).strip()
 
 
 def _documents(found: dict[str, Any] | None) -> str:

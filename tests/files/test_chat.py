@@ -384,7 +384,8 @@ def test_a_signal_stops_the_answer_between_two_tokens(model: str) -> None:
     assert json.dumps(conversation.status().__dict__)
 
 
-def test_text_that_is_not_utf_8_is_refused() -> None:
-    """As Python hands on what was typed in other bytes."""
-    with pytest.raises(InputError, match=re.escape(r"has the bytes b'\xff\xfe'")):
-        encoded(None, None, "brave \udcff\udcfe", False)
+@pytest.mark.parametrize("wrong", ["\udcff\udcfe", "\ud800"])
+def test_text_that_is_not_utf_8_is_refused(wrong: str) -> None:
+    """As Python hands on what was typed in other bytes, and half of a pair."""
+    with pytest.raises(InputError, match=re.escape(f"the text is not UTF-8: it has {wrong!a}")):
+        encoded(None, None, f"brave {wrong}", False)

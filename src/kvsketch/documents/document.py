@@ -121,8 +121,8 @@ def encoded(model: Any, tokenizer: Any, text: str, special: bool) -> Tensor:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        wrong = text[error.start : error.end].encode(errors="surrogateescape")
-        raise InputError(f"the text is not UTF-8: it has the bytes {wrong!r:.40}") from None
+        wrong = ascii(text[error.start : error.end])  # a byte 0xff is "\\udcff" to Python
+        raise InputError(f"the text is not UTF-8: it has {wrong:.40}") from None
     ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return torch.tensor([ids], dtype=torch.int64, device=model.device)
 

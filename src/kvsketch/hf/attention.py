@@ -116,7 +116,7 @@ def attention(
         return kernel(module, query, key, value, mask, *args, scaling=scaling, **kwargs)
 
     again = turn.again
-    if layer.settings.lossless and not stream.compressed:  # the kernel gets all arguments
+    if layer.lossless:  # nothing to check: the kernel gets all arguments
         return *usual(attention_mask), None
     if module is not None:  # a graph has checked the arguments that it passes on
         check_arguments(layer, turn, module, args, kwargs)

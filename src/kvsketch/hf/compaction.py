@@ -43,7 +43,7 @@ def compact(forward: Forward, budget: Budget) -> dict[str, Any]:
         raise InputError("compact(): the cache is empty")
     for layer in forward.sketches:
         method = layer.stream.compressor
-        if layer.settings.lossless and method is not None and method.requires.queries:
+        if layer.lossless and method is not None and method.requires.queries:
             raise InputError(
                 f"compact(): {method.name} chooses by queries, and a cache with "
                 "budget=1.0 keeps none: make it with a budget below 1, such as 0.9999"

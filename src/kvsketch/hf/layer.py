@@ -79,6 +79,11 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         self._unverified_tokens = 0
         self._verified: list[Observed | None] = []  # what ``crop`` has left of them
 
+    @property
+    def lossless(self) -> bool:
+        """Whether the model's own kernel attends to all tokens, and nobody needs their queries."""
+        return self.settings.lossless and not self.stream.compressed
+
     # keys and values are what the stream holds; transformers' base class only ever clears them
     @property
     def keys(self) -> Tensor | None:

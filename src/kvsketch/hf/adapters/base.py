@@ -90,8 +90,7 @@ def wrap(
                 out = attend_slots(layer, asked, view)
             if compressed or len(sizes) > 1:
                 result = finish(out.transpose(1, 2).flatten(2), self, *args, **kwargs)
-            lossless = layer.settings.lossless and not compressed
-            running.observe(layer, None if lossless else observed)
+            running.observe(layer, None if layer.lossless else observed)
         except KVSketchError:
             running.undo()
             raise
