@@ -43,7 +43,6 @@ from kvsketch.observed import Observed
 #: The part that is changed, and the method with this change.
 PARTS: dict[str, Callable[[], Compressor]] = {
     "heavy_merge@even": HeavyMerge,
-    "no least squares": lambda: HeavyMerge(correct=False),
     "no distinct keys": lambda: HeavyMerge(distinct=False),
     "no heavy tokens": lambda: HeavyMerge(share=0.0),
     "no attention (cluster_merge)": ClusterMerge,
@@ -55,10 +54,7 @@ PARTS: dict[str, Callable[[], Compressor]] = {
     "rounds of 0.4": lambda: HeavyMerge(pairs=0.4),
     "k-means": lambda: HeavyMerge(pairs=0.0),
     "k-means, 1 step": lambda: HeavyMerge(pairs=0.0, steps=1),
-    "k-means, no least squares": lambda: HeavyMerge(pairs=0.0, correct=False),
     "k-means, no attention (cluster_merge)": lambda: ClusterMerge(pairs=0.0),
-    "ridge 0.01": lambda: HeavyMerge(ridge=0.01),
-    "ridge 1": lambda: HeavyMerge(ridge=1.0),
 }
 #: The number of tokens that are read at a time after the first half of the prompt.
 CHUNKS = {"token by token": 1, "chunks of 64": 64}

@@ -58,7 +58,6 @@ def measure() -> tuple[int, dict[str, Held]]:
             allocation="even",
             bits=16,
             keep=["positions"],
-            options={"correct": False} if "merge" in method else None,
         )
         with torch.no_grad():
             model(ids, past_key_values=cache)

@@ -16,7 +16,7 @@ class LargeValues(Compressor):
     paper = "an example"
     ragged = True  # a budget may be one for each head: keep_top takes both
 
-    def reduce(self, slots, budget, seen):
+    def reduce(self, slots, budget, asked_again):
         return keep_top(slots, slots.values.float().norm(dim=-1), budget)
 
 

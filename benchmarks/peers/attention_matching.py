@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.peers import folder
 from benchmarks.peers.exchange import PeerError
-from kvsketch import InputError, Slots
+from kvsketch import InputError, Observed, Slots
 from kvsketch.methods.kvzip import KVzip
-from kvsketch.methods.seen import Seen
+from kvsketch.random_numbers import places
 
 VARIABLE = "KVSKETCH_ATTENTION_MATCHING"
 _WHERE = (
@@ -45,15 +46,36 @@ class AttentionMatching(KVzip):
     name = "peer:attention_matching"
     paper = "Zweiger et al., Fast KV Compaction via Attention Matching (2602.16284)"
     ragged = False
-    fits = True
     #: of a layer's second reading, of every query head: about all of our prompts'
     queries_kept = 4096
+    _asked: Observed | None = None
+    _heads = 0
 
-    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
-        if seen is None or not seen.plain or slots.mass is not None or not isinstance(budget, int):
+    def compress(
+        self,
+        slots: Slots,
+        budget: int | Tensor,
+        observed: Observed | None = None,
+        **options: Any,
+    ) -> Slots:
+        self._asked, self._heads = observed, slots.keys.shape[1]
+        return super().compress(slots, budget, observed, **options)
+
+    def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots:
+        asked = self._asked
+        if (
+            asked is None
+            or not asked.plain
+            or slots.mass is not None
+            or not isinstance(budget, int)
+        ):
             raise InputError(f"{self.name} needs queries, and tokens without padding")
         dim = slots.keys.shape[-1]
-        queries = seen.queries.flatten(1, 2) * (seen.scaling * dim**0.5)  # theirs is 1 / sqrt(dim)
+        queries = asked.queries.unflatten(1, (self._heads, -1)).flatten(2, 3).flatten(0, 1)
+        queries = queries * (asked.scaling * dim**0.5)  # theirs is 1 / sqrt(dim)
+        if self._places is not None:  # some of the heads
+            every = places(torch.arange(len(asked.queries)), self._heads).flatten()
+            queries = queries[torch.searchsorted(every, self._places.flatten())]
         bounds = {"nnls_lower_bound": math.exp(-3), "nnls_upper_bound": math.exp(3)}
         settings = {"score_method": "rms", "nnls_iters": 2, "c2_method": "lsq", **bounds}
         compact = folder.load(*_WHERE)(**settings).compute_compacted_cache

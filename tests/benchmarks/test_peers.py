@@ -492,7 +492,7 @@ def test_attention_matching_is_attended_to_as_by_its_authors(monkeypatch, tmp_pa
     expected = scores.softmax(-1) @ (2 * values[:, :, :count]).repeat_interleave(repeat, 1)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(InputError, match="needs queries"):
-        method.reduce(slots, count, None)
+        attention_matching.AttentionMatching().reduce(slots, count, True)
 
 
 @pytest.mark.parametrize("peer", [attention_matching, balancekv, thinformer, rkv, triattention])
@@ -648,7 +648,7 @@ def test_cam_merges_as_kvpress_does_by_the_same_random_numbers(neighbours):
     runner = Path(kvpress.__file__).with_name("kvpress_cam_runner.py")
     found = exchange.call(runner, given, request)
     for i, (slots, compressor, _) in enumerate(cases):
-        kept = compressor(slots, SHAPES[i][-1], scored=True, fit=False)
+        kept = compressor(slots, SHAPES[i][-1], scored=True, decoding=True)
         assert torch.equal(kept.keys, found[f"keys.{i}"])
         torch.testing.assert_close(kept.values, found[f"values.{i}"], rtol=1e-5, atol=1e-5)
         plain = compressor(slots, SHAPES[i][-1], scored=True)

@@ -156,7 +156,7 @@ def test_the_bytes_are_those_of_the_budget_and_the_error_is_smaller(
     # next to nothing.
     if budget in (0.1, 60) and allocation not in ("layer", "global"):
         mean = [sum(sum(row["prompt"]) for row in found.error()) for found in (cache, plain)]
-        assert mean[0] < 1.05 * mean[1]
+        assert mean[0] < 1.1 * mean[1]
 
 
 def test_decoding_stays_within_the_bytes(llama: Any) -> None:

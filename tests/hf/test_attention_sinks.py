@@ -100,21 +100,6 @@ def test_scores_are_what_is_left_by_the_sink(method: str, q: int) -> None:
     assert float((mine - without).abs().max()) > 1e-4
 
 
-def test_least_squares_fits_what_the_sink_leaves() -> None:
-    """The least-squares fit of heavy_merge lowers the error of attention with sinks."""
-    slots, observed, _ = case(2, False, n=200, q=64)
-    errors = []
-    for correct in (True, False):
-        options = {"correct": correct, "window": 64}
-        kept = windowed("heavy_merge", 2, 4, options=options)(slots, 40, observed)
-        kept = replace(kept, score=None)
-        exact, answer = (
-            attend(observed.queries, s, scaling=0.5, sinks=observed.sinks) for s in (slots, kept)
-        )
-        errors.append(float((answer - exact).norm() / exact.norm()))
-    assert errors[0] < 0.9 * errors[1]
-
-
 @settings(max_examples=10)
 @given(seed=st.integers(0, 999))
 def test_measured_errors(seed: int) -> None:

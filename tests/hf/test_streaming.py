@@ -119,9 +119,7 @@ def test_a_piece_that_fits_is_not_compressed(model):
         {"budget": 14, "allocation": "measured", "bits": 16},
     ],
 )
-def test_budgets_that_grow_or_differ_stream_in_pieces_too(model, settings, monkeypatch):
-    """Without a fit, as all pieces."""
-    monkeypatch.setattr("kvsketch.methods.heavy_merge.fitted", lambda *_: 1 / 0)
+def test_budgets_that_grow_or_differ_stream_in_pieces_too(model, settings):
     cache = in_pieces(SketchCache(model.config, prefill="streaming", **settings, **WINDOW))
     most = 0
     for start in range(0, TOKENS, 35):

@@ -123,14 +123,3 @@ def test_one_that_leaves_no_room_beside_the_recent_tokens_is_named(packaged: Any
         cache = read(packaged, ids, budget=2 * count, recent=count)
     assert pinned(cache) == 0
     assert pinned(read(packaged, ids, budget=2 * count + 1, recent=count)) == count - 4
-
-
-def test_it_does_not_keep_slots_from_being_fitted(packaged: Any) -> None:
-    """Tokens at the start are where they belong already."""
-    ids = ids_of(packaged[1], SYSTEM)
-    masses = []
-    for pin_system in (True, False):
-        cache = read(packaged, ids, pin_system=pin_system, bits=16, allocation="even")
-        mass = cache._sketches()[0].stream.slots.masses()
-        masses.append(bool(((mass - mass.round()).abs() > 1e-3).any()))
-    assert masses == [True, True]

@@ -1236,7 +1236,7 @@ class Largest(Compressor):
         super().__init__(seed)
         self.power = power
 
-    def reduce(self, slots: Slots, budget: Any, seen: Any) -> Slots:
+    def reduce(self, slots: Slots, budget: Any, asked_again: bool) -> Slots:
         return keep_top(slots, slots.keys.norm(dim=-1) ** self.power, budget)
 
 

@@ -36,7 +36,7 @@ def test_it_is_its_definition(seed, n, sink, recent, padding, neighbours, by_hea
     wanted = budget if by_head else int(budget[0, 0])
     compressor = CaM(neighbours, seed)
     numbers = copy.deepcopy(compressor).random((BATCH, HEADS, n), slots.keys.device)
-    out = compressor(slots, wanted, observed, sink=sink, recent=recent, fit=False)
+    out = compressor(slots, wanted, observed, sink=sink, recent=recent, decoding=True)
     same = H2O()(slots, wanted, observed, sink=sink, recent=recent)
     assert torch.equal(out.masses(), same.masses())
     there = same.masses() > 0
@@ -76,7 +76,7 @@ def test_kept_tokens_before_all_that_goes_are_what_they_were():
     score = torch.zeros(BATCH, HEADS, 30)
     score[..., :10], score[..., 10:20], score[..., 20:] = 3.0, 1.0, 2.0
     scored = Slots(slots.keys, slots.values, score=score)
-    out = CaM(4)(scored, 20, scored=True, fit=False)
+    out = CaM(4)(scored, 20, scored=True, decoding=True)
     assert torch.equal(out.values[:, :, :10], slots.values[:, :, :10])
     assert torch.equal(out.values[:, :, 14:], slots.values[:, :, 24:])
     changed = (out.values[:, :, 10:14] != slots.values[:, :, 20:24]).any(-1)
@@ -96,7 +96,7 @@ def test_a_row_that_loses_nothing_draws_as_often_as_its_neighbours():
         for slots in (padded, full):
             slots = Slots(slots.keys, slots.values, slots.masses(), score=score)
             some = slots.map(lambda t: t[:number])
-            found.append(one(some, 15, scored=True, fit=False))
+            found.append(one(some, 15, scored=True, decoding=True))
         return found
 
     for alone, beside in zip(twice(1), twice(2), strict=True):
@@ -110,7 +110,7 @@ def test_a_token_of_no_attention_goes_nowhere_and_one_of_all_goes_always():
     slots = Slots(keys, values, score=score)
     for seed in range(5):
         # the two recent tokens stay, and their mean attention is 0
-        out = CaM(2, seed)(slots, 2, recent=2, scored=True, fit=False)
+        out = CaM(2, seed)(slots, 2, recent=2, scored=True, decoding=True)
         assert out.values.flatten().tolist() == [5.0, 5.0]
 
 

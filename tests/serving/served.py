@@ -66,7 +66,7 @@ def alone(
             observed = Observed(last, 0.5, softcap, sinks=sinks)
             if made.requires.queries:
                 slots = made.observe(slots, observed)
-            slots = made(slots, budget, observed, scored=True, fit=False)
+            slots = made(slots, budget, observed, scored=True, decoding=True)
             mass = slots.masses()
             order = (mass != 0).long().argsort(dim=-1, stable=True)
             slots = slots.take(order)  # dead slots before the others

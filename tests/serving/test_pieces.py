@@ -58,7 +58,7 @@ def alone(method, rhythm, kept, request, prompt, piece, budget):
                 slots = made.observe(slots, asked)
         start = seen
         if held > first:
-            slots = made(slots, budget, given, scored=True, fit=False)
+            slots = made(slots, budget, given, scored=True, decoding=True)
             slots = slots.take((slots.masses() != 0).long().argsort(dim=-1, stable=True))
             held = first
     return torch.stack(found)

@@ -34,7 +34,7 @@ def compress(
     room: Callable[[int], int],
     bits: Bits = FULL,
     apart: bool = False,
-    fit: bool = False,
+    decoding: bool = True,
 ) -> Page:
     """The next page of a layer.
 
@@ -42,14 +42,14 @@ def compress(
         page: the page before, which must not be used afterwards.
         slots: its slots, scored if the method has scores.
         budget: slots per KV head, or of every head, int64 ``[batch, num_key_value_heads]``.
-        observed: the queries that were scored, to which a method may fit.
+        observed: the queries that were scored.
         around: numbers of first and of last tokens that stay unchanged.
         limit: in few bits, heads that hold at most so many slots keep all of them.
         room: from the number of slots of the largest head to the number that can be appended to
             every head.
         bits: of the slots between sinks and recent tokens.
         apart: these slots are a part of their own in any number of bits.
-        fit: see ``Compressor.compress``.
+        decoding: see ``Compressor.compress``.
     """
     held, sizes = page.held.cpu(), None
     fits = held <= torch.as_tensor(limit)
@@ -60,7 +60,8 @@ def compress(
         budget = torch.minimum(torch.as_tensor(budget), held)
     # Also where nothing is reduced: of every head its own slots come first.
     sink, recent = around
-    kept = method.compress(slots, budget, observed, sink=sink, recent=recent, scored=True, fit=fit)
+    window = {"sink": sink, "recent": recent}
+    kept = method.compress(slots, budget, observed, **window, scored=True, decoding=decoding)
     if isinstance(budget, Tensor):
         sizes = _sizes_of(slots, budget, kept)
     return Page(kept, sizes, room(kept.count), bits, sink, recent, page, apart)
@@ -159,9 +160,9 @@ def compress_newest(method: Compressor, newest: Sequence[Newest]) -> Sequence[Pa
         kept = together
     elif method.ragged and bool((fewer > 0).all()):
         check_input(together, wanted)
-        kept = method.reduce(together, wanted.to(device), None)
+        kept = method.reduce(together, wanted.to(device), False)
     else:
-        kept = method.compress(together, wanted, None, sink=0, recent=0, scored=True, fit=False)
+        kept = method.compress(together, wanted, sink=0, recent=0, scored=True, decoding=True)
     between = old.exchanged(kept, count.to(device))
     end = Slots.cat([tokens.narrow(0, sink), tokens.narrow(sink + left, recent)])
     batch = len(newest[0].lowest)

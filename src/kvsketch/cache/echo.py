@@ -20,7 +20,7 @@ Turn = Callable[[Tensor, int], Tensor]
 #: tokens, since the score of a token comes from its neighbours' queries.
 MOST, PAIRS = 4096, 4096 * 8192
 RUN = 64
-# How many of them are kept to fit slots to: one of so many, at least, and at most.
+# How many of them are kept to measure errors on: one of so many, at least, and at most.
 _ONE_OF, _LEAST, _KEPT = 64, 32, 256
 
 

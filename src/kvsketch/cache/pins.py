@@ -56,13 +56,6 @@ class Pins:
         pinned, besides sinks and recent ones."""
         return self._within(self.sink, seen - self.recent)
 
-    def reached(self, seen: int) -> bool:
-        """Whether the compression after ``seen`` tokens reaches pinned tokens that none did yet and
-        that are not behind the sinks already, as those at the start of a first prompt are."""
-        new = self._new(seen)
-        before = self.sink + self._within(self.sink, self.tail)
-        return new != list(range(before, before + len(new)))
-
     def passed(self, seen: int, recent: int) -> None:
         """A compression after ``seen`` tokens kept the last ``recent`` of them in every head."""
         self.tail = max(self.tail, seen - recent)

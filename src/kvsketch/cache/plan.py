@@ -220,7 +220,7 @@ class Plan:
             if given.above is not None:
                 self.above[given.layer] = given.above
             bits = given.bits if self.prices else None
-            streams[given.layer].spend(given.budgets, given.provisional, bits, prefill)
+            streams[given.layer].spend(given.budgets, given.provisional, bits)
         if stream.waits and window is not None:
             stream.scores.queries.keep_last(window)  # it has been measured
         elif stream.waits and number in self._measured.layers:

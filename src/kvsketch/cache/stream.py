@@ -96,7 +96,7 @@ class Stream:
         self.held_page: Page | SketchPage | None = None
         self.seen = self.chunk = 0
         self.padded = False  # whether any token was padding, so that slots may be dead
-        self.begun = self._anew = False
+        self.begun = False
 
     @property
     def compressed(self) -> bool:
@@ -166,7 +166,7 @@ class Stream:
 
     def reopen(self) -> None:
         """Wait for a plan to divide the budget anew, because more of a prompt was read."""
-        self.pace.budget, self._anew = None, True
+        self.pace.budget = None
 
     def extend(self, new: Slots) -> None:
         """Append tokens, ``[batch, num_key_value_heads, q, ...]``."""
@@ -258,7 +258,7 @@ class Stream:
                 scores.queries.add(observed)
         due = self.due(prefill=True)
         if due:
-            self._compress(budget, prefill=self.pace.rhythm is None, last=observed, fit=False)
+            self._compress(budget, prefill=self.pace.rhythm is None, last=observed)
         else:
             scores.fold(self.page)
         self.page.release()
@@ -278,7 +278,6 @@ class Stream:
         budget: HeadBudgets,
         provisional: bool = False,
         bits: Bits | None = None,
-        fit: bool = True,
     ) -> None:
         """Compress to a budget that a plan gives, with the waiting queries.
 
@@ -286,7 +285,6 @@ class Stream:
             budget: of every head.
             provisional: it is an upper bound; the final one will follow.
             bits: bits of the slots from now on; None: unchanged.
-            fit: slots may be fitted to the waiting queries, which are those of a prompt.
         """
         pace, queries = self.pace, self.scores.queries
         if not provisional:
@@ -299,14 +297,13 @@ class Stream:
             pass  # to that bound already
         elif provisional or not (budget.whole and pace.bits == FULL and fits):
             last = self.scores.last or queries.all()
-            self._compress(budget, prefill=True, last=last, provisional=provisional, fit=fit)
+            self._compress(budget, prefill=True, last=last, provisional=provisional)
         else:
             self.scores.fold(self.page)
         if provisional:
             queries.keep_last(self.method.window or 0)
         else:
             queries.clear()
-            self._anew = False
 
     @torch.no_grad()
     def compact(self, smaller: HeadBudgets, own: HeadBudgets, bits: Bits) -> None:
@@ -322,7 +319,7 @@ class Stream:
             self.page.set_score(unmarked(score))
         self.pace.rhythm, self.begun = None, True
         self.pace.store(bits, self.seen)
-        self._compress(smaller, prefill=True, last=self.scores.last, fit=False)
+        self._compress(smaller, prefill=True, last=self.scores.last)
         self.pace.budget = own
 
     @torch.no_grad()
@@ -332,7 +329,6 @@ class Stream:
         prefill: bool,
         last: Observed | None,
         provisional: bool = False,
-        fit: bool = True,
         whole: bool = False,
     ) -> None:
         """Compress to the budgets now; ``last``: queries to measure the error on; ``whole``: all
@@ -356,9 +352,7 @@ class Stream:
             assert method is not None
             if rhythm is not None:  # random choices depend on this number, and not on other rows
                 method.restart(torch.full((len(self.held),), self.seen))
-            # Only to the queries of a whole prompt: those of a part do not ask for all of it.
-            fit = fit and prefill and not self.pace.streaming and not self._anew
-            page = self._slotted(method, aim, fit, whole)
+            page = self._slotted(method, aim, not prefill, whole)
         self._turn_to(page, aim, budgets, provisional)
         if first:
             self.errors.compressed(self.open(), final=not provisional)
@@ -415,18 +409,17 @@ class Stream:
         token = self.parted.newest(1)
         return budgets.average(self.seen) * (token.keys.nbytes + token.values.nbytes)
 
-    def _slotted(self, method: Compressor, aim: Aim, fit: bool, whole: bool) -> Page:
+    def _slotted(self, method: Compressor, aim: Aim, decoding: bool, whole: bool) -> Page:
         """The next page of a compressor's."""
         page = self.parted
         asked = self.scores.queries.all()
-        newest = None if fit or whole else self._newest_of(page, aim)
+        newest = None if whole else self._newest_of(page, aim)
         smaller = None if newest is None else compress_newest(method, [newest])[0]
         if smaller is not None:
             return smaller
         # Scored before: where nothing is compressed, the queries must not be lost either.
         slots = self.scores.read(page)
         if self.pins:
-            fit = fit and not self.pins.reached(self.seen)
             slots = self.pins.gathered(slots, self.seen)
         return compress(
             page,
@@ -437,7 +430,7 @@ class Stream:
             limit=aim.limit,
             room=functools.partial(self.pace.space, aim),
             bits=self.pace.bits,
-            fit=fit,
+            decoding=decoding,
             around=aim.around,
         )
 

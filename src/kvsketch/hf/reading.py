@@ -26,7 +26,7 @@ from kvsketch.hf.system_message import pin_system_message
 from kvsketch.hf.weighing import weighed
 from kvsketch.methods.registry import class_of
 
-# Queries of all parts together that are kept for measuring and fitting.
+# Queries of all parts together that are kept to measure errors on.
 _SAMPLE = 256
 #: The longest answer to an expected question that is read with it, in tokens.
 ANSWER = 32

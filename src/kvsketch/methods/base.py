@@ -17,7 +17,6 @@ from kvsketch.methods.order import order
 from kvsketch.methods.ragged import compress_ragged
 from kvsketch.methods.requirements import FORMER, Requirements
 from kvsketch.methods.rotation import Turn
-from kvsketch.methods.seen import Seen
 from kvsketch.methods.window import check_window, split
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
@@ -53,9 +52,6 @@ class Compressor(ABC):
     #: whether ``reduce`` accepts a budget for each head; if not, it is called once for every
     #: distinct budget
     ragged: ClassVar[bool] = False
-
-    #: whether ``reduce`` uses the queries, besides the scores
-    fits: bool = False
 
     #: how ``SketchCache`` spends a budget unless told: "even", or "measured" where it lowers errors
     allocation: ClassVar[str] = "even"
@@ -96,6 +92,11 @@ class Compressor(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if "fits" in vars(cls):
+            raise InputError(
+                f"{cls.__name__}.fits is no attribute any more: reduce gets no queries; a method "
+                "that needs more than scores of them keeps ``observed`` in its own compress"
+            )
         for name, now in FORMER.items():
             if name in vars(cls):
                 raise InputError(
@@ -117,7 +118,7 @@ class Compressor(ABC):
         sink: int | None = None,
         recent: int | None = None,
         scored: bool = False,
-        fit: bool = True,
+        decoding: bool = False,
     ) -> Slots:
         """Reduce ``slots`` to at most ``budget`` per KV head.
 
@@ -135,8 +136,7 @@ class Compressor(ABC):
             sink: number of first slots to keep, >= 0; None: the method's own.
             recent: number of last slots to keep, likewise.
             scored: ``slots.score`` already includes these queries (``observe``).
-            fit: whether the queries are those of a prompt or of a part of one, to which a method
-                may fit slots; False for queries of decoded tokens.
+            decoding: whether the newest tokens were decoded, and are no part of a prompt.
 
         Returns:
             ``[batch, num_key_value_heads, min(budget, n), ...]``. With a budget for each head, as
@@ -158,43 +158,42 @@ class Compressor(ABC):
             return slots
         if not scored:
             slots = self.observe(slots, observed)
-        seen = None
-        if observed is not None and (fit or observed.after) and self.fits:
-            seen = Seen.of(slots, observed, fit)
+        asked_again = observed is not None and observed.after
         ready = self.prepared(slots, budget, sink, recent)
-        return self.finished(self._kept(ready, budget, sink, recent, seen), slots, budget, fit)
+        kept = self._kept(ready, budget, sink, recent, asked_again)
+        return self.finished(kept, slots, budget, decoding)
 
     def __call__(self, *arguments: Any, **options: Any) -> Slots:
         """``compress``."""
         return self.compress(*arguments, **options)
 
     def _kept(
-        self, slots: Slots, budget: int | Tensor, sink: int, recent: int, seen: Seen | None
+        self, slots: Slots, budget: int | Tensor, sink: int, recent: int, asked_again: bool
     ) -> Slots:
         """Sinks, the reduced middle, and recent window."""
         if isinstance(budget, Tensor):
-            return compress_ragged(self, slots, budget, sink, recent, seen)
+            return compress_ragged(self, slots, budget, sink, recent, asked_again)
         first = min(sink, budget)
         last = min(recent, budget - first)
         if first == last == 0:
-            return self.reduce(slots, budget, seen)
+            return self.reduce(slots, budget, asked_again)
         start, middle, end = split(slots, first, last)
         if budget == first + last:
             return Slots.cat([start, end])
-        return Slots.cat([start, self.reduce(middle, budget - first - last, seen), end])
+        return Slots.cat([start, self.reduce(middle, budget - first - last, asked_again), end])
 
     def prepared(self, slots: Slots, budget: int | Tensor, sink: int, recent: int) -> Slots:
         """All scored slots, as an input of ``reduce``: a method may add numbers that depend on all
         slots (``beside.with_columns``). Arguments as for ``compress``."""
         return slots
 
-    def finished(self, kept: Slots, slots: Slots, budget: int | Tensor, fit: bool) -> Slots:
+    def finished(self, kept: Slots, slots: Slots, budget: int | Tensor, decoding: bool) -> Slots:
         """What ``compress`` returns.
 
         Args:
             kept: the result for the ``prepared`` slots, including sinks and recent window.
             slots: all before that.
-            budget, fit: as for ``compress``.
+            budget, decoding: as for ``compress``.
         """
         return kept
 
@@ -253,7 +252,7 @@ class Compressor(ABC):
         return slots.score
 
     @abstractmethod
-    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
+    def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots:
         """Reduce the slots between sinks and recent window; may use ``slots.score``.
 
         Args:
@@ -262,8 +261,8 @@ class Compressor(ABC):
                 ``ragged``, also int64 ``[batch, heads]``, each less than the head's live slots;
                 dead slots then follow the live ones in every head. The result has as many slots as
                 the largest budget, each head's own first; the slots after these are ignored.
-            seen: the observed queries and the slots that they attended to, for a method that
-                ``fits`` to them; None if there are none.
+            asked_again: whether the queries were asked after all slots (an echo, a second
+                reading), and have asked for the whole context.
         """
 
     def reset(self) -> None:

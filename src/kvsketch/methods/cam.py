@@ -27,8 +27,8 @@ class CaM(Merging):
     where CAMPress begins with the first decoded one; each KV head evicts by its own scores, where
     CAMPress has the same tokens in all heads, by their mean; and all that decoding evicts is
     merged, where CAMPress merges as many of it as tokens came since. The compression of a prompt
-    does not merge (in the paper and in CAMPress only decoding merges): in ``compress`` this is
-    ``fit=True``.
+    does not merge (in the paper and in CAMPress only decoding merges): ``compress`` merges with
+    ``decoding=True``.
 
     Args:
         neighbours: kept tokens that an evicted one goes to, >= 1; CAMPress's ``merge_budget``.
@@ -44,9 +44,9 @@ class CaM(Merging):
         super().__init__(seed)
         self.neighbours = at_least("neighbours", neighbours, 1)
 
-    def merged(self, evicted: Evicted, fit: bool) -> Slots:
+    def merged(self, evicted: Evicted, decoding: bool) -> Slots:
         slots, kept, own, gone = evicted.slots, evicted.kept, evicted.own, evicted.gone
-        if fit:
+        if not decoding:
             return kept
         uniform = self.random(gone.shape, gone.device)  # whether or not any row loses tokens
         n, width = slots.count, own.shape[-1]

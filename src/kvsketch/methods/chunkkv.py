@@ -8,7 +8,6 @@ from torch import Tensor
 from kvsketch.errors import at_least
 from kvsketch.methods.base import keep_top
 from kvsketch.methods.scoring import score_of
-from kvsketch.methods.seen import Seen
 from kvsketch.methods.snapkv import SnapKV
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
@@ -57,7 +56,7 @@ class ChunkKV(SnapKV):
         alike = (live == live[:, :1]).all(-1).all(-1)  # the heads of a row hold the same slots
         return torch.where(alike[:, None, None], shared, score)
 
-    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
+    def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots:
         return keep_top(slots, chunk_order(slots, score_of(slots, self.name), self.chunk), budget)
 
 

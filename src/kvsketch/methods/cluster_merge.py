@@ -9,7 +9,6 @@ from kvsketch.errors import at_least
 from kvsketch.methods.base import Compressor
 from kvsketch.methods.clustering import check_pairs, group
 from kvsketch.methods.groups import merge
-from kvsketch.methods.seen import Seen
 from kvsketch.slots import Slots, compute_dtype
 
 # When pairs are chosen, the newest slot weighs e^4 times as much as the oldest.
@@ -47,7 +46,7 @@ class ClusterMerge(Compressor):
         self.steps = at_least("steps", steps, 1)
         self.pairs = check_pairs(pairs)
 
-    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
+    def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots:
         batch, heads, n = slots.keys.shape[:3]
         dtype = compute_dtype(slots.keys.dtype)
         mass = slots.masses().reshape(batch * heads, n).to(dtype)

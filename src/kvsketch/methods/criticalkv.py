@@ -13,7 +13,6 @@ from kvsketch.methods.base import keep_top
 from kvsketch.methods.beside import column_of, with_columns, without_columns
 from kvsketch.methods.output import output_norms
 from kvsketch.methods.scoring import score_of
-from kvsketch.methods.seen import Seen
 from kvsketch.methods.snapkv import SnapKV
 from kvsketch.slots import Slots
 
@@ -72,7 +71,7 @@ class CriticalKV(SnapKV):
     def finished(self, kept: Slots, slots: Slots, budget: int | Tensor, fit: bool) -> Slots:
         return without_columns(kept, 2, slots.keys.dtype)
 
-    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
+    def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots:
         score = score_of(slots, self.name)
         live = slots.live()
         if live is not None:

@@ -66,7 +66,7 @@ class D2O(Merging):
         self.decay = decay
         self.threshold = None
 
-    def merged(self, evicted: Evicted, fit: bool) -> Slots:
+    def merged(self, evicted: Evicted, decoding: bool) -> Slots:
         kept, own = evicted.kept, evicted.own
         order, real = evicted.first()
         if not order.shape[-1]:

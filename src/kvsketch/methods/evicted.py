@@ -46,13 +46,13 @@ class Merging(H2O):
     subclass merges the evicted tokens into them (``merged``)."""
 
     @abstractmethod
-    def merged(self, evicted: Evicted, fit: bool) -> Slots:
+    def merged(self, evicted: Evicted, decoding: bool) -> Slots:
         """The kept slots, with the evicted ones merged into them.
 
         Args:
             evicted: kept and evicted slots. None may be evicted, if only padding exceeds the
                 budget.
-            fit: as for ``compress``.
+            decoding: as for ``compress``.
         """
 
     def prepared(self, slots: Slots, budget: int | Tensor, sink: int, recent: int) -> Slots:
@@ -60,7 +60,7 @@ class Merging(H2O):
         marks = number.view(-1, 1).expand(*slots.keys.shape[:3], 1)
         return replace(slots, keys=marks, positions=None)
 
-    def finished(self, kept: Slots, slots: Slots, budget: int | Tensor, fit: bool) -> Slots:
+    def finished(self, kept: Slots, slots: Slots, budget: int | Tensor, decoding: bool) -> Slots:
         n = slots.count
         place, own = kept.keys.squeeze(-1).long(), kept.live()
         stay = slots.take(place)
@@ -76,4 +76,4 @@ class Merging(H2O):
         gone = gone.scatter(-1, torch.where(own, place, n), False)[..., :n]
         live = slots.live()
         gone = gone if live is None else gone & live
-        return self.merged(Evicted(slots, stay, place, own, gone), fit)
+        return self.merged(Evicted(slots, stay, place, own, gone), decoding)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvsketch.methods.base import Compressor
-from kvsketch.methods.seen import Seen
 from kvsketch.random_numbers import derived
 from kvsketch.slots import Slots, compute_dtype
 
@@ -68,7 +67,7 @@ class Halving(Compressor):
     def scale(self, slots: Slots) -> float:
         return slots.keys.shape[-1] ** -0.5 if self.scaling is None else self.scaling
 
-    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
+    def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots:
         assert isinstance(budget, int)  # the class is not ragged
         streams, rounds = self.streams_for(slots), 0
         while slots.count > budget:

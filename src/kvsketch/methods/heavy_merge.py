@@ -12,7 +12,6 @@ from kvsketch.estimator import check_queries
 from kvsketch.kernels import cpu
 from kvsketch.methods.base import Compressor
 from kvsketch.methods.clustering import check_pairs, group
-from kvsketch.methods.fit import Asked, fitted
 from kvsketch.methods.groups import merge, packed
 from kvsketch.methods.keydiff import similarity
 from kvsketch.methods.learned import corrected, largest_attention, learned_scores
@@ -20,7 +19,6 @@ from kvsketch.methods.order import order
 from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.rereading import reread_attention
 from kvsketch.methods.scoring import recent_attention, score_of
-from kvsketch.methods.seen import Seen
 from kvsketch.observed import Observed
 from kvsketch.pieces import at_once
 from kvsketch.slots import Slots, compute_dtype
@@ -58,15 +56,8 @@ class HeavyMerge(Compressor):
     whose median token has such a share needs all of them (``importance``). A group's slot is (mean
     key, mass times mean value, mass), the means weighted by attention.
 
-    With ``correct``, u and m of the slots are then fitted to the last ``window`` queries of the
-    prompt, or of the given part of it (``fit.fitted``: ridge least squares). A head uses the fit
-    only if it reduces the error on queries that were left out of it. There is no fit to fewer than
-    16 queries, with soft-capping or ALiBi, and none to the queries of decoded tokens: these come
-    with ``compress(..., fit=False)``.
-
     There is no factor for what a group's spread adds to exp(score), from the mean of exp under a
-    Gaussian, because it does not help: together with the fit it increased the error at every budget
-    (measured with ``benchmarks/ablation.py``; docs/errors.md).
+    Gaussian, and u and m are not fitted to queries: neither helps (docs/errors.md).
 
     Args:
         share: fraction of the budget that keeps tokens unchanged, in [0, 1). None: 0.9 if the
@@ -77,8 +68,6 @@ class HeavyMerge(Compressor):
         window: number of last queries whose attention counts, >= 1.
         steps: Lloyd iterations, >= 1, if k-means groups the keys instead: with ``pairs`` 0, or if
             too many costs are equal.
-        correct: fit u and m if queries are known.
-        ridge: regularisation of the fit, relative to the mean diagonal, > 0.
         pairs: the fraction of the slots that is merged in a round, in (0, 1/2]; 0: k-means.
         seed: unused; there is no randomness.
 
@@ -94,7 +83,6 @@ class HeavyMerge(Compressor):
     allocation = "measured"
     allocation_reread = "global"
     bits = "measured"
-    fits = True
     window: int
 
     def __init__(
@@ -102,8 +90,6 @@ class HeavyMerge(Compressor):
         share: float | None = None,
         window: int = 64,
         steps: int = 5,
-        correct: bool = True,
-        ridge: float = 0.1,
         pairs: float = 0.25,
         distinct: bool = True,
         seed: int = 0,
@@ -111,9 +97,7 @@ class HeavyMerge(Compressor):
         super().__init__(seed)
         if share is not None and not 0 <= share < 1:
             raise InputError(f"share={share!r} must lie in [0, 1), or be None")
-        if not ridge > 0:
-            raise InputError(f"ridge={ridge!r} must be > 0")
-        self.share, self.correct, self.ridge = share, correct, ridge
+        self.share = share
         self.window = at_least("window", window, 1)
         self.steps = at_least("steps", steps, 1)
         self.pairs = check_pairs(pairs)
@@ -162,7 +146,7 @@ class HeavyMerge(Compressor):
         found: Tensor = score_of(slots, self.name) * norm / torch.where(mass > 0, mass, 1.0)
         return found
 
-    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
+    def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots:
         batch, heads, n = slots.keys.shape[:3]
         weight = score_of(slots, self.name).flatten(0, 1)
         live, device = slots.live(), weight.device
@@ -175,15 +159,14 @@ class HeavyMerge(Compressor):
         if isinstance(budget, Tensor) and live is not None:
             size = live.sum(1)
         wanted = torch.as_tensor(budget, device=device).expand(batch, heads).flatten()
-        after = seen is not None and seen.after
         share = self.share
         if share is None:
-            share = _SHARE_ASKED if after else _SHARE
+            share = _SHARE_ASKED if asked_again else _SHARE
         heavy = torch.minimum(wanted - 1, (share * wanted.double()).round().long())
         column = torch.arange(n, device=device)
         attended = self._worth(slots).flatten(0, 1).masked_fill_(weight < 0, -1.0)
         places = order(attended, descending=True)
-        if self.distinct and not after:
+        if self.distinct and not asked_again:
             alike = similarity(slots).flatten(0, 1).masked_fill_(weight < 0, torch.inf)
             places = _in_turn(places, order(alike))
         first = torch.zeros_like(places, dtype=torch.bool)
@@ -200,9 +183,7 @@ class HeavyMerge(Compressor):
         price, count = pull.sqrt(), wanted - heavy
         groups = group(slots, pull, price, count, self.steps, self.pairs, others, rest)
         most = int(wanted.max())
-        kept = merge(slots, groups, pull, True, others, ahead=first, width=most)
-        asked = Asked.of(seen, self.window) if seen is not None and self.correct else None
-        return kept if asked is None else fitted(kept, slots, asked, self.ridge)
+        return merge(slots, groups, pull, True, others, ahead=first, width=most)
 
 
 def _median(numbers: Tensor, live: Tensor | None) -> Tensor:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kvsketch.farthest_first import farthest_first
 from kvsketch.methods.base import Compressor, keep_top
-from kvsketch.methods.seen import Seen
 from kvsketch.observed import causal
 from kvsketch.slots import Slots
 
@@ -33,7 +32,7 @@ class KCenter(Compressor):
     paper = "Zandieh et al., SubGen section 3.2 (2402.06082)"
     ragged = True
 
-    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
+    def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots:
         live = slots.live()
         if isinstance(budget, Tensor) and live is not None:  # new slots are expected at the end
             order = live.to(torch.uint8).argsort(dim=-1, stable=True)

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvsketch.methods.base import Compressor, keep_top
-from kvsketch.methods.seen import Seen
 from kvsketch.slots import Slots, compute_dtype
 
 # Of a norm, as in torch's normalize.
@@ -27,7 +26,7 @@ class KeyDiff(Compressor):
     paper = "Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction (2504.15364)"
     ragged = True
 
-    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
+    def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots:
         return keep_top(slots, -similarity(slots), budget)
 
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kvsketch.methods.base import Compressor, keep_top
-from kvsketch.methods.seen import Seen
 from kvsketch.slots import Slots, compute_dtype
 
 
@@ -22,7 +21,7 @@ class KNorm(Compressor):
     paper = "Devoto et al., A Simple and Effective L2 Norm-Based Strategy (2406.11430)"
     ragged = True
 
-    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
+    def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots:
         dtype = compute_dtype(slots.keys.dtype)
         norm = torch.linalg.vector_norm(slots.keys, dim=-1, dtype=dtype)
         return keep_top(slots, -norm, budget)

@@ -11,7 +11,6 @@ from kvsketch.errors import at_least
 from kvsketch.methods.base import Compressor, keep_top
 from kvsketch.methods.beside import column_of, with_columns, without_columns
 from kvsketch.methods.scoring import score_of
-from kvsketch.methods.seen import Seen
 from kvsketch.slots import Slots, compute_dtype
 
 
@@ -58,7 +57,7 @@ class LagKV(Compressor):
         scored_before = replace(kept, score=column_of(kept, -1))
         return without_columns(scored_before, 1, slots.keys.dtype)
 
-    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
+    def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots:
         return keep_top(slots, score_of(slots, self.name), budget)
 
 

@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvsketch.methods.seen import Seen
 from kvsketch.random_numbers import places
 from kvsketch.slots import Slots
 
@@ -22,7 +21,7 @@ class Reducer(Protocol):
     @property
     def ragged(self) -> bool: ...
 
-    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots: ...
+    def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots: ...
 
     def at(self, places: Tensor, generator: torch.Generator) -> Reducer: ...
 
@@ -75,7 +74,7 @@ class _Layout:
 
 
 def compress_ragged(
-    compressor: Reducer, slots: Slots, budget: Tensor, sink: int, recent: int, seen: Seen | None
+    compressor: Reducer, slots: Slots, budget: Tensor, sink: int, recent: int, asked_again: bool
 ) -> Slots:
     """``Compressor.compress`` with a budget for each head. The result for a head is the same as if
     it were compressed alone and without padding. Only heads with more live slots than their budget
@@ -84,7 +83,7 @@ def compress_ragged(
     Args:
         slots: ``[batch, heads, n, ...]``, with scores.
         budget: int64 ``[batch, heads]``, >= 1, some less than n.
-        seen: the queries of all heads.
+        asked_again: as for ``reduce``.
     """
     layout = _Layout.of(slots, budget.to(slots.keys.device), sink, recent)
     width = min(int(budget.max()), slots.count)
@@ -96,7 +95,7 @@ def compress_ragged(
     kept = slots.take(layout.place(torch.where(column < end, column, column + skipped) * own))
     reduced = layout.middle > 0
     if bool(reduced.any()):
-        some = _reduced(compressor, slots, layout, reduced, sink, recent, seen)
+        some = _reduced(compressor, slots, layout, reduced, sink, recent, asked_again)
         kept = _overlaid(kept, some, layout.middle, sink)
     if bool(own.all()):
         return kept
@@ -112,14 +111,14 @@ def _reduced(
     reduced: Tensor,
     sink: int,
     recent: int,
-    seen: Seen | None,
+    asked_again: bool,
 ) -> Slots:
     """The slots between sinks and recent window after reduction, ``[batch, heads, most, ...]``.
     They are undefined for heads that need no reduction."""
     batch, heads, n = slots.keys.shape[:3]
     size = layout.live - sink - recent  # slots that may be reduced
     if bool(reduced.all()) and layout.order is None and compressor.ragged:
-        return compressor.reduce(slots.narrow(sink, n - sink - recent), layout.middle, seen)
+        return compressor.reduce(slots.narrow(sink, n - sink - recent), layout.middle, asked_again)
     device = slots.keys.device
     numbers = torch.arange(batch) if compressor.rows is None else compressor.rows
     place = places(numbers.to(device), heads).view(-1, 1)
@@ -137,12 +136,9 @@ def _reduced(
         real = torch.arange(most, device=device) < size.view(-1, 1, 1)
         return part if bool(real.all()) else part.only(real)
 
-    def mine(some: Tensor) -> Seen | None:
-        return None if seen is None else seen.select(some)
-
     if compressor.ragged:
         twin = compressor.at(place[rows], compressor.generator)
-        parts = [(rows, twin.reduce(between(rows, sizes), budgets.unsqueeze(1), mine(rows)))]
+        parts = [(rows, twin.reduce(between(rows, sizes), budgets.unsqueeze(1), asked_again))]
     else:
         parts, generator = [], compressor.generator
         both = torch.stack([budgets, sizes], 1)
@@ -153,7 +149,7 @@ def _reduced(
             generator = compressor.generator.clone_state()
             twin = compressor.at(place[rows[some]], generator)
             middle = between(rows[some], sizes[some])
-            parts.append((rows[some], twin.reduce(middle, budget, mine(rows[some]))))
+            parts.append((rows[some], twin.reduce(middle, budget, asked_again)))
         compressor.generator.set_state(generator.get_state())
     return _spread(parts, batch, heads, int(budgets.max()))
 

@@ -12,7 +12,6 @@ from kvsketch.methods.base import keep_top
 from kvsketch.methods.beside import column_of, with_columns, without_columns
 from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.scoring import Scoring, first_counted, query_weights, score_of
-from kvsketch.methods.seen import Seen
 from kvsketch.observed import Observed, causal
 from kvsketch.slots import Slots, compute_dtype
 
@@ -96,7 +95,7 @@ class RKV(Scoring):
     def finished(self, kept: Slots, slots: Slots, budget: int | Tensor, fit: bool) -> Slots:
         return without_columns(kept, 1, slots.keys.dtype)
 
-    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
+    def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots:
         return keep_top(slots, column_of(slots, -1), budget)
 
 

@@ -13,7 +13,6 @@ from kvsketch.estimator import attention_received, check_queries
 from kvsketch.kernels import cpu
 from kvsketch.methods.base import Compressor, keep_top
 from kvsketch.methods.requirements import Requirements
-from kvsketch.methods.seen import Seen
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots, compute_dtype
 
@@ -41,7 +40,7 @@ class Scoring(Compressor):
             return slots
         return replace(slots, score=self.scores(slots, observed))
 
-    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
+    def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots:
         return keep_top(slots, score_of(slots, self.name), budget)
 
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kvsketch.methods.base import Compressor
-from kvsketch.methods.seen import Seen
 from kvsketch.slots import Slots
 
 
@@ -24,7 +23,7 @@ class StreamingLLM(Compressor):
     paper = "Xiao et al., Efficient Streaming Language Models with Attention Sinks (2309.17453)"
     ragged = True
 
-    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
+    def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots:
         live = slots.live()
         if isinstance(budget, Tensor):  # live slots come first
             count = slots.count if live is None else live.sum(-1)

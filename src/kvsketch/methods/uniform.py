@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kvsketch.methods.base import Compressor
-from kvsketch.methods.seen import Seen
 from kvsketch.slots import Slots
 
 
@@ -26,7 +25,7 @@ class Uniform(Compressor):
     guarantee = "numerator and denominator are unbiased (Horvitz-Thompson)"
     ragged = True
 
-    def reduce(self, slots: Slots, budget: int | Tensor, seen: Seen | None) -> Slots:
+    def reduce(self, slots: Slots, budget: int | Tensor, asked_again: bool) -> Slots:
         mass = slots.masses().double()
         live = slots.live()
         # A numerator-only slot (m = 0, u != 0) still needs a chance: count it as one token.

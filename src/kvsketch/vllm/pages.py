@@ -205,8 +205,6 @@ class Pages:
             kept = layout.sizes(len(rows), torch.device("cpu")) + sum(around)
         elif layout.middle:
             kept = layout.middle[0] + sum(around)
-        # Without the least-squares fit: a preempted request reads its decoded tokens again as part
-        # of the prompt, and must get the same slots as before.
         after = compress(
             before,
             slots,
