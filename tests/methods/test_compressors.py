@@ -256,6 +256,12 @@ def test_bad_arguments_are_named():
         make("uniform")(random_slots(0, 9), 0)
 
 
+def test_a_method_that_fitted_to_queries_is_refused():
+    """``reduce`` would get a bool where it expects queries."""
+    with pytest.raises(InputError, match=r"Old\.fits is no attribute any more: reduce gets no"):
+        type("Old", (Compressor,), {"fits": True})
+
+
 @pytest.mark.parametrize("name", FORMER)
 def test_attributes_that_became_requirements_are_refused_by_name(name):
     with pytest.raises(InputError, match=f"Old.{name} is no attribute any more: requires = "):
