@@ -451,7 +451,7 @@ def test_every_method_holds_the_same_bytes(short, name):
             assert row["slots_per_token"] < plain[kept]["slots_per_token"]
         if method.endswith("+int4"):
             assert row["slots_per_token"] > plain[kept]["slots_per_token"]
-        elif method != "subgen" and row["slots_per_token"] < 0.99:  # else all tokens are kept
+        elif method != "subgen" and row["slots_per_token"] < 0.9:  # else some layers keep all
             assert row["bytes_per_token"] > 0.97 * limit, (method, kept)
     assert rows["int4", 1.0]["bytes_per_token"] < 80
 
