@@ -13,6 +13,17 @@ from typing import BinaryIO
 from kvsketch.errors import InputError
 
 
+def path_of(path: object, name: str) -> Path:
+    """A path as given by a user.
+
+    Raises:
+        InputError: it is no path, or empty.
+    """
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise InputError(f"{name}={path!r} must be the path of a file, as a str or a Path")
+    return Path(path)
+
+
 @contextmanager
 def whole(path: Path, name: str, new: bool = False) -> Iterator[BinaryIO]:
     """A stream whose content becomes a file, atomically. It is written to a temporary file in the
@@ -74,13 +85,14 @@ def check_replaced(path: Path, option: str, begins: bytes, kind: str) -> None:
         begins: regular expression of the first bytes of every file of the kind.
         kind: its name, such as "a page of `kvsketch report`".
     """
-    if not path.is_file():
-        return
     try:
+        if not path.is_file():
+            return
         with path.open("rb") as file:
             first = file.read(4096)
-    except OSError as error:
-        raise InputError(f"{option} {path} cannot be read: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # a name that is too long, or with a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{option} {path} cannot be read: {reason}") from error
     if first and re.match(begins, first, re.DOTALL) is None:
         raise InputError(
             f"{option} {path} exists and is not {kind}: it would be lost; name another file"

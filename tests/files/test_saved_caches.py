@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +306,16 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("path", [5, None, "", "a" * 300, "a\0b"], ids=repr)
+def test_what_is_no_path_is_an_error_that_names_it(llama: Any, path: Any) -> None:
+    cache = SketchCache(llama.config, budget=40)
+    forward(llama, ids_of(1, 30), cache)
+    with pytest.raises(InputError, match=r"path|written"):
+        cache.save(path)
+    with pytest.raises(InputError, match=re.escape(repr(path))):
+        SketchCache.load(path, llama)
+
+
 def test_numbers_of_numpy_are_saved_too(llama: Any, tmp_path: Path) -> None:
     numbers: dict[str, Any] = {
         "budget": np.int64(40),
@@ -359,6 +370,22 @@ def test_copies_of_a_fork_choose_what_one_would_choose(method: str, llama: Any) 
     (side,) = goes_on_from_same(llama, three)
     for one, many in zip(alone, side, strict=True):
         torch.testing.assert_close(many, one.expand(3, -1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["snapkv", "chunkkv", "rkv"])
+def test_rows_of_a_fork_have_the_scores_that_one_would_have(method: str) -> None:
+    """How many decoded queries become scores together does not depend on the number of rows."""
+    model = build("opt").double()
+    cache = SketchCache(model.config, method, budget=128, seed=2)
+    forward(model, ids_of(1, 200, 2), cache)
+    three = cache.fork(copies=3)
+    folds = [c._sketches()[0].stream.scores for c in (cache, three)]
+    assert folds[0].row_bytes == folds[1].row_bytes
+    for step in range(90):
+        ids = ids_of(1, 1, 100 + step)
+        alone = forward(model, ids, cache)
+        side = forward(model, ids.expand(3, -1), three)
+        torch.testing.assert_close(side, alone.expand(3, -1, -1), rtol=1e-9, atol=1e-9)
 
 
 def goes_on_from_same(model: Any, cache: SketchCache) -> list[list[torch.Tensor]]:

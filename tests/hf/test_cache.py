@@ -531,6 +531,23 @@ def test_crop_is_refused_by_name_once_compressed(llama):
     assert cache.get_seq_length() == 39
 
 
+@pytest.mark.parametrize("tokens", [3, -1.7, -31])
+def test_crop_of_what_is_not_there_changes_nothing(llama, tokens):
+    cache = SketchCache(llama.config, budget=1000)
+    with torch.no_grad():
+        llama(ids_of(1, 30), past_key_values=cache, use_cache=True)
+    with pytest.raises(InputError, match=r"crop\(.*between -30 and 0"):
+        cache.crop(tokens)
+    assert cache.get_seq_length() == 30
+
+
+def test_a_mask_of_integers_over_pairs_is_refused_by_its_dtype(llama):
+    cache = SketchCache(llama.config, budget=15, **WINDOW)
+    mask = torch.ones(1, 1, 30, 30, dtype=torch.int64).tril()
+    with torch.no_grad(), pytest.raises(UnsupportedError, match=r"torch.int64.*bool"):
+        llama(ids_of(1, 30), attention_mask=mask, past_key_values=cache, use_cache=True)
+
+
 @pytest.mark.parametrize("method", EVERY_METHOD)
 def test_crop_before_compression_forgets_the_last_tokens(llama, method):
     ids = ids_of(1, 30)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.errors import InputError
-from kvsketch.writing import save_bytes
+from kvsketch.writing import path_of, save_bytes
 
 #: later tokens differ from the measured ones, so a tolerance is multiplied by this factor (measured
 #: by ``benchmarks.tolerance``)
@@ -191,7 +191,7 @@ class Curves:
         content = {"kvsketch_curves": _FORMAT, "kept": self.kept.tolist()}
         content |= {"error": self.error.tolist(), "relative": relative, "model": self.model}
         text = json.dumps(content, allow_nan=False) + "\n"
-        save_bytes(Path(path), text.encode(), repr(str(path)))
+        save_bytes(path_of(path, "path"), text.encode(), repr(str(path)))
 
     @staticmethod
     def load(path: str | Path) -> Curves:
@@ -200,8 +200,9 @@ class Curves:
         Raises:
             InputError: the file is missing, truncated, or not a file of curves.
         """
+        file = path_of(path, "path")
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise InputError(f"{str(path)!r} cannot be read: {error.strerror}") from error
         except ValueError as error:

@@ -62,17 +62,16 @@ class Queries:
         queries = together.queries[:, :, -count:].clone()
         return replace(together, queries=queries, live=live)
 
-    def many(self, held_bytes: int) -> bool:
+    def many(self, row_bytes: int) -> bool:
         """Whether decoded queries should be turned into scores now."""
-        if not self.count:
-            return False
-        each = self._waiting[0].queries.nbytes // self._waiting[0].queries.shape[2]
-        return self.count >= self.most(held_bytes, each)
+        return bool(self.count) and self.count >= self.most(row_bytes, self._waiting[0].queries)
 
-    def most(self, held_bytes: int, each: int) -> int:
-        """How many queries, of ``each`` bytes, become scores together: ``FOLD_EVERY``, or fewer so
-        that they are at most 2% of the bytes held beside them."""
-        return max(1, min(FOLD_EVERY, int(0.02 * held_bytes / each)))
+    def most(self, row_bytes: int, queries: Tensor) -> int:
+        """How many queries become scores together: ``FOLD_EVERY``, or fewer so that those of a row
+        are at most 2% of the bytes held beside them. By the bytes of one row, so that every row of
+        a batch has the scores that it would have alone."""
+        each = queries[0, :, :1].nbytes
+        return max(1, min(FOLD_EVERY, int(0.02 * row_bytes / each)))
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply ``fn``, which acts on axis 0, the batch."""

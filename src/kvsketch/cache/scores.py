@@ -37,7 +37,7 @@ class Scores:
 
     Attributes:
         queries: those that wait.
-        beside: the bytes beside which they wait; the more, the more may wait.
+        row_bytes: the bytes of a row beside which they wait; the more, the more may wait.
         echo: a prompt's queries, if they can be asked again after it; None: they cannot.
         asked_again: whether the scores of a prompt are those of its queries, asked again.
         last: the prompt's last queries, if others wait.
@@ -52,7 +52,7 @@ class Scores:
     def reset(self) -> None:
         """Forget all queries."""
         self.queries.clear()
-        self.beside = 0
+        self.row_bytes = 0
         self.echo: Echo | None = None
         self.asked_again = self.answers = False
         self.last: Observed | None = None
@@ -77,7 +77,7 @@ class Scores:
             queries.keep_last(method.window)
         elif hold and method.requires.whole_prompt:
             pass
-        elif prefill or queries.many(self.beside):
+        elif prefill or queries.many(self.row_bytes):
             self.fold(page)
 
     @torch.no_grad()
@@ -239,6 +239,8 @@ class Scores:
         self.queries.map_batch(fn)
         if self.echo is not None:
             self.echo.map_batch(fn)
+        if self.last is not None:
+            self.last = self.last.map_batch(fn)
 
     def tensors(self) -> list[Tensor]:
         """All tensors, for byte counting."""

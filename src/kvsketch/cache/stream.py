@@ -367,7 +367,7 @@ class Stream:
         within = torch.as_tensor(self.pace.schedule.recent_within(aim.budget))  # few leave no room
         self.pins.passed(self.seen, int(within.min()))
         self.scores.forget(waiting=not provisional)
-        self.scores.beside = self._allowed(budgets)
+        self.scores.row_bytes = self._row_bytes(budgets)
 
     def _newest_of(self, page: Page, aim: Aim) -> Newest | None:
         """What becomes of the newest tokens, if no others need be compressed."""
@@ -401,13 +401,13 @@ class Stream:
         assert self.pace.budget is not None
         self._compress(self.pace.budget, prefill=False, last=None, whole=True)
 
-    def _allowed(self, budgets: HeadBudgets) -> int:
-        """The bytes of a budget in the dtype of the tokens. Queries become scores together by their
-        number beside these bytes: by what is held, it would depend on the other rows of a batch."""
+    def _row_bytes(self, budgets: HeadBudgets) -> int:
+        """The bytes of a row's budget in the dtype of the tokens; of a sketch, what it holds for an
+        average row."""
         if self.compressor is None:
-            return sum(tensor.nbytes for tensor in self.tensors())
+            return sum(tensor.nbytes for tensor in self.tensors()) // len(self.held)
         token = self.parted.newest(1)
-        return budgets.average(self.seen) * (token.keys.nbytes + token.values.nbytes)
+        return budgets.average(self.seen) * (token.keys[0].nbytes + token.values[0].nbytes)
 
     def _slotted(self, method: Compressor, aim: Aim, decoding: bool, whole: bool) -> Page:
         """The next page of a compressor's."""

@@ -35,7 +35,7 @@ def stream_state(stream: Stream) -> State:
             "seen": stream.seen,
             "padded": stream.padded,
             "bits": list(stream.pace.bits),
-            "bytes": stream.scores.beside,
+            "bytes": stream.scores.row_bytes,
             "compressed": stream.compressed,
             "asked_again": stream.scores.asked_again,
             "pins": stream.pins.values(),
@@ -97,7 +97,7 @@ def restore(stream: Stream, reader: Reader, kind: Kind, most: int | None) -> Non
     stream.seen = seen
     if compressed and not pinned:
         stream.pins.tail = seen
-    stream.scores.beside = reader.whole("bytes")
+    stream.scores.row_bytes = reader.whole("bytes")
     stream.pace.limit = left = reader.whole("left", -(1 << 31))
     if compressed:
         # what is allocated at the next token follows from it

@@ -356,13 +356,16 @@ class SketchCache(Cache):  # type: ignore[misc]
         tokens after ``activate_past_recording`` (assisted decoding).
 
         Raises:
-            InputError: a positive number.
+            InputError: a positive number, no whole one, or more than there are tokens.
             UnsupportedError: the tokens may be compressed already; the cache is unchanged.
         """
-        tokens_to_remove = int(tokens_to_remove)  # transformers 5.16 passes a tensor
-        if tokens_to_remove > 0:
-            raise InputError(f"crop({tokens_to_remove}): pass minus the number of tokens to remove")
-        self._forward.crop(tokens_to_remove)
+        tokens, seen = int(tokens_to_remove), self.get_seq_length()  # transformers passes a tensor
+        if tokens > 0 or tokens != tokens_to_remove or -tokens > seen:
+            raise InputError(
+                f"crop({tokens_to_remove}): pass minus the number of tokens to remove, an integer "
+                f"between {-seen} and 0"
+            )
+        self._forward.crop(tokens)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As ``Cache.get_mask_sizes``: masks are made over all tokens seen. In a second reading of

@@ -81,7 +81,8 @@ def check_positions(seen: int, positions: Any) -> None:
     if not seen or not isinstance(positions, Tensor) or positions.dim() != 2:
         return
     if bool((positions[:, 0] + positions[:, -1] + 1 == seen).all()):
-        raise InputError(BEHIND.format(seen=seen))
+        own = f"; position_ids of your own must number new tokens from {seen} on"
+        raise InputError(BEHIND.format(seen=seen) + own)
 
 
 #: of a text that is no longer than the cache: ``generate`` passes on only what is beyond

@@ -165,7 +165,7 @@ class Decoding:
         stream = layer.stream
         if turn.kernel is None:
             turn.kernel = paged.prepared(asked, turn.parts, stream.padded)
-            turn.most = stream.scores.queries.most(stream.scores.beside, query.nbytes)
+            turn.most = stream.scores.queries.most(stream.scores.row_bytes, query)
         out = turn.kernel.attend(asked)
         if out is None:
             out = attend_to(asked, turn.parts, None, stream.padded)

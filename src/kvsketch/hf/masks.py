@@ -182,6 +182,11 @@ def _visible(mask: Any, batch: int, q: int, seen: int) -> Tensor | None:
         return mask.bool().expand(batch, seen)
     if mask.dtype == torch.bool:
         return mask.expand(batch, -1, -1, -1)
+    if not mask.is_floating_point():
+        raise UnsupportedError(
+            f"attention_mask is {mask.dtype}: with 4 axes, SketchCache reads masks that are bool "
+            "(True: visible) or floating (added to the scores)"
+        )
     hides = mask < _HIDES * torch.finfo(mask.dtype).min
     if not bool((hides | (mask == 0)).all()):
         raise UnsupportedError(

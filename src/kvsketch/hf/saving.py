@@ -32,7 +32,7 @@ from kvsketch.hf.size import predicted_size
 from kvsketch.methods.registry import ALL_METHODS
 from kvsketch.page.kind import Kind
 from kvsketch.state import FLOATS, Reader, State, name_of, numbered
-from kvsketch.writing import check_replaced
+from kvsketch.writing import check_replaced, path_of
 
 #: the kind of file, in its header
 KIND = "cache"
@@ -59,7 +59,8 @@ _Cache = TypeVar("_Cache", bound=Kept)
 
 def save(cache: Kept, path: str | Path, tokenizer: Any, about: Mapping[str, Any] | None) -> None:
     """See ``SketchCache.save``."""
-    check_replaced(Path(path), "path", container.BEGINS, "a file of `SketchCache.save`")
+    path = path_of(path, "path")
+    check_replaced(path, "path", container.BEGINS, "a file of `SketchCache.save`")
     state = cache_state(cache)
     header: dict[str, Any] = {
         "model": told_model(cache),
@@ -71,7 +72,7 @@ def save(cache: Kept, path: str | Path, tokenizer: Any, about: Mapping[str, Any]
         identity.check_tokenizer(cache._tokenizer, tokenizer)
         header["tokenizer"] = identity.tokenizer_mark(tokenizer)
     header["predicted_file_bytes"] = predicted_size(cache)
-    write(Path(path), KIND, header, state)
+    write(path, KIND, header, state)
     cache._tokenizer, cache.about = header["tokenizer"], header["about"]
 
 
@@ -81,7 +82,7 @@ def load(
     """See ``SketchCache.load``."""
     if not isinstance(model, PreTrainedModel):
         raise InputError(f"model must be a transformers model, got {type(model).__name__}")
-    header, state = read(Path(path), KIND)
+    header, state = read(path_of(path, "path"), KIND)
     try:
         told, about = header.get("model"), header.get("about")
         identity.check_model(told, model)

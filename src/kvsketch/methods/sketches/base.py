@@ -19,6 +19,7 @@ from kvsketch.methods.requirements import Requirements
 from kvsketch.methods.sketches import checks
 from kvsketch.slots import FIELDS, Slots
 from kvsketch.state import Reader, State
+from kvsketch.writing import path_of
 
 S = TypeVar("S", bound="Sketch")
 
@@ -181,7 +182,7 @@ class Sketch(ABC):
         Raises:
             InputError: the file cannot be written.
         """
-        write(Path(path), self.name, {}, self.to_state())
+        write(path_of(path, "path"), self.name, {}, self.to_state())
 
     @classmethod
     def load(cls: type[S], path: str | Path, device: str | torch.device = "cpu") -> S:
@@ -191,7 +192,7 @@ class Sketch(ABC):
             InputError: missing, truncated, damaged or foreign file, another kind of sketch, or a
                 version this one cannot read.
         """
-        _, state = read(Path(path), cls.name)
+        _, state = read(path_of(path, "path"), cls.name)
         try:
             return cls.from_state(Reader(state, device=device))
         except InputError as error:
