@@ -23,7 +23,7 @@ from kvsketch import SketchCache, Slots
 from kvsketch.cache import Stream
 from kvsketch.cache.curves import Curves
 from kvsketch.methods.sketches import Sketch
-from kvsketch.page.quantized import FULL, Bits, predicted_bytes, slot_bytes
+from kvsketch.page.quantized import FULL, Bits, check_bits, slot_bytes
 
 #: Bytes of a number of a key or value: those of a model in 16 bits, whatever computes it.
 ITEMSIZE = 2
@@ -53,6 +53,39 @@ class Held:
 def plain_bytes(slots: Slots) -> int:
     """Bytes of one token that is kept unchanged."""
     return ITEMSIZE * (slots.keys.shape[-1] + slots.values.shape[-1])
+
+
+def predicted_bytes(
+    quantised: int,
+    full: int,
+    head_dim: int,
+    value_dim: int,
+    bits: int | tuple[int, int],
+    *,
+    heads: int = 1,
+    itemsize: int = 4,
+    columns: int = 0,
+) -> int:
+    """Bytes of one layer's slots, for all its KV heads.
+
+    Args:
+        quantised: slots per head in ``bits``: all but sinks, recent window and buffer.
+        full: slots per head in the model's dtype, including allocated but unused memory.
+        bits: of keys and values, or of keys and of values.
+        heads: the number of batch rows times KV heads.
+        itemsize: bytes of an element in the model's dtype.
+        columns: the number of columns among mass, positions and score (4 bytes per slot each).
+
+    Centres and units (``8 * head_dim + 4`` per head) are counted.
+    """
+    keys, values = map(check_bits, bits if isinstance(bits, tuple) else (bits, bits))
+    if keys == values == 16:
+        full, quantised, grid = full + quantised, 0, 0
+    else:
+        grid = 8 * head_dim + 4
+    small = slot_bytes(head_dim, keys) + slot_bytes(value_dim, values) if quantised else 0
+    slots = quantised * small + full * (head_dim + value_dim) * itemsize
+    return heads * (slots + 4 * columns * (quantised + full) + (grid if quantised else 0))
 
 
 def held_bytes(slots: Slots, bits: Bits = FULL, sink: int = 0, recent: int = 0) -> float:

@@ -196,7 +196,7 @@ def test_an_even_budget_keeps_other_tokens_with_an_echo() -> None:
     heard = read(llama, **settings)
     assert all(layer.stream.scores.asked_again for layer in heard._sketches())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvsketch.hf.layer.turn_at", lambda module: None)
+        patch.setattr("kvsketch.hf.layer.turn_of", lambda *_: None)
         silent = read(llama, **settings)
     assert not torch.equal(heard.layers[1].keys, silent.layers[1].keys)
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.equal_bytes import predicted_bytes
 from benchmarks.peers import quantized_cache
 from families import VOCABULARY, build
 from kvsketch import InputError, SketchCache, Slots, UnsupportedError, attend
@@ -22,7 +23,7 @@ from kvsketch.evaluation.runner.longeval_cases import generate_cases
 from kvsketch.hf.activations import capture
 from kvsketch.models import packaged_model
 from kvsketch.observed import Observed
-from kvsketch.page.quantized import predicted_bytes, quantize, slot_bytes
+from kvsketch.page.quantized import quantize, slot_bytes
 
 BITS = [8, 4]
 

@@ -32,7 +32,9 @@ from transformers import (
 import kvsketch
 from families import EVERY_METHOD, VOCABULARY, build
 from kvsketch import InputError, KVSketchError, SketchCache, Slots, UnsupportedError
+from kvsketch.cache.stream import Stream
 from kvsketch.hf import interface
+from kvsketch.hf.layer import GUESSES
 from kvsketch.methods.base import Compressor, keep_top
 from model_sweep import Kept, Letters, masked, visible
 from tiny_model import tiny_case, tiny_model, tiny_tokenizer
@@ -694,6 +696,18 @@ def test_other_caches_break_the_graph_and_are_right(family: str) -> None:
     compiled_run(model, caches, first=False)
 
 
+def test_a_prompt_that_a_graph_reads_is_asked_again(llama: Any) -> None:
+    """A compiled graph shows the positions of a model, without which there is no echo."""
+    torch._dynamo.reset()
+    compiled = torch.compile(llama.forward, backend="eager", fullgraph=True)
+    caches = [SketchCache(llama.config, budget=0.25, sink=2, recent=6) for _ in range(2)]
+    for step, q in enumerate((120, 1, 1)):
+        with torch.no_grad():
+            ours = compiled(ids_of(1, q, step), past_key_values=caches[0], use_cache=True).logits
+        torch.testing.assert_close(ours, forward(llama, ids_of(1, q, step), caches[1]))
+        assert all(cache.summary()["allocation"] == "global" for cache in caches)
+
+
 def test_a_graph_serves_many_caches_and_refuses_one_that_is_gone(llama: Any) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(llama.forward, backend="eager", fullgraph=True)
@@ -710,7 +724,7 @@ def test_a_graph_serves_many_caches_and_refuses_one_that_is_gone(llama: Any) -> 
     assert not interface._SHARED
     q, k = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 1, 16)
     with pytest.raises(UnsupportedError, match="SketchCache that no longer exists"):
-        torch.ops.kvsketch.attend(q, k, k, None, 10**6, 0, "sdpa", None, None, None)
+        torch.ops.kvsketch.attend(q, k, k, None, 10**6, 0, "sdpa", "", True, None, None, None)
 
 
 def test_a_graph_leaves_out_only_what_says_nothing() -> None:
@@ -869,6 +883,68 @@ def test_tokens_taken_back_leave_nothing_behind(llama: Any, method: str, setting
             assert cache.summary()["slots"] < (60 if "bits" in settings else 30)
         held.append(forward(llama, ids_of(1, 1, 5), cache))
     torch.testing.assert_close(held[0], held[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_after_assisted_decoding_a_cache_is_compressed_again(family: str) -> None:
+    """transformers does not say when it is over."""
+    model = build(family)
+    cache = SketchCache(model.config, "h2o", budget=40, sink=2, recent=6)
+    ids = ids_of(1, 100)
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+    ids = model.generate(
+        ids, past_key_values=cache, max_new_tokens=8, prompt_lookup_num_tokens=3, **settings
+    )
+    assert cache._first.record_past
+    settings["attention_mask"] = torch.ones_like(ids)
+    model.generate(ids, past_key_values=cache, max_new_tokens=GUESSES + 20, **settings)
+    assert not cache._first.record_past
+    assert cache.summary()["slots"] <= 41
+
+
+def test_caches_leave_inference_mode(llama: Any) -> None:
+    """What was read there may not be written to outside."""
+
+    def run(mode: Any, method: str) -> torch.Tensor:
+        cache = SketchCache(llama.config, method, budget=40, sink=2, recent=6)
+        with mode():
+            llama(ids_of(1, 60), past_key_values=cache, use_cache=True)
+            for step in range(5):
+                llama(ids_of(1, 1, step), past_key_values=cache, use_cache=True)
+            twin = cache.fork()
+        found = [forward(llama, ids_of(1, 1, step), cache) for step in range(20)]
+        assert torch.equal(forward(llama, ids_of(1, 1, 0), twin), found[0])
+        return torch.cat(found)
+
+    for method in ("heavy_merge", "snapkv", "subgen"):
+        assert torch.equal(run(torch.inference_mode, method), run(torch.no_grad, method))
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+def test_what_stops_while_the_last_layer_takes_its_tokens_is_in_the_middle(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, prompt: bool
+) -> None:
+    """All layers have as many tokens then, and none waits for its attention."""
+    cache = SketchCache(llama.config, "h2o", **SMALL)
+    if not prompt:
+        forward(llama, ids_of(1, 60), cache)
+    real, last = Stream.extend, cache._sketches()[-1].stream
+
+    def extend(self: Stream, new: Slots) -> None:
+        if self is last:
+            self.seen += new.keys.shape[2]
+            raise KeyboardInterrupt
+        real(self, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "extend", extend)
+        patch.setattr("kvsketch.hf.decoding._LEAST", 1 << 40)
+        with pytest.raises(KeyboardInterrupt):
+            forward(llama, ids_of(1, 9 if prompt else 1), cache)
+    with pytest.raises(UnsupportedError, match="stopped in the middle"):
+        forward(llama, ids_of(1, 1), cache)
+    cache.reset()
+    forward(llama, ids_of(1, 60), cache)
 
 
 def test_a_lone_token_taken_back_has_not_looked_at_anything(llama: Any) -> None:

@@ -320,21 +320,17 @@ def test_a_layer_that_does_not_rotate_is_refused_and_leaves_the_cache_as_it_was(
     )
     model = AutoModelForCausalLM.from_config(config).eval()
     cache = SketchCache(config, "triattention", budget=20, sink=2, recent=4)
-    with pytest.raises(UnsupportedError, match=r"smollm3.*SmolLM3Attention have none"):
+    with pytest.raises(UnsupportedError, match=r"transformers\.models\.smollm3\.\S+ have none"):
         model(ids_of(1, 40), past_key_values=cache)
     assert cache.get_seq_length() == 0
 
 
-@pytest.mark.slow
-def test_a_compiled_graph_shows_no_frequencies() -> None:
+def test_a_compiled_graph_shows_the_frequencies() -> None:
     model = build("llama")
     compiled = torch.compile(model, backend="eager")
     cache = SketchCache(model.config, "triattention", budget=20, sink=2, recent=4)
     with torch.no_grad():
-        with pytest.raises(UnsupportedError, match="compiled graph does not show"):
-            compiled(ids_of(2, 40), past_key_values=cache)
-        cache.reset()
-        model(ids_of(2, 40), past_key_values=cache)
+        compiled(ids_of(2, 40), past_key_values=cache)
         found = compiled(ids_of(2, 1), past_key_values=cache).logits
         expected = model(ids_of(2, 1), past_key_values=read(model)).logits
     torch.testing.assert_close(found, expected)

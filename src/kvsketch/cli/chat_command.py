@@ -206,7 +206,7 @@ def _talk(conversation: Conversation, console: Console, save: Path | None) -> No
     while True:
         try:
             said = input("you> ")
-        except EOFError:
+        except (EOFError, RuntimeError):  # RuntimeError: there is no standard input at all
             print()
             return
         except KeyboardInterrupt:

@@ -47,6 +47,8 @@ def text_of(path: Path, what: str) -> str:
     """
     name = f"{what} {path}"
     if str(path) == "-":
+        if sys.stdin is None:
+            raise InputError(f"{what} - (standard input) is closed")
         try:
             text = sys.stdin.buffer.read().decode("utf-8-sig")
         except UnicodeDecodeError as error:

@@ -23,7 +23,7 @@ from kvsketch.cache import HeadBudgets, RetrievalHeads, Stream, make_plan, windo
 from kvsketch.cache.curves import model_shape
 from kvsketch.cache.make_plan import Allocation
 from kvsketch.cache.storage import CHOICES, MEASURED, bits_of
-from kvsketch.errors import InputError, UnsupportedError, at_least
+from kvsketch.errors import InputError, KVSketchError, UnsupportedError, at_least
 from kvsketch.hf import accounting, adapters, compiled, interface, models, saving
 from kvsketch.hf.chunks import Chunks
 from kvsketch.hf.compaction import compact, pin
@@ -279,6 +279,8 @@ class SketchCache(Cache):  # type: ignore[misc]
         """As ``Cache.update``; see ``take``."""
         if not torch.compiler.is_compiling():
             if layer_idx == 0:
+                if torch.is_inference_mode_enabled() != self._forward.inference:
+                    self._forward.leave_inference_mode()
                 if self._decoding is None:  # else the last forward was a decoded token
                     self._settle_part(key_states)
                 self._decoding = self._run(key_states)
@@ -345,7 +347,7 @@ class SketchCache(Cache):  # type: ignore[misc]
                         f"{self.max_positions} positions (max_position_embeddings)"
                     )
             keys, values = layer.update(key_states, value_states, *args, **kwargs)
-        except InputError:
+        except KVSketchError:
             self._forward.undo()
             raise
         self._forward.updated(layer_idx)
@@ -365,6 +367,7 @@ class SketchCache(Cache):  # type: ignore[misc]
                 f"crop({tokens_to_remove}): pass minus the number of tokens to remove, an integer "
                 f"between {-seen} and 0"
             )
+        self._forward.leave_inference_mode()
         self._forward.crop(tokens)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -501,6 +504,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         self._check_idle("compact()")
         if self.budget is None:
             raise UnsupportedError("compact() needs a cache with a budget, not with a tolerance")
+        self._forward.leave_inference_mode()
         return compact(self._forward, to)
 
     def _check_idle(self, what: str) -> None:
@@ -563,6 +567,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         at_least("copies", copies, 1)
         shared: list[Any] = [self._forward._config, self.plan.curves, self.plan.retrieval]
         twin = copy.deepcopy(self, {id(one): one for one in shared if one is not None})
+        twin._forward.leave_inference_mode()
         if copies > 1:
             batch = self._sketches()[0].token_shape[0]
             twin.batch_repeat_interleave(copies)

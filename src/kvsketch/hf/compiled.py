@@ -25,6 +25,7 @@ from kvsketch.errors import UnsupportedError
 from kvsketch.estimator import attend
 from kvsketch.hf import interface
 from kvsketch.hf.attention import OF_THE_FORWARD
+from kvsketch.hf.rotary import home_of
 from kvsketch.slots import Slots
 
 # Live caches by number: a graph holds the number, not the cache.
@@ -71,7 +72,17 @@ def graph_attention(kernel: Any, name: str) -> Any:
                 "this model without torch.compile"
             )
         out = torch.ops.kvsketch.attend(
-            query, key, value, attention_mask, cache, layer, name, scaling, softcap, s_aux
+            query,
+            key,
+            value,
+            attention_mask,
+            cache,
+            layer,
+            name,
+            *home_of(module),
+            scaling,
+            softcap,
+            s_aux,
         )
         return out, None
 
@@ -96,6 +107,8 @@ def _attend(
     cache: int,
     layer: int,
     name: str,
+    home: str,
+    rotates: bool,
     scaling: float | None,
     softcap: float | None,
     s_aux: Tensor | None,
@@ -109,6 +122,8 @@ def _attend(
     found = held.layers[layer]
     interface.close(found)  # its kernel will not be requested
     module = None if found.module is None else found.module()
+    if module is None and found.stream.seen == found.pending:  # the first tokens
+        found.note_positions(home, rotates)
     out, _ = held.attend(
         found,
         _kernel(module, name),

@@ -20,7 +20,8 @@ def compressing(model: PreTrainedModel, *args: Any, **settings: Any) -> Iterator
     after the block the model is unchanged.
 
     This works through ``pipeline`` and any library that calls ``model.generate``. A call that
-    passes ``past_key_values``, or ``use_cache=False``, is not changed.
+    passes ``past_key_values``, or ``use_cache=False``, is not changed. The model itself is, and so
+    are the calls of other threads.
 
     Args:
         model: a transformers causal language model.

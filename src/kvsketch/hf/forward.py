@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import (
     CacheLayerMixin,
@@ -44,6 +45,7 @@ class Forward:
         masks: the masks of this stream.
         peak_nbytes: the peak bytes of the cache.
         reading: the context that ``prefill`` is reading; None: none.
+        inference: whether tensors may be those of ``torch.inference_mode``.
     """
 
     def __init__(self, config: Any, plan: Plan, needs_reread: bool = False) -> None:
@@ -60,6 +62,8 @@ class Forward:
         self._thread: int | None = None
         self._before = 0  # tokens before this forward
         self._torn = False  # some layers have tokens that others lack
+        self._taking = False  # whether a layer is about to take new tokens
+        self.inference = torch.is_inference_mode_enabled()
         self.reading: Reading | None = None
         self._renews = False  # whether the budget is divided anew at the end of this forward
         self._waits = False  # whether the part of this forward waits
@@ -175,6 +179,7 @@ class Forward:
                 while it is answered: a long answer needs the end of a long question late. A
                 document that is followed by another one must not displace those before it so.
         """
+        self.leave_inference_mode()
         part, self._part = self._part, []
         for layer, observed in part:
             layer.stream.scores.answers = answers
@@ -234,7 +239,7 @@ class Forward:
                 "there: one cache serves one forward at a time (copy.deepcopy makes another); "
                 "after an exception call reset()"
             )
-        if self._thread is None or index in self._updated:
+        if self._thread is None or index in self._updated or self._taking:
             self._start(thread)
             if self.needs_reread and self._before == 0 and self.reading is None:
                 self._thread = None
@@ -252,15 +257,17 @@ class Forward:
                 "not use transformers' attention interface, so its cache cannot "
                 "be compressed; use DynamicCache for this model"
             )
+        self._taking = True
 
     def _start(self, thread: int) -> None:
         lengths = {self.layers[index].get_seq_length() for index in self._counted}
-        if self._torn or self._open or len(lengths) > 1:
+        if self._torn or self._taking or self._open or len(lengths) > 1:
             raise UnsupportedError(
                 "a forward stopped in the middle (an exception?), or the model has fewer layers "
                 "than the configuration that this SketchCache was made from, so that its layers "
                 "hold different tokens: call reset() and read the context again"
             )
+        self.leave_inference_mode()
         self._before = lengths.pop() if lengths else 0
         self._updated.clear()
         self._renews = False
@@ -271,9 +278,11 @@ class Forward:
         self._updated.add(index)
         layer = self.layers[index]
         if not isinstance(layer, SketchLayer):
+            self._taking = False
             self._end()
             return
         self._open.append(layer)
+        self._taking = False
         stream = layer.stream
         if stream.pace.streaming and stream.waits and stream.seen == layer.pending:
             budgets = self.plan.known(self.sketches.index(layer), stream)
@@ -324,6 +333,25 @@ class Forward:
         self.note_bytes()
         self.masks.cut(self.tokens)
 
+    def end_recording(self) -> None:
+        """No longer keep tokens that ``crop`` may remove: it has not been called for so long that
+        assisted decoding is over, which transformers does not say."""
+        self.crop(0)
+        for layer in self.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+
+    def leave_inference_mode(self) -> None:
+        """Outside of ``torch.inference_mode``, where its tensors must not be written to, hold
+        copies of them. To be called before anything is written."""
+        if torch.is_inference_mode_enabled():
+            self.inference = True
+        elif self.inference:
+            for layer in self.sketches:
+                layer.map_batch(torch.clone)
+            self.masks.map_batch(torch.clone)
+            self.inference = False
+
     def _is_last(self, layer: SketchLayer) -> bool:
         """Whether the forward ends with the attention of ``layer``."""
         return self._open == [layer] and len(self._updated) == len(self._counted)
@@ -343,6 +371,8 @@ class Forward:
             self.compress_due(self._due)
             self._thread = None
             self.masks.forget()
+            if self.first.guessed:
+                self.end_recording()
             if self.measured:
                 self.warn_of_error()
 
@@ -415,7 +445,7 @@ class Forward:
         self._part, self._due = [], []  # of a forward that failed
         self._updated.clear()
         self._open.clear()
-        self._thread = None
+        self._thread, self._taking = None, False
         interface.close()
 
     def check_crop(self, tokens: int) -> None:

@@ -18,9 +18,13 @@ from kvsketch.errors import InputError, UnsupportedError
 from kvsketch.hf.checks import BEHIND, check_config, check_queries, check_tokens
 from kvsketch.hf.masks import View
 from kvsketch.hf.output import output_weight
-from kvsketch.hf.rotary import rotation_of, turn_at
+from kvsketch.hf.rotary import home_of, rotation_of, turn_of
 from kvsketch.observed import Observed
 from kvsketch.slots import Slots
+
+#: So many forwards without ``crop`` end the recording of tokens that it may remove. A draft is
+#: shorter, and transformers does not say when assisted decoding is over.
+GUESSES = 32
 
 
 @dataclass(frozen=True)
@@ -174,7 +178,6 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
             )
         if module is None:
             self._project(None)
-            self._rotate(None)
         elif self.module is None or self.module() is not module:
             self.claim(module)
 
@@ -189,8 +192,7 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
         if self.module is None:
             check_config(self.settings.config, module)
             self._project(module)
-            self._rotate(module)
-            self._prepare_echo(module)
+            self.note_positions(*home_of(module))
             self.module = weakref.ref(module)
         elif self.module() is not module:
             raise InputError(
@@ -198,12 +200,23 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
                 "make one cache per model, or call reset()"
             )
 
-    def _prepare_echo(self, module: nn.Module) -> None:
-        """Let a prompt's queries be asked again after it, if the method wants them and the model's
-        positions allow it. A stream that compresses while it reads does not see all of them."""
-        stream = self.stream
+    def note_positions(self, home: str, rotates: bool) -> None:
+        """Take note of how the attention module depends on positions, at its first tokens, for a
+        method that needs it, and for an echo, if the method wants one: a stream that compresses
+        while it reads does not see all queries.
+
+        Args:
+            home, rotates: of the module, as from ``home_of``.
+
+        Raises:
+            UnsupportedError: a method needs to know how it rotates queries and keys, and it does
+                not, or by frequencies that are not known.
+        """
+        stream, method = self.stream, self.stream.compressor
+        turn = turn_of(home, rotates, self.settings.config.get_text_config(decoder=True))
+        if method is not None and method.requires.rotary:
+            method.turn = rotation_of(turn, home, method.name)
         if self.settings.exact_prefill and stream.method.requires.echo:
-            turn = turn_at(module)
             stream.scores.echo = None if turn is None else Echo(turn)
 
     def _project(self, module: nn.Module | None) -> None:
@@ -225,24 +238,6 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
                 return
             heads, dim = self.token_shape[1], self.stream.slots.values.shape[3]
             method.output = output_weight(module, heads, dim, name)
-
-    def _rotate(self, module: nn.Module | None) -> None:
-        """Pass the frequencies of the module's rotary embedding to a method that needs them.
-
-        Raises:
-            UnsupportedError: it has none, or they are not known.
-        """
-        method = self.stream.compressor
-        if method is None or not method.requires.rotary:
-            return
-        if module is not None:
-            method.turn = rotation_of(module, method.name)
-        elif method.turn is None:
-            raise UnsupportedError(
-                f"method={method.name!r} needs the frequencies of the rotary position embedding, "
-                "which a compiled graph does not show: read the prompt with the model as it was "
-                "before torch.compile, or use another method"
-            )
 
     def check_queries(self, queries: Tensor) -> None:
         """Raise InputError unless queries ``[batch, num_attention_heads, q, head_dim]`` fit the
@@ -331,8 +326,18 @@ class SketchLayer(DynamicLayer):  # type: ignore[misc]
 
     def activate_past_recording(self) -> None:
         """From now on tokens stay exact until ``crop`` determines how many of them are kept
-        (assisted decoding)."""
+        (assisted decoding), or until more than ``GUESSES`` forwards came without it."""
         self.record_past = True
+
+    @property
+    def guessed(self) -> bool:
+        """Whether too many forwards came without ``crop`` for assisted decoding."""
+        return self.record_past and len(self._unverified) >= GUESSES
+
+    @property
+    def unverified(self) -> bool:
+        """Whether ``crop`` may still remove tokens."""
+        return self._unverified_tokens > 0
 
     def check_crop(self, tokens: int) -> None:
         """Raise unless the last ``tokens`` tokens can be removed.

@@ -36,19 +36,36 @@ NEIGHBOURS = frozenset(_NEIGHBOURS.split())
 UNMOVED = frozenset(_UNMOVED.split())
 
 
-def turn_at(module: nn.Module) -> Callable[[Tensor, int], Tensor] | None:
-    """What moves the queries of an attention module to later positions: from ``[...,
-    head_dim]`` and a number of positions to the same shape.
+#: What moves the queries of an attention module to later positions: from ``[..., head_dim]`` and a
+#: number of positions to the same shape.
+Moves = Callable[[Tensor, int], Tensor]
+
+
+def home_of(module: nn.Module) -> tuple[str, bool]:
+    """The Python module of the class of an attention module, and whether it rotates queries and
+    keys at all (SmolLM3 has layers that do not). A compiled graph can hold these."""
+    return type(module).__module__, bool(getattr(module, "use_rope", True))
+
+
+def turn_at(module: nn.Module) -> Moves | None:
+    """What moves the queries of an attention module, see ``turn_of``."""
+    return turn_of(*home_of(module), getattr(module, "config", None))
+
+
+def turn_of(home: str, rotates: bool, config: PretrainedConfig | None) -> Moves | None:
+    """What moves the queries of an attention module.
+
+    Args:
+        home, rotates: as from ``home_of``.
+        config: of the text model.
 
     Returns:
         None if the module's family is in no list, or its frequencies depend on the length of the
         text.
     """
-    config, home = getattr(module, "config", None), type(module).__module__
     kind = getattr(config, "model_type", None)
     if not home.startswith("transformers.models."):
         return None
-    rotates = getattr(module, "use_rope", True)  # SmolLM3 has layers that do not
     if kind in UNMOVED or (kind in HALVES and not rotates):
         return _unmoved
     if kind not in HALVES | NEIGHBOURS:
@@ -71,15 +88,17 @@ def check_rotary(config: PretrainedConfig, method: str) -> None:
         raise _no_rotary(method, f"{kind!r} models with rope_type={found!r}")
 
 
-def rotation_of(module: nn.Module, method: str) -> Turn:
+def rotation_of(turn: Moves | None, home: str, method: str) -> Turn:
     """How an attention module rotates queries and keys, for a method that needs it.
+
+    Args:
+        turn: from ``turn_of``; home: as from ``home_of``.
 
     Raises:
         UnsupportedError: it does not rotate them, or by frequencies that are not known here.
     """
-    turn = turn_at(module)
     if not isinstance(turn, Turn):
-        raise _no_rotary(method, f"{type(module).__module__}.{type(module).__qualname__}")
+        raise _no_rotary(method, home)
     return turn
 
 

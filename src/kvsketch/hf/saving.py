@@ -130,13 +130,13 @@ def _check(cache: Kept) -> None:
     forward = cache._forward
     if not cache._forward.tokens:
         raise UnsupportedError("the cache is empty: there is nothing to save yet")
-    busy = not forward.over or forward._torn or forward.reading is not None
+    busy = not forward.over or forward._torn or forward._taking or forward.reading is not None
     if busy or any(layer.pending for layer in forward.sketches):
         raise UnsupportedError("the cache is in the middle of a forward, or stopped there")
-    if any(getattr(layer, "record_past", False) for layer in cache.layers):
+    if forward.first.unverified:
         raise UnsupportedError(
-            "the cache records its past (assisted decoding), which cannot be saved: generate "
-            "without an assistant or prompt_lookup_num_tokens"
+            "the cache holds tokens that crop() may remove (assisted decoding), which cannot be "
+            "saved: call crop(0) first"
         )
     if cache.plan.waiting:
         raise UnsupportedError("the plan has measured some layers only: read the prompt to its end")

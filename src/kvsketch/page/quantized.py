@@ -263,39 +263,6 @@ def _unbiased(x: Tensor, codes: Tensor, step: Tensor, unit: Tensor, half: int) -
     return (step.float() * ratio.clamp(1 - 0.5 / half, 1 + 0.5 / half)).half()
 
 
-def predicted_bytes(
-    quantised: int,
-    full: int,
-    head_dim: int,
-    value_dim: int,
-    bits: int | tuple[int, int],
-    *,
-    heads: int = 1,
-    itemsize: int = 4,
-    columns: int = 0,
-) -> int:
-    """Bytes of one layer's slots, for all its KV heads.
-
-    Args:
-        quantised: slots per head in ``bits``: all but sinks, recent window and buffer.
-        full: slots per head in the model's dtype, including allocated but unused memory.
-        bits: of keys and values, or of keys and of values.
-        heads: the number of batch rows times KV heads.
-        itemsize: bytes of an element in the model's dtype.
-        columns: the number of columns among mass, positions and score (4 bytes per slot each).
-
-    Centres and units (``8 * head_dim + 4`` per head) are counted.
-    """
-    keys, values = map(check_bits, bits if isinstance(bits, tuple) else (bits, bits))
-    if keys == values == 16:
-        full, quantised, grid = full + quantised, 0, 0
-    else:
-        grid = 8 * head_dim + 4
-    small = slot_bytes(head_dim, keys) + slot_bytes(value_dim, values) if quantised else 0
-    slots = quantised * small + full * (head_dim + value_dim) * itemsize
-    return heads * (slots + 4 * columns * (quantised + full) + (grid if quantised else 0))
-
-
 def slot_bytes(dim: int, bits: int) -> int:
     """Bytes of one key or value in 8 or 4 bits, scales included."""
     groups, width = _layout(dim, bits)
