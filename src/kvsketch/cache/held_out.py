@@ -120,11 +120,18 @@ def measure_rows(
     return [
         [
             Curves(error[[row]], shares, relative[[row]])
-            for error, relative in [[torch.stack(each, dim=-1).cpu() for each in measured]]
+            for error, relative in [[_rounded(torch.stack(x, dim=-1).cpu()) for x in measured]]
             for row in range(batch)
         ]
         for measured in found
     ]
+
+
+def _rounded(errors: Tensor) -> Tensor:
+    """Errors with 17 significant bits. Sums are rounded by how wide the largest row of the batch
+    is; where two budgets have the same slots, this must not decide between them."""
+    mantissa, exponent = torch.frexp(errors)
+    return torch.ldexp((mantissa * 2**17).round() / 2**17, exponent)
 
 
 def answers(slots: Slots, later: Slots, asked: Observed) -> Tensor:
