@@ -15,12 +15,16 @@ from families import CONFIGS, build
 from kvsketch import SketchCache
 from kvsketch.hf import interface
 from kvsketch.hf.layer import SketchLayer
-from kvsketch.hf.rotary import HALVES, NEIGHBOURS, UNMOVED, turn_at
+from kvsketch.hf.rotary import HALVES, NEIGHBOURS, UNMOVED, home_of, turn_of
 
 BY = 37
 #: the type of a model whose text part has another type
 WHOLE = {"emu3_text_model": "emu3"}
 FAMILIES = sorted(HALVES | NEIGHBOURS | UNMOVED)
+
+
+def turn_at(module: Any) -> Any:
+    return turn_of(*home_of(module), getattr(module, "config", None))
 
 
 def at_positions(model: Any, *positions: int) -> list[dict[int, tuple[Any, Tensor, Tensor]]]:

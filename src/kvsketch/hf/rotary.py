@@ -47,11 +47,6 @@ def home_of(module: nn.Module) -> tuple[str, bool]:
     return type(module).__module__, bool(getattr(module, "use_rope", True))
 
 
-def turn_at(module: nn.Module) -> Moves | None:
-    """What moves the queries of an attention module, see ``turn_of``."""
-    return turn_of(*home_of(module), getattr(module, "config", None))
-
-
 def turn_of(home: str, rotates: bool, config: PretrainedConfig | None) -> Moves | None:
     """What moves the queries of an attention module.
 
