@@ -28,6 +28,7 @@ from transformers import (
     StaticCache,
     pipeline,
 )
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import kvsketch
 from families import EVERY_METHOD, VOCABULARY, build
@@ -897,6 +898,12 @@ def test_after_assisted_decoding_a_cache_is_compressed_again(family: str) -> Non
     )
     assert cache._first.record_past
     settings["attention_mask"] = torch.ones_like(ids)
+    window = DynamicSlidingWindowLayer(8)
+    window.activate_past_recording()
+    for _ in range(10):
+        held = window.update(*torch.zeros(2, 1, 1, 1, 16))[0].shape[2]
+    if family == "gemma3" and held > 8:
+        pytest.skip("this version of transformers cannot decode with a window after it at all")
     model.generate(ids, past_key_values=cache, max_new_tokens=GUESSES + 20, **settings)
     assert not cache._first.record_past
     assert cache.summary()["slots"] <= 41
