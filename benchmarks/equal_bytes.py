@@ -161,6 +161,7 @@ def held_in(
     own = bits or [stream.pace.bits for stream in streams]
     parts = [(*p, b) for s, b in zip(streams, own, strict=True) for p in parts_of(s)]
     slots, reducers, bits = (list(column) for column in zip(*parts, strict=True))
+    recent = min(recent, *(stream.around[1] for stream in streams))  # fewer beside few bits
     return held(what, slots, bits, sink, recent, reducers)
 
 

@@ -55,6 +55,7 @@ from benchmarks.options import (
 from benchmarks.prompts import PROTOCOLS, Text, default_models, feed, load, prefill, texts_for
 from benchmarks.results import Results, ResumeOption, Row
 from kvsketch import SketchCache
+from kvsketch.arguments import RECENT
 from kvsketch.cache.curves import Curves
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.hf import reading
@@ -99,7 +100,7 @@ def compressed(
             method.made or "streaming_llm",
             budget=budget if method.name else 1.0,
             sink=sink,
-            recent=recent,
+            recent=None if recent == RECENT else recent,
             keep=["decoded"],
             bits=method.bits,
             allocation=method.allocation if curves is None else curves,

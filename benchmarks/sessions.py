@@ -28,6 +28,7 @@ from benchmarks.equal_bytes import ITEMSIZE, held_by
 from benchmarks.options import fractions, positive
 from benchmarks.results import Results, ResumeOption, Row
 from kvsketch import SketchCache
+from kvsketch.arguments import RECENT
 from kvsketch.evaluation.report.report import dumps
 from kvsketch.evaluation.runner import answering, loading
 from kvsketch.evaluation.runner.encoding import EncodedCase, Encoder
@@ -89,7 +90,7 @@ class Bench:
             cache = self.made.pop()
             if isinstance(cache, SketchCache):
                 whole = cache.get_seq_length() * _token_bytes(self.config)
-                kept += held_by(cache, self.settings.sink, self.settings.recent).bytes / whole
+                kept += held_by(cache, self.settings.sink, RECENT).bytes / whole
         count = len(cases)
         row: Row = {"accuracy": sum(scores) / count, "sessions": count}
         row["ci95"] = [round(end, 4) for end in mean_interval(scores)]

@@ -16,6 +16,8 @@ from kvsketch.method_names import METHOD_NAMES, unknown_method
 PREFILL_MODES = ("exact", "streaming")
 #: so many tokens of a prompt are compressed together while it is read
 PIECE = 1024
+#: recent tokens that are kept if no number is given
+RECENT = 32
 #: sources of the queries that a compression uses, besides the user's own texts
 QUERY_SOURCES = ("prompt", "reread", "local", "sample")
 BITS = (16, 8, 4, "measured")
@@ -41,7 +43,7 @@ def check_arguments(
     allocation: str | None = None,
     bits: int | str | None = None,
     sink: int = 4,
-    recent: int = 32,
+    recent: int | None = None,
     prefill: str | int = "exact",
 ) -> None:
     """All arguments are those of ``SketchCache``.
@@ -59,7 +61,7 @@ def check_arguments(
     if tolerance is not None:
         check_tolerance(tolerance, prefill)
     if budget is not None:
-        check_budget(Budget(budget), sink, recent)
+        check_budget(Budget(budget), sink, RECENT if recent is None else recent)
     if method not in METHOD_NAMES:
         raise unknown_method(method)
     if bits is not None and (isinstance(bits, bool) or bits not in BITS):

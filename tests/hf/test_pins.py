@@ -16,6 +16,7 @@ from kvsketch.cache.pins import Pins
 from kvsketch.cli.app import app
 from kvsketch.files.format import read as read_file
 from kvsketch.hf.joining import join
+from kvsketch.page.quantized import FULL
 from kvsketch.vllm.saved import saved_of
 from tiny_models import build
 
@@ -82,10 +83,15 @@ def test_they_stay_through_prompts_and_answers(llama: Any, given: dict[str, Any]
     read(llama, cache, ids, 90, 110, 100, 100, *[1] * 60)
     check(llama, cache, ids)
     assert cache.summary()["pinned"] == 44
+    budget = cache.budget
+    assert budget is not None
+    few = cache._first.stream.pace.bits != FULL and given.get("prefill") != "streaming"
+    window = 48 + (budget.slots(460) // 8 if few else 32)
+    assert (window < 80) == few
     for layer in cache._sketches():
-        assert sum(layer.stream.around) == 80
+        assert sum(layer.stream.around) == window
         price = layer.stream.pace.budget.price
-        assert price.window == (80 if price.fixed else 0)
+        assert price.window == (window if price.fixed else 0)
     if "budget" not in given:
         held = torch.stack([x.stream.held for x in cache._sketches()]).double()
         free = SketchCache(llama.config, **{"budget": BUDGET, **given})
@@ -93,7 +99,8 @@ def test_they_stay_through_prompts_and_answers(llama: Any, given: dict[str, Any]
         other = torch.stack([x.stream.held for x in free._sketches()]).double()
         most = max(float(other.mean()), BUDGET)
         assert float(held.mean()) <= most + 3, "they count in the budget"
-        assert cache.nbytes() <= 1.1 * free.nbytes()
+        allowed = cache.exact_nbytes() * BUDGET / 460  # of which all tokens may need less
+        assert cache.nbytes() <= 1.1 * max(free.nbytes(), allowed)
 
 
 def test_decoded_tokens_stay_where_only_the_newest_are_compressed(llama: Any) -> None:
@@ -166,9 +173,9 @@ def test_bad_spans_change_nothing(llama: Any) -> None:
     assert cache.summary()["pinned"] == 10
     ids = ids_of(1, 200)
     read(llama, cache, ids, 200)
-    with pytest.raises(UnsupportedError, match="tokens before 168 are compressed already"):
-        cache.pin(160, 170)
-    cache.pin(170, 175)
+    with pytest.raises(UnsupportedError, match="tokens before 193 are compressed already"):
+        cache.pin(185, 195)
+    cache.pin(194, 199)
     read(llama, cache, ids_of(1, 60, seed=2), *[1] * 60)
     assert cache.summary()["pinned"] == 15
     with pytest.raises(UnsupportedError, match="streaming sketch"):
@@ -207,7 +214,7 @@ def test_where_they_are_is_counted_once() -> None:
     pins = Pins(4, 32)
     pins.add(0, 10)
     pins.add(50, 60)
-    assert [pins.count(n) for n in (30, 42, 90, 200)] == [0, 6, 14, 16]
+    assert [pins.count(n, 32) for n in (30, 42, 90, 200)] == [0, 6, 14, 16]
     assert pins.tokens == 16
 
 

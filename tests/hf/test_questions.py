@@ -105,7 +105,7 @@ def test_the_next_part_ends_the_marks(llama: Any) -> None:
         ({"bits": 16}, 80),
         ({"prefill": "streaming"}, 30),
         ({"method": "h2o"}, 30),
-        ({"budget": 60}, 110),
+        ({"budget": 60}, 120),
     ],
     ids=str,
 )

@@ -119,7 +119,7 @@ class ByErrors(Solver):
         prefill, with one more layer exact, at its target."""
         found, shard, streams = prompt.measured, prompt.shard, prompt.streams
         stream = streams[numbers[0]]
-        method, schedule, tokens = stream.method, stream.pace.schedule, stream.seen
+        method, tokens = stream.method, stream.seen
         if not method.recompresses:
             return []
         kept = self.goal.at_most(len(numbers), prompt.layers, tokens)
@@ -127,8 +127,9 @@ class ByErrors(Solver):
             return []
         whole = _by_row([found.rows(n, found.most(n), shard) for n in numbers])
         # The last queries attend to this much more uncompressed, in addition to the bound.
-        extra = max(0, (method.window or 0) - schedule.recent)
-        window = min(tokens, schedule.sink + schedule.recent + 1)
+        sink, recent = stream.pace.window(found.most(numbers[0]), tokens)
+        extra = max(0, (method.window or 0) - recent)
+        window = min(tokens, sink + recent + 1)
         shares = [torch.tensor(c.allocate(max(kept, c.least))) * kept for c in whole]
         given = []
         for place, n in enumerate(numbers):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvsketch.cache.curves import Curves, pooled
-from kvsketch.cache.held_out import Store, held_out_for, least_tokens, measure_rows
+from kvsketch.cache.held_out import Store, held_out_for, measure_rows
 from kvsketch.cache.shard import Shard
 from kvsketch.cache.storage import PLAIN, Price, priced
 from kvsketch.cache.stream import Stream
@@ -24,11 +24,10 @@ _UNSEEN = 4.0
 
 
 def measurable(stream: Stream) -> bool:
-    """Whether there are enough tokens and queries to measure errors. Queries that were read after
-    the prompt are all that there will be."""
+    """Whether there are enough queries to measure errors. Those that were read after the prompt are
+    all that there will be."""
     queries = stream.scores.queries
-    enough = stream.seen >= least_tokens(*stream.around)
-    return enough and queries.count >= (2 if queries.after else min(stream.seen, 64))
+    return queries.count >= (2 if queries.after else min(stream.seen, 64))
 
 
 def measure(
@@ -43,7 +42,7 @@ def measure(
     grows. For a shard: its heads' part of the error of the whole layer. ``itemsize``: as for
     ``Price.of``."""
     method = stream.method
-    sink, recent = stream.around
+    sink, recent = stream.pace.window(choices[0], stream.seen)
     slots, observed = stream.slots, stream.scores.queries.all()
     assert observed is not None
     if slots.count > _MEASURED_TOKENS:
@@ -58,6 +57,7 @@ def measure(
 
     def compress(slots: Slots, budget: int, before: Observed) -> Slots:
         fresh = method.fresh()
+        fresh.around = sink, recent
         made.append(fresh(slots, budget, before, scored=True))
         return made.pop() if len(made) > 1 else made[0]
 

@@ -19,7 +19,7 @@ from kvsketch.errors import InputError
 from kvsketch.methods.base import Compressor
 from kvsketch.page.page import Page
 from kvsketch.page.quantized import FULL, Bits
-from kvsketch.page.schedule import Rhythm, Schedule, pieces
+from kvsketch.page.schedule import Rhythm, Schedule, pieces, recent_beside
 
 
 class Aim(NamedTuple):
@@ -60,6 +60,8 @@ class Pace:
             buffer, masses and scores stay unchanged. Not with a sketch, whose state has the dtype
             of the tokens. "measured": 16 until a plan gives other bits with the budget.
         streaming: compress prompts in pieces, if the method is a compressor.
+        goal: the budget on average over layers and heads, of which recent tokens take a part at
+            most beside slots in few bits; None: all recent tokens stay as they are.
 
     Attributes:
         streaming: as given.
@@ -85,6 +87,7 @@ class Pace:
         one_shot: bool,
         bits: int | str,
         streaming: bool,
+        goal: Budget | None = None,
     ) -> None:
         if buffer is not None and (type(buffer) is not int or buffer < 1):
             raise InputError(f"buffer={buffer!r} must be an int >= 1 (tokens per recompression)")
@@ -96,6 +99,7 @@ class Pace:
                 "16 with a sketch"
             )
         self._method, self._pins, self._buffer, self._one_shot = method, pins, buffer, one_shot
+        self._goal = goal
         self._bits, self.streaming, self.piece = known or FULL, streaming, PIECE
         self.given = HeadBudgets([[budget]]) if isinstance(budget, Budget) else budget
         self.reset()
@@ -109,9 +113,9 @@ class Pace:
     def store(self, bits: Bits, seen: int) -> None:
         """Store slots in these bits from now on."""
         self.bits = bits
-        (sink, recent), sketch = self.around(seen), not self._method.recompresses
+        (sink, self._pins.recent), sketch = self.window(bits, seen), not self._method.recompresses
         given = self._buffer, bits != FULL, sketch, self._one_shot
-        self.schedule = Schedule(sink, recent, *given)
+        self.schedule = Schedule(sink, self._pins.recent, *given)
 
     def start(self, budget: HeadBudgets | None) -> None:
         """Take a budget while nothing is compressed, and the rhythm that follows from it."""
@@ -134,11 +138,21 @@ class Pace:
 
     def around(self, seen: int) -> tuple[int, int]:
         """Slots at the start and at the end of a head that a compression now keeps unchanged."""
-        sink, recent = self._method.around
-        return sink + (self._pins.count(seen) if self._pins else 0), recent
+        recent = self._pins.recent
+        pinned = self._pins.count(seen, recent) if self._pins else 0
+        return self._method.around[0] + pinned, recent
 
-    def count_pins(self, seen: int) -> None:
-        """Let the pinned tokens that were read count in the budget."""
+    def window(self, bits: Bits, seen: int) -> tuple[int, int]:
+        """``around``, if the slots after ``seen`` tokens were in these bits: beside slots in few
+        bits a small budget leaves room for few recent tokens. Pages that an engine may load have
+        the same window at any time."""
+        sink, recent = self._method.around
+        if bits != FULL and self._goal is not None and seen and not self.streaming:
+            recent = recent_beside(recent, self._goal.slots(seen))
+        return sink + (self._pins.count(seen, recent) if self._pins else 0), recent
+
+    def count_window(self, seen: int) -> None:
+        """Let the tokens that stay as they are after so many tokens count in the budget."""
         self.store(self.bits, seen)
         if self.budget is not None and self.budget.price.fixed:
             self.budget.price = replace(self.budget.price, window=sum(self.around(seen)))
@@ -202,6 +216,7 @@ class Pace:
         self, seen: int, batch: int, budgets: HeadBudgets, prefill: bool, provisional: bool = False
     ) -> Aim:
         """What a compression to these budgets aims at now."""
+        self.count_window(seen)
         limit = budget = budgets.slots(seen, batch)
         room, (sink, recent) = 0, self.around(seen)
         if self.rhythm is not None:

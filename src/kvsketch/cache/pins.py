@@ -15,7 +15,8 @@ class Pins:
     its key encodes the position.
 
     Args:
-        sink, recent: first and last tokens that stay as they are in any case.
+        sink, recent: first and last tokens that stay as they are in any case; ``Pace.store`` may
+            change the latter.
 
     Attributes:
         spans: first and end of every span, in order, counted from the first token.
@@ -51,10 +52,10 @@ class Pins:
             )
         self.spans = sorted([*self.spans, (start, end)])
 
-    def count(self, seen: int) -> int:
+    def count(self, seen: int, recent: int) -> int:
         """How many tokens of a row a compression after ``seen`` tokens keeps because they are
-        pinned, besides sinks and recent ones."""
-        return self._within(self.sink, seen - self.recent)
+        pinned, besides sinks and the last ``recent`` ones."""
+        return self._within(self.sink, max(self.tail, seen - recent))
 
     def passed(self, seen: int, recent: int) -> None:
         """A compression after ``seen`` tokens kept the last ``recent`` of them in every head."""

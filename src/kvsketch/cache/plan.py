@@ -156,10 +156,12 @@ class Plan:
         """Whether errors can be measured on a stream, or scores compared that it has already."""
         if self._solvers[stream.scores.asked_again].compares and stream.scores.asked_again:
             return self._long(stream)
-        return measurable(stream)
+        return self._long(stream) and measurable(stream)
 
     def _long(self, stream: Stream) -> bool:
-        return stream.seen >= least_tokens(*stream.around)
+        (sink, recent), bits = stream.around, self._measured.choices[0]
+        within = stream.pace.window(bits, stream.seen)[1]
+        return stream.seen >= least_tokens(sink, min(recent, max(32, within)))
 
     @property
     def _needs_prompt(self) -> bool:
@@ -181,7 +183,7 @@ class Plan:
         measured, so that nothing is left to allocate."""
         if self.budget is None:
             return False
-        sink, recent = stream.around
+        sink, recent = stream.pace.window(self._measured.choices[0], stream.seen)
         slots = self.budget.slots(stream.seen)
         least = least_tokens(sink, min(recent, max(32, slots - sink)))
         return slots <= sink + recent and stream.seen >= least

@@ -211,7 +211,7 @@ class ByScores(Solver):
         bits, price = self._stored(prompt, numbers)
         average = self.budget.slots(prompt.stream.seen)
         scores = [self._scores.pop(n) for n in numbers]
-        told = self._slots(scores, prompt, price, average)
+        told = self._slots(scores, prompt, bits, price, average)
         costs = torch.stack([price.cost(torch.stack(rows)) for rows in told]).double()
         if isinstance(self.budget.value, int):  # what is left serves the tokens that follow
             costs += (average - costs.mean((0, 2), keepdim=True)).floor().clamp(min=0)
@@ -225,19 +225,20 @@ class ByScores(Solver):
         return fitting(self.budget, prompt.measured.choices, prompt.stream, prompt.itemsize)
 
     def _slots(
-        self, scores: Sequence[Tensor], prompt: Prompt, price: Price, average: int
+        self, scores: Sequence[Tensor], prompt: Prompt, bits: Bits, price: Price, average: int
     ) -> list[list[Tensor]]:
         """The slots of every head, int64 ``[heads]`` of each layer and row, for an average cost."""
-        schedule, seen = prompt.stream.pace.schedule, prompt.stream.seen
+        seen = prompt.stream.seen
+        sink, recent = prompt.stream.pace.window(bits, seen)
         slots = min(seen, int(float(price.buys(torch.tensor(float(average)))) + 1e-6))
         safeguard = SAFEGUARD if self.name == "layer" else 0.0
         told = []
         for row in range(len(scores[0])):
             own = [s[row] for s in scores]
             if self.name == "variance":
-                told.append(by_variance(own, slots, schedule.sink + schedule.recent))
+                told.append(by_variance(own, slots, sink + recent))
             else:
-                told.append(by_need(own, slots, schedule.sink, schedule.recent, safeguard))
+                told.append(by_need(own, slots, sink, recent, safeguard))
         return [list(rows) for rows in zip(*told, strict=True)]
 
     def _bounds(self, numbers: list[int], prompt: Prompt) -> list[LayerBudgets]:
@@ -255,8 +256,8 @@ class ByScores(Solver):
             rest = [n for n in numbers if not prompt.streams[n].compressed]
             return [LayerBudgets(n, bound, bits, provisional=True) for n in rest]
         scores = [self._scores[n] for n in numbers]
-        told = self._slots(scores, prompt, price, average)
-        sink, recent, given = stream.pace.schedule.sink, stream.pace.schedule.recent, []
+        told, given = self._slots(scores, prompt, bits, price, average), []
+        sink, recent = stream.pace.window(bits, tokens)
         for n, rows in zip(numbers, told, strict=True):
             slots = torch.stack([row.cpu() for row in rows])
             budgets = [[Budget(1.0, x / tokens) for x in row] for row in slots.tolist()]
@@ -287,7 +288,7 @@ def price_of(stream: Stream, bits: Bits, itemsize: int | None) -> Price:
     and with a score if the method has one."""
     if bits == FULL:
         return PLAIN
-    schedule, slots = stream.pace.schedule, stream.parted.newest(1)
+    slots, window = stream.parted.newest(1), stream.pace.window(bits, stream.seen)
     columns = set(slots.tensors()) - {"keys", "values"} | {"mass"}
     columns |= {"score"} if stream.method.requires.queries else set()
-    return Price.of(slots, bits, schedule.sink + schedule.recent, len(columns), itemsize)
+    return Price.of(slots, bits, sum(window), len(columns), itemsize)

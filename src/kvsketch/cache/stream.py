@@ -73,6 +73,7 @@ class Stream:
         bits: int | str = 16,
         track_error: bool = False,
         streaming: bool = False,
+        goal: Budget | None = None,
     ) -> None:
         self.method = method
         self.sketch: WindowedSketch | None = None
@@ -82,7 +83,7 @@ class Stream:
         else:
             self.compressor = method
         self.pins = Pins(*method.around)
-        self.pace = Pace(method, self.pins, budget, buffer, one_shot, bits, streaming)
+        self.pace = Pace(method, self.pins, budget, buffer, one_shot, bits, streaming, goal)
         self.scores, self.errors = Scores(method, self.pace), Errors(track_error)
         self.reset()
 
@@ -121,7 +122,7 @@ class Stream:
         """Never compress the tokens from ``start`` to ``end``, see ``Pins.add``."""
         self.pins.add(start, end)
         self.pace.rhythm = None  # an engine's pages have none
-        self.pace.count_pins(self.seen)
+        self.pace.count_window(self.seen)
 
     @property
     def heads(self) -> int:
@@ -204,7 +205,7 @@ class Stream:
         piece = prefill and self.chunk > 1 and not hold and self.compressor is not None
         self.begun |= not hold
         if self.pins:
-            self.pace.count_pins(self.seen)
+            self.pace.count_window(self.seen)
         if piece and not self.waits and (self.pace.streaming or self.asks_piece):
             return self._settle_piece(observed)
         if self.pace.rhythm is not None:

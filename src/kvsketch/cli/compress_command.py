@@ -20,7 +20,7 @@ from kvsketch.cli.document_options import (
     save,
     text_of,
 )
-from kvsketch.cli.printing import JsonOption, console_for, print_json
+from kvsketch.cli.printing import JsonOption, RecentOption, console_for, print_json
 from kvsketch.errors import InputError
 from kvsketch.method_names import NEED_REREAD
 from kvsketch.models import PACKAGED_MODELS
@@ -77,7 +77,7 @@ def compress_command(
         ),
     ] = None,
     sink: Annotated[int, typer.Option(help="Number of first tokens that are always kept.")] = 4,
-    recent: Annotated[int, typer.Option(help="Number of last tokens that are always kept.")] = 32,
+    recent: RecentOption = None,
     pin: Annotated[
         list[str] | None,
         typer.Option(

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvsketch.cli.printing import JsonOption
+from kvsketch.cli.printing import JsonOption, RecentOption
 from kvsketch.cli.run_sweep import run_sweep, runner_on
 from kvsketch.errors import InputError
 
@@ -163,7 +163,7 @@ def eval_command(
         ),
     ] = None,
     sink: Annotated[int, typer.Option(help="Number of first tokens that are always kept.")] = 4,
-    recent: Annotated[int, typer.Option(help="Number of last tokens that are always kept.")] = 32,
+    recent: RecentOption = None,
     prefill: Annotated[
         str,
         typer.Option(help="exact: compress after the prompt is read; streaming: while it is read."),

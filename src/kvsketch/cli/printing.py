@@ -10,6 +10,13 @@ from rich.console import Console
 JsonOption = Annotated[
     bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
 ]
+RecentOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Number of last tokens that are kept unchanged; by default 32, and in few bits at "
+        "most an eighth of the budget."
+    ),
+]
 
 
 def console_for(as_json: bool) -> Console:

@@ -17,7 +17,7 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
 )
 
-from kvsketch.arguments import check_budget, check_former, check_prefill, check_types
+from kvsketch.arguments import RECENT, check_budget, check_former, check_prefill, check_types
 from kvsketch.budget import Budget, plain
 from kvsketch.cache import HeadBudgets, RetrievalHeads, Stream, make_plan, windowed
 from kvsketch.cache.curves import model_shape
@@ -68,7 +68,9 @@ class SketchCache(Cache):  # type: ignore[misc]
             tokens (a short prompt), the recent window shrinks first. An ``AccuracyWarning`` is
             given where the measured error is above 35%.
         sink: number of first tokens that are kept unchanged.
-        recent: number of last tokens that are kept unchanged.
+        recent: number of last tokens that are kept unchanged; default 32, and with ``bits`` 8, 4 or
+            "measured" at most an eighth of the budget, unless ``prefill="streaming"``: a token then
+            takes the bytes of three to four slots.
         prefill: "exact": every token of the prompt attends to all earlier ones. Each layer is
             compressed as soon as its attention is computed, so that only one layer's full cache
             exists at a time (for budgets that are measured on this prompt, see ``allocation``).
@@ -156,7 +158,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         bits: int | str | None = None,
         prefill: str | int = "exact",
         sink: int = 4,
-        recent: int = 32,
+        recent: int | None = None,
         keep: Collection[str] = (),
         options: Mapping[str, Any] | None = None,
         seed: int = 0,
@@ -178,7 +180,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         check_prefill(prefill)
         prompt_length = prefill if isinstance(prefill, int) else None
         streaming = prefill == "streaming"
-        sink, recent = check_window(sink, recent)
+        sink, window = check_window(sink, RECENT if recent is None else recent)
         cls = class_of(method)
         self.method = cls.name
         reread = None
@@ -203,7 +205,7 @@ class SketchCache(Cache):  # type: ignore[misc]
         self.bits = bits
         limit = plan.budget or plan.max_budget
         if limit is not None:
-            check_budget(limit, sink, recent)
+            check_budget(limit, sink, window)
         grows = plan.budget is not None and plan.budget.is_fraction and plan.budget.value < 1
         if grows and streaming and not getattr(cls, "grows", True):
             raise InputError(
@@ -230,14 +232,15 @@ class SketchCache(Cache):  # type: ignore[misc]
         self._forward = Forward(config, plan, cls.requires.second_reading == "required")
         whole = plan.budget is not None and plan.budget.is_fraction and plan.budget.value >= 1
         if plan.kind == "even" and plan.budget is not None:
-            plan.solver.prefer(default_schedule(method, len(chosen), plan.budget, recent))
+            plan.solver.prefer(default_schedule(method, len(chosen), plan.budget, window))
         budgets: list[HeadBudgets | None] = plan.begin(
-            len(chosen), heads, sink + recent, model_shape(config)
+            len(chosen), heads, sink + window, model_shape(config)
         )
         for place, index in enumerate(chosen):
-            made = windowed(method, sink, recent, seed + index, options)
+            made = windowed(method, sink, window, seed + index, options)
             kept = {"one_shot": "decoded" in keep, "track_error": "errors" in keep}
-            stream = Stream(made, budgets[place], bits=bits, streaming=streaming, **kept)
+            goal = plan.budget if recent is None else None
+            stream = Stream(made, budgets[place], bits=bits, streaming=streaming, goal=goal, **kept)
             settings = LayerSettings(
                 exact_prefill=not streaming,
                 prompt_length=prompt_length,

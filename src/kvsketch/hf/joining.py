@@ -50,7 +50,8 @@ def join(first: SketchCache, second: SketchCache, model: PreTrainedModel) -> Ske
         moved = None if theirs.positions is None else theirs.positions + shift
         theirs = replace(theirs, keys=turn(theirs.keys, shift), positions=moved)
         bits = Bits(*map(max, a.pace.bits, b.pace.bits))
-        budget = _budgets(a, b) if a.pace.given is None else a.pace.given
+        window = sum(a.pace.window(bits, a.seen + b.seen))
+        budget = _budgets(a, b, window) if a.pace.given is None else a.pace.given
         a.adopt(Slots.cat([mine, theirs]), a.seen + b.seen, budget, bits)
     joined._forward.masks.settled = any(x.stream.compressed for x in joined._sketches())
     for number, above in second.plan.above.items():
@@ -106,8 +107,9 @@ def _check(first: SketchCache, second: SketchCache, model: PreTrainedModel) -> N
         )
 
 
-def _budgets(a: Stream, b: Stream) -> HeadBudgets:
-    """The combined budget of every head; a document too short to be measured keeps all tokens."""
+def _budgets(a: Stream, b: Stream, window: int) -> HeadBudgets:
+    """The combined budget of every head; a document too short to be measured keeps all tokens.
+    ``window``: sinks and recent tokens of the result."""
     budgets = [one.pace.budget for one in (a, b) if one.pace.budget is not None]
     told = budgets[0] if budgets else None
     if told is None:  # all tokens are kept: there was nothing to measure
@@ -121,6 +123,7 @@ def _budgets(a: Stream, b: Stream) -> HeadBudgets:
     parts = torch.tensor(given, dtype=torch.float64) * torch.tensor(weights).view(2, 1, 1)
     shares = parts.sum(0) / sum(weights)
     if price.fixed and isinstance(value, float):  # the cost of the slots of both, with one window
+        price = replace(price, window=window)
         held = [_slots(stream, batch, told.heads) for stream in (a, b)]
         shares = price.cost(held[0] + held[1]) / (value * (a.seen + b.seen))
     found = []

@@ -56,8 +56,7 @@ def _layer(layer: SketchLayer) -> int:
     given = (key_dim + value_dim) * layer.dtype.itemsize + 4 * columns
     total, tensors = int(held.sum()) * given, 5 + columns
     if page.middle is not None:
-        window = sum(stream.around)
-        middle = int((held - window - page.appended).clamp(min=0).sum())
+        middle = int(page.middle.held.sum())
         bits = stream.pace.bits
         few = slot_bytes(key_dim, bits.keys) + slot_bytes(value_dim, bits.values)
         total += middle * (few + 4 * columns - given)

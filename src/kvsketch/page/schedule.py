@@ -13,6 +13,18 @@ from torch import Tensor
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 # A compression goes to this many buffers below the budget: rare compressions take less time.
 _BELOW = 3
+# Beside slots in few bits recent tokens take at most this part of a budget, unless their number was
+# given: in full precision each takes the bytes of three to four slots.
+_RECENT = 8
+
+
+def recent_beside(recent: int, budget: int) -> int:
+    """Of ``recent`` tokens, those that stay as they are where the other slots are in few bits.
+
+    Args:
+        budget: of the average head, as the bytes of so many tokens.
+    """
+    return min(recent, budget // _RECENT)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import track
 
+from kvsketch.arguments import RECENT
 from kvsketch.errors import InputError
 from kvsketch.evaluation.runner.files import read_text
 from kvsketch.evaluation.runner.loading import (
@@ -51,6 +52,7 @@ def calibrate_files(
     from kvsketch.cache.curves import model_shape, pooled
     from kvsketch.hf.measuring import check_length, measure_curves
 
+    recent = RECENT if settings.recent is None else settings.recent
     check_device(settings.device)
     tokenizer = load_tokenizer(folder)
     model = load_model(folder, settings.device, settings.dtype)
@@ -58,7 +60,7 @@ def calibrate_files(
     prompts = [tokenizer(text, return_tensors="pt").input_ids[:, :limit] for text in texts]
     for file, prompt in zip(files, prompts, strict=True):
         try:
-            check_length(prompt, settings.sink + settings.recent + follow)
+            check_length(prompt, settings.sink + recent + follow)
         except InputError as error:
             raise InputError(f"{file}: {error}") from error
     found = [
@@ -68,7 +70,7 @@ def calibrate_files(
             method,
             follow=follow,
             sink=settings.sink,
-            recent=settings.recent,
+            recent=recent,
             seed=seed,
         )
         for prompt in track(prompts, "measuring", console=console, transient=True)

@@ -24,7 +24,7 @@ def check_model_args(given: Mapping[str, Any]) -> None:
         InputError: an invalid value, or a model that is neither local nor available from the Hub.
     """
     for name in ("sink", "recent", "seed"):
-        if name in given:
+        if given.get(name) is not None:
             at_least(name, given[name], 0)
     if not isinstance(given.get("one_shot", False), bool):
         raise InputError(f"one_shot={given['one_shot']!r} must be True or False")

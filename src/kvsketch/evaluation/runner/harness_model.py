@@ -69,7 +69,7 @@ class SketchLM(HFLM):  # type: ignore[misc]
         allocation: str | None = None,
         bits: int | str | None = None,
         sink: int = 4,
-        recent: int = 32,
+        recent: int | None = None,
         prefill: str = "exact",
         one_shot: bool = False,
         seed: int = 0,

@@ -34,7 +34,7 @@ class Settings:
     """
 
     sink: int = 4
-    recent: int = 32
+    recent: int | None = None
     prefill: str = "exact"
     prefill_chunk_size: int | None = None
     question: str = "seen"

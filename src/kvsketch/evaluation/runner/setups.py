@@ -51,7 +51,7 @@ class Setup:
         stored = next((f"+{name}" for name, bits in BITS.items() if bits == self.bits), "")
         return f"{self.method}{kept}{spent}{stored}"
 
-    def window_of(self, sink: int, recent: int, tokens: int) -> tuple[int, int]:
+    def window_of(self, sink: int, recent: int | None, tokens: int) -> tuple[int, int | None]:
         """First and last tokens always kept where ``tokens`` are compressed.
 
         Args:
