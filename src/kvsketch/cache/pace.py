@@ -144,8 +144,8 @@ class Pace:
 
     def window(self, bits: Bits, seen: int) -> tuple[int, int]:
         """``around``, if the slots after ``seen`` tokens were in these bits: beside slots in few
-        bits a small budget leaves room for few recent tokens. Pages that an engine may load have
-        the same window at any time."""
+        bits a small budget leaves room for few recent tokens. Streaming keeps all of them, as the
+        pages of an engine do."""
         sink, recent = self._method.around
         if bits != FULL and self._goal is not None and seen and not self.streaming:
             recent = recent_beside(recent, self._goal.slots(seen))
