@@ -30,7 +30,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "int8": {"method": "snapkv", "budget": 0.3, "bits": 8},
     "even": {"method": "heavy_merge", "budget": 0.3, "allocation": "even"},
     "tolerance": {"method": "heavy_merge", "tolerance": 0.2},
-    "measured": {"method": "heavy_merge", "budget": 0.25, "allocation": "measured"},
+    "measured": {"method": "heavy_merge", "budget": 0.15, "allocation": "measured"},
     "measured slots": {"method": "snapkv", "budget": 90, "allocation": "measured"},
     "bounded": {"method": "heavy_merge", "tolerance": 0.2, "budget": 0.5},
     "curves": {"method": "snapkv", "budget": 0.3},  # its allocation is a file, see ``run``
