@@ -100,7 +100,7 @@ def compressed(
             method.made or "streaming_llm",
             budget=budget if method.name else 1.0,
             sink=sink,
-            recent=None if recent == RECENT else recent,
+            recent=None if recent == RECENT else recent,  # the default is fewer in few bits
             keep=["decoded"],
             bits=method.bits,
             allocation=method.allocation if curves is None else curves,

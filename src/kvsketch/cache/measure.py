@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvsketch.cache.curves import Curves, pooled
-from kvsketch.cache.held_out import Store, held_out_for, measure_rows
+from kvsketch.cache.held_out import Store, held_out_for, least_tokens, measure_rows
 from kvsketch.cache.shard import Shard
 from kvsketch.cache.storage import PLAIN, Price, priced
 from kvsketch.cache.stream import Stream
@@ -24,10 +24,11 @@ _UNSEEN = 4.0
 
 
 def measurable(stream: Stream) -> bool:
-    """Whether there are enough queries to measure errors. Those that were read after the prompt are
-    all that there will be."""
+    """Whether there are enough tokens and queries to measure errors. Queries that were read after
+    the prompt are all that there will be."""
     queries = stream.scores.queries
-    return queries.count >= (2 if queries.after else min(stream.seen, 64))
+    enough = stream.seen >= least_tokens(*stream.around)
+    return enough and queries.count >= (2 if queries.after else min(stream.seen, 64))
 
 
 def measure(

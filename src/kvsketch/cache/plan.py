@@ -156,12 +156,10 @@ class Plan:
         """Whether errors can be measured on a stream, or scores compared that it has already."""
         if self._solvers[stream.scores.asked_again].compares and stream.scores.asked_again:
             return self._long(stream)
-        return self._long(stream) and measurable(stream)
+        return measurable(stream)
 
     def _long(self, stream: Stream) -> bool:
-        (sink, recent), bits = stream.around, self._measured.choices[0]
-        within = stream.pace.window(bits, stream.seen)[1]
-        return stream.seen >= least_tokens(sink, min(recent, max(32, within)))
+        return stream.seen >= least_tokens(*stream.around)
 
     @property
     def _needs_prompt(self) -> bool:
