@@ -32,7 +32,7 @@ if build.compiler() is None:
 #: largest error, relative to the largest output: of float32 sums, and of rounding the output
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 #: of processors, from the least to what this one has
-LEVELS = range(3)
+LEVELS = range(4)
 
 
 @pytest.fixture(autouse=True)
@@ -403,6 +403,8 @@ import test_cpu
 test_cpu.fuzz(60)
 import test_pairs
 test_pairs.fuzz(30)
+import test_shares
+test_shares.fuzz(40)
 print("sane")
 """
     folder = os.path.dirname(__file__)

@@ -14,7 +14,7 @@ from kvsketch.methods.closest import group_closest
 from kvsketch.slots import Slots
 
 #: of processors, from the least to what this one has
-LEVELS = range(3)
+LEVELS = range(4)
 
 if build.compiler() is None:
     pytest.skip("there is no C++ compiler", allow_module_level=True)

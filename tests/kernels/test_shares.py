@@ -14,7 +14,7 @@ from kvsketch.observed import Observed
 from kvsketch.slots import Slots
 
 #: of processors, from the least to what this one has
-LEVELS = range(3)
+LEVELS = range(4)
 
 
 @pytest.fixture(autouse=True)
@@ -74,10 +74,10 @@ def test_any_number_of_threads_gives_the_same_numbers(threads):
     made = torch.Generator().manual_seed(0)
     queries, keys = torch.randn(7, 90, 24, generator=made), torch.randn(7, 700, 24, generator=made)
     before = torch.get_num_threads()
-    alone = [shares._compiled(queries[i : i + 1], keys[i : i + 1], None) for i in range(7)]
+    alone = [shares._compiled(queries[i : i + 1], keys[i : i + 1], None, 1.0) for i in range(7)]
     try:
         torch.set_num_threads(threads)
-        assert torch.equal(shares._compiled(queries, keys, None), torch.cat(alone))
+        assert torch.equal(shares._compiled(queries, keys, None, 1.0), torch.cat(alone))
     finally:
         torch.set_num_threads(before)
 
@@ -130,3 +130,13 @@ def test_recent_attention_of_padded_queries_and_with_slopes_is_left_to_torch():
     live = Observed(queries, 1.0, live=torch.tensor([[False, True, True]]))
     assert cpu.received(slots, live, torch.ones(3)) is None
     assert cpu.received(slots, Observed(queries, 1.0, slopes=torch.ones(2)), torch.ones(3)) is None
+
+
+def fuzz(count):
+    """Shapes at random, for ``test_cpu.test_sanitizers_find_nothing``."""
+    g = torch.Generator().manual_seed(0)
+    for number in range(count):
+        q, n, dim = (int(torch.randint(1, top, (), generator=g)) for top in (70, 300, 80))
+        native.library().kvsketch_limit(number % len(LEVELS))
+        queries, keys = (torch.randn(1, 2, x, dim, generator=g) for x in (q, n))
+        shares.largest_shares(Observed(queries, 1.0, after=True), keys)

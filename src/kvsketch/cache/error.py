@@ -233,10 +233,8 @@ class Errors:
     def compressed(self, held: Held, final: bool) -> None:
         """The prompt was compressed to what is ``held``; ``final``: it will not be compressed
         again."""
-        if self._asked is not None:
-            self.prompt = self._asked.error(held)
-            if final:
-                self._asked = None
+        if final and self._asked is not None:
+            self.prompt, self._asked = self._asked.error(held), None
 
     @property
     def probing(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 
 import torch
 from torch import Tensor
@@ -38,21 +39,21 @@ def largest_shares(asked: Observed, keys: Tensor, mass: Tensor | None = None) ->
         queries = asked.queries.reshape(rows, -1, dim).to(keys.dtype)
         found = by_triton(queries, keys.reshape(rows, n, dim), asked.scaling)
         return found.exp_().view(batch, kv_heads, n)
-    queries = asked.queries.reshape(rows, -1, dim).to(dtype) * asked.scaling
+    queries = asked.queries.reshape(rows, -1, dim).to(dtype)
     flat = keys.reshape(rows, n, dim).to(dtype)
     compiled = flat.device.type == "cpu" and dtype == torch.float32
     way = _compiled if compiled and native.library() is not None else _by_torch
     log_mass = None if mass is None else mass.reshape(rows, n).to(dtype).log()
-    return way(queries, flat, log_mass).exp_().view(batch, kv_heads, n)
+    return way(queries, flat, log_mass, asked.scaling).exp_().view(batch, kv_heads, n)
 
 
-def _by_torch(queries: Tensor, keys: Tensor, log_mass: Tensor | None) -> Tensor:
+def _by_torch(queries: Tensor, keys: Tensor, log_mass: Tensor | None, scaling: float) -> Tensor:
     """Logs of the shares, ``[rows, n]``, of ``[rows, q, head_dim]`` and ``[rows, n, head_dim]``."""
     rows, n, _ = keys.shape
     across, found = keys.mT, keys.new_full((rows, n), -torch.inf)
     few = max(_QUERIES, at_once(keys, _SCORES) // (rows * n))
     for start in range(0, queries.shape[1], few):
-        scores = queries[:, start : start + few] @ across
+        scores = queries[:, start : start + few] @ across * scaling
         if log_mass is not None:
             scores += log_mass.unsqueeze(1)
         scores -= scores.logsumexp(-1, keepdim=True)
@@ -60,7 +61,7 @@ def _by_torch(queries: Tensor, keys: Tensor, log_mass: Tensor | None) -> Tensor:
     return found
 
 
-def _compiled(queries: Tensor, keys: Tensor, log_mass: Tensor | None) -> Tensor:
+def _compiled(queries: Tensor, keys: Tensor, log_mass: Tensor | None, scaling: float) -> Tensor:
     library = native.library()
     assert library is not None
     queries, keys = queries.contiguous(), keys.contiguous()
@@ -69,6 +70,7 @@ def _compiled(queries: Tensor, keys: Tensor, log_mass: Tensor | None) -> Tensor:
     sizes = keys.shape[0], queries.shape[1], *keys.shape[1:]
     given = (queries, keys, log_mass, found)
     addresses = (0 if t is None else t.data_ptr() for t in given)
+    (bits,) = struct.unpack("q", struct.pack("d", scaling))
     # ``Shares`` of shares.h; the last number is its counter.
-    library.kvsketch_share((ctypes.c_int64 * 9)(*addresses, *sizes, 0), native.threads())
+    library.kvsketch_share((ctypes.c_int64 * 10)(*addresses, *sizes, bits, 0), native.threads())
     return found

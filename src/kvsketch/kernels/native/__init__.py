@@ -1,7 +1,8 @@
 """The compiled kernels for CPUs, ``attention.cpp``, as a library without torch, and its threads.
 
-``KVSKETCH_NATIVE`` chooses: ``off`` (torch's kernels), or the most that is used of ``avx512``,
-``avx2`` and ``plain`` (what every processor of the platform has). Default: what the processor has.
+``KVSKETCH_NATIVE`` chooses: ``off`` (torch's kernels), or the most that is used of ``amx`` (AVX-512
+and a matrix unit), ``avx512``, ``avx2`` and ``plain`` (what every processor of the platform has).
+Default: what the processor has.
 """
 
 from __future__ import annotations

@@ -14,7 +14,12 @@
 #include <utility>
 #include <vector>
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -1095,19 +1100,40 @@ struct Copy {  // for one set of vector instructions
   void (*group)(void*, int64_t, Parallel);
   void (*share)(void*, int64_t, Parallel);
 };
+#if defined(__x86_64__) && !defined(KV_NO_AMX)
+KV_RUN(amx)
+#elif defined(__x86_64__)
+#define of_amx of_avx512
+#endif
 #if defined(__x86_64__)
 KV_RUN(avx512)
 KV_RUN(avx2)
 #endif
 KV_RUN(plain)
 
+#if defined(__x86_64__)
+// Whether the processor has a matrix unit for bfloat16, and Linux lets this process use it.
+static bool has_tiles() {
+#if defined(__linux__) && !defined(KV_NO_AMX)
+  unsigned a, b, c, d;
+  constexpr unsigned units = 1u << 22 | 1u << 24;  // AMX-BF16 and AMX-TILE
+  constexpr long ask = 0x1023, state = 18;          // ARCH_REQ_XCOMP_PERM, the contents of tiles
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & units) != units) return false;
+  return syscall(SYS_arch_prctl, ask, state) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 static const Copy* best(int* which) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-    *which = 2;
-    return &of_avx512;
+    static const bool tiles = has_tiles();
+    *which = tiles ? 3 : 2;
+    return tiles ? &of_amx : &of_avx512;
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     *which = 1;
@@ -1122,7 +1148,7 @@ static int level;
 static const Copy* chosen = best(&level);
 static Parallel parallel = nullptr;
 
-// 2: AVX-512, 1: AVX2, 0: what every processor of the platform has.
+// 3: AVX-512 and AMX, 2: AVX-512, 1: AVX2, 0: what every processor of the platform has.
 KV_EXPORT int kvsketch_level() { return level; }
 // The function that runs a job on several threads, that of torch's own OpenMP library.
 KV_EXPORT void kvsketch_threads(void* function) { parallel = (Parallel)function; }
@@ -1130,6 +1156,7 @@ KV_EXPORT void kvsketch_threads(void* function) { parallel = (Parallel)function;
 KV_EXPORT int kvsketch_limit(int most) {
   chosen = best(&level);
 #if defined(__x86_64__)
+  if (most < 3 && level == 3) chosen = &of_avx512, level = 2;
   if (most < 2 && level == 2) chosen = &of_avx2, level = 1;
 #endif
   if (most < 1) chosen = &of_plain, level = 0;

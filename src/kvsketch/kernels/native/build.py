@@ -26,13 +26,15 @@ FLAGS = [
 ]
 ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
 #: Flags of every set of vector instructions, from what every such processor has.
+_AVX512 = [
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
+    "-mprefer-vector-width=512",
+]
 X86 = {
     "plain": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "avx512": [
-        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
-        "-mprefer-vector-width=512",
-    ],
+    "avx512": _AVX512,
+    "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16"],
 }
 
 
@@ -61,15 +63,19 @@ def build(library: Path = LIBRARY, extra: tuple[str, ...] = ()) -> str | None:
     cxx = compiler()
     if cxx is None:
         return "no C++ compiler was found (CXX, c++, g++ or clang++)"
+    sets, defines = dict(X86) if ON_X86 else {"plain": []}, ["-DKV_DISPATCH"]
+    if ON_X86 and _run([cxx, *X86["amx"], "-E", "-x", "c++", os.devnull, "-o", os.devnull]):
+        del sets["amx"]  # a compiler of before 2021
+        defines.append("-DKV_NO_AMX")
     with tempfile.TemporaryDirectory() as folder:
         objects = []
-        for name, flags in (X86 if ON_X86 else {"plain": []}).items():
+        for name, flags in sets.items():
             objects.append(f"{folder}/{name}.o")
             command = [cxx, *FLAGS, *flags, *extra, f"-DKV_ISA={name}", "-c", str(SOURCE)]
             if (wrong := _run([*command, "-o", objects[-1]])) is not None:
                 return wrong
-        made, defines = f"{folder}/{library.name}", ["-DKV_DISPATCH", f'-DKV_MARK="{mark()}"']
-        command = [cxx, *FLAGS, *extra, *defines, "-shared", str(SOURCE), *objects, "-o", made]
+        made, mine = f"{folder}/{library.name}", [*defines, f'-DKV_MARK="{mark()}"']
+        command = [cxx, *FLAGS, *extra, *mine, "-shared", str(SOURCE), *objects, "-o", made]
         if (wrong := _run(command)) is not None:
             return wrong
         beside = library.with_suffix(f".{os.getpid()}")

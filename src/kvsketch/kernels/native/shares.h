@@ -7,71 +7,245 @@
 namespace {
 
 struct Shares {
-  const float *queries, *keys;  // [rows, count, dim], scaled, and [rows, size, dim]
+  const float *queries, *keys;  // [rows, count, dim] and [rows, size, dim]
   const float* log_mass;        // [rows, size]: added to the scores; null: 0
   float* most;                  // [rows, size]: the log of the largest share
   int64_t rows, count, size, dim;
+  double scaling;               // of the products of queries and keys
   std::atomic<int64_t> next;
 };
 
 constexpr int ASKING = 32;  // queries of a block
-constexpr int TURNED = 256;  // keys whose scores with all of them are computed together
+constexpr int NEAR = 32;     // keys whose scores with all of them are computed together
+constexpr int TURNED = 32;  // keys that are stored channel by channel
 
-// The keys of a row, tile by tile, each channel by channel; in the last tile, 0 after the last key.
-void turn_keys(const float* keys, int64_t size, int dim, float* turned) {
-  for (int64_t first = 0; first < size; first += TURNED, turned += (size_t)TURNED * dim)
-    for (int i = 0; i < TURNED; i++)
-      for (int c = 0; c < dim; c++)
-        turned[(size_t)c * TURNED + i] = first + i < size ? keys[(first + i) * dim + c] : 0.0f;
+constexpr double LOG2E = 1.44269504088896340736;
+
+// 2^x for x <= 0, to 1 unit in the last place or so; nearly 0 below -126.
+inline vf power(vf x) {
+#if defined(__AVX512F__)
+  x = x > -126.0f ? x : all(-126.0f);
+  const vf n = _mm512_roundscale_ps((__m512)x, 0), r = x - n;
+  vf p = all(1.54035304e-4f);
+  p = p * r + 1.33335581e-3f;
+  p = p * r + 9.61812911e-3f;
+  p = p * r + 5.55041087e-2f;
+  p = p * r + 2.40226507e-1f;
+  p = p * r + 6.93147181e-1f;
+  return _mm512_scalef_ps((__m512)(p * r + 1.0f), (__m512)n);
+#else
+  return exped(x * (float)(1 / LOG2E));
+#endif
 }
 
+inline float largest(vf x) {
+  float found = x[0];
+  for (int k = 1; k < W; k++) found = std::max(found, x[k]);
+  return found;
+}
+
+inline bool any(vi x) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
+#else
+  int32_t found = 0;
+  for (int k = 0; k < W; k++) found |= x[k];
+  return found != 0;
+#endif
+}
+
+#if defined(__AMX_BF16__)
+
+constexpr int SIDE = 16, DEPTH = 32;  // of a tile: its rows, and the channels of one of them
+constexpr int TILE = SIDE * DEPTH;
+
+// Both parts of a number, as bfloat16: their sum differs from it by 2^-17 of it at most.
+struct Halves {
+  uint16_t high, low;
+  explicit Halves(float x) : high(to_bfloat16(x)), low(to_bfloat16(x - of_bfloat16(high))) {}
+};
+
+// Products of queries and keys by the matrix unit of the processor, which multiplies bfloat16 and
+// adds in float32: numbers of a model in bfloat16 as they are, others as two numbers each, without
+// the product of both lower parts.
+class Products {
+  const int64_t size, dim, chunks;
+  uint16_t *high, *low, *asking, *asking_low;
+  bool keys_low = false, queries_low = false;
+
+ public:
+  static size_t room(int64_t across, int64_t dim) {
+    return (size_t)(across + ASKING) * ((dim + DEPTH - 1) / DEPTH * DEPTH);
+  }
+
+  // Keys are stored in tiles of 16 keys and 32 channels, in which two channels are neighbours.
+  Products(const float* keys, int64_t size, int64_t across, int64_t dim, float* room)
+      : size(size), dim(dim), chunks((dim + DEPTH - 1) / DEPTH) {
+    high = (uint16_t*)room, low = high + across * chunks * DEPTH;
+    asking = low + across * chunks * DEPTH, asking_low = asking + ASKING * chunks * DEPTH;
+    memset(room, 0, sizeof(float) * Products::room(across, dim));
+    for (int64_t i = 0; i < size; i++)
+      for (int64_t c = 0; c < dim; c++) {
+        const Halves x(keys[i * dim + c]);
+        const int64_t tile = (i / SIDE * chunks + c / DEPTH) * TILE, pair = c % DEPTH / 2;
+        const int64_t at = tile + (pair * SIDE + i % SIDE) * 2 + c % 2;
+        high[at] = x.high, low[at] = x.low;
+        keys_low |= x.low != 0;
+      }
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, none[14] = {};
+      uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE};
+    } shape;
+    __asm__ volatile("" ::: "memory");  // some compilers do not know that this reads all of it
+    _tile_loadconfig(&shape);
+  }
+
+  ~Products() { _tile_release(); }
+
+  void ask(const float* queries, int count) {
+    queries_low = false;
+    memset(asking, 0, sizeof(uint16_t) * 2 * ASKING * chunks * DEPTH);
+    for (int r = 0; r < count; r++)
+      for (int64_t c = 0; c < dim; c++) {
+        const Halves x(queries[r * dim + c]);
+        const int64_t at = (r / SIDE * chunks + c / DEPTH) * TILE + r % SIDE * DEPTH + c % DEPTH;
+        asking[at] = x.high, asking_low[at] = x.low;
+        queries_low |= x.low != 0;
+      }
+  }
+
+  // With the NEAR keys from ``at`` on, ``[ASKING, NEAR]``.
+  void with(int64_t at, float* out) const {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    add(asking, high + at * chunks * DEPTH);
+    if (queries_low) add(asking_low, high + at * chunks * DEPTH);
+    if (keys_low) add(asking, low + at * chunks * DEPTH);
+    constexpr int across = NEAR * sizeof(float);
+    float* below = out + SIDE * NEAR;
+    _tile_stored(0, out, across);
+    _tile_stored(1, out + SIDE, across);
+    _tile_stored(2, below, across);
+    _tile_stored(3, below + SIDE, across);
+    __asm__ volatile("" ::: "memory");  // nor that these write
+  }
+
+ private:
+  void add(const uint16_t* queries, const uint16_t* keys) const {
+    __asm__ volatile("" ::: "memory");  // nor what these read
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+      constexpr int across = DEPTH * sizeof(uint16_t);
+      _tile_loadd(4, queries + chunk * TILE, across);
+      _tile_loadd(5, queries + (chunks + chunk) * TILE, across);
+      _tile_loadd(6, keys + chunk * TILE, across);
+      _tile_loadd(7, keys + (chunks + chunk) * TILE, across);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+};
+
+#else
+
+// Products of queries and keys in float32. Keys are stored tile by tile, each channel by channel.
+class Products {
+  const int dim;
+  const float* asking = nullptr;
+  float* const turned;
+  int count = 0;
+
+ public:
+  static size_t room(int64_t across, int64_t dim) { return (size_t)(across * dim); }
+
+  Products(const float* keys, int64_t size, int64_t across, int64_t dim, float* room)
+      : dim((int)dim), turned(room) {
+    for (int64_t at = 0; at < across; at += TURNED)
+      for (int i = 0; i < TURNED; i++)
+        for (int c = 0; c < dim; c++)
+          turned[at * dim + (size_t)c * TURNED + i] = at + i < size ? keys[(at + i) * dim + c] : 0.0f;
+  }
+
+  void ask(const float* queries, int number) { asking = queries, count = number; }
+
+  // With the NEAR keys from ``at`` on, ``[ASKING, NEAR]``.
+  void with(int64_t at, float* out) const {
+    static const float zeros[2 * W] = {};
+    const float* keys = turned + at / TURNED * TURNED * dim + at % TURNED;
+    for (int i = 0; i < NEAR; i += 2 * W) {
+      int r = 0;
+      for (; r + 8 <= count; r += 8)
+        scores_of<8, 2>(asking + (size_t)r * dim, keys + i, zeros, dim, TURNED, out + r * NEAR + i, NEAR);
+      for (; r < count; r++)
+        scores_of<1, 2>(asking + (size_t)r * dim, keys + i, zeros, dim, TURNED, out + r * NEAR + i, NEAR);
+    }
+  }
+};
+
+#endif
+
 void shares_of_row(const Shares& given, int64_t row, std::vector<float>& room) {
-  const int64_t size = given.size, count = given.count;
+  const int64_t size = given.size, count = given.count, dim = given.dim;
   const int64_t across = (size + TURNED - 1) / TURNED * TURNED;
-  const int dim = (int)given.dim;
   constexpr float infinity = std::numeric_limits<float>::infinity();
-  room.resize((size_t)across * (dim + ASKING + 2));
-  float *turned = room.data(), *scores = turned + across * dim, *most = scores + across * ASKING;
+  const size_t own = Products::room(across, dim);
+  room.resize(own + (size_t)across * (ASKING + 2));
+  float *scores = room.data() + own, *most = scores + across * ASKING;
   float* extra = most + across;  // after the last key, no share
-  turn_keys(given.keys + row * size * dim, size, dim, turned);
-  std::fill(extra, extra + size, 0.0f);
-  if (given.log_mass) memcpy(extra, given.log_mass + row * size, sizeof(float) * size);
+  Products products(given.keys + row * size * dim, size, across, dim, room.data());
+  const float scaling = (float)(given.scaling * LOG2E);  // scores are to base 2
+  for (int64_t i = 0; i < size; i++)
+    extra[i] = given.log_mass ? given.log_mass[row * size + i] * (float)LOG2E : 0.0f;
   std::fill(extra + size, extra + across, -infinity);
   std::fill(most, most + across, -infinity);
+  // Of every query: the highest score, and the sum of powers relative to it, lane by lane.
+  float high[ASKING], less[ASKING];
+  vf sum[ASKING];
   for (int64_t begin = 0; begin < count; begin += ASKING) {
     const int asking = (int)std::min<int64_t>(ASKING, count - begin);
-    const float* queries = given.queries + (row * count + begin) * dim;
-    for (int64_t at = 0; at < across; at += TURNED)
-      for (int i = 0; i < TURNED; i += 2 * W) {
-        const float* keys = turned + at * dim + i;
-        int r = 0;
-        for (; r + 8 <= asking; r += 8)
-          scores_of<8, 2>(queries + r * dim, keys, extra + at + i, dim, TURNED,
-                          scores + r * across + at + i, across);
-        for (; r < asking; r++)
-          scores_of<1, 2>(queries + r * dim, keys, extra + at + i, dim, TURNED,
-                          scores + r * across + at + i, across);
+    products.ask(given.queries + (row * count + begin) * dim, asking);
+    for (int r = 0; r < asking; r++) high[r] = UNSEEN, sum[r] = all(0.0f);
+    for (int64_t at = 0; at < across; at += NEAR) {
+      float* near = scores + at * ASKING;
+      products.with(at, near);
+      for (int r = 0; r < asking; r++) {
+        vf x[NEAR / W], top = all(-infinity);
+        for (int i = 0; i < NEAR / W; i++) {
+          x[i] = load(near + r * NEAR + i * W) * scaling + load(extra + at + i * W);
+          top = x[i] > top ? x[i] : top;
+        }
+        if (any(top > high[r])) {
+          const float before = high[r];
+          high[r] = largest(top);
+          sum[r] *= power(all(before - high[r]));
+        }
+        for (int i = 0; i < NEAR / W; i++) sum[r] += power(x[i] - high[r]);
       }
+    }
     for (int r = 0; r < asking; r++) {
-      const float* own = scores + r * across;
-      vf high = all(-infinity), sum = all(0.0f);
-      for (int64_t i = 0; i < across; i += W) {
-        const vf x = load(own + i);
-        high = x > high ? x : high;
-      }
-      float highest = high[0];
-      for (int k = 1; k < W; k++) highest = std::max(highest, high[k]);
-      for (int64_t i = 0; i < across; i += W) sum += exped(load(own + i) - highest);
       float total = 0;
-      for (int k = 0; k < W; k++) total += sum[k];
-      const float less = highest + std::log(total);
-      for (int64_t i = 0; i < across; i += W) {
-        const vf x = load(own + i) - less, before = load(most + i);
-        store(most + i, x > before ? x : before);
+      for (int k = 0; k < W; k++) total += sum[r][k];
+      less[r] = high[r] + std::log2(total);
+    }
+    for (int64_t at = 0; at < across; at += NEAR) {
+      const float* near = scores + at * ASKING;
+      for (int i = 0; i < NEAR; i += W) {
+        vf best = all(-infinity);
+        for (int r = 0; r < asking; r++) {
+          const vf x = load(near + r * NEAR + i) * scaling - less[r];
+          best = x > best ? x : best;
+        }
+        best += load(extra + at + i);
+        const vf before = load(most + at + i);
+        store(most + at + i, best > before ? best : before);
       }
     }
   }
-  memcpy(given.most + row * size, most, sizeof(float) * size);
+  for (int64_t i = 0; i < size; i++) given.most[row * size + i] = most[i] * (float)(1 / LOG2E);
 }
 
 void share_out(void* given) {
