@@ -244,21 +244,14 @@ def test_the_error_is_that_of_the_prompts_last_queries(monkeypatch: Any) -> None
 
 
 def test_most_of_the_budget_stays_unchanged() -> None:
-    """0.9 of it after an echo, and all but 8 slots of a head; 0.25 where only the last queries have
-    scored the tokens."""
-    llama, ones, groups = build("llama"), [], []
+    """0.9 of it after an echo, and 0.25 where only the last queries have scored the tokens."""
+    llama, ones = build("llama"), []
     for method in ({}, {"allocation": "measured"}):
-        for budget in (0.1, 0.5):
-            some = {"budget": budget, "bits": 16, "sink": 4, "recent": 16, **method}
-            cache = read(llama, tokens=400, **some)
-            masses = [layer.stream.slots.masses() for layer in cache._sketches()]
-            mass = torch.cat([of_layer.flatten() for of_layer in masses])
-            ones.append(float((mass == 1).sum() / (mass > 0).sum()))
-            groups.append(max(int((of_layer > 1).sum(-1).max()) for of_layer in masses))
-    assert min(ones[:2]) > 0.85
-    assert max(ones[2:]) < 0.8
-    assert max(groups[:2]) <= 2 * 8  # as many once the bounds were known, and once the budgets were
-    assert groups[3] > 2 * 8
+        cache = read(llama, tokens=400, budget=0.3, bits=16, sink=4, recent=16, **method)
+        mass = torch.cat([layer.stream.slots.masses().flatten() for layer in cache._sketches()])
+        ones.append(float((mass == 1).sum() / (mass > 0).sum()))
+    assert ones[0] > 0.85
+    assert ones[1] < 0.7
 
 
 def test_bits_are_the_most_in_which_all_tokens_fit() -> None:
