@@ -230,10 +230,9 @@ class Errors:
         """
         self._probe, self._probed = Probe(tokens, last), seen
 
-    def compressed(self, held: Held, final: bool) -> None:
-        """The prompt was compressed to what is ``held``; ``final``: it will not be compressed
-        again."""
-        if final and self._asked is not None:
+    def compressed(self, held: Held) -> None:
+        """The prompt was compressed to what is ``held``, and will not be compressed again."""
+        if self._asked is not None:
             self.prompt, self._asked = self._asked.error(held), None
 
     @property

@@ -355,8 +355,8 @@ class Stream:
                 method.restart(torch.full((len(self.held),), self.seen))
             page = self._slotted(method, aim, not prefill, whole)
         self._turn_to(page, aim, budgets, provisional)
-        if first:
-            self.errors.compressed(self.open(), final=not provisional)
+        if first and not provisional:
+            self.errors.compressed(self.open())
         page.release(lookups=True)  # of the errors; many decode without them
 
     def _turn_to(

@@ -25,11 +25,11 @@ FLAGS = [
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
 ]
 ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
-#: Flags of every set of vector instructions, from what every such processor has.
 _AVX512 = [
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
     "-mprefer-vector-width=512",
 ]
+#: Flags of every set of vector instructions, from what every such processor has.
 X86 = {
     "plain": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],

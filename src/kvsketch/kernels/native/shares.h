@@ -17,7 +17,6 @@ struct Shares {
 
 constexpr int ASKING = 32;  // queries of a block
 constexpr int NEAR = 32;     // keys whose scores with all of them are computed together
-constexpr int TURNED = 32;  // keys that are stored channel by channel
 
 constexpr double LOG2E = 1.44269504088896340736;
 
@@ -164,10 +163,10 @@ class Products {
 
   Products(const float* keys, int64_t size, int64_t across, int64_t dim, float* room)
       : dim((int)dim), turned(room) {
-    for (int64_t at = 0; at < across; at += TURNED)
-      for (int i = 0; i < TURNED; i++)
+    for (int64_t at = 0; at < across; at += NEAR)
+      for (int i = 0; i < NEAR; i++)
         for (int c = 0; c < dim; c++)
-          turned[at * dim + (size_t)c * TURNED + i] = at + i < size ? keys[(at + i) * dim + c] : 0.0f;
+          turned[at * dim + (size_t)c * NEAR + i] = at + i < size ? keys[(at + i) * dim + c] : 0.0f;
   }
 
   void ask(const float* queries, int number) { asking = queries, count = number; }
@@ -175,13 +174,13 @@ class Products {
   // With the NEAR keys from ``at`` on, ``[ASKING, NEAR]``.
   void with(int64_t at, float* out) const {
     static const float zeros[2 * W] = {};
-    const float* keys = turned + at / TURNED * TURNED * dim + at % TURNED;
+    const float* keys = turned + at * dim;
     for (int i = 0; i < NEAR; i += 2 * W) {
       int r = 0;
       for (; r + 8 <= count; r += 8)
-        scores_of<8, 2>(asking + (size_t)r * dim, keys + i, zeros, dim, TURNED, out + r * NEAR + i, NEAR);
+        scores_of<8, 2>(asking + (size_t)r * dim, keys + i, zeros, dim, NEAR, out + r * NEAR + i, NEAR);
       for (; r < count; r++)
-        scores_of<1, 2>(asking + (size_t)r * dim, keys + i, zeros, dim, TURNED, out + r * NEAR + i, NEAR);
+        scores_of<1, 2>(asking + (size_t)r * dim, keys + i, zeros, dim, NEAR, out + r * NEAR + i, NEAR);
     }
   }
 };
@@ -190,7 +189,7 @@ class Products {
 
 void shares_of_row(const Shares& given, int64_t row, std::vector<float>& room) {
   const int64_t size = given.size, count = given.count, dim = given.dim;
-  const int64_t across = (size + TURNED - 1) / TURNED * TURNED;
+  const int64_t across = (size + NEAR - 1) / NEAR * NEAR;
   constexpr float infinity = std::numeric_limits<float>::infinity();
   const size_t own = Products::room(across, dim);
   room.resize(own + (size_t)across * (ASKING + 2));
